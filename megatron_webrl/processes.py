@@ -1,0 +1,206 @@
+"""No process of a run outlives it (Linux): death with the parent, and two nets below that.
+
+1. `start` makes a role that the kernel kills when its parent ends.
+2. `become_subreaper` and `kill_descendants`: what a dead role left behind (browsers, engine cores) is handed
+   to the launcher, which ends it with the rest.
+3. `sweep_orphans`: what survives even a SIGKILL of the launcher carries the name of its owner in its
+   environment, and the next start removes it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+OWNER = "WEBRL_OWNER"
+ROLE = "WEBRL_ROLE"
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PAUSE = 0.02  # seconds between looks at processes that were signalled
+
+# Runs between fork and the role's program, in an interpreter of its own: Python code in a forked copy of a
+# process with threads (preexec_fn) can block for ever on a lock that another thread held at the fork.
+_BOOTSTRAP = """
+import ctypes, os, signal, sys
+parent, command = int(sys.argv[1]), sys.argv[2:]
+if ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0) or os.getppid() != parent:
+    os._exit(125)
+try:
+    os.execvp(command[0], command)
+except OSError as error:
+    sys.stderr.write(f"{command[0]}: {error.strerror}\\n")
+    os._exit(127)
+"""
+
+
+class ProcessError(RuntimeError):
+    """A process could not be started or guarded as asked."""
+
+
+def start_time(pid: int) -> int:
+    """When a process started, in clock ticks since boot; 0 if there is none. With the pid it names one process."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else 0
+
+
+def is_alive(pid: int, started: int) -> bool:
+    """Whether the process that had this pid and start time still runs; a zombie does not."""
+    fields = _stat(pid)
+    return bool(fields) and int(fields[19]) == started and fields[0] not in ("Z", "X")
+
+
+def die_with_parent(signal_number: int = signal.SIGKILL, parent: int | None = None) -> None:
+    """Let the kernel signal this process when its parent ends.
+
+    Given the pid of the parent it expects, a process whose parent ended before this call gets the signal at once;
+    without, only an end during the call is noticed. The kernel signals when the parent's *thread* that made this
+    process ends, so roles are started from the main thread. The setting outlives exec, not fork.
+    """
+    expected = os.getppid() if parent is None else parent
+    _prctl(_PR_SET_PDEATHSIG, signal_number)
+    if os.getppid() != expected:
+        os.kill(os.getpid(), signal_number)
+
+
+def become_subreaper() -> None:
+    """From here on, descendants whose parent ends become children of this process instead of init."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def owner_environment() -> dict[str, str]:
+    """Environment that marks processes as owned by this one, for `sweep_orphans`."""
+    return {OWNER: f"{os.getpid()}:{start_time(os.getpid())}"}
+
+
+def start(command: Sequence[str], log: Path, env: Mapping[str, str], name: str) -> subprocess.Popen[bytes]:
+    """Start a role in a session of its own, its output appended to `log`; the kernel kills it when this process ends.
+
+    `env` is the whole environment, to which owner and role name are added. Raises ProcessError outside the main thread
+    (the kernel would kill the role when the calling thread ends) and for a program that is not there.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise ProcessError(f"{name} must be started from the main thread: it dies with the thread that starts it")
+    if not shutil.which(command[0], path=env.get("PATH", os.defpath)):
+        raise ProcessError(f"{name}: {command[0]!r} is not a program in PATH={env.get('PATH', os.defpath)}")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    bootstrap = [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, str(os.getpid())]
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [*bootstrap, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**env, **owner_environment(), ROLE: name},
+            start_new_session=True,
+        )
+
+
+def kill_descendants(seconds: float, roles: Sequence[subprocess.Popen[bytes]] = ()) -> list[str]:
+    """End every descendant: SIGTERM, after half of `seconds` SIGKILL; returns what is left, as "name (pid)".
+
+    After `become_subreaper` this covers processes whose own parent is gone. Ended children are reaped; those in `roles`
+    through their Popen, which keeps their exit code.
+    """
+    begun, terminated = time.monotonic(), set()
+    while True:
+        _reap(roles)
+        running = [p for p in psutil.Process().children(recursive=True) if _runs(p)]
+        elapsed = time.monotonic() - begun
+        if not running or elapsed >= seconds:
+            return sorted(_name(process.pid) for process in running)
+        for process in running:
+            with suppress(psutil.NoSuchProcess):
+                if elapsed >= seconds / 2:
+                    process.kill()
+                elif process not in terminated:  # psutil compares pid and start time
+                    terminated.add(process)
+                    process.terminate()
+        time.sleep(_PAUSE)
+
+
+def sweep_orphans(seconds: float = 5.0) -> list[str]:
+    """Kill this user's processes whose owner is gone, and their descendants; returns them as "name (pid)".
+
+    A process is an orphan if its environment names an owner that does not run. Never killed: this process, its
+    ancestors and descendants, and processes of other users or PID namespaces (whose numbers mean others).
+    """
+    me = psutil.Process()
+    kept = {me.pid, *(p.pid for p in me.parents()), *(p.pid for p in me.children(recursive=True))}
+    found: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter():
+        if process.pid in kept or not _is_orphan(process.pid):
+            continue
+        with suppress(psutil.NoSuchProcess):
+            # Descendants need no mark of their own: Chromium's renderers overwrite their environment.
+            found |= {victim.pid: victim for victim in (process, *process.children(recursive=True))}
+    names = [_name(pid) for pid in sorted(found)]
+    for victim in found.values():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            victim.kill()
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(_runs(victim) for victim in found.values()):
+        time.sleep(_PAUSE)
+    return names
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether it still is that process, and no zombie."""
+    return process.is_running() and is_alive(process.pid, start_time(process.pid))
+
+
+def _is_orphan(pid: int) -> bool:
+    try:
+        if os.stat(f"/proc/{pid}").st_uid != os.getuid():
+            return False
+        if os.stat(f"/proc/{pid}/ns/pid").st_ino != os.stat("/proc/self/ns/pid").st_ino:
+            return False
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return False  # gone meanwhile, or not ours to look at
+    for entry in environment.split(b"\0"):
+        key, _, value = entry.partition(b"=")
+        owner, _, started = value.partition(b":")
+        if key == OWNER.encode() and owner.isdigit() and started.isdigit():
+            return not is_alive(int(owner), int(started))
+    return False
+
+
+def _reap(roles: Sequence[subprocess.Popen[bytes]]) -> None:
+    for role in roles:
+        role.poll()
+    kept = {role.pid for role in roles}
+    for child in psutil.Process().children():
+        if child.pid not in kept:
+            with suppress(ChildProcessError):
+                os.waitpid(child.pid, os.WNOHANG)
+
+
+def _name(pid: int) -> str:
+    try:
+        return f"{Path(f'/proc/{pid}/comm').read_text().strip()} ({pid})"
+    except (FileNotFoundError, ProcessLookupError):
+        return f"ended ({pid})"
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/<pid>/stat from the third (state) on; empty if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return text.rpartition(")")[2].split()
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise ProcessError(f"prctl({option}, {value}) failed: {os.strerror(ctypes.get_errno())}")

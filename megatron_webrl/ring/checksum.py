@@ -1,0 +1,29 @@
+"""The checksum of records: sums of 8-byte words, by page and by column of a page, then CRC-32 of the sums.
+
+Laid out as rows of 512 words (4 KiB), the payload is summed along both axes modulo 2^64. One wrong word
+changes a row sum and a column sum; a wrong or stale page changes its row sum; words that swapped places
+within a page change column sums, and pages that swapped places change the order of the row sums. Only
+errors that cancel in both directions at once pass. The CRC-32 of each list of sums makes 64 bits. On
+records of megabytes it is some four times as fast as zlib's CRC-32 over all bytes (docs/ring.md).
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+
+ROW_WORDS = 512
+ROW_BYTES = ROW_WORDS * 8
+
+
+def checksum(buffer: bytes | memoryview) -> int:
+    """64-bit checksum of a contiguous buffer, the same on every little-endian machine."""
+    view = memoryview(buffer)
+    whole = view.nbytes // ROW_BYTES * ROW_BYTES
+    rows = columns = b""
+    if whole:
+        words = np.frombuffer(view, "<u8", whole // 8).reshape(-1, ROW_WORDS)
+        rows, columns = np.add.reduce(words, axis=1).data.cast("B"), np.add.reduce(words, axis=0).data.cast("B")
+    with view[whole:] as tail:
+        return zlib.crc32(columns) << 32 | zlib.crc32(tail, zlib.crc32(rows))

@@ -1,0 +1,89 @@
+"""Waiting with a limit, and the two locks of a segment.
+
+Both locks are held on the segment's own file, so nothing is left over when the segment is unlinked, and
+the kernel releases both when their holder dies. They are of two kinds that do not see each other:
+
+- lifetime: flock. Shared by everyone attached, exclusive for whoever creates or sweeps.
+- allocation: an open-file-description lock on the file's first byte. Exclusive, for some microseconds.
+
+A lock belongs to the open file, which a forked child shares with its parent: a child attaches anew.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from megatron_webrl.ring.errors import RingError
+
+FIRST_PAUSE = 20e-6  # seconds
+LONGEST_PAUSE = 2e-3
+YIELDS = 20
+_LOCK, _UNLOCK = (  # struct flock of the file's first byte
+    struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 1, 0) for kind in (fcntl.F_WRLCK, fcntl.F_UNLCK)
+)
+
+
+def pauses(seconds: float, longest: float = LONGEST_PAUSE) -> Iterator[None]:
+    """Yield at once, then after growing pauses, and a last time when `seconds` have passed."""
+    deadline, pause = time.monotonic() + seconds, FIRST_PAUSE
+    yield
+    while (left := deadline - time.monotonic()) > 0:
+        time.sleep(min(pause, left))
+        pause = min(pause * 2, longest)
+        yield
+
+
+def try_lifetime_lock(fd: int, kind: int) -> bool:
+    """Take the lifetime lock (fcntl.LOCK_SH or LOCK_EX) without waiting; False if others hold it."""
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+class AllocationLock:
+    """Mutual exclusion of all threads of all processes that attached the segment open as `fd`."""
+
+    def __init__(self, fd: int, name: str) -> None:
+        self._fd, self._name, self._pid = fd, name, os.getpid()
+        self._threads = threading.Lock()
+
+    @contextmanager
+    def held(self, seconds: float, holder: Callable[[], int]) -> Iterator[None]:
+        """Hold the lock. `holder()` tells the pid of the last holder for the error when time runs out."""
+        if os.getpid() != self._pid:
+            raise RingError(
+                f"ring {self._name} was attached by process {self._pid} and is used by its fork {os.getpid()}, which "
+                "shares its locks; attach in the process that uses it"
+            )
+        if not self._threads.acquire(timeout=seconds):
+            raise RingError(f"ring {self._name}: another thread of this process held the lock for {seconds:g} s")
+        try:
+            self._lock_file(seconds, holder)
+            try:
+                yield
+            finally:
+                fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _UNLOCK)
+        finally:
+            self._threads.release()
+
+    def _lock_file(self, seconds: float, holder: Callable[[], int]) -> None:
+        for _ in pauses(seconds):
+            # The lock is held for microseconds, the shortest sleep takes some 70: yield a few times first.
+            for _ in range(YIELDS):
+                try:
+                    fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _LOCK)
+                    return
+                except (BlockingIOError, PermissionError):  # EAGAIN or EACCES: held
+                    os.sched_yield()
+        raise RingError(
+            f"ring {self._name}: the allocation lock was not free within {seconds:g} s; process {holder()} took it "
+            "last and may be stopped: continue or kill it"
+        )

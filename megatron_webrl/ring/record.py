@@ -1,0 +1,177 @@
+"""A trajectory as bytes, without pickle.
+
+    magic | format | crc of JSON | total bytes | JSON bytes      header, 32 bytes
+    JSON                              everything that is neither an array nor an image; lengths of those
+    arrays of step 0, step 1, ...     each aligned to 8 bytes, in the order of ARRAYS
+    encoded screenshots               one after the other, each once
+
+Arrays are decoded as views of the buffer. The checksum of the whole is the ring's or the file's affair.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from dataclasses import asdict, fields
+from typing import Any, cast
+
+import numpy as np
+
+from megatron_webrl.ring.errors import RecordError
+from megatron_webrl.types import Action, Step, Task, Trajectory
+
+MAGIC = b"WEBRLREC"
+FORMAT = 1
+ALIGNMENT = 8
+_HEADER = struct.Struct("<8sIIQQ")
+
+# name, dtype, number of entries as a function of the step's lengths (prompt, response, images), trailing shape
+_PROMPT, _RESPONSE, _IMAGES = 0, 1, 2
+ARRAYS: tuple[tuple[str, str, int, tuple[int, ...]], ...] = (
+    ("prompt_token_ids", "<i4", _PROMPT, ()),
+    ("response_token_ids", "<i4", _RESPONSE, ()),
+    ("logprobs", "<f4", _RESPONSE, ()),
+    ("versions", "<i4", _RESPONSE, ()),
+    ("images", "<i4", _IMAGES, ()),
+    ("image_grids", "<i4", _IMAGES, (3,)),
+)
+_NO_SCALARS = {name for name, *_ in ARRAYS} | {"action", "task", "steps", "images"}
+_STEP_SCALARS = tuple(field.name for field in fields(Step) if field.name not in _NO_SCALARS)
+_KINDS = {"int": int, "float": float, "str": str}
+_SCALARS = {field.name: _KINDS[str(field.type)] for field in fields(Trajectory) if field.name not in _NO_SCALARS}
+Buffer = bytes | memoryview
+
+
+def encode(trajectory: Trajectory) -> list[Buffer]:
+    """The record as buffers to be written one after the other. Arrays and images are referred to, not copied.
+
+    Raises RecordError if an array's dtype or shape is not what types.Step says, or a step names a missing image.
+    """
+    lengths = [_lengths(step, index, len(trajectory.images)) for index, step in enumerate(trajectory.steps)]
+    description: dict[str, Any] = {name: kind(getattr(trajectory, name)) for name, kind in _SCALARS.items()}
+    description["task"] = asdict(trajectory.task)
+    description["steps"] = [
+        {name: getattr(step, name) for name in _STEP_SCALARS}
+        | {"action": None if step.action is None else asdict(step.action), "lengths": length}
+        for step, length in zip(trajectory.steps, lengths, strict=True)
+    ]
+    description["images"] = [len(image) for image in trajectory.images]
+    try:
+        text = json.dumps(description, separators=(",", ":"), default=_scalar).encode()
+    except TypeError as error:
+        raise RecordError(f"trajectory of ticket {trajectory.ticket}, index {trajectory.index}: {error}") from error
+    buffers: list[Buffer] = [text, _padding(len(text))]
+    for step in trajectory.steps:
+        for name, _, _, _ in ARRAYS:
+            array = np.ascontiguousarray(getattr(step, name))
+            buffers += [array.data.cast("B") if array.size else b"", _padding(array.nbytes)]
+    buffers += trajectory.images
+    total = _HEADER.size + sum(len(buffer) for buffer in buffers)
+    return [_HEADER.pack(MAGIC, FORMAT, zlib.crc32(text), total, len(text)), *(b for b in buffers if len(b))]
+
+
+def decode(buffer: bytes | bytearray | memoryview, copy: bool = False) -> Trajectory:
+    """The trajectory in a record.
+
+    With `copy=False` arrays and images are read-only views of `buffer` (images as memoryview), valid as long as it is.
+    With `copy=True` they are arrays and bytes of their own. Raises RecordError if this is not one whole record.
+    """
+    view = memoryview(buffer).cast("B").toreadonly()
+    try:
+        description, position = _description(view)
+        return _build(view, description, position, copy)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, RecordError):
+            raise
+        raise RecordError(
+            f"record of {len(view)} bytes has a description that does not fit format {FORMAT}: {error!r}"
+        ) from error
+
+
+def _build(view: memoryview, description: dict[str, Any], position: int, copy: bool) -> Trajectory:
+    expected = position + sum(_padded(size) for step in description["steps"] for size in _array_bytes(step["lengths"]))
+    expected += sum(description["images"])
+    if expected != len(view):
+        raise RecordError(f"record has {len(view)} bytes, its description speaks of {expected}; it is damaged")
+    steps = []
+    for described in description["steps"]:
+        arrays: dict[str, Any] = {}
+        for (name, dtype, which, shape), size in zip(ARRAYS, _array_bytes(described["lengths"]), strict=True):
+            flat = np.frombuffer(view[position : position + size], dtype).reshape(described["lengths"][which], *shape)
+            arrays[name] = flat.copy() if copy else flat
+            position += _padded(size)
+        scalars = {name: described[name] for name in _STEP_SCALARS}
+        steps.append(Step(action=_action(described["action"]), **arrays, **scalars))
+    images: list[Buffer] = []
+    for size in description["images"]:
+        image = view[position : position + size]
+        images.append(bytes(image) if copy else image)
+        position += size
+    scalars = {name: kind(description[name]) for name, kind in _SCALARS.items()}
+    task = Task(**description["task"])
+    return Trajectory(task=task, steps=tuple(steps), images=cast(tuple[bytes, ...], tuple(images)), **scalars)
+
+
+def _description(view: memoryview) -> tuple[dict[str, Any], int]:
+    """The JSON description and where the arrays begin."""
+    if len(view) < _HEADER.size:
+        raise RecordError(f"record is truncated: {len(view)} bytes, its header alone has {_HEADER.size}")
+    magic, version, crc, total, length = _HEADER.unpack(view[: _HEADER.size])
+    if magic != MAGIC:
+        raise RecordError(f"not a record: it begins with {magic!r}, not {MAGIC!r}")
+    if version != FORMAT:
+        raise RecordError(f"record has format {version}, this program knows {FORMAT}; use the program that wrote it")
+    if total != len(view):
+        what = "truncated" if len(view) < total else "followed by foreign bytes"
+        raise RecordError(f"record is {what}: {len(view)} bytes, its header says {total}")
+    if _HEADER.size + length > total:
+        raise RecordError(f"record is damaged: a description of {length} bytes in a record of {total}")
+    text = view[_HEADER.size : _HEADER.size + length]
+    if zlib.crc32(text) != crc:
+        raise RecordError(f"record is damaged: the description's CRC-32 is {zlib.crc32(text):08x}, not {crc:08x}")
+    return json.loads(bytes(text)), _HEADER.size + _padded(length)
+
+
+def _lengths(step: Step, index: int, images: int) -> list[int]:
+    """Lengths of prompt, response and images of a step whose arrays are as they must be."""
+    lengths = [len(step.prompt_token_ids), len(step.response_token_ids), len(step.images)]
+    for name, dtype, which, shape in ARRAYS:
+        array = getattr(step, name)
+        expected = (lengths[which], *shape)
+        if array.dtype != np.dtype(dtype) or array.shape != expected:
+            raise RecordError(
+                f"steps[{index}].{name} is {array.dtype} {list(array.shape)}, "
+                f"must be {np.dtype(dtype)} {list(expected)}"
+            )
+    if lengths[_IMAGES] and not 0 <= step.images.min() <= step.images.max() < images:
+        raise RecordError(f"steps[{index}].images={step.images.tolist()} names images outside 0..{images - 1}")
+    return lengths
+
+
+def _array_bytes(lengths: list[int]) -> list[int]:
+    if len(lengths) != 3 or min(lengths) < 0:
+        raise RecordError(f"record is damaged: lengths {lengths} of a step")
+    return [int(np.prod((lengths[which], *shape))) * np.dtype(dtype).itemsize for _, dtype, which, shape in ARRAYS]
+
+
+def _action(described: dict[str, Any] | None) -> Action | None:
+    if described is None:
+        return None
+    coordinate = described.pop("coordinate")
+    return Action(coordinate=None if coordinate is None else (coordinate[0], coordinate[1]), **described)
+
+
+def _scalar(value: Any) -> Any:
+    """For JSON: numpy's numbers as Python's."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{value!r} of type {type(value).__name__} cannot be written into a record")
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _padding(size: int) -> bytes:
+    return bytes(_padded(size) - size)

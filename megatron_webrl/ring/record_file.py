@@ -1,0 +1,104 @@
+"""Records in a file, such as demonstrations: each with its length and checksum, then a trailer with their number.
+
+The file appears under its name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from megatron_webrl.ring.checksum import checksum
+from megatron_webrl.ring.errors import RecordError
+
+MAGIC = b"WEBRLFIL"
+FORMAT = 1
+_END = 2**64 - 1  # in place of a length: the trailer, whose second number is the count of records
+_HEAD = struct.Struct("<8sQ")
+_ENTRY = struct.Struct("<QQ")
+
+
+class RecordFileWriter:
+    """Writes records to a temporary file beside `path`, which gets its name when closed without an error.
+
+    Example: `with RecordFileWriter(path) as file: file.write(record.encode(trajectory))`.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.part")
+        self._file: BinaryIO | None = self._temporary.open("wb")
+        self._file.write(_HEAD.pack(MAGIC, FORMAT))
+        self.records = 0
+
+    def write(self, buffers: Sequence[bytes | memoryview]) -> None:
+        """Append one record, the buffers one after the other."""
+        if self._file is None:
+            raise RecordError(f"record file {self.path} is closed; nothing can be added to it")
+        record = b"".join(buffers)
+        self._file.write(_ENTRY.pack(len(record), checksum(record)))
+        self._file.write(record)
+        self.records += 1
+
+    def close(self) -> None:
+        """Complete the file, make it durable, and give it its name. A second call does nothing."""
+        if self._file is None:
+            return
+        self._file.write(_ENTRY.pack(_END, self.records))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._file = None
+        self._temporary.replace(self.path)
+
+    def discard(self) -> None:
+        """Give up: nothing is left of the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+            self._temporary.unlink()
+
+    def __enter__(self) -> RecordFileWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+
+def read_record_file(path: str | Path) -> Iterator[bytes]:
+    """The records of a file in order, one in memory at a time. Raises RecordError where it is damaged or cut off."""
+    path = Path(path)
+    size, count = path.stat().st_size, 0
+    with path.open("rb") as file:
+        head = file.read(_HEAD.size)
+        if head[:8] != MAGIC or len(head) < _HEAD.size:
+            raise RecordError(f"{path} is not a record file: it begins with {head[:8]!r}, not {MAGIC!r}")
+        version = _HEAD.unpack(head)[1]
+        if version != FORMAT:
+            raise RecordError(f"{path} has format {version}, this program knows {FORMAT}; use the one that wrote it")
+        while True:
+            entry = file.read(_ENTRY.size)
+            if len(entry) < _ENTRY.size:
+                raise RecordError(f"{path} is truncated after {count} records, at byte {size}")
+            length, expected = _ENTRY.unpack(entry)
+            if length == _END:
+                break
+            if file.tell() + length > size:
+                left = size - file.tell()
+                raise RecordError(f"{path} is truncated: record {count} claims {length} bytes, {left} follow")
+            record = file.read(length)
+            if checksum(record) != expected:
+                raise RecordError(f"{path}: record {count} of {length} bytes does not match its checksum")
+            yield record
+            count += 1
+        if expected != count or file.tell() != size:
+            raise RecordError(
+                f"{path} is damaged: {count} records, its trailer says {expected}, {size - file.tell()} bytes follow"
+            )

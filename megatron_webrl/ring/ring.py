@@ -1,0 +1,296 @@
+"""The ring: records of variable length from several writer processes to several reader processes of a node.
+
+Life of a record: its writer reserves a place under the allocation lock, copies the payload without any
+lock, and commits. Readers see it by reference from then on, any number of times, until someone acknowledges
+it. Places are freed in order of reservation.
+
+Invariant: each change of the shared state takes effect by one 8-byte store, with release order, after all
+that belongs to it. The words are `next` (reserving), a slot's state (committing, acknowledging) and `first`
+(freeing). A process killed before the store changed nothing; one killed after it changed everything.
+What is left of a killed writer is at most a place that was reserved and not committed, which no reader ever
+sees and which is freed like an acknowledged one as soon as the writer is dead.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_webrl.processes import is_alive, start_time
+from megatron_webrl.ring import segment as segments
+from megatron_webrl.ring.checksum import checksum
+from megatron_webrl.ring.errors import RecordCorrupt, RecordTooLarge, RingError, RingFull
+from megatron_webrl.ring.locks import AllocationLock, pauses
+from megatron_webrl.ring.segment import FIRST_AT, HOLDER_AT, NEXT_AT, SLOT_BYTES, TABLE_AT, Segment
+
+LOCK_SECONDS = 10.0  # the lock is held for microseconds; a holder that was stopped keeps it
+ALIGNMENT = 64  # bytes; records begin on a cache line
+
+# A slot: its state word holds the sequence number too, so one load tells whose state it is.
+# The state word is loaded and stored atomically, and orders the plain accesses to the rest.
+STATE, DESCRIPTOR, CHECKSUM = 0, 8, 40
+_DESCRIPTOR = struct.Struct("=4Q")  # start (a position that never wraps), length, writer's pid and start time
+RESERVED, COMMITTED, RELEASED = 1, 2, 3
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a ring holds at one moment."""
+
+    bytes_held: int  # not free for new records: held by records, and skipped at the end of the data area
+    bytes_capacity: int
+    records: int  # committed and not acknowledged
+    writing: int  # reserved, not committed
+
+
+class Ring:
+    """One attachment to a ring, safe for threads. A forked child must attach anew.
+
+    Example: `ring.write([head, image], 60)` in one process; in another
+    `for sequence in ring.wait(seen, 60): use(ring.read(sequence)); ring.acknowledge([sequence])`.
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        self.name, self.run_id = segment.name, segment.run_id
+        self._segment, self._words, self._layout = segment, segment.words, segment.layout
+        self._lock = AllocationLock(segment.fd, segment.name)
+        self._pid, self._pid_start = os.getpid(), start_time(os.getpid())
+        table = np.frombuffer(segment.mapping, np.uint64, self._layout.slots * SLOT_BYTES // 8, TABLE_AT)
+        self._states: np.ndarray | None = table.reshape(-1, SLOT_BYTES // 8)[:, STATE // 8]  # [slots]
+        self._data = memoryview(segment.mapping)[self._layout.data_at :]
+
+    @classmethod
+    def create_or_attach(cls, name: str, size_bytes: int, run_id: str, seconds: float = 10.0) -> Ring:
+        """Attach the ring of this name and run, made if missing, with `size_bytes` of data (rounded up to a page).
+
+        Raises RingError if it exists with another size or run, or if shared memory has no room.
+        """
+        return cls(segments.create_or_attach(name, size_bytes, run_id, seconds))
+
+    @classmethod
+    def attach(cls, name: str, seconds: float = 10.0) -> Ring:
+        """Attach a ring that another process makes, waiting up to `seconds` for it. Raises RingError."""
+        return cls(segments.attach(name, seconds))
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of the largest record."""
+        return self._layout.capacity
+
+    def write(self, buffers: Sequence[bytes | bytearray | memoryview | np.ndarray], seconds: float) -> int:
+        """Write one record, the buffers one after the other; returns its sequence number.
+
+        Waits up to `seconds` for room. A record of more than half the capacity gets room only while the ring is nearly
+        empty. Raises RecordTooLarge, RingFull; nothing is visible to readers then.
+        """
+        views = [_bytes_of(buffer, index) for index, buffer in enumerate(buffers)]
+        length = sum(view.nbytes for view in views)
+        sequence, offset = self._reserve(length, seconds)
+        slot = self._slot(sequence)
+        try:
+            target, position = self._data[offset : offset + length], 0
+            for view in views:
+                target[position : position + view.nbytes] = view
+                position += view.nbytes
+            self._words.store(slot + CHECKSUM, checksum(target))
+        except BaseException:
+            self._words.store(slot, _word(sequence, RELEASED))
+            raise
+        self._words.store(slot, _word(sequence, COMMITTED))
+        return sequence
+
+    def committed(self, seen: Container[int] = ()) -> list[int]:
+        """Sequence numbers of the records committed, not acknowledged and not in `seen`, ascending.
+
+        Records commit in any order: a lower number may turn up after a higher one, so readers keep a set.
+        """
+        first, following = self._words.load(FIRST_AT), self._words.load(NEXT_AT)
+        numbers = np.arange(first, following, dtype=np.uint64)
+        states = self._state_words()[numbers % np.uint64(self._layout.slots)]
+        likely = numbers[states == numbers * np.uint64(4) + np.uint64(COMMITTED)].tolist()
+        # The scan is made of plain loads; the acquiring load orders the payload after the state.
+        return [n for n in likely if n not in seen and self._words.load(self._slot(n)) == _word(n, COMMITTED)]
+
+    def wait(self, seen: Container[int], seconds: float) -> list[int]:
+        """Like `committed`, but waits up to `seconds` for at least one; empty when the time is up."""
+        for _ in pauses(seconds):
+            if found := self.committed(seen):
+                return found
+        return []
+
+    def read(self, sequence: int, verify: bool = True) -> memoryview:
+        """The record, by reference and read-only. Its content is defined until it is acknowledged.
+
+        Raises RingError if it is not there, RecordCorrupt if `verify` and its checksum does not match.
+        """
+        slot = self._slot(sequence)
+        if self._words.load(slot) != _word(sequence, COMMITTED):
+            raise RingError(f"ring {self.name}: record {sequence} is {self._describe(sequence)}, not there to read")
+        start, length, writer, _ = self._descriptor(slot)
+        offset = start % self._layout.capacity
+        if offset + length > self._layout.capacity:
+            raise RecordCorrupt(
+                f"ring {self.name}: record {sequence} claims {length} bytes at {offset} of {self._layout.capacity}; "
+                "its slot was overwritten; acknowledge it to drop it"
+            )
+        record = self._data[offset : offset + length].toreadonly()
+        if verify and (found := checksum(record)) != (expected := self._words.load(slot + CHECKSUM)):
+            raise RecordCorrupt(
+                f"ring {self.name}: record {sequence} of {length} bytes has checksum {found:016x}, its writer "
+                f"(process {writer}) committed {expected:016x}; acknowledge it to drop it"
+            )
+        return record
+
+    def acknowledge(self, sequences: Iterable[int]) -> None:
+        """Free records, in any order; what was read of them is undefined afterwards.
+
+        Acknowledging again is allowed, so that it can be repeated after a crash. Raises RingError, before
+        anything is freed, if one was never committed.
+        """
+        numbers = list(sequences)
+        with self._locked():
+            first, following = self._words.load(FIRST_AT), self._words.load(NEXT_AT)
+            for number in numbers:
+                if number >= following or (number >= first and self._state(number) == RESERVED):
+                    raise RingError(
+                        f"ring {self.name}: record {number} is {self._describe(number)} and cannot be acknowledged"
+                    )
+            for number in numbers:
+                if number >= first:
+                    self._words.store(self._slot(number), _word(number, RELEASED))
+            self._free()
+
+    def usage(self) -> Usage:
+        """What the ring holds; places of dead writers that can be freed are freed first."""
+        with self._locked():
+            first, following = self._free()
+            states = [self._state(number) for number in range(first, following)]
+            tail, head = self._span(first, following)
+        return Usage(head - tail, self._layout.capacity, states.count(COMMITTED), states.count(RESERVED))
+
+    def close(self) -> None:
+        """Detach; a second call does nothing. Views that `read` gave stay valid as memory, not in content."""
+        if self._states is None:
+            return
+        self._states = None
+        self._data.release()
+        segments.release(self._segment)
+
+    def unlink(self) -> None:
+        """Remove the ring's name, before `close`. Processes that are attached keep working on the memory."""
+        segments.unlink(self._segment)
+
+    def __enter__(self) -> Ring:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _reserve(self, length: int, seconds: float) -> tuple[int, int]:
+        """The sequence number and the offset in the data area of a place for `length` bytes."""
+        if length > self._layout.capacity:
+            raise RecordTooLarge(
+                f"a record of {length} bytes does not fit ring {self.name} of {self._layout.capacity} bytes; raise "
+                "ring.mib, or make episodes shorter or screenshots smaller"
+            )
+        for _ in pauses(seconds):
+            with self._locked():
+                first, following = self._free()
+                start = self._place(length, first, following)
+                if start is not None:
+                    self._claim(following, start, length)
+                    return following, start % self._layout.capacity
+        held = self.usage()
+        raise RingFull(
+            f"ring {self.name} had no room for {length} bytes within {seconds:g} s: {held.bytes_held} of "
+            f"{held.bytes_capacity} bytes and {held.records + held.writing} of {self._layout.slots} slots are held by "
+            f"{held.records} unacknowledged records and {held.writing} being written, the oldest of them record "
+            f"{self._words.load(FIRST_AT)}; is the trainer alive? Otherwise raise ring.mib or ring.full_seconds"
+        )
+
+    def _place(self, length: int, first: int, following: int) -> int | None:
+        """Where the next record starts, as a position that never wraps; None if there is no room."""
+        if following - first >= self._layout.slots:
+            return None
+        capacity = self._layout.capacity
+        tail, head = self._span(first, following)
+        # An empty ring starts over at the beginning of the data area, which the caches still know.
+        if first == following or head % capacity + length > capacity:
+            head = -(-head // capacity) * capacity
+        return head if first == following or head + length - tail <= capacity else None
+
+    def _claim(self, sequence: int, start: int, length: int) -> None:
+        slot = self._slot(sequence)
+        _DESCRIPTOR.pack_into(self._segment.mapping, slot + DESCRIPTOR, start, length, self._pid, self._pid_start)
+        self._words.store(slot, _word(sequence, RESERVED))
+        self._words.store(NEXT_AT, sequence + 1)
+
+    def _free(self) -> tuple[int, int]:
+        """Move `first` over released records and over places whose writer died; returns `first` and `next`."""
+        first, following = self._words.load(FIRST_AT), self._words.load(NEXT_AT)
+        position = first
+        while position < following:
+            state = self._state(position)
+            if state == COMMITTED:
+                break
+            if state == RESERVED and is_alive(*self._descriptor(self._slot(position))[2:]):
+                break
+            position += 1
+        if position != first:
+            self._words.store(FIRST_AT, position)
+        return position, following
+
+    def _span(self, first: int, following: int) -> tuple[int, int]:
+        """Where the oldest held record starts and where the newest ends, as positions that never wrap."""
+        if following == 0:
+            return 0, 0
+        start, length, _, _ = self._descriptor(self._slot(following - 1))
+        head = -(-(start + length) // ALIGNMENT) * ALIGNMENT
+        return (self._descriptor(self._slot(first))[0] if first < following else head), head
+
+    def _state(self, sequence: int) -> int:
+        """RESERVED, COMMITTED or RELEASED, of a sequence number in [first, next)."""
+        word = self._words.load(self._slot(sequence))
+        if word // 4 != sequence or word % 4 == 0:
+            raise RingError(f"ring {self.name}: slot of record {sequence} holds {word:#x}; the segment was overwritten")
+        return word % 4
+
+    def _describe(self, sequence: int) -> str:
+        if sequence >= self._words.load(NEXT_AT):
+            return "not written yet"
+        word = self._words.load(self._slot(sequence))
+        return "being written" if word == _word(sequence, RESERVED) else "acknowledged or given up by its writer"
+
+    def _descriptor(self, slot: int) -> tuple[int, int, int, int]:
+        return _DESCRIPTOR.unpack_from(self._segment.mapping, slot + DESCRIPTOR)
+
+    def _slot(self, sequence: int) -> int:
+        return TABLE_AT + sequence % self._layout.slots * SLOT_BYTES
+
+    def _state_words(self) -> np.ndarray:
+        if self._states is None:
+            raise RingError(f"ring {self.name} is closed; attach again")
+        return self._states
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        self._state_words()  # after close, the lock's file descriptor may be another file's
+        with self._lock.held(LOCK_SECONDS, lambda: self._words.load(HOLDER_AT)):
+            self._words.store(HOLDER_AT, self._pid)
+            yield
+
+
+def _word(sequence: int, state: int) -> int:
+    return sequence * 4 + state
+
+
+def _bytes_of(buffer: bytes | bytearray | memoryview | np.ndarray, index: int) -> memoryview:
+    view = buffer.data if isinstance(buffer, np.ndarray) else memoryview(buffer)
+    if not view.c_contiguous:
+        raise RingError(f"buffer {index} of the record is not contiguous; give numpy.ascontiguousarray of it")
+    return view.cast("B") if view.nbytes else memoryview(b"")

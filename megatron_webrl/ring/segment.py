@@ -1,0 +1,256 @@
+"""The file in shared memory that holds a ring: its layout, its creation, attaching to it, sweeping it.
+
+Not multiprocessing.shared_memory: its resource tracker unlinks a segment when a process that merely
+attached ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+import re
+import stat
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_webrl.ring.atomic import Words
+from megatron_webrl.ring.errors import RingError
+from megatron_webrl.ring.locks import pauses, try_lifetime_lock
+
+FOLDER = Path("/dev/shm")
+MAGIC = int.from_bytes(b"WEBRLRNG", "little")
+FORMAT = 1
+PAGE = 4096
+SLOT_BYTES = 64  # one cache line
+BYTES_PER_SLOT = 8192  # one slot for so much data: the table never fills before the data do, unless records are tiny
+MIN_SLOTS = 64
+RUN_ID_BYTES = 128
+
+# Byte offsets in the header. The magic is stored last: it is the commit word of the creation.
+MAGIC_AT, FORMAT_AT, CAPACITY_AT, SLOTS_AT, NAMESPACE_AT, RUN_ID_AT = 0, 8, 16, 24, 32, 64
+FIRST_AT, NEXT_AT, HOLDER_AT = 256, 320, 384  # each on a cache line of its own
+TABLE_AT = PAGE
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of one segment, all in bytes but `slots`."""
+
+    capacity: int  # data area
+    slots: int
+
+    @classmethod
+    def of(cls, size_bytes: int) -> Layout:
+        """The layout with at least `size_bytes` of data."""
+        if size_bytes <= 0:
+            raise RingError(f"size_bytes={size_bytes} of a ring must be greater than 0")
+        capacity = -(-size_bytes // PAGE) * PAGE
+        return cls(capacity, max(MIN_SLOTS, capacity // BYTES_PER_SLOT))
+
+    @property
+    def data_at(self) -> int:
+        """Offset of the data area in the file."""
+        return TABLE_AT + -(-self.slots * SLOT_BYTES // PAGE) * PAGE
+
+    @property
+    def total(self) -> int:
+        """Size of the file."""
+        return self.data_at + self.capacity
+
+
+@dataclass(frozen=True)
+class Segment:
+    """An attached segment. `fd` holds the shared lifetime lock."""
+
+    name: str
+    run_id: str
+    fd: int
+    pid: int  # that attached
+    mapping: mmap.mmap
+    words: Words
+    layout: Layout
+
+
+def segment_name(run: str, identity: str) -> str:
+    """The name of a run's segment, `webrl-<run>-<short id>`, the same for all who give the same identity."""
+    plain = re.sub(r"[^A-Za-z0-9._-]", "_", run)[:64]
+    return f"webrl-{plain}-{hashlib.blake2s(identity.encode(), digest_size=4).hexdigest()}"
+
+
+def create_or_attach(name: str, size_bytes: int, run_id: str, seconds: float) -> Segment:
+    """Attach the segment of this name, made first if it is not there or was left half made. Raises RingError."""
+    if len(run_id.encode()) > RUN_ID_BYTES:
+        raise RingError(f"run id {run_id!r} is longer than {RUN_ID_BYTES} bytes")
+    path, layout = _path(name), Layout.of(size_bytes)
+    for _ in pauses(seconds):
+        with _opened(path, os.O_CREAT) as opened:
+            fd = opened.fd
+            if try_lifetime_lock(fd, fcntl.LOCK_EX) and _is_at(fd, path) and not _is_made(fd):
+                _make(fd, path, layout, run_id)
+            # Turning the exclusive lock into a shared one lets go of it for a moment, in which the segment may
+            # be swept: hence the second look at the path.
+            if try_lifetime_lock(fd, fcntl.LOCK_SH) and _is_at(fd, path) and _is_made(fd):
+                segment = _map(fd, name)
+                opened.keep = True
+                break
+    else:
+        raise RingError(
+            f"ring {name} could not be created within {seconds:g} s: its file stays locked by another process"
+        )
+    if segment.run_id != run_id or segment.layout != layout:
+        release(segment)
+        raise RingError(
+            f"ring {name} exists with run id {segment.run_id!r} and {segment.layout.capacity} bytes, not {run_id!r} "
+            f"and {layout.capacity} bytes; use another name, or unlink {path} if its run is over"
+        )
+    return segment
+
+
+def attach(name: str, seconds: float) -> Segment:
+    """Attach a segment that another process makes, waiting for it up to `seconds`. Raises RingError."""
+    path = _path(name)
+    for _ in pauses(seconds, longest=0.02):
+        try:
+            with _opened(path) as opened:
+                if try_lifetime_lock(opened.fd, fcntl.LOCK_SH) and _is_at(opened.fd, path) and _is_made(opened.fd):
+                    opened.keep = True
+                    return _map(opened.fd, name)
+        except FileNotFoundError:
+            pass
+    raise RingError(f"ring {name} was not there within {seconds:g} s: nobody made {path}")
+
+
+def release(segment: Segment) -> None:
+    """Detach. Memory that is still referred to stays mapped until the last reference goes."""
+    segment.words.forget()
+    if segment.pid == os.getpid():  # a fork shares the lock, which its parent still needs
+        fcntl.flock(segment.fd, fcntl.LOCK_UN)  # the mapping holds a duplicate of fd: closing fd is not enough
+    os.close(segment.fd)
+    with suppress(BufferError):  # views are exported: the mapping is freed with the last of them
+        segment.mapping.close()
+
+
+def unlink(segment: Segment) -> None:
+    """Remove the name. Those attached keep the memory; whoever comes later makes another segment."""
+    path = _path(segment.name)
+    if _is_at(segment.fd, path):
+        path.unlink(missing_ok=True)
+
+
+def sweep(prefix: str = "webrl-") -> list[str]:
+    """Remove the segments whose name starts so and that nobody is attached to; returns their names.
+
+    Files that are not ours, belong to other users or are in use stay.
+    """
+    if not prefix:
+        raise RingError("sweep needs a prefix, such as 'webrl-'; an empty one would match every file in shared memory")
+    removed = []
+    for path in sorted(FOLDER.glob(f"{prefix}*")):
+        try:
+            with _opened(path) as opened:
+                if _is_ours(opened.fd) and try_lifetime_lock(opened.fd, fcntl.LOCK_EX) and _is_at(opened.fd, path):
+                    path.unlink()
+                    removed.append(path.name)
+        except (FileNotFoundError, PermissionError, IsADirectoryError):
+            continue  # gone meanwhile, or not for us to remove
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.ENXIO):  # a symbolic link, a socket: not ours
+                raise
+    return removed
+
+
+@dataclass
+class _Opened:
+    fd: int
+    keep: bool = False
+
+
+@contextmanager
+def _opened(path: Path, flags: int = 0) -> Iterator[_Opened]:
+    """The file open for reading and writing; closed at the end, and with it its locks, unless `keep` is set."""
+    opened = _Opened(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o600))
+    try:
+        yield opened
+    except BaseException:
+        opened.keep = False
+        raise
+    finally:
+        if not opened.keep:
+            os.close(opened.fd)
+
+
+def _path(name: str) -> Path:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}", name):
+        raise RingError(f"ring name {name!r} is not a plain file name of letters, digits, '.', '_' and '-'")
+    return FOLDER / name
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether the open file still is the one at `path`, not one that was unlinked meanwhile."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _is_made(fd: int) -> bool:
+    magic = os.pread(fd, 8, MAGIC_AT)
+    if magic.strip(b"\0") and magic != MAGIC.to_bytes(8, "little"):
+        raise RingError(f"a file in {FOLDER} with a ring's name begins with {magic!r}; it is no ring: move it away")
+    return len(magic) == 8 and magic.strip(b"\0") != b""
+
+
+def _is_ours(fd: int) -> bool:
+    """Whether this is a ring, or the beginning of one whose creator died: an empty or zeroed file."""
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        return False
+    magic = os.pread(fd, 8, MAGIC_AT)
+    return magic == MAGIC.to_bytes(8, "little") or not magic.strip(b"\0")
+
+
+def _make(fd: int, path: Path, layout: Layout, run_id: str) -> None:
+    try:
+        os.ftruncate(fd, 0)
+        # Every page is taken here: a write to a page that shared memory has no room for would end the process.
+        os.posix_fallocate(fd, 0, layout.total)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise
+        free = os.statvfs(FOLDER)
+        raise RingError(
+            f"ring {path.name} needs {layout.total} bytes, {FOLDER} has {free.f_bavail * free.f_frsize} free; "
+            f"lower ring.mib or enlarge {FOLDER}"
+        ) from error
+    encoded = run_id.encode()
+    os.pwrite(fd, struct.pack("<Q128s", len(encoded), encoded), RUN_ID_AT)
+    os.pwrite(fd, struct.pack("<4Q", FORMAT, layout.capacity, layout.slots, _pid_namespace()), FORMAT_AT)
+    os.pwrite(fd, struct.pack("<Q", MAGIC), MAGIC_AT)
+
+
+def _map(fd: int, name: str) -> Segment:
+    version, capacity, slots, namespace = struct.unpack("<4Q", os.pread(fd, 32, FORMAT_AT))
+    if version != FORMAT:
+        raise RingError(f"ring {name} has format {version}, this program knows {FORMAT}; remove {FOLDER / name}")
+    if namespace != _pid_namespace():
+        raise RingError(
+            f"ring {name} was made in another PID namespace, where process ids mean other processes; "
+            "run all roles of a node in one container, or share its PID namespace"
+        )
+    layout = Layout(capacity, slots)
+    if os.fstat(fd).st_size < layout.total:
+        raise RingError(f"ring {name} has {os.fstat(fd).st_size} of {layout.total} bytes; remove {FOLDER / name}")
+    length, run_id = struct.unpack("<Q128s", os.pread(fd, 8 + RUN_ID_BYTES, RUN_ID_AT))
+    # All pages are mapped at once: taking a fault for each costs as much as copying its content.
+    mapping = mmap.mmap(fd, layout.total, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    return Segment(name, run_id[:length].decode(), fd, os.getpid(), mapping, Words(mapping), layout)
+
+
+def _pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino

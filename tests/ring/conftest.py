@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_webrl.ring.segment import FOLDER
+from tests.ring.support import PREFIX
+
+_counter = itertools.count()
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    """The name of a segment of this test, removed afterwards."""
+    name = f"{PREFIX}{next(_counter)}"
+    yield name
+    (FOLDER / name).unlink(missing_ok=True)

@@ -1,0 +1,91 @@
+"""Parts that the ring's tests share: names, forked processes, deterministic payloads, death at a chosen line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import TypeVar
+
+import numpy as np
+
+import megatron_webrl
+from megatron_webrl.processes import die_with_parent
+from megatron_webrl.ring.locks import pauses
+
+RUN = "test run"
+PREFIX = f"webrl-test-{os.getpid()}-"
+T = TypeVar("T")
+SOURCES = str(Path(megatron_webrl.__file__).parent)
+
+
+def fork(work: Callable[[], object]) -> int:
+    """Run `work` in a forked process, which ends with 0 if it returned; the pid."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        die_with_parent(parent=parent)
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def exit_code(pid: int, seconds: float = 20.0) -> int:
+    """Wait for a forked process; its exit code, or minus the signal that ended it."""
+    for _ in pauses(seconds):
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise AssertionError(f"process {pid} did not end within {seconds} s")
+
+
+def killed_at_line(line: int, prepare: Callable[[], T], work: Callable[[T], object]) -> bool:
+    """Fork, prepare, do `work` and die by SIGKILL before the nth executed line of ours; whether it came to that."""
+
+    def run() -> None:
+        prepared = prepare()
+        left = line
+
+        def trace(frame: FrameType, event: str, argument: object):
+            nonlocal left
+            if not frame.f_code.co_filename.startswith(SOURCES):
+                return None
+            if event == "line":
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return trace
+
+        sys.settrace(trace)
+        work(prepared)
+
+    code = exit_code(fork(run))
+    assert code in (0, -signal.SIGKILL), code
+    return code != 0
+
+
+def payload(number: int, size: int) -> bytes:
+    """Bytes that tell whose they are: number, size and checksum, then noise. `size` is at least 24."""
+    noise = np.random.default_rng(number).bytes(size - 24)
+    return b"".join(value.to_bytes(8, "little") for value in (number, size, zlib.crc32(noise))) + noise
+
+
+def check(record: memoryview) -> int:
+    """The number of an intact payload."""
+    number, size, crc = (int.from_bytes(record[i : i + 8], "little") for i in (0, 8, 16))
+    assert len(record) == size
+    assert zlib.crc32(record[24:]) == crc
+    return number

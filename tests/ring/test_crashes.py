@@ -1,0 +1,195 @@
+"""Writers and readers that die at any point, restarts, many processes at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+
+from megatron_webrl.ring.errors import RingError
+from megatron_webrl.ring.locks import pauses
+from megatron_webrl.ring.ring import HOLDER_AT, Ring, Usage
+from tests.ring.support import RUN, check, exit_code, fork, killed_at_line, payload
+
+CAPACITY = 64 * 1024
+
+
+@pytest.fixture
+def ring(name: str):
+    with Ring.create_or_attach(name, CAPACITY, RUN) as ring:
+        yield ring
+
+
+def test_a_writer_killed_before_any_line_leaves_the_whole_record_or_nothing(ring: Ring, name: str) -> None:
+    line, visible = 0, []
+    while True:
+        line += 1
+        died = killed_at_line(line, lambda: Ring.attach(name), lambda r: r.write([payload(line, 20_000)], 1))  # noqa: B023
+        found = ring.committed()
+        assert [check(ring.read(sequence)) for sequence in found] == [line] * len(found)
+        ring.acknowledge(found)
+        assert ring.usage() == Usage(0, CAPACITY, 0, 0)
+        visible.append(len(found))
+        if not died:
+            break
+    assert line > 60
+    assert visible == sorted(visible)  # from nothing to the whole record at one line
+    assert visible[0] == 0
+    assert visible[-1] == 1
+
+
+def test_a_reader_killed_before_any_line_of_acknowledging_leaves_each_record_whole_or_freed(
+    ring: Ring, name: str
+) -> None:
+    line, died = 0, True
+    while died:
+        line += 1
+        sequences = [ring.write([payload(number, 15_000)], 1) for number in range(4)]
+        died = killed_at_line(line, lambda: Ring.attach(name), lambda r: r.acknowledge(sequences[1:3]))  # noqa: B023
+        left = ring.committed()
+        assert [check(ring.read(sequence)) for sequence in left] == [sequence - sequences[0] for sequence in left]
+        assert {sequences[0], sequences[3]} <= set(left)
+        ring.acknowledge(sequences)
+        assert ring.usage() == Usage(0, CAPACITY, 0, 0)
+    assert line > 40
+
+
+def test_space_of_a_writer_killed_between_reserving_and_committing_is_given_to_the_next(ring: Ring, name: str) -> None:
+    def reserve() -> None:
+        Ring.attach(name)._reserve(60_000, 1)
+        signal.pause()
+
+    pid = fork(reserve)
+    for _ in pauses(10):
+        if ring.usage().writing:
+            break
+    assert ring.usage() == Usage(60_032, CAPACITY, 0, 1)
+    assert ring.committed() == []
+    with pytest.raises(RingError, match="record 0 is being written"):
+        ring.read(0)
+    with pytest.raises(RingError, match="record 0 is being written and cannot be acknowledged"):
+        ring.acknowledge([0])
+    os.kill(pid, signal.SIGKILL)  # not waited for: a zombie counts as dead
+    assert check(ring.read(ring.write([payload(3, 60_000)], 10))) == 3
+    assert exit_code(pid) == -signal.SIGKILL
+
+
+def test_a_living_writer_keeps_its_place_however_long_it_takes(ring: Ring, name: str) -> None:
+    def reserve() -> None:
+        Ring.attach(name)._reserve(60_000, 1)
+        signal.pause()
+
+    pid = fork(reserve)
+    for _ in pauses(10):
+        if ring.usage().writing:
+            break
+    with pytest.raises(RingError, match="0 unacknowledged records and 1 being written"):
+        ring.write([bytes(60_000)], 0.2)
+    os.kill(pid, signal.SIGKILL)
+    assert exit_code(pid) == -signal.SIGKILL
+
+
+def test_writers_killed_at_random_moments_never_spoil_the_stream(ring: Ring, name: str) -> None:
+    random = np.random.default_rng(7)
+
+    def write_for_ever() -> None:
+        mine, number = Ring.attach(name), 0
+        while True:
+            mine.write([payload(number, 24 + number * 997 % 30_000)], 10)
+            number += 1
+
+    records = 0
+    for _ in range(20):
+        pids, begun, limit = (
+            [fork(write_for_ever) for _ in range(2)],
+            time.monotonic(),
+            float(random.uniform(0.02, 0.08)),
+        )
+        while time.monotonic() - begun < limit:
+            for sequence in ring.wait((), limit):
+                check(ring.read(sequence))
+                ring.acknowledge([sequence])
+                records += 1
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            assert exit_code(pid) == -signal.SIGKILL
+        left = ring.committed()
+        for sequence in left:
+            check(ring.read(sequence))
+        ring.acknowledge(left)
+        assert ring.usage() == Usage(0, CAPACITY, 0, 0)
+    assert records > 200
+
+
+def test_a_stopped_holder_of_the_lock_is_named_after_the_limit(ring: Ring, name: str, monkeypatch) -> None:
+    def hold() -> None:
+        with Ring.attach(name)._locked():
+            signal.pause()
+
+    pid = fork(hold)
+    for _ in pauses(10):
+        if ring._words.load(HOLDER_AT) == pid:
+            break
+    monkeypatch.setattr("megatron_webrl.ring.ring.LOCK_SECONDS", 0.2)
+    with pytest.raises(RingError, match=rf"lock was not free within 0.2 s; process {pid} took it last"):
+        ring.write([b"x"], 1)
+    os.kill(pid, signal.SIGKILL)
+    exit_code(pid)
+    assert ring.write([b"x"], 1) == 0
+
+
+def test_a_restarted_reader_finds_all_unacknowledged_records_again(ring: Ring, name: str) -> None:
+    sequences = [ring.write([payload(number, 5000)], 1) for number in range(6)]
+
+    def read_some() -> None:
+        mine = Ring.attach(name)
+        for sequence in mine.committed():
+            check(mine.read(sequence))
+        mine.acknowledge(sequences[1:3])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert exit_code(fork(read_some)) == -signal.SIGKILL
+    with Ring.attach(name) as restarted:
+        assert [check(restarted.read(sequence)) for sequence in restarted.committed()] == [0, 3, 4, 5]
+
+
+def test_records_outlive_all_processes_until_the_segment_is_swept(name: str) -> None:
+    def write() -> None:
+        Ring.create_or_attach(name, CAPACITY, RUN).write([payload(4, 5000)], 1)
+
+    assert exit_code(fork(write)) == 0
+    with Ring.create_or_attach(name, CAPACITY, RUN) as ring:
+        assert [check(ring.read(sequence)) for sequence in ring.committed()] == [4]
+
+
+def test_several_writers_and_readers_pass_every_record_once_and_intact(ring: Ring, name: str, tmp_path) -> None:
+    writers, readers, each = 3, 2, 150
+
+    def write(writer: int) -> None:
+        random = np.random.default_rng(writer)
+        with Ring.attach(name) as mine:
+            for number in range(writer * each, (writer + 1) * each):
+                mine.write([payload(number, int(random.integers(24, 40_000)))], 30)
+
+    def read(reader: int) -> None:
+        seen: set[int] = set()
+        numbers: list[int] = []
+        with Ring.attach(name) as mine:
+            while len(numbers) < writers * each * (reader + 1) // readers - writers * each * reader // readers:
+                fresh = mine.wait(seen, 30)
+                assert fresh
+                seen.update(fresh)
+                own = [sequence for sequence in fresh if sequence % readers == reader]
+                numbers += [check(mine.read(sequence)) for sequence in own]
+                mine.acknowledge(own)
+        (tmp_path / str(reader)).write_text(" ".join(map(str, numbers)))
+
+    pids = [fork(partial(read, r)) for r in range(readers)] + [fork(partial(write, w)) for w in range(writers)]
+    assert [exit_code(pid, 60) for pid in pids] == [0] * len(pids)
+    numbers = [int(n) for reader in range(readers) for n in (tmp_path / str(reader)).read_text().split()]
+    assert sorted(numbers) == list(range(writers * each))
+    assert ring.usage() == Usage(0, CAPACITY, 0, 0)

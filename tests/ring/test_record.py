@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_webrl.ring import record
+from megatron_webrl.ring.errors import RecordError
+from megatron_webrl.ring.ring import Ring
+from megatron_webrl.types import ACTION_KINDS, Action, Step, Task, Trajectory
+from tests.ring.support import RUN
+
+ARRAYS = [name for name, *_ in record.ARRAYS]
+texts = st.text(st.characters(exclude_categories=()), max_size=20)  # lone surrogates too: pages hold them
+seconds = st.floats(0, 1e6)
+
+
+def int32s(*shape: int) -> st.SearchStrategy[np.ndarray]:
+    return st.integers(0, 2**32 - 1).map(
+        lambda seed: np.random.default_rng(seed).integers(-(2**31), 2**31, shape, dtype=np.int32)
+    )
+
+
+actions = st.builds(
+    Action,
+    kind=st.sampled_from(ACTION_KINDS),
+    coordinate=st.none() | st.tuples(st.integers(0, 1000), st.integers(0, 1000)),
+    text=st.none() | texts,
+    direction=st.sampled_from([None, "up", "down"]),
+    time=st.none() | seconds,
+    url=st.none() | texts,
+)
+
+
+@st.composite
+def steps(draw: st.DrawFn, images: int) -> Step:
+    prompt, response = draw(st.integers(0, 40)), draw(st.integers(0, 20))
+    shown = draw(st.lists(st.integers(0, images - 1), max_size=4)) if images else []
+    return Step(
+        prompt_token_ids=draw(int32s(prompt)),
+        response_token_ids=draw(int32s(response)),
+        logprobs=draw(int32s(response)).view(np.float32),  # any bits, NaN and infinities among them
+        versions=draw(int32s(response)),
+        images=np.array(shown, np.int32),
+        image_grids=draw(int32s(len(shown), 3)),
+        finish_reason=draw(st.sampled_from(["stop", "length"])),
+        action=draw(st.none() | actions),
+        format_error=draw(st.none() | texts),
+        page_changed=draw(st.booleans()),
+        seconds_generation=draw(seconds),
+        seconds_browser=draw(seconds),
+    )
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    images = tuple(draw(st.lists(st.binary(max_size=50), max_size=4)))
+    return Trajectory(
+        ticket=draw(st.integers(0, 2**62)),
+        index=draw(st.integers(0, 7)),
+        group_size=8,
+        incarnation=draw(st.integers(0, 9)),
+        task=Task("id", draw(texts), draw(texts), draw(st.integers()), 5, draw(st.none() | texts), draw(texts)),
+        instruction=draw(texts),
+        steps=tuple(draw(st.lists(steps(len(images)), max_size=4))),
+        images=images,
+        reward=draw(st.sampled_from([0.0, 1.0])),
+        outcome=draw(st.sampled_from(["success", "failure", "engine_error"])),
+        temperature=draw(st.floats(0.1, 2)),
+        seconds=draw(seconds),
+        finished_at=draw(seconds),
+    )
+
+
+def example(size: int = 1000) -> Trajectory:
+    random = np.random.default_rng(0)
+    made = [
+        Step(
+            prompt_token_ids=random.integers(0, 9, 37 + index, dtype=np.int32),
+            response_token_ids=random.integers(0, 9, 5, dtype=np.int32),
+            logprobs=random.random(5, dtype=np.float32),
+            versions=np.full(5, 3, np.int32),
+            images=np.array([index], np.int32),
+            image_grids=np.array([[1, 4, 6]], np.int32),
+            finish_reason="stop",
+            action=Action("left_click", coordinate=(500, 20)),
+        )
+        for index in range(3)
+    ]
+    images = tuple(random.bytes(size) for _ in made)
+    task = Task("click-test/1", "miniwob", "click-test", 1, 5)
+    return Trajectory(4, 1, 8, 0, task, "Click.", tuple(made), images, 1.0, "success", 1.0, 2.5)
+
+
+def joined(trajectory: Trajectory) -> bytes:
+    return b"".join(record.encode(trajectory))
+
+
+def assert_same(left: Trajectory, right: Trajectory) -> None:
+    for a, b in zip(left.steps, right.steps, strict=True):
+        for name in ARRAYS:
+            x, y = getattr(a, name), getattr(b, name)
+            assert (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
+        blank: dict[str, Any] = dict.fromkeys(ARRAYS)
+        assert dataclasses.replace(a, **blank) == dataclasses.replace(b, **blank)
+    assert [bytes(image) for image in left.images] == [bytes(image) for image in right.images]
+    assert dataclasses.replace(left, steps=(), images=()) == dataclasses.replace(right, steps=(), images=())
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(trajectories(), st.booleans())
+def test_any_trajectory_comes_back_as_it_was(trajectory: Trajectory, copy: bool) -> None:
+    assert_same(record.decode(joined(trajectory), copy), trajectory)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_damage_is_refused_or_harmless_to_the_structure(data: st.DataObject) -> None:
+    whole = bytearray(joined(example(40)))
+    position = data.draw(st.integers(0, len(whole) - 1))
+    whole[position] ^= data.draw(st.integers(1, 255))
+    try:
+        decoded = record.decode(bytes(whole))
+    except RecordError:
+        return
+    assert [len(image) for image in decoded.images] == [40] * 3  # only the content of arrays and images can differ
+    assert dataclasses.replace(decoded, steps=(), images=()) == dataclasses.replace(example(40), steps=(), images=())
+
+
+def test_arrays_and_images_are_views_of_the_ring_and_copies_on_request(name: str) -> None:
+    trajectory = example()
+    with Ring.create_or_attach(name, 64 * 1024, RUN) as ring:
+        buffer = ring.read(ring.write(record.encode(trajectory), 1))
+        by_reference, copied = record.decode(buffer), record.decode(buffer, copy=True)
+        assert_same(by_reference, trajectory)
+        whole = np.frombuffer(buffer, np.uint8)
+        for step, copied_step in zip(by_reference.steps, copied.steps, strict=True):
+            for array_name in ARRAYS:
+                array = getattr(step, array_name)
+                assert np.shares_memory(array, whole)
+                assert array.flags.aligned
+                assert not array.flags.writeable
+                assert not np.shares_memory(getattr(copied_step, array_name), whole)
+        assert all(np.shares_memory(np.frombuffer(image, np.uint8), whole) for image in by_reference.images)
+        assert all(type(image) is bytes for image in copied.images)
+        ring.acknowledge([0])
+        ring.write([bytes(len(buffer))], 1)
+        assert_same(copied, trajectory)
+
+
+def test_each_screenshot_is_stored_once_and_is_not_copied_while_encoding() -> None:
+    trajectory = example(100_000)
+    buffers = record.encode(trajectory)
+    assert all(any(buffer is image for buffer in buffers) for image in trajectory.images)
+    assert sum(len(buffer) for buffer in buffers) < 3 * 100_000 + 3000
+
+
+@pytest.mark.parametrize("length", [0, 7, 31, 32, 200, -1])
+def test_truncated_records_are_refused(length: int) -> None:
+    with pytest.raises(RecordError, match="truncated"):
+        record.decode(joined(example())[:length])
+
+
+def test_foreign_bytes_and_other_formats_are_refused_by_name() -> None:
+    whole = joined(example())
+    with pytest.raises(RecordError, match="not a record: it begins with b'PNG"):
+        record.decode(b"PNG" + whole[3:])
+    with pytest.raises(RecordError, match="format 9, this program knows 1"):
+        record.decode(whole[:8] + struct.pack("<I", 9) + whole[12:])
+    with pytest.raises(RecordError, match="followed by foreign bytes"):
+        record.decode(whole + b"x")
+    with pytest.raises(RecordError, match="CRC-32"):
+        record.decode(whole[:40] + bytes([whole[40] ^ 1]) + whole[41:])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("images", [10**30], "its description speaks of"),
+        ("images", "abc", "does not fit"),
+        ("steps", [{"lengths": [-1, 0, 0]}], "lengths"),
+        ("task", {"surprise": 1}, "surprise"),
+        ("ticket", None, "does not fit"),
+        ("steps", 5, "does not fit"),
+    ],
+)
+def test_a_description_that_does_not_fit_is_refused(key: str, value: object, words: str) -> None:
+    whole = joined(dataclasses.replace(example(), steps=(), images=()))
+    description = json.loads(whole[32 : 32 + struct.unpack_from("<Q", whole, 24)[0]])
+    text = json.dumps(description | {key: value}).encode()
+    total = 32 + -(-len(text) // 8) * 8
+    header = struct.pack("<8sIIQQ", record.MAGIC, record.FORMAT, zlib.crc32(text), total, len(text))
+    with pytest.raises(RecordError, match=words):
+        record.decode((header + text).ljust(total, b"\0"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"logprobs": np.zeros(5)}, r"steps\[0\].logprobs is float64 \[5\], must be float32 \[5\]"),
+        ({"versions": np.zeros(4, np.int32)}, r"steps\[0\].versions is int32 \[4\], must be int32 \[5\]"),
+        ({"image_grids": np.zeros((1, 2), np.int32)}, r"image_grids is int32 \[1, 2\], must be int32 \[1, 3\]"),
+        ({"images": np.array([3], np.int32)}, r"images=\[3\] names images outside 0..2"),
+        ({"finish_reason": object()}, "cannot be written into a record"),
+    ],
+)
+def test_a_trajectory_that_is_not_as_the_types_say_is_refused(change: dict, words: str) -> None:
+    trajectory = example()
+    changed = dataclasses.replace(trajectory, steps=(dataclasses.replace(trajectory.steps[0], **change),))
+    with pytest.raises(RecordError, match=words):
+        record.encode(changed)

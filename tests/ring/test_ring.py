@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import gc
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from megatron_webrl.ring.errors import RecordCorrupt, RecordTooLarge, RingError, RingFull
+from megatron_webrl.ring.ring import Ring, Usage
+from megatron_webrl.ring.segment import FOLDER, sweep
+from tests.ring.support import PREFIX, RUN, check, exit_code, fork, payload
+
+
+@pytest.fixture
+def ring(name: str):
+    with Ring.create_or_attach(name, 64 * 1024, RUN) as ring:
+        yield ring
+
+
+def test_a_record_of_several_buffers_is_read_as_one_by_reference(ring: Ring) -> None:
+    numbers = np.arange(6, dtype=np.int32).reshape(2, 3)
+    sequence = ring.write([b"head", numbers, b"", np.zeros((0, 3)), memoryview(b"tail")], 1)
+    record = ring.read(sequence)
+    assert bytes(record) == b"head" + numbers.tobytes() + b"tail"
+    assert record.readonly
+    assert np.shares_memory(np.frombuffer(record, np.uint8), np.frombuffer(ring.read(sequence), np.uint8))
+
+
+def test_reading_does_not_consume_and_acknowledging_does(ring: Ring) -> None:
+    first, second = ring.write([b"a"], 1), ring.write([b"b"], 1)
+    assert ring.committed() == ring.committed() == [first, second]
+    assert ring.committed(seen={first}) == [second]
+    ring.acknowledge([first])
+    assert ring.committed() == [second]
+    with pytest.raises(RingError, match=r"record 0 is acknowledged.*not there to read"):
+        ring.read(first)
+    ring.acknowledge([first, second])
+    assert ring.usage() == Usage(0, 64 * 1024, 0, 0)
+
+
+def test_what_was_never_written_can_neither_be_read_nor_acknowledged(ring: Ring) -> None:
+    sequence = ring.write([b"a"], 1)
+    with pytest.raises(RingError, match="record 7 is not written yet"):
+        ring.read(7)
+    with pytest.raises(RingError, match="record 7 is not written yet and cannot be acknowledged"):
+        ring.acknowledge([sequence, 7])
+    assert ring.committed() == [sequence]
+
+
+def test_records_wrap_around_contiguously_for_many_rounds(ring: Ring) -> None:
+    random, held = np.random.default_rng(0), []
+    for number in range(500):
+        held.append(ring.write([payload(number, int(random.integers(24, 7000)))], 1))
+        while len(held) > random.integers(1, 5):
+            sequence = held.pop(int(random.integers(2)) % len(held))
+            assert check(ring.read(sequence)) == sequence
+            ring.acknowledge([sequence])
+    assert sorted(held) == ring.committed()
+    assert all(check(ring.read(sequence)) == sequence for sequence in held)
+
+
+def test_space_is_freed_in_order_whatever_the_order_of_acknowledging(ring: Ring) -> None:
+    sequences = [ring.write([bytes(1024)], 1) for _ in range(4)]
+    ring.acknowledge(sequences[1:3])
+    assert ring.usage() == Usage(4 * 1024, 64 * 1024, 2, 0)
+    ring.acknowledge(sequences[:1])
+    assert ring.usage() == Usage(1024, 64 * 1024, 1, 0)
+
+
+def test_a_full_ring_holds_the_writer_back_and_never_overwrites(ring: Ring) -> None:
+    sequences = [ring.write([payload(number, 20_000)], 1) for number in range(3)]
+    begun = time.monotonic()
+    with pytest.raises(
+        RingFull, match=r"no room for 20000 bytes within 0.2 s: 60096 of 65536 bytes .* 3 unacknowledged"
+    ):
+        ring.write([payload(3, 20_000)], 0.2)
+    assert 0.2 <= time.monotonic() - begun < 2
+    assert [check(ring.read(sequence)) for sequence in sequences] == [0, 1, 2]
+
+
+def test_a_held_back_writer_goes_on_when_another_process_acknowledges(ring: Ring, name: str) -> None:
+    sequences = [ring.write([payload(number, 20_000)], 1) for number in range(3)]
+
+    def read() -> None:
+        with Ring.attach(name) as mine:
+            assert check(mine.read(sequences[0])) == 0
+            mine.acknowledge(sequences[:1])
+
+    pid = fork(read)
+    assert check(ring.read(ring.write([payload(3, 20_000)], 10))) == 3
+    assert exit_code(pid) == 0
+
+
+def test_a_full_table_of_slots_holds_the_writer_back_too(ring: Ring) -> None:
+    sequences = [ring.write([b"x"], 1) for _ in range(64)]
+    with pytest.raises(RingFull, match="64 of 64 slots"):
+        ring.write([b"x"], 0.05)
+    ring.acknowledge(sequences[:1])
+    assert ring.write([b"x"], 1) == 64
+
+
+def test_a_record_of_the_whole_capacity_fits_and_a_larger_one_is_refused(ring: Ring) -> None:
+    ring.acknowledge([ring.write([bytes(100)], 1)])
+    sequence = ring.write([payload(1, 64 * 1024)], 1)
+    assert check(ring.read(sequence)) == 1
+    with pytest.raises(RecordTooLarge, match=r"65537 bytes does not fit ring .* of 65536 bytes"):
+        ring.write([bytes(64 * 1024 + 1)], 1)
+
+
+@pytest.mark.parametrize("position", [0, 4095, 4096, 9000, 9999])
+def test_one_corrupt_byte_is_detected_wherever_it_is(ring: Ring, name: str, position: int) -> None:
+    sequence = ring.write([np.random.default_rng(0).bytes(10_000)], 1)
+    offset = np.frombuffer(ring.read(sequence), np.uint8).ctypes.data - np.frombuffer(ring._data, np.uint8).ctypes.data
+    with (FOLDER / name).open("r+b") as file:
+        file.seek(ring._layout.data_at + offset + position)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(RecordCorrupt, match=r"record 0 of 10000 bytes has checksum .*acknowledge it to drop it"):
+        ring.read(sequence)
+    assert len(ring.read(sequence, verify=False)) == 10_000
+    ring.acknowledge([sequence])
+    assert ring.usage().bytes_held == 0
+
+
+def test_a_writer_that_fails_midway_leaves_nothing_visible_and_its_space_comes_back(ring: Ring) -> None:
+    with pytest.raises(RingError, match="buffer 1 of the record is not contiguous"):
+        ring.write([b"a", np.zeros((4, 4))[:, 1]], 1)
+    whole = ring._data
+    ring._data = whole.toreadonly()  # the copy into the ring fails
+    with pytest.raises(TypeError):
+        ring.write([bytes(1000)], 1)
+    ring._data = whole
+    assert ring.committed() == []
+    assert ring.usage() == Usage(0, 64 * 1024, 0, 0)
+
+
+def test_waiting_ends_with_a_record_or_with_the_time_limit(ring: Ring, name: str) -> None:
+    assert ring.wait((), 0.05) == []
+
+    def write() -> None:
+        with Ring.attach(name) as mine:
+            mine.write([payload(5, 100)], 1)
+
+    pid = fork(write)
+    assert ring.wait((), 10) == [0]
+    assert exit_code(pid) == 0
+
+
+def test_threads_may_share_one_attachment(ring: Ring) -> None:
+    def write(start: int) -> None:
+        for number in range(start, start + 50):
+            ring.write([payload(number, 2000)], 10)
+
+    threads = [threading.Thread(target=write, args=(start,)) for start in (0, 50, 100)]
+    for thread in threads:
+        thread.start()
+    found: list[int] = []
+    while len(found) < 150:
+        sequences = ring.wait((), 10)
+        assert sequences
+        found += [check(ring.read(sequence)) for sequence in sequences]
+        ring.acknowledge(sequences)
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == list(range(150))
+
+
+def test_views_outlive_a_closed_ring_and_a_closed_ring_refuses_everything(name: str) -> None:
+    ring = Ring.create_or_attach(name, 4096, RUN)
+    sequence = ring.write([b"still here"], 1)
+    view = np.frombuffer(ring.read(sequence), np.uint8)
+    ring.close()
+    ring.close()
+    gc.collect()
+    assert view.tobytes() == b"still here"
+    for use in (
+        ring.committed,
+        ring.usage,
+        lambda: ring.read(0),
+        lambda: ring.acknowledge([0]),
+        lambda: ring.write([b"x"], 1),
+    ):
+        with pytest.raises(RingError, match="closed"):
+            use()
+
+
+def test_a_fork_must_attach_anew_and_its_close_leaves_the_parent_attached(ring: Ring) -> None:
+    def use() -> None:
+        with pytest.raises(RingError, match="attach in the process that uses it"):
+            ring.write([b"x"], 1)
+        ring.close()
+
+    assert exit_code(fork(use)) == 0
+    assert sweep(PREFIX) == []
+    assert ring.write([b"x"], 1) == 0

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from megatron_webrl.ring.atomic import accessors, library
+from megatron_webrl.ring.errors import RingError
+from megatron_webrl.ring.locks import try_lifetime_lock
+from megatron_webrl.ring.ring import Ring
+from megatron_webrl.ring.segment import FOLDER, segment_name, sweep
+from tests.ring.support import PREFIX, RUN, exit_code, fork, killed_at_line
+
+SIZE = 64 * 1024
+
+
+def test_a_segment_that_somebody_is_attached_to_is_not_swept(name: str) -> None:
+    with Ring.create_or_attach(name, SIZE, RUN) as ring:
+        assert sweep(PREFIX) == []
+        assert ring.write([b"x"], 1) == 0
+    assert sweep(PREFIX) == [name]
+    assert not (FOLDER / name).exists()
+    assert sweep(PREFIX) == []
+
+
+def test_the_segment_of_a_killed_owner_is_swept(name: str) -> None:
+    def own() -> None:
+        Ring.create_or_attach(name, SIZE, RUN)
+        signal.pause()
+
+    pid = fork(own)
+    Ring.attach(name, 10).close()
+    assert sweep(PREFIX) == []
+    os.kill(pid, signal.SIGKILL)
+    assert exit_code(pid) == -signal.SIGKILL
+    assert sweep(PREFIX) == [name]
+
+
+def test_a_creator_killed_before_any_line_leaves_what_the_next_can_use_or_sweep(name: str) -> None:
+    def killed(line: int) -> bool:
+        return killed_at_line(line, lambda: name, lambda n: Ring.create_or_attach(n, SIZE, RUN).write([b"x"], 1))
+
+    line = 1
+    while killed(line):
+        if line % 2:
+            with Ring.create_or_attach(name, SIZE, RUN) as ring:
+                ring.acknowledge(ring.committed())
+                assert ring.usage().bytes_held == 0
+        left = [name] if (FOLDER / name).exists() else []
+        assert sweep(PREFIX) == left
+        assert not (FOLDER / name).exists()
+        line += 1
+    assert line > 100
+
+
+def test_many_may_create_at_once_and_all_get_the_same_ring(name: str) -> None:
+    def write() -> None:
+        with Ring.create_or_attach(name, SIZE, RUN) as ring:
+            ring.write([b"x"], 5)
+            ring.wait(range(7), 10)  # until all eight have written
+
+    pids = [fork(write) for _ in range(8)]
+    assert [exit_code(pid) for pid in pids] == [0] * 8
+    with Ring.attach(name) as ring:
+        assert ring.committed() == list(range(8))
+
+
+def test_creating_while_others_sweep_never_gives_a_ring_without_a_name(name: str) -> None:
+    def sweep_for_ever() -> None:
+        while True:
+            sweep(PREFIX)
+
+    pid = fork(sweep_for_ever)
+    try:
+        for _ in range(200):
+            with Ring.create_or_attach(name, 4096, RUN) as ring:
+                assert os.path.samestat(os.fstat(ring._segment.fd), os.stat(FOLDER / name))
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        exit_code(pid)
+
+
+@pytest.mark.parametrize("create", [True, False])
+def test_a_segment_swept_between_opening_and_locking_is_not_used(name: str, create: bool, monkeypatch) -> None:
+    def sweep_first(fd: int, kind: int) -> bool:
+        monkeypatch.undo()
+        assert sweep(PREFIX) == [name]
+        return try_lifetime_lock(fd, kind)
+
+    Ring.create_or_attach(name, SIZE, RUN).close()
+    monkeypatch.setattr("megatron_webrl.ring.segment.try_lifetime_lock", sweep_first)
+    if create:
+        with Ring.create_or_attach(name, SIZE, RUN) as ring:
+            assert os.path.samestat(os.fstat(ring._segment.fd), os.stat(FOLDER / name))
+    else:
+        with pytest.raises(RingError, match="was not there"):
+            Ring.attach(name, 0.2)
+
+
+def test_sweep_leaves_foreign_files_other_prefixes_and_links_alone(name: str) -> None:
+    foreign, link = FOLDER / f"{name}-foreign", FOLDER / f"{name}-link"
+    foreign.write_bytes(b"not a ring at all")
+    link.symlink_to(foreign)
+    try:
+        Ring.create_or_attach(name, SIZE, RUN).close()
+        assert sweep(f"{PREFIX}other-") == []
+        assert sweep(PREFIX) == [name]
+        assert foreign.exists()
+        assert link.is_symlink()
+        with pytest.raises(RingError, match="it is no ring"):
+            Ring.attach(foreign.name, 1)
+    finally:
+        link.unlink()
+        foreign.unlink()
+    with pytest.raises(RingError, match="needs a prefix"):
+        sweep("")
+
+
+def test_the_lock_is_not_inherited_by_programs_that_an_attached_process_starts(name: str) -> None:
+    ring = Ring.create_or_attach(name, SIZE, RUN)
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE, close_fds=False) as child:
+        ring.close()
+        assert sweep(PREFIX) == [name]
+        child.communicate(b"\n", timeout=10)
+
+
+def test_unlinking_leaves_those_attached_working_and_the_name_free(name: str) -> None:
+    with Ring.create_or_attach(name, SIZE, RUN) as old:
+        old.unlink()
+        with Ring.create_or_attach(name, SIZE, RUN) as new:
+            old.write([b"old"], 1)
+            assert new.committed() == []
+            old.unlink()  # the name belongs to another segment
+            assert (FOLDER / name).exists()
+
+
+def test_another_size_or_run_is_refused_with_both_values(name: str) -> None:
+    with Ring.create_or_attach(name, SIZE, RUN):
+        with pytest.raises(RingError, match=r"run id 'test run' and 65536 bytes, not 'test run' and 131072 bytes"):
+            Ring.create_or_attach(name, 2 * SIZE, RUN)
+        with pytest.raises(RingError, match="not 'other' and 65536"):
+            Ring.create_or_attach(name, SIZE, "other")
+
+
+def test_attaching_waits_for_the_creator_and_gives_up_at_the_limit(name: str) -> None:
+    begun = time.monotonic()
+    with pytest.raises(RingError, match=r"was not there within 0.2 s: nobody made /dev/shm/"):
+        Ring.attach(name, 0.2)
+    assert time.monotonic() - begun < 2
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(Ring.attach, name, 10)
+        with Ring.create_or_attach(name, SIZE, RUN), waiting.result(10) as ring:
+            assert (ring.run_id, ring.capacity) == (RUN, SIZE)
+
+
+def test_a_ring_larger_than_shared_memory_is_refused_before_it_is_used(name: str) -> None:
+    free = os.statvfs(FOLDER)
+    with pytest.raises(RingError, match=r"needs \d+ bytes, /dev/shm has \d+ free; lower ring.mib"):
+        Ring.create_or_attach(name, free.f_blocks * free.f_frsize * 2, RUN)
+    assert not (FOLDER / name).exists()
+
+
+@pytest.mark.parametrize("bad", ["", "a/b", "..", ".hidden", "x" * 300])
+def test_names_that_are_no_plain_file_names_are_refused(bad: str) -> None:
+    with pytest.raises(RingError, match="is not a plain file name"):
+        Ring.create_or_attach(bad, SIZE, RUN)
+
+
+def test_a_segment_of_another_format_or_cut_short_is_refused(name: str) -> None:
+    Ring.create_or_attach(name, SIZE, RUN).close()
+    with (FOLDER / name).open("r+b") as file:
+        file.seek(8)
+        file.write((99).to_bytes(8, "little"))
+    with pytest.raises(RingError, match="format 99, this program knows 1"):
+        Ring.attach(name, 1)
+    with (FOLDER / name).open("r+b") as file:
+        file.seek(8)
+        file.write((1).to_bytes(8, "little"))
+        file.truncate(5000)
+    with pytest.raises(RingError, match="has 5000 of"):
+        Ring.attach(name, 1)
+
+
+def test_segment_names_are_the_same_for_the_same_identity_and_plain() -> None:
+    assert segment_name("my run/ä", "job 7") == segment_name("my run/ä", "job 7")
+    assert segment_name("my run/ä", "job 7").startswith("webrl-my_run__-")
+    assert segment_name("r", "a") != segment_name("r", "b")
+
+
+def test_without_libatomic_only_machines_with_ordered_memory_are_accepted() -> None:
+    with pytest.raises(RingError, match="libatomic1"):
+        accessors("aarch64", None)
+    import ctypes
+
+    word = ctypes.c_uint64(5)
+    for load, store in (accessors("x86_64", None), accessors("aarch64", library())):
+        store(ctypes.addressof(word), 2**63 + 1)
+        assert load(ctypes.addressof(word)) == word.value == 2**63 + 1
+        store(ctypes.addressof(word), 5)

@@ -1,0 +1,151 @@
+"""How fast records pass through the shared-memory ring, against memory itself and a multiprocessing queue.
+
+One writer process, one reader process, one record size at a time; the median of several rounds. `memcpy` is
+one process copying the same bytes into shared memory of the ring's size, place after place: the limit.
+
+    python -m tools.bench.ring [--quick] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import multiprocessing
+import os
+import platform
+import statistics
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from megatron_webrl.ring.checksum import checksum
+from megatron_webrl.ring.ring import Ring
+from megatron_webrl.ring.segment import segment_name, sweep
+
+SIZES = {"100 kB": 100_000, "3 MB": 3_000_000}
+CAPACITY = 256 * 2**20  # bytes
+SECONDS = 120.0  # limit of any wait
+PROCESSES = multiprocessing.get_context("fork")
+QUEUE_SHARE = 20  # the queue moves so many times less data: it is slow
+
+
+def memcpy(source: bytes, total: int) -> float:
+    """GB/s of copying `source` to changing places of shared memory."""
+    with mmap.mmap(-1, CAPACITY) as shared, memoryview(shared) as target:
+        places = range(0, CAPACITY - len(source), -(-len(source) // 64) * 64)
+        for offset in places:  # takes the pages, as the ring does when it is made
+            target[offset : offset + len(source)] = source
+        rounds = max(1, total // (len(places) * len(source)))
+        begun = time.perf_counter()
+        for _ in range(rounds):
+            for offset in places:
+                target[offset : offset + len(source)] = source
+        return rounds * len(places) * len(source) / (time.perf_counter() - begun) / 1e9
+
+
+def alone(work: Callable[[bytes], object], source: bytes, total: int) -> float:
+    """GB/s of `work` over the same bytes again and again, in one process."""
+    count = max(3, total // len(source) // 4)
+    begun = time.perf_counter()
+    for _ in range(count):
+        work(source)
+    return count * len(source) / (time.perf_counter() - begun) / 1e9
+
+
+def ring(source: bytes, total: int, verify: bool) -> float:
+    """GB/s from the first write to the last acknowledgement, read by reference."""
+    count, name = total // len(source), segment_name("bench", str(os.getpid()))
+
+    def write(started) -> None:
+        with Ring.attach(name) as mine:
+            started.wait(SECONDS)
+            for _ in range(count):
+                mine.write([source], SECONDS)
+
+    with Ring.create_or_attach(name, CAPACITY, "bench") as reader:
+        begun = _begin(write)
+        received = 0
+        while received < count:
+            sequences = reader.wait((), SECONDS)
+            if not sequences:
+                raise TimeoutError(f"the writer wrote nothing for {SECONDS} s; {received} of {count} records came")
+            for sequence in sequences:
+                reader.read(sequence, verify)
+            reader.acknowledge(sequences)
+            received += len(sequences)
+        seconds = time.perf_counter() - begun
+        reader.unlink()
+    return count * len(source) / seconds / 1e9
+
+
+def queue(source: bytes, total: int) -> float:
+    """GB/s through multiprocessing.Queue, which pickles into a pipe."""
+    count = max(3, total // QUEUE_SHARE // len(source))
+    records = PROCESSES.Queue(maxsize=CAPACITY // len(source))
+
+    def write(started) -> None:
+        started.wait(SECONDS)
+        for _ in range(count):
+            records.put(source)
+
+    begun = _begin(write)
+    for _ in range(count):
+        records.get(timeout=SECONDS)
+    return count * len(source) / (time.perf_counter() - begun) / 1e9
+
+
+def _begin(write: Callable) -> float:
+    """Start the writer process and let it go; when it went."""
+    started = PROCESSES.Event()
+    PROCESSES.Process(target=write, args=(started,), daemon=True).start()
+    time.sleep(0.2)  # it attaches meanwhile; a late one would only make the figure worse
+    started.set()
+    return time.perf_counter()
+
+
+def measure(size: int, total: int, rounds: int) -> dict[str, float]:
+    """Median GB/s of everything for one record size in bytes; rounds alternate, so that noise meets all alike."""
+    source = np.random.default_rng(0).bytes(size)
+    works: dict[str, Callable[[], float]] = {
+        "memcpy": lambda: memcpy(source, total),
+        "ring": lambda: ring(source, total, verify=True),
+        "ring, unverified read": lambda: ring(source, total, verify=False),
+        "multiprocessing.Queue": lambda: queue(source, total),
+        "checksum alone: ring's": lambda: alone(checksum, source, total),
+        "checksum alone: zlib.crc32": lambda: alone(zlib.crc32, source, total),
+        "checksum alone: zlib.adler32": lambda: alone(zlib.adler32, source, total),
+    }
+    found: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(rounds):
+        for name, work in works.items():
+            found[name].append(work())
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a tenth of the data, one round")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    arguments = parser.parse_args()
+    total, rounds = (400_000_000, 1) if arguments.quick else (4_000_000_000, 5)
+    sweep("webrl-bench-")
+    results = {label: measure(size, total, rounds) for label, size in SIZES.items()}
+    print(f"GB/s, median of {rounds}; {os.cpu_count()} CPUs, {platform.machine()}, ring of {CAPACITY >> 20} MiB\n")
+    print("| | " + " | ".join(f"{label} | share of memcpy" for label in results) + " |")
+    print("|---|" + "---:|---:|" * len(results))
+    for name in next(iter(results.values())):
+        cells = [f"{figures[name]:.2f} | {figures[name] / figures['memcpy']:.2f}" for figures in results.values()]
+        print(f"| {name} | " + " | ".join(cells) + " |")
+    for label, figures in results.items():
+        print(f"\n{label}: ring / queue = {figures['ring'] / figures['multiprocessing.Queue']:.1f}", end="")
+    print()
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"unit": "GB/s", "rounds": rounds, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
