@@ -1,0 +1,52 @@
+"""The input of one forward pass: a row of samples packed back to back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """Several samples back to back. Every sample attends to itself only. All tensors lie on one device.
+
+    An image that occurs several times in a row can be given once: `images` then tells, for each occurrence in
+    token order, which of the given images it is. Without `images`, the given images occur once each, in order.
+
+    Raises ValueError if shapes do not fit together.
+    """
+
+    tokens: Tensor  # int64 [T]
+    positions: Tensor  # int64 [3, T], m-RoPE (t, h, w), restarting at each sample
+    cu_seqlens: Tensor  # int32 [samples + 1], 0 first and T last
+    pixels: Tensor  # float32 [patches, dim], the patches of all given images
+    grids: Tensor  # int64 [images, 3], patches (t, h, w) of each given image
+    predict: Tensor  # int64 [R], row positions whose next token is scored
+    images: Tensor | None = None  # int64 [occurrences], indices into grids
+
+    def __post_init__(self) -> None:
+        length = self.tokens.numel()
+        for name, tensor, shape in (
+            ("tokens", self.tokens, (None,)),
+            ("positions", self.positions, (3, length)),
+            ("cu_seqlens", self.cu_seqlens, (None,)),
+            ("pixels", self.pixels, (None, None)),
+            ("grids", self.grids, (None, 3)),
+            ("predict", self.predict, (None,)),
+        ):
+            found = tuple(tensor.shape)
+            fits = len(found) == len(shape) and all(s is None or s == f for s, f in zip(shape, found, strict=True))
+            if not fits:
+                raise ValueError(f"row.{name} has shape {list(found)}, expected {list(shape)} (None: any size)")
+        if self.cu_seqlens.numel() < 2:
+            raise ValueError(f"row.cu_seqlens has {self.cu_seqlens.numel()} entries; a row needs at least one sample")
+
+    def to(self, device: torch.device) -> PackedRow:
+        """The same row on another device."""
+        moved: dict[str, Any] = {
+            name: None if tensor is None else tensor.to(device) for name, tensor in vars(self).items()
+        }
+        return replace(self, **moved)

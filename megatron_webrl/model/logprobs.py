@@ -1,0 +1,94 @@
+"""Log-probabilities of chosen tokens under logits that are split over the vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+
+CHUNK_ELEMENTS = 2**24
+"""float32 elements of one chunk of logits (64 MiB): what the computation holds beyond the logits themselves."""
+
+
+def vocab_parallel_logprobs(
+    logits: Tensor, targets: Tensor, temperature: float, vocab_size: int, group: ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of `targets` and entropies at a temperature, both float32 [R].
+
+    `logits`: [R, padded vocabulary / ranks of `group`], this rank's slice in rank order; entries from
+    `vocab_size` on are padding and have no probability. `targets`: int64 [R]. `group`: None for one rank.
+    Log-probabilities are differentiable, the same on every rank; entropies are not differentiable.
+    Collective over `group`. Raises ValueError for shapes or a temperature that make no sense.
+    """
+    if logits.dim() != 2 or targets.shape != logits.shape[:1]:
+        raise ValueError(f"logits {list(logits.shape)} and targets {list(targets.shape)} must be [R, V/tp] and [R]")
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature} must be greater than 0")
+    return _VocabParallelLogprobs.apply(logits, targets, temperature, vocab_size, group)
+
+
+class _VocabParallelLogprobs(torch.autograd.Function):
+    """Keeps the logits and one number a row; the softmax is made again in the backward pass, chunk by chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, vocab_size: int, group: ProcessGroup | None
+    ) -> tuple[Tensor, Tensor]:
+        first = logits.shape[1] * (torch.distributed.get_rank(group) if group is not None else 0)
+        real = min(max(vocab_size - first, 0), logits.shape[1])  # entries of this slice that are no padding
+        local = targets - first
+        logprobs, entropy, normalizer = (
+            torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device) for _ in range(3)
+        )
+        for rows in _chunks(logits):
+            scaled = logits[rows, :real].float() / temperature
+            logprobs[rows], entropy[rows], normalizer[rows] = _statistics(scaled, local[rows], group)
+        ctx.save_for_backward(logits, local, normalizer)
+        ctx.temperature, ctx.real = temperature, real
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """(one-hot - softmax) / temperature, times the gradient of each row."""
+        logits, local, normalizer = ctx.saved_tensors
+        gradient = gradients[0] / ctx.temperature
+        result = torch.zeros_like(logits)
+        for rows in _chunks(logits):
+            softmax = (logits[rows, : ctx.real].float() / ctx.temperature - normalizer[rows, None]).exp_()
+            part = softmax.mul_(-gradient[rows, None])
+            mine = ((local[rows] >= 0) & (local[rows] < ctx.real)).nonzero().squeeze(1)
+            part[mine, local[rows][mine]] += gradient[rows][mine]
+            result[rows, : ctx.real] = part.to(logits.dtype)
+        return result, None, None, None, None
+
+
+def _statistics(scaled: Tensor, local: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability, entropy and log-normaliser of each row of `scaled` [r, real]."""
+    real = scaled.shape[1]
+    peak = scaled.amax(dim=1) if real else scaled.new_full(scaled.shape[:1], -torch.inf)
+    _reduce(peak, ReduceOp.MAX, group)
+    shifted = scaled - peak[:, None]
+    weights = shifted.exp()
+    # Sum of weights, weighted sum of logits, and the target's logit; one reduction for all three.
+    sums = torch.zeros(3, scaled.shape[0], dtype=torch.float32, device=scaled.device)
+    sums[0] = weights.sum(dim=1)
+    sums[1] = (weights * shifted).sum(dim=1)
+    mine = ((local >= 0) & (local < real)).nonzero().squeeze(1)
+    sums[2, mine] = shifted[mine, local[mine]]
+    _reduce(sums, ReduceOp.SUM, group)
+    log_total = sums[0].log()
+    return sums[2] - log_total, log_total - sums[1] / sums[0], peak + log_total
+
+
+def _reduce(tensor: Tensor, operation: Any, group: ProcessGroup | None) -> None:
+    if group is not None and group.size() > 1:
+        torch.distributed.all_reduce(tensor, op=operation, group=group)
+
+
+def _chunks(logits: Tensor) -> list[slice]:
+    """Slices of rows whose float32 copies stay under CHUNK_ELEMENTS; the same number on every rank."""
+    size = max(1, CHUNK_ELEMENTS // logits.shape[1])
+    return [slice(start, start + size) for start in range(0, logits.shape[0], size)]

@@ -1,0 +1,207 @@
+"""Where the trainer computes: CUDA with NCCL, or the CPU with gloo.
+
+megatron-core names CUDA in many places. On the CPU platform this module, and no other, redirects those
+names: tensors asked for on CUDA are made on the CPU, streams do nothing (CPU work is in order anyway), and
+the CUDA random state is the CPU generator's. Call `use` once, in the main thread, before any model is built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Platform:
+    """The device of this process and the backend of its process groups."""
+
+    name: Literal["cpu", "cuda"]
+    device: torch.device
+    backend: Literal["gloo", "nccl"]
+
+
+_active: Platform | None = None
+
+
+def use(name: str) -> Platform:
+    """Switch a platform on and return it; a second call with the same outcome changes nothing.
+
+    "auto" takes CUDA if this process sees a GPU. On CUDA the device is LOCAL_RANK, or SLURM_LOCALID, or 0.
+    Raises ValueError for an unknown name, RuntimeError if the platform is missing or another one is in use.
+    """
+    global _active
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"platform={name!r} is not one of auto, cpu, cuda")
+    if _active is not None:
+        if name not in ("auto", _active.name):
+            raise RuntimeError(f"platform={name} was asked for, but this process already uses {_active.name}")
+        return _active
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    _active = _use_cuda() if name == "cuda" else _use_cpu()
+    return _active
+
+
+def _use_cuda() -> Platform:
+    if not torch.cuda.is_available():
+        raise RuntimeError("platform=cuda was asked for, but this process sees no GPU; use platform=cpu")
+    index = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
+    # A launcher may show each task only its own GPU, which is then number 0.
+    index = 0 if torch.cuda.device_count() == 1 else index
+    if index >= torch.cuda.device_count():
+        raise RuntimeError(
+            f"local rank {index} has no GPU: this process sees {torch.cuda.device_count()}; start fewer ranks a node"
+        )
+    torch.cuda.set_device(index)
+    return Platform("cuda", torch.device("cuda", index), "nccl")
+
+
+def _use_cpu() -> Platform:
+    _redirect_megatron()
+    _redirect_random_states()
+    _redirect_cuda_functions()
+    _CudaToCpu().__enter__()
+    return Platform("cpu", CPU, "gloo")
+
+
+def _is_cuda(device: Any) -> bool:
+    """Whether a device argument means CUDA. An index without a type does, everywhere in torch."""
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+class _CudaToCpu(TorchFunctionMode):
+    """Rewrites calls of torch functions that name a CUDA device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # Megatron's optimisers sort parameters by this string.
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if _is_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": CPU}
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], CPU, *args[2:])
+        return func(*args, **kwargs)
+
+
+class _Stream:
+    """A stream in name only: CPU operations have happened by the time they return."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = CPU
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self, event: Any = None) -> Any:
+        """An event that has happened."""
+        return event if event is not None else _Event()
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class _Event:
+    """An event that has happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        """It has happened."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """It has happened."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+def _redirect_cuda_functions() -> None:
+    stream = _Stream()
+
+    def nothing() -> Any:
+        # One function object each: torch's compiler refuses the same one under two names.
+        return lambda *args, **kwargs: None
+
+    @contextlib.contextmanager
+    def in_stream(stream: Any) -> Iterator[None]:
+        yield
+
+    redirects: dict[str, Any] = {
+        "current_device": lambda: CPU,
+        "set_device": nothing(),
+        "synchronize": nothing(),
+        "empty_cache": nothing(),
+        "Stream": _Stream,
+        "Event": _Event,
+        "current_stream": lambda device=None: stream,
+        "default_stream": lambda device=None: stream,
+        "stream": in_stream,
+        "is_current_stream_capturing": lambda: False,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "manual_seed": lambda seed: torch.manual_seed(seed),
+    }
+    for name, value in redirects.items():
+        setattr(torch.cuda, name, value)
+
+
+def _redirect_random_states() -> None:
+    """Let Megatron's tracker of named random states work on the CPU generator."""
+    from megatron.core.tensor_parallel import random
+
+    def set_state(state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(state)
+
+    @contextlib.contextmanager
+    def fork(self: Any, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+        # Megatron's own fork takes any use of the CPU generator for a mistake and warns.
+        if name not in self.states_:
+            raise KeyError(f"random state {name!r} is unknown; call model_parallel_cuda_manual_seed first")
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = torch.get_rng_state()
+            torch.set_rng_state(outside)
+
+    def get_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    random._set_cuda_rng_state = set_state
+    random._get_cuda_rng_state = get_state
+    random.CudaRNGStatesTracker.fork = fork
+
+
+def _redirect_megatron() -> None:
+    # Megatron's small fusions would be compiled at their first call, for minutes and to no gain here.
+    from megatron.core import jit
+
+    jit.disable_jit_fuser()
+    # Undefined without Transformer Engine, but named as soon as a mixture-of-experts layer routes.
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.te_general_gemm = None

@@ -1,0 +1,92 @@
+"""Log-probabilities over a split vocabulary equal torch's log_softmax, and so do their gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_webrl.model import logprobs as module
+from megatron_webrl.model.logprobs import vocab_parallel_logprobs
+from tests.model import ranks, tiny
+
+
+def _expected() -> dict[str, Tensor]:
+    logits, targets, weights = ranks.logprob_case()
+    logits.requires_grad_()
+    scaled = (logits[:, : tiny.VOCABULARY].double() / tiny.TEMPERATURE).log_softmax(dim=-1)
+    logprobs = scaled.gather(1, targets[:, None])[:, 0]
+    (logprobs * weights).sum().backward()
+    assert logits.grad is not None
+    return {
+        "logprobs": logprobs.detach().float(),
+        "entropy": -(scaled.exp() * scaled).sum(dim=1).detach().float(),
+        "gradient": logits.grad,
+    }
+
+
+def _check(found: dict[str, Tensor]) -> None:
+    expected = _expected()
+    for key in ("entropy", "gradient"):
+        torch.testing.assert_close(found[key], expected[key], atol=1e-6, rtol=1e-5)
+    # float32 resolves values near 40 to 4e-6.
+    torch.testing.assert_close(found["logprobs"], expected["logprobs"], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_values_and_gradients_equal_log_softmax_on_gloo_ranks(
+    found: dict[tuple[int, int], dict[str, Any]], size: int
+) -> None:
+    for rank in (0, 1):
+        _check(found[size, rank]["logprobs"])
+
+
+@pytest.mark.parametrize("rows", [1, 7, 49, 50])
+def test_chunks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", rows * (tiny.VOCABULARY + 1))
+    logits, targets, weights = ranks.logprob_case()
+    logits.requires_grad_()
+    logprobs, entropy = vocab_parallel_logprobs(logits, targets, tiny.TEMPERATURE, tiny.VOCABULARY, None)
+    (logprobs * weights).sum().backward()
+    assert logits.grad is not None
+    _check({"logprobs": logprobs.detach(), "entropy": entropy, "gradient": logits.grad})
+
+
+def test_huge_logits_and_impossible_targets_stay_finite() -> None:
+    logits = torch.tensor([[3e4, -3e4, 0.0], [-3e4, -3e4, -3e4]], requires_grad=True)
+    logprobs, entropy = vocab_parallel_logprobs(logits, torch.tensor([1, 2]), 1.0, 3, None)
+    logprobs.sum().backward()
+    torch.testing.assert_close(logprobs.detach(), torch.tensor([-6e4, -torch.tensor(3.0).log().item()]))
+    torch.testing.assert_close(entropy, torch.tensor([0.0, torch.tensor(3.0).log().item()]))
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+
+
+def test_bfloat16_logits_are_computed_in_float32() -> None:
+    logits, targets, _ = ranks.logprob_case()
+    rounded = logits.bfloat16().requires_grad_()
+    logprobs, _ = vocab_parallel_logprobs(rounded, targets, 1.0, tiny.VOCABULARY, None)
+    wide, _ = vocab_parallel_logprobs(rounded.detach().float(), targets, 1.0, tiny.VOCABULARY, None)
+    assert logprobs.dtype is torch.float32
+    assert torch.equal(logprobs, wide)
+    logprobs.sum().backward()
+    assert rounded.grad is not None
+    assert rounded.grad.dtype is torch.bfloat16
+
+
+def test_a_row_without_scored_positions_gives_empty_results() -> None:
+    logits = torch.zeros(0, 8, requires_grad=True)
+    logprobs, entropy = vocab_parallel_logprobs(logits, torch.zeros(0, dtype=torch.int64), 1.0, 8, None)
+    logprobs.sum().backward()
+    assert logprobs.shape == entropy.shape == (0,)
+    assert logits.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("shape", "temperature", "words"), [((4, 8), 1.0, r"targets \[3\]"), ((3, 8), 0.0, "temperature=0.0 must be")]
+)
+def test_senseless_arguments_are_refused(shape: tuple[int, int], temperature: float, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        vocab_parallel_logprobs(torch.zeros(shape), torch.zeros(3, dtype=torch.int64), temperature, 8, None)

@@ -1,0 +1,132 @@
+"""The table of parameters: every number has exactly one place, at every tensor-parallel size."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_webrl.model.parameter_map import (
+    Entry,
+    dense_map,
+    from_megatron,
+    padded_vocabulary,
+    parameter_shapes,
+    pieces,
+    to_megatron,
+)
+from tests.model import tiny
+
+
+def _text_entries(groups: int, heads: int, dim: int, inner: int, vocabulary: int) -> tuple[Entry, ...]:
+    description = tiny.configuration(tie=False, deepstack=[0])
+    text = SimpleNamespace(
+        vocab_size=vocabulary,
+        hidden_size=6,
+        intermediate_size=inner,
+        num_hidden_layers=1,
+        num_attention_heads=groups * heads,
+        num_key_value_heads=groups,
+        head_dim=dim,
+    )
+    whole = dense_map(
+        SimpleNamespace(text_config=text, vision_config=description.vision_config, tie_word_embeddings=False)
+    )
+    return tuple(entry for entry in whole if not entry.name.startswith("model.visual."))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    size=st.sampled_from([1, 2, 4]),
+    groups=st.integers(1, 2),
+    heads=st.integers(1, 3),
+    dim=st.integers(1, 3),
+    inner=st.integers(1, 3),
+    vocabulary=st.integers(1, 9),
+)
+def test_every_number_of_every_tensor_has_exactly_one_place(
+    size: int, groups: int, heads: int, dim: int, inner: int, vocabulary: int
+) -> None:
+    entries = _text_entries(groups * size, heads, dim, inner * size, vocabulary)
+    shapes = parameter_shapes(entries, size)
+    parameters = [{name: torch.full(shape, torch.nan) for name, shape in shapes.items()} for _ in range(size)]
+    numbers = iter(range(1, 10**9))
+    tensors = {}
+    for entry in entries:
+        count = torch.Size(entry.shape).numel()
+        tensors[entry.name] = torch.tensor([next(numbers) for _ in range(count)], dtype=torch.float32).view(entry.shape)
+        for rank in range(size):
+            to_megatron(entry, tensors[entry.name], parameters[rank][entry.parameter], rank, size)
+    for entry in entries:
+        shards = [parameters[rank][entry.parameter] for rank in range(size)]
+        assert torch.equal(from_megatron(entry, shards), tensors[entry.name])
+        if entry.layout.kind != "replicated":
+            for shard in shards:
+                placed = shard[shard != 0]  # zero is padding; a place left out would be NaN
+                assert not placed.isnan().any()
+                assert placed.unique().numel() == placed.numel()
+
+
+def test_the_table_names_the_tensors_of_a_model_of_released_size() -> None:
+    """The dimensions of Qwen3-VL-4B-Instruct, whose checkpoint has 713 tensors."""
+    text = {
+        "vocab_size": 151936,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
+    }
+    vision = {
+        "depth": 24,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "out_hidden_size": 2560,
+        "deepstack_visual_indexes": [5, 11, 17],
+    }
+    config = tiny.Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True)
+    with torch.device("meta"):
+        model = tiny.Qwen3VLForConditionalGeneration(config)
+    entries = dense_map(config)
+    assert len(entries) == 713
+    assert {e.name: e.shape for e in entries} == {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+def test_query_heads_lie_beside_the_key_and_value_head_of_their_group() -> None:
+    q, k, v = (e for e in _text_entries(2, 2, 1, 2, 8) if "linear_qkv" in e.parameter)
+    parameter = torch.zeros(8, 6)
+    for entry, start in ((q, 10), (k, 20), (v, 30)):
+        rows = torch.arange(start, start + entry.shape[0]).float()
+        to_megatron(entry, rows[:, None].expand(-1, 6), parameter, 0, 1)
+    assert parameter[:, 0].tolist() == [10, 11, 20, 30, 12, 13, 21, 31]
+
+
+def test_a_rank_stacks_its_gate_on_its_up_projection() -> None:
+    gate, up = (e for e in _text_entries(2, 1, 1, 4, 8) if "linear_fc1" in e.parameter)
+    parameter = torch.zeros(4, 6)
+    for entry, start in ((gate, 10), (up, 20)):
+        to_megatron(entry, torch.arange(start, start + 4).float()[:, None].expand(-1, 6), parameter, 1, 2)
+    assert parameter[:, 0].tolist() == [12, 13, 22, 23]
+
+
+def test_a_rank_beyond_the_vocabulary_holds_zeros_only() -> None:
+    entry = next(e for e in _text_entries(4, 1, 1, 4, 5) if e.name == "lm_head.weight")
+    assert padded_vocabulary(5, 4) == 8
+    assert pieces(entry, 3, 4) == ()
+    parameter = torch.full((2, 6), torch.nan)
+    to_megatron(entry, torch.ones(5, 6), parameter, 3, 4)
+    assert torch.equal(parameter, torch.zeros(2, 6))
+
+
+@pytest.mark.parametrize(
+    ("groups", "inner", "words"),
+    [(2, 4, "2 query groups of .*q_proj"), (4, 6, "6 entries of the split dimension of .*gate_proj")],
+)
+def test_a_size_that_does_not_divide_a_tensor_is_refused_by_name(groups: int, inner: int, words: str) -> None:
+    with pytest.raises(ValueError, match=f"tensor_parallel=4 does not divide the {words}"):
+        parameter_shapes(_text_entries(groups, 1, 1, inner, 8), 4)

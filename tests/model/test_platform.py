@@ -1,0 +1,68 @@
+"""The CPU platform stands in for CUDA, and says so when it cannot. It changes torch, so it runs in its own process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+REFUSALS = """
+import torch
+from megatron_webrl.model import platform
+
+def refused(name, kind, words):
+    try:
+        platform.use(name)
+    except kind as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(name)
+
+refused("tpu", ValueError, "not one of")
+refused("cuda", RuntimeError, "sees no GPU; use platform=cpu")
+platform.use("cpu")
+refused("cuda", RuntimeError, "already uses cpu")
+"""
+
+REDIRECTS = """
+first = platform.use("auto")
+assert first == platform.use("cpu") == platform.use("auto")
+assert (first.name, first.backend, first.device) == ("cpu", "gloo", torch.device("cpu"))
+for device in ("cuda", "cuda:0", 0, torch.device("cuda"), torch.cuda.current_device()):
+    assert torch.zeros(2, device=device).device.type == "cpu"
+x = torch.ones(3)
+assert x.cuda() is x and x.to("cuda").device.type == "cpu" and x.to(device="cuda").device.type == "cpu"
+assert x.type() == "torch.cuda.FloatTensor" and x.bfloat16().type() == "torch.cuda.BFloat16Tensor"
+assert x.type(torch.int32).dtype is torch.int32
+stream = torch.cuda.Stream(device=torch.cuda.current_device())
+with torch.cuda.stream(stream):
+    stream.wait_stream(torch.cuda.default_stream())
+    torch.cuda.current_stream().wait_event(stream.record_event())
+torch.cuda.synchronize()
+assert not torch.cuda.is_current_stream_capturing()
+"""
+
+RANDOM_STATES = """
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+torch.manual_seed(1)
+before = torch.get_rng_state()
+tracker = CudaRNGStatesTracker()
+tracker.add("a", 5)
+assert torch.equal(before, torch.get_rng_state())
+with tracker.fork("a"):
+    one = torch.rand(3)
+with tracker.fork("a"):
+    two = torch.rand(3)
+assert torch.equal(before, torch.get_rng_state())
+torch.manual_seed(5)
+assert torch.equal(torch.cat([one, two]), torch.cat([torch.rand(3), torch.rand(3)]))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU: auto means CUDA")
+def test_the_cpu_platform_stands_in_for_cuda() -> None:
+    code = REFUSALS + REDIRECTS + RANDOM_STATES
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert finished.returncode == 0, finished.stderr

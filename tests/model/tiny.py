@@ -1,0 +1,153 @@
+"""Small random dense Qwen3-VL models, samples for them, and what transformers computes from both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_webrl import compat
+from megatron_webrl.model.inputs import PackedRow
+from megatron_webrl.model.rope import mrope_positions
+
+compat.install()
+
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration  # noqa: E402
+
+VOCABULARY = 101  # odd, so that two ranks need padding
+VISION_START, VISION_END, IMAGE, VIDEO = 97, 98, 99, 100
+MERGE = 2
+TEMPERATURE = 0.7
+
+
+def configuration(*, tie: bool, deepstack: list[int]) -> Qwen3VLConfig:
+    """Every dimension differs from the others, so that no mistake in a shape goes unseen."""
+    text = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 112,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]},
+    }
+    vision = {
+        "depth": 3,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_heads": 4,
+        "patch_size": 4,
+        "spatial_merge_size": MERGE,
+        "temporal_patch_size": 2,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 36,
+        "deepstack_visual_indexes": deepstack,
+    }
+    return Qwen3VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=VISION_START,
+        vision_end_token_id=VISION_END,
+        tie_word_embeddings=tie,
+    )
+
+
+def write_model(folder: Path, *, tie: bool, deepstack: list[int], seed: int) -> Qwen3VLForConditionalGeneration:
+    """Save a random model whose activations and logits are of size one, and return it."""
+    torch.manual_seed(seed)
+    model = Qwen3VLForConditionalGeneration(configuration(tie=tie, deepstack=deepstack)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                embedding = "embed" in name and "patch" not in name
+                parameter.normal_(std=1.0 if embedding and not tie else parameter[0].numel() ** -0.5)
+            elif name.endswith("bias"):
+                parameter.normal_(std=0.1)
+            else:
+                parameter.normal_(mean=1.0, std=0.2)
+    model.save_pretrained(folder)
+    return model
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample; the tokens from `prompt` on are scored."""
+
+    tokens: Tensor  # int64 [n]
+    grids: Tensor  # int64 [images, 3]
+    pixels: Tensor  # float32 [patches, 96]
+    prompt: int
+
+
+def make_sample(grids: list[list[int]], *, text: int, response: int, seed: int) -> Sample:
+    """Text, then each image followed by some text, then the response."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def words(count: int) -> Tensor:
+        return torch.randint(0, VISION_START, (count,), generator=generator)
+
+    parts = [words(text)]
+    for t, h, w in grids:
+        placeholders = torch.full((t * h * w // MERGE**2,), IMAGE)
+        parts += [torch.tensor([VISION_START]), placeholders, torch.tensor([VISION_END]), words(3)]
+    prompt = sum(map(len, parts))
+    patches = sum(t * h * w for t, h, w in grids)
+    return Sample(
+        tokens=torch.cat([*parts, words(response)]),
+        grids=torch.tensor(grids, dtype=torch.int64).reshape(-1, 3),
+        pixels=torch.randn(patches, 3 * 2 * 4 * 4, generator=generator),
+        prompt=prompt,
+    )
+
+
+def samples() -> dict[str, Sample]:
+    """Text only, one image, three images of different sizes."""
+    return {
+        "text": make_sample([], text=17, response=9, seed=1),
+        "image": make_sample([[1, 4, 6]], text=5, response=7, seed=2),
+        "images": make_sample([[1, 8, 4], [1, 2, 2], [1, 4, 12]], text=4, response=11, seed=3),
+    }
+
+
+def pack(parts: list[Sample]) -> tuple[PackedRow, Tensor]:
+    """A row of several samples and the targets of its scored positions, int64 [R]."""
+    ends = torch.tensor([len(s.tokens) for s in parts]).cumsum(0)
+    starts = [0, *ends[:-1].tolist()]
+    row = PackedRow(
+        tokens=torch.cat([s.tokens for s in parts]),
+        positions=torch.cat([mrope_positions(s.tokens, s.grids, IMAGE, MERGE) for s in parts], dim=1),
+        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), ends]).int(),
+        pixels=torch.cat([s.pixels for s in parts]),
+        grids=torch.cat([s.grids for s in parts]),
+        predict=torch.cat(
+            [start + torch.arange(s.prompt - 1, len(s.tokens) - 1) for start, s in zip(starts, parts, strict=True)]
+        ),
+    )
+    return row, row.tokens[row.predict + 1]
+
+
+def reference_logits(model: Qwen3VLForConditionalGeneration, sample: Sample) -> Tensor:
+    """transformers' logits at the scored positions, [R, VOCABULARY]."""
+    visual = {"pixel_values": sample.pixels, "image_grid_thw": sample.grids} if len(sample.grids) else {}
+    types = (sample.tokens == IMAGE).int()[None]
+    logits = model(input_ids=sample.tokens[None], mm_token_type_ids=types, use_cache=False, **visual).logits[0]
+    return logits[sample.prompt - 1 : -1]
+
+
+def token_weights(count: int) -> Tensor:
+    """Weights of the scored tokens in the loss whose gradient is compared, both signs."""
+    return torch.randn(count, generator=torch.Generator().manual_seed(7)) / count
+
+
+def reference_loss(model: Qwen3VLForConditionalGeneration, parts: list[Sample]) -> Tensor:
+    """Weighted sum of the log-probabilities of all scored tokens."""
+    logits = torch.cat([reference_logits(model, sample) for sample in parts]) / TEMPERATURE
+    targets = torch.cat([sample.tokens[sample.prompt :] for sample in parts])
+    logprobs = logits.log_softmax(dim=-1).gather(1, targets[:, None]).squeeze(1)
+    return (logprobs * token_weights(len(logprobs))).sum()
