@@ -1,0 +1,238 @@
+"""The control plane: one TCPStore that outlives both steps, and the few small keys they meet through.
+
+`serve` is the `webrl control` process. `Control` is a role's connection: rendezvous, tickets, policy
+version, heartbeats, stop. No data passes through it.
+
+Tickets (docs/architecture.md): position n of the counter may be taken while n is under the limit that
+the trainer raises. After a resume the first positions stand for the tickets that were open in the
+checkpoint; every later position is its own ticket.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.05
+BEAT_SECONDS = 1.0
+LINGER_SECONDS = 10.0  # the control plane stays this long after the end, so that every role reads it
+OPERATION_SECONDS = 30.0
+GOOD_OUTCOMES = ("finished", "stopped")
+
+
+class Stopped(Exception):
+    """The job has ended in good order; the role should finish and exit 0."""
+
+
+class JobFailed(RuntimeError):
+    """Another role failed or was lost. The message names it."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where the tickets of this incarnation begin."""
+
+    incarnation: int
+    version: int
+    base: int  # tickets trained or dropped before; the counter starts here
+    open_tickets: tuple[int, ...]  # taken before the checkpoint, neither trained nor dropped
+
+    def ticket(self, position: int) -> int:
+        """The ticket at a position of the counter."""
+        index = position - self.base
+        return self.open_tickets[index] if index < len(self.open_tickets) else position
+
+
+def ticket_limit(version: int, dropped: int, max_staleness: int, groups_per_update: int) -> int:
+    """Tickets that may be taken in all (DESIGN decision 6): a group started under this limit is trainable.
+
+    version: updates made; dropped: tickets closed without training.
+    """
+    return (max_staleness + version + 1) * groups_per_update + dropped
+
+
+def serve(host: str, port: int, ring_name: str, address_file: Path | None = None, seconds: float | None = None) -> None:
+    """Host the store until the job has ended (plus LINGER_SECONDS) or `seconds` have passed.
+
+    Listens on `host` only. `ring_name` is what the job's rings are called on every node. `address_file` receives
+    {"host", "port", "pid"} once the store accepts connections.
+    """
+    listener = socket.create_server((host, port))
+    port = listener.getsockname()[1]
+    # The store takes the descriptor over and closes it.
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store.set("job/ring", ring_name)
+    if address_file is not None:
+        temporary = address_file.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"host": host, "port": port, "pid": os.getpid()}))
+        temporary.rename(address_file)
+    log.info("control plane on %s:%d", host, port)
+    deadline = None if seconds is None else time.monotonic() + seconds
+    while not store.check(["end"]):
+        if deadline is not None and time.monotonic() > deadline:
+            log.warning("control plane ends after %.0f s without an end of the job", seconds)
+            return
+        time.sleep(POLL_SECONDS * 4)
+    ended = time.monotonic()
+    while time.monotonic() - ended < LINGER_SECONDS and not store.check(["dismissed"]):
+        time.sleep(POLL_SECONDS)
+
+
+class Control:
+    """One role's connection to the control plane. Used by one thread; heartbeats go through another connection."""
+
+    def __init__(self, host: str, port: int, role: str, lost_seconds: float, connect_seconds: float = 60.0) -> None:
+        """Connect. Raises JobFailed if nothing answers within `connect_seconds`."""
+        self.host, self.port, self.role, self.lost_seconds = host, port, role, lost_seconds
+        try:
+            self.store = TCPStore(
+                host, port, is_master=False, timeout=timedelta(seconds=connect_seconds), wait_for_workers=False
+            )
+        except (DistNetworkError, DistStoreError) as error:
+            raise JobFailed(
+                f"{role} cannot reach the control plane at {host}:{port} within {connect_seconds:.0f} s"
+            ) from error
+        self.store.set_timeout(timedelta(seconds=OPERATION_SECONDS))
+        self._watched: dict[str, tuple[str, float]] = {}
+        self._beating = threading.Event()
+
+    # -- life and death ---------------------------------------------------------------------------
+
+    def start_heartbeat(self) -> None:
+        """Send a heartbeat every BEAT_SECONDS from a daemon thread until `close`."""
+        self._beating.set()
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def _beat(self) -> None:
+        # A connection of its own: a blocking call of the role must not hold the heartbeat back.
+        with suppress(DistNetworkError, DistStoreError):
+            store = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False)
+            beats = 0
+            while self._beating.is_set():
+                beats += 1
+                store.set(f"beat/{self.role}", str(beats))
+                time.sleep(BEAT_SECONDS)
+
+    def check(self, watch: tuple[str, ...] = ()) -> None:
+        """Raise Stopped or JobFailed if the job has ended, or JobFailed if a watched role is lost."""
+        end = self.end()
+        if end is not None:
+            if end["outcome"] in GOOD_OUTCOMES:
+                raise Stopped
+            raise JobFailed(end["outcome"])
+        for role in watch:
+            beat = self._get(f"beat/{role}") or ""
+            seen, since = self._watched.get(role, (None, 0.0))
+            if beat != seen:
+                self._watched[role] = (beat, time.monotonic())
+            elif time.monotonic() - since > self.lost_seconds and beat:
+                raise JobFailed(f"{role} is lost: no heartbeat for {self.lost_seconds:.0f} s")
+
+    def request_stop(self) -> None:
+        """Ask the trainer to end after the update it is at, with a checkpoint."""
+        self.store.set("stop", "1")
+
+    def stop_requested(self) -> bool:
+        """Whether somebody asked for an early end."""
+        return self._get("stop") is not None
+
+    def finish(self, outcome: str) -> None:
+        """End the job for every role; the first outcome counts. Those of GOOD_OUTCOMES are no failure."""
+        with suppress(DistNetworkError, DistStoreError):  # without a control plane every role ends anyway
+            self.store.compare_set("end", "", json.dumps({"outcome": outcome, "role": self.role}))
+
+    def end(self) -> dict[str, str] | None:
+        """How the job ended, or None while it runs."""
+        text = self._get("end")
+        return json.loads(text) if text else None
+
+    def dismiss(self) -> None:
+        """Let the control plane go without lingering."""
+        self.store.set("dismissed", "1")
+
+    def close(self) -> None:
+        """Stop the heartbeat."""
+        self._beating.clear()
+
+    def report(self, status: str) -> None:
+        """Tell what this role is doing, in a few words, for the live board."""
+        self.store.set(f"status/{self.role}", status)
+
+    def status_of(self, role: str) -> str:
+        """What a role last reported."""
+        return self._get(f"status/{role}") or ""
+
+    # -- tickets ----------------------------------------------------------------------------------
+
+    def open_job(self, start: Start, limit: int) -> None:
+        """Trainer: publish where tickets begin; from here on workers may take them."""
+        self.store.set("tickets/taken", f"{start.base}|")
+        self.store.set("tickets/limit", str(limit))
+        self.store.set("tickets/start", json.dumps(asdict(start)))
+
+    def job_start(self) -> Start | None:
+        """Worker: where tickets begin; None until the trainer has opened the job."""
+        text = self._get("tickets/start")
+        if text is None:
+            return None
+        fields = json.loads(text)
+        return Start(fields["incarnation"], fields["version"], fields["base"], tuple(fields["open_tickets"]))
+
+    def set_limit(self, limit: int) -> None:
+        """Trainer: raise the number of tickets that may be taken in all."""
+        self.store.set("tickets/limit", str(limit))
+
+    def take_position(self) -> int | None:
+        """Worker: take the next position of the counter, or None while the limit is reached."""
+        while True:
+            before = self.store.get("tickets/taken").decode()
+            taken, limit = int(before.split("|")[0]), int(self.store.get("tickets/limit"))
+            if taken >= limit:
+                return None
+            # The name makes the value ours: compare_set returns what is stored, whoever stored it.
+            after = f"{taken + 1}|{self.role}"
+            if self.store.compare_set("tickets/taken", before, after).decode() == after:
+                return taken
+
+    def taken(self) -> int:
+        """Positions taken so far."""
+        return int(self.store.get("tickets/taken").decode().split("|")[0])
+
+    # -- values -----------------------------------------------------------------------------------
+
+    def put(self, key: str, value: object) -> None:
+        """Store a JSON value."""
+        self.store.set(key, json.dumps(value))
+
+    def value(self, key: str, default: object = None) -> object:
+        """A JSON value, or the default while it is not set."""
+        text = self._get(key)
+        return default if text is None else json.loads(text)
+
+    def wait_key(self, key: str, seconds: float, what: str, watch: tuple[str, ...] = ()) -> str:
+        """The text of a key once it is set. Raises JobFailed naming `what` after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while (text := self._get(key)) is None:
+            self.check(watch)
+            if time.monotonic() > deadline:
+                raise JobFailed(f"{self.role} waited {seconds:.0f} s for {what}")
+            time.sleep(POLL_SECONDS)
+        return text
+
+    def _get(self, key: str) -> str | None:
+        try:
+            return self.store.get(key).decode() if self.store.check([key]) else None
+        except (DistNetworkError, DistStoreError) as error:
+            raise JobFailed(f"{self.role} lost the control plane at {self.host}:{self.port}") from error

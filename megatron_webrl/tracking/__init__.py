@@ -1,0 +1,1 @@
+"""Metrics, MLflow, and the live board."""

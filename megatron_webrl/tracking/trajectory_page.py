@@ -1,0 +1,58 @@
+"""A trajectory as one HTML file: every screenshot with the action drawn into it, the response beside it."""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from megatron_webrl.types import COORDINATE_RANGE, Step, Trajectory
+
+STYLE = """
+body { font: 14px/1.4 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; color: #1c2430; }
+.step { display: flex; gap: 1.5rem; border-top: 1px solid #d5dbe3; padding: 1rem 0; }
+.shot { position: relative; flex: none; } .shot img { display: block; max-width: 26rem; border: 1px solid #d5dbe3; }
+.mark { position: absolute; width: 14px; height: 14px; margin: -8px; border: 2px solid #e5322d; border-radius: 50%; }
+pre { white-space: pre-wrap; background: #f4f6f9; padding: .6rem; margin: 0; }
+.bad { color: #b3261e; } .muted { color: #64707f; }
+"""
+
+
+def write_page(path: Path, trajectory: Trajectory, decode: Callable[[np.ndarray], str]) -> None:
+    """Write `trajectory` to `path`. `decode` turns token ids into text."""
+    steps = "\n".join(_step(number, step, trajectory, decode) for number, step in enumerate(trajectory.steps, 1))
+    title = f"{trajectory.task.environment}: {trajectory.instruction}"
+    facts = (
+        f"{trajectory.outcome}, reward {trajectory.reward:g}, {len(trajectory.steps)} steps, "
+        f"{trajectory.seconds:.1f} s, ticket {trajectory.ticket}"
+    )
+    path.write_text(
+        f'<!doctype html><meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
+        f'<h1>{html.escape(title)}</h1><p class="muted">{html.escape(facts)}</p>\n{steps}\n'
+    )
+
+
+def _step(number: int, step: Step, trajectory: Trajectory, decode: Callable[[np.ndarray], str]) -> str:
+    image = ""
+    if len(step.images):
+        data = bytes(trajectory.images[int(step.images[-1])])
+        kind = "png" if data.startswith(b"\x89PNG") else "jpeg"
+        image = f'<img src="data:image/{kind};base64,{base64.b64encode(data).decode()}">{_mark(step)}'
+    versions = sorted(set(step.versions.tolist()))
+    changed = "changed" if step.page_changed else "unchanged"
+    facts = f"{len(step.response_token_ids)} tokens, version {', '.join(map(str, versions))}, page {changed}"
+    error = f'<p class="bad">{html.escape(step.format_error)}</p>' if step.format_error else ""
+    return (
+        f'<div class="step"><div class="shot">{image}</div><div><p class="muted">Step {number}: {facts}</p>'
+        f"<pre>{html.escape(decode(step.response_token_ids))}</pre>{error}</div></div>"
+    )
+
+
+def _mark(step: Step) -> str:
+    if step.action is None or step.action.coordinate is None:
+        return ""
+    x, y = (value * 100 / COORDINATE_RANGE for value in step.action.coordinate)
+    return f'<span class="mark" style="left:{x:.1f}%;top:{y:.1f}%"></span>'

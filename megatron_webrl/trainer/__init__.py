@@ -1,0 +1,1 @@
+"""Training role: batches from the ring, advantages, loss, optimiser, checkpoints."""

@@ -1,0 +1,37 @@
+"""Group-normalised advantages. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_webrl.types import Group
+
+EPSILON = 1e-6
+
+
+def normalised(rewards: Sequence[float]) -> np.ndarray:
+    """(r - mean) / (std + epsilon) with the population standard deviation (GRPO, arXiv 2402.03300).
+
+    rewards: [episodes] of one group, masked episodes left out. Returns float64 [episodes].
+    """
+    values = np.asarray(rewards, dtype=np.float64)
+    return (values - values.mean()) / (values.std() + EPSILON)
+
+
+def group_advantages(group: Group) -> dict[int, float]:
+    """Advantage of each trainable trajectory, by its index in the group.
+
+    Masked trajectories take no part in mean and deviation and get no advantage.
+    """
+    trainable = [t for t in group.trajectories if t.trainable]
+    if not trainable:
+        return {}
+    values = normalised([t.reward for t in trainable])
+    return {t.index: float(value) for t, value in zip(trainable, values, strict=True)}
+
+
+def has_variance(group: Group) -> bool:
+    """Whether the trainable rewards differ, so that the group carries a gradient."""
+    return len({t.reward for t in group.trajectories if t.trainable}) > 1

@@ -1,0 +1,119 @@
+"""From groups to packed rows: samples, minibatches, shares of the data-parallel ranks, packing. Pure functions."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_webrl.trainer.advantages import group_advantages
+from megatron_webrl.trainer.loss import BatchSize, token_weight
+from megatron_webrl.types import Group, Step, Trajectory
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One step as a training sample, with its own windowed context."""
+
+    prompt: np.ndarray  # int32 [prompt]
+    response: np.ndarray  # int32 [response]
+    behaviour: np.ndarray  # float32 [response], log-probabilities that the engine reported
+    versions: np.ndarray  # int32 [response]
+    images: tuple[bytes, ...]  # encoded screenshots, in prompt order
+    grids: np.ndarray  # int32 [images, 3]
+    temperature: float
+    advantage: float
+    steps: int  # steps of the trajectory
+    trajectory: tuple[int, int]  # ticket, index
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and response."""
+        return len(self.prompt) + len(self.response)
+
+
+def samples_of(
+    groups: Sequence[Group], advantages: Callable[[Group], dict[int, float]] = group_advantages
+) -> list[Sample]:
+    """The samples of all trainable trajectories that have an advantage, in the order of groups and steps."""
+    return [
+        _sample(trajectory, step, values[trajectory.index])
+        for group in groups
+        for values in [advantages(group)]
+        for trajectory in group.trajectories
+        if trajectory.index in values
+        for step in trajectory.steps
+        if len(step.response_token_ids)
+    ]
+
+
+def imitation(group: Group) -> dict[int, float]:
+    """Advantage 1 for every success and none for the rest: what demonstrations and RAFT train on."""
+    return {t.index: 1.0 for t in group.trajectories if t.trainable and t.reward > 0}
+
+
+def _sample(trajectory: Trajectory, step: Step, advantage: float) -> Sample:
+    return Sample(
+        prompt=step.prompt_token_ids,
+        response=step.response_token_ids,
+        behaviour=step.logprobs,
+        versions=step.versions,
+        images=tuple(trajectory.images[i] for i in step.images),
+        grids=step.image_grids,
+        temperature=trajectory.temperature,
+        advantage=advantage,
+        steps=len(trajectory.steps),
+        trajectory=(trajectory.ticket, trajectory.index),
+    )
+
+
+def batch_size(samples: Sequence[Sample]) -> BatchSize:
+    """Totals that the normalisers divide by."""
+    return BatchSize(trajectories=len({s.trajectory for s in samples}), tokens=sum(len(s.response) for s in samples))
+
+
+def weights(samples: Sequence[Sample], normaliser: str, k: int) -> list[float]:
+    """The token weight of each sample, given all samples of the minibatch."""
+    size = batch_size(samples)
+    return [token_weight(normaliser, size, s.steps, k) for s in samples]
+
+
+def minibatches(samples: Sequence[Sample], count: int, seed: int) -> list[list[Sample]]:
+    """Split into at most `count` minibatches of whole trajectories, in an order drawn from `seed`."""
+    keys = sorted({s.trajectory for s in samples})
+    random.Random(seed).shuffle(keys)
+    parts = [set(keys[i::count]) for i in range(min(count, len(keys)))]
+    return [[s for s in samples if s.trajectory in part] for part in parts]
+
+
+def shares(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Indices of the samples of each data-parallel rank: longest first to the rank with the fewest tokens."""
+    result: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        rank = min(range(ranks), key=lambda r: (loads[r], r))
+        result[rank].append(index)
+        loads[rank] += lengths[index]
+    return result
+
+
+def pack(lengths: Sequence[int], limit: int) -> list[list[int]]:
+    """Indices of the samples of each row of at most `limit` tokens (first fit, longest first).
+
+    Raises ValueError naming a sample that is longer than a row.
+    """
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if lengths[index] > limit:
+            raise ValueError(f"a sample of {lengths[index]} tokens exceeds trainer.tokens_per_microbatch={limit}")
+        row = next((r for r in range(len(rows)) if room[r] >= lengths[index]), None)
+        if row is None:
+            rows.append([])
+            room.append(limit)
+            row = len(rows) - 1
+        rows[row].append(index)
+        room[row] -= lengths[index]
+    return rows

@@ -1,0 +1,205 @@
+"""Everything of the trainer that is not arithmetic: groups in, tickets out, accounts, records, checkpoints.
+
+Every rank has one; the first rank's talks to the control plane and the ring, the others follow it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from megatron_webrl.config import Config
+from megatron_webrl.control import Control, JobFailed, Start, ticket_limit
+from megatron_webrl.ring.record import decode
+from megatron_webrl.ring.ring import Ring
+from megatron_webrl.tracking import summary
+from megatron_webrl.tracking.metrics import (
+    Seconds,
+    UpdateRecord,
+    episode_metrics,
+    mean,
+    response_tokens,
+    rollout_seconds,
+)
+from megatron_webrl.tracking.mlflow_run import Tracker
+from megatron_webrl.trainer import checkpoint
+from megatron_webrl.trainer.accounting import Accounting
+from megatron_webrl.trainer.checkpoint import TrainerState
+from megatron_webrl.trainer.groups import GroupSource
+from megatron_webrl.trainer.learner import Learner, Metrics
+from megatron_webrl.trainer.parallel import broadcast_object
+from megatron_webrl.trainer.score import Gap
+from megatron_webrl.types import Group
+
+log = logging.getLogger(__name__)
+
+FINAL_SECONDS = 60.0
+PER_TOKEN = ("dual_clipped", "capped", "behaviour_weight", "kl")
+
+
+class Coordinator:
+    """Life: open_job, then per update collect, record, close and perhaps checkpoint; finish at the end."""
+
+    def __init__(
+        self, config: Config, control: Control, ring: Ring, state: TrainerState, tracker: Tracker | None
+    ) -> None:
+        """`tracker` is the first rank's; `state` is a fresh run's or the checkpoint's, with its new incarnation."""
+        self.config, self.control, self.ring, self.tracker = config, control, ring, tracker
+        self.workers = tuple(f"rollout-{i}" for i in range(config.rollout.engines))
+        self.accounting = Accounting.from_state(state.accounting)
+        self.finished_before = self.accounting.closed
+        self.start = Start(state.incarnation, state.version, state.base, state.open_tickets)
+        self.dropped_before = state.dropped_tickets
+        self.updates = list(state.updates)
+        self.source = GroupSource(ring, config, state.incarnation, self.accounting)
+        self._sequences: dict[int, list[int]] = {}
+        self._limit = -1
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that talks."""
+        return self.tracker is not None
+
+    def open_job(self, version: int) -> None:
+        """Let the workers take tickets."""
+        if self.first:
+            self._limit = self._ticket_limit(version)
+            self.control.open_job(self.start, self._limit)
+
+    def collect(self, version: int) -> list[Group] | None:
+        """The groups of the next update, on every rank; None if an early end was asked for.
+
+        Raises TimeoutError or JobFailed.
+        """
+        groups: list[Group] = []
+        chosen: dict[int, list[int]] | None = None
+        if self.first:
+            count, seconds = self.config.trainer.groups_per_update, self.config.trainer.batch_seconds
+            taken = self.source.take(version, count, seconds, lambda ready: self._go_on(version, ready))
+            if taken is not None:
+                groups = [group for group, _ in taken]
+                chosen = self._sequences = {group.ticket: sequences for group, sequences in taken}
+        shared: dict[int, list[int]] | None = broadcast_object(chosen)
+        if shared is None:
+            return None
+        if not self.first:
+            groups = [
+                Group(ticket, tuple(decode(self.ring.read(s, verify=False)) for s in sequences))
+                for ticket, sequences in shared.items()
+            ]
+        self.control.report(f"update {version + 1}: training on {len(groups)} groups")
+        return groups
+
+    def rollout_seconds(self, groups: Sequence[Group]) -> float:
+        """From the first start to the last end of the batch's episodes."""
+        return rollout_seconds([t for g in groups for t in g.trajectories])
+
+    def record(
+        self, version: int, groups: Sequence[Group], metrics: Metrics, gap: Gap, seconds: Seconds, learning_rate: float
+    ) -> None:
+        """Write the figures of the update that made `version` to updates.jsonl and MLflow."""
+        if self.tracker is None:
+            return
+        trajectories = [t for g in groups for t in g.trajectories if t.trainable]
+        staleness = [version - 1 - t.oldest_version for t in trajectories if t.oldest_version is not None]
+        tokens = max(1.0, metrics["response_tokens"])
+        rates: dict[str, float] = {
+            "loss": metrics["loss"],
+            "gradient_norm": metrics["gradient_norm"],
+            "learning_rate": learning_rate,
+            "entropy": metrics["entropy"] / tokens,
+        }
+        rates |= {name: metrics[name] / tokens for name in PER_TOKEN if name in metrics}
+        update = UpdateRecord(
+            version=version,
+            groups=len(groups),
+            reward_mean=mean([t.reward for t in trajectories]),
+            steps_mean=mean([len(t.steps) for t in trajectories]),
+            response_tokens_mean=response_tokens([s for t in trajectories for s in t.steps]),
+            staleness_mean=mean(staleness),
+            staleness_max=max(staleness, default=0),
+            clip_fraction=metrics.get("clipped", 0.0) / tokens,
+            logprob_gap_max=gap.largest,
+            logprob_gap_tokens=gap.tokens,
+            tokens_per_second=metrics["tokens"] / (seconds.wait + seconds.train + seconds.sync),
+            seconds=seconds,
+            extra=rates
+            | episode_metrics(groups)
+            | {f"dropped/{k}": float(v) for k, v in self.accounting.dropped.items()},
+        )
+        self.updates.append(update.to_json())
+        summary.write_updates(self.config.run_folder, self.updates)
+        self.tracker.log_update(update, groups)
+
+    def close(self, groups: Sequence[Group], version: int) -> None:
+        """Count the trained groups, free their records, and let the workers take more tickets."""
+        if self.first:
+            for group in groups:
+                self.source.close_group(group, self._sequences.pop(group.ticket))
+            self._raise_limit(version)
+
+    def checkpoint(self, learner: Learner, version: int) -> Path:
+        """Write a checkpoint. Collective."""
+        self.control.report(f"writing checkpoint {version}")
+        folder = checkpoint.save(self.config.run_folder / "checkpoints", learner, self._state(version))
+        log.info("checkpoint %s", folder)
+        return folder
+
+    def finish(self, version: int) -> None:
+        """End the job in good order: workers stop, the last records are counted, the summary is written. Collective."""
+        if self.tracker is not None:
+            outcome = "finished" if version >= self.config.trainer.updates else "stopped"
+            self.control.finish(outcome)
+            final = [self._final_report(worker) for worker in self.workers]
+            self.source.poll(version)
+            finished = self.finished_before + sum(report["finished"] for report in final)
+            waiting = self.source.waiting() + sum(report["held"] for report in final)
+            accounting = self.accounting.summary(finished, waiting)
+            if not accounting["matches"]:
+                log.error("the accounting does not match: %s", accounting)
+            summary.write(self.config.run_folder, outcome, accounting)
+            self.tracker.close("FINISHED" if outcome == "finished" else "KILLED")
+        torch.distributed.barrier()
+
+    def _go_on(self, version: int, ready: int) -> bool:
+        self.control.check(self.workers)
+        self._raise_limit(version)
+        count = self.config.trainer.groups_per_update
+        self.control.report(f"update {version + 1}: waiting for groups, {ready} of {count}")
+        return not self.control.stop_requested()
+
+    def _raise_limit(self, version: int) -> None:
+        limit = self._ticket_limit(version)
+        if limit != self._limit:
+            self._limit = limit
+            self.control.set_limit(limit)
+
+    def _ticket_limit(self, version: int) -> int:
+        dropped = self.dropped_before + self.source.dropped_tickets
+        return ticket_limit(version, dropped, self.config.rollout.max_staleness, self.config.trainer.groups_per_update)
+
+    def _state(self, version: int) -> TrainerState:
+        taken = [self.start.ticket(n) for n in range(self.start.base, self.control.taken())] if self.first else []
+        return TrainerState(
+            version=version,
+            incarnation=self.start.incarnation,
+            base=self.start.base + len(self.source.closed),
+            open_tickets=tuple(t for t in taken if t not in self.source.closed),
+            accounting=self.accounting.state(),
+            dropped_tickets=self.dropped_before + self.source.dropped_tickets,
+            mlflow_run=self.tracker.run_id if self.tracker else None,
+            updates=self.updates,
+        )
+
+    def _final_report(self, worker: str) -> dict[str, int]:
+        deadline = time.monotonic() + FINAL_SECONDS
+        while (report := self.control.value(f"final/{worker}")) is None:
+            if time.monotonic() > deadline:
+                raise JobFailed(f"{worker} gave no final account within {FINAL_SECONDS:.0f} s")
+            time.sleep(0.05)
+        assert isinstance(report, dict)
+        return report

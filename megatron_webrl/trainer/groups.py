@@ -1,0 +1,134 @@
+"""What comes out of the ring: groups that are whole, fresh enough, and carry a gradient."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable
+
+from megatron_webrl.config import Config
+from megatron_webrl.ring.record import decode
+from megatron_webrl.ring.ring import Ring
+from megatron_webrl.trainer.accounting import Accounting
+from megatron_webrl.trainer.advantages import has_variance
+from megatron_webrl.types import Group, Trajectory
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.1
+
+
+class GroupSource:
+    """Assembles groups from the records of the ring, on the trainer's first rank.
+
+    Life of a record: read when committed, held by its sequence number until its group is whole, then either
+    dropped (acknowledged at once and counted by reason) or handed out by `take`; `close_group` acknowledges it
+    after the update. A record of another incarnation is acknowledged and not counted: its ticket is run again.
+
+    Invariant: every record read is in exactly one of partial, ready, handed out, or closed.
+    """
+
+    def __init__(self, ring: Ring, config: Config, incarnation: int, accounting: Accounting) -> None:
+        self.ring, self.config, self.incarnation, self.accounting = ring, config, incarnation, accounting
+        self.closed: set[int] = set()  # tickets trained or dropped in this incarnation
+        self.dropped_tickets = 0
+        self._partial: dict[int, dict[int, int]] = defaultdict(dict)  # ticket -> index -> sequence
+        self._ready: dict[int, list[int]] = {}  # ticket -> sequences, in the order of arrival
+        self._groups: dict[int, Group] = {}
+        self._held: set[int] = set()  # sequences read and not acknowledged
+
+    def take(
+        self, version: int, count: int, seconds: float, go_on: Callable[[int], bool]
+    ) -> list[tuple[Group, list[int]]] | None:
+        """The `count` oldest trainable groups with their sequence numbers.
+
+        Calls `go_on(groups ready)` at every poll: there the caller reports, raises the ticket limit, and looks for
+        an end; None is returned once it answers False. Raises TimeoutError naming how many groups are missing
+        after `seconds`.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            self.poll(version)
+            if not go_on(len(self._ready)):
+                return None
+            if len(self._ready) >= count:
+                tickets = list(self._ready)[:count]
+                return [(self._groups.pop(t), self._ready.pop(t)) for t in tickets]
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"the trainer waited {seconds:.0f} s (trainer.batch_seconds) for groups from rollout: "
+                    f"{len(self._ready)} of {count} arrived"
+                )
+            time.sleep(POLL_SECONDS)
+
+    def poll(self, version: int) -> None:
+        """Read what has been committed, and drop what cannot be trained at `version`."""
+        for sequence in self.ring.committed(self._held):
+            self._held.add(sequence)
+            self._arrive(sequence, version)
+        for ticket in [t for t, group in self._groups.items() if self._stale(group, version)]:
+            self._drop(self._groups.pop(ticket), self._ready.pop(ticket), "stale")
+
+    def close_group(self, group: Group, sequences: list[int]) -> None:
+        """Count a trained group and free its records."""
+        trained = sum(t.trainable for t in group.trajectories)
+        self.accounting.trained += trained
+        for trajectory in group.trajectories:
+            if not trajectory.trainable:
+                self.accounting.dropped[_mask_name(trajectory)] += 1
+        self.closed.add(group.ticket)
+        self._acknowledge(sequences)
+
+    def waiting(self) -> int:
+        """Episodes read and neither trained nor dropped."""
+        return sum(map(len, self._partial.values())) + sum(map(len, self._ready.values()))
+
+    def _arrive(self, sequence: int, version: int) -> None:
+        trajectory = decode(self.ring.read(sequence))
+        if trajectory.incarnation != self.incarnation:
+            self._acknowledge([sequence])
+            return
+        held = self._partial[trajectory.ticket]
+        held[trajectory.index] = sequence
+        if len(held) < trajectory.group_size:
+            return
+        sequences = [held[i] for i in sorted(held)]
+        del self._partial[trajectory.ticket]
+        group = Group(trajectory.ticket, tuple(decode(self.ring.read(s, verify=False)) for s in sequences))
+        reason = self._reason_to_drop(group, version)
+        if reason is not None:
+            self._drop(group, sequences, reason)
+        else:
+            self._groups[group.ticket], self._ready[group.ticket] = group, sequences
+
+    def _reason_to_drop(self, group: Group, version: int) -> str | None:
+        if not any(t.trainable for t in group.trajectories):
+            return "masked"
+        if self._stale(group, version):
+            return "stale"
+        if self.config.trainer.loss.name == "raft":
+            return None if any(t.trainable and t.reward > 0 for t in group.trajectories) else "no_success"
+        if self.config.trainer.zero_variance_groups == "drop" and not has_variance(group):
+            return "zero_variance"
+        return None
+
+    def _stale(self, group: Group, version: int) -> bool:
+        oldest = group.oldest_version
+        return oldest is not None and version - oldest > self.config.rollout.max_staleness
+
+    def _drop(self, group: Group, sequences: list[int], reason: str) -> None:
+        for trajectory in group.trajectories:
+            self.accounting.dropped[reason if trajectory.trainable else _mask_name(trajectory)] += 1
+        self.closed.add(group.ticket)
+        self.dropped_tickets += 1
+        self._acknowledge(sequences)
+        log.info("ticket %d dropped: %s", group.ticket, reason)
+
+    def _acknowledge(self, sequences: list[int]) -> None:
+        self.ring.acknowledge(sequences)
+        self._held.difference_update(sequences)
+
+
+def _mask_name(trajectory: Trajectory) -> str:
+    return "no_tokens" if trajectory.outcome in ("success", "failure") else trajectory.outcome

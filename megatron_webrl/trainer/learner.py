@@ -1,0 +1,115 @@
+"""The model under training: score rows, take an optimiser step. Megatron's schedules run the passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_webrl.config import LossConfig
+from megatron_webrl.model.logprobs import vocab_parallel_logprobs
+from megatron_webrl.trainer.loss import TokenData, decoupled_surrogate, likelihood
+from megatron_webrl.trainer.optimizer import Optimization
+from megatron_webrl.trainer.rows import Microbatch
+
+Metrics = dict[str, float]
+Objective = Callable[[Tensor, TokenData], tuple[Tensor, dict[str, Tensor]]]
+
+
+def objective(config: LossConfig) -> Objective:
+    """The loss that the configuration names."""
+    return likelihood if config.name == "raft" else partial(decoupled_surrogate, config=config)
+
+
+@dataclass
+class Learner:
+    """A Megatron model with its optimiser. Every method is collective over all trainer ranks."""
+
+    model: Any  # DistributedDataParallel around Qwen3VL
+    vocab_size: int
+    optimization: Optimization
+
+    def score(self, rows: Sequence[Microbatch]) -> list[Tensor]:
+        """Log-probabilities of the response tokens of each row under the current weights, float32 [tokens]."""
+
+        def scored(batch: Microbatch, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            logprobs, _ = self._logprobs(logits, batch)
+            return logprobs.sum(), {"logprobs": logprobs}
+
+        self.model.eval()
+        with torch.no_grad():
+            results = self._run(rows, lambda index, batch: partial(scored, batch), forward_only=True)
+        return [result["logprobs"] for result in results]
+
+    def step(
+        self, rows: Sequence[Microbatch], proximal: Sequence[Tensor] | None, loss: Objective
+    ) -> tuple[Metrics, list[Tensor]]:
+        """One optimiser step on a minibatch. `proximal`: per row, float32 [tokens]; None: the current policy.
+
+        The rows' weights make the sum of all losses over rows and data-parallel ranks the objective.
+        Returns sums over all rows ("tokens" with prompts, "response_tokens", "entropy", those of the loss), "loss" and
+        "gradient_norm", and the log-probabilities before the step, per row.
+        Raises optimizer.BadGradient.
+        """
+        # Megatron averages the loss over rows and the gradient over data-parallel ranks; the objective is a sum.
+        scale = len(rows) * parallel_state.get_data_parallel_world_size()
+
+        def measured(index: int, batch: Microbatch, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            current, entropy = self._logprobs(logits, batch)
+            reference = current.detach() if proximal is None else proximal[index]
+            data = TokenData(batch.behaviour, reference, batch.advantage, batch.weight)
+            value, sums = loss(current, data)
+            logprobs.append(current.detach())
+            counted = (batch.weight > 0).float()
+            sums |= {
+                "loss": value.detach(),
+                "entropy": (entropy.detach() * counted).sum(),
+                "response_tokens": counted.sum(),
+            }
+            sums["tokens"] = counted.new_tensor(batch.tokens if counted.any() else 0)
+            return value * scale, sums
+
+        logprobs: list[Tensor] = []
+
+        self.model.train()
+        self.model.zero_grad_buffer()
+        self.optimization.optimizer.zero_grad()
+        results = self._run(rows, lambda index, batch: partial(measured, index, batch), forward_only=False)
+        norm = self.optimization.step()
+        return _reduce(results) | {"gradient_norm": norm}, logprobs
+
+    def _logprobs(self, logits: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
+        return vocab_parallel_logprobs(
+            logits, batch.targets, batch.temperature, self.vocab_size, parallel_state.get_tensor_model_parallel_group()
+        )
+
+    def _run(
+        self, rows: Sequence[Microbatch], loss_of: Callable[[int, Microbatch], Callable], *, forward_only: bool
+    ) -> list[dict[str, Tensor]]:
+        def forward(iterator: Iterator[tuple[int, Microbatch]], model: torch.nn.Module) -> tuple[Tensor, Callable]:
+            index, batch = next(iterator)
+            return model(batch.row), loss_of(index, batch)
+
+        return get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(list(enumerate(rows))),
+            model=[self.model],
+            num_microbatches=len(rows),
+            seq_length=max(row.tokens for row in rows),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+
+def _reduce(results: list[dict[str, Tensor]]) -> Metrics:
+    """Sums over rows and data-parallel ranks."""
+    names = sorted(results[0])
+    totals = torch.stack([torch.stack([r[name].float() for r in results]).sum() for name in names])
+    torch.distributed.all_reduce(totals, group=parallel_state.get_data_parallel_group())
+    return dict(zip(names, totals.tolist(), strict=True))

@@ -1,0 +1,57 @@
+"""One rank of the trainer role, from nothing to the loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_webrl import compat
+from megatron_webrl.config import Config
+from megatron_webrl.control import Control
+from megatron_webrl.ring.ring import Ring
+from megatron_webrl.tracking.mlflow_run import Tracker
+from megatron_webrl.trainer import checkpoint, parallel
+from megatron_webrl.trainer.accounting import Accounting
+from megatron_webrl.trainer.build import make_builder, make_learner
+from megatron_webrl.trainer.checkpoint import TrainerState
+from megatron_webrl.trainer.coordinator import Coordinator
+from megatron_webrl.trainer.loop import Trainer, train
+from megatron_webrl.trainer.parallel import Rank
+from megatron_webrl.trainer.publish import Publisher
+from megatron_webrl.trainer.warm_start import warm_start
+
+
+def run(config: Config, control: Control, rank: Rank, ring_name: str) -> None:
+    """Run one trainer rank until the job has ended."""
+    compat.install()
+    control.start_heartbeat()
+    control.report("loading the model")
+    state = _state(config)
+    platform = parallel.initialize(config, rank, control.store, f"{ring_name}/{state.incarnation}")
+    learner = make_learner(config, platform)
+    builder = make_builder(config, platform)
+    if config.run.resume:
+        checkpoint.load(checkpoint.latest(config.run_folder / "checkpoints"), learner)
+    elif config.trainer.warm_start.demonstrations:
+        learner = warm_start(learner, builder, config, control)
+    ring = Ring.attach(ring_name, config.run.start_seconds)
+    tracker = Tracker(config, state.mlflow_run, builder.processor.decode) if rank.rank == 0 else None
+    control.report("waiting for the engines")
+    publisher = Publisher(learner.model.module, config, control, platform)
+    coordinator = Coordinator(config, control, ring, state, tracker)
+    try:
+        train(Trainer(config, learner, builder, publisher, coordinator, state.version))
+    except BaseException:
+        if tracker is not None:
+            tracker.close("FAILED")
+        raise
+    control.close()
+    ring.close()
+    parallel.shutdown()
+
+
+def _state(config: Config) -> TrainerState:
+    """Where this incarnation begins."""
+    if not config.run.resume:
+        return TrainerState(0, 0, 0, (), Accounting().state(), 0)
+    state = checkpoint.read_state(checkpoint.latest(config.run_folder / "checkpoints"))
+    return replace(state, incarnation=state.incarnation + 1)

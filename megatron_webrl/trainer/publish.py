@@ -1,0 +1,56 @@
+"""The trainer's side of a weight update: offer a version, send it, see every worker take it."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from megatron.core import parallel_state
+
+from megatron_webrl.config import Config
+from megatron_webrl.control import Control
+from megatron_webrl.model.export import hf_manifest, hf_tensors
+from megatron_webrl.model.platform import Platform
+from megatron_webrl.model.qwen3_vl import Qwen3VL
+from megatron_webrl.weights import transport
+from megatron_webrl.weights.manifest import Manifest
+
+GROUP_NAME = "weights"
+
+
+class Publisher:
+    """Sends the model to all engines; every trainer rank of the first replica takes part, rank 0 talks."""
+
+    def __init__(self, model: Qwen3VL, config: Config, control: Control, platform: Platform) -> None:
+        self.model, self.config, self.control = model, config, control
+        self.manifest = Manifest.from_list(hf_manifest(model))
+        self.workers = tuple(f"rollout-{i}" for i in range(config.rollout.engines))
+        self.group: transport.Group | None = None
+        if torch.distributed.get_rank() == 0:
+            control.put("weights/manifest", self.manifest.to_json())
+            size = 1 + config.rollout.engines * config.rollout.tensor_parallel
+            self.group = transport.join(control.store, GROUP_NAME, 0, size, config.run.start_seconds, platform.backend)
+            self.group.seconds = config.weights.seconds
+
+    def publish(self, version: int) -> float:
+        """Send the weights as `version`; returns seconds. Raises JobFailed naming a worker that did not take them."""
+        started = time.monotonic()
+        if parallel_state.get_data_parallel_rank() != 0:
+            return 0.0
+        tensors = hf_tensors(self.model)
+        if self.group is None:
+            for _ in tensors:  # takes part in gathering; the first rank sends
+                pass
+            return time.monotonic() - started
+        self.control.put("weights/offer", version)
+        transport.send(self.group, self.manifest, tensors, self.config.weights.bucket_mib * 2**20)
+        deadline = time.monotonic() + self.config.weights.seconds
+        for worker in self.workers:
+            while self.control.value(f"weights/taken/{worker}", -1) != version:
+                self.control.check(self.workers)
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"{worker} did not take version {version} within {self.config.weights.seconds:.0f} s"
+                    )
+                time.sleep(0.01)
+        return time.monotonic() - started

@@ -1,0 +1,129 @@
+"""The control plane with real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_webrl.control import Control, JobFailed, Start, Stopped, ticket_limit
+
+SERVER = """
+import sys
+from pathlib import Path
+from megatron_webrl.control import serve
+serve("127.0.0.1", 0, "ring", Path(sys.argv[1]), seconds=60)
+"""
+MUTE = """
+import sys
+from megatron_webrl.control import Control
+Control("127.0.0.1", int(sys.argv[1]), "mute", 1.0).start_heartbeat()
+print("up", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[tuple[str, int]]:
+    path = tmp_path / "control.json"
+    process = subprocess.Popen([sys.executable, "-c", SERVER, str(path)])
+    deadline = time.monotonic() + 30
+    while not path.is_file():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    fields = json.loads(path.read_text())
+    yield fields["host"], fields["port"]
+    process.kill()
+    process.wait()
+
+
+def connect(address: tuple[str, int], role: str, lost_seconds: float = 10.0) -> Control:
+    return Control(*address, role, lost_seconds, connect_seconds=10)
+
+
+def test_each_ticket_is_taken_once_and_none_beyond_the_limit(address: tuple[str, int]):
+    trainer = connect(address, "trainer-0")
+    trainer.open_job(Start(0, 0, 10, ()), limit=110)
+    taken: list[list[int]] = [[], [], []]
+
+    def worker(number: int) -> None:
+        control = connect(address, f"rollout-{number}")
+        while (position := control.take_position()) is not None:
+            taken[number].append(position)
+
+    threads = [threading.Thread(target=worker, args=(n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert sorted(position for part in taken for position in part) == list(range(10, 110))
+    assert trainer.taken() == 110
+    trainer.set_limit(111)
+    assert trainer.take_position() == 110
+
+
+def test_open_tickets_are_issued_again_before_later_ones():
+    start = Start(incarnation=1, version=3, base=24, open_tickets=(20, 22, 25))
+    assert [start.ticket(n) for n in range(24, 30)] == [20, 22, 25, 27, 28, 29]
+
+
+def test_the_ticket_limit_keeps_groups_trainable():
+    assert ticket_limit(version=0, dropped=0, max_staleness=0, groups_per_update=8) == 8
+    assert ticket_limit(version=3, dropped=5, max_staleness=2, groups_per_update=8) == 53
+
+
+def test_the_first_outcome_counts_and_reaches_every_role(address: tuple[str, int]):
+    one, other = connect(address, "a"), connect(address, "b")
+    other.check()
+    one.finish("failed: a: broken")
+    other.finish("finished")
+    for control in (one, other):
+        with pytest.raises(JobFailed, match="a: broken"):
+            control.check()
+
+
+def test_a_good_end_is_no_failure(address: tuple[str, int]):
+    control = connect(address, "a")
+    control.finish("finished")
+    with pytest.raises(Stopped):
+        control.check()
+
+
+def test_a_role_that_is_killed_is_named(address: tuple[str, int]):
+    control = connect(address, "trainer-0", lost_seconds=3.0)
+    process = subprocess.Popen(
+        [sys.executable, "-c", MUTE, str(address[1])], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    control.wait_key("beat/mute", 10, "a heartbeat")
+    control.check(("mute",))
+    process.kill()
+    process.wait()
+    with pytest.raises(JobFailed, match="mute is lost: no heartbeat for 3 s"):
+        control.wait_key("never", 30, "nothing", ("mute",))
+
+
+def test_a_wait_that_runs_out_says_for_what(address: tuple[str, int]):
+    with pytest.raises(JobFailed, match="a waited 0 s for the manifest"):
+        connect(address, "a").wait_key("weights/manifest", 0.2, "the manifest")
+
+
+def test_nobody_at_the_address_is_an_error():
+    with pytest.raises(JobFailed, match=r"cannot reach the control plane at 127\.0\.0\.1:1 within 1 s"):
+        Control("127.0.0.1", 1, "a", 10.0, connect_seconds=1.0)
+
+
+def test_losing_the_control_plane_is_an_error(address: tuple[str, int], tmp_path: Path):
+    control = connect(address, "a")
+    os.kill(json.loads((tmp_path / "control.json").read_text())["pid"], signal.SIGKILL)
+    with pytest.raises(JobFailed, match="lost the control plane"):
+        control.wait_key("never", 20, "nothing")

@@ -1,0 +1,163 @@
+"""What the two gloo processes of the learner tests do; each writes what it found to a file."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_webrl import compat
+from megatron_webrl.config import Config
+from megatron_webrl.types import Action, Group, Step, Task, Trajectory
+from tests.trajectories import screenshot
+
+VERSION = 2
+
+
+def run(rank: int, folder: str, model: str) -> None:
+    """Tensor-parallel 2 first, then tensor-parallel 1 with two replicas, in the same processes."""
+    torch.set_num_threads(1)
+    compat.install()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from megatron_webrl.model import platform as platforms
+
+    platform = platforms.use("cpu")
+    torch.distributed.init_process_group(
+        platform.backend,
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=120),
+    )
+    for size in (2, 1):
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+        model_parallel_cuda_manual_seed(1)
+        torch.save(_examine(make_config(model), Path(folder), size, platform), f"{folder}/found-{size}-{rank}.pt")
+        parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+def make_config(model: str) -> Config:
+    """Two minibatches, two epochs, a high learning rate."""
+    config = Config()
+    config.model.path = model
+    config.trainer.updates, config.trainer.epochs, config.trainer.minibatches = 4, 2, 2
+    config.trainer.tokens_per_microbatch = 256
+    config.trainer.optimizer.learning_rate = 3e-3
+    config.trainer.optimizer.epsilon = 1e-3
+    return config
+
+
+def make_groups(config: Config, count: int = 4) -> list[Group]:
+    """Groups of two with one image a step, the engine's numbers taken from the model itself."""
+    from megatron_webrl.model.processing import Processor
+
+    processor = Processor.load(config.model.path)
+    return [
+        Group(ticket, tuple(_trajectory(processor, ticket, index) for index in range(2))) for ticket in range(count)
+    ]
+
+
+def _trajectory(processor: Any, ticket: int, index: int) -> Trajectory:
+    rng = np.random.default_rng((ticket, index))
+    steps = 1 + (ticket + index) % 2
+    images = tuple(screenshot(100 * ticket + 10 * index + i, 160, 224) for i in range(steps))
+    return Trajectory(
+        ticket=ticket,
+        index=index,
+        group_size=2,
+        incarnation=0,
+        task=Task(f"t{ticket}", "miniwob", "click-test", ticket, 5),
+        instruction="Click.",
+        steps=tuple(_step(processor, rng, images, i) for i in range(steps)),
+        images=images,
+        reward=float(index == ticket % 2),
+        outcome="success" if index == ticket % 2 else "failure",
+        temperature=1.0,
+        seconds=1.0,
+        finished_at=float(ticket),
+    )
+
+
+def _step(processor: Any, rng: np.random.Generator, images: tuple[bytes, ...], i: int) -> Step:
+    content = [{"type": "text", "text": f"Step {i}."}, *[{"type": "image"} for _ in range(i + 1)]]
+    grids = processor.grids(images[: i + 1])
+    response = processor.encode_response(" ".join(rng.choice(["click", "type", "wait", "answer"], 4)))
+    return Step(
+        prompt_token_ids=processor.expand(processor.encode_chat([{"role": "user", "content": content}]), grids),
+        response_token_ids=response,
+        logprobs=np.full(len(response), -6.0, np.float32),
+        versions=np.full(len(response), VERSION, np.int32),
+        images=np.arange(i + 1, dtype=np.int32),
+        image_grids=grids,
+        finish_reason="stop",
+        action=Action("wait"),
+    )
+
+
+def _examine(config: Config, folder: Path, size: int, platform: Any) -> dict[str, Any]:
+    from megatron_webrl.model.export import hf_tensors
+    from megatron_webrl.trainer import checkpoint
+    from megatron_webrl.trainer.accounting import Accounting
+    from megatron_webrl.trainer.build import make_builder, make_learner
+    from megatron_webrl.trainer.checkpoint import TrainerState
+
+    config.trainer.tensor_parallel, config.trainer.data_parallel = size, 2 // size
+    learner, groups = make_learner(config, platform), make_groups(config)
+    found: dict[str, Any] = {"first": _update(learner, config, platform, groups)}
+    state = TrainerState(VERSION + 1, 0, 4, (5,), Accounting(trained=8).state(), 1, updates=[{"version": 3}])
+    path = checkpoint.save(folder / f"checkpoints-{size}", learner, state)
+    found["second"] = _update(learner, config, platform, groups)
+    found["weights"] = {name: tensor.clone() for name, tensor in hf_tensors(learner.model.module)}
+    found["rate"] = learner.optimization.learning_rate
+    restored = make_learner(config, platform)
+    checkpoint.load(path, restored)
+    found["state"] = checkpoint.read_state(checkpoint.latest(folder / f"checkpoints-{size}"))
+    found["second again"] = _update(restored, config, platform, groups)
+    found["weights again"] = {name: tensor.clone() for name, tensor in hf_tensors(restored.model.module)}
+    found["rate again"] = restored.optimization.learning_rate
+    if size == 1:
+        other = make_learner(config, platform)
+        checkpoint.load(checkpoint.latest(folder / "checkpoints-2"), other)
+        found["second elsewhere"] = _update(other, config, platform, groups)
+    found["single"] = _single_step(config, platform, groups, make_learner, make_builder)
+    return found
+
+
+def _update(learner: Any, config: Config, platform: Any, groups: list[Group]) -> tuple[dict[str, float], Any]:
+    from megatron_webrl.trainer.build import make_builder
+    from megatron_webrl.trainer.loop import update
+
+    return update(learner, make_builder(config, platform), config, groups, VERSION)
+
+
+def _single_step(
+    config: Config, platform: Any, groups: list[Group], make_learner: Any, make_builder: Any
+) -> dict[str, Any]:
+    """One minibatch, one epoch; then a replica without samples, and a gradient that is not finite."""
+    from megatron_webrl.model.export import hf_tensors
+    from megatron_webrl.trainer import batching
+    from megatron_webrl.trainer.learner import objective
+    from megatron_webrl.trainer.optimizer import BadGradient
+
+    config.trainer.epochs = config.trainer.minibatches = 1
+    learner, builder = make_learner(config, platform), make_builder(config, platform)
+    found: dict[str, Any] = {"all": _update(learner, config, platform, groups)}
+    sample = batching.samples_of(groups)[:1]
+    metrics, _ = learner.step(builder.build(sample, "token_mean", 10), None, objective(config.trainer.loss))
+    found["one sample"] = metrics
+    before = {name: tensor.clone() for name, tensor in hf_tensors(learner.model.module)}
+    broken = builder.build(batching.samples_of(groups), "token_mean", 10)
+    for row in broken:
+        row.advantage[0] = float("nan")
+    try:
+        learner.step(broken, None, objective(config.trainer.loss))
+    except BadGradient as error:
+        found["error"] = str(error)
+    found["unchanged"] = all(torch.equal(before[name], tensor) for name, tensor in hf_tensors(learner.model.module))
+    return found

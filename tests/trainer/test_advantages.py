@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_webrl.trainer.advantages import group_advantages, has_variance, normalised
+from megatron_webrl.types import Group
+from tests.trajectories import trajectory
+
+
+def test_advantages_have_mean_zero_and_deviation_one():
+    values = normalised([1.0, 0.0, 0.0, 1.0, 0.0])
+    assert values.mean() == pytest.approx(0.0, abs=1e-9)
+    assert values.std() == pytest.approx(1.0, abs=1e-5)
+
+
+def test_equal_rewards_have_no_advantage():
+    assert np.abs(normalised([1.0, 1.0, 1.0])).max() == 0.0
+    assert not has_variance(Group(0, tuple(trajectory(0, i, reward=1.0) for i in range(3))))
+
+
+def test_a_masked_episode_takes_no_part_in_its_group():
+    rewards = [1.0, 0.0, 0.0]
+    plain = Group(0, tuple(trajectory(0, i, reward=r) for i, r in enumerate(rewards)))
+    masked = Group(0, (*plain.trajectories, trajectory(0, 3, outcome="browser_error")))
+    assert group_advantages(masked) == group_advantages(plain)
+
+
+def test_a_group_of_masked_episodes_has_no_advantages():
+    assert group_advantages(Group(0, (trajectory(0, 0, outcome="engine_error"),))) == {}

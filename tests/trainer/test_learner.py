@@ -1,0 +1,106 @@
+"""The learner on two gloo processes: tensor-parallel 2, then two replicas, with a tiny Qwen3-VL and images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer import learner_ranks
+
+SIZES = pytest.mark.parametrize("size", [1, 2])
+Found = dict[tuple[int, int], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Found:
+    """(tensor-parallel size, rank) -> what that rank found."""
+    folder = tmp_path_factory.mktemp("learner")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("OMP_NUM_THREADS", "1")
+    context = torch.multiprocessing.spawn(learner_ranks.run, args=(str(folder), str(tiny_model)), nprocs=2, join=False)
+    try:
+        # join returns after the limit, or when one process has ended; it raises if a process failed.
+        if not any(context.join(timeout=200) for _ in range(2)):
+            pytest.fail("the two ranks did not finish within their limit")
+    finally:
+        patch.undo()
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
+    return {
+        (size, rank): torch.load(folder / f"found-{size}-{rank}.pt", weights_only=False)
+        for size in (2, 1)
+        for rank in (0, 1)
+    }
+
+
+def assert_same(one: tuple[dict[str, float], Any], other: tuple[dict[str, float], Any], rel: float) -> None:
+    assert one[0] == {name: pytest.approx(value, rel=rel, abs=1e-6) for name, value in other[0].items()}
+    assert one[1].tokens == other[1].tokens > 0
+    assert one[1].largest == pytest.approx(other[1].largest, rel=rel)
+
+
+def test_an_update_does_not_depend_on_how_the_ranks_are_laid_out(found: Found):
+    two, replicas = found[2, 0], found[1, 0]
+    for part in ("first", "second"):
+        assert_same(two[part], replicas[part], rel=1e-3)
+    largest = max(float((two["weights"][name] - tensor).abs().max()) for name, tensor in replicas["weights"].items())
+    assert largest < 1e-5
+
+
+@SIZES
+def test_all_ranks_hold_the_same_weights_and_figures(found: Found, size: int):
+    assert found[size, 0]["first"] == found[size, 1]["first"]
+    for name, tensor in found[size, 0]["weights"].items():
+        assert torch.equal(tensor, found[size, 1]["weights"][name])
+
+
+@SIZES
+def test_an_update_changes_the_weights_and_sees_what_the_loss_does(found: Found, size: int):
+    metrics, _ = found[size, 0]["first"]
+    assert metrics["gradient_norm"] > 0
+    assert 0 < metrics["clipped"] < metrics["response_tokens"] < metrics["tokens"]
+    assert found[size, 0]["first"][0]["loss"] != found[size, 0]["second"][0]["loss"]
+
+
+@SIZES
+def test_training_goes_on_from_a_checkpoint_bit_for_bit(found: Found, size: int):
+    result = found[size, 0]
+    assert result["second"] == result["second again"]
+    assert result["rate"] == result["rate again"]
+    for name, tensor in result["weights"].items():
+        assert torch.equal(tensor, result["weights again"][name])
+
+
+def test_training_goes_on_at_another_tensor_parallel_size(found: Found):
+    assert_same(found[2, 0]["second"], found[1, 0]["second elsewhere"], rel=1e-3)
+
+
+@SIZES
+def test_a_checkpoint_keeps_the_rest_of_the_state(found: Found, size: int):
+    state = found[size, 0]["state"]
+    assert (state.version, state.base, state.open_tickets) == (learner_ranks.VERSION + 1, 4, (5,))
+    assert state.accounting == {"trained": 8, "dropped": {}}
+    assert state.updates == [{"version": 3}]
+
+
+@SIZES
+def test_a_single_step_has_nothing_to_clip(found: Found, size: int):
+    metrics, gap = found[size, 0]["single"]["all"]
+    assert metrics["clipped"] == 0
+    assert metrics["kl"] == pytest.approx(0, abs=1e-6)
+    assert gap.tokens == metrics["response_tokens"]
+
+
+def test_a_replica_without_samples_adds_nothing(found: Found):
+    alone, spread = found[2, 0]["single"]["one sample"], found[1, 0]["single"]["one sample"]
+    assert spread == {name: pytest.approx(value, rel=1e-3, abs=1e-6) for name, value in alone.items()}
+
+
+@SIZES
+def test_a_gradient_that_is_not_finite_changes_no_weight(found: Found, size: int):
+    assert "the gradient norm is nan" in found[size, 0]["single"]["error"]
+    assert found[size, 0]["single"]["unchanged"]
