@@ -1,0 +1,1 @@
+"""Browser sessions: reset, step, screenshot."""

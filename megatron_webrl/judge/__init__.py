@@ -1,0 +1,1 @@
+"""Evaluators that turn a finished episode into an outcome."""

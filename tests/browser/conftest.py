@@ -1,0 +1,81 @@
+"""A small site of the tests' own, and fleets on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.async_api import Page
+
+from megatron_webrl.browser.fleet import Fleet
+from megatron_webrl.config import BrowserConfig
+from megatron_webrl.tasks.server import FolderServer
+from megatron_webrl.types import Task
+
+ORIGIN = "http://site.localhost"
+
+
+class FolderSite:
+    """Pages of a folder; a page sets `reward` and `done` as globals."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.server = FolderServer(folder)
+
+    @property
+    def origins(self) -> frozenset[str]:
+        return frozenset({ORIGIN})
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        return {"site.localhost": self.server.address}
+
+    async def open(self, page: Page, task: Task) -> str:
+        await page.goto(f"{ORIGIN}/{task.environment}.html")
+        return f"instruction of {task.environment}"
+
+    async def result(self, page: Page, task: Task) -> tuple[float | None, bool]:
+        reward = await page.evaluate("() => window.reward === undefined ? null : window.reward")
+        return reward, reward is not None
+
+
+PAGES = {
+    "trace": """<title>Trace</title><body style='margin:0;height:100vh'><script>
+        window.clicks = []; document.addEventListener('click', e => clicks.push([e.clientX, e.clientY]));</script>""",
+    "form": """<title>Form</title><form onsubmit="document.title = 'sent ' + f.value; return false">
+        <input id=f value='old words' style='position:absolute;left:0;top:0;width:200px;height:50px'></form>""",
+    "long": "<title>Long</title><div style='height:5000px;background:linear-gradient(red,blue)'></div>",
+    "first": "<title>First</title><a href=second.html style='display:block;height:100px;background:#ddd'>go</a>",
+    "second": "<title>Second</title>second",
+    "colours": """<title>Colours</title><div style='height:100px;background:red'
+        onclick="this.style.background = 'blue'"></div>""",
+    "moving": """<title>Moving</title><div style='height:100px;background:red' onclick="
+        let n = 0; const t = setInterval(() => { this.style.height = 100 + 10 * ++n + 'px';
+        if (n == 20) { clearInterval(t); document.title = 'at rest'; } }, 10)"></div>""",
+    "popup": """<title>Popup</title><div style='height:100px;background:red'
+        onclick="window.open('second.html')"></div>""",
+    "store": """<title>Store</title><script>document.title = localStorage.getItem('seen') || 'fresh';
+        localStorage.setItem('seen', 'stale');</script>""",
+    "win": "<title>Win</title><div style='height:100px;background:red' onclick='window.reward = 1'></div>",
+}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderSite]:
+    folder = tmp_path_factory.mktemp("site")
+    for name, text in PAGES.items():
+        (folder / f"{name}.html").write_text(f"<!DOCTYPE html>{text}")
+    site = FolderSite(folder)
+    yield site
+    site.server.close()
+
+
+def page_task(name: str) -> Task:
+    """The task that is done on one of PAGES."""
+    return Task(id=f"site/{name}", source="site", environment=name, seed=0, max_steps=3)
+
+
+def fleet_on(site: FolderSite, sessions: int = 1, step_seconds: float = 20.0) -> Fleet:
+    """A fleet with a viewport of 400x300 pixels."""
+    return Fleet(BrowserConfig(width=400, height=300, screenshot="png"), {"site": site}, sessions, step_seconds)

@@ -1,0 +1,127 @@
+"""MiniWoB++ as a source: which task a ticket means, and its page."""
+
+from __future__ import annotations
+
+import io
+import urllib.error
+import urllib.request
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from megatron_webrl.browser.fleet import Fleet
+from megatron_webrl.config import BrowserConfig, ConfigError, TasksConfig
+from megatron_webrl.tasks.miniwob import Miniwob, all_environments
+from megatron_webrl.tasks.oracles import next_action
+from megatron_webrl.tasks.server import FolderServer
+from megatron_webrl.tasks.source import HELD_OUT_SEEDS, TRAINING_SEEDS, draw, make_source
+from megatron_webrl.types import Action, Task
+
+
+def miniwob_task(environment: str, seed: int) -> Task:
+    return Task(id=f"miniwob/{environment}/{seed}", source="miniwob", environment=environment, seed=seed, max_steps=5)
+
+
+def fleet_on(source: Miniwob, width: int = 160, height: int = 210) -> Fleet:
+    return Fleet(BrowserConfig(width=width, height=height, screenshot="png"), {"miniwob": source}, 1, 20.0)
+
+
+def test_an_unknown_environment_is_refused_with_near_names() -> None:
+    with pytest.raises(ConfigError, match=r"no 'click-buton' among its \d+ environments; near: .*click-button"):
+        make_source(TasksConfig(environments=["click-test", "click-buton"]))
+    with pytest.raises(ConfigError, match="environments is empty"):
+        make_source(TasksConfig(environments=[]))
+
+
+def test_all_environments_of_the_package_are_listed() -> None:
+    names = all_environments()
+    assert {"click-test", "enter-text", "book-flight", "use-slider-2"} <= set(names)
+    assert len(names) >= 125
+
+
+def test_the_task_of_a_ticket_depends_on_seed_and_ticket_alone() -> None:
+    assert draw(0, 0, 3) == (2, 817986456)  # must stay so on every machine: a resumed run relies on it
+    with Miniwob(["click-test", "click-tab"], 4) as one, Miniwob(["click-test", "click-tab"], 4) as two:
+        tasks = [one.task(7, ticket) for ticket in range(200)]
+        assert tasks == [two.task(7, ticket) for ticket in range(200)]
+        assert tasks != [two.task(8, ticket) for ticket in range(200)]
+    assert len({task.id for task in tasks}) == 200
+    assert {task.max_steps for task in tasks} == {4}
+
+
+def test_environments_are_drawn_uniformly() -> None:
+    counts = Counter(draw(1, ticket, 4)[0] for ticket in range(4000))
+    assert all(abs(counts[index] - 1000) < 120 for index in range(4))  # more than four standard deviations
+
+
+def test_evaluation_never_meets_a_training_page() -> None:
+    with Miniwob(["click-test", "click-tab"], 4) as source:
+        held_out = [source.held_out(index) for index in range(50)]
+        assert all(source.task(0, ticket).seed in TRAINING_SEEDS for ticket in range(500))
+    assert all(task.seed in HELD_OUT_SEEDS for task in held_out)
+    assert not set(TRAINING_SEEDS[:: 2**20]) & set(HELD_OUT_SEEDS[:: 2**20])
+    assert TRAINING_SEEDS.stop <= HELD_OUT_SEEDS.start
+    assert Counter(task.environment for task in held_out) == {"click-test": 25, "click-tab": 25}
+    assert len({task.id for task in held_out}) == 50
+
+
+async def test_the_same_seed_gives_the_same_page_in_every_server_and_browser() -> None:
+    seen = []
+    for seed in (5, 5, 6):
+        with Miniwob(["click-color"], 4) as source:
+            async with fleet_on(source) as fleet, fleet.session() as session:
+                seen.append(await session.reset(miniwob_task("click-color", seed)))
+    assert seen[0] == seen[1]
+    assert seen[0].instruction != seen[2].instruction
+    assert seen[0].url == "http://miniwob.localhost/miniwob/click-color.html"
+
+
+async def test_the_picture_shows_the_task_area_and_never_the_reward() -> None:
+    with Miniwob(["click-test"], 4) as source:
+        async with fleet_on(source, width=400) as fleet, fleet.session() as session:
+            first = await session.reset(miniwob_task("click-test", 1))
+            last = await session.step(await next_action(session.page, "click-test"))
+    assert (last.done, last.reward is not None and last.reward > 0) == (True, True)
+    for screenshot in (first.screenshot, last.screenshot):
+        image = Image.open(io.BytesIO(screenshot)).convert("RGB")
+        assert image.getpixel((150, 5)) == (255, 255, 0)  # the instruction's background
+        # Beside the task area there would be the panel with the last reward; there is only background.
+        assert image.crop((160, 0, 400, 210)).getcolors() == [(240 * 210, (0x55, 0x55, 0x55))]
+
+
+async def test_a_wrong_action_ends_without_a_positive_reward() -> None:
+    with Miniwob(["click-test-2"], 4) as source:
+        async with fleet_on(source) as fleet, fleet.session() as session:
+            await session.reset(miniwob_task("click-test-2", 1))
+            box = await session.page.locator("#subbtn2").bounding_box()
+            assert box is not None
+            middle = (int((box["x"] + 20) / 160 * 1000), int((box["y"] + 20) / 210 * 1000))
+            seen = await session.step(Action("left_click", coordinate=middle))
+    assert (seen.done, seen.reward) == (True, -1.0)
+
+
+async def test_loading_the_page_again_leaves_the_episode_and_earns_nothing() -> None:
+    with Miniwob(["click-test"], 4) as source:
+        async with fleet_on(source) as fleet, fleet.session() as session:
+            first = await session.reset(miniwob_task("click-test", 1))
+            await session.step(Action("navigate", url=first.url))
+            await session.step(Action("left_click", coordinate=(500, 500)))  # the page's own START
+            seen = await session.step(await next_action(session.page, "click-test"))
+    assert (seen.done, seen.reward, seen.error) == (False, None, None)
+
+
+def test_the_server_gives_nothing_outside_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside" / "page.html").write_text("page")
+    (tmp_path / "secret").write_text("secret")
+    server = FolderServer(tmp_path / "inside")
+    with urllib.request.urlopen(f"http://{server.address}/page.html?query", timeout=5) as answer:
+        assert (answer.read(), answer.headers["Content-Type"]) == (b"page", "text/html")
+    for path in ("../secret", "%2e%2e/secret", "", "inside/page.html"):
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"http://{server.address}/{path}", timeout=5)
+    server.close()
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"http://{server.address}/page.html", timeout=5)
