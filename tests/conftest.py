@@ -1,0 +1,17 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.make_tiny_model import make_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3-VL with random weights, as a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_tiny_model(folder, seed=0)
+    return folder
