@@ -1,0 +1,1 @@
+"""Rollout role: agents that generate with an engine and act in browsers."""

@@ -1,0 +1,224 @@
+"""The `computer_use` tool: its schema, actions as text, and text as actions.
+
+<tool_call>
+{"name": "computer_use", "arguments": {"action": "left_click", "coordinate": [500, 320]}}
+</tool_call>
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from megatron_webrl.types import ACTION_KINDS, COORDINATE_RANGE, Action, ActionKind
+
+TOOL = "computer_use"
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+MAX_RESPONSE = 200_000  # characters
+MAX_TEXT = 4_000
+MAX_URL = 2_000
+MAX_TIME = 60.0  # seconds
+
+# Arguments of each kind beside "action": required, optional. Their order is that of the wire form.
+ARGUMENTS: dict[ActionKind, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "left_click": (("coordinate",), ()),
+    "type": (("text",), ("coordinate",)),
+    "scroll": (("direction",), ("coordinate",)),
+    "wait": ((), ("time",)),
+    "go_back": ((), ()),
+    "navigate": (("url",), ()),
+    "answer": (("text",), ()),
+}
+_ORDER = ("coordinate", "text", "direction", "time", "url")
+
+SCHEMA: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": TOOL,
+        "description": (
+            "Act on the web page shown in the screenshot. Coordinates are integers from 0 to "
+            f"{COORDINATE_RANGE} on both axes, [0, 0] at the top left, whatever the size of the page in pixels."
+        ),
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "action": {
+                    "type": "string",
+                    "enum": list(ACTION_KINDS),
+                    "description": (
+                        "left_click: click at coordinate. type: click at coordinate if it is given, replace what the "
+                        "field holds by text, and press Enter. scroll: move by almost one screen in direction, at "
+                        "coordinate if it is given. wait: do nothing for time seconds. go_back: return to the page "
+                        "before. navigate: open url. answer: end the task with text as the final answer."
+                    ),
+                },
+                "coordinate": {
+                    "type": "array",
+                    "items": {"type": "integer", "minimum": 0, "maximum": COORDINATE_RANGE},
+                    "description": "[x, y], for left_click, type and scroll.",
+                },
+                "text": {"type": "string", "description": "For type and answer."},
+                "direction": {"type": "string", "enum": ["up", "down"], "description": "For scroll."},
+                "time": {"type": "number", "description": "Seconds, for wait."},
+                "url": {"type": "string", "description": "For navigate."},
+            },
+            "required": ["action"],
+        },
+    },
+}
+
+COMPACT_SCHEMA = f"{TOOL}: {', '.join(ACTION_KINDS)}"
+"""What a small model is told instead of the schema; it learns the arguments from demonstrations."""
+
+
+class _Malformed(ValueError):
+    """Carries the name of a format error."""
+
+
+def render(action: Action) -> str:
+    """The tool call of an action, keys in their one order. Raises ValueError if an argument is missing."""
+    required, optional = ARGUMENTS[action.kind]
+    arguments: dict[str, Any] = {"action": action.kind}
+    for name in sorted(required + optional, key=_ORDER.index):
+        value = getattr(action, name)
+        if value is not None:
+            arguments[name] = list(value) if name == "coordinate" else value
+        elif name in required:
+            raise ValueError(f"{action.kind} needs {name}: {action}")
+    call = json.dumps({"name": TOOL, "arguments": arguments}, ensure_ascii=False)
+    return f"{OPEN}\n{call}\n{CLOSE}"
+
+
+def describe(action: Action) -> str:
+    """A few words for the history: `type "abc" at [200, 300]`."""
+    words: list[str] = [action.kind]
+    if action.text is not None:
+        words.append(json.dumps(_shortened(action.text), ensure_ascii=False))
+    if action.url is not None:
+        words.append(_shortened(action.url))
+    if action.direction is not None:
+        words.append(action.direction)
+    if action.time is not None:
+        words.append(f"{action.time:g} s")
+    if action.coordinate is not None:
+        words.append(f"{'at ' if len(words) > 1 else ''}{list(action.coordinate)}")
+    return " ".join(words)
+
+
+def parse(response: str) -> tuple[Action | None, str | None]:
+    """The action of a response, or the name of the format error; exactly one of the two is None.
+
+    Thinking is left out; other text around the one tool call is allowed. Never raises.
+    """
+    try:
+        return _parse(response), None
+    except _Malformed as error:
+        return None, str(error)
+
+
+def without_thinking(response: str) -> str:
+    """The response without its <think> blocks; one that is not closed goes to the end."""
+    return re.sub(r"<think>.*?(?:</think>\s*|\Z)", "", response, flags=re.DOTALL)
+
+
+def _parse(response: str) -> Action:
+    if len(response) > MAX_RESPONSE:
+        raise _Malformed("too_long")
+    text = without_thinking(response)
+    _, *bodies = text.split(OPEN)
+    if not bodies:
+        raise _Malformed("no_tool_call")
+    if len(bodies) > 1 or bodies[0].count(CLOSE) > 1:
+        raise _Malformed("several_tool_calls")
+    if CLOSE not in bodies[0]:
+        raise _Malformed("unclosed_tool_call")
+    call = _load(bodies[0].split(CLOSE)[0])
+    if not isinstance(call, dict) or set(call) != {"name", "arguments"} or not isinstance(call["arguments"], dict):
+        raise _Malformed("bad_call")
+    if call["name"] != TOOL:
+        raise _Malformed("unknown_tool")
+    return _action(call["arguments"])
+
+
+def _load(text: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse, object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as error:  # ValueError: not JSON, or a number of thousands of digits
+        raise _Malformed("bad_json") from error
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return result
+
+
+def _action(arguments: dict[str, Any]) -> Action:
+    kind = arguments.get("action")
+    if "action" not in arguments:
+        raise _Malformed("missing_argument")
+    if not isinstance(kind, str) or kind not in ARGUMENTS:
+        raise _Malformed("unknown_action")
+    required, optional = ARGUMENTS[kind]
+    given = {name: value for name, value in arguments.items() if name != "action"}
+    if any(name not in given for name in required):
+        raise _Malformed("missing_argument")
+    if any(name not in required + optional for name in given):
+        raise _Malformed("unexpected_argument")
+    checks: dict[str, Callable[[Any], Any]] = {
+        "coordinate": _coordinate,
+        "text": _text,
+        "direction": _direction,
+        "time": _time,
+        "url": _url,
+    }
+    return Action(kind, **{name: checks[name](value) for name, value in given.items()})
+
+
+def _coordinate(value: Any) -> tuple[int, int]:
+    # type() and not isinstance: true and false are integers to Python.
+    if not isinstance(value, list) or len(value) != 2 or any(type(number) is not int for number in value):
+        raise _Malformed("bad_coordinate")
+    if not all(0 <= number <= COORDINATE_RANGE for number in value):
+        raise _Malformed("bad_coordinate")
+    return value[0], value[1]
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > MAX_TEXT or not _is_unicode(value):
+        raise _Malformed("bad_text")
+    return value
+
+
+def _direction(value: Any) -> str:
+    if value not in ("up", "down"):
+        raise _Malformed("bad_direction")
+    return str(value)
+
+
+def _time(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value <= MAX_TIME:  # which no NaN is
+        raise _Malformed("bad_time")
+    return value
+
+
+def _url(value: Any) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_URL or not _is_unicode(value):
+        raise _Malformed("bad_url")
+    return value
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether the text has no lone surrogates, which JSON can spell but nothing can write."""
+    return not re.search("[\ud800-\udfff]", text)
+
+
+def _shortened(text: str, limit: int = 80) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,120 @@
+"""The agent: one episode from reset to verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+
+from megatron_webrl.browser.errors import BrowserError
+from megatron_webrl.browser.session import Session
+from megatron_webrl.config import RolloutConfig
+from megatron_webrl.judge import environment as judge
+from megatron_webrl.model.processing import Processor
+from megatron_webrl.rollout.actions import parse
+from megatron_webrl.rollout.context import Context, ContextOverflow, Prompt
+from megatron_webrl.rollout.generation import Generation, GenerationError, Responder
+from megatron_webrl.types import Action, Step, Task, Trajectory
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Episode:
+    """What an episode has brought so far; kept whatever breaks it off."""
+
+    context: Context
+    instruction: str = ""
+    steps: list[Step] = field(default_factory=list)
+    reward: float | None = None
+
+
+async def run_episode(
+    responder: Responder, session: Session, processor: Processor, task: Task, settings: RolloutConfig,
+    *, ticket: int, index: int, group_size: int, incarnation: int,
+) -> Trajectory:  # fmt: skip
+    """Run `task` in a fresh session and judge it.
+
+    A failure of engine or browser, an overflow of the context or a time limit does not raise: the trajectory keeps
+    its steps so far, and its outcome names what masks it.
+    """
+    started = time.monotonic()
+    context = Context(processor, settings.context, settings.max_model_len - settings.max_new_tokens)
+    episode = _Episode(context, instruction=task.instruction or "")
+    limit = asyncio.timeout(settings.episode_seconds)
+    try:
+        async with limit:
+            ended = await _play(episode, responder, session, task, settings.step_seconds)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        ended = "episode_timeout"
+    except (BrowserError, ContextOverflow, GenerationError) as error:
+        ended = "engine_error" if isinstance(error, GenerationError) else error.outcome
+        log.warning("episode %d of ticket %d, %s, is masked as %s: %s", index, ticket, task.id, ended, error)
+    outcome = judge.outcome(episode.reward, ended)
+    return Trajectory(
+        ticket=ticket, index=index, group_size=group_size, incarnation=incarnation,
+        task=task, instruction=episode.instruction, steps=tuple(episode.steps),
+        images=tuple(_answered(episode)), reward=float(outcome == "success"), outcome=outcome,
+        temperature=settings.temperature, seconds=time.monotonic() - started, finished_at=time.time(),
+    )  # fmt: skip
+
+
+async def _play(episode: _Episode, responder: Responder, session: Session, task: Task, step_seconds: float) -> str:
+    """Observe, answer, act, until the page, the agent or the step limit ends it; returns which."""
+    observation = await session.reset(task)
+    episode.instruction = observation.instruction or episode.instruction
+    episode.context.begin(episode.instruction, observation)
+    for _ in range(task.max_steps):
+        prompt = episode.context.prompt()
+        asked = time.monotonic()
+        generation = await _respond(responder, session, prompt, episode.context, step_seconds)
+        answered = time.monotonic()
+        action, format_error = parse(generation.text)
+        if action is not None:
+            observation = await session.step(action)
+        acted = time.monotonic()
+        changed = action is not None and observation.page_changed
+        episode.steps.append(
+            _step(prompt, generation, action, format_error, changed, answered - asked, acted - answered)
+        )
+        episode.context.add(generation.text, action, format_error, observation)
+        episode.reward = observation.reward
+        if observation.done:
+            return judge.DONE
+        if action is not None and action.kind == "answer":
+            return judge.ANSWER
+    return judge.STEPS_EXHAUSTED
+
+
+async def _respond(
+    responder: Responder, session: Session, prompt: Prompt, context: Context, seconds: float
+) -> Generation:
+    images = [context.screenshots[index] for index in prompt.images]
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            return await responder.respond(session, prompt.token_ids, images)
+    except TimeoutError as error:
+        raise GenerationError(f"no answer within {seconds} s (rollout.step_seconds)") from error
+
+
+def _step(
+    prompt: Prompt, generation: Generation, action: Action | None, format_error: str | None, page_changed: bool,
+    seconds_generation: float, seconds_browser: float,
+) -> Step:  # fmt: skip
+    return Step(
+        prompt_token_ids=generation.prompt_token_ids, response_token_ids=generation.response_token_ids,
+        logprobs=generation.logprobs, versions=generation.versions, images=prompt.images,
+        image_grids=generation.image_grids, finish_reason=generation.finish_reason, action=action,
+        format_error=format_error, page_changed=page_changed,
+        seconds_generation=seconds_generation, seconds_browser=seconds_browser,
+    )  # fmt: skip
+
+
+def _answered(episode: _Episode) -> list[bytes]:
+    """The screenshots that some step's prompt showed; the last one of an episode was shown to nobody."""
+    used = max((int(step.images.max()) for step in episode.steps if len(step.images)), default=-1)
+    return episode.context.screenshots[: used + 1]

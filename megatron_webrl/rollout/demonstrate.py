@@ -1,0 +1,157 @@
+"""Demonstrations: the agent with a scripted oracle in place of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from megatron_webrl.browser.fleet import Fleet
+from megatron_webrl.browser.session import Session
+from megatron_webrl.config import Config, ConfigError, ContextConfig
+from megatron_webrl.model.processing import Processor
+from megatron_webrl.ring.record import encode
+from megatron_webrl.ring.record_file import RecordFileWriter
+from megatron_webrl.rollout.agent import run_episode
+from megatron_webrl.rollout.generation import Generation, GenerationError
+from megatron_webrl.rollout.prompts import response_text
+from megatron_webrl.tasks import oracles
+from megatron_webrl.tasks.source import TaskSource, make_source
+from megatron_webrl.types import COORDINATE_RANGE, Action, Trajectory
+
+FIRST_TICKET = 2**40
+"""Demonstrations have tickets of their own: no training ticket shares a page seed with them by its number."""
+
+SESSIONS = 8
+MAX_FAILURES = 20
+"""Failed episodes beyond a tenth of those wanted, after which making demonstrations is given up."""
+
+
+class ScriptedResponder:
+    """Answers with what the oracle of the environment would do next. One may serve many sessions."""
+
+    def __init__(
+        self, processor: Processor, settings: ContextConfig, max_new_tokens: int, noise: float = 0.0, seed: int = 0
+    ) -> None:
+        """With probability `noise` an answer has a random coordinate, so that some episodes fail or recover."""
+        self._processor, self._settings, self._max_new_tokens = processor, settings, max_new_tokens
+        self._noise, self._random = noise, random.Random(seed)
+
+    async def respond(self, session: Session, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
+        """The oracle's action in the configured response format, certain of itself: log-probabilities are zero.
+
+        Raises GenerationError if the oracle is at a loss or the answer exceeds `max_new_tokens`.
+        """
+        assert session.task is not None
+        try:
+            action = await oracles.next_action(session.page, session.task.environment)
+        except oracles.OracleError as error:
+            raise GenerationError(str(error)) from error
+        text = response_text(self._disturbed(action), self._settings)
+        response = self._processor.encode_response(text)
+        if len(response) > self._max_new_tokens:
+            raise GenerationError(
+                f"the answer has {len(response)} tokens, the limit is {self._max_new_tokens} (rollout.max_new_tokens)"
+            )
+        grids = self._processor.grids(images)
+        return Generation(
+            prompt_token_ids=self._processor.expand(token_ids, grids),
+            response_token_ids=response,
+            logprobs=np.zeros(len(response), np.float32),
+            versions=np.zeros(len(response), np.int32),
+            image_grids=grids,
+            text=text,
+            finish_reason="stop",
+        )
+
+    def _disturbed(self, action: Action) -> Action:
+        if action.coordinate is None or self._random.random() >= self._noise:
+            return action
+        cells = COORDINATE_RANGE // oracles.STEP
+        x, y = (self._random.randint(0, cells) * oracles.STEP for _ in range(2))
+        return replace(action, coordinate=(x, y))
+
+
+async def demonstrate(
+    config: Config, count: int, path: str | Path, progress: Callable[[int], None] = lambda done: None
+) -> None:
+    """Write `count` successful scripted episodes to the record file `path`, several at a time.
+
+    `progress` is told the number of successes so far. Raises ConfigError for an environment without an oracle,
+    BrowserError if there is no browser, RuntimeError if too many episodes fail.
+    """
+    check_oracles(config)
+    source = make_source(config.tasks)
+    try:
+        fleet = Fleet(config.browser, {config.tasks.source: source}, SESSIONS, config.rollout.step_seconds)
+        async with fleet:
+            await _Demonstrations(config, source, fleet, count, progress).write(path)
+    finally:
+        source.close()
+
+
+def check_oracles(config: Config) -> None:
+    """Raises ConfigError for an environment that no script can do."""
+    missing = [name for name in config.tasks.environments if name not in oracles.environments()]
+    if missing:
+        raise ConfigError(
+            f"trainer.warm_start.demonstrations={config.trainer.warm_start.demonstrations}, but "
+            f"{', '.join(missing)} of tasks.environments has no oracle; leave it out, or set demonstrations to 0 "
+            f"(oracles: {', '.join(oracles.environments())})"
+        )
+
+
+class _Demonstrations:
+    """Runs episodes until enough have succeeded."""
+
+    def __init__(
+        self, config: Config, source: TaskSource, fleet: Fleet, count: int, progress: Callable[[int], None]
+    ) -> None:
+        self._config, self._source, self._fleet = config, source, fleet
+        self._count, self._progress = count, progress
+        self._processor = Processor.load(config.model.path)
+        self._responder = ScriptedResponder(self._processor, config.rollout.context, config.rollout.max_new_tokens)
+        self._taken = self._succeeded = 0
+        self._failures: list[str] = []
+
+    async def write(self, path: str | Path) -> None:
+        with RecordFileWriter(path) as file:
+            try:
+                async with asyncio.TaskGroup() as workers:
+                    for _ in range(min(SESSIONS, self._count)):
+                        workers.create_task(self._work(file))
+            except ExceptionGroup as group:  # the first one ended the others
+                raise group.exceptions[0] from None
+
+    async def _work(self, file: RecordFileWriter) -> None:
+        # Episodes under way plus successes never exceed the count, so that exactly so many are made.
+        while self._taken - len(self._failures) < self._count:
+            ticket = FIRST_TICKET + self._taken
+            self._taken += 1
+            trajectory = await self._episode(ticket)
+            if trajectory.outcome == "success":
+                file.write(encode(trajectory))
+                self._succeeded += 1
+                self._progress(self._succeeded)
+            else:
+                self._failed(trajectory)
+
+    async def _episode(self, ticket: int) -> Trajectory:
+        task = self._source.task(self._config.run.seed, ticket)
+        async with self._fleet.session() as session:
+            return await run_episode(
+                self._responder, session, self._processor, task, self._config.rollout,
+                ticket=ticket, index=0, group_size=1, incarnation=0,
+            )  # fmt: skip
+
+    def _failed(self, trajectory: Trajectory) -> None:
+        self._failures.append(f"{trajectory.task.id}: {trajectory.outcome}")
+        limit = MAX_FAILURES + self._count // 10
+        if len(self._failures) > limit:
+            raise RuntimeError(
+                f"{len(self._failures)} scripted episodes failed, more than {limit}; last: {self._failures[-1]}"
+            )

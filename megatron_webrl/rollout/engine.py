@@ -1,0 +1,309 @@
+"""The engine of one rollout worker: vLLM, fed with tokens and images, updated in flight.
+
+Life: `start` -> `join_weights` -> any number of `respond` (concurrently) and `receive_weights` (one at a
+time) -> `close`. Responses go on over an update: the request is paused, its context is computed again with
+the new weights, and each token records the version that produced it. An engine whose update failed may hold
+half of the new weights; it stays paused, and every call raises EngineDeadError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import logging
+import multiprocessing
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_webrl.config import Config
+from megatron_webrl.model.processing import Processor, decode_image
+from megatron_webrl.rollout import vllm_environment
+from megatron_webrl.rollout.generation import Generation, GenerationError
+from megatron_webrl.weights.manifest import Manifest
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from megatron_webrl.browser.session import Session
+
+log = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 20.0
+_CONTROL_SECONDS = 30.0
+"""Limit of pausing, resuming and the like, beyond the transfer itself."""
+
+
+class EngineDeadError(RuntimeError):
+    """The engine cannot answer any more; the worker that holds it must end."""
+
+
+class Engine:
+    """One vLLM engine. Implements Responder; all methods belong to the event loop that started it."""
+
+    def __init__(
+        self, config: Config, worker: int, llm: AsyncLLM, thread: ThreadPoolExecutor, processor: Processor
+    ) -> None:
+        self.version = 0
+        self.processor = processor
+        self._config, self._worker, self._thread = config, worker, thread
+        self._llm: Any = llm
+        self._sampling = _sampling(config, processor)
+        self._numbers = itertools.count()
+        self._died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._update = asyncio.Lock()
+        self._paused_seconds, self._paused_since = 0.0, None  # type: float, float | None
+        self._closed = False
+
+    @classmethod
+    async def start(cls, config: Config, worker: int) -> Engine:
+        """Start vLLM for the given worker. Raises EngineDeadError if it is not up within run.start_seconds."""
+        # A thread of its own, kept to the end: see vllm_environment.start. The event loop stays free meanwhile.
+        thread = ThreadPoolExecutor(1, thread_name_prefix=f"engine-{worker}")
+        loop = asyncio.get_running_loop()
+        starting = loop.run_in_executor(thread, vllm_environment.start, config, worker)
+        try:
+            processor = await asyncio.to_thread(Processor.load, config.model.path)
+            llm = await asyncio.wait_for(asyncio.shield(starting), config.run.start_seconds)
+            engine = cls(config, worker, llm, thread, processor)
+            await engine._llm.engine_core.set_weight_version_async("0")
+        except BaseException as error:
+            _kill_cores()
+            thread.shutdown(wait=False)
+            if isinstance(error, TimeoutError):
+                raise EngineDeadError(
+                    f"engine {worker} was not up within {config.run.start_seconds:g} s (run.start_seconds)"
+                ) from error
+            raise
+        return engine
+
+    async def respond(self, session: Session | None, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
+        """Answer one prompt: int32 tokens with one placeholder per image. `session` is not looked at.
+
+        Raises GenerationError for a prompt that cannot be answered or an answer that takes longer than
+        rollout.step_seconds (pauses for updates not counted), EngineDeadError if the engine is gone.
+        """
+        self._check_alive()
+        try:
+            grids = self.processor.grids(images)
+            expanded = self.processor.expand(token_ids, grids)
+            pictures = await asyncio.to_thread(lambda: [decode_image(data) for data in images])
+        except ValueError as error:
+            raise GenerationError(str(error)) from error
+        limit = self._config.rollout.max_model_len
+        if len(expanded) >= limit:
+            raise GenerationError(
+                f"the prompt has {len(expanded)} tokens; rollout.max_model_len={limit} leaves no room for a response"
+            )
+        prompt: dict[str, Any] = {"prompt_token_ids": np.asarray(token_ids).tolist()}
+        if pictures:
+            prompt["multi_modal_data"] = {"image": pictures}
+            # Names for the caches, cheaper than hashing the pixels.
+            prompt["multi_modal_uuids"] = {
+                "image": [hashlib.blake2b(data, digest_size=16).hexdigest() for data in images]
+            }
+        output = await self._finish(self._generate(prompt))
+        return self._generation(output, expanded, grids)
+
+    async def join_weights(
+        self, address: str, port: int, first_rank: int, size: int, manifest: Manifest, name: str = "weights"
+    ) -> None:
+        """Join transfer group `name` at the store on address:port as ranks first_rank and following.
+
+        Blocks until the group of `size` ranks is formed. Raises EngineDeadError if it is not within
+        run.start_seconds; a name serves for one group only.
+        """
+        self._check_alive()
+        seconds, limit = self._config.run.start_seconds, self._config.weights.seconds
+        async with self._fatal(
+            f"engine {self._worker} could not join transfer group {name}", seconds + _CONTROL_SECONDS
+        ):
+            await self._llm.collective_rpc(
+                "webrl_join_weights", args=(address, port, name, first_rank, size, manifest.to_json(), seconds, limit)
+            )
+
+    async def receive_weights(self, version: int) -> float:
+        """Take part in one transfer and serve `version` from then on; returns the seconds of the pause.
+
+        Requests in flight are paused and go on afterwards. Raises EngineDeadError if anything fails: the
+        weights may be torn, so the engine stays paused for good.
+        """
+        self._check_alive()
+        limit = self._config.weights.seconds + 3 * _CONTROL_SECONDS
+        async with self._update, self._fatal(f"engine {self._worker} did not take version {version}", limit):
+            self._paused_since = time.monotonic()
+            # Caches are cleared one by one below: vLLM's cache of processed images does not depend on the weights,
+            # and clearing its two halves apart loses images of requests that arrive in between.
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            await self._llm.collective_rpc("webrl_receive_weights", args=(self._config.weights.bucket_mib * 2**20,))
+            # What was computed with the old weights. Running requests lose theirs too and compute it again.
+            await self._llm.reset_prefix_cache(reset_running_requests=True)
+            await self._llm.reset_encoder_cache()
+            await self._llm.engine_core.set_weight_version_async(str(version))
+            await self._llm.resume_generation()
+            self.version = version
+            seconds = time.monotonic() - self._paused_since
+            self._paused_seconds, self._paused_since = self._paused_seconds + seconds, None
+        return seconds
+
+    async def close(self) -> None:
+        """End the engine and its processes. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._die("it was closed")
+        if self._llm.output_handler is not None:
+            self._llm.output_handler.cancel()  # it would report the end of the engine core as an error
+        loop = asyncio.get_running_loop()
+        try:
+            await asyncio.wait_for(
+                loop.run_in_executor(self._thread, self._llm.shutdown, CLOSE_SECONDS), CLOSE_SECONDS + 5
+            )
+        except TimeoutError:
+            log.error("engine %d did not end within %g s and is killed", self._worker, CLOSE_SECONDS)
+            _kill_cores()
+        self._thread.shutdown(wait=False)
+
+    def _check_alive(self) -> None:
+        if not self._died.done() and self._llm.errored:
+            self._die("its engine core ended")
+        if self._died.done():
+            raise EngineDeadError(f"engine {self._worker} is dead: {self._died.result()}")
+
+    def _die(self, reason: str) -> None:
+        if not self._died.done():
+            self._died.set_result(reason)
+
+    @asynccontextmanager
+    async def _fatal(self, what: str, seconds: float) -> AsyncIterator[None]:
+        """Whatever goes wrong inside, or takes longer, is the end of the engine."""
+        try:
+            async with asyncio.timeout(seconds):
+                yield
+        except BaseException as error:
+            reason = (
+                f"{what} within {seconds:g} s"
+                if isinstance(error, TimeoutError)
+                else f"{what}: {error or type(error).__name__}"
+            )
+            self._die(reason)
+            if not isinstance(error, Exception):
+                raise
+            raise EngineDeadError(reason) from error
+
+    async def _generate(self, prompt: dict[str, Any]) -> RequestOutput:
+        request = f"{self._worker}-{next(self._numbers)}"
+        async for output in self._llm.generate(prompt, self._sampling, request):
+            if output.finished:
+                return output
+        raise GenerationError(f"engine {self._worker} gave no output for request {request}")
+
+    async def _finish(self, generating: Any) -> RequestOutput:
+        """The result of `generating`, unless the engine dies or the time is up first."""
+        task = asyncio.ensure_future(generating)
+        began, paused = time.monotonic(), self._pauses()
+        limit = self._config.rollout.step_seconds
+        try:
+            while not task.done():
+                left = limit + self._pauses() - paused - (time.monotonic() - began)
+                if left <= 0:
+                    raise GenerationError(
+                        f"engine {self._worker} gave no answer within {limit:g} s (rollout.step_seconds)"
+                    )
+                await asyncio.wait((task, self._died), timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                if self._died.done():
+                    self._check_alive()
+            return task.result()
+        except (GenerationError, EngineDeadError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            self._check_alive()
+            cause = error.__cause__ or error
+            raise GenerationError(
+                f"engine {self._worker} failed on a request: {cause or type(cause).__name__}"
+            ) from error
+        finally:
+            task.cancel()  # aborts the request within vLLM
+
+    def _pauses(self) -> float:
+        running = time.monotonic() - self._paused_since if self._paused_since is not None else 0.0
+        return self._paused_seconds + running
+
+    def _generation(self, output: RequestOutput, expanded: np.ndarray, grids: np.ndarray) -> Generation:
+        prompt = np.asarray(output.prompt_token_ids, np.int32)
+        if not np.array_equal(prompt, expanded):
+            raise GenerationError(
+                f"engine {self._worker} expanded the prompt to {len(prompt)} tokens with images of "
+                f"{self.processor.image_lengths(prompt).tolist()} tokens; the processor to {len(expanded)} with "
+                f"{self.processor.image_lengths(expanded).tolist()}"
+            )
+        answer = output.outputs[0]
+        tokens = np.asarray(answer.token_ids, np.int32)
+        if answer.finish_reason not in ("stop", "length") or not len(tokens):
+            raise GenerationError(
+                f"engine {self._worker} ended a response of {len(tokens)} tokens with {answer.finish_reason!r}"
+            )
+        if (tokens == self.processor.image_token_id).any():
+            # Whoever computes with this sequence again would look for one more image.
+            raise GenerationError("the response contains an image placeholder token; no image belongs to it")
+        return Generation(
+            prompt_token_ids=prompt,
+            response_token_ids=tokens,
+            logprobs=_logprobs(answer),
+            versions=_versions(answer),
+            image_grids=grids,
+            text=self.processor.decode(tokens),
+            finish_reason=answer.finish_reason,
+        )
+
+
+def _sampling(config: Config, processor: Processor) -> SamplingParams:
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        temperature=config.rollout.temperature,
+        top_p=1.0,
+        top_k=0,
+        max_tokens=config.rollout.max_new_tokens,
+        stop_token_ids=[processor.eos_token_id],
+        logprobs=0,  # of the sampled token only
+        detokenize=False,  # the processor decodes once, at the end
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _logprobs(answer: CompletionOutput) -> np.ndarray:
+    """float32 [response], of the sampled tokens."""
+    found = answer.logprobs
+    if found is None or len(found) != len(answer.token_ids):
+        raise GenerationError(f"{len(found or ())} log-probabilities came with {len(answer.token_ids)} tokens")
+    values = np.array([place[token].logprob for place, token in zip(found, answer.token_ids, strict=True)], np.float32)
+    if not np.isfinite(values).all():
+        raise GenerationError(
+            f"log-probability {values[~np.isfinite(values)][0]} is not finite; the model's weights are damaged"
+        )
+    return values
+
+
+def _versions(answer: CompletionOutput) -> np.ndarray:
+    """int32 [response], from vLLM's spans of one version each."""
+    versions = np.full(len(answer.token_ids), -1, np.int32)
+    for span in answer.weight_versions or ():
+        versions[span.start : span.end] = int(span.version)
+    if (versions < 0).any():
+        raise GenerationError(f"the engine does not say which version produced {int((versions < 0).sum())} tokens")
+    return versions
+
+
+def _kill_cores() -> None:
+    for child in multiprocessing.active_children():
+        if child.name.startswith("EngineCore"):
+            child.kill()
+            child.join(5)

@@ -1,0 +1,102 @@
+"""How vLLM is set up: the environment of its processes, its arguments, and starting it."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from megatron_webrl import compat
+from megatron_webrl.config import Config
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+CPU_KV_CACHE_MIB = 512
+"""Left to itself, vLLM's CPU build takes nearly all memory of the machine for its KV cache."""
+WORKER_EXTENSION = "megatron_webrl.weights.vllm_worker.WeightReceiver"
+
+
+def on_cuda(config: Config) -> bool:
+    """Whether the engine computes on a GPU."""
+    import torch
+
+    return config.model.platform == "cuda" or (config.model.platform == "auto" and torch.cuda.is_available())
+
+
+def environment(config: Config) -> dict[str, str]:
+    """Environment variables of this process and its engine; to be set before vLLM is imported."""
+    path = [str(compat.SITE_FOLDER), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    variables = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(int(config.run.start_seconds) + 1),
+        # Not fork: the child would share this process's locks, rings and browsers, and skip sitecustomize.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
+        "WEBRL_ENGINE_PARENT": str(os.getpid()),
+    }
+    if not on_cuda(config):
+        # Compiling takes longer than it saves; and vLLM's own binding puts every engine on the same cores.
+        variables |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(_threads(config)))
+    return variables
+
+
+def _threads(config: Config) -> int:
+    # Browsers and the trainer need the other half of the cores.
+    return max(1, len(os.sched_getaffinity(0)) // (2 * config.rollout.engines * config.rollout.tensor_parallel))
+
+
+def arguments(config: Config, worker: int) -> AsyncEngineArgs:
+    """vLLM's arguments for one engine. `environment` must be in force."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    rollout, cuda = config.rollout, on_cuda(config)
+    cache = rollout.kv_cache_mib or (0 if cuda else CPU_KV_CACHE_MIB)
+    limits: Any = {"image": rollout.context.rounds, "video": 0}
+    extra: dict[str, Any] = {"kv_cache_memory_bytes": cache * 2**20} if cache else {}
+    if cuda:
+        extra["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+    return AsyncEngineArgs(
+        model=config.model.path,
+        dtype=config.model.dtype,
+        seed=(config.run.seed + worker) % 2**32,
+        tensor_parallel_size=rollout.tensor_parallel,
+        max_model_len=rollout.max_model_len,
+        limit_mm_per_prompt=limits,
+        enforce_eager=not cuda,
+        enable_prefix_caching=True,
+        # The log-probabilities of what was sampled from: after temperature, as the trainer computes them.
+        logprobs_mode="processed_logprobs",
+        worker_extension_cls=WORKER_EXTENSION,
+        disable_log_stats=True,
+        enable_log_requests=False,
+        **extra,
+    )
+
+
+def start(config: Config, worker: int) -> AsyncLLM:
+    """Start vLLM; blocks until it can serve. The calling thread must live as long as the engine.
+
+    The engine's processes ask to die with their parent, and the kernel takes the thread that started them for it.
+    """
+    compat.install()
+    os.environ.update(environment(config))
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.executor import Executor
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    class Client(AsyncLLM):
+        def __del__(self) -> None:
+            """Nothing: the engine's `close` ends it; vLLM's own destructor fails when the interpreter is going down."""
+
+    vllm_config = arguments(config, worker).create_engine_config()
+    executor: type[Executor] = Executor.get_class(vllm_config)
+    if vllm_config.parallel_config.world_size == 1:
+        # vLLM's CPU platform puts even a single worker into a process of its own, only to bind its threads, which is
+        # switched off above. Without it an engine is one process and starts in two thirds of the time.
+        vllm_config.parallel_config.distributed_executor_backend = "uni"
+        executor = UniProcExecutor
+    return Client(vllm_config, executor_class=executor, log_stats=False, log_requests=False)

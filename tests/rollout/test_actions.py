@@ -1,0 +1,164 @@
+"""Actions as text and text as actions."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from megatron_webrl.rollout.actions import ARGUMENTS, MAX_RESPONSE, MAX_TEXT, SCHEMA, describe, parse, render
+from megatron_webrl.types import ACTION_KINDS, Action
+
+COORDINATES = st.tuples(st.integers(0, 1000), st.integers(0, 1000))
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=50).filter(lambda text: "tool_call>" not in text)
+ACTIONS = st.one_of(
+    st.builds(Action, st.just("left_click"), coordinate=COORDINATES),
+    st.builds(Action, st.just("type"), coordinate=st.none() | COORDINATES, text=TEXTS),
+    st.builds(Action, st.just("scroll"), coordinate=st.none() | COORDINATES, direction=st.sampled_from(["up", "down"])),
+    st.builds(Action, st.just("wait"), time=st.none() | st.integers(0, 60) | st.floats(0, 60)),
+    st.just(Action("go_back")),
+    st.builds(Action, st.just("navigate"), url=TEXTS.filter(bool)),
+    st.builds(Action, st.just("answer"), text=TEXTS),
+)
+
+
+def wrapped(body: str) -> str:
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+def call(**arguments: object) -> str:
+    return wrapped(json.dumps({"name": "computer_use", "arguments": arguments}))
+
+
+@given(ACTIONS)
+@example(Action("type", text="<think>not thinking"))
+def test_every_action_survives_rendering_and_parsing(action: Action) -> None:
+    if "<think>" in (action.text or ""):
+        return  # an opened thinking block swallows the rest: the policy has to do without these words
+    assert parse(f"Thought: so be it.\n{render(action)}") == (action, None)
+
+
+GARBAGE = st.text() | st.text(alphabet=list('<>tol_ca/{}[]":,0123456789-+.eE \n\\unamrgsidc'))
+
+
+@given(GARBAGE)
+def test_no_text_makes_the_parser_raise(text: str) -> None:
+    for response in (
+        text,
+        wrapped(text),
+        f"<tool_call>{text}",
+        wrapped('{"name": "computer_use", "arguments": ' + text),
+    ):
+        action, error = parse(response)
+        assert (action is None) != (error is None)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.sampled_from([*ACTION_KINDS, "up", "\ud800"]),
+    lambda values: st.lists(values, max_size=3),
+    max_leaves=4,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["action", "coordinate", "text", "direction", "time", "url", "x"]), VALUES))
+def test_no_arguments_make_the_parser_raise_and_what_it_accepts_it_can_render(arguments: dict[str, object]) -> None:
+    action, error = parse(call(**arguments))
+    assert (action is None) != (error is None)
+    if action is not None:
+        assert parse(render(action)) == (action, None)
+        assert describe(action).startswith(action.kind)
+
+
+def test_keys_have_one_order() -> None:
+    action = Action("type", coordinate=(20, 1000), text='say "ü"')
+    assert render(action) == wrapped(
+        '{"name": "computer_use", "arguments": {"action": "type", "coordinate": [20, 1000], "text": "say \\"ü\\""}}'
+    )
+    assert render(Action("go_back")) == wrapped('{"name": "computer_use", "arguments": {"action": "go_back"}}')
+    with pytest.raises(ValueError, match="left_click needs coordinate"):
+        render(Action("left_click"))
+
+
+@pytest.mark.parametrize(
+    ("response", "error"),
+    [
+        ("", "no_tool_call"),
+        ("I would click.", "no_tool_call"),
+        (f"<think>{call(action='go_back')}</think>", "no_tool_call"),
+        (f"<think>{call(action='go_back')}", "no_tool_call"),
+        (call(action="go_back") * 2, "several_tool_calls"),
+        (wrapped(call(action="go_back")), "several_tool_calls"),
+        (call(action="go_back") + "</tool_call>", "several_tool_calls"),
+        (call(action="go_back").removesuffix("</tool_call>"), "unclosed_tool_call"),
+        (wrapped("{'name': 1}"), "bad_json"),
+        (wrapped(""), "bad_json"),
+        (wrapped('{"name": "computer_use", "arguments": {"action": "go_back", "action": "go_back"}}'), "bad_json"),
+        (wrapped('{"name": "computer_use", "arguments": {"action": "wait", "time": NaN}}'), "bad_json"),
+        (wrapped("[" * 100_000), "bad_json"),
+        (wrapped("9" * 5000), "bad_json"),
+        (wrapped("[]"), "bad_call"),
+        (wrapped('{"name": "computer_use"}'), "bad_call"),
+        (wrapped('{"name": "computer_use", "arguments": {"action": "go_back"}, "id": 1}'), "bad_call"),
+        (wrapped('{"name": "computer_use", "arguments": "go_back"}'), "bad_call"),
+        (wrapped('{"name": "web", "arguments": {"action": "go_back"}}'), "unknown_tool"),
+        (call(), "missing_argument"),
+        (call(action="hover"), "unknown_action"),
+        (call(action=["go_back"]), "unknown_action"),
+        (call(action="left_click"), "missing_argument"),
+        (call(action="type", coordinate=[1, 2]), "missing_argument"),
+        (call(action="go_back", coordinate=[1, 2]), "unexpected_argument"),
+        (call(action="left_click", coordinate=[1, 2], button=1), "unexpected_argument"),
+        (call(action="answer", text=5), "bad_text"),
+        (call(action="answer", text="\ud800"), "bad_text"),
+        (call(action="answer", text="a" * (MAX_TEXT + 1)), "bad_text"),
+        (call(action="scroll", direction="left"), "bad_direction"),
+        (call(action="scroll", direction=["up"]), "bad_direction"),
+        (call(action="wait", time=-1), "bad_time"),
+        (call(action="wait", time=True), "bad_time"),
+        (call(action="wait", time=10**400), "bad_time"),
+        (wrapped('{"name": "computer_use", "arguments": {"action": "wait", "time": 1e999}}'), "bad_time"),
+        (call(action="navigate", url=""), "bad_url"),
+        ("a" * (MAX_RESPONSE + 1), "too_long"),
+    ],
+)
+def test_each_format_error_has_its_name(response: str, error: str) -> None:
+    assert parse(response) == (None, error)
+
+
+@pytest.mark.parametrize(
+    "coordinate",
+    [
+        [1],
+        [1, 2, 3],
+        [1.0, 2],
+        [True, False],
+        ["1", "2"],
+        [-1, 5],
+        [0, 1001],
+        [None, 1],
+        "1, 2",
+        5,
+        {"x": 1},
+        [[1, 2]],
+        None,
+    ],
+)
+def test_a_coordinate_is_two_integers_in_range(coordinate: object) -> None:
+    assert parse(call(action="left_click", coordinate=coordinate)) == (None, "bad_coordinate")
+
+
+def test_the_schema_tells_every_action_and_argument() -> None:
+    parameters = SCHEMA["function"]["parameters"]
+    assert tuple(parameters["properties"]["action"]["enum"]) == ACTION_KINDS == tuple(ARGUMENTS)
+    used = {name for required, optional in ARGUMENTS.values() for name in required + optional}
+    assert set(parameters["properties"]) == used | {"action"}
+
+
+def test_a_description_is_a_few_words() -> None:
+    assert describe(Action("left_click", coordinate=(5, 6))) == "left_click [5, 6]"
+    assert describe(Action("type", coordinate=(5, 6), text="a\nb")) == 'type "a\\nb" at [5, 6]'
+    assert describe(Action("scroll", direction="up")) == "scroll up"
+    assert describe(Action("wait", time=2.5)) == "wait 2.5 s"
+    assert len(describe(Action("answer", text="a" * 4000))) < 100

@@ -1,0 +1,195 @@
+"""Episodes in a real browser, answered by scripts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from megatron_webrl.browser.fleet import Fleet
+from megatron_webrl.browser.session import Session
+from megatron_webrl.config import BrowserConfig, ContextConfig, RolloutConfig
+from megatron_webrl.model.processing import Processor
+from megatron_webrl.ring.record import decode, encode
+from megatron_webrl.rollout.actions import render
+from megatron_webrl.rollout.agent import run_episode
+from megatron_webrl.rollout.demonstrate import ScriptedResponder
+from megatron_webrl.rollout.generation import Generation, GenerationError, Responder
+from megatron_webrl.tasks.miniwob import Miniwob
+from megatron_webrl.types import Action, Task, Trajectory
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SETTINGS = RolloutConfig(
+    max_model_len=1024, max_new_tokens=64, step_seconds=20, context=ContextConfig(rounds=1, compact=True)
+)
+WAIT = render(Action("wait", time=0))
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_model: Path) -> Processor:
+    return Processor.load(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def source() -> Iterator[Miniwob]:
+    with Miniwob(["click-test", "enter-text", "click-button-sequence"], 3) as source:
+        yield source
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fleet(source: Miniwob) -> AsyncIterator[Fleet]:
+    async with Fleet(BrowserConfig(width=160, height=210, screenshot="png"), {"miniwob": source}, 2, 20.0) as fleet:
+        yield fleet
+
+
+@dataclass
+class Answers:
+    """Gives fixed answers one after the other, then what the oracle says. An exception among them is raised."""
+
+    processor: Processor
+    answers: list[str | Exception]
+    asked: list[str] = field(default_factory=list)  # decoded prompts
+
+    async def respond(self, session: Session, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
+        self.asked.append(self.processor.decode(token_ids))
+        oracle = ScriptedResponder(self.processor, SETTINGS.context, SETTINGS.max_new_tokens)
+        if not self.answers:
+            return await oracle.respond(session, token_ids, images)
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        response, grids = self.processor.encode_response(answer), self.processor.grids(images)
+        empty = np.zeros(len(response))
+        return Generation(
+            self.processor.expand(token_ids, grids), response, empty.astype(np.float32), empty.astype(np.int32),
+            grids, answer, "stop",
+        )  # fmt: skip
+
+
+def task(environment: str = "click-test", max_steps: int = 3) -> Task:
+    return Task(f"miniwob/{environment}/1", "miniwob", environment, seed=1, max_steps=max_steps)
+
+
+async def episode(
+    fleet: Fleet, processor: Processor, responder: Responder, task: Task, settings: RolloutConfig = SETTINGS
+) -> Trajectory:
+    async with fleet.session() as session:
+        return await run_episode(
+            responder, session, processor, task, settings, ticket=7, index=1, group_size=4, incarnation=2
+        )
+
+
+async def test_a_solved_task_is_a_success_with_all_that_training_needs(fleet: Fleet, processor: Processor) -> None:
+    trajectory = await episode(fleet, processor, Answers(processor, []), task("enter-text"))
+    assert (trajectory.outcome, trajectory.reward, trajectory.trainable) == ("success", 1.0, True)
+    assert (trajectory.ticket, trajectory.index, trajectory.group_size, trajectory.incarnation) == (7, 1, 4, 2)
+    assert trajectory.instruction.startswith('Enter "')
+    assert [step.action.kind for step in trajectory.steps if step.action] == ["type", "left_click"]
+    assert [step.page_changed for step in trajectory.steps] == [True, True]
+    assert len(trajectory.images) == 2
+    for number, step in enumerate(trajectory.steps):
+        assert step.images.tolist() == [number]
+        image_tokens = int((step.prompt_token_ids == processor.image_token_id).sum())
+        assert image_tokens == step.image_grids.prod(axis=1).sum() // processor.merge**2 == 35
+        assert step.image_grids.tolist() == processor.grids([trajectory.images[number]]).tolist()
+        assert step.response_token_ids[-1] == processor.eos_token_id
+        assert step.action is not None
+        assert processor.decode(step.response_token_ids) == render(step.action)
+        assert step.seconds_browser > 0
+    assert decode(b"".join(encode(trajectory))).instruction == trajectory.instruction
+
+
+async def test_a_format_error_is_told_and_the_episode_goes_on(fleet: Fleet, processor: Processor) -> None:
+    answers = Answers(processor, ["I do not know.", "<tool_call>\n{}\n</tool_call>"])
+    trajectory = await episode(fleet, processor, answers, task())
+    assert [step.format_error for step in trajectory.steps] == ["no_tool_call", "bad_call", None]
+    assert [step.action is None for step in trajectory.steps] == [True, True, False]
+    assert [step.page_changed for step in trajectory.steps] == [False, False, True]
+    assert [step.images.tolist() for step in trajectory.steps] == [[0], [0], [0]]
+    assert len(trajectory.images) == 1
+    assert "Step 1: no valid tool call -> format error: no_tool_call" in answers.asked[2]
+    assert "Step 2: no valid tool call -> format error: bad_call" in answers.asked[2]
+    assert trajectory.outcome == "success"
+
+
+async def test_the_last_step_ends_an_episode_as_a_failure(fleet: Fleet, processor: Processor) -> None:
+    trajectory = await episode(fleet, processor, Answers(processor, [WAIT] * 9), task(max_steps=2))
+    assert (trajectory.outcome, len(trajectory.steps), trajectory.reward) == ("failure", 2, 0.0)
+
+
+async def test_an_answer_ends_the_episode(fleet: Fleet, processor: Processor) -> None:
+    answers = Answers(processor, [WAIT, render(Action("answer", text="done"))])
+    trajectory = await episode(fleet, processor, answers, task())
+    assert (trajectory.outcome, len(trajectory.steps)) == ("failure", 2)
+
+
+async def test_a_wrong_click_is_a_failure(fleet: Fleet, processor: Processor) -> None:
+    last = Answers(processor, [])
+    # In the other order the sequence of buttons is wrong.
+    async with fleet.session() as session:
+        await session.reset(task("click-button-sequence"))
+        box = await session.page.locator("#subbtn2").bounding_box()
+    assert box is not None
+    second = Action("left_click", coordinate=(int((box["x"] + 20) / 0.16), int((box["y"] + 20) / 0.21)))
+    last.answers = [render(second), render(second)]
+    trajectory = await episode(fleet, processor, last, task("click-button-sequence"))
+    assert (trajectory.outcome, trajectory.trainable, len(trajectory.steps)) == ("failure", True, 2)
+
+
+async def test_an_engine_error_masks_the_episode_and_keeps_its_steps(fleet: Fleet, processor: Processor) -> None:
+    answers = Answers(processor, [WAIT, GenerationError("the engine is gone")])
+    trajectory = await episode(fleet, processor, answers, task())
+    assert (trajectory.outcome, trajectory.trainable, len(trajectory.steps)) == ("engine_error", False, 1)
+
+
+async def test_an_engine_that_does_not_answer_masks_the_episode(fleet: Fleet, processor: Processor) -> None:
+    class Silent:
+        async def respond(self, session: Session, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
+            await asyncio.Event().wait()
+            raise AssertionError("nobody sets the event")
+
+    trajectory = await episode(fleet, processor, Silent(), task(), replace(SETTINGS, step_seconds=0.3))
+    assert (trajectory.outcome, trajectory.steps) == ("engine_error", ())
+
+
+async def test_a_crashed_page_masks_the_episode_and_keeps_its_steps(fleet: Fleet, processor: Processor) -> None:
+    class Crashing(Answers):
+        async def respond(self, session: Session, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
+            if len(self.asked) == 1:
+                cdp = await session.page.context.new_cdp_session(session.page)
+                async with session.page.expect_event("crash", timeout=5000):
+                    crash = asyncio.ensure_future(cdp.send("Page.crash"))
+                crash.cancel()
+                await asyncio.gather(crash, return_exceptions=True)
+            return await super().respond(session, token_ids, images)
+
+    trajectory = await episode(fleet, processor, Crashing(processor, [WAIT] * 3), task())
+    assert (trajectory.outcome, trajectory.trainable, len(trajectory.steps)) == ("page_crashed", False, 1)
+
+
+async def test_an_episode_over_its_time_limit_is_masked(fleet: Fleet, processor: Processor) -> None:
+    wait = render(Action("wait", time=5))
+    settings = replace(SETTINGS, episode_seconds=2.0)
+    trajectory = await episode(fleet, processor, Answers(processor, [WAIT, wait]), task(), settings)
+    assert (trajectory.outcome, trajectory.trainable) == ("episode_timeout", False)
+    assert trajectory.seconds < 5
+
+
+async def test_a_prompt_that_cannot_fit_masks_the_episode(fleet: Fleet, processor: Processor) -> None:
+    settings = replace(SETTINGS, max_model_len=100)
+    trajectory = await episode(fleet, processor, Answers(processor, []), task(), settings)
+    assert (trajectory.outcome, trajectory.steps, trajectory.images) == ("context_overflow", (), ())
+
+
+async def test_earlier_rounds_share_their_screenshots(fleet: Fleet, processor: Processor) -> None:
+    settings = replace(SETTINGS, context=ContextConfig(rounds=3, compact=True))
+    answers = Answers(processor, [WAIT, WAIT])
+    trajectory = await episode(fleet, processor, answers, task(), settings)
+    assert [step.images.tolist() for step in trajectory.steps] == [[0], [0, 1], [0, 1, 2]]
+    assert len(trajectory.images) == 3

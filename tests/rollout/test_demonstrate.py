@@ -1,0 +1,74 @@
+"""Demonstrations as a file of records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_webrl.config import (
+    BrowserConfig,
+    Config,
+    ConfigError,
+    ContextConfig,
+    ModelConfig,
+    RolloutConfig,
+    TasksConfig,
+)
+from megatron_webrl.model.processing import Processor
+from megatron_webrl.ring.record import decode
+from megatron_webrl.ring.record_file import read_record_file
+from megatron_webrl.rollout import demonstrate as module
+from megatron_webrl.rollout.demonstrate import FIRST_TICKET, ScriptedResponder, demonstrate
+from megatron_webrl.types import Action
+
+
+def config_for(model: Path, environments: list[str], max_new_tokens: int = 64) -> Config:
+    return Config(
+        model=ModelConfig(path=str(model)),
+        rollout=RolloutConfig(
+            max_model_len=1024, max_new_tokens=max_new_tokens, step_seconds=20,
+            context=ContextConfig(rounds=1, compact=True),
+        ),
+        tasks=TasksConfig(environments=environments, max_steps=4),
+        browser=BrowserConfig(width=160, height=210, screenshot="png"),
+    )  # fmt: skip
+
+
+async def test_as_many_successes_as_wanted_are_written(tiny_model: Path, tmp_path: Path) -> None:
+    told: list[int] = []
+    path = tmp_path / "demonstrations.rec"
+    await demonstrate(config_for(tiny_model, ["click-test", "enter-text"]), 10, path, told.append)
+    trajectories = [decode(record) for record in read_record_file(path)]
+    assert told == list(range(1, 11))
+    assert [trajectory.outcome for trajectory in trajectories] == ["success"] * 10
+    assert {trajectory.ticket for trajectory in trajectories} == set(range(FIRST_TICKET, FIRST_TICKET + 10))
+    assert {trajectory.task.environment for trajectory in trajectories} == {"click-test", "enter-text"}
+    assert len({trajectory.task.seed for trajectory in trajectories}) == 10
+    for trajectory in trajectories:
+        assert all(not step.logprobs.any() and not step.versions.any() for step in trajectory.steps)
+
+
+async def test_an_environment_without_an_oracle_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    config = config_for(tiny_model, ["click-test", "book-flight"])
+    config.trainer.warm_start.demonstrations = 3
+    with pytest.raises(ConfigError, match=r"demonstrations=3, but book-flight of tasks.environments has no oracle"):
+        await demonstrate(config, 3, tmp_path / "file")
+
+
+async def test_too_many_failures_end_the_work_and_leave_no_file(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_FAILURES", 2)
+    with pytest.raises(RuntimeError, match=r"3 scripted episodes failed, more than 2; last: .*: engine_error"):
+        await demonstrate(config_for(tiny_model, ["click-test"], max_new_tokens=4), 5, tmp_path / "file")
+    assert not list(tmp_path.iterdir())
+
+
+def test_noise_replaces_some_coordinates(tiny_model: Path) -> None:
+    responder = ScriptedResponder(Processor.load(tiny_model), ContextConfig(), 64, noise=0.25, seed=3)
+    action = Action("left_click", coordinate=(500, 320))
+    changed = [responder._disturbed(action) for _ in range(400)]
+    assert 70 < sum(other != action for other in changed) < 130
+    assert all(value % 20 == 0 and 0 <= value <= 1000 for other in changed for value in other.coordinate or ())
+    assert responder._disturbed(Action("go_back")) == Action("go_back")

@@ -1,0 +1,340 @@
+"""The real engine: what it reports, what an update changes, and how it fails.
+
+One engine serves the module; the last test ends it. A second one is started in a process of its own, to be
+killed with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+import torch.distributed as dist
+import transformers
+from PIL import Image
+
+from megatron_webrl.config import Config
+from megatron_webrl.rollout.engine import Engine, EngineDeadError
+from megatron_webrl.rollout.generation import Generation, GenerationError
+from megatron_webrl.weights import transport
+from megatron_webrl.weights.manifest import Manifest
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TOLERANCE = 1e-4
+BUCKET = 2**20
+
+
+def picture(seed: int, width: int = 160, height: int = 210) -> bytes:
+    noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(noise).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def configuration(model: Path) -> Config:
+    config = Config()
+    config.model.path, config.model.platform = str(model), "cpu"
+    config.rollout.max_model_len, config.rollout.max_new_tokens = 2048, 24
+    config.rollout.kv_cache_mib, config.rollout.step_seconds = 64, 60.0
+    config.run.start_seconds, config.weights.seconds, config.weights.bucket_mib = 200.0, 30.0, 1
+    return config
+
+
+def engine_memory() -> set[str]:
+    """Shared memory of the kinds that vLLM and torch make; other programs use /dev/shm meanwhile."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "vllm", "torch_", "nccl"))}
+
+
+@pytest.fixture(scope="module")
+def shared_memory() -> set[str]:
+    return engine_memory()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(tiny_model: Path, shared_memory: set[str]) -> AsyncIterator[Engine]:
+    engine = await Engine.start(configuration(tiny_model), 0)
+    yield engine
+    await engine.close()
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model: Path) -> torch.nn.Module:
+    """The same model in transformers; updates of the engine are applied to it as well."""
+    return transformers.AutoModelForImageTextToText.from_pretrained(tiny_model, dtype=torch.float32).eval()
+
+
+class Sender:
+    """The trainer's end of the engine's weights: a store and a group, rank 0 in a thread of the test's process."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
+        )
+        self.tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+        self.manifest = Manifest.from_list((n, t.shape, "float32") for n, t in self.tensors.items())
+        self.group: transport.Group
+
+    async def join(self, engine: Engine) -> None:
+        joining = asyncio.to_thread(transport.join, self.store, "weights", 0, 2, 30.0, "gloo")
+        self.group, _ = await asyncio.gather(
+            joining, engine.join_weights("127.0.0.1", self.store.port, 1, 2, self.manifest)
+        )
+
+    async def send(self, engine: Engine, version: int) -> float:
+        sending = asyncio.to_thread(transport.send, self.group, self.manifest, iter(self.tensors.items()), BUCKET)
+        _, seconds = await asyncio.gather(sending, engine.receive_weights(version))
+        return seconds
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def sender(engine: Engine, reference: torch.nn.Module) -> Sender:
+    sender = Sender(reference)
+    await sender.join(engine)
+    return sender
+
+
+def perturb(model: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+
+
+def prompt(engine: Engine, images: int, text: str = "Click the button.") -> np.ndarray:
+    content = [{"type": "text", "text": text}, *({"type": "image"} for _ in range(images))]
+    return engine.processor.encode_chat([{"role": "user", "content": content}])
+
+
+@torch.no_grad()
+def expected(model: torch.nn.Module, engine: Engine, answer: Generation, images: list[bytes]) -> np.ndarray:
+    """Log-probabilities of the response's tokens by transformers: float32 [response]."""
+    pixels, grids = engine.processor.pixels(images)
+    tokens = torch.from_numpy(np.concatenate([answer.prompt_token_ids, answer.response_token_ids])).long()[None]
+    kinds = (tokens == engine.processor.image_token_id).int()
+    vision = {"pixel_values": pixels, "image_grid_thw": torch.from_numpy(grids).long()} if images else {}
+    logits = model(input_ids=tokens, mm_token_type_ids=kinds, **vision).logits[0].float()
+    start = len(answer.prompt_token_ids)
+    rows = logits[start - 1 : -1].log_softmax(-1)
+    return rows.gather(1, tokens[0, start:, None])[:, 0].numpy()
+
+
+async def respond(engine: Engine, tokens: np.ndarray, images: list[bytes]) -> Generation:
+    """One response; a random model now and then produces an image placeholder, which is refused: try again."""
+    for _ in range(10):
+        try:
+            return await engine.respond(None, tokens, images)
+        except GenerationError as error:
+            if "placeholder token" not in str(error):
+                raise
+    raise AssertionError("ten responses with image placeholders in a row")
+
+
+async def wait_until(condition, seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen within {seconds} s"
+        await asyncio.sleep(0.01)
+
+
+async def test_the_engine_reports_the_log_probabilities_of_transformers(
+    engine: Engine, reference: torch.nn.Module
+) -> None:
+    images = [picture(0), picture(1, 320, 120)]
+    answer = await respond(engine, prompt(engine, 2), images)
+    np.testing.assert_allclose(answer.logprobs, expected(reference, engine, answer, images), atol=TOLERANCE)
+    assert answer.logprobs.dtype == np.float32
+    assert (answer.versions == 0).all()
+
+
+async def test_the_prompt_is_expanded_as_the_processor_does(engine: Engine) -> None:
+    images = [picture(0), picture(1, 320, 120)]
+    answer = await respond(engine, prompt(engine, 2), images)
+    np.testing.assert_array_equal(answer.image_grids, engine.processor.grids(images))
+    np.testing.assert_array_equal(
+        answer.prompt_token_ids, engine.processor.expand(prompt(engine, 2), answer.image_grids)
+    )
+    assert answer.text == engine.processor.decode(answer.response_token_ids)
+
+
+async def test_the_image_counts(engine: Engine, reference: torch.nn.Module) -> None:
+    blank = io.BytesIO()
+    Image.new("RGB", (160, 210), "white").save(blank, format="PNG")
+    answer = await respond(engine, prompt(engine, 1), [picture(2)])
+    seen = np.abs(answer.logprobs - expected(reference, engine, answer, [picture(2)])).max()
+    unseen = np.abs(answer.logprobs - expected(reference, engine, answer, [blank.getvalue()])).max()
+    assert seen < TOLERANCE < 10 * TOLERANCE < unseen
+
+
+async def test_many_prompts_at_once_are_answered_each_with_its_own_image(
+    engine: Engine, reference: torch.nn.Module
+) -> None:
+    answers = await asyncio.gather(*(respond(engine, prompt(engine, 1), [picture(i)]) for i in range(16)))
+    for index, answer in enumerate(answers):
+        np.testing.assert_allclose(
+            answer.logprobs, expected(reference, engine, answer, [picture(index)]), atol=TOLERANCE
+        )
+
+
+async def test_a_response_ends_at_the_end_token_or_at_the_limit(engine: Engine) -> None:
+    answers = await asyncio.gather(*(respond(engine, prompt(engine, 0, str(i)), []) for i in range(8)))
+    for answer in answers:
+        assert 1 <= len(answer.response_token_ids) <= 24
+        ended = answer.response_token_ids[-1] in (
+            engine.processor.eos_token_id,
+            engine.processor.tokenizer.pad_token_id,
+        )
+        assert answer.finish_reason == ("stop" if ended else "length")
+
+
+async def test_a_bad_prompt_is_an_error_and_the_engine_serves_on(engine: Engine) -> None:
+    with pytest.raises(GenerationError, match="2 image placeholders and 1 images"):
+        await respond(engine, prompt(engine, 2), [picture(0)])
+    with pytest.raises(GenerationError, match="neither PNG nor JPEG"):
+        await respond(engine, prompt(engine, 1), [b"no image"])
+    with pytest.raises(GenerationError, match=r"rollout\.max_model_len=2048"):
+        await respond(engine, prompt(engine, 0, "Click " * 2100), [])
+    assert len((await respond(engine, prompt(engine, 0), [])).response_token_ids)
+
+
+async def test_a_response_with_an_image_placeholder_is_refused(engine: Engine) -> None:
+    engine._sampling.allowed_token_ids = [engine.processor.image_token_id]
+    try:
+        with pytest.raises(GenerationError, match="image placeholder token"):
+            await engine.respond(None, prompt(engine, 0), [])
+    finally:
+        engine._sampling.allowed_token_ids = None
+
+
+@contextlib.contextmanager
+def long_responses(engine: Engine, tokens: int) -> Iterator[None]:
+    short, engine._sampling.max_tokens = engine._sampling.max_tokens, tokens
+    try:
+        yield
+    finally:
+        engine._sampling.max_tokens = short
+
+
+def tokens_under_way(engine: Engine) -> int:
+    states = engine._llm.output_processor.request_states.values()
+    return min((state.detokenizer.num_output_tokens() for state in states), default=0)
+
+
+async def test_a_response_that_takes_too_long_is_an_error_and_is_given_up(engine: Engine) -> None:
+    limit, engine._config.rollout.step_seconds = engine._config.rollout.step_seconds, 0.3
+    try:
+        with long_responses(engine, 1900):
+            calls = (engine.respond(None, prompt(engine, 0, str(i)), []) for i in range(8))
+            results = await asyncio.gather(*calls, return_exceptions=True)
+    finally:
+        engine._config.rollout.step_seconds = limit
+    late = [r for r in results if isinstance(r, GenerationError) and "0.3 s (rollout.step_seconds)" in str(r)]
+    assert late
+    await wait_until(lambda: engine._llm.get_num_unfinished_requests() == 0, 10, "the end of given-up requests")
+
+
+async def test_after_an_update_the_engine_answers_with_the_sent_weights(
+    engine: Engine, sender: Sender, reference: torch.nn.Module
+) -> None:
+    images = [picture(0), picture(1, 320, 120)]  # seen before the update: no cache may give their old embeddings
+    before = await respond(engine, prompt(engine, 2), images)
+    old = expected(reference, engine, before, images)
+    perturb(reference, seed=1)
+    assert np.abs(old - expected(reference, engine, before, images)).max() > 100 * TOLERANCE
+    seconds = await sender.send(engine, 1)
+    after = await respond(engine, prompt(engine, 2), images)
+    np.testing.assert_allclose(after.logprobs, expected(reference, engine, after, images), atol=TOLERANCE)
+    assert (after.versions == 1).all()
+    assert engine.version == 1
+    assert 0 < seconds < 20
+
+
+async def test_requests_in_flight_go_on_over_an_update_and_each_token_has_its_version(
+    engine: Engine, sender: Sender, reference: torch.nn.Module
+) -> None:
+    old = transformers.AutoModelForImageTextToText.from_config(reference.config, dtype=torch.float32).eval()
+    old.load_state_dict(reference.state_dict())
+    with long_responses(engine, 150):
+        calls = (engine.respond(None, prompt(engine, 1, str(i)), [picture(i)]) for i in range(8))
+        requests = [asyncio.create_task(call) for call in calls]
+        await wait_until(lambda: tokens_under_way(engine) >= 20, 30, "20 tokens of each response")
+        perturb(reference, seed=2)
+        await sender.send(engine, 2)
+        answers = await asyncio.gather(*requests, return_exceptions=True)
+    answered = [(index, answer) for index, answer in enumerate(answers) if isinstance(answer, Generation)]
+    over = [(index, answer) for index, answer in answered if set(answer.versions) == {1, 2}]
+    assert len(over) >= 2
+    for index, answer in over:
+        first = int((answer.versions == 1).sum())
+        assert (answer.versions == np.repeat([1, 2], [first, len(answer.versions) - first])).all()
+        by_old, by_new = (expected(model, engine, answer, [picture(index)]) for model in (old, reference))
+        np.testing.assert_allclose(answer.logprobs[:first], by_old[:first], atol=TOLERANCE)
+        np.testing.assert_allclose(answer.logprobs[first:], by_new[first:], atol=TOLERANCE)
+
+
+async def test_a_failed_update_stops_the_engine_and_killing_its_worker_takes_it_along(tmp_path: Path) -> None:
+    from tools.make_tiny_model import make_tiny_model
+
+    model = make_tiny_model(tmp_path / "experts", experts=4, seed=3)
+    log, result = tmp_path / "log", tmp_path / "report.json"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.rollout.engine_process", str(model), str(result)],
+            stdout=output,
+            stderr=output,
+        )
+    cores: list[psutil.Process] = []
+    try:
+        await wait_until(lambda: result.exists() or process.poll() is not None, 200, "the report")
+        assert result.exists(), log.read_text()[-3000:]
+        report = json.loads(result.read_text())
+        assert report["experts"] < TOLERANCE
+        assert "manifests differ" in report["update"]
+        assert report["response"].startswith("EngineDeadError: engine 0 is dead: engine 0 did not take version 2")
+        assert report["in_flight"].startswith("EngineDeadError")
+        cores = [psutil.Process(pid) for pid in report["cores"]]
+        assert cores
+        assert all(core.is_running() for core in cores)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+    await wait_until(lambda: not any(_lives(core) for core in cores), 10, "the end of the engine core")
+
+
+def _lives(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+async def test_a_dead_engine_core_is_an_error_that_names_the_engine_and_nothing_is_left(
+    engine: Engine, shared_memory: set[str]
+) -> None:
+    with long_responses(engine, 1900):
+        request = asyncio.create_task(engine.respond(None, prompt(engine, 0), []))
+        await wait_until(lambda: tokens_under_way(engine) >= 1, 20, "a first token")
+        mine = psutil.Process().children(recursive=True)
+        cores = [child for child in mine if "EngineCore" in child.name() or "spawn_main" in " ".join(child.cmdline())]
+        assert cores
+        for core in cores:
+            core.kill()
+        with pytest.raises(EngineDeadError, match="engine 0 is dead"):
+            await asyncio.wait_for(request, 20)
+    with pytest.raises(EngineDeadError, match="engine 0 is dead"):
+        await respond(engine, prompt(engine, 0), [])
+    await engine.close()
+    await wait_until(lambda: not any(_lives(core) for core in cores), 10, "the end of the engine core")
+    assert engine_memory() <= shared_memory
