@@ -207,6 +207,12 @@ class Config:
         return self.run_folder / "demonstrations.records"
 
     @property
+    def tracking_uri(self) -> str:
+        """tracking.uri, else MLFLOW_TRACKING_URI, else SQLite in the folder of all runs."""
+        database = Path(self.run.directory).absolute() / "mlflow.db"
+        return self.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{database}"
+
+    @property
     def trainer_ranks(self) -> int:
         """Processes of the trainer role."""
         return self.trainer.tensor_parallel * self.trainer.data_parallel

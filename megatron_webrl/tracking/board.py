@@ -19,7 +19,7 @@ COLUMNS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
     ("steps", lambda u: f"{u['steps_mean']:.2f}"),
     ("tok\n/step", lambda u: f"{u['response_tokens_mean']:.1f}"),
     ("stale\n(max)", lambda u: f"{u['staleness_mean']:.1f} ({u['staleness_max']})"),
-    ("clip", lambda u: f"{u['clip_fraction']:.3f}"),
+    ("clip", lambda u: f"{u['clip_fraction']:.1%}"),
     ("gap", lambda u: "-" if u["logprob_gap_max"] is None else f"{u['logprob_gap_max']:.0e}"),
     ("tok\n/s", lambda u: f"{u['tokens_per_second']:.0f}"),
     ("roll\nout s", lambda u: f"{u['seconds']['rollout']:.1f}"),
@@ -36,7 +36,7 @@ LEGEND = (
 
 def updates_table(updates: Sequence[Mapping[str, Any]]) -> Table:
     """The table of updates, a row each."""
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     for name, _ in COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     for update in updates:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
@@ -21,12 +20,6 @@ from megatron_webrl.types import Group, Trajectory
 log = logging.getLogger(__name__)
 
 
-def tracking_uri(config: Config) -> str:
-    """tracking.uri, else MLFLOW_TRACKING_URI, else SQLite in the folder of all runs."""
-    database = Path(config.run.directory).absolute() / "mlflow.db"
-    return config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{database}"
-
-
 class Tracker:
     """Writes one run. The metrics of an update go in one call: a call costs a transaction."""
 
@@ -35,7 +28,7 @@ class Tracker:
         self.config, self.decode = config, decode
         self.pages = config.run_folder / "trajectories"
         self.pages.mkdir(parents=True, exist_ok=True)
-        uri = tracking_uri(config)
+        uri = config.tracking_uri
         logging.getLogger("alembic").setLevel(logging.WARNING)
         self.client = MlflowClient(uri)
         if resume is not None:

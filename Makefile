@@ -1,0 +1,60 @@
+# Every habit of the project as a command; `make help` lists them.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL := runs/models/tiny
+# A folder of wheels that pip was told of holds torch's CPU build; elsewhere uv finds it by name.
+ifdef PIP_FIND_LINKS
+export UV_FIND_LINKS := $(PIP_FIND_LINKS)
+TORCH_BACKEND :=
+else
+TORCH_BACKEND := --torch-backend=cpu
+endif
+
+.PHONY: help install chromium quickstart test test-fast lint format docs doctor clean
+
+help: ## list the commands
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+install: $(VENV)/.installed chromium ## create .venv with everything, and find or install Chromium
+
+$(VENV)/.installed: setup.py requirements/cpu.txt requirements/overrides.txt tools/install.sh
+	PYTHON="$(PYTHON)" TORCH_BACKEND="$(TORCH_BACKEND)" tools/install.sh $(VENV)
+	touch $@
+
+chromium:
+	@tools/install_chromium.sh
+
+$(MODEL)/config.json: tools/make_tiny_model.py tools/tiny_tokenizer.py | $(VENV)/.installed
+	$(BIN)/python -m tools.make_tiny_model $(MODEL) --force
+
+quickstart: install $(MODEL)/config.json ## train a tiny agent on MiniWoB++ in real Chromium, on the CPU
+	$(BIN)/webrl train configs/quickstart.yaml $(ARGS)
+
+test: install lint ## lint, then run all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+test-fast: install ## run the tests that take under a minute each
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+lint: $(VENV)/.installed ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed ## let ruff put the code in shape
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.installed ## write docs/configuration.md from config.py
+	$(BIN)/python -m tools.write_configuration_page docs/configuration.md
+
+doctor: install ## say what is installed and which roles can run
+	$(BIN)/webrl doctor
+
+clean: ## remove .venv and caches; runs/ stays
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -1,0 +1,189 @@
+"""The `webrl` command. Each role imports only what it runs: a trainer needs no vLLM, a worker no Megatron."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import logging
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_webrl import __version__
+from megatron_webrl.config import Config, ConfigError, load, read
+
+if TYPE_CHECKING:
+    from megatron_webrl.control import Control
+
+log = logging.getLogger(__name__)
+
+LOG_FORMAT = "%(asctime)s {role} %(levelname)s %(name)s: %(message)s"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except ConfigError as error:
+        sys.stderr.write(f"webrl: {error}\n")
+        return 2
+
+
+def entry() -> None:
+    """The console script."""
+    sys.exit(main())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="webrl", description="Train visual web agents with reinforcement learning.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="run all roles on this machine")
+    train.add_argument("config", help="YAML file, such as configs/quickstart.yaml")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
+    train.add_argument(
+        "--check", action="store_true", help="check the configuration, print it whole, and start nothing"
+    )
+    train.set_defaults(run=_train)
+
+    doctor = commands.add_parser("doctor", help="say what is installed here and which roles can run")
+    doctor.add_argument(
+        "--role", choices=("all", "trainer", "rollout"), default="all", help="exit non-zero if this role cannot run"
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    doctor.set_defaults(run=_doctor)
+
+    control = commands.add_parser("control", help="the control plane; `train` starts it, and so does a Slurm script")
+    _add_config(control)
+    control.add_argument("--address-file", type=Path, help="where to write {host, port} once it listens")
+    control.set_defaults(run=_control)
+
+    for name, run, text in (
+        ("trainer", _trainer, "one trainer rank (RANK, WORLD_SIZE and LOCAL_RANK say which)"),
+        ("rollout", _rollout, "one rollout worker"),
+    ):
+        role = commands.add_parser(name, help=text)
+        _add_config(role)
+        role.add_argument("--control", required=True, metavar="HOST:PORT", help="address of the control plane")
+        if name == "rollout":
+            role.add_argument("--worker", type=int, required=True, metavar="N", help="number of this worker, from 0")
+        role.set_defaults(run=run)
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", required=True, help="resolved configuration of the run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+
+
+def _train(options: argparse.Namespace) -> int:
+    config = load(options.config, options.overrides)
+    _check_site(config)
+    if options.check:
+        import dataclasses
+
+        import yaml
+
+        sys.stdout.write(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+        return 0
+    from rich.console import Console
+
+    from megatron_webrl.launch import launch
+
+    return launch(config, Console())
+
+
+def _check_site(config: Config) -> None:
+    """Refuse tasks and browsers that are not there, before anything starts. Raises ConfigError."""
+    from megatron_webrl.browser.chromium import find_chromium
+    from megatron_webrl.browser.errors import BrowserMissing
+    from megatron_webrl.rollout.demonstrate import check_oracles
+    from megatron_webrl.tasks.source import make_source
+
+    make_source(config.tasks).close()
+    if config.trainer.warm_start.demonstrations:
+        check_oracles(config)
+    try:
+        find_chromium(config.browser.executable)
+    except BrowserMissing as error:
+        raise ConfigError(str(error)) from error
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from megatron_webrl.doctor import examine
+
+    return examine(options.role, as_json=options.json)
+
+
+def _control(options: argparse.Namespace) -> int:
+    from megatron_webrl.control import serve
+    from megatron_webrl.ring.segment import segment_name
+
+    config = _role(options, "control")
+    serve(
+        config.control.host,
+        config.control.port,
+        segment_name(config.run.name, secrets.token_hex(4)),
+        options.address_file,
+    )
+    return 0
+
+
+def _trainer(options: argparse.Namespace) -> int:
+    from megatron_webrl.trainer.parallel import Rank
+
+    rank = Rank.from_environment()
+    name = f"trainer-{rank.rank}"
+    config = _role(options, name)
+    from megatron_webrl.trainer.main import run
+
+    return _run_role(options, config, name, lambda control, ring: run(config, control, rank, ring))
+
+
+def _rollout(options: argparse.Namespace) -> int:
+    name = f"rollout-{options.worker}"
+    config = _role(options, name)
+    from megatron_webrl.rollout.main import run
+
+    return _run_role(options, config, name, lambda control, ring: run(config, control, options.worker, ring))
+
+
+def _role(options: argparse.Namespace, name: str) -> Config:
+    """Set up what every role needs, and read its configuration."""
+    faulthandler.enable()
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT.format(role=name), force=True)
+    return read(options.config, options.overrides)
+
+
+def _run_role(options: argparse.Namespace, config: Config, name: str, run: Callable[[Control, str], None]) -> int:
+    """Run a role in a job. Its failure ends the job with an error that names it."""
+    from megatron_webrl.control import Control, JobFailed, Stopped
+
+    host, _, port = options.control.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"--control={options.control!r} is not of the form HOST:PORT")
+    control = Control(host, int(port), name, config.run.lost_seconds)
+    try:
+        run(control, control.wait_key("job/ring", config.run.start_seconds, "the control plane to name the ring"))
+    except Stopped:
+        log.info("the job has ended")
+    except JobFailed as error:
+        # Named already by whoever ended the job, or a wait that this role gave up.
+        control.finish(f"failed: {error}")
+        log.error("%s", error)
+        return 1
+    except Exception as error:
+        log.exception("failed")
+        control.finish(
+            f"failed: {name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        )
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    entry()

@@ -1,0 +1,219 @@
+"""Starts control plane, rollout workers and trainer ranks on one machine, as two Slurm steps do on many.
+
+The launcher watches its roles: the first that ends badly ends the job with an error that names it. Nothing
+stays behind: roles die with the launcher, what they left is handed to it and killed, and the next start
+sweeps what survived even that.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from megatron_webrl import processes
+from megatron_webrl.config import Config, save
+from megatron_webrl.control import GOOD_OUTCOMES, Control, JobFailed
+from megatron_webrl.ring.segment import sweep
+from megatron_webrl.tracking import summary
+from megatron_webrl.tracking.board import LEGEND, Board, accounting_line, updates_table
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.25
+GRACE_SECONDS = 15.0  # for roles to end after the job has ended
+KILL_SECONDS = 8.0
+
+
+@dataclass
+class Role:
+    """One process of the job."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def failure(self) -> str | None:
+        """How it ended, if it ended badly."""
+        code = self.process.poll()
+        if code is None or code == 0:
+            return None
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        return f"{self.name} {how}; its last words: {self.last_words()} (log: {self.log})"
+
+    def last_words(self) -> str:
+        """The last line of its log that says something."""
+        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines()[-200:] if line.strip()]
+        errors = [line for line in lines if "ERROR" in line]
+        return (errors or lines or ["none"])[-1][:500]
+
+
+@dataclass
+class Launcher:
+    """One job on this machine."""
+
+    config: Config
+    console: Console
+    roles: list[Role] = field(default_factory=list)
+    interrupts: int = 0
+
+    def run(self) -> int:
+        """Run the job; returns the exit code: 0 finished, 1 failed, 130 interrupted."""
+        config, folder = self.config, self.config.run_folder
+        self._clean_up_after_others()
+        prepare_folder(config, self.console)
+        processes.become_subreaper()
+        previous = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        outcome = "failed"
+        try:
+            outcome = self._supervise()
+        except JobFailed as error:
+            outcome = f"failed: {error}"
+        finally:
+            left = processes.kill_descendants(KILL_SECONDS, [role.process for role in self.roles])
+            sweep(ring_prefix(config))
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            if left:
+                self.console.print(f"could not end: {', '.join(left)}", style="red", markup=False)
+        if outcome not in GOOD_OUTCOMES or not (folder / "summary.json").is_file():
+            summary.write(folder, outcome, None)
+        return self._farewell(outcome)
+
+    def _supervise(self) -> str:
+        control = self._start_roles()
+        with Board(self.console, f"run {self.config.run.name}") as board:
+            while True:
+                board.show(
+                    {role.name: control.status_of(role.name) for role in self.roles[1:]},
+                    summary.read_updates(self.config.run_folder),
+                )
+                end = control.end()
+                if end is not None:
+                    outcome = end["outcome"]
+                    break
+                failures = [failure for role in self.roles if (failure := role.failure())]
+                if failures:
+                    outcome = f"failed: {failures[0]}"
+                    control.finish(outcome)
+                    break
+                if self.interrupts == 1 and not control.stop_requested():
+                    control.request_stop()
+                    if control.value("tickets/limit") is None:  # nothing is trained yet: there is nothing to save
+                        outcome = "stopped"
+                        control.finish("interrupted before the first update")
+                        break
+                    self.console.print("stopping after this update, with a checkpoint; again: at once")
+                if self.interrupts > 1:
+                    outcome = "interrupted"
+                    control.finish(outcome)
+                    break
+                time.sleep(POLL_SECONDS)
+        late = self._await_roles(outcome)
+        control.dismiss()
+        return f"failed: {late}" if late and outcome in GOOD_OUTCOMES else outcome
+
+    def _start_roles(self) -> Control:
+        config, folder = self.config, self.config.run_folder
+        address = folder / "control.json"
+        address.unlink(missing_ok=True)
+        settings = ["--config", str(folder / "config.yaml")]
+        self._start("control", ["control", *settings, "--address-file", str(address)], {})
+        host, port = self._await_address(address)
+        where = [*settings, "--control", f"{host}:{port}"]
+        for worker in range(config.rollout.engines):
+            self._start(f"rollout-{worker}", ["rollout", *where, "--worker", str(worker)], {})
+        for rank in range(config.trainer_ranks):
+            place = {"RANK": str(rank), "WORLD_SIZE": str(config.trainer_ranks), "LOCAL_RANK": str(rank)}
+            threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
+            self._start(f"trainer-{rank}", ["trainer", *where], place | threads)
+        return Control(host, port, "launcher", config.run.lost_seconds)
+
+    def _start(self, name: str, arguments: list[str], environment: dict[str, str]) -> None:
+        path = self.config.run_folder / "logs" / f"{name}.log"
+        command = [sys.executable, "-m", "megatron_webrl.cli", *arguments]
+        self.roles.append(Role(name, processes.start(command, path, {**os.environ, **environment}, name), path))
+
+    def _await_address(self, path: Path) -> tuple[str, int]:
+        deadline = time.monotonic() + self.config.run.start_seconds
+        while not path.is_file():
+            if failure := self.roles[0].failure():
+                raise JobFailed(failure)
+            if time.monotonic() > deadline:
+                raise JobFailed(f"the control plane did not come up within {self.config.run.start_seconds:.0f} s")
+            time.sleep(0.02)
+        fields = json.loads(path.read_text())
+        return fields["host"], fields["port"]
+
+    def _await_roles(self, outcome: str) -> str | None:
+        """Give every role but the control plane time to end; a failure after a good outcome, if any."""
+        seconds = 4 * GRACE_SECONDS if outcome in GOOD_OUTCOMES else GRACE_SECONDS
+        deadline = time.monotonic() + seconds
+        others = self.roles[1:]
+        while any(role.process.poll() is None for role in others) and self.interrupts < 3:
+            if time.monotonic() > deadline:
+                running = ", ".join(role.name for role in others if role.process.poll() is None)
+                return f"{running} did not end within {seconds:.0f} s"
+            time.sleep(0.05)
+        return next((failure for role in others if (failure := role.failure())), None)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.interrupts += 1 if number == signal.SIGINT else 2
+
+    def _clean_up_after_others(self) -> None:
+        found = processes.sweep_orphans() + sweep("webrl-")
+        if found:
+            self.console.print(f"removed what a killed run had left: {', '.join(found)}", markup=False)
+
+    def _farewell(self, outcome: str) -> int:
+        content, out = summary.read(self.config.run_folder), self.console
+        if content["updates"]:
+            out.print(updates_table(content["updates"]))
+            out.print(LEGEND, style="dim")
+        if content["accounting"]:
+            out.print(accounting_line(content["accounting"]), markup=False, highlight=False)
+        if content["checkpoint"]:
+            out.print(f"checkpoint: {content['checkpoint']}", markup=False, soft_wrap=True)
+        out.print(f"summary:    {self.config.run_folder / 'summary.json'}", markup=False, soft_wrap=True)
+        command = f"mlflow ui --backend-store-uri {self.config.tracking_uri}"
+        out.print(f"metrics:    {command}", markup=False, highlight=False, soft_wrap=True)
+        out.print("            (mlflow, the whole package, in an environment of its own)", style="dim")
+        if outcome == "finished":
+            return 0
+        if outcome in ("stopped", "interrupted"):
+            out.print(f"{outcome} by the user", style="yellow")
+            return 130
+        out.print(outcome, style="bold red", markup=False, soft_wrap=True)
+        return 1
+
+
+def ring_prefix(config: Config) -> str:
+    """Beginning of the names of this run's shared-memory segments."""
+    return f"webrl-{config.run.name}-"
+
+
+def prepare_folder(config: Config, console: Console) -> None:
+    """Make the run's folder and store the configuration; the files of an earlier run of this name are kept aside."""
+    folder = config.run_folder
+    if not config.run.resume and folder.exists():
+        number = next(n for n in range(1, 1_000_000) if not folder.with_name(f"{folder.name}.{n}").exists())
+        aside = folder.with_name(f"{folder.name}.{number}")
+        folder.rename(aside)
+        console.print(f"the earlier run of this name is kept as {aside}", markup=False)
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    (folder / "summary.json").unlink(missing_ok=True)
+    save(config, folder / "config.yaml")
+
+
+def launch(config: Config, console: Console) -> int:
+    """Run a job on this machine and return its exit code."""
+    return Launcher(config, console).run()

@@ -1,0 +1,58 @@
+"""Who may import whom: docs/architecture.md, kept by reading the code."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "megatron_webrl"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+BOTTOM = {"config", "control", "processes", "types", "compat"}
+MAY_IMPORT = {
+    "trainer": {"weights", "model", "ring", "tracking"},
+    "rollout": {"judge", "browser", "tasks", "weights", "model", "ring"},
+    "judge": set(),
+    "browser": set(),
+    "tasks": set(),
+    "weights": set(),
+    "model": set(),
+    "ring": set(),
+    "tracking": set(),
+}
+ONLY = {
+    "vllm": {"weights/vllm_worker.py", "rollout/engine.py", "rollout/vllm_environment.py"},
+    "megatron": {"model", "trainer", "weights"},
+}
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_module_imports_only_what_lies_below_it(path: Path):
+    place = path.relative_to(PACKAGE)
+    part = place.parts[0]
+    for name in imports(path):
+        top, *rest = name.split(".")
+        if top == "megatron_webrl" and rest and part in MAY_IMPORT:
+            assert rest[0] == part or rest[0] in BOTTOM | MAY_IMPORT[part], f"{place} imports {name}"
+        if top in ONLY:
+            assert str(place) in ONLY[top] or part in ONLY[top], f"{place} imports {name}"
+
+
+def test_what_both_roles_use_of_the_model_needs_no_megatron():
+    assert not [name for name in imports(PACKAGE / "model" / "processing.py") if name.startswith("megatron.")]
+
+
+def test_the_types_import_nothing_of_ours():
+    assert not [name for name in imports(PACKAGE / "types.py") if name.startswith("megatron_webrl")]

@@ -1,0 +1,266 @@
+"""Whole jobs: `webrl train` with real Chromium, real vLLM and gloo ranks, to its end and to its other ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from mlflow.tracking import MlflowClient
+
+from megatron_webrl.processes import OWNER
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SETTINGS: dict[str, Any] = {
+    "trainer": {
+        "updates": 2,
+        "groups_per_update": 2,
+        "tokens_per_microbatch": 4096,
+        # A policy with random weights never succeeds: its groups are all alike, and still must flow.
+        "zero_variance_groups": "keep",
+        "batch_seconds": 240,
+        "optimizer": {"learning_rate": 1e-4},
+    },
+    "rollout": {
+        "group_size": 2,
+        "groups_in_flight": 2,
+        "max_staleness": 1,
+        "max_new_tokens": 16,
+        "max_model_len": 1024,
+        "kv_cache_mib": 32,
+        "context": {"response_format": "bare", "compact": True},
+    },
+    "tasks": {"environments": ["click-test", "focus-text"], "max_steps": 2},
+    "browser": {"width": 160, "height": 224, "screenshot": "png"},
+    "ring": {"mib": 64},
+}
+
+
+@dataclass
+class Job:
+    """One `webrl train` in a folder of its own."""
+
+    folder: Path
+    model: Path
+    name: str = "job"
+    process: subprocess.Popen[bytes] | None = None
+    started: float = field(default_factory=time.time)
+    shared_memory: set[str] = field(default_factory=lambda: set(os.listdir("/dev/shm")))
+
+    @property
+    def run_folder(self) -> Path:
+        return self.folder / "runs" / self.name
+
+    def start(self, *overrides: str) -> None:
+        path = self.folder / "config.yaml"
+        settings = {**SETTINGS, "model": {"path": str(self.model)}}
+        settings["run"] = {"name": self.name, "directory": str(self.folder / "runs")}
+        path.write_text(yaml.safe_dump(settings))
+        command = [sys.executable, "-m", "megatron_webrl.cli", "train", str(path), *overrides]
+        environment = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
+        with (self.folder / "out.log").open("wb") as output:
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+
+    def wait(self, seconds: float) -> int:
+        assert self.process is not None
+        return self.process.wait(seconds)
+
+    def until(self, condition: Callable[[], Any], what: str, seconds: float = 240.0) -> Any:
+        assert self.process is not None
+        deadline = time.monotonic() + seconds
+        while not (found := condition()):
+            assert self.process.poll() is None, f"the job ended before {what}:\n{self.output()}"
+            assert time.monotonic() < deadline, f"no {what} within {seconds} s:\n{self.output()}"
+            time.sleep(0.1)
+        return found
+
+    def output(self) -> str:
+        return (self.folder / "out.log").read_text()
+
+    def updates(self) -> list[dict[str, Any]]:
+        path = self.run_folder / "updates.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.run_folder / "summary.json").read_text())
+
+    def role(self, name: str) -> psutil.Process | None:
+        """The process of a role, by what its launcher called it."""
+        for process in owned(self.process.pid if self.process else 0):
+            try:
+                if process.environ().get("WEBRL_ROLE") == name and "megatron_webrl.cli" in " ".join(process.cmdline()):
+                    return process
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return None
+
+
+def owned(launcher: int) -> list[psutil.Process]:
+    """Processes that carry the launcher's mark in their environment, zombies left out."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            marked = process.environ().get(OWNER, "").startswith(f"{launcher}:")
+            if marked and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def rings(job: Job) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"webrl-{job.name}-*"))
+
+
+def browsers(since: float) -> list[psutil.Process]:
+    """Chromium's processes started later than `since`; most of them hide their environment."""
+    found = psutil.process_iter(["name", "create_time", "status"])
+    return [
+        p
+        for p in found
+        if "chrom" in p.info["name"] and p.info["create_time"] > since and p.info["status"] != psutil.STATUS_ZOMBIE
+    ]
+
+
+def assert_nothing_left(job: Job) -> None:
+    assert job.process is not None
+    assert not owned(job.process.pid)
+    assert not browsers(job.started)
+    assert not set(os.listdir("/dev/shm")) - job.shared_memory
+
+
+@pytest.fixture
+def job(tmp_path: Path, tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
+    job = Job(tmp_path, tiny_model, name=f"t{os.getpid()}-{abs(hash(request.node.name)) % 10_000}")
+    yield job
+    if job.process is not None and job.process.poll() is None:
+        job.process.kill()
+        job.process.wait()
+
+
+def test_a_job_trains_with_tensor_parallel_ranks_after_a_warm_start(job: Job):
+    job.start("trainer.tensor_parallel=2", "trainer.warm_start.demonstrations=12", "trainer.minibatches=2")
+    assert job.wait(500) == 0, job.output()
+    summary = job.summary()
+    assert summary["outcome"] == "finished"
+    assert [u["version"] for u in summary["updates"]] == [1, 2]
+    gaps = [u["logprob_gap_max"] for u in summary["updates"] if u["logprob_gap_max"] is not None]
+    assert gaps
+    assert max(gaps) <= 1e-3
+    assert all(u["seconds"]["rollout"] > 0 and u["staleness_max"] <= 1 for u in summary["updates"])
+    accounting = summary["accounting"]
+    assert accounting["matches"]
+    assert accounting["trained"] == 8
+    assert accounting["finished"] == 8 + sum(accounting["dropped"].values()) + accounting["waiting"]
+    assert "matches" in job.output()
+    assert summary["versions"]["megatron-core"]
+    assert Path(summary["checkpoint"], "megatron").is_dir()
+    assert_nothing_left(job)
+
+    client = MlflowClient(f"sqlite:///{job.folder / 'runs' / 'mlflow.db'}")
+    run = client.search_runs([client.get_experiment_by_name("megatron_webrl").experiment_id])[0]
+    assert run.info.status == "FINISHED"
+    assert run.data.metrics["reward_mean"] == summary["updates"][-1]["reward_mean"]
+    assert run.data.params["trainer.tensor_parallel"] == "2"
+    artifacts = {a.path for a in client.list_artifacts(run.info.run_id)}
+    assert {"config.yaml", "summary.json", "trajectories"} <= artifacts
+    pages = list((job.run_folder / "trajectories").glob("*.html"))
+    assert len(pages) == 4
+    assert all("data:image/png;base64," in page.read_text() for page in pages)
+
+
+def test_ctrl_c_saves_what_was_learnt_and_the_run_goes_on_from_there(job: Job):
+    job.start("trainer.updates=50")
+    job.until(job.updates, "a first update")
+    assert job.process is not None
+    job.process.send_signal(signal.SIGINT)
+    assert job.wait(90) == 130, job.output()
+    stopped = job.summary()
+    assert stopped["outcome"] == "stopped"
+    assert stopped["accounting"]["matches"]
+    assert_nothing_left(job)
+    state = json.loads(Path(stopped["checkpoint"], "state.json").read_text())
+    done = len(stopped["updates"])
+    assert state["version"] == done >= 1
+
+    job.start("run.resume=true", f"trainer.updates={done + 1}")
+    assert job.wait(300) == 0, job.output()
+    summary = job.summary()
+    assert [u["version"] for u in summary["updates"]] == list(range(1, done + 2))
+    assert summary["updates"][:done] == stopped["updates"]
+    assert summary["accounting"]["matches"]
+    assert summary["accounting"]["trained"] == stopped["accounting"]["trained"] + 4
+    again = json.loads(Path(summary["checkpoint"], "state.json").read_text())
+    assert again["incarnation"] == state["incarnation"] + 1
+    assert again["mlflow_run"] == state["mlflow_run"]
+    assert_nothing_left(job)
+
+
+@pytest.mark.parametrize("role", ["rollout-0", "trainer-0"])
+def test_a_role_that_is_killed_ends_the_job_with_its_name(job: Job, role: str):
+    job.start("trainer.updates=1000")
+    job.until(job.updates, "a first update")
+    process = job.role(role)
+    assert process is not None
+    killed = time.monotonic()
+    process.kill()
+    assert job.wait(30) == 1, job.output()
+    assert time.monotonic() - killed < 30
+    assert f"{role} was killed by SIGKILL" in job.output()
+    assert f"{role} was killed by SIGKILL" in job.summary()["outcome"]
+    assert_nothing_left(job)
+
+
+def test_a_killed_launcher_takes_its_roles_along_and_the_next_start_sweeps_the_ring(job: Job):
+    job.start()
+    job.until(lambda: rings(job) and job.role("trainer-0"), "a ring and a trainer")
+    assert job.process is not None
+    job.process.kill()
+    job.wait(10)
+    deadline = time.monotonic() + 30
+    while owned(job.process.pid):
+        assert time.monotonic() < deadline, f"left: {owned(job.process.pid)}"
+        time.sleep(0.1)
+    left = rings(job)
+    assert left
+    job.start("trainer.updates=1")
+    job.until(lambda: not left[0].exists(), "a sweep", 60)
+    assert job.process is not None
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait(60) == 130, job.output()
+    assert job.summary()["outcome"] == "interrupted"
+    assert f"removed what a killed run had left: {left[0].name}" in job.output()
+    assert_nothing_left(job)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("no.such.key=1", "unknown key no"),
+        ("trainer.tensor_parallel=3", "trainer.tensor_parallel=3 does not divide num_attention_heads=4"),
+        ("model.path=nowhere", "model.path=nowhere is not a folder"),
+        ("ring.mib=100000000", "ring.mib=100000000 exceeds"),
+        ("trainer.optimizer.learning_rate=-1", "trainer.optimizer.learning_rate=-1.0 must be greater than 0"),
+        ("tasks.environments=[click-tset]", "near: click-test"),
+    ],
+)
+def test_a_broken_configuration_ends_with_one_line_before_anything_starts(job: Job, override: str, words: str):
+    job.start(override)
+    assert job.wait(60) == 2
+    output = job.output()
+    assert words in output
+    assert output.count("\n") == 1
+    assert not job.run_folder.exists()

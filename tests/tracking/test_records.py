@@ -1,0 +1,136 @@
+"""Metrics, summary, table and trajectory page of a few made-up episodes."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from megatron_webrl.tracking import summary
+from megatron_webrl.tracking.board import COLUMNS, Board, accounting_line, updates_table
+from megatron_webrl.tracking.metrics import Seconds, UpdateRecord, episode_metrics, rollout_seconds
+from megatron_webrl.tracking.mlflow_run import varied
+from megatron_webrl.tracking.trajectory_page import write_page
+from megatron_webrl.trainer.accounting import Accounting
+from megatron_webrl.types import Group, Trajectory
+from tests.trajectories import screenshot, trajectory
+
+
+def record(version: int, gap: float | None = 1.5e-6) -> UpdateRecord:
+    return UpdateRecord(
+        version=version,
+        groups=8,
+        reward_mean=0.4375,
+        steps_mean=2.5,
+        response_tokens_mean=123.4,
+        staleness_mean=1.25,
+        staleness_max=2,
+        clip_fraction=0.0123,
+        logprob_gap_max=gap,
+        logprob_gap_tokens=0 if gap is None else 100,
+        tokens_per_second=12345.6,
+        seconds=Seconds(rollout=120.5, train=33.3, sync=1.25, wait=80.0),
+        extra={"entropy": 0.5},
+    )
+
+
+def shown(width: int, *updates: UpdateRecord) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width).print(updates_table([u.to_json() for u in updates]))
+    return out.getvalue()
+
+
+def test_the_table_fits_a_terminal_of_80_columns():
+    text = shown(80, record(1), record(100, gap=None))
+    assert "…" not in text
+    for cell in ("0.438", "123.4", "1.2 (2)", "1.2%", "2e-06", "12346", "120.5", "33.3", "1.25", "80.0", "100"):
+        assert cell in text
+
+
+def test_a_log_gets_one_line_for_each_update_and_each_new_phase():
+    out = io.StringIO()
+    with Board(Console(file=out, width=80), "run x") as board:
+        board.show({"trainer-0": "update 1: waiting for groups, 0 of 8"}, [])
+        board.show({"trainer-0": "update 1: waiting for groups, 3 of 8"}, [record(1).to_json()])
+        board.show({"trainer-0": "update 2: waiting for groups, 0 of 8"}, [record(1).to_json()])
+    lines = out.getvalue().splitlines()
+    assert [line.split()[0] for line in lines] == ["[trainer-0]", "update", "[trainer-0]"]
+
+
+def test_mlflow_gets_every_number_of_the_table():
+    scalars = record(3).scalars()
+    assert scalars["seconds/rollout"] == 120.5
+    assert scalars["entropy"] == 0.5
+    assert scalars["logprob_gap_max"] == 1.5e-6
+    assert "logprob_gap_max" not in record(3, gap=None).scalars()
+    assert len(scalars) >= len(COLUMNS)
+
+
+def test_the_summary_holds_what_was_written(tmp_path: Path):
+    summary.write_updates(tmp_path, [record(1).to_json(), record(2, gap=None).to_json()])
+    accounting = Accounting(trained=6)
+    accounting.dropped["stale"] = 2
+    summary.write(tmp_path, "finished", accounting.summary(finished=9, waiting=1))
+    content = json.loads((tmp_path / "summary.json").read_text())
+    assert content["outcome"] == "finished"
+    assert [u["version"] for u in content["updates"]] == [1, 2]
+    assert content["updates"][1]["logprob_gap_max"] is None
+    assert content["accounting"] == {
+        "finished": 9,
+        "trained": 6,
+        "dropped": {"stale": 2},
+        "waiting": 1,
+        "matches": True,
+    }
+    assert content["versions"]["torch"]
+    assert content["checkpoint"] is None
+
+
+def test_an_account_that_does_not_add_up_is_called_so():
+    accounting = Accounting(trained=6).summary(finished=9, waiting=1)
+    assert not accounting["matches"]
+    assert "9 finished = 6 trained + 0 dropped (none) + 1 waiting = 7: DOES NOT MATCH" in accounting_line(accounting)
+
+
+def test_episode_metrics_leave_masked_episodes_out():
+    group = Group(
+        0, (trajectory(0, 0, reward=1.0), trajectory(0, 1, steps=3), trajectory(0, 2, outcome="browser_crashed"))
+    )
+    metrics = episode_metrics([group])
+    assert metrics["success_rate"] == 0.5
+    assert metrics["masked_episodes"] == 1
+    assert metrics["steps_mean/success"] == 1
+    assert metrics["steps_mean/failure"] == 3
+    assert metrics["action_rate/left_click"] == 1.0
+    assert metrics["success_rate/click-test"] == 0.5
+
+
+def test_rollout_time_spans_all_episodes():
+    one, two = trajectory(0, 0), trajectory(5, 0)
+    assert rollout_seconds([one, two]) == pytest.approx(6.0)
+
+
+def with_image(instruction: str) -> Trajectory:
+    plain = trajectory(7, 1)
+    step = replace(plain.steps[0], images=np.zeros(1, np.int32), image_grids=np.ones((1, 3), np.int32))
+    return replace(plain, instruction=instruction, images=(screenshot(0),), steps=(step,))
+
+
+def test_a_trajectory_page_shows_screenshot_click_and_response(tmp_path: Path):
+    write_page(tmp_path / "page.html", with_image("Click <b>here</b>"), lambda ids: f"<{len(ids)} tokens>")
+    text = (tmp_path / "page.html").read_text()
+    assert "data:image/png;base64," in text
+    assert "left:50.0%;top:50.0%" in text
+    assert "&lt;3 tokens&gt;" in text
+    assert "<b>here</b>" not in text
+
+
+def test_sampled_trajectories_differ_in_outcome():
+    failures = [trajectory(0, i) for i in range(5)]
+    success = trajectory(1, 0, reward=1.0)
+    assert [t.outcome for t in varied([*failures, success], 3)] == ["failure", "success", "failure"]
