@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -65,6 +66,7 @@ class Launcher:
     console: Console
     roles: list[Role] = field(default_factory=list)
     interrupts: int = 0
+    scratch: Path = field(default_factory=processes.scratch_folder)  # sockets and browser profiles of the roles
 
     def run(self) -> int:
         """Run the job; returns the exit code: 0 finished, 1 failed, 130 interrupted."""
@@ -81,6 +83,7 @@ class Launcher:
         finally:
             left = processes.kill_descendants(KILL_SECONDS, [role.process for role in self.roles])
             sweep(ring_prefix(config))
+            shutil.rmtree(self.scratch, ignore_errors=True)
             for number, handler in previous.items():
                 signal.signal(number, handler)
             if left:
@@ -141,7 +144,13 @@ class Launcher:
     def _start(self, name: str, arguments: list[str], environment: dict[str, str]) -> None:
         path = self.config.run_folder / "logs" / f"{name}.log"
         command = [sys.executable, "-m", "megatron_webrl.cli", *arguments]
-        self.roles.append(Role(name, processes.start(command, path, {**os.environ, **environment}, name), path))
+        self.roles.append(
+            Role(
+                name,
+                processes.start(command, path, {**os.environ, "TMPDIR": str(self.scratch), **environment}, name),
+                path,
+            )
+        )
 
     def _await_address(self, path: Path) -> tuple[str, int]:
         deadline = time.monotonic() + self.config.run.start_seconds
@@ -170,7 +179,7 @@ class Launcher:
         self.interrupts += 1 if number == signal.SIGINT else 2
 
     def _clean_up_after_others(self) -> None:
-        found = processes.sweep_orphans() + sweep("webrl-")
+        found = processes.sweep_orphans() + sweep("webrl-") + processes.sweep_scratch()
         if found:
             self.console.print(f"removed what a killed run had left: {', '.join(found)}", markup=False)
 

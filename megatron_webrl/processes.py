@@ -3,8 +3,8 @@
 1. `start` makes a role that the kernel kills when its parent ends.
 2. `become_subreaper` and `kill_descendants`: what a dead role left behind (browsers, engine cores) is handed
    to the launcher, which ends it with the rest.
-3. `sweep_orphans`: what survives even a SIGKILL of the launcher carries the name of its owner in its
-   environment, and the next start removes it.
+3. `sweep_orphans` and `sweep_scratch`: processes that survive even a SIGKILL of the launcher carry the name of
+   their owner in their environment, folders of temporary files carry it in their name; the next start removes both.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ import psutil
 
 OWNER = "WEBRL_OWNER"
 ROLE = "WEBRL_ROLE"
+SCRATCH = "webrl-"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _PAUSE = 0.02  # seconds between looks at processes that were signalled
 
@@ -156,6 +158,26 @@ def sweep_orphans(seconds: float = 5.0) -> list[str]:
 def _runs(process: psutil.Process) -> bool:
     """Whether it still is that process, and no zombie."""
     return process.is_running() and is_alive(process.pid, start_time(process.pid))
+
+
+def scratch_folder() -> Path:
+    """A folder for temporary files of this process and its roles, made anew; `sweep_scratch` knows its owner."""
+    folder = Path(tempfile.gettempdir()) / f"{SCRATCH}{os.getpid()}-{start_time(os.getpid())}"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def sweep_scratch() -> list[str]:
+    """Remove this user's scratch folders whose owner is gone; returns their names."""
+    removed = []
+    for folder in sorted(Path(tempfile.gettempdir()).glob(f"{SCRATCH}*-*")):
+        pid, _, started = folder.name.removeprefix(SCRATCH).partition("-")
+        if not (pid.isdigit() and started.isdigit()) or is_alive(int(pid), int(started)):
+            continue
+        if folder.is_dir() and not folder.is_symlink() and folder.stat().st_uid == os.getuid():
+            shutil.rmtree(folder, ignore_errors=True)
+            removed.append(folder.name)
+    return removed
 
 
 def _is_orphan(pid: int) -> bool:

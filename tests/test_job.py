@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -140,6 +141,7 @@ def assert_nothing_left(job: Job) -> None:
     assert not owned(job.process.pid)
     assert not browsers(job.started)
     assert not set(os.listdir("/dev/shm")) - job.shared_memory
+    assert not list(Path(tempfile.gettempdir()).glob(f"webrl-{job.process.pid}-*"))
 
 
 @pytest.fixture
@@ -234,7 +236,7 @@ def test_a_killed_launcher_takes_its_roles_along_and_the_next_start_sweeps_the_r
     while owned(job.process.pid):
         assert time.monotonic() < deadline, f"left: {owned(job.process.pid)}"
         time.sleep(0.1)
-    left = rings(job)
+    left, killed = rings(job), job.process.pid
     assert left
     job.start("trainer.updates=1")
     job.until(lambda: not left[0].exists(), "a sweep", 60)
@@ -242,7 +244,7 @@ def test_a_killed_launcher_takes_its_roles_along_and_the_next_start_sweeps_the_r
     job.process.send_signal(signal.SIGTERM)
     assert job.wait(60) == 130, job.output()
     assert job.summary()["outcome"] == "interrupted"
-    assert f"removed what a killed run had left: {left[0].name}" in job.output()
+    assert f"removed what a killed run had left: {left[0].name}, webrl-{killed}-" in job.output()
     assert_nothing_left(job)
 
 

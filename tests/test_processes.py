@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -201,3 +202,17 @@ def test_a_sweep_from_within_an_orphaned_family_spares_itself_its_ancestors_and_
     )
     assert child.wait(20) == 0
     assert (tmp_path / "result").read_text() == "[]"
+
+
+def test_scratch_folders_of_dead_processes_are_swept_and_those_of_live_ones_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    mine = processes.scratch_folder()
+    code = "from megatron_webrl import processes; (processes.scratch_folder() / 'socket').touch()"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "TMPDIR": str(tmp_path)})
+    (tmp_path / "webrl-other-1").mkdir()
+    dead = [folder.name for folder in tmp_path.iterdir() if folder not in (mine, tmp_path / "webrl-other-1")]
+    assert len(dead) == 1
+    assert processes.sweep_scratch() == dead
+    assert sorted(tmp_path.iterdir()) == sorted([mine, tmp_path / "webrl-other-1"])
