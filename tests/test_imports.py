@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "tracking": set(),
 }
 ONLY = {
-    "vllm": {"weights/vllm_worker.py", "rollout/engine.py", "rollout/vllm_environment.py"},
+    "vllm": {"weights/vllm_worker.py", "weights/vllm_scheduler.py", "rollout/engine.py", "rollout/vllm_environment.py"},
     "megatron": {"model", "trainer", "weights"},
 }
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 CPU_KV_CACHE_MIB = 512
 """Left to itself, vLLM's CPU build takes nearly all memory of the machine for its KV cache."""
+SCHEDULERS = "megatron_webrl.weights.vllm_scheduler"
 WORKER_EXTENSION = "megatron_webrl.weights.vllm_worker.WeightReceiver"
 
 
@@ -93,6 +94,8 @@ def start(config: Config, worker: int) -> AsyncLLM:
             """Nothing: the engine's `close` ends it; vLLM's own destructor fails when the interpreter is going down."""
 
     vllm_config = arguments(config, worker).create_engine_config()
+    planning_ahead = "Async" if vllm_config.scheduler_config.async_scheduling else ""
+    vllm_config.scheduler_config.scheduler_cls = f"{SCHEDULERS}.Recomputing{planning_ahead}Scheduler"
     executor: type[Executor] = Executor.get_class(vllm_config)
     if vllm_config.parallel_config.world_size == 1:
         # vLLM's CPU platform puts even a single worker into a process of its own, only to bind its threads, which is

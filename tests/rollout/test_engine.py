@@ -287,6 +287,26 @@ async def test_requests_in_flight_go_on_over_an_update_and_each_token_has_its_ve
         np.testing.assert_allclose(answer.logprobs[first:], by_new[first:], atol=TOLERANCE)
 
 
+async def test_requests_whose_images_came_from_the_prefix_cache_go_on_over_an_update(
+    engine: Engine, sender: Sender, reference: torch.nn.Module
+) -> None:
+    content = [{"type": "image"}, {"type": "text", "text": "Click the button. " * 100}]
+    tokens = engine.processor.encode_chat([{"role": "user", "content": content}])
+    await respond(engine, tokens, [picture(3)])  # leaves the image's tokens in the prefix cache
+    with long_responses(engine, 150):
+        requests = [asyncio.create_task(engine.respond(None, tokens, [picture(3)])) for _ in range(4)]
+        await wait_until(lambda: tokens_under_way(engine) >= 20, 30, "20 tokens of each response")
+        perturb(reference, seed=3)
+        await sender.send(engine, 3)
+        answers = await asyncio.gather(*requests, return_exceptions=True)
+    over = [answer for answer in answers if isinstance(answer, Generation) and set(answer.versions) == {2, 3}]
+    assert over
+    for answer in over:
+        last = answer.versions == 3
+        by_new = expected(reference, engine, answer, [picture(3)])
+        np.testing.assert_allclose(answer.logprobs[last], by_new[last], atol=TOLERANCE)
+
+
 async def test_a_failed_update_stops_the_engine_and_killing_its_worker_takes_it_along(tmp_path: Path) -> None:
     from tools.make_tiny_model import make_tiny_model
 
