@@ -12,6 +12,7 @@ import numpy as np
 from megatron_webrl.types import COORDINATE_RANGE, Step, Trajectory
 
 STYLE = """
+h1 { font-size: 1.4rem; }
 body { font: 14px/1.4 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem; color: #1c2430; }
 .step { display: flex; gap: 1.5rem; border-top: 1px solid #d5dbe3; padding: 1rem 0; }
 .shot { position: relative; flex: none; } .shot img { display: block; max-width: 26rem; border: 1px solid #d5dbe3; }
