@@ -102,7 +102,7 @@ def _check_site(config: Config) -> None:
     from megatron_webrl.browser.chromium import find_chromium
     from megatron_webrl.browser.errors import BrowserMissing
     from megatron_webrl.rollout.demonstrate import check_oracles
-    from megatron_webrl.tasks.source import make_source
+    from megatron_webrl.tasks.registry import make_source
 
     make_source(config.tasks).close()
     if config.trainer.warm_start.demonstrations:

@@ -181,7 +181,7 @@ class Launcher:
     def _clean_up_after_others(self) -> None:
         found = processes.sweep_orphans() + sweep("webrl-") + processes.sweep_scratch()
         if found:
-            self.console.print(f"removed what a killed run had left: {', '.join(found)}", markup=False)
+            self.console.print(f"removed what a killed run had left: {', '.join(found)}", markup=False, soft_wrap=True)
 
     def _farewell(self, outcome: str) -> int:
         content, out = summary.read(self.config.run_folder), self.console

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tools.make_tiny_model import make_tiny_model
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _environment_stays() -> Iterator[None]:
+    """An engine sets variables for its subprocesses; those of later modules must not inherit them."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,8 @@ from megatron_webrl.rollout.agent import run_episode
 from megatron_webrl.rollout.generation import Generation, GenerationError
 from megatron_webrl.rollout.prompts import response_text
 from megatron_webrl.tasks import oracles
-from megatron_webrl.tasks.source import TaskSource, make_source
+from megatron_webrl.tasks.registry import make_source
+from megatron_webrl.tasks.source import TaskSource
 from megatron_webrl.types import COORDINATE_RANGE, Action, Trajectory
 
 FIRST_TICKET = 2**40

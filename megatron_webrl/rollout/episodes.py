@@ -14,7 +14,8 @@ from megatron_webrl.config import Config
 from megatron_webrl.model.processing import Processor
 from megatron_webrl.rollout.agent import run_episode
 from megatron_webrl.rollout.generation import Responder
-from megatron_webrl.tasks.source import TaskSource, make_source
+from megatron_webrl.tasks.registry import make_source
+from megatron_webrl.tasks.source import TaskSource
 from megatron_webrl.types import Task, Trajectory
 
 log = logging.getLogger(__name__)

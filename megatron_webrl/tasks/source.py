@@ -8,7 +8,6 @@ from typing import Protocol
 
 from playwright.async_api import Page
 
-from megatron_webrl.config import ConfigError, TasksConfig
 from megatron_webrl.types import Task
 
 TRAINING_SEEDS = range(0, 2**30)
@@ -48,15 +47,6 @@ class TaskSource(Protocol):
     def close(self) -> None:
         """Give back what the source holds."""
         ...
-
-
-def make_source(tasks: TasksConfig) -> TaskSource:
-    """The configured source, started; the caller closes it. Raises ConfigError."""
-    if tasks.source == "miniwob":
-        from megatron_webrl.tasks.miniwob import Miniwob
-
-        return Miniwob(tasks.environments, tasks.max_steps)
-    raise ConfigError(f"tasks.source={tasks.source!r} is not known; use miniwob")
 
 
 def draw(seed: int, ticket: int, environments: int) -> tuple[int, int]:

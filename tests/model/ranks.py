@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_webrl.model import platform as platforms
+from tests.gloo import layouts
 from tests.model import tiny
 
 MODELS = {"untied": {"tie": False, "deepstack": [0, 1]}, "tied": {"tie": True, "deepstack": [0]}}
@@ -21,27 +21,13 @@ EPSILON = 1.0
 
 def run(rank: int, folder: str) -> None:
     """Tensor-parallel 2 first, then tensor-parallel 1 with two replicas, in the same processes."""
-    torch.set_num_threads(1)
-    platform = platforms.use("cpu")
-    torch.distributed.init_process_group(
-        platform.backend,
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=120),
-    )
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    for size, platform in layouts(rank, folder):
+        from megatron.core import parallel_state
 
-    for size in (2, 1):
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
-        model_parallel_cuda_manual_seed(1)
         found = {name: _examine(name, Path(folder), size, platform) for name in MODELS}
         found["logprobs"] = _logprobs(parallel_state.get_tensor_model_parallel_group())
         found["bf16"] = _bf16(Path(folder), platform)
         torch.save(found, f"{folder}/found-{size}-{rank}.pt")
-        parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
 
 
 def _examine(name: str, folder: Path, size: int, platform: platforms.Platform) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from megatron_webrl.browser.fleet import Fleet
 from megatron_webrl.config import BrowserConfig, ConfigError, TasksConfig
 from megatron_webrl.tasks.miniwob import Miniwob, all_environments
 from megatron_webrl.tasks.oracles import next_action
+from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.tasks.server import FolderServer
-from megatron_webrl.tasks.source import HELD_OUT_SEEDS, TRAINING_SEEDS, draw, make_source
+from megatron_webrl.tasks.source import HELD_OUT_SEEDS, TRAINING_SEEDS, draw
 from megatron_webrl.types import Action, Task
 
 

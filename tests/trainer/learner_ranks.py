@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from megatron_webrl import compat
 from megatron_webrl.config import Config
 from megatron_webrl.types import Action, Group, Step, Task, Trajectory
+from tests.gloo import layouts
 from tests.trajectories import screenshot
 
 VERSION = 2
@@ -19,27 +19,10 @@ VERSION = 2
 
 def run(rank: int, folder: str, model: str) -> None:
     """Tensor-parallel 2 first, then tensor-parallel 1 with two replicas, in the same processes."""
-    torch.set_num_threads(1)
     compat.install()
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    from megatron_webrl.model import platform as platforms
-
-    platform = platforms.use("cpu")
-    torch.distributed.init_process_group(
-        platform.backend,
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=120),
-    )
-    for size in (2, 1):
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
-        model_parallel_cuda_manual_seed(1)
-        torch.save(_examine(make_config(model), Path(folder), size, platform), f"{folder}/found-{size}-{rank}.pt")
-        parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
+    for size, platform in layouts(rank, folder):
+        found = _examine(make_config(model), Path(folder), size, platform)
+        torch.save(found, f"{folder}/found-{size}-{rank}.pt")
 
 
 def make_config(model: str) -> Config:

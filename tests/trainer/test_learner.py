@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.gloo import spawn
 from tests.trainer import learner_ranks
 
 SIZES = pytest.mark.parametrize("size", [1, 2])
@@ -18,18 +19,7 @@ Found = dict[tuple[int, int], dict[str, Any]]
 def found(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Found:
     """(tensor-parallel size, rank) -> what that rank found."""
     folder = tmp_path_factory.mktemp("learner")
-    patch = pytest.MonkeyPatch()
-    patch.setenv("OMP_NUM_THREADS", "1")
-    context = torch.multiprocessing.spawn(learner_ranks.run, args=(str(folder), str(tiny_model)), nprocs=2, join=False)
-    try:
-        # join returns after the limit, or when one process has ended; it raises if a process failed.
-        if not any(context.join(timeout=200) for _ in range(2)):
-            pytest.fail("the two ranks did not finish within their limit")
-    finally:
-        patch.undo()
-        for process in context.processes:
-            if process.is_alive():
-                process.kill()
+    spawn(learner_ranks.run, str(folder), str(tiny_model))
     return {
         (size, rank): torch.load(folder / f"found-{size}-{rank}.pt", weights_only=False)
         for size in (2, 1)
