@@ -15,19 +15,19 @@ else
 TORCH_BACKEND := --torch-backend=cpu
 endif
 
-.PHONY: help install chromium quickstart test test-fast lint format docs doctor clean
+.PHONY: help install system quickstart test test-fast lint format docs doctor clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-install: $(VENV)/.installed chromium ## create .venv with everything, and find or install Chromium
+install: system $(VENV)/.installed ## create .venv with everything; find or install Chromium and two libraries
 
 $(VENV)/.installed: setup.py requirements/cpu.txt requirements/overrides.txt tools/install.sh
 	PYTHON="$(PYTHON)" TORCH_BACKEND="$(TORCH_BACKEND)" tools/install.sh $(VENV)
 	touch $@
 
-chromium:
-	@tools/install_chromium.sh
+system:
+	@PYTHON="$(PYTHON)" tools/install_system.sh
 
 $(MODEL)/config.json: tools/make_tiny_model.py tools/tiny_tokenizer.py | $(VENV)/.installed
 	$(BIN)/python -m tools.make_tiny_model $(MODEL) --force

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.metadata
 import json
@@ -59,7 +60,9 @@ def look() -> list[Finding]:
         _package("transformer-engine", (), note="faster layers and fused Adam on GPUs", module="transformer_engine"),
         _apex(),
         _vllm(),
+        _library("libnuma.so.1", "libnuma1", "vLLM's CPU build", required=not _has_cuda()),
         _package("playwright", ("rollout",)),
+        _library("libatomic.so.1", "libatomic1", "Playwright's driver"),
         _chromium(),
         _package("miniwob", ("rollout",)),
         _package("mlflow-skinny", ("trainer",), module="mlflow"),
@@ -114,6 +117,19 @@ def _import_error(module: str) -> str | None:
     except Exception as error:  # whatever a broken build raises is the finding
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return None
+
+
+def _library(name: str, package: str, used_by: str, *, required: bool = True) -> Finding:
+    """A library of the system."""
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return Finding(name, None, ("rollout",) if required else (), f"{used_by}; Debian's package {package}")
+    return Finding(name, "present", ("rollout",) if required else (), used_by)
+
+
+def _has_cuda() -> bool:
+    return _cuda().found is not None
 
 
 def _cuda() -> Finding:

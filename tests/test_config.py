@@ -93,6 +93,16 @@ def test_every_configuration_in_the_repository_is_valid(path: Path, tiny_model: 
     load(path, [f"model.path={tiny_model}"])
 
 
+def test_mlflow_goes_where_the_setting_or_the_environment_says(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert load(config_file, ["run.directory=/some/runs"]).tracking_uri == "sqlite:////some/runs/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking:5000")
+    assert load(config_file).tracking_uri == "http://tracking:5000"
+    assert load(config_file, ["tracking.uri=http://other:5000"]).tracking_uri == "http://other:5000"
+
+
 def test_checking_starts_nothing(config_file: Path):
     before = set(os.listdir("/dev/shm"))
     load(config_file)

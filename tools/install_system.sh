@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Find what the Python packages need of the system, or install it: Chromium, and two libraries that a bare Debian lacks.
+# Without root it says which packages to install.
+set -euo pipefail
+
+packages=()
+chromium=""
+for name in chromium-headless-shell chromium chromium-browser google-chrome; do
+    if command -v "$name" >/dev/null; then
+        chromium=$name
+        break
+    fi
+done
+[ -n "$chromium" ] || packages+=(chromium-headless-shell)
+has_library() { "${PYTHON:-python3}" -c "import ctypes; ctypes.CDLL('$1')" 2>/dev/null; }
+has_library libatomic.so.1 || packages+=(libatomic1) # Playwright's driver
+has_library libnuma.so.1 || packages+=(libnuma1)     # vLLM's CPU build
+
+[ ${#packages[@]} != 0 ] || exit 0
+if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+    echo "install: missing on this system; install it first: apt-get install ${packages[*]}" >&2
+    exit 1
+fi
+apt-get update -q
+apt-get install -y -q --no-install-recommends "${packages[@]}"
