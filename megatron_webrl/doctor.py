@@ -11,8 +11,10 @@ import platform
 import shutil
 import subprocess
 import sys
+import warnings
 from dataclasses import asdict, dataclass
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -49,6 +51,7 @@ def examine(role: str, *, as_json: bool = False) -> int:
 def look() -> list[Finding]:
     """Everything that the roles use, found or not."""
     compat.install()
+    warnings.simplefilter("ignore")  # what is missing is said below, once
     both = ROLES
     return [
         Finding("Python", _python(), both, "3.11"),
@@ -73,15 +76,15 @@ def look() -> list[Finding]:
 
 def _print(findings: list[Finding], missing: dict[str, list[str]]) -> None:
     console = Console()
-    table = Table(header_style="bold")
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0)
     for name in ("part", "found", "needed by", "note"):
-        table.add_column(name)
+        table.add_column(name, no_wrap=name != "note", overflow="fold")
     for finding in findings:
         style = None if finding.found else ("red" if finding.needed_by else "dim")
         table.add_row(
             finding.part,
             finding.found or "missing",
-            ", ".join(finding.needed_by) or "optional",
+            " ".join(finding.needed_by) or "optional",
             finding.note,
             style=style,
         )

@@ -95,35 +95,30 @@ class Launcher:
     def _supervise(self) -> str:
         control = self._start_roles()
         with Board(self.console, f"run {self.config.run.name}") as board:
-            while True:
-                board.show(
-                    {role.name: control.status_of(role.name) for role in self.roles[1:]},
-                    summary.read_updates(self.config.run_folder),
-                )
-                end = control.end()
-                if end is not None:
-                    outcome = end["outcome"]
-                    break
-                failures = [failure for role in self.roles if (failure := role.failure())]
-                if failures:
-                    outcome = f"failed: {failures[0]}"
-                    control.finish(outcome)
-                    break
-                if self.interrupts == 1 and not control.stop_requested():
-                    control.request_stop()
-                    if control.value("tickets/limit") is None:  # nothing is trained yet: there is nothing to save
-                        outcome = "stopped"
-                        control.finish("interrupted before the first update")
-                        break
-                    self.console.print("stopping after this update, with a checkpoint; again: at once")
-                if self.interrupts > 1:
-                    outcome = "interrupted"
-                    control.finish(outcome)
-                    break
+            while (outcome := self._outcome(control)) is None:
+                statuses = {role.name: control.status_of(role.name) for role in self.roles[1:]}
+                board.show(statuses, summary.read_updates(self.config.run_folder))
                 time.sleep(POLL_SECONDS)
+            board.show({}, summary.read_updates(self.config.run_folder))
+        control.finish(outcome)  # the first outcome counts: this one, if no role has said another
         late = self._await_roles(outcome)
         control.dismiss()
         return f"failed: {late}" if late and outcome in GOOD_OUTCOMES else outcome
+
+    def _outcome(self, control: Control) -> str | None:
+        """How the job ended, or None while it runs: as a role has said, a process has shown, or the user wants."""
+        if end := control.end():
+            return end["outcome"]
+        if failure := next((failure for role in self.roles if (failure := role.failure())), None):
+            return f"failed: {failure}"
+        if self.interrupts > 1:
+            return "interrupted"
+        if self.interrupts == 1 and not control.stop_requested():
+            control.request_stop()
+            if control.job_start() is None:  # nothing is trained yet: there is nothing to save
+                return "interrupted"
+            self.console.print("stopping after this update, with a checkpoint; again: at once")
+        return None
 
     def _start_roles(self) -> Control:
         config, folder = self.config, self.config.run_folder
@@ -164,7 +159,7 @@ class Launcher:
         return fields["host"], fields["port"]
 
     def _await_roles(self, outcome: str) -> str | None:
-        """Give every role but the control plane time to end; a failure after a good outcome, if any."""
+        """Give every role but the control plane time to end; returns who did not end well, if anyone."""
         seconds = 4 * GRACE_SECONDS if outcome in GOOD_OUTCOMES else GRACE_SECONDS
         deadline = time.monotonic() + seconds
         others = self.roles[1:]

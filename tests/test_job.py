@@ -165,8 +165,9 @@ def test_a_job_trains_with_tensor_parallel_ranks_after_a_warm_start(job: Job):
     assert all(u["seconds"]["rollout"] > 0 and u["staleness_max"] <= 1 for u in summary["updates"])
     accounting = summary["accounting"]
     assert accounting["matches"]
-    assert accounting["trained"] == 8
-    assert accounting["finished"] == 8 + sum(accounting["dropped"].values()) + accounting["waiting"]
+    assert 0 < accounting["trained"] <= 8  # fewer where an episode of a trained group was masked
+    dropped = sum(accounting["dropped"].values())
+    assert accounting["finished"] == accounting["trained"] + dropped + accounting["waiting"]
     assert "matches" in job.output()
     assert summary["versions"]["megatron-core"]
     assert Path(summary["checkpoint"], "megatron").is_dir()
@@ -204,10 +205,12 @@ def test_ctrl_c_saves_what_was_learnt_and_the_run_goes_on_from_there(job: Job):
     assert [u["version"] for u in summary["updates"]] == list(range(1, done + 2))
     assert summary["updates"][:done] == stopped["updates"]
     assert summary["accounting"]["matches"]
-    assert summary["accounting"]["trained"] == stopped["accounting"]["trained"] + 4
     again = json.loads(Path(summary["checkpoint"], "state.json").read_text())
     assert again["incarnation"] == state["incarnation"] + 1
     assert again["mlflow_run"] == state["mlflow_run"]
+    # One update closed its two tickets, and those that were dropped meanwhile.
+    assert again["base"] - state["base"] == 2 + again["dropped_tickets"] - state["dropped_tickets"]
+    assert stopped["accounting"]["trained"] < summary["accounting"]["trained"] <= stopped["accounting"]["trained"] + 4
     assert_nothing_left(job)
 
 
