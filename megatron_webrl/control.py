@@ -56,7 +56,7 @@ class Start:
 
 
 def ticket_limit(version: int, dropped: int, max_staleness: int, groups_per_update: int) -> int:
-    """Tickets that may be taken in all (DESIGN decision 6): a group started under this limit is trainable.
+    """Tickets that may be taken in all (docs/architecture.md): a group started under this limit is trainable.
 
     version: updates made; dropped: tickets closed without training.
     """
