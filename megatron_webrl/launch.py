@@ -31,7 +31,8 @@ from megatron_webrl.tracking.board import LEGEND, Board, accounting_line, update
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.25
-GRACE_SECONDS = 15.0  # for roles to end after the job has ended
+GRACE_SECONDS = 60.0  # for roles to end after a good outcome: the last records, the checkpoint's artifacts
+HURRY_SECONDS = 5.0  # after another outcome: a role that waits for one that is gone will not end by itself
 KILL_SECONDS = 8.0
 
 
@@ -96,10 +97,12 @@ class Launcher:
         control = self._start_roles()
         with Board(self.console, f"run {self.config.run.name}") as board:
             while (outcome := self._outcome(control)) is None:
-                statuses = {role.name: control.status_of(role.name) for role in self.roles[1:]}
+                statuses = {role.name: control.status_of(role.name) or "starting" for role in self.roles[1:]}
                 board.show(statuses, summary.read_updates(self.config.run_folder))
                 time.sleep(POLL_SECONDS)
             board.show({}, summary.read_updates(self.config.run_folder))
+        if outcome not in GOOD_OUTCOMES:
+            self.console.print("ending all roles")
         control.finish(outcome)  # the first outcome counts: this one, if no role has said another
         late = self._await_roles(outcome)
         control.dismiss()
@@ -160,7 +163,7 @@ class Launcher:
 
     def _await_roles(self, outcome: str) -> str | None:
         """Give every role but the control plane time to end; returns who did not end well, if anyone."""
-        seconds = 4 * GRACE_SECONDS if outcome in GOOD_OUTCOMES else GRACE_SECONDS
+        seconds = GRACE_SECONDS if outcome in GOOD_OUTCOMES else HURRY_SECONDS
         deadline = time.monotonic() + seconds
         others = self.roles[1:]
         while any(role.process.poll() is None for role in others) and self.interrupts < 3:
