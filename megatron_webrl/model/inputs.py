@@ -15,6 +15,8 @@ class PackedRow:
 
     An image that occurs several times in a row can be given once: `images` then tells, for each occurrence in
     token order, which of the given images it is. Without `images`, the given images occur once each, in order.
+    `visual` tells placeholders from the same token in a response, where it stands for no image. Without `visual`,
+    every such token is a placeholder.
 
     Raises ValueError if shapes do not fit together.
     """
@@ -26,6 +28,7 @@ class PackedRow:
     grids: Tensor  # int64 [images, 3], patches (t, h, w) of each given image
     predict: Tensor  # int64 [R], row positions whose next token is scored
     images: Tensor | None = None  # int64 [occurrences], indices into grids
+    visual: Tensor | None = None  # int64 [V], row positions of the image placeholders
 
     def __post_init__(self) -> None:
         length = self.tokens.numel()

@@ -33,6 +33,7 @@ class Processor:
         self.merge = int(self._image_processor.merge_size)
         self.image_token_id = int(processor.image_token_id)
         self.eos_token_id = int(self.tokenizer.convert_tokens_to_ids("<|im_end|>"))
+        self._special = [i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special]
         self._added = sorted(self.tokenizer.get_added_vocab(), key=len, reverse=True)
 
     @classmethod
@@ -66,6 +67,11 @@ class Processor:
         # A model's vocabulary may be padded beyond the tokenizer's; a padded entry has no text.
         known = ids[ids < len(self.tokenizer)]
         return str(self.tokenizer.decode(known.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def has_special(self, response: np.ndarray) -> bool:
+        """Whether a response holds special tokens (chat, vision) other than the end token at its end."""
+        body = response[:-1] if len(response) and response[-1] == self.eos_token_id else response
+        return bool(np.isin(body, self._special).any())
 
     def expand(self, token_ids: np.ndarray, grids: np.ndarray) -> np.ndarray:
         """Repeat the i-th image placeholder as often as image i has merged patches: int32 [expanded].

@@ -89,7 +89,7 @@ class Qwen3VL(GPTModel):
             raise ValueError(
                 f"row.cu_seqlens={list(boundaries)} must rise from 0 to the row's {row.tokens.numel()} tokens"
             )
-        positions = (row.tokens == self.description.image_token_id).nonzero().squeeze(1) if self.pre_process else None
+        positions = self._placeholders(row) if self.pre_process else None
         found = 0 if positions is None else positions.numel()
         made = 0 if features is None else features.embeddings.shape[0]
         if found != made:
@@ -105,6 +105,12 @@ class Qwen3VL(GPTModel):
             visual_positions=positions,
             deepstack=() if features is None else features.deepstack,
         )
+
+    def _placeholders(self, row: PackedRow) -> Tensor:
+        """int64 [V], row positions that image features fill."""
+        if row.visual is not None:
+            return row.visual
+        return (row.tokens == self.description.image_token_id).nonzero().squeeze(1)
 
     def _embed(self, row: PackedRow, params: RowParams, features: vision.VisualFeatures | None) -> Tensor:
         """[T, 1, hidden]: token embeddings, with image features in place of the placeholders'."""

@@ -13,14 +13,19 @@ import torch
 from torch import Tensor, nn
 
 
-def mrope_positions(token_ids: Tensor, grids: Tensor, image_token_id: int, merge: int) -> Tensor:
+def mrope_positions(
+    token_ids: Tensor, grids: Tensor, image_token_id: int, merge: int, prompt: int | None = None
+) -> Tensor:
     """Positions (t, h, w) of one sample, int64 [3, T], as transformers' `get_rope_index` gives them.
 
     `token_ids`: int [T], each image as t * h * w / merge^2 placeholders. `grids`: int [images, 3], patches
-    (t, h, w) in token order. `merge`: patches that become one token, along h and along w.
+    (t, h, w) in token order. `merge`: patches that become one token, along h and along w. `prompt`: tokens from
+    there on are a response, and a placeholder among them is text like any other.
     Raises ValueError if placeholders and grids do not match.
     """
     placeholder = (token_ids == image_token_id).tolist()
+    if prompt is not None:
+        placeholder[prompt:] = [False] * (len(placeholder) - prompt)
     parts: list[Tensor] = []
     done, position = 0, 0  # tokens covered, next text position
     for index, (t, h, w) in enumerate(grids.tolist()):

@@ -45,7 +45,7 @@ async def run_episode(
     limit = asyncio.timeout(settings.episode_seconds)
     try:
         async with limit:
-            ended = await _play(episode, responder, session, task, settings.step_seconds)
+            ended = await _play(episode, responder, session, processor, task, settings.step_seconds)
     except TimeoutError:
         if not limit.expired():
             raise
@@ -62,7 +62,9 @@ async def run_episode(
     )  # fmt: skip
 
 
-async def _play(episode: _Episode, responder: Responder, session: Session, task: Task, step_seconds: float) -> str:
+async def _play(
+    episode: _Episode, responder: Responder, session: Session, processor: Processor, task: Task, step_seconds: float
+) -> str:
     """Observe, answer, act, until the page, the agent or the step limit ends it; returns which."""
     observation = await session.reset(task)
     episode.instruction = observation.instruction or episode.instruction
@@ -72,7 +74,7 @@ async def _play(episode: _Episode, responder: Responder, session: Session, task:
         asked = time.monotonic()
         generation = await _respond(responder, session, prompt, episode.context, step_seconds)
         answered = time.monotonic()
-        action, format_error = parse(generation.text)
+        action, format_error = _parse(generation, processor)
         if action is not None:
             observation = await session.step(action)
         acted = time.monotonic()
@@ -87,6 +89,13 @@ async def _play(episode: _Episode, responder: Responder, session: Session, task:
         if action is not None and action.kind == "answer":
             return judge.ANSWER
     return judge.STEPS_EXHAUSTED
+
+
+def _parse(generation: Generation, processor: Processor) -> tuple[Action | None, str | None]:
+    """The response's action or the name of its format error. The text alone does not show special tokens."""
+    if processor.has_special(generation.response_token_ids):
+        return None, "special_token"
+    return parse(generation.text)
 
 
 async def _respond(

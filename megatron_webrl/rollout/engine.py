@@ -250,9 +250,6 @@ class Engine:
             raise GenerationError(
                 f"engine {self._worker} ended a response of {len(tokens)} tokens with {answer.finish_reason!r}"
             )
-        if (tokens == self.processor.image_token_id).any():
-            # Whoever computes with this sequence again would look for one more image.
-            raise GenerationError("the response contains an image placeholder token; no image belongs to it")
         return Generation(
             prompt_token_ids=prompt,
             response_token_ids=tokens,

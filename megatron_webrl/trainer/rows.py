@@ -76,28 +76,24 @@ def _build_row(
     tokens = [np.concatenate([s.prompt, s.response]).astype(np.int64) for s in samples]
     occurrences = np.concatenate([s.grids for s in samples]).reshape(-1, 3)
     pixels, grids, order = _images([image for s in samples for image in s.images], occurrences, processor)
-    positions = [
-        mrope_positions(
-            torch.from_numpy(t), torch.from_numpy(s.grids.astype(np.int64)), processor.image_token_id, processor.merge
-        )
-        for t, s in zip(tokens, samples, strict=True)
-    ]
+    placed = list(zip(starts[:-1], samples, strict=True))
+    # The policy may produce the placeholder token, too; images stand in prompts only.
+    visual = [start + np.flatnonzero(s.prompt == processor.image_token_id) for start, s in placed]
     # The logits at position i score the token at i + 1: a response is scored from the last prompt position on.
-    predict = [
-        start + len(s.prompt) - 1 + np.arange(len(s.response)) for start, s in zip(starts[:-1], samples, strict=True)
-    ]
+    predict = [start + len(s.prompt) - 1 + np.arange(len(s.response)) for start, s in placed]
 
     def per_token(numbers: Sequence[float]) -> torch.Tensor:
         return torch.tensor(np.repeat(numbers, [len(s.response) for s in samples]), dtype=torch.float32, device=device)
 
     row = PackedRow(
         tokens=torch.from_numpy(np.concatenate(tokens)).to(device),
-        positions=torch.cat(positions, dim=1).to(device),
+        positions=torch.cat([_positions(s, processor) for s in samples], dim=1).to(device),
         cu_seqlens=torch.from_numpy(starts.astype(np.int32)).to(device),
         pixels=pixels.to(device),
         grids=torch.from_numpy(grids.astype(np.int64)).to(device),
         predict=torch.from_numpy(np.concatenate(predict).astype(np.int64)).to(device),
         images=torch.tensor(order, dtype=torch.int64, device=device),
+        visual=torch.from_numpy(np.concatenate(visual).astype(np.int64)).to(device),
     )
     return Microbatch(
         row=row,
@@ -108,6 +104,13 @@ def _build_row(
         weight=per_token(values),
         temperature=samples[0].temperature,
     )
+
+
+def _positions(sample: Sample, processor: Processor) -> torch.Tensor:
+    """m-RoPE positions of one sample, int64 [3, tokens]."""
+    tokens = torch.from_numpy(np.concatenate([sample.prompt, sample.response]))
+    grids = torch.from_numpy(sample.grids.astype(np.int64))
+    return mrope_positions(tokens, grids, processor.image_token_id, processor.merge, prompt=len(sample.prompt))
 
 
 def _images(

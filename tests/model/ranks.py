@@ -51,6 +51,7 @@ def _examine(name: str, folder: Path, size: int, platform: platforms.Platform) -
     dist_checkpointing.save(model.sharded_state_dict(), str(checkpoint))
     if size == 1:
         found["restored"] = [_restored(name, folder, wrote, platform) for wrote in (2, 1)]
+        found["twins"] = _twins(model)
     found["refusals"] = _refusals(model)
     found |= _step(model)
     return found
@@ -104,6 +105,24 @@ def _forward(model: Any, row: Any, targets: Tensor) -> dict[str, Tensor]:
     torch.distributed.all_gather(shards, logits, group=group)
     whole = torch.cat(shards, dim=1)
     return {"logits": whole[:, : tiny.VOCABULARY], "logprobs": logprobs, "entropy": entropy, "width": logits.shape[1]}
+
+
+def _twins(model: Any) -> tuple[Tensor, Tensor]:
+    """Logits with the placeholder token within a response, and with another token of the same embedding."""
+    sample = tiny.samples()["image"]
+    row, _ = tiny.pack([sample])
+    visual = (sample.tokens[: sample.prompt] == tiny.IMAGE).nonzero().squeeze(1)
+    weight = model.embedding.word_embeddings.weight
+    with torch.no_grad():
+        kept = weight[0].clone()
+        weight[0] = weight[tiny.IMAGE]
+        logits = []
+        for token in (tiny.IMAGE, 0):
+            tokens = sample.tokens.clone()
+            tokens[sample.prompt + 2] = token
+            logits.append(model(replace(row, tokens=tokens, visual=visual)))
+        weight[0] = kept
+    return logits[0], logits[1]
 
 
 def _restored(name: str, folder: Path, wrote: int, platform: platforms.Platform) -> dict[str, Tensor]:

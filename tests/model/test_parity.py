@@ -124,6 +124,12 @@ def _assert_close_by_norm(found: Tensor, expected: Tensor, limit: float, key: st
     assert error < limit, f"{key}: relative error {error:.2e}"
 
 
+@pytest.mark.parametrize("name", list(ranks.MODELS))
+def test_a_placeholder_within_a_response_stands_for_no_image(found: Found, name: str) -> None:
+    placeholder, twin = found[1, 0][name]["twins"]
+    assert torch.equal(placeholder, twin)
+
+
 @SIZES
 def test_a_row_whose_parts_do_not_fit_together_is_refused(found: Found, size: int) -> None:
     tokens = sum(len(sample.tokens) for sample in tiny.samples().values())

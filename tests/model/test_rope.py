@@ -37,6 +37,14 @@ def test_angles_equal_those_of_transformers() -> None:
     torch.testing.assert_close(angles.sin()[:, :, 0].transpose(0, 1), sines, atol=1e-6, rtol=0)
 
 
+def test_a_placeholder_in_a_response_has_the_position_of_a_text_token() -> None:
+    prompt = [1, 2, *[tiny.IMAGE] * 4, 3]
+    text, mixed = (torch.tensor([*prompt, 5, token, 6]) for token in (7, tiny.IMAGE))
+    grids = torch.tensor([[1, 4, 4]])
+    expected = mrope_positions(text, grids, tiny.IMAGE, tiny.MERGE)
+    assert torch.equal(mrope_positions(mixed, grids, tiny.IMAGE, tiny.MERGE, prompt=len(prompt)), expected)
+
+
 @pytest.mark.parametrize(
     ("placeholders", "grids", "words"),
     [

@@ -105,6 +105,14 @@ async def test_a_solved_task_is_a_success_with_all_that_training_needs(fleet: Fl
     assert decode(b"".join(encode(trajectory))).instruction == trajectory.instruction
 
 
+async def test_special_tokens_in_a_response_are_a_format_error(fleet: Fleet, processor: Processor) -> None:
+    answers = Answers(processor, [f"{WAIT}<|image_pad|>", f"<|im_start|>{WAIT}", WAIT])
+    trajectory = await episode(fleet, processor, answers, task())
+    assert [step.format_error for step in trajectory.steps] == ["special_token", "special_token", None]
+    assert [step.action is None for step in trajectory.steps] == [True, True, False]
+    assert trajectory.outcome == "failure"
+
+
 async def test_a_format_error_is_told_and_the_episode_goes_on(fleet: Fleet, processor: Processor) -> None:
     answers = Answers(processor, ["I do not know.", "<tool_call>\n{}\n</tool_call>"])
     trajectory = await episode(fleet, processor, answers, task())

@@ -71,6 +71,8 @@ def _step(processor: Any, rng: np.random.Generator, images: tuple[bytes, ...], i
     content = [{"type": "text", "text": f"Step {i}."}, *[{"type": "image"} for _ in range(i + 1)]]
     grids = processor.grids(images[: i + 1])
     response = processor.encode_response(" ".join(rng.choice(["click", "type", "wait", "answer"], 4)))
+    if i == 1:  # the policy may produce the token that stands for images in prompts
+        response = np.insert(response, 1, processor.image_token_id).astype(np.int32)
     return Step(
         prompt_token_ids=processor.expand(processor.encode_chat([{"role": "user", "content": content}]), grids),
         response_token_ids=response,
