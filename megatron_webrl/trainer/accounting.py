@@ -19,6 +19,10 @@ class Accounting:
         """Episodes that are done with."""
         return self.trained + sum(self.dropped.values())
 
+    def dropped_line(self) -> str:
+        """The dropped episodes by reason, in words."""
+        return ", ".join(f"{name} {count}" for name, count in sorted(self.dropped.items())) or "none"
+
     def summary(self, finished: int, waiting: int) -> dict[str, Any]:
         """The accounting of summary.json. `finished` is what the workers counted, `waiting` what was found unread."""
         return {

@@ -169,7 +169,8 @@ class Coordinator:
         self.control.check(self.workers)
         self._raise_limit(version)
         count = self.config.trainer.groups_per_update
-        self.control.report(f"update {version + 1}: waiting for groups, {ready} of {count}")
+        dropped = self.accounting.dropped_line()
+        self.control.report(f"update {version + 1}: waiting for groups, {ready} of {count}; dropped so far: {dropped}")
         return not self.control.stop_requested()
 
     def _raise_limit(self, version: int) -> None:

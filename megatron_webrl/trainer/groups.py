@@ -58,7 +58,7 @@ class GroupSource:
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"the trainer waited {seconds:.0f} s (trainer.batch_seconds) for groups from rollout: "
-                    f"{len(self._ready)} of {count} arrived"
+                    f"{len(self._ready)} of {count} arrived; episodes dropped: {self.accounting.dropped_line()}"
                 )
             time.sleep(POLL_SECONDS)
 

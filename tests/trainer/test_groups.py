@@ -58,7 +58,8 @@ def test_groups_come_oldest_first_and_are_freed_when_closed(ring: Ring, source: 
 
 def test_a_group_waits_until_it_is_whole(ring: Ring, source: GroupSource):
     ring.write(encode(trajectory(0, 1, group_size=2)), 1.0)
-    with pytest.raises(TimeoutError, match="0 of 1 arrived"):
+    put(ring, 7, [0.0, 0.0])
+    with pytest.raises(TimeoutError, match="0 of 1 arrived; episodes dropped: zero_variance 2"):
         source.take(0, 1, 0.2, go)
     assert source.waiting() == 1
     ring.write(encode(trajectory(0, 0, reward=1.0, group_size=2)), 1.0)
