@@ -90,7 +90,7 @@ def test_every_setting_has_a_meaning_and_the_page_lists_it():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
 def test_every_configuration_in_the_repository_is_valid(path: Path, tiny_model: Path):
-    load(path, [f"model.path={tiny_model}"])
+    assert load(path, [f"model.path={tiny_model}"]).model.path == str(tiny_model)
 
 
 def test_mlflow_goes_where_the_setting_or_the_environment_says(
