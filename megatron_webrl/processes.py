@@ -116,7 +116,9 @@ def kill_descendants(seconds: float, roles: Sequence[subprocess.Popen[bytes]] = 
     begun, terminated = time.monotonic(), set()
     while True:
         _reap(roles)
-        running = [p for p in psutil.Process().children(recursive=True) if _runs(p)]
+        # What cannot be reaped yet still holds its files and locks: a process looks like a zombie as soon as its first
+        # thread has ended.
+        running = psutil.Process().children(recursive=True)
         elapsed = time.monotonic() - begun
         if not running or elapsed >= seconds:
             return sorted(_name(process.pid) for process in running)
