@@ -111,6 +111,11 @@ class TrainerConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
 
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimiser steps of the whole run, at most."""
+        return self.updates * self.epochs * self.minibatches
+
 
 @dataclass
 class ContextConfig:
@@ -211,6 +216,16 @@ class Config:
         """tracking.uri, else MLFLOW_TRACKING_URI, else SQLite in the folder of all runs."""
         database = Path(self.run.directory).absolute() / "mlflow.db"
         return self.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{database}"
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Names of the rollout workers."""
+        return tuple(f"rollout-{worker}" for worker in range(self.rollout.engines))
+
+    @property
+    def transfer_ranks(self) -> int:
+        """Ranks of the weight transfer group: the trainer's first, then each engine's in the order of workers."""
+        return 1 + self.rollout.engines * self.rollout.tensor_parallel
 
     @property
     def trainer_ranks(self) -> int:

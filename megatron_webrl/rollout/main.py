@@ -73,5 +73,6 @@ async def _join_weights(config: Config, control: Control, worker: int, engine: E
         control.wait_key, "weights/manifest", limit, "the trainer to offer its weights", ("trainer-0",)
     )
     first_rank = 1 + worker * config.rollout.tensor_parallel
-    size = 1 + config.rollout.engines * config.rollout.tensor_parallel
-    await engine.join_weights(control.host, control.port, first_rank, size, Manifest.from_json(json.loads(text)))
+    await engine.join_weights(
+        control.host, control.port, first_rank, config.transfer_ranks, Manifest.from_json(json.loads(text))
+    )

@@ -23,7 +23,6 @@ from megatron_webrl.tracking.metrics import (
     episode_metrics,
     mean,
     response_tokens,
-    rollout_seconds,
 )
 from megatron_webrl.tracking.mlflow_run import Tracker
 from megatron_webrl.trainer import checkpoint
@@ -49,7 +48,6 @@ class Coordinator:
     ) -> None:
         """`tracker` is the first rank's; `state` is a fresh run's or the checkpoint's, with its new incarnation."""
         self.config, self.control, self.ring, self.tracker = config, control, ring, tracker
-        self.workers = tuple(f"rollout-{i}" for i in range(config.rollout.engines))
         self.accounting = Accounting.from_state(state.accounting)
         self.finished_before = self.accounting.closed
         self.start = Start(state.incarnation, state.version, state.base, state.open_tickets)
@@ -93,10 +91,6 @@ class Coordinator:
             ]
         self.control.report(f"update {version + 1}: training on {len(groups)} groups")
         return groups
-
-    def rollout_seconds(self, groups: Sequence[Group]) -> float:
-        """From the first start to the last end of the batch's episodes."""
-        return rollout_seconds([t for g in groups for t in g.trajectories])
 
     def record(
         self, version: int, groups: Sequence[Group], metrics: Metrics, gap: Gap, seconds: Seconds, learning_rate: float
@@ -154,7 +148,7 @@ class Coordinator:
         if self.tracker is not None:
             outcome = "finished" if version >= self.config.trainer.updates else "stopped"
             self.control.finish(outcome)
-            final = [self._final_report(worker) for worker in self.workers]
+            final = [self._final_report(worker) for worker in self.config.workers]
             self.source.poll(version)
             finished = self.finished_before + sum(report["finished"] for report in final)
             waiting = self.source.waiting() + sum(report["held"] for report in final)
@@ -166,7 +160,7 @@ class Coordinator:
         torch.distributed.barrier()
 
     def _go_on(self, version: int, ready: int) -> bool:
-        self.control.check(self.workers)
+        self.control.check(self.config.workers)
         self._raise_limit(version)
         count = self.config.trainer.groups_per_update
         dropped = self.accounting.dropped_line()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_webrl.config import Config
-from megatron_webrl.tracking.metrics import Seconds
+from megatron_webrl.tracking.metrics import Seconds, rollout_seconds
 from megatron_webrl.trainer import batching
 from megatron_webrl.trainer.coordinator import Coordinator
 from megatron_webrl.trainer.learner import Learner, Metrics, objective
@@ -47,7 +47,9 @@ def train(trainer: Trainer) -> None:
         trained = time.monotonic()
         trainer.version += 1
         sync = trainer.publisher.publish(trainer.version)
-        seconds = Seconds(coordinator.rollout_seconds(groups), trained - collected, sync, collected - started)
+        seconds = Seconds(
+            rollout_seconds([t for g in groups for t in g.trajectories]), trained - collected, sync, collected - started
+        )
         coordinator.record(trainer.version, groups, metrics, gap, seconds, trainer.learner.optimization.learning_rate)
         coordinator.close(groups, trainer.version)
         if settings.checkpoint_every and trainer.version % settings.checkpoint_every == 0:

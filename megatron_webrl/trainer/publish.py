@@ -24,11 +24,10 @@ class Publisher:
     def __init__(self, model: Qwen3VL, config: Config, control: Control, platform: Platform) -> None:
         self.model, self.config, self.control = model, config, control
         self.manifest = Manifest.from_list(hf_manifest(model))
-        self.workers = tuple(f"rollout-{i}" for i in range(config.rollout.engines))
         self.group: transport.Group | None = None
         if torch.distributed.get_rank() == 0:
             control.put("weights/manifest", self.manifest.to_json())
-            size = 1 + config.rollout.engines * config.rollout.tensor_parallel
+            size = config.transfer_ranks
             self.group = transport.join(control.store, GROUP_NAME, 0, size, config.run.start_seconds, platform.backend)
             self.group.seconds = config.weights.seconds
 
@@ -45,9 +44,9 @@ class Publisher:
         self.control.put("weights/offer", version)
         transport.send(self.group, self.manifest, tensors, self.config.weights.bucket_mib * 2**20)
         deadline = time.monotonic() + self.config.weights.seconds
-        for worker in self.workers:
+        for worker in self.config.workers:
             while self.control.value(f"weights/taken/{worker}", -1) != version:
-                self.control.check(self.workers)
+                self.control.check(self.config.workers)
                 if time.monotonic() > deadline:
                     raise TimeoutError(
                         f"{worker} did not take version {version} within {self.config.weights.seconds:.0f} s"

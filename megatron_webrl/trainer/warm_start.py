@@ -51,5 +51,5 @@ def warm_start(learner: Learner, builder: RowBuilder, config: Config, control: C
         time.monotonic() - started,
         metrics["loss"],
     )
-    steps = config.trainer.updates * config.trainer.epochs * config.trainer.minibatches
-    return replace(learner, optimization=optimization(learner.model, config.trainer.optimizer, steps, dtype))
+    rl = optimization(learner.model, config.trainer.optimizer, config.trainer.optimizer_steps, dtype)
+    return replace(learner, optimization=rl)
