@@ -37,4 +37,9 @@ def _gathered(model: Qwen3VL, parameter: Tensor, entries: list[Entry]) -> Iterat
         shards = [torch.empty_like(parameter) for _ in range(get_pg_size(group))]
         torch.distributed.all_gather(shards, parameter.contiguous(), group=group)
     for entry in entries:
-        yield entry.name, from_megatron(entry, shards)
+        if entry.layout.kind == "replicated":
+            yield entry.name, parameter
+            continue
+        tensor = parameter.new_empty(entry.tensor_shape)
+        from_megatron(entry, shards, tensor)
+        yield entry.name, tensor

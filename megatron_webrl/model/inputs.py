@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,9 @@ class PackedRow:
     `visual` tells placeholders from the same token in a response, where it stands for no image. Without `visual`,
     every such token is a placeholder.
 
+    `pixels` holds the patches of all given images, or of those that `encoded` names, in its order: the images that
+    this tensor-parallel rank encodes by `image_shares` (on later pipeline stages, none).
+
     Raises ValueError if shapes do not fit together.
     """
 
@@ -28,6 +32,7 @@ class PackedRow:
     grids: Tensor  # int64 [images, 3], patches (t, h, w) of each given image
     predict: Tensor  # int64 [R], row positions whose next token is scored
     images: Tensor | None = None  # int64 [occurrences], indices into grids
+    encoded: Tensor | None = None  # int64, indices into grids of the images whose patches `pixels` holds
     visual: Tensor | None = None  # int64 [V], row positions of the image placeholders
 
     def __post_init__(self) -> None:
@@ -53,3 +58,18 @@ class PackedRow:
             name: None if tensor is None else tensor.to(device) for name, tensor in vars(self).items()
         }
         return replace(self, **moved)
+
+
+def image_shares(grids: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
+    """Which of the images each of `ranks` tensor-parallel ranks encodes: most patches first, to the least loaded.
+
+    `grids`: patches (t, h, w) of each image. Each rank's indices rise.
+    """
+    patches = [t * h * w for t, h, w in grids]
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for index in sorted(range(len(patches)), key=lambda i: (-patches[i], i)):
+        rank = min(range(ranks), key=lambda r: (loads[r], r))
+        shares[rank].append(index)
+        loads[rank] += patches[index]
+    return [sorted(share) for share in shares]

@@ -3,7 +3,11 @@
 Checkpoint import, export and live resharding all read this table. It is pure data and pure functions; nothing
 here communicates. A new architecture is one new table.
 
-A layout says how a tensor lies in its parameter on each of `size` tensor-parallel ranks:
+An entry is a Hugging Face tensor or, where one tensor holds what lies in several parameters (all experts of a
+layer), a part of it. The parts of a tensor cover it once.
+
+A layout says how a part lies in its parameter on each of `size` ranks, tensor-parallel ones or, for an expert's
+parameters, expert-tensor-parallel ones:
 - replicated: whole on every rank.
 - column: split along dimension 0; row: split along dimension 1.
 - vocabulary: split along dimension 0 after zero rows were added until the ranks divide it.
@@ -22,6 +26,9 @@ import torch
 from torch import Tensor
 
 Kind = Literal["replicated", "column", "row", "vocabulary", "half", "group"]
+ExpertFormat = Literal["released", "transposed", "separate"]
+"""How a folder stores experts. released: one tensor for all, [E, H, 2I] and [E, I, H], the form that is written.
+transposed: one tensor for all, [E, 2I, H] and [E, H, I]. separate: gate, up and down projection of each expert."""
 
 
 @dataclass(frozen=True)
@@ -37,25 +44,49 @@ class Layout:
 
 @dataclass(frozen=True)
 class Entry:
-    """One Hugging Face tensor. Layer numbers in `parameter` count over all pipeline stages."""
+    """One Hugging Face tensor, or a part of it. Layers and experts in `parameter` count over the whole model."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the part, as it lies in the parameter
     parameter: str
     layout: Layout
+    layer: int | None = None  # of the text model
+    expert: int | None = None
+    tensor_shape: tuple[int, ...] = ()  # of the whole tensor; left out: that of the part
+    within: tuple[int | slice, ...] = ()  # index of the part in the tensor; left out: all of it
+    transposed: bool = False  # the tensor holds the part with rows and columns exchanged
+
+    def __post_init__(self) -> None:
+        if not self.tensor_shape:
+            object.__setattr__(self, "tensor_shape", self.shape)
+            object.__setattr__(self, "within", tuple(slice(0, size) for size in self.shape))
+
+    @property
+    def whole(self) -> bool:
+        """Whether the part is the tensor."""
+        return self.tensor_shape == self.shape and not self.transposed
+
+    def index(self, piece: Piece) -> tuple[int | slice, ...]:
+        """Index in the whole tensor of a piece of the part; what lies there is transposed if the part is."""
+        axes = [axis for axis, part in enumerate(self.within) if isinstance(part, slice)]
+        axis = (axes[::-1] if self.transposed else axes)[piece.dim]
+        part = self.within[axis]
+        assert isinstance(part, slice)
+        start = part.start + piece.tensor
+        return (*self.within[:axis], slice(start, start + piece.length), *self.within[axis + 1 :])
 
 
 @dataclass(frozen=True)
 class Piece:
-    """`length` entries along `dim`: from `tensor` on in the Hugging Face tensor, `parameter` on in the rank's own."""
+    """`length` entries along `dim`: from `tensor` on in the entry's part, `parameter` on in the rank's own."""
 
     dim: int
     tensor: int
     parameter: int
     length: int
 
-    def within_tensor(self) -> tuple[slice, ...]:
-        """Index of the piece in the Hugging Face tensor."""
+    def within_part(self) -> tuple[slice, ...]:
+        """Index of the piece in the part."""
         return (*[slice(None)] * self.dim, slice(self.tensor, self.tensor + self.length))
 
     def within_parameter(self) -> tuple[slice, ...]:
@@ -67,12 +98,13 @@ REPLICATED = Layout("replicated")
 COLUMN = Layout("column")
 ROW = Layout("row")
 VOCABULARY = Layout("vocabulary")
+GATE_UP = ("gate", "up")
 
 
-def dense_map(description: Any) -> tuple[Entry, ...]:
-    """All tensors of a dense Qwen3-VL with this Qwen3VLConfig, in the order of export.
+def model_map(description: Any, experts: ExpertFormat = "released") -> tuple[Entry, ...]:
+    """All tensors of the Qwen3-VL, dense or mixture of experts, that a transformers configuration describes.
 
-    Tensors that share a parameter follow each other.
+    In the order of export: parts of a tensor follow each other, and so do tensors that share a parameter.
     """
     text = description.text_config
     entries = _vision_entries(description.vision_config)
@@ -80,31 +112,41 @@ def dense_map(description: Any) -> tuple[Entry, ...]:
     prefix = "model.language_model."
     entries.append(Entry(f"{prefix}embed_tokens.weight", width, "embedding.word_embeddings.weight", VOCABULARY))
     for layer in range(text.num_hidden_layers):
-        entries += _layer_entries(text, f"{prefix}layers.{layer}.", f"decoder.layers.{layer}.")
+        source, target = f"{prefix}layers.{layer}.", f"decoder.layers.{layer}."
+        entries += _attention_entries(text, layer, source, target)
+        if is_sparse(text, layer):
+            entries += _expert_entries(text, layer, f"{source}mlp.", f"{target}mlp.", experts)
+        else:
+            entries += _mlp_entries(text, layer, f"{source}mlp.", f"{target}mlp.")
     entries.append(Entry(f"{prefix}norm.weight", (text.hidden_size,), "decoder.final_layernorm.weight", REPLICATED))
     if not description.tie_word_embeddings:
         entries.append(Entry("lm_head.weight", width, "output_layer.weight", VOCABULARY))
     return tuple(entries)
 
 
-def _layer_entries(text: Any, source: str, target: str) -> list[Entry]:
+def is_sparse(text: Any, layer: int) -> bool:
+    """Whether this layer of the text model is a mixture of experts."""
+    if not getattr(text, "num_experts", 0):
+        return False
+    return layer not in text.mlp_only_layers and (layer + 1) % text.decoder_sparse_step == 0
+
+
+def _attention_entries(text: Any, layer: int, source: str, target: str) -> list[Entry]:
     hidden, dim, groups = text.hidden_size, text.head_dim, text.num_key_value_heads
     heads = text.num_attention_heads // groups  # query heads of one group
     stride = (heads + 2) * dim
-    inner = text.intermediate_size
-    attention, mlp = f"{target}self_attention.", f"{target}mlp."
+    attention = f"{target}self_attention."
 
     def of_group(name: str, rows: int, offset: int) -> Entry:
         layout = Layout("group", groups=groups, stride=stride, offset=offset)
-        return Entry(f"{source}self_attn.{name}_proj.weight", (rows, hidden), f"{attention}linear_qkv.weight", layout)
-
-    def of_half(name: str, index: int) -> Entry:
-        layout = Layout("half", index=index)
-        return Entry(f"{source}mlp.{name}_proj.weight", (inner, hidden), f"{mlp}linear_fc1.weight", layout)
+        return Entry(
+            f"{source}self_attn.{name}_proj.weight", (rows, hidden), f"{attention}linear_qkv.weight", layout, layer
+        )
 
     def replicated(name: str, size: int, parameter: str) -> Entry:
-        return Entry(f"{source}{name}.weight", (size,), f"{target}{parameter}.weight", REPLICATED)
+        return Entry(f"{source}{name}.weight", (size,), f"{target}{parameter}.weight", REPLICATED, layer)
 
+    output = (hidden, groups * heads * dim)
     return [
         replicated("input_layernorm", hidden, "input_layernorm"),
         of_group("q", groups * heads * dim, 0),
@@ -112,14 +154,61 @@ def _layer_entries(text: Any, source: str, target: str) -> list[Entry]:
         of_group("v", groups * dim, (heads + 1) * dim),
         replicated("self_attn.q_norm", dim, "self_attention.q_layernorm"),
         replicated("self_attn.k_norm", dim, "self_attention.k_layernorm"),
-        Entry(
-            f"{source}self_attn.o_proj.weight", (hidden, groups * heads * dim), f"{attention}linear_proj.weight", ROW
-        ),
+        Entry(f"{source}self_attn.o_proj.weight", output, f"{attention}linear_proj.weight", ROW, layer),
         replicated("post_attention_layernorm", hidden, "pre_mlp_layernorm"),
-        of_half("gate", 0),
-        of_half("up", 1),
-        Entry(f"{source}mlp.down_proj.weight", (hidden, inner), f"{mlp}linear_fc2.weight", ROW),
     ]
+
+
+def _mlp_entries(text: Any, layer: int, source: str, target: str) -> list[Entry]:
+    hidden, inner = text.hidden_size, text.intermediate_size
+    fc1, fc2 = f"{target}linear_fc1.weight", f"{target}linear_fc2.weight"
+    return [
+        Entry(f"{source}gate_proj.weight", (inner, hidden), fc1, Layout("half", index=0), layer),
+        Entry(f"{source}up_proj.weight", (inner, hidden), fc1, Layout("half", index=1), layer),
+        Entry(f"{source}down_proj.weight", (hidden, inner), fc2, ROW, layer),
+    ]
+
+
+def _expert_entries(text: Any, layer: int, source: str, target: str, experts: ExpertFormat) -> list[Entry]:
+    hidden, inner, count = text.hidden_size, text.moe_intermediate_size, text.num_experts
+    entries = [Entry(f"{source}gate.weight", (count, hidden), f"{target}router.weight", REPLICATED, layer)]
+    transposed = experts == "released"  # Megatron's parameters are [outputs, inputs]
+
+    def halves(expert: int) -> list[Entry]:
+        parameter = f"{target}experts.local_experts.{expert}.linear_fc1.weight"
+        return [part(f"{name}_proj", expert, (inner, hidden), parameter, index) for index, name in enumerate(GATE_UP)]
+
+    def down(expert: int) -> Entry:
+        parameter = f"{target}experts.local_experts.{expert}.linear_fc2.weight"
+        return part("down_proj", expert, (hidden, inner), parameter, None)
+
+    def part(name: str, expert: int, shape: tuple[int, int], parameter: str, index: int | None) -> Entry:
+        layout = ROW if index is None else Layout("half", index=index)
+        if experts == "separate":
+            full = f"{source}experts.{expert}.{name}.weight"
+            return Entry(full, shape, parameter, layout, layer, expert)
+        rows = slice(0, hidden) if index is None else slice(index * inner, (index + 1) * inner)
+        columns = slice(0, shape[1])
+        stored = (hidden, inner) if index is None else (2 * inner, hidden)
+        return Entry(
+            f"{source}experts.{name if index is None else 'gate_up_proj'}",
+            shape,
+            parameter,
+            layout,
+            layer,
+            expert,
+            tensor_shape=(count, *(stored[::-1] if transposed else stored)),
+            within=(expert, columns, rows) if transposed else (expert, rows, columns),
+            transposed=transposed,
+        )
+
+    for expert in range(count):
+        entries += halves(expert)
+        if experts == "separate":
+            entries.append(down(expert))
+    if experts != "separate":
+        entries += [down(expert) for expert in range(count)]
+    return entries
 
 
 def _vision_entries(vision: Any) -> list[Entry]:
@@ -161,8 +250,8 @@ def padded_vocabulary(vocab_size: int, size: int) -> int:
 
 
 def pieces(entry: Entry, rank: int, size: int) -> tuple[Piece, ...]:
-    """What of the tensor rank `rank` of `size` holds, and where in its parameter. The ranks' pieces cover it once,
-    or, if replicated, each rank's alone. Raises ValueError if `size` does not divide the tensor.
+    """What of the part rank `rank` of `size` holds, and where in its parameter. The ranks' pieces cover it once,
+    or, if replicated, each rank's alone. Raises ValueError if `size` does not divide the part.
     """
     layout, rows = entry.layout, entry.shape[0]
     if layout.kind == "replicated":
@@ -182,7 +271,7 @@ def pieces(entry: Entry, rank: int, size: int) -> tuple[Piece, ...]:
 
 
 def to_megatron(entry: Entry, tensor: Any, parameter: Tensor, rank: int, size: int) -> None:
-    """Copy what rank `rank` of `size` holds of the tensor into its parameter, in place.
+    """Copy what rank `rank` of `size` holds of the entry's part of the whole tensor into its parameter, in place.
 
     `tensor` only needs to be indexed by slices, as safetensors' lazy slices can be. Padding is set to zero.
     """
@@ -190,32 +279,28 @@ def to_megatron(entry: Entry, tensor: Any, parameter: Tensor, rank: int, size: i
         if entry.layout.kind == "vocabulary":
             parameter.zero_()
         for piece in pieces(entry, rank, size):
-            parameter[piece.within_parameter()].copy_(tensor[piece.within_tensor()])
+            found = tensor[entry.index(piece)]
+            parameter[piece.within_parameter()].copy_(found.t() if entry.transposed else found)
 
 
-def from_megatron(entry: Entry, shards: Sequence[Tensor]) -> Tensor:
-    """The Hugging Face tensor from the parameters of all tensor-parallel ranks, in rank order.
-
-    A replicated tensor is the first rank's parameter itself, not a copy.
-    """
-    if entry.layout.kind == "replicated":
-        return shards[0]
-    tensor = shards[0].new_empty(entry.shape)
-    for rank, shard in enumerate(shards):
+def from_megatron(entry: Entry, shards: Sequence[Tensor], tensor: Tensor) -> None:
+    """Fill the entry's part of the whole tensor, in place, from the parameters of all ranks in their order."""
+    for rank, shard in enumerate(shards[:1] if entry.layout.kind == "replicated" else shards):
         for piece in pieces(entry, rank, len(shards)):
-            tensor[piece.within_tensor()] = shard[piece.within_parameter()]
-    return tensor
+            found = shard[piece.within_parameter()]
+            tensor[entry.index(piece)] = found.t() if entry.transposed else found
 
 
-def parameter_shapes(entries: Sequence[Entry], size: int) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter on one of `size` ranks."""
+def parameter_shapes(entries: Sequence[Entry], size: int, expert_size: int = 1) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter on one of `size` tensor-parallel and `expert_size` expert-tensor-parallel ranks."""
     shapes: dict[str, tuple[int, ...]] = {}
     for entry in entries:
-        found = pieces(entry, 0, size)
+        ranks = size if entry.expert is None else expert_size
+        found = pieces(entry, 0, ranks)
         dim = found[0].dim
         length = sum(piece.length for piece in found)
         if entry.layout.kind == "vocabulary":
-            length = padded_vocabulary(entry.shape[0], size) // size
+            length = padded_vocabulary(entry.shape[0], ranks) // ranks
         before = shapes[entry.parameter][dim] if entry.parameter in shapes else 0
         shapes[entry.parameter] = (*entry.shape[:dim], before + length, *entry.shape[dim + 1 :])
     return shapes
@@ -224,5 +309,6 @@ def parameter_shapes(entries: Sequence[Entry], size: int) -> dict[str, tuple[int
 def _divide(entry: Entry, total: int, size: int) -> int:
     if total % size:
         what = "query groups" if entry.layout.kind == "group" else "entries of the split dimension"
-        raise ValueError(f"tensor_parallel={size} does not divide the {total} {what} of {entry.name}")
+        which = "tensor_parallel" if entry.expert is None else "expert_tensor_parallel"
+        raise ValueError(f"{which}={size} does not divide the {total} {what} of {entry.name}")
     return total // size

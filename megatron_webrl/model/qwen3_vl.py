@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_webrl.model import vision
 from megatron_webrl.model.inputs import PackedRow
 from megatron_webrl.model.layers import RowParams, block_spec
-from megatron_webrl.model.parameter_map import Entry, dense_map, padded_vocabulary
+from megatron_webrl.model.parameter_map import Entry, model_map, padded_vocabulary
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.rope import InterleavedRotaryEmbedding
 
@@ -54,7 +54,7 @@ class Qwen3VL(GPTModel):
             pg_collection=groups,
         )
         self.description = description
-        self.entries: tuple[Entry, ...] = dense_map(description)
+        self.entries: tuple[Entry, ...] = model_map(description)
         self.unpadded_vocab_size: int = text.vocab_size
         self.merge: int = description.vision_config.spatial_merge_size
         self.rotary_pos_emb = InterleavedRotaryEmbedding(text.head_dim, text.rope_parameters["rope_theta"])

@@ -25,9 +25,9 @@ def make_learner(config: Config, platform: Platform) -> Learner:
     model = qwen3_vl.build(config.model.path, dtype=dtype, platform=platform, train_vision=config.trainer.train_vision)
     load_hf(model, config.model.path)
     wrapped = wrap(model)
-    rl = optimization(wrapped, config.trainer.optimizer, config.trainer.optimizer_steps, dtype)
+    rl = optimization([wrapped], config.trainer.optimizer, config.trainer.optimizer_steps, dtype)
     log.info("model loaded in %.1f s", time.monotonic() - started)
-    return Learner(wrapped, model.unpadded_vocab_size, rl)
+    return Learner([wrapped], model.unpadded_vocab_size, rl)
 
 
 def make_builder(config: Config, platform: Platform) -> RowBuilder:

@@ -87,7 +87,7 @@ def load(checkpoint: Path, learner: Learner) -> None:
         loaded = dist_checkpointing.load(_sharded_state(learner, is_loading=True), str(checkpoint / "megatron"))
     except dist_checkpointing.core.CheckpointingException as error:
         raise CheckpointError(f"{checkpoint}: {error}") from error
-    learner.model.module.load_state_dict(loaded["model"])
+    learner.chunks[0].module.load_state_dict(loaded["model"])
     learner.optimization.load_state_dict(loaded["optimizer"])
     learner.optimization.scheduler.num_steps = 0  # restoring counts the checkpoint's steps on top
     learner.optimization.scheduler.load_state_dict(loaded["scheduler"])
@@ -96,7 +96,7 @@ def load(checkpoint: Path, learner: Learner) -> None:
 def _sharded_state(learner: Learner, *, is_loading: bool) -> dict[str, Any]:
     learner.optimization.allocate_state()
     # Drawing up the optimiser's part fills tensors of the model's part in: both come from one call.
-    model = learner.model.module.sharded_state_dict()
+    model = learner.chunks[0].module.sharded_state_dict()
     optimizer = learner.optimization.optimizer.sharded_state_dict(
         model, is_loading=is_loading, metadata=OPTIMIZER_METADATA
     )

@@ -31,7 +31,7 @@ def objective(config: LossConfig) -> Objective:
 class Learner:
     """A Megatron model with its optimiser. Every method is collective over all trainer ranks."""
 
-    model: Any  # DistributedDataParallel around Qwen3VL
+    chunks: list[Any]  # DistributedDataParallel around Qwen3VL, one per virtual pipeline stage of this rank
     vocab_size: int
     optimization: Optimization
 
@@ -42,7 +42,8 @@ class Learner:
             logprobs, _ = self._logprobs(logits, batch)
             return logprobs.sum(), {"logprobs": logprobs}
 
-        self.model.eval()
+        for chunk in self.chunks:
+            chunk.eval()
         with torch.no_grad():
             results = self._run(rows, lambda index, batch: partial(scored, batch), forward_only=True)
         return [result["logprobs"] for result in results]
@@ -77,8 +78,9 @@ class Learner:
 
         logprobs: list[Tensor] = []
 
-        self.model.train()
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
         self.optimization.optimizer.zero_grad()
         results = self._run(rows, lambda index, batch: partial(measured, index, batch), forward_only=False)
         norm = self.optimization.step()
@@ -99,7 +101,7 @@ class Learner:
         return get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=iter(list(enumerate(rows))),
-            model=[self.model],
+            model=self.chunks,
             num_microbatches=len(rows),
             seq_length=max(row.tokens for row in rows),
             micro_batch_size=1,

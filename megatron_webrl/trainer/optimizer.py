@@ -102,7 +102,7 @@ def wrap(model: Any) -> DistributedDataParallel:
 
 
 def optimization(
-    model: DistributedDataParallel, config: OptimizerConfig, steps: int, dtype: torch.dtype
+    chunks: list[DistributedDataParallel], config: OptimizerConfig, steps: int, dtype: torch.dtype
 ) -> Optimization:
     """Adam with the configured schedule over `steps` optimiser steps.
 
@@ -121,9 +121,10 @@ def optimization(
         params_dtype=dtype,
         use_distributed_optimizer=True,
     )
-    optimizer = get_megatron_optimizer(settings, [model])
+    optimizer = get_megatron_optimizer(settings, chunks)
     if dtype is torch.bfloat16:
-        model.config.grad_scale_func = partial(optimizer.scale_loss)
+        for chunk in chunks:
+            chunk.config.grad_scale_func = partial(optimizer.scale_loss)
     warmup = min(steps, round(config.warmup_fraction * steps))
     scheduler = OptimizerParamScheduler(
         optimizer,

@@ -26,7 +26,7 @@ def warm_start(learner: Learner, builder: RowBuilder, config: Config, control: C
 
     Collective. Every rank reads the same file. Raises JobFailed if the demonstrations do not come.
     """
-    settings, dtype = config.trainer.warm_start, next(learner.model.parameters()).dtype
+    settings, dtype = config.trainer.warm_start, next(learner.chunks[0].parameters()).dtype
     control.report("waiting for demonstrations")
     control.wait_key("demonstrations/ready", settings.seconds, "demonstrations from rollout-0", ("rollout-0",))
     demonstrations = [decode(record, copy=True) for record in read_record_file(config.demonstrations_path)]
@@ -34,7 +34,7 @@ def warm_start(learner: Learner, builder: RowBuilder, config: Config, control: C
     samples = batching.samples_of(groups, batching.imitation)
     rate = replace(config.trainer.optimizer, learning_rate=settings.learning_rate, warmup_fraction=0.05)
     per_epoch = -(-len(samples) // settings.samples_per_update)
-    learner = replace(learner, optimization=optimization(learner.model, rate, settings.epochs * per_epoch, dtype))
+    learner = replace(learner, optimization=optimization(learner.chunks, rate, settings.epochs * per_epoch, dtype))
     started, step = time.monotonic(), 0
     for epoch in range(settings.epochs):
         order = random.Random(config.run.seed + epoch).sample(range(len(samples)), len(samples))
@@ -51,5 +51,5 @@ def warm_start(learner: Learner, builder: RowBuilder, config: Config, control: C
         time.monotonic() - started,
         metrics["loss"],
     )
-    rl = optimization(learner.model, config.trainer.optimizer, config.trainer.optimizer_steps, dtype)
+    rl = optimization(learner.chunks, config.trainer.optimizer, config.trainer.optimizer_steps, dtype)
     return replace(learner, optimization=rl)

@@ -205,7 +205,8 @@ def _gradients(model: Any, replicas: int) -> dict[str, Tensor]:
         gradient = parameters[entry.parameter].main_grad.contiguous()
         shards = [torch.empty_like(gradient) for _ in range(group.size())]
         torch.distributed.all_gather(shards, gradient, group=group)
-        found[entry.name] = from_megatron(entry, shards).clone()
+        found[entry.name] = gradient.new_empty(entry.tensor_shape)
+        from_megatron(entry, shards, found[entry.name])
     return found
 
 

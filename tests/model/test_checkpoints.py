@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_webrl.model.load import LoadError, verify
-from megatron_webrl.model.parameter_map import dense_map
+from megatron_webrl.model.parameter_map import model_map
 from megatron_webrl.model.qwen3_vl import describe
 from tests.model import ranks, tiny
 
@@ -87,7 +87,7 @@ def test_a_folder_with_other_tensors_is_refused_by_name_and_file(
 ) -> None:
     damaged = _damage(tmp_path / "model", folder / "untied", change)
     with pytest.raises(LoadError, match=words):
-        verify(dense_map(describe(damaged)), damaged)
+        verify(model_map(describe(damaged)), damaged)
 
 
 def test_an_output_layer_beside_tied_embeddings_is_refused(
@@ -96,14 +96,14 @@ def test_an_output_layer_beside_tied_embeddings_is_refused(
     width = (tiny.VOCABULARY, 64)
     damaged = _damage(tmp_path / "model", folder / "tied", lambda t: t.update({"lm_head.weight": torch.zeros(width)}))
     with pytest.raises(LoadError, match=r"lm_head.weight .* unexpected.* embeddings are tied"):
-        verify(dense_map(describe(damaged)), damaged)
+        verify(model_map(describe(damaged)), damaged)
 
 
 def test_a_checkpoint_in_several_files_is_read_through_its_index(references: dict[str, Any], tmp_path: Path) -> None:
     references["untied"].save_pretrained(tmp_path, max_shard_size="200KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     assert len(set(index.values())) > 1
-    entries = dense_map(describe(tmp_path))
+    entries = model_map(describe(tmp_path))
     verify(entries, tmp_path)
     assert set(index) == {entry.name for entry in entries}
     (tmp_path / sorted(set(index.values()))[1]).write_bytes(b"no tensors")
@@ -118,13 +118,13 @@ def test_an_index_that_disagrees_with_its_files_is_refused(references: dict[str,
     del content["weight_map"]["lm_head.weight"]
     path.write_text(json.dumps(content))
     with pytest.raises(LoadError, match=r"tensor lm_head.weight of .* is in the file but not in the index"):
-        verify(dense_map(describe(tmp_path)), tmp_path)
+        verify(model_map(describe(tmp_path)), tmp_path)
 
 
 def test_a_folder_without_weights_is_refused(references: dict[str, Any], tmp_path: Path) -> None:
     references["untied"].config.save_pretrained(tmp_path)
     with pytest.raises(LoadError, match=r"holds neither model\.safetensors nor"):
-        verify(dense_map(describe(tmp_path)), tmp_path)
+        verify(model_map(describe(tmp_path)), tmp_path)
 
 
 @pytest.mark.parametrize(

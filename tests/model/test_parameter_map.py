@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from megatron_webrl.model.parameter_map import (
     Entry,
-    dense_map,
+    ExpertFormat,
     from_megatron,
+    model_map,
     padded_vocabulary,
     parameter_shapes,
     pieces,
@@ -21,7 +22,10 @@ from megatron_webrl.model.parameter_map import (
 from tests.model import tiny
 
 
-def _text_entries(groups: int, heads: int, dim: int, inner: int, vocabulary: int) -> tuple[Entry, ...]:
+def _text_entries(
+    groups: int, heads: int, dim: int, inner: int, vocabulary: int, experts: ExpertFormat | None = None
+) -> tuple[Entry, ...]:
+    """Tensors of the text model of one layer, dense or, given the experts' format, of three experts."""
     description = tiny.configuration(tie=False, deepstack=[0])
     text = SimpleNamespace(
         vocab_size=vocabulary,
@@ -31,15 +35,21 @@ def _text_entries(groups: int, heads: int, dim: int, inner: int, vocabulary: int
         num_attention_heads=groups * heads,
         num_key_value_heads=groups,
         head_dim=dim,
+        num_experts=3 if experts else 0,
+        moe_intermediate_size=inner,
+        mlp_only_layers=[],
+        decoder_sparse_step=1,
     )
-    whole = dense_map(
-        SimpleNamespace(text_config=text, vision_config=description.vision_config, tie_word_embeddings=False)
+    whole = model_map(
+        SimpleNamespace(text_config=text, vision_config=description.vision_config, tie_word_embeddings=False),
+        experts or "released",
     )
     return tuple(entry for entry in whole if not entry.name.startswith("model.visual."))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(
+    experts=st.sampled_from([None, "released", "transposed", "separate"]),
     size=st.sampled_from([1, 2, 4]),
     groups=st.integers(1, 2),
     heads=st.integers(1, 3),
@@ -48,26 +58,31 @@ def _text_entries(groups: int, heads: int, dim: int, inner: int, vocabulary: int
     vocabulary=st.integers(1, 9),
 )
 def test_every_number_of_every_tensor_has_exactly_one_place(
-    size: int, groups: int, heads: int, dim: int, inner: int, vocabulary: int
+    experts: ExpertFormat | None, size: int, groups: int, heads: int, dim: int, inner: int, vocabulary: int
 ) -> None:
-    entries = _text_entries(groups * size, heads, dim, inner * size, vocabulary)
-    shapes = parameter_shapes(entries, size)
+    entries = _text_entries(groups * size, heads, dim, inner * size, vocabulary, experts)
+    shapes = parameter_shapes(entries, size, size)
     parameters = [{name: torch.full(shape, torch.nan) for name, shape in shapes.items()} for _ in range(size)]
     numbers = iter(range(1, 10**9))
     tensors = {}
     for entry in entries:
-        count = torch.Size(entry.shape).numel()
-        tensors[entry.name] = torch.tensor([next(numbers) for _ in range(count)], dtype=torch.float32).view(entry.shape)
+        if entry.name not in tensors:
+            count = torch.Size(entry.tensor_shape).numel()
+            numbered = torch.tensor([next(numbers) for _ in range(count)], dtype=torch.float32)
+            tensors[entry.name] = numbered.view(entry.tensor_shape)
         for rank in range(size):
             to_megatron(entry, tensors[entry.name], parameters[rank][entry.parameter], rank, size)
+    back = {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items()}
     for entry in entries:
         shards = [parameters[rank][entry.parameter] for rank in range(size)]
-        assert torch.equal(from_megatron(entry, shards), tensors[entry.name])
+        from_megatron(entry, shards, back[entry.name])
         if entry.layout.kind != "replicated":
             for shard in shards:
                 placed = shard[shard != 0]  # zero is padding; a place left out would be NaN
                 assert not placed.isnan().any()
                 assert placed.unique().numel() == placed.numel()
+    for name, tensor in tensors.items():
+        assert torch.equal(back[name], tensor), name
 
 
 def test_the_table_names_the_tensors_of_a_model_of_released_size() -> None:
@@ -92,7 +107,7 @@ def test_the_table_names_the_tensors_of_a_model_of_released_size() -> None:
     config = tiny.Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True)
     with torch.device("meta"):
         model = tiny.Qwen3VLForConditionalGeneration(config)
-    entries = dense_map(config)
+    entries = model_map(config)
     assert len(entries) == 713
     assert {e.name: e.shape for e in entries} == {name: tuple(p.shape) for name, p in model.named_parameters()}
 
@@ -130,3 +145,35 @@ def test_a_rank_beyond_the_vocabulary_holds_zeros_only() -> None:
 def test_a_size_that_does_not_divide_a_tensor_is_refused_by_name(groups: int, inner: int, words: str) -> None:
     with pytest.raises(ValueError, match=f"tensor_parallel=4 does not divide the {words}"):
         parameter_shapes(_text_entries(groups, 1, 1, inner, 8), 4)
+
+
+def test_all_formats_of_experts_fill_the_same_parameters() -> None:
+    """The formats as PyTorch modules see them: out = x @ released, out = linear(x, transposed or separate)."""
+    gate, up, down = torch.rand(3, 4, 6), torch.rand(3, 4, 6), torch.rand(3, 6, 4)
+    fused = torch.cat([gate, up], dim=1)
+    stored: dict[ExpertFormat, dict[str, torch.Tensor]] = {
+        "released": {"gate_up_proj": fused.mT, "down_proj": down.mT},
+        "transposed": {"gate_up_proj": fused, "down_proj": down},
+        "separate": {
+            f"{e}.{name}.weight": tensor[e]
+            for e in range(3)
+            for name, tensor in (("gate_proj", gate), ("up_proj", up), ("down_proj", down))
+        },
+    }
+    for experts, tensors in stored.items():
+        found = {
+            entry.parameter: torch.zeros(shape)
+            for entries in [_text_entries(1, 1, 2, 4, 5, experts)]
+            for entry in entries
+            for shape in [parameter_shapes(entries, 1)[entry.parameter]]
+            if entry.expert is not None
+        }
+        for entry in _text_entries(1, 1, 2, 4, 5, experts):
+            if entry.expert is not None:
+                tensor = tensors[entry.name.partition("experts.")[2]]
+                assert tuple(tensor.shape) == entry.tensor_shape
+                to_megatron(entry, tensor, found[entry.parameter], 0, 1)
+        for e in range(3):
+            prefix = f"decoder.layers.0.mlp.experts.local_experts.{e}."
+            assert torch.equal(found[f"{prefix}linear_fc1.weight"], fused[e])
+            assert torch.equal(found[f"{prefix}linear_fc2.weight"], down[e])

@@ -98,13 +98,13 @@ def _examine(config: Config, folder: Path, size: int, platform: Any) -> dict[str
     state = TrainerState(VERSION + 1, 0, 4, (5,), Accounting(trained=8).state(), 1, updates=[{"version": 3}])
     path = checkpoint.save(folder / f"checkpoints-{size}", learner, state)
     found["second"] = _update(learner, config, platform, groups)
-    found["weights"] = {name: tensor.clone() for name, tensor in hf_tensors(learner.model.module)}
+    found["weights"] = {name: tensor.clone() for name, tensor in hf_tensors(learner.chunks[0].module)}
     found["rate"] = learner.optimization.learning_rate
     restored = make_learner(config, platform)
     checkpoint.load(path, restored)
     found["state"] = checkpoint.read_state(checkpoint.latest(folder / f"checkpoints-{size}"))
     found["second again"] = _update(restored, config, platform, groups)
-    found["weights again"] = {name: tensor.clone() for name, tensor in hf_tensors(restored.model.module)}
+    found["weights again"] = {name: tensor.clone() for name, tensor in hf_tensors(restored.chunks[0].module)}
     found["rate again"] = restored.optimization.learning_rate
     if size == 1:
         other = make_learner(config, platform)
@@ -136,7 +136,7 @@ def _single_step(
     sample = batching.samples_of(groups)[:1]
     metrics, _ = learner.step(builder.build(sample, "token_mean", 10), None, objective(config.trainer.loss))
     found["one sample"] = metrics
-    before = {name: tensor.clone() for name, tensor in hf_tensors(learner.model.module)}
+    before = {name: tensor.clone() for name, tensor in hf_tensors(learner.chunks[0].module)}
     broken = builder.build(batching.samples_of(groups), "token_mean", 10)
     for row in broken:
         row.advantage[0] = float("nan")
@@ -144,5 +144,5 @@ def _single_step(
         learner.step(broken, None, objective(config.trainer.loss))
     except BadGradient as error:
         found["error"] = str(error)
-    found["unchanged"] = all(torch.equal(before[name], tensor) for name, tensor in hf_tensors(learner.model.module))
+    found["unchanged"] = all(torch.equal(before[name], tensor) for name, tensor in hf_tensors(learner.chunks[0].module))
     return found

@@ -1,0 +1,75 @@
+"""Where a model's parameters live: sizes of the parallel dimensions, a rank's place in them, layers of each stage.
+
+Pure data and functions; nothing here communicates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_webrl.model.parameter_map import Entry
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many ways each dimension of the model is split."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1  # model chunks of one pipeline stage
+    expert: int = 1
+    expert_tensor: int = 1
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks that a row passes through, over all stages."""
+        return self.pipeline * self.virtual
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank's number in each dimension."""
+
+    tensor: int = 0
+    stage: int = 0
+    expert: int = 0
+    expert_tensor: int = 0
+
+
+def split_layers(layers: int, chunks: int) -> tuple[range, ...]:
+    """The layers of each of `chunks` model chunks, in order; as even as can be.
+
+    Of what does not divide evenly the middle chunks take one layer more: the first also holds embeddings and
+    vision tower, the last the output layer. Raises ValueError if a chunk would be empty.
+    """
+    if layers < chunks:
+        raise ValueError(f"{chunks} pipeline chunks (pipeline_parallel x virtual_pipeline) exceed {layers} layers")
+    share, left = divmod(layers, chunks)
+    by_distance = sorted(range(chunks), key=lambda chunk: (abs(2 * chunk - chunks + 1), -chunk))
+    larger = set(by_distance[:left])
+    ranges, start = [], 0
+    for chunk in range(chunks):
+        end = start + share + (chunk in larger)
+        ranges.append(range(start, end))
+        start = end
+    return tuple(ranges)
+
+
+def chunk_of_layer(layer: int, layers: int, sizes: Sizes) -> int:
+    """The model chunk, over all stages, that holds a layer. Chunk c lies on stage c % sizes.pipeline."""
+    return next(c for c, held in enumerate(split_layers(layers, sizes.chunks)) if layer in held)
+
+
+def stages(entry: Entry, layers: int, sizes: Sizes, tied: bool) -> tuple[int, ...]:
+    """The pipeline stages that hold a parameter: one, but two for the tied embedding of a split model."""
+    last = sizes.pipeline - 1
+    if entry.layer is not None:
+        return (chunk_of_layer(entry.layer, layers, sizes) % sizes.pipeline,)
+    if entry.parameter.startswith(("visual.", "embedding.")):
+        return (0, last) if tied and last and entry.parameter.startswith("embedding.") else (0,)
+    return (last,)
+
+
+def expert_rank(expert: int, experts: int, sizes: Sizes) -> int:
+    """The expert-parallel rank that holds an expert."""
+    return expert // (experts // sizes.expert)

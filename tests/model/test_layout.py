@@ -1,0 +1,40 @@
+"""Which stage holds what."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_webrl.model.layout import Sizes, chunk_of_layer, expert_rank, split_layers, stages
+from megatron_webrl.model.parameter_map import model_map
+from tests.model import tiny
+
+
+@pytest.mark.parametrize("layers", [4, 5, 28, 36, 94])
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
+def test_every_layer_has_one_chunk_and_the_middle_ones_take_the_rest(layers: int, chunks: int) -> None:
+    parts = split_layers(layers, chunks)
+    assert [layer for part in parts for layer in part] == list(range(layers))
+    lengths = [len(part) for part in parts]
+    assert max(lengths) - min(lengths) <= 1
+    assert lengths[0] == min(lengths)
+
+
+def test_more_chunks_than_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"5 pipeline chunks .* exceed 4 layers"):
+        split_layers(4, 5)
+
+
+def test_virtual_chunks_go_round_the_stages() -> None:
+    sizes = Sizes(pipeline=2, virtual=2)
+    assert [chunk_of_layer(layer, 4, sizes) % 2 for layer in range(4)] == [0, 1, 0, 1]
+    assert [expert_rank(expert, 8, Sizes(expert=2)) for expert in (0, 3, 4, 7)] == [0, 0, 1, 1]
+
+
+def test_a_tied_embedding_lies_on_both_ends() -> None:
+    for tie in (True, False):
+        entries = {e.name: e for e in model_map(tiny.configuration(tie=tie, deepstack=[0]))}
+        places = {name: stages(entry, 4, Sizes(pipeline=2), tie) for name, entry in entries.items()}
+        assert places["model.language_model.embed_tokens.weight"] == ((0, 1) if tie else (0,))
+        assert places["model.visual.merger.norm.weight"] == (0,)
+        assert places["model.language_model.norm.weight"] == (1,)
+        assert places["model.language_model.layers.2.mlp.up_proj.weight"] == (1,)
