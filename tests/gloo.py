@@ -1,4 +1,4 @@
-"""Two gloo processes for the tests: first tensor-parallel, then two replicas."""
+"""Gloo processes for the tests, and Megatron's groups in them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from megatron_webrl.model import platform as platforms
 
 
-def spawn(run: Callable[..., None], *arguments: Any, seconds: float = 200.0) -> None:
-    """Run `run(rank, *arguments)` in two processes, each with one thread; fails if they fail or take too long."""
+def spawn(run: Callable[..., None], *arguments: Any, ranks: int = 2, seconds: float = 200.0) -> None:
+    """Run `run(rank, *arguments)` in processes, each with one thread; fails if they fail or take too long."""
     patch = pytest.MonkeyPatch()
     patch.setenv("OMP_NUM_THREADS", "1")
-    context = torch.multiprocessing.spawn(run, args=arguments, nprocs=2, join=False)
+    context = torch.multiprocessing.spawn(run, args=arguments, nprocs=ranks, join=False)
     try:
         # join returns after the limit, or when one process has ended; it raises if a process failed.
-        if not any(context.join(timeout=seconds) for _ in range(2)):
-            pytest.fail("the two ranks did not finish within their limit")
+        if not any(context.join(timeout=seconds) for _ in range(ranks)):
+            pytest.fail(f"the {ranks} ranks did not finish within their limit")
     finally:
         patch.undo()
         for process in context.processes:
@@ -28,24 +28,28 @@ def spawn(run: Callable[..., None], *arguments: Any, seconds: float = 200.0) -> 
                 process.kill()
 
 
-def layouts(rank: int, folder: str) -> Iterator[tuple[int, platforms.Platform]]:
-    """In each process: the tensor-parallel sizes 2 and 1, with Megatron's groups formed for each."""
+def join(rank: int, ranks: int, folder: str) -> platforms.Platform:
+    """Meet the other processes; Megatron is to be imported after this, on the platform that is in use."""
     torch.set_num_threads(1)
     platform = platforms.use("cpu")
     torch.distributed.init_process_group(
         platform.backend,
-        init_method=f"file://{folder}/rendezvous",
+        init_method=f"file://{folder}/rendezvous-{ranks}",
         rank=rank,
-        world_size=2,
+        world_size=ranks,
         timeout=timedelta(seconds=120),
     )
-    # Megatron is imported on the platform that is in use.
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    return platform
+
+
+def layouts(rank: int, folder: str) -> Iterator[tuple[int, platforms.Platform]]:
+    """In each of two processes: the tensor-parallel sizes 2 and 1, with Megatron's groups formed for each."""
+    platform = join(rank, 2, folder)
+    from megatron_webrl.model import groups
+    from megatron_webrl.model.layout import Sizes
 
     for size in (2, 1):
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
-        model_parallel_cuda_manual_seed(1)
+        groups.form(Sizes(tensor=size), seed=1)
         yield size, platform
-        parallel_state.destroy_model_parallel()
+        groups.dissolve()
     torch.distributed.destroy_process_group()

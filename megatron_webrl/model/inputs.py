@@ -20,7 +20,8 @@ class PackedRow:
     every such token is a placeholder.
 
     `pixels` holds the patches of all given images, or of those that `encoded` names, in its order: the images that
-    this tensor-parallel rank encodes by `image_shares` (on later pipeline stages, none).
+    this rank encodes by `image_shares` (on later pipeline stages, none). Under context parallelism `predict` lists
+    only positions of this rank's `token_share`.
 
     Raises ValueError if shapes do not fit together.
     """
@@ -58,6 +59,29 @@ class PackedRow:
             name: None if tensor is None else tensor.to(device) for name, tensor in vars(self).items()
         }
         return replace(self, **moved)
+
+
+def token_share(tokens: int, rank: int, ranks: int, multiple: int = 1) -> range:
+    """The positions of a row that rank `rank` of `ranks` holds, in order.
+
+    All ranks hold equally many, a multiple of `multiple`: the last ones' may lie beyond the row's `tokens`.
+    """
+    length = -(-tokens // (ranks * multiple)) * multiple
+    return range(rank * length, (rank + 1) * length)
+
+
+def padded(row: PackedRow, multiple: int) -> PackedRow:
+    """The row with as many more tokens as make their number a multiple: a sample of their own that nobody scores."""
+    missing = -row.tokens.numel() % multiple
+    if not missing:
+        return row
+    end = row.cu_seqlens.new_tensor([row.tokens.numel() + missing])
+    return replace(
+        row,
+        tokens=torch.cat([row.tokens, row.tokens.new_zeros(missing)]),
+        positions=torch.cat([row.positions, row.positions.new_zeros(3, missing)], dim=1),
+        cu_seqlens=torch.cat([row.cu_seqlens, end]),
+    )
 
 
 def image_shares(grids: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:

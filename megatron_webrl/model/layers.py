@@ -1,130 +1,99 @@
-"""Layers of the text model: attention within each sample of a packed row, DeepStack, and the layer spec."""
+"""Layers of the text model: DeepStack, recomputation, and the specs of dense and sparse layers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
-import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from megatron.core.utils import get_pg_rank
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
+from megatron_webrl.model.attention import PackedAttention
 from megatron_webrl.model.norm import RMSNorm
-
-
-@dataclass
-class RowParams(PackedSeqParams):
-    """What every layer of the decoder needs to know of a packed row.
-
-    The format is "sbhd" although samples are packed: under "thd" Megatron would restart the rotary angles at
-    each sample by slicing them from the row's start, which is wrong for m-RoPE. Here each token brings its angles.
-    """
-
-    boundaries: tuple[int, ...] = ()  # [samples + 1], the first token of each sample, then T
-    visual_positions: Tensor | None = None  # int64 [V], row positions of image tokens
-    deepstack: tuple[Tensor, ...] = ()  # per early layer: [V, hidden], added to its output at visual_positions
-
-
-class PackedAttention(torch.nn.Module):
-    """Causal attention within each sample of a row, with grouped queries. No [T, T] mask is made."""
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        cp_comm_type: str | None = None,
-        softmax_scale: float | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-    ) -> None:
-        super().__init__()
-        if config.context_parallel_size != 1:
-            raise ValueError(f"context_parallel_size={config.context_parallel_size} is not supported; use 1")
-        self.scale = softmax_scale
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: RowParams,
-    ) -> Tensor:
-        """[T, 1, heads * dim] from query [T, 1, heads, dim], key and value [T, 1, groups, dim]."""
-        heads, groups = query.shape[2], key.shape[2]
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [1, heads, T, dim]
-        parts = [
-            scaled_dot_product_attention(
-                q[:, :, start:end],
-                k[:, :, start:end],
-                v[:, :, start:end],
-                is_causal=True,
-                scale=self.scale,
-                enable_gqa=heads != groups,
-            )
-            for start, end in pairwise(packed_seq_params.boundaries)
-        ]
-        return torch.cat(parts, dim=2).permute(2, 0, 1, 3).reshape(query.shape[0], 1, -1)
+from megatron_webrl.model.settings import Layers
+from megatron_webrl.model.text_config import RowParams
 
 
 class DeepStackLayer(TransformerLayer):
-    """A transformer layer that adds visual features to its output, if the row brings any for it."""
+    """A transformer layer that adds visual features to its output, if the row brings any for it.
+
+    The features stay outside of what is recomputed, so that the vision tower's backward pass runs once.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Output [T, 1, hidden] and context, as TransformerLayer gives them."""
-        output, context = super().forward(*args, **kwargs)
+        layer = super().forward
+        if self.config.recompute_layers and self.training:
+            output, context = checkpoint(layer, *args, use_reentrant=False, **kwargs)
+        else:
+            output, context = layer(*args, **kwargs)
         params: RowParams = kwargs["packed_seq_params"]
-        index = self.layer_number - 1
-        if index < len(params.deepstack):
-            features = params.deepstack[index].to(output.dtype)
-            output = output.index_add(0, params.visual_positions, features[:, None])
+        features = params.deepstack.get(self.layer_number - 1)
+        if features is not None:
+            output = output.index_add(0, params.visual_positions, features[:, None].to(output.dtype))
         return output, context
 
 
-def layer_spec() -> ModuleSpec:
-    """One decoder layer from Megatron's own parts that run on any device."""
-    attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,
-        core_attention=PackedAttention,
-        linear_proj=RowParallelLinear,
-        q_layernorm=RMSNorm,
-        k_layernorm=RMSNorm,
+@dataclass(frozen=True)
+class _Parts:
+    """What a layer is made of."""
+
+    column: Any
+    row: Any
+    norm: Any
+
+
+def block_spec(layers: Layers, sparse: list[bool]) -> TransformerBlockSubmodules:
+    """The layers of one model chunk and the final norm. `sparse`: per layer, whether it is a mixture of experts."""
+    parts = _parts(layers)
+    return TransformerBlockSubmodules(
+        layer_specs=[_layer_spec(parts, experts) for experts in sparse], layer_norm=parts.norm
     )
+
+
+def _parts(layers: Layers) -> _Parts:
+    if layers == "local":
+        return _Parts(ColumnParallelLinear, RowParallelLinear, RMSNorm)
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
+
+    # Norms stay apart from the linear layers after them: parameters then have the names of the local layers.
+    return _Parts(TEColumnParallelLinear, TERowParallelLinear, TENorm)
+
+
+def _layer_spec(parts: _Parts, sparse: bool) -> ModuleSpec:
+    attention = SelfAttentionSubmodules(
+        linear_qkv=parts.column,
+        core_attention=PackedAttention,
+        linear_proj=parts.row,
+        q_layernorm=parts.norm,
+        k_layernorm=parts.norm,
+    )
+    mlp = MLPSubmodules(linear_fc1=parts.column, linear_fc2=parts.row)
     return ModuleSpec(
         module=DeepStackLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=parts.norm,
             self_attention=ModuleSpec(
                 module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
             ),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=ModuleSpec(
-                module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-            ),
+            pre_mlp_layernorm=parts.norm,
+            mlp=_experts_spec(mlp) if sparse else ModuleSpec(module=MLP, submodules=mlp),
             mlp_bda=get_bias_dropout_add,
         ),
     )
 
 
-def block_spec(config: TransformerConfig, groups: ProcessGroupCollection) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage and the final norm."""
-    count = get_num_layers_to_build(config, None, get_pg_rank(groups.pp))
-    return TransformerBlockSubmodules(layer_specs=[layer_spec()] * count, layer_norm=RMSNorm)
+def _experts_spec(mlp: MLPSubmodules) -> ModuleSpec:
+    experts = ModuleSpec(module=SequentialMLP, submodules=mlp)
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))

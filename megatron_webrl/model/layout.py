@@ -19,6 +19,7 @@ class Sizes:
     virtual: int = 1  # model chunks of one pipeline stage
     expert: int = 1
     expert_tensor: int = 1
+    context: int = 1  # parts of a row
 
     @property
     def chunks(self) -> int:

@@ -205,3 +205,41 @@ def _redirect_megatron() -> None:
     from megatron.core.transformer.moe import moe_utils
 
     moe_utils.te_general_gemm = None
+    # Turns numbers of tokens into arrays only if they lie on a GPU, and collectives take no tensors for them.
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def to_array(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = to_array
+    _redirect_uneven_collectives()
+
+
+def _redirect_uneven_collectives() -> None:
+    """Gloo gathers and scatters parts of one size only; experts split over ranks have parts of any size."""
+    from megatron.core.tensor_parallel import mappings
+
+    even_gather, even_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather(
+        input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return even_gather(input_, group, None, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+        padded = input_.new_zeros(max(sizes), *input_.shape[1:])
+        padded[: input_.shape[0]] = input_
+        parts = even_gather(padded, group).split(max(sizes))
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def scatter(
+        input_: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return even_scatter(input_, group, None, use_global_buffer)
+        total = input_.contiguous().clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total.split([int(size) for size in input_split_sizes])[group.rank()].clone()
+
+    mappings._gather_along_first_dim = gather
+    mappings._reduce_scatter_along_first_dim = scatter

@@ -7,25 +7,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_pg_size
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor
 
 from megatron_webrl.model import vision
-from megatron_webrl.model.inputs import PackedRow
-from megatron_webrl.model.layers import RowParams, block_spec
-from megatron_webrl.model.parameter_map import Entry, model_map, padded_vocabulary
+from megatron_webrl.model.description import describe
+from megatron_webrl.model.groups import place_of, sizes_of
+from megatron_webrl.model.inputs import PackedRow, padded, token_share
+from megatron_webrl.model.layers import block_spec
+from megatron_webrl.model.layout import split_layers
+from megatron_webrl.model.names import canonical_name
+from megatron_webrl.model.parameter_map import Entry, is_sparse, model_map, padded_vocabulary
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.rope import InterleavedRotaryEmbedding
+from megatron_webrl.model.settings import Settings
+from megatron_webrl.model.text_config import RowParams, TextConfig, text_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Qwen3VL(GPTModel):
-    """The model, or the part of it that one pipeline stage holds. Made by `build`.
+    """The model, or one chunk of a pipeline. Made by `build`.
 
     Do not cast it to another type (nor wrap it in Float16Module): parameters have their type from the start.
     """
@@ -33,78 +43,131 @@ class Qwen3VL(GPTModel):
     def __init__(
         self,
         description: Any,
-        config: TransformerConfig,
+        config: TextConfig,
+        settings: Settings,
         platform: Platform,
         groups: ProcessGroupCollection,
-        *,
-        pre_process: bool = True,
-        post_process: bool = True,
+        chunk: int,
     ) -> None:
-        text = description.text_config
+        """`chunk`: the number of this chunk over all pipeline stages, in the order that rows pass through them."""
+        text, sizes = description.text_config, sizes_of(groups)
+        layers = split_layers(text.num_hidden_layers, sizes.chunks)[chunk]
         super().__init__(
             config=config,
-            transformer_layer_spec=block_spec(config, groups),
-            vocab_size=padded_vocabulary(text.vocab_size, get_pg_size(groups.tp)),
+            transformer_layer_spec=block_spec(settings.layers, [is_sparse(text, layer) for layer in layers]),
+            vocab_size=padded_vocabulary(text.vocab_size, sizes.tensor),
             max_sequence_length=text.max_position_embeddings,
-            pre_process=pre_process,
-            post_process=post_process,
+            pre_process=chunk == 0,
+            post_process=chunk == sizes.chunks - 1,
             share_embeddings_and_output_weights=description.tie_word_embeddings,
             position_embedding_type="none",
             scatter_embedding_sequence_parallel=False,
             pg_collection=groups,
+            vp_stage=chunk // sizes.pipeline if sizes.virtual > 1 else None,
         )
         self.description = description
+        self.layers = layers
         self.entries: tuple[Entry, ...] = model_map(description)
         self.unpadded_vocab_size: int = text.vocab_size
         self.merge: int = description.vision_config.spatial_merge_size
+        self.deepstack_layers = len(description.vision_config.deepstack_visual_indexes)
         self.rotary_pos_emb = InterleavedRotaryEmbedding(text.head_dim, text.rope_parameters["rope_theta"])
         self.mrope_section = text.rope_parameters["mrope_section"]
-        if pre_process:
+        self._received: Tensor | None = None
+        if self.pre_process:
             self.visual = vision.build_tower(description.vision_config, config.params_dtype, platform.device)
+        if self.post_process:
+            # Positions are chosen before the output layer, so the tokens are gathered before it, too.
+            self.output_layer.sequence_parallel = False
+            self.output_layer.allreduce_dgrad = sizes.tensor > 1
+
+    def canonical_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """This chunk's parameters under the names of the parameter map: layers and experts count over the model."""
+        found: dict[str, torch.nn.Parameter] = {}
+        expert = place_of(self.pg_collection).expert
+        per_rank = (self.config.num_moe_experts or 0) // sizes_of(self.pg_collection).expert
+        for name, parameter in self.named_parameters():
+            found[canonical_name(name, self.layers.start, expert * per_rank)] = parameter
+        if self.post_process and not self.pre_process and self.share_embeddings_and_output_weights:
+            found["embedding.word_embeddings.weight"] = found.pop("output_layer.weight")
+        return found
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
+        """Take what the stage before sent; called by Megatron's schedules."""
+        self._received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def forward(self, row: PackedRow) -> Tensor:
         """Logits [R, padded vocabulary / tensor-parallel size] at the positions `row.predict`.
 
-        A stage before the last returns its activations [T, 1, hidden]. Collective over the tensor-parallel group.
+        A chunk before the last returns what the next one takes: its activations [T, 1, hidden], then the DeepStack
+        features [V, 1, hidden] of each layer yet to come. Under sequence and context parallelism T and V are this
+        rank's tokens. Collective over the tensor- and context-parallel ranks.
         Raises ValueError for a row whose samples, placeholders and images do not fit together.
         """
-        features = vision.encode(self.visual, row, self.merge) if self.pre_process else None
-        params = self._row_params(row, features)
-        hidden = self.decoder(
-            hidden_states=self._embed(row, params, features) if self.pre_process else None,
-            attention_mask=None,
-            rotary_pos_emb=self.rotary_pos_emb(row.positions[:, None], self.mrope_section),
-            packed_seq_params=params,
-        )
-        if not self.post_process:
-            return hidden
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits, _ = self.output_layer(hidden.index_select(0, row.predict), weight=weight)
-        return logits.squeeze(1)
-
-    def _row_params(self, row: PackedRow, features: vision.VisualFeatures | None) -> RowParams:
-        boundaries = tuple(row.cu_seqlens.tolist())
-        rising = all(a < b for a, b in pairwise(boundaries))
-        if boundaries[0] != 0 or boundaries[-1] != row.tokens.numel() or not rising:
-            raise ValueError(
-                f"row.cu_seqlens={list(boundaries)} must rise from 0 to the row's {row.tokens.numel()} tokens"
-            )
-        positions = self._placeholders(row) if self.pre_process else None
-        found = 0 if positions is None else positions.numel()
-        made = 0 if features is None else features.embeddings.shape[0]
-        if found != made:
-            raise ValueError(
-                f"the row has {found} placeholders (token {self.description.image_token_id}), "
-                f"but its {row.grids.shape[0]} images make {made} image tokens"
-            )
-        return RowParams(
+        row = padded(row, self._shares)
+        boundaries, mine = _boundaries(row), self._context_share(row)
+        positions = self._local(self._placeholders(row), row.tokens.numel())
+        hidden, deepstack = self._embed(row) if self.pre_process else self._unpack(positions.numel())
+        params = RowParams(
             qkv_format="sbhd",
             cu_seqlens_q=row.cu_seqlens,
             cu_seqlens_kv=row.cu_seqlens,
             boundaries=boundaries,
             visual_positions=positions,
-            deepstack=() if features is None else features.deepstack,
+            deepstack=deepstack,
         )
+        self.decoder.set_input_tensor(hidden)
+        hidden = self.decoder(
+            hidden_states=hidden,
+            attention_mask=None,
+            rotary_pos_emb=self.rotary_pos_emb(row.positions[:, None, mine], self.mrope_section),
+            packed_seq_params=params,
+        )
+        if not self.post_process:
+            later = [features[:, None] for layer, features in sorted(deepstack.items()) if layer >= self.layers.stop]
+            return torch.cat([hidden, *later]) if later else hidden
+        if self.config.sequence_parallel:
+            group = self.pg_collection.tp
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=group)
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits, _ = self.output_layer(hidden.index_select(0, row.predict - mine.start), weight=weight)
+        return logits.squeeze(1)
+
+    def _embed(self, row: PackedRow) -> tuple[Tensor, dict[int, Tensor]]:
+        """Activations that enter the first layer, and the DeepStack features of each layer that takes some."""
+        group, positions = self.pg_collection.tp, self._placeholders(row)
+        features = vision.encode(self.visual, row, self.merge, self.pg_collection.tp_cp, self.pg_collection.cp)
+        made = 0 if features is None else features.embeddings.shape[0]
+        if positions.numel() != made:
+            raise ValueError(
+                f"the row has {positions.numel()} placeholders (token {self.description.image_token_id}), "
+                f"but its {row.grids.shape[0]} images make {made} image tokens"
+            )
+        hidden = self.embedding(input_ids=row.tokens[None], position_ids=None)
+        deepstack: tuple[Tensor, ...] = ()
+        if features is not None:
+            hidden = hidden.index_copy(0, positions, features.embeddings[:, None].to(hidden.dtype))
+            deepstack = features.deepstack
+        hidden = hidden[self._context_share(row)]
+        if self.config.sequence_parallel:
+            hidden = scatter_to_sequence_parallel_region(hidden, group=group)
+            # Ranks use different features each: their gradients are added up on the way back.
+            deepstack = tuple(copy_to_tensor_model_parallel_region(f, group=group) for f in deepstack)
+        if self._shares > 1:
+            chosen = self._chosen(positions, row.tokens.numel())
+            deepstack = tuple(features[chosen] for features in deepstack)
+        return hidden, dict(enumerate(deepstack))
+
+    def _unpack(self, visual: int) -> tuple[Tensor, dict[int, Tensor]]:
+        """Activations and DeepStack features from what the chunk before sent; `visual` tokens of each feature."""
+        received = self._received
+        assert received is not None, "a later pipeline stage runs on what the one before sent"
+        layers = range(self.layers.start, self.deepstack_layers) if visual else range(0)
+        tokens = received.shape[0] - visual * len(layers)
+        hidden, *features = received.split([tokens, *[visual] * len(layers)])
+        # The decoder may write into its input, but not into a view of what was received.
+        hidden = hidden.clone() if features else hidden
+        return hidden, {layer: part.squeeze(1) for layer, part in zip(layers, features, strict=True)}
 
     def _placeholders(self, row: PackedRow) -> Tensor:
         """int64 [V], row positions that image features fill."""
@@ -112,12 +175,42 @@ class Qwen3VL(GPTModel):
             return row.visual
         return (row.tokens == self.description.image_token_id).nonzero().squeeze(1)
 
-    def _embed(self, row: PackedRow, params: RowParams, features: vision.VisualFeatures | None) -> Tensor:
-        """[T, 1, hidden]: token embeddings, with image features in place of the placeholders'."""
-        embedded = self.embedding(input_ids=row.tokens[None], position_ids=None)
-        if features is None:
-            return embedded
-        return embedded.index_copy(0, params.visual_positions, features.embeddings[:, None].to(embedded.dtype))
+    @property
+    def _shares(self) -> int:
+        """Ranks that share a row's tokens out between the split parts of a layer."""
+        split = get_pg_size(self.pg_collection.tp) if self.config.sequence_parallel else 1
+        return split * get_pg_size(self.pg_collection.cp)
+
+    def _context_share(self, row: PackedRow) -> slice:
+        """This context-parallel rank's tokens of a padded row."""
+        group = self.pg_collection.cp
+        share = token_share(row.tokens.numel(), get_pg_rank(group), get_pg_size(group))
+        return slice(share.start, share.stop)
+
+    def _share(self, tokens: int) -> range:
+        """This rank's tokens of a padded row, sequence parallelism included."""
+        groups = self.pg_collection
+        rank, ranks = get_pg_rank(groups.cp), get_pg_size(groups.cp)
+        if self.config.sequence_parallel:
+            rank, ranks = rank * get_pg_size(groups.tp) + get_pg_rank(groups.tp), self._shares
+        return token_share(tokens, rank, ranks)
+
+    def _chosen(self, positions: Tensor, tokens: int) -> Tensor:
+        """bool [V]: which of the row's image tokens are among this rank's tokens."""
+        share = self._share(tokens)
+        return (positions >= share.start) & (positions < share.stop)
+
+    def _local(self, positions: Tensor, tokens: int) -> Tensor:
+        """Positions of image tokens among this rank's tokens."""
+        return positions[self._chosen(positions, tokens)] - self._share(tokens).start
+
+
+def _boundaries(row: PackedRow) -> tuple[int, ...]:
+    boundaries = tuple(row.cu_seqlens.tolist())
+    rising = all(a < b for a, b in pairwise(boundaries))
+    if boundaries[0] != 0 or boundaries[-1] != row.tokens.numel() or not rising:
+        raise ValueError(f"row.cu_seqlens={list(boundaries)} must rise from 0 to the row's {row.tokens.numel()} tokens")
+    return boundaries
 
 
 def build(
@@ -126,102 +219,46 @@ def build(
     dtype: str | torch.dtype,
     platform: Platform,
     groups: ProcessGroupCollection | None = None,
-    train_vision: bool = True,
-    pre_process: bool = True,
-    post_process: bool = True,
-) -> Qwen3VL:
-    """The model that the Hugging Face folder describes, on the platform's device; its weights are arbitrary.
+    settings: Settings | None = None,
+) -> list[Qwen3VL]:
+    """This rank's chunks of the model that the Hugging Face folder describes, on the platform's device.
 
-    Fill them with `load_hf` or from a checkpoint. `groups` defaults to Megatron's global process groups, which
-    must exist. Without `train_vision` the vision tower takes no gradient.
-    Raises ValueError for a model that is not a dense Qwen3-VL, or that the tensor-parallel size does not divide.
+    Fill their weights, which are arbitrary, with `load_hf` or from a checkpoint. One chunk, or several under a
+    virtual pipeline. `groups` defaults to Megatron's global process groups, which must exist.
+    Raises ValueError for a model that is no Qwen3-VL, or that the parallel sizes do not divide.
     """
     dtype = DTYPES[dtype] if isinstance(dtype, str) else dtype
-    groups = groups or ProcessGroupCollection.use_mpu_process_groups()
+    groups, settings = groups or ProcessGroupCollection.use_mpu_process_groups(), settings or Settings()
     description = describe(folder)
-    config = transformer_config(description, dtype, platform, groups)
-    model = Qwen3VL(description, config, platform, groups, pre_process=pre_process, post_process=post_process)
-    _mark_tensor_parallel(model)
-    if pre_process and not train_vision:
-        model.visual.requires_grad_(False)
-    return model
+    config = text_config(description, dtype, platform, groups, settings)
+    sizes, stage = sizes_of(groups), place_of(groups).stage
+    chunks = []
+    for number in range(sizes.virtual):
+        if sizes.virtual > 1:
+            parallel_state.set_virtual_pipeline_model_parallel_rank(number)
+        model = Qwen3VL(description, config, settings, platform, groups, number * sizes.pipeline + stage)
+        _mark_tensor_parallel(model)
+        if model.pre_process and not settings.train_vision:
+            model.visual.requires_grad_(False)
+        chunks.append(model)
+    return chunks
 
 
 def _mark_tensor_parallel(model: Qwen3VL) -> None:
     """Tell split parameters from replicated ones, as Megatron's initialisation would.
 
     Without the mark a slice counts as a copy, and the gradient norm leaves all ranks' slices but the first out.
+    Experts that are not split as the rest of the layer are have data-parallel groups of their own; Megatron sees to
+    that only if they are shared out over expert-parallel ranks.
     """
-    parameters = dict(model.named_parameters())
+    parameters: dict[str, Any] = dict(model.canonical_parameters())
+    sizes = sizes_of(model.pg_collection)
+    own_replicas = sizes.expert > 1 or sizes.expert_tensor != sizes.tensor
     for entry in model.entries:
+        if entry.expert is not None and entry.parameter in parameters:
+            parameters[entry.parameter].allreduce = not own_replicas
         if entry.layout.kind != "replicated" and entry.parameter in parameters:
-            dimension = 1 if entry.layout.kind == "row" else 0
-            parameters[entry.parameter].tensor_model_parallel = True
-            parameters[entry.parameter].partition_dim = dimension
-            parameters[entry.parameter].partition_stride = 1
-
-
-def describe(folder: str | Path) -> Any:
-    """The folder's Qwen3VLConfig. Raises ValueError if it is another architecture or uses what is not built here."""
-    from transformers import AutoConfig
-
-    description = AutoConfig.from_pretrained(str(folder), local_files_only=True)
-    if description.model_type != "qwen3_vl":
-        raise ValueError(f"{folder} holds model_type={description.model_type!r}; only dense qwen3_vl can be trained")
-    text = description.text_config
-    rope = text.rope_parameters
-    for name, found, wanted in (
-        ("attention_bias", text.attention_bias, False),
-        ("attention_dropout", text.attention_dropout, 0),
-        ("hidden_act", text.hidden_act, "silu"),
-        ("rope_type", rope["rope_type"], "default"),
-    ):
-        if found != wanted:
-            raise ValueError(f"{folder}: text_config.{name}={found!r} is not supported; only {wanted!r} is")
-    if sum(rope.get("mrope_section", ())) != text.head_dim // 2:
-        raise ValueError(
-            f"{folder}: mrope_section={rope.get('mrope_section')} must sum to head_dim / 2 = {text.head_dim // 2}"
-        )
-    return description
-
-
-def transformer_config(
-    description: Any, dtype: torch.dtype, platform: Platform, groups: ProcessGroupCollection
-) -> TransformerConfig:
-    """Megatron's settings for the text model. Raises ValueError if the tensor-parallel size does not divide it."""
-    text, tensor_parallel = description.text_config, get_pg_size(groups.tp)
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if getattr(text, name) % tensor_parallel:
-            raise ValueError(f"tensor_parallel={tensor_parallel} does not divide {name}={getattr(text, name)}")
-    on_cpu = platform.name == "cpu"
-    return TransformerConfig(
-        num_layers=text.num_hidden_layers,
-        hidden_size=text.hidden_size,
-        ffn_hidden_size=text.intermediate_size,
-        num_attention_heads=text.num_attention_heads,
-        num_query_groups=text.num_key_value_heads,
-        kv_channels=text.head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=text.rms_norm_eps,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        # Megatron sums the gradients of q and k norms over tensor-parallel ranks under this name.
-        qk_layernorm=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        params_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        pipeline_dtype=dtype,
-        tensor_model_parallel_size=tensor_parallel,
-        pipeline_model_parallel_size=get_pg_size(groups.pp),
-        # Weights always come from a file, so none are drawn.
-        perform_initialization=False,
-        use_cpu_initialization=on_cpu,
-        attention_backend=AttnBackend.local,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-    )
+            parameter = parameters[entry.parameter]
+            parameter.tensor_model_parallel = True
+            parameter.partition_dim = 1 if entry.layout.kind == "row" else 0
+            parameter.partition_stride = 1

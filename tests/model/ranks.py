@@ -13,7 +13,7 @@ from megatron_webrl.model import platform as platforms
 from tests.gloo import layouts
 from tests.model import tiny
 
-MODELS = {"untied": {"tie": False, "deepstack": [0, 1]}, "tied": {"tie": True, "deepstack": [0]}}
+MODELS = {"untied": tiny.Shape(deepstack=(0, 1)), "tied": tiny.Shape(tie=True)}
 LEARNING_RATE = 0.05
 EPSILON = 1.0
 """Adam's epsilon: so large that the step follows the gradient's size, not only its sign."""
@@ -37,11 +37,12 @@ def _examine(name: str, folder: Path, size: int, platform: platforms.Platform) -
     from megatron_webrl.model.load import load_hf
     from megatron_webrl.model.parameter_map import parameter_shapes
     from megatron_webrl.model.qwen3_vl import build
+    from megatron_webrl.model.settings import Settings
 
-    model = build(folder / name, dtype="float32", platform=platform)
-    load_hf(model, folder / name)
-    found: dict[str, Any] = {"manifest": hf_manifest(model)}
-    found["export"] = {key: tensor.clone() for key, tensor in hf_tensors(model)}
+    [model] = build(folder / name, dtype="float32", platform=platform, settings=Settings(sequence_parallel=False))
+    load_hf([model], folder / name)
+    found: dict[str, Any] = {"manifest": hf_manifest([model])}
+    found["export"] = {key: tensor.clone() for key, tensor in hf_tensors([model])}
     found["shapes"] = {key: tuple(p.shape) for key, p in model.named_parameters()}
     found["table"] = parameter_shapes(model.entries, size)
     with torch.no_grad():
@@ -131,7 +132,7 @@ def _restored(name: str, folder: Path, wrote: int, platform: platforms.Platform)
 
     from megatron_webrl.model.qwen3_vl import build
 
-    model = build(folder / name, dtype="float32", platform=platform)
+    [model] = build(folder / name, dtype="float32", platform=platform)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
@@ -143,14 +144,11 @@ def _restored(name: str, folder: Path, wrote: int, platform: platforms.Platform)
 def _step(model: Any) -> dict[str, Any]:
     """Gradients of the packed samples, shared out over the replicas, and the weights after one optimiser step."""
     from megatron.core import parallel_state
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     from megatron_webrl.model.export import hf_tensors
+    from megatron_webrl.model.gradients import finalize
 
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
     wrapped = DistributedDataParallel(config=model.config, ddp_config=settings, module=model)
@@ -170,11 +168,11 @@ def _step(model: Any) -> dict[str, Any]:
     wrapped.zero_grad_buffer()
     # Megatron averages over replicas, and the loss is a sum.
     (_share_of_loss(wrapped, parallel_state.get_data_parallel_rank(), replicas) * replicas).backward()
-    finalize_model_grads([wrapped])
+    finalize([wrapped])
     gradients = _gradients(model, replicas)
     replicated = {key: p.main_grad.clone() for key, p in model.named_parameters() if "norm" in key or "visual" in key}
     optimizer.step()
-    return {"gradients": gradients, "replicated": replicated, "stepped": {k: t.clone() for k, t in hf_tensors(model)}}
+    return {"gradients": gradients, "replicated": replicated, "stepped": {k: t.clone() for k, t in hf_tensors([model])}}
 
 
 def _share_of_loss(model: Any, replica: int, replicas: int) -> Tensor:
@@ -214,13 +212,15 @@ def _bf16(folder: Path, platform: platforms.Platform) -> dict[str, Any]:
     from megatron_webrl.model.export import hf_manifest, hf_tensors
     from megatron_webrl.model.load import load_hf
     from megatron_webrl.model.qwen3_vl import build
+    from megatron_webrl.model.settings import Settings
 
-    model = build(folder / "untied", dtype="bfloat16", platform=platform, train_vision=False)
-    load_hf(model, folder / "untied")
+    settings = Settings(sequence_parallel=False, train_vision=False)
+    [model] = build(folder / "untied", dtype="bfloat16", platform=platform, settings=settings)
+    load_hf([model], folder / "untied")
     found: dict[str, Any] = {"trained": [key for key, p in model.named_parameters() if p.requires_grad]}
     with torch.no_grad():
         found |= _forward(model, *_rows()["packed"])
-    return {**found, "manifest": hf_manifest(model), "export": {k: t.clone() for k, t in hf_tensors(model)}}
+    return {**found, "manifest": hf_manifest([model]), "export": {k: t.clone() for k, t in hf_tensors([model])}}
 
 
 def _logprobs(group: Any) -> dict[str, Tensor]:

@@ -32,7 +32,7 @@ def test_virtual_chunks_go_round_the_stages() -> None:
 
 def test_a_tied_embedding_lies_on_both_ends() -> None:
     for tie in (True, False):
-        entries = {e.name: e for e in model_map(tiny.configuration(tie=tie, deepstack=[0]))}
+        entries = {e.name: e for e in model_map(tiny.configuration(tiny.Shape(tie=tie)))}
         places = {name: stages(entry, 4, Sizes(pipeline=2), tie) for name, entry in entries.items()}
         assert places["model.language_model.embed_tokens.weight"] == ((0, 1) if tie else (0,))
         assert places["model.visual.merger.norm.weight"] == (0,)

@@ -26,7 +26,7 @@ def _text_entries(
     groups: int, heads: int, dim: int, inner: int, vocabulary: int, experts: ExpertFormat | None = None
 ) -> tuple[Entry, ...]:
     """Tensors of the text model of one layer, dense or, given the experts' format, of three experts."""
-    description = tiny.configuration(tie=False, deepstack=[0])
+    description = tiny.configuration(tiny.Shape())
     text = SimpleNamespace(
         vocab_size=vocabulary,
         hidden_size=6,

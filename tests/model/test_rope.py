@@ -12,7 +12,7 @@ from megatron_webrl.model.rope import InterleavedRotaryEmbedding, mrope_position
 from tests.model import tiny
 
 with torch.device("meta"):
-    MODEL = Qwen3VLModel(tiny.configuration(tie=False, deepstack=[0]))
+    MODEL = Qwen3VLModel(tiny.configuration(tiny.Shape()))
 
 GRIDS = st.lists(st.tuples(st.just(1), st.integers(1, 6), st.integers(1, 6)), max_size=5)
 
@@ -28,7 +28,7 @@ def test_positions_equal_those_of_transformers(sides: list[tuple[int, int, int]]
 
 
 def test_angles_equal_those_of_transformers() -> None:
-    text = tiny.configuration(tie=False, deepstack=[0]).text_config
+    text = tiny.configuration(tiny.Shape()).text_config
     positions = torch.randint(0, 400, (3, 2, 50), generator=torch.Generator().manual_seed(0))
     cosines, sines = Qwen3VLTextRotaryEmbedding(text)(torch.zeros(1), positions)
     angles = InterleavedRotaryEmbedding(text.head_dim, 10000.0)(positions, [6, 5, 5])

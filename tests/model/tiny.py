@@ -1,9 +1,10 @@
-"""Small random dense Qwen3-VL models, samples for them, and what transformers computes from both."""
+"""Small random Qwen3-VL models, samples for them, and what transformers computes from both."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,12 @@ from megatron_webrl.model.rope import mrope_positions
 
 compat.install()
 
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration  # noqa: E402
+from transformers import (  # noqa: E402
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
 
 VOCABULARY = 101  # odd, so that two ranks need padding
 VISION_START, VISION_END, IMAGE, VIDEO = 97, 98, 99, 100
@@ -22,21 +28,41 @@ MERGE = 2
 TEMPERATURE = 0.7
 
 
-def configuration(*, tie: bool, deepstack: list[int]) -> Qwen3VLConfig:
-    """Every dimension differs from the others, so that no mistake in a shape goes unseen."""
+@dataclass(frozen=True)
+class Shape:
+    """What differs between the small models. Every dimension differs from the others, so that no mistake is hidden."""
+
+    tie: bool = False
+    deepstack: tuple[int, ...] = (0,)
+    key_value_heads: int = 2
+    layers: int = 4
+    experts: int = 0
+    dense_layers: tuple[int, ...] = ()  # of a mixture of experts
+
+
+def configuration(shape: Shape) -> Any:
+    """The transformers configuration of a small model."""
     text = {
         "vocab_size": VOCABULARY,
         "hidden_size": 64,
         "intermediate_size": 112,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": shape.layers,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_key_value_heads": shape.key_value_heads,
         "head_dim": 32,
         "max_position_embeddings": 512,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]},
     }
+    if shape.experts:
+        text |= {
+            "num_experts": shape.experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "mlp_only_layers": list(shape.dense_layers),
+            "decoder_sparse_step": 1,
+        }
     vision = {
-        "depth": 3,
+        "depth": 4,
         "hidden_size": 48,
         "intermediate_size": 80,
         "num_heads": 4,
@@ -45,34 +71,40 @@ def configuration(*, tie: bool, deepstack: list[int]) -> Qwen3VLConfig:
         "temporal_patch_size": 2,
         "out_hidden_size": 64,
         "num_position_embeddings": 36,
-        "deepstack_visual_indexes": deepstack,
+        "deepstack_visual_indexes": list(shape.deepstack),
     }
-    return Qwen3VLConfig(
+    return (Qwen3VLMoeConfig if shape.experts else Qwen3VLConfig)(
         text_config=text,
         vision_config=vision,
         image_token_id=IMAGE,
         video_token_id=VIDEO,
         vision_start_token_id=VISION_START,
         vision_end_token_id=VISION_END,
-        tie_word_embeddings=tie,
+        tie_word_embeddings=shape.tie,
     )
 
 
-def write_model(folder: Path, *, tie: bool, deepstack: list[int], seed: int) -> Qwen3VLForConditionalGeneration:
+def write_model(folder: Path, shape: Shape, seed: int) -> Any:
     """Save a random model whose activations and logits are of size one, and return it."""
     torch.manual_seed(seed)
-    model = Qwen3VLForConditionalGeneration(configuration(tie=tie, deepstack=deepstack)).eval()
+    config = configuration(shape)
+    model = (Qwen3VLMoeForConditionalGeneration if shape.experts else Qwen3VLForConditionalGeneration)(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 embedding = "embed" in name and "patch" not in name
-                parameter.normal_(std=1.0 if embedding and not tie else parameter[0].numel() ** -0.5)
+                parameter.normal_(std=1.0 if embedding and not shape.tie else _inputs(name, parameter) ** -0.5)
             elif name.endswith("bias"):
                 parameter.normal_(std=0.1)
             else:
                 parameter.normal_(mean=1.0, std=0.2)
     model.save_pretrained(folder)
     return model
+
+
+def _inputs(name: str, parameter: Tensor) -> int:
+    """Numbers that one output is summed from."""
+    return parameter.shape[2] if "experts" in name else parameter[0].numel()
 
 
 @dataclass(frozen=True)
@@ -132,7 +164,7 @@ def pack(parts: list[Sample]) -> tuple[PackedRow, Tensor]:
     return row, row.tokens[row.predict + 1]
 
 
-def reference_logits(model: Qwen3VLForConditionalGeneration, sample: Sample) -> Tensor:
+def reference_logits(model: Any, sample: Sample) -> Tensor:
     """transformers' logits at the scored positions, [R, VOCABULARY]."""
     visual = {"pixel_values": sample.pixels, "image_grid_thw": sample.grids} if len(sample.grids) else {}
     types = (sample.tokens == IMAGE).int()[None]
@@ -145,7 +177,7 @@ def token_weights(count: int) -> Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(7)) / count
 
 
-def reference_loss(model: Qwen3VLForConditionalGeneration, parts: list[Sample]) -> Tensor:
+def reference_loss(model: Any, parts: list[Sample]) -> Tensor:
     """Weighted sum of the log-probabilities of all scored tokens."""
     logits = torch.cat([reference_logits(model, sample) for sample in parts]) / TEMPERATURE
     targets = torch.cat([sample.tokens[sample.prompt :] for sample in parts])

@@ -1,0 +1,159 @@
+"""Megatron's configuration of the text model, and what every layer needs to know of a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_webrl.model.groups import sizes_of
+from megatron_webrl.model.layout import Sizes, split_layers
+from megatron_webrl.model.parameter_map import is_sparse
+from megatron_webrl.model.platform import Platform
+from megatron_webrl.model.settings import Attention, Settings
+
+
+@dataclass
+class TextConfig(TransformerConfig):
+    """Megatron's settings and ours."""
+
+    recompute_layers: bool = False
+    attention_kernel: Attention = "sdpa"
+
+
+@dataclass
+class RowParams(PackedSeqParams):
+    """What every layer of the decoder needs to know of a packed row.
+
+    The format is "sbhd" although samples are packed: under "thd" Megatron would restart the rotary angles at
+    each sample by slicing them from the row's start, which is wrong for m-RoPE. Here each token brings its angles.
+    """
+
+    boundaries: tuple[int, ...] = ()  # [samples + 1], the first token of each sample, then T
+    visual_positions: Tensor | None = None  # int64 [V], positions of image tokens among this rank's tokens
+    deepstack: dict[int, Tensor] = field(default_factory=dict)  # layer -> [V, hidden], added to its output there
+
+
+def text_config(
+    description: Any, dtype: torch.dtype, platform: Platform, groups: ProcessGroupCollection, settings: Settings
+) -> TextConfig:
+    """Megatron's settings for the text model. Raises ValueError if the parallel sizes do not divide it."""
+    text, sizes = description.text_config, sizes_of(groups)
+    _check_sizes(text, sizes)
+    sequence_parallel = settings.sequence_parallel and sizes.tensor > 1
+    if getattr(text, "num_experts", 0) and sizes.tensor > 1 and not sequence_parallel:
+        raise ValueError(
+            f"sequence_parallel=false with tensor_parallel={sizes.tensor} cannot train a mixture of experts; "
+            "set sequence_parallel=true"
+        )
+    return TextConfig(
+        num_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        ffn_hidden_size=text.intermediate_size,
+        num_attention_heads=text.num_attention_heads,
+        num_query_groups=text.num_key_value_heads,
+        kv_channels=text.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=text.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        # Megatron sums the gradients of q and k norms over tensor-parallel ranks under this name.
+        qk_layernorm=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        # Weights always come from a file, so none are drawn.
+        perform_initialization=False,
+        use_cpu_initialization=platform.name == "cpu",
+        attention_backend=AttnBackend.local,
+        attention_kernel=settings.attention,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        # The other one takes rows of one length only, and is refused for dense models, too.
+        moe_token_dispatcher_type="alltoall",
+        tensor_model_parallel_size=sizes.tensor,
+        context_parallel_size=sizes.context,
+        sequence_parallel=sequence_parallel,
+        **_pipeline(text, sizes, dtype),
+        **_experts(text, sizes),
+        **_recompute(text, settings),
+    )
+
+
+def _pipeline(text: Any, sizes: Sizes, dtype: torch.dtype) -> dict[str, Any]:
+    if sizes.pipeline == 1:
+        return {"pipeline_dtype": dtype}
+    parts = [["decoder"] * len(layers) for layers in split_layers(text.num_hidden_layers, sizes.chunks)]
+    parts[0].insert(0, "embedding")
+    parts[-1].append("loss")
+    return {
+        # With several chunks a stage and two stages, both neighbours are the same rank: only messages that are sent
+        # one kind at a time are told apart there.
+        "overlap_p2p_comm": sizes.virtual > 1,
+        "batch_p2p_comm": sizes.virtual == 1,
+        "pipeline_model_parallel_size": sizes.pipeline,
+        "pipeline_model_parallel_layout": parts,
+        "pipeline_dtype": dtype,
+        "variable_seq_lengths": True,
+    }
+
+
+def _experts(text: Any, sizes: Sizes) -> dict[str, Any]:
+    sparse = [int(is_sparse(text, layer)) for layer in range(text.num_hidden_layers)]
+    if not any(sparse):
+        return {}
+    return {
+        "num_moe_experts": text.num_experts,
+        "moe_layer_freq": sparse,
+        "moe_ffn_hidden_size": text.moe_intermediate_size,
+        # A softmax over the chosen experts' logits is Qwen's softmax over all, scaled to a sum of one.
+        "moe_router_topk": text.num_experts_per_tok,
+        "moe_router_pre_softmax": False,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "expert_model_parallel_size": sizes.expert,
+        "expert_tensor_parallel_size": sizes.expert_tensor,
+    }
+
+
+def _recompute(text: Any, settings: Settings) -> dict[str, Any]:
+    if settings.recompute == "full":
+        # Megatron's own recomputation of layers would run backward through the vision tower once a layer.
+        return {"recompute_layers": True}
+    if settings.recompute == "selective":
+        kinds = {is_sparse(text, layer) for layer in range(text.num_hidden_layers)}
+        modules = ["core_attn", *(["mlp"] if False in kinds else []), *(["moe"] if True in kinds else [])]
+        return {"recompute_granularity": "selective", "recompute_modules": modules}
+    return {}
+
+
+def _check_sizes(text: Any, sizes: Sizes) -> None:
+    sparse = [is_sparse(text, layer) for layer in range(text.num_hidden_layers)]
+    # Within attention each context-parallel rank works on a share of the tensor-parallel rank's heads.
+    heads = "tensor_parallel" if sizes.context == 1 else "tensor_parallel x context_parallel"
+    divided = [
+        (heads, sizes.tensor * sizes.context, "num_attention_heads"),
+        (heads, sizes.tensor * sizes.context, "num_key_value_heads"),
+    ]
+    if not all(sparse):
+        divided.append(("tensor_parallel", sizes.tensor, "intermediate_size"))
+    if any(sparse):
+        divided.append(("expert_parallel", sizes.expert, "num_experts"))
+        divided.append(("expert_tensor_parallel", sizes.expert_tensor, "moe_intermediate_size"))
+    elif sizes.expert > 1:
+        raise ValueError(f"expert_parallel={sizes.expert} needs a mixture of experts; the model is dense")
+    for name, size, of in divided:
+        if getattr(text, of) % size:
+            raise ValueError(f"{name}={size} does not divide {of}={getattr(text, of)}")
