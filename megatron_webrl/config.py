@@ -8,9 +8,7 @@ out. It starts nothing and imports neither torch, megatron nor vLLM. docs/config
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,6 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-
-SHARED_MEMORY = Path("/dev/shm")
 
 
 class ConfigError(ValueError):
@@ -47,6 +43,9 @@ class RunConfig:
 @dataclass
 class ModelConfig:
     path: str = setting("", "Hugging Face folder of a Qwen3-VL model.")
+    checkpoint: str = setting(
+        "", "Megatron checkpoint to start from; empty: the weights of model.path. Only its weights are taken."
+    )
     dtype: str = setting("float32", "Type of weights and activations.", choices=("float32", "bfloat16"))
     platform: str = setting(
         "auto", "Where to compute; auto takes CUDA if there is a GPU.", choices=("auto", "cpu", "cuda")
@@ -64,6 +63,20 @@ class OptimizerConfig:
     beta2: float = setting(0.999, "Adam's second moment.", low=0, high=1)
     epsilon: float = setting(1e-8, "Adam's epsilon.", above=0)
     clip_norm: float = setting(1.0, "Gradients are scaled down to this global norm.", above=0)
+    implementation: str = setting(
+        "auto",
+        "Whose Adam; auto: Transformer Engine's, else apex's, else torch's, whichever is installed.",
+        choices=("auto", "torch", "transformer_engine", "apex"),
+    )
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = setting(0, "Updates between checkpoints; 0: only at the end.", low=0)
+    asynchronous: bool = setting(True, "Train on while a checkpoint is written, by a process of its own.")
+    keep: int = setting(2, "Checkpoints that stay: the last so many.", low=1)
+    keep_every: int = setting(0, "Versions that are a multiple of this stay as well; 0: none.", low=0)
+    seconds: float = setting(900.0, "Limit of writing one checkpoint.", above=0)
 
 
 @dataclass
@@ -93,23 +106,45 @@ class WarmStartConfig:
 @dataclass
 class TrainerConfig:
     tensor_parallel: int = setting(1, "Ranks that share each layer.", low=1)
+    pipeline_parallel: int = setting(1, "Stages of layers, each on its own ranks.", low=1)
+    virtual_pipeline: int = setting(1, "Chunks of layers of one stage; more of them leave a stage idle less.", low=1)
+    expert_parallel: int = setting(1, "Ranks that share out the experts, taken from tensor and data parallel.", low=1)
+    expert_tensor_parallel: int = setting(1, "Ranks that share each expert.", low=1)
+    context_parallel: int = setting(1, "Ranks that share the tokens of each row; in attention, its heads.", low=1)
     data_parallel: int = setting(1, "Replicas that share each batch.", low=1)
+    sequence_parallel: bool = setting(
+        True, "Share tokens out over tensor-parallel ranks between the split parts of a layer."
+    )
+    recompute: str = setting(
+        "none",
+        "What the backward pass computes again to save memory: nothing, attention and MLP, or whole layers.",
+        choices=("none", "selective", "full"),
+    )
+    layers: str = setting(
+        "local",
+        "Linear layers and norms: megatron-core's or Transformer Engine's.",
+        choices=("local", "transformer_engine"),
+    )
+    attention: str = setting(
+        "sdpa", "Attention: PyTorch's, or flash-attn's kernel for packed rows.", choices=("sdpa", "flash")
+    )
     updates: int = setting(5, "Updates in all, those before a resume included.", low=1)
     groups_per_update: int = setting(8, "Groups trained in one update.", low=1)
     epochs: int = setting(1, "Passes over an update's batch.", low=1)
     minibatches: int = setting(1, "Optimiser steps in one pass.", low=1)
     tokens_per_microbatch: int = setting(16384, "Tokens in one packed row.", low=1)
+    merge_prefixes: bool = setting(True, "Compute steps whose prompts go on from each other as one sequence.")
     train_vision: bool = setting(True, "Train the vision tower; otherwise it stays as it is.")
     zero_variance_groups: str = setting(
         "drop",
         "Groups whose rewards are all equal: drop and replace, or keep (they carry no gradient).",
         choices=("drop", "keep"),
     )
-    checkpoint_every: int = setting(0, "Updates between checkpoints; 0: only at the end.", low=0)
     batch_seconds: float = setting(900.0, "Limit for the groups of one update to arrive.", above=0)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     @property
     def optimizer_steps(self) -> int:
@@ -230,11 +265,15 @@ class Config:
     @property
     def trainer_ranks(self) -> int:
         """Processes of the trainer role."""
-        return self.trainer.tensor_parallel * self.trainer.data_parallel
+        trainer = self.trainer
+        replica = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.context_parallel
+        return replica * trainer.data_parallel
 
 
 def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     """Read, override, and check a configuration. Raises ConfigError."""
+    from megatron_webrl.config_checks import check
+
     config = read(path, overrides)
     check(config)
     return config
@@ -274,120 +313,6 @@ def flat(config: Any, prefix: str = "") -> dict[str, Any]:
         value, key = getattr(config, spec.name), f"{prefix}{spec.name}"
         result |= flat(value, key + ".") if dataclasses.is_dataclass(value) else {key: value}
     return result
-
-
-def check(config: Config) -> None:
-    """Check every limit and combination that can be known before anything starts. Raises ConfigError."""
-    _check_limits(config, "")
-    if not config.run.name or "/" in config.run.name or config.run.name.startswith("."):
-        raise ConfigError(f"run.name={config.run.name!r} is not a plain folder name")
-    _check_model(config)
-    _check_rollout(config)
-    _check_ring(config)
-    if config.run.resume and not (config.run_folder / "checkpoints" / "latest").is_file():
-        raise ConfigError(
-            f"run.resume=true but {config.run_folder}/checkpoints holds no complete checkpoint; set run.resume=false"
-        )
-
-
-def model_description(path: str | Path) -> dict[str, Any]:
-    """The model folder's config.json. Raises ConfigError if it is not a Qwen3-VL folder."""
-    folder = Path(path)
-    if not str(path):
-        raise ConfigError("model.path is empty; give a Hugging Face folder, or make one with tools/make_tiny_model.py")
-    if not folder.is_dir():
-        raise ConfigError(
-            f"model.path={path} is not a folder; give a Hugging Face folder, or make one with tools/make_tiny_model.py"
-        )
-    try:
-        description = json.loads((folder / "config.json").read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"model.path={path} holds no config.json; give a complete Hugging Face folder") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"model.path={path}: config.json is not valid JSON ({error})") from error
-    if description.get("model_type") not in ("qwen3_vl", "qwen3_vl_moe"):
-        raise ConfigError(
-            f"model.path={path} holds model_type={description.get('model_type')!r}; "
-            "only qwen3_vl and qwen3_vl_moe are known"
-        )
-    return description
-
-
-def _check_limits(config: Any, prefix: str) -> None:
-    for spec in dataclasses.fields(config):
-        key, value, limit = prefix + spec.name, getattr(config, spec.name), spec.metadata
-        if dataclasses.is_dataclass(value):
-            _check_limits(value, key + ".")
-            continue
-        if limit.get("choices") and value not in limit["choices"]:
-            raise ConfigError(f"{key}={value!r} is not one of {', '.join(limit['choices'])}")
-        for name, broken, words in (
-            ("low", lambda v, b: not v >= b, "must be at least"),
-            ("high", lambda v, b: not v <= b, "must be at most"),
-            ("above", lambda v, b: not v > b, "must be greater than"),
-        ):
-            if limit.get(name) is not None and broken(value, limit[name]):
-                raise ConfigError(f"{key}={value} {words} {limit[name]}")
-
-
-def _check_model(config: Config) -> None:
-    description = model_description(config.model.path)
-    text = description["text_config"]
-    tp = config.trainer.tensor_parallel
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        if text[name] % tp:
-            raise ConfigError(
-                f"trainer.tensor_parallel={tp} does not divide {name}={text[name]} of {config.model.path}; "
-                f"choose a divisor of {text[name]}"
-            )
-    if description["model_type"] == "qwen3_vl_moe":
-        raise ConfigError(
-            f"model.path={config.model.path} is a mixture of experts; the trainer runs dense Qwen3-VL models only"
-        )
-    if text["num_attention_heads"] % config.rollout.tensor_parallel:
-        raise ConfigError(
-            f"rollout.tensor_parallel={config.rollout.tensor_parallel} does not divide "
-            f"num_attention_heads={text['num_attention_heads']} of {config.model.path}"
-        )
-    if config.rollout.max_model_len > text["max_position_embeddings"]:
-        raise ConfigError(
-            f"rollout.max_model_len={config.rollout.max_model_len} exceeds "
-            f"max_position_embeddings={text['max_position_embeddings']} of {config.model.path}"
-        )
-
-
-def _check_rollout(config: Config) -> None:
-    rollout, trainer = config.rollout, config.trainer
-    if rollout.max_new_tokens >= rollout.max_model_len:
-        raise ConfigError(
-            f"rollout.max_new_tokens={rollout.max_new_tokens} leaves no room for a prompt in "
-            f"rollout.max_model_len={rollout.max_model_len}; lower it or raise max_model_len"
-        )
-    if rollout.max_model_len > trainer.tokens_per_microbatch:
-        raise ConfigError(
-            f"trainer.tokens_per_microbatch={trainer.tokens_per_microbatch} cannot hold a sample of "
-            f"rollout.max_model_len={rollout.max_model_len} tokens; raise it or lower max_model_len"
-        )
-    if rollout.group_size < 2 and trainer.loss.name == "decoupled":
-        raise ConfigError("rollout.group_size=1 gives no baseline; use at least 2, or trainer.loss.name=raft")
-    if not config.tasks.environments:
-        raise ConfigError("tasks.environments is empty; name at least one environment")
-    executable = config.browser.executable
-    if executable and not shutil.which(executable):
-        raise ConfigError(
-            f"browser.executable={executable} is not an executable file; leave it empty to search for Chromium"
-        )
-
-
-def _check_ring(config: Config) -> None:
-    if not SHARED_MEMORY.is_dir():
-        raise ConfigError(f"{SHARED_MEMORY} does not exist; mount a tmpfs there")
-    status = os.statvfs(SHARED_MEMORY)
-    size = status.f_blocks * status.f_frsize // 2**20
-    if config.ring.mib > size:
-        raise ConfigError(
-            f"ring.mib={config.ring.mib} exceeds the {size} MiB of {SHARED_MEMORY}; lower it or enlarge {SHARED_MEMORY}"
-        )
 
 
 def _one_line(error: OmegaConfBaseException, path: Path) -> str:

@@ -21,7 +21,7 @@ from rich.table import Table
 from megatron_webrl import compat
 from megatron_webrl.browser.chromium import find_chromium
 from megatron_webrl.browser.errors import BrowserError
-from megatron_webrl.config import SHARED_MEMORY
+from megatron_webrl.config_checks import SHARED_MEMORY
 
 ROLES = ("trainer", "rollout")
 

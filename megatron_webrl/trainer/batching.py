@@ -1,4 +1,4 @@
-"""From groups to packed rows: samples, minibatches, shares of the data-parallel ranks, packing. Pure functions."""
+"""From groups to samples, their weights and minibatches. Pure functions."""
 
 from __future__ import annotations
 
@@ -86,34 +86,3 @@ def minibatches(samples: Sequence[Sample], count: int, seed: int) -> list[list[S
     random.Random(seed).shuffle(keys)
     parts = [set(keys[i::count]) for i in range(min(count, len(keys)))]
     return [[s for s in samples if s.trajectory in part] for part in parts]
-
-
-def shares(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Indices of the samples of each data-parallel rank: longest first to the rank with the fewest tokens."""
-    result: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        rank = min(range(ranks), key=lambda r: (loads[r], r))
-        result[rank].append(index)
-        loads[rank] += lengths[index]
-    return result
-
-
-def pack(lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Indices of the samples of each row of at most `limit` tokens (first fit, longest first).
-
-    Raises ValueError naming a sample that is longer than a row.
-    """
-    rows: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if lengths[index] > limit:
-            raise ValueError(f"a sample of {lengths[index]} tokens exceeds trainer.tokens_per_microbatch={limit}")
-        row = next((r for r in range(len(rows)) if room[r] >= lengths[index]), None)
-        if row is None:
-            rows.append([])
-            room.append(limit)
-            row = len(rows) - 1
-        rows[row].append(index)
-        room[row] -= lengths[index]
-    return rows

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_webrl.config import LossConfig
+from megatron_webrl.model import schedule
+from megatron_webrl.model.groups import last_stage
 from megatron_webrl.model.logprobs import vocab_parallel_logprobs
 from megatron_webrl.trainer.loss import TokenData, decoupled_surrogate, likelihood
 from megatron_webrl.trainer.optimizer import Optimization
+from megatron_webrl.trainer.parallel import from_last_stage
 from megatron_webrl.trainer.rows import Microbatch
 
 Metrics = dict[str, float]
@@ -29,23 +31,31 @@ def objective(config: LossConfig) -> Objective:
 
 @dataclass
 class Learner:
-    """A Megatron model with its optimiser. Every method is collective over all trainer ranks."""
+    """A Megatron model with its optimiser. Every method is collective over all trainer ranks.
+
+    Log-probabilities exist on the last pipeline stage only; the other stages get empty lists.
+    """
 
     chunks: list[Any]  # DistributedDataParallel around Qwen3VL, one per virtual pipeline stage of this rank
     vocab_size: int
     optimization: Optimization
 
+    @property
+    def models(self) -> list[Any]:
+        """This rank's chunks of the model itself."""
+        return [chunk.module for chunk in self.chunks]
+
     def score(self, rows: Sequence[Microbatch]) -> list[Tensor]:
         """Log-probabilities of the response tokens of each row under the current weights, float32 [tokens]."""
 
-        def scored(batch: Microbatch, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            logprobs, _ = self._logprobs(logits, batch)
+        def scored(index: int, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            logprobs, _ = self._logprobs(logits, rows[index])
             return logprobs.sum(), {"logprobs": logprobs}
 
         for chunk in self.chunks:
             chunk.eval()
         with torch.no_grad():
-            results = self._run(rows, lambda index, batch: partial(scored, batch), forward_only=True)
+            results = schedule.run(self.chunks, [batch.row for batch in rows], scored, forward_only=True)
         return [result["logprobs"] for result in results]
 
     def step(
@@ -58,32 +68,32 @@ class Learner:
         "gradient_norm", and the log-probabilities before the step, per row.
         Raises optimizer.BadGradient.
         """
-        # Megatron averages the loss over rows and the gradient over data-parallel ranks; the objective is a sum.
+        # Megatron averages the loss over rows and the gradient over data-parallel ranks; the objective is a sum. For
+        # context-parallel ranks, each of which scores some of a row's tokens, it adds up.
         scale = len(rows) * parallel_state.get_data_parallel_world_size()
 
-        def measured(index: int, batch: Microbatch, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def measured(index: int, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            batch = rows[index]
             current, entropy = self._logprobs(logits, batch)
             reference = current.detach() if proximal is None else proximal[index]
             data = TokenData(batch.behaviour, reference, batch.advantage, batch.weight)
             value, sums = loss(current, data)
-            logprobs.append(current.detach())
             counted = (batch.weight > 0).float()
             sums |= {
                 "loss": value.detach(),
                 "entropy": (entropy.detach() * counted).sum(),
                 "response_tokens": counted.sum(),
             }
-            sums["tokens"] = counted.new_tensor(batch.tokens if counted.any() else 0)
-            return value * scale, sums
-
-        logprobs: list[Tensor] = []
+            sums["tokens"] = counted.new_tensor(batch.tokens)
+            return value * scale, {**sums, "logprobs": current.detach()}
 
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimization.optimizer.zero_grad()
-        results = self._run(rows, lambda index, batch: partial(measured, index, batch), forward_only=False)
+        results = schedule.run(self.chunks, [batch.row for batch in rows], measured, forward_only=False)
         norm = self.optimization.step()
+        logprobs = [result.pop("logprobs") for result in results]
         return _reduce(results) | {"gradient_norm": norm}, logprobs
 
     def _logprobs(self, logits: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
@@ -91,27 +101,13 @@ class Learner:
             logits, batch.targets, batch.temperature, self.vocab_size, parallel_state.get_tensor_model_parallel_group()
         )
 
-    def _run(
-        self, rows: Sequence[Microbatch], loss_of: Callable[[int, Microbatch], Callable], *, forward_only: bool
-    ) -> list[dict[str, Tensor]]:
-        def forward(iterator: Iterator[tuple[int, Microbatch]], model: torch.nn.Module) -> tuple[Tensor, Callable]:
-            index, batch = next(iterator)
-            return model(batch.row), loss_of(index, batch)
-
-        return get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=iter(list(enumerate(rows))),
-            model=self.chunks,
-            num_microbatches=len(rows),
-            seq_length=max(row.tokens for row in rows),
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
-
 
 def _reduce(results: list[dict[str, Tensor]]) -> Metrics:
-    """Sums over rows and data-parallel ranks."""
-    names = sorted(results[0])
-    totals = torch.stack([torch.stack([r[name].float() for r in results]).sum() for name in names])
-    torch.distributed.all_reduce(totals, group=parallel_state.get_data_parallel_group())
-    return dict(zip(names, totals.tolist(), strict=True))
+    """Sums over rows, data- and context-parallel ranks, on every rank."""
+    totals: Metrics = {}
+    if last_stage():
+        names = sorted(results[0])
+        sums = torch.stack([torch.stack([r[name].float() for r in results]).sum() for name in names])
+        torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        totals = dict(zip(names, sums.tolist(), strict=True))
+    return from_last_stage(totals)

@@ -36,7 +36,7 @@ def run(config: Config, control: Control, rank: Rank, ring_name: str) -> None:
     ring = Ring.attach(ring_name, config.run.start_seconds)
     tracker = Tracker(config, state.mlflow_run, builder.processor.decode) if rank.rank == 0 else None
     control.report("waiting for the engines")
-    publisher = Publisher(learner.chunks[0].module, config, control, platform)
+    publisher = Publisher(learner.models, config, control, platform)
     coordinator = Coordinator(config, control, ring, state, tracker)
     try:
         train(Trainer(config, learner, builder, publisher, coordinator, state.version))

@@ -9,11 +9,12 @@ from typing import TypeVar
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.distributed import PrefixStore, TCPStore
 
 from megatron_webrl.config import Config
+from megatron_webrl.model import groups
 from megatron_webrl.model import platform as platforms
+from megatron_webrl.model.layout import Sizes
 
 Value = TypeVar("Value")
 
@@ -52,14 +53,26 @@ def initialize(config: Config, rank: Rank, store: TCPStore, incarnation: str) ->
         world_size=rank.world_size,
         timeout=timedelta(seconds=limit),
     )
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=config.trainer.tensor_parallel)
-    model_parallel_cuda_manual_seed(config.run.seed)
+    groups.form(sizes(config), config.run.seed)
     return platform
+
+
+def sizes(config: Config) -> Sizes:
+    """How many ways the configuration splits the model."""
+    trainer = config.trainer
+    return Sizes(
+        tensor=trainer.tensor_parallel,
+        pipeline=trainer.pipeline_parallel,
+        virtual=trainer.virtual_pipeline,
+        expert=trainer.expert_parallel,
+        expert_tensor=trainer.expert_tensor_parallel,
+        context=trainer.context_parallel,
+    )
 
 
 def shutdown() -> None:
     """Leave all process groups."""
-    parallel_state.destroy_model_parallel()
+    groups.dissolve()
     torch.distributed.destroy_process_group()
 
 
@@ -67,4 +80,16 @@ def broadcast_object(value: Value) -> Value:
     """The first rank's value, on every rank."""
     box = [value]
     torch.distributed.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def from_last_stage(value: Value) -> Value:
+    """The value of this rank's peer on the last pipeline stage."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if group.size() == 1:
+        return value
+    box = [value]
+    torch.distributed.broadcast_object_list(
+        box, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group
+    )
     return box[0]

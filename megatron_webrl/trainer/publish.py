@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
-from megatron.core import parallel_state
 
 from megatron_webrl.config import Config
 from megatron_webrl.control import Control
@@ -19,11 +19,11 @@ GROUP_NAME = "weights"
 
 
 class Publisher:
-    """Sends the model to all engines; every trainer rank of the first replica takes part, rank 0 talks."""
+    """Sends the model to all engines; every trainer rank takes part, rank 0 talks."""
 
-    def __init__(self, model: Qwen3VL, config: Config, control: Control, platform: Platform) -> None:
-        self.model, self.config, self.control = model, config, control
-        self.manifest = Manifest.from_list(hf_manifest(model))
+    def __init__(self, chunks: Sequence[Qwen3VL], config: Config, control: Control, platform: Platform) -> None:
+        self.chunks, self.config, self.control = chunks, config, control
+        self.manifest = Manifest.from_list(hf_manifest(chunks))
         self.group: transport.Group | None = None
         if torch.distributed.get_rank() == 0:
             control.put("weights/manifest", self.manifest.to_json())
@@ -34,9 +34,7 @@ class Publisher:
     def publish(self, version: int) -> float:
         """Send the weights as `version`; returns seconds. Raises JobFailed naming a worker that did not take them."""
         started = time.monotonic()
-        if parallel_state.get_data_parallel_rank() != 0:
-            return 0.0
-        tensors = hf_tensors(self.model)
+        tensors = hf_tensors(self.chunks)
         if self.group is None:
             for _ in tensors:  # takes part in gathering; the first rank sends
                 pass

@@ -8,10 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_webrl.model.inputs import PackedRow
+from megatron_webrl.model.inputs import PackedRow, image_shares, token_share
 from megatron_webrl.model.processing import Processor
 from megatron_webrl.model.rope import mrope_positions
-from megatron_webrl.trainer.batching import Sample, pack, shares, weights
+from megatron_webrl.trainer.batching import Sample, weights
+from megatron_webrl.trainer.cost import Cost, distinct_images, images_of
+from megatron_webrl.trainer.merging import Chain, merge, single
+from megatron_webrl.trainer.packing import replica_rows
+
+NO_IMAGE = -1
+"""Stands for response tokens where images are looked for: a response may hold the placeholder, and there it is text."""
 
 
 class InputMismatch(ValueError):
@@ -20,7 +26,10 @@ class InputMismatch(ValueError):
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One row and its response tokens. Tensors [tokens] follow the order of samples in the row."""
+    """One row and the response tokens that this rank scores: context-parallel ranks share them out.
+
+    Tensors [tokens] go by sample in the row, then by position.
+    """
 
     row: PackedRow
     targets: torch.Tensor  # int64 [tokens]
@@ -29,100 +38,128 @@ class Microbatch:
     advantage: torch.Tensor  # float32 [tokens]
     weight: torch.Tensor  # float32 [tokens]
     temperature: float
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the row, prompts included."""
-        return int(self.row.tokens.numel())
+    tokens: int  # of the row, prompts included; 0 for a row that stands in, or that another rank counts
 
 
 @dataclass(frozen=True)
 class RowBuilder:
-    """Makes this rank's rows of a minibatch."""
+    """Makes this rank's rows of a minibatch.
+
+    All ranks of a replica make the same rows, but for the pixels: tensor-parallel ranks share the images of a row
+    out, and ranks that have no vision tower make no pixels.
+    """
 
     processor: Processor
     limit: int  # tokens of a row
     device: torch.device
     replica: int  # this rank's place among the data-parallel replicas
     replicas: int
+    cost: Cost
+    multiple: int = 1  # of which the number of a replica's rows must be one
+    merge: bool = True  # compute steps that go on from each other as one sequence
+    pixels: bool = True  # whether this rank encodes images
+    image_rank: int = 0  # this rank's place among those that share a row's images out
+    image_ranks: int = 1
+    context_rank: int = 0  # this rank's place among those that share a row's tokens out
+    context_ranks: int = 1
+    token_multiple: int = 1  # of which the number of tokens of a context-parallel rank is one
 
     def build(self, samples: Sequence[Sample], normaliser: str, k: int) -> list[Microbatch]:
         """The rows of this replica, weighted so that all replicas' rows together make the objective.
 
-        Samples of different temperatures never share a row. A replica without samples gets one row of weight
-        zero: every replica must take part in the reduction of gradients.
+        Every replica gets as many rows as the others (see packing.replica_rows). A row that no sample is left for
+        holds the shortest one at weight zero: every replica must take part in every pass.
+        Raises InputMismatch; ValueError for a sample that is longer than a row.
         """
-        values = weights(samples, normaliser, k)
-        mine = shares([s.length for s in samples], self.replicas)[self.replica]
-        if not mine:
-            shortest = min(range(len(samples)), key=lambda i: samples[i].length)
-            return [_build_row([samples[shortest]], [0.0], self.processor, self.device)]
-        result = []
-        for temperature in sorted({samples[i].temperature for i in mine}):
-            chosen = [i for i in mine if samples[i].temperature == temperature]
-            for row in pack([samples[i].length for i in chosen], self.limit):
-                picked = [chosen[i] for i in row]
-                result.append(
-                    _build_row([samples[i] for i in picked], [values[i] for i in picked], self.processor, self.device)
-                )
-        return result
+        chains = merge(samples, self._placeholders) if self.merge else [single(sample) for sample in samples]
+        flat = iter(weights([step for chain in chains for step in chain.steps], normaliser, k))
+        values = [[next(flat) for _ in chain.steps] for chain in chains]
+        shortest = single(min(samples, key=lambda sample: sample.length))
+        rows = replica_rows(chains, self.cost, self.limit, self.replicas, self.multiple)[self.replica]
+        return [
+            self._row([chains[i] for i in row], [value for i in row for value in values[i]])
+            if row
+            else self._row([shortest], [0.0])
+            for row in rows
+        ]
 
+    @property
+    def _placeholders(self) -> tuple[int, int]:
+        """Tokens that stand for an image or a video."""
+        video = self.processor.tokenizer.convert_tokens_to_ids("<|video_pad|>")
+        return self.processor.image_token_id, int(video)
 
-def _build_row(
-    samples: Sequence[Sample], values: Sequence[float], processor: Processor, device: torch.device
-) -> Microbatch:
-    lengths = [s.length for s in samples]
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    tokens = [np.concatenate([s.prompt, s.response]).astype(np.int64) for s in samples]
-    occurrences = np.concatenate([s.grids for s in samples]).reshape(-1, 3)
-    pixels, grids, order = _images([image for s in samples for image in s.images], occurrences, processor)
-    placed = list(zip(starts[:-1], samples, strict=True))
-    # The policy may produce the placeholder token, too; images stand in prompts only.
-    visual = [start + np.flatnonzero(s.prompt == processor.image_token_id) for start, s in placed]
-    # The logits at position i score the token at i + 1: a response is scored from the last prompt position on.
-    predict = [start + len(s.prompt) - 1 + np.arange(len(s.response)) for start, s in placed]
+    def _row(self, chains: Sequence[Chain], values: Sequence[float]) -> Microbatch:
+        """`values`: the token weight of each step."""
+        starts = np.concatenate([[0], np.cumsum([chain.length for chain in chains])])
+        placed = list(zip(starts[:-1], chains, strict=True))
+        tokens = np.concatenate([chain.tokens for chain in chains]).astype(np.int64)
+        scored = np.concatenate([start + chain.scored for start, chain in placed])
+        content = tokens.copy()
+        content[scored] = NO_IMAGE
+        steps = [step for chain in chains for step in chain.steps]
+        counts = [len(step.response) for step in steps]
 
-    def per_token(numbers: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(np.repeat(numbers, [len(s.response) for s in samples]), dtype=torch.float32, device=device)
+        # The logits at position i score the token at i + 1.
+        share = token_share(len(tokens), self.context_rank, self.context_ranks, self.token_multiple)
+        mine = (scored > share.start) & (scored <= share.stop)
 
-    row = PackedRow(
-        tokens=torch.from_numpy(np.concatenate(tokens)).to(device),
-        positions=torch.cat([_positions(s, processor) for s in samples], dim=1).to(device),
-        cu_seqlens=torch.from_numpy(starts.astype(np.int32)).to(device),
-        pixels=pixels.to(device),
-        grids=torch.from_numpy(grids.astype(np.int64)).to(device),
-        predict=torch.from_numpy(np.concatenate(predict).astype(np.int64)).to(device),
-        images=torch.tensor(order, dtype=torch.int64, device=device),
-        visual=torch.from_numpy(np.concatenate(visual).astype(np.int64)).to(device),
-    )
-    return Microbatch(
-        row=row,
-        targets=torch.from_numpy(np.concatenate([s.response for s in samples]).astype(np.int64)).to(device),
-        behaviour=torch.from_numpy(np.concatenate([s.behaviour for s in samples]).astype(np.float32)).to(device),
-        versions=torch.from_numpy(np.concatenate([s.versions for s in samples]).astype(np.int32)).to(device),
-        advantage=per_token([s.advantage for s in samples]),
-        weight=per_token(values),
-        temperature=samples[0].temperature,
-    )
+        def per_token(numbers: Sequence[float]) -> torch.Tensor:
+            return self._tensor(np.repeat(numbers, counts)[mine].astype(np.float32))
 
-
-def _positions(sample: Sample, processor: Processor) -> torch.Tensor:
-    """m-RoPE positions of one sample, int64 [3, tokens]."""
-    tokens = torch.from_numpy(np.concatenate([sample.prompt, sample.response]))
-    grids = torch.from_numpy(sample.grids.astype(np.int64))
-    return mrope_positions(tokens, grids, processor.image_token_id, processor.merge, prompt=len(sample.prompt))
-
-
-def _images(
-    images: Sequence[bytes], grids: np.ndarray, processor: Processor
-) -> tuple[torch.Tensor, np.ndarray, list[int]]:
-    """Pixels [patches, dim] and grids [unique, 3] of the distinct images, and which of them each occurrence is."""
-    unique = list(dict.fromkeys(images))
-    place = {image: index for index, image in enumerate(unique)}
-    order = [place[image] for image in images]
-    pixels, found = processor.pixels(unique)
-    if not np.array_equal(found[order], grids):
-        raise InputMismatch(
-            f"image grids differ: the engine used {grids.tolist()}, the trainer makes {found[order].tolist()}"
+        counts_here = self.context_rank == 0 and any(values)
+        return Microbatch(
+            row=self._packed(chains, starts, tokens, content, scored[mine] - 1),
+            targets=self._tensor(tokens[scored[mine]]),
+            behaviour=self._tensor(np.concatenate([step.behaviour for step in steps])[mine].astype(np.float32)),
+            versions=self._tensor(np.concatenate([step.versions for step in steps])[mine].astype(np.int32)),
+            advantage=per_token([step.advantage for step in steps]),
+            weight=per_token(values),
+            temperature=chains[0].temperature,
+            tokens=len(tokens) if counts_here else 0,
         )
-    return pixels, found, order
+
+    def _packed(
+        self, chains: Sequence[Chain], starts: np.ndarray, tokens: np.ndarray, content: np.ndarray, predict: np.ndarray
+    ) -> PackedRow:
+        unique = distinct_images(chains)
+        place = {image: index for index, image in enumerate(unique)}
+        grids = np.array([grid for _, grid in unique], np.int64).reshape(-1, 3)
+        encoded = image_shares(grids.tolist(), self.image_ranks)[self.image_rank] if self.pixels else []
+        pixels = self._pixels([unique[i] for i in encoded])
+        return PackedRow(
+            tokens=self._tensor(tokens),
+            positions=torch.cat(
+                [
+                    self._positions(chain, content[start : start + chain.length])
+                    for start, chain in zip(starts[:-1], chains, strict=True)
+                ],
+                dim=1,
+            ).to(self.device),
+            cu_seqlens=self._tensor(starts.astype(np.int32)),
+            pixels=pixels.to(self.device),
+            grids=self._tensor(grids),
+            predict=self._tensor(predict),
+            images=self._tensor(
+                np.array([place[image] for chain in chains for image in images_of(chain)], dtype=np.int64)
+            ),
+            encoded=self._tensor(np.array(encoded, dtype=np.int64)),
+            visual=self._tensor(np.flatnonzero(content == self.processor.image_token_id)),
+        )
+
+    def _positions(self, chain: Chain, content: np.ndarray) -> torch.Tensor:
+        """m-RoPE positions of one chain, int64 [3, tokens]."""
+        grids = torch.from_numpy(chain.grids.astype(np.int64))
+        return mrope_positions(torch.from_numpy(content), grids, self.processor.image_token_id, self.processor.merge)
+
+    def _pixels(self, images: Sequence[tuple[bytes, tuple[int, int, int]]]) -> torch.Tensor:
+        """Patches of encoded images, float32 [patches, dim], checked against the grids that the engine used."""
+        pixels, found = self.processor.pixels([data for data, _ in images])
+        made = [tuple(grid) for grid in found.tolist()]
+        if made != [grid for _, grid in images]:
+            engine = [list(grid) for _, grid in images]
+            raise InputMismatch(f"image grids differ: the engine used {engine}, the trainer makes {found.tolist()}")
+        return pixels
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)

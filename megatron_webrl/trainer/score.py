@@ -9,6 +9,8 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_webrl.model.groups import last_stage
+from megatron_webrl.trainer.parallel import from_last_stage
 from megatron_webrl.trainer.rows import Microbatch
 
 
@@ -21,7 +23,14 @@ class Gap:
 
 
 def largest_gap(rows: Sequence[Microbatch], logprobs: Sequence[Tensor], version: int) -> Gap:
-    """Compare `logprobs` (per row, float32 [tokens], at `version`) with the engine's. Collective over replicas."""
+    """Compare `logprobs` (per row, float32 [tokens], at `version`) with the engine's. Collective over all ranks.
+
+    Only the last pipeline stage has log-probabilities; every rank gets its answer.
+    """
+    return from_last_stage(_gap(rows, logprobs, version) if last_stage() else Gap(None, 0))
+
+
+def _gap(rows: Sequence[Microbatch], logprobs: Sequence[Tensor], version: int) -> Gap:
     largest, count = 0.0, 0
     for row, scores in zip(rows, logprobs, strict=True):
         # A row without weight stands in for an empty share and repeats another rank's tokens.
@@ -29,8 +38,8 @@ def largest_gap(rows: Sequence[Microbatch], logprobs: Sequence[Tensor], version:
         if same.any():
             largest = max(largest, float((scores - row.behaviour)[same].abs().max()))
             count += int(same.sum())
-    device = logprobs[0].device
-    group = parallel_state.get_data_parallel_group()
+    device = rows[0].row.tokens.device
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     peak, total = torch.tensor(largest, device=device), torch.tensor(float(count), device=device)
     torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX, group=group)
     torch.distributed.all_reduce(total, group=group)

@@ -1,34 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_webrl.trainer import batching
 from megatron_webrl.types import Group
 from tests.trajectories import trajectory
-
-LENGTHS = st.lists(st.integers(1, 500), max_size=60)
-
-
-@given(LENGTHS, st.integers(500, 2000))
-def test_packing_puts_each_sample_in_one_row_and_no_row_over_the_limit(lengths: list[int], limit: int):
-    rows = batching.pack(lengths, limit)
-    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
-    assert all(0 < sum(lengths[i] for i in row) <= limit for row in rows)
-
-
-def test_a_sample_longer_than_a_row_is_refused():
-    with pytest.raises(ValueError, match=r"600 tokens exceeds trainer\.tokens_per_microbatch=500"):
-        batching.pack([10, 600], 500)
-
-
-@given(LENGTHS, st.integers(1, 8))
-def test_shares_are_a_partition_and_differ_by_at_most_one_sample(lengths: list[int], ranks: int):
-    parts = batching.shares(lengths, ranks)
-    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
-    loads = [sum(lengths[i] for i in part) for part in parts]
-    assert max(loads) - min(loads) <= max(lengths, default=0)
 
 
 def groups() -> list[Group]:

@@ -1,0 +1,220 @@
+"""Everything about a configuration that can be known to fail before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megatron_webrl.config import Config, ConfigError
+
+SHARED_MEMORY = Path("/dev/shm")
+_DIMENSIONS = {
+    "text_config": (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
+    ),
+    "vision_config": (
+        "depth", "hidden_size", "intermediate_size", "num_heads", "patch_size", "temporal_patch_size",
+        "spatial_merge_size", "out_hidden_size", "num_position_embeddings", "deepstack_visual_indexes",
+    ),
+}  # fmt: skip
+
+
+def check(config: Config) -> None:
+    """Check every limit and combination that can be known before anything starts. Raises ConfigError."""
+    _check_limits(config, "")
+    if not config.run.name or "/" in config.run.name or config.run.name.startswith("."):
+        raise ConfigError(f"run.name={config.run.name!r} is not a plain folder name")
+    _check_model(config)
+    _check_start(config)
+    _check_rollout(config)
+    _check_ring(config)
+    if config.run.resume and not (config.run_folder / "checkpoints" / "latest").is_file():
+        raise ConfigError(
+            f"run.resume=true but {config.run_folder}/checkpoints holds no complete checkpoint; set run.resume=false"
+        )
+
+
+def model_description(path: str | Path) -> dict[str, Any]:
+    """The model folder's config.json. Raises ConfigError if it is not a Qwen3-VL folder."""
+    folder = Path(path)
+    if not str(path):
+        raise ConfigError("model.path is empty; give a Hugging Face folder, or make one with tools/make_tiny_model.py")
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model.path={path} is not a folder; give a Hugging Face folder, or make one with tools/make_tiny_model.py"
+        )
+    try:
+        description = json.loads((folder / "config.json").read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"model.path={path} holds no config.json; give a complete Hugging Face folder") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"model.path={path}: config.json is not valid JSON ({error})") from error
+    if description.get("model_type") not in ("qwen3_vl", "qwen3_vl_moe"):
+        raise ConfigError(
+            f"model.path={path} holds model_type={description.get('model_type')!r}; "
+            "only qwen3_vl and qwen3_vl_moe are known"
+        )
+    return description
+
+
+def _check_limits(config: Any, prefix: str) -> None:
+    for spec in dataclasses.fields(config):
+        key, value, limit = prefix + spec.name, getattr(config, spec.name), spec.metadata
+        if dataclasses.is_dataclass(value):
+            _check_limits(value, key + ".")
+            continue
+        if limit.get("choices") and value not in limit["choices"]:
+            raise ConfigError(f"{key}={value!r} is not one of {', '.join(limit['choices'])}")
+        for name, broken, words in (
+            ("low", lambda v, b: not v >= b, "must be at least"),
+            ("high", lambda v, b: not v <= b, "must be at most"),
+            ("above", lambda v, b: not v > b, "must be greater than"),
+        ):
+            if limit.get(name) is not None and broken(value, limit[name]):
+                raise ConfigError(f"{key}={value} {words} {limit[name]}")
+
+
+def _check_model(config: Config) -> None:
+    description = model_description(config.model.path)
+    text, trainer = description["text_config"], config.trainer
+    sparse = description["model_type"] == "qwen3_vl_moe"
+    text = {"num_experts": text.get("num_local_experts"), **text}  # transformers 5 writes the other name
+    heads = trainer.tensor_parallel * trainer.context_parallel
+    heads_name = "tensor_parallel" if trainer.context_parallel == 1 else "tensor_parallel x context_parallel"
+    divided = [(heads_name, heads, name) for name in ("num_attention_heads", "num_key_value_heads")]
+    if sparse:
+        divided.append(("expert_parallel", trainer.expert_parallel, "num_experts"))
+        divided.append(("expert_tensor_parallel", trainer.expert_tensor_parallel, "moe_intermediate_size"))
+    else:
+        divided.append(("tensor_parallel", trainer.tensor_parallel, "intermediate_size"))
+    for setting_name, size, name in divided:
+        if text[name] % size:
+            raise ConfigError(
+                f"trainer.{setting_name}={size} does not divide {name}={text[name]} of {config.model.path}; "
+                f"choose a divisor of {text[name]}"
+            )
+    _check_parallel(config, text["num_hidden_layers"], sparse)
+    if text["num_attention_heads"] % config.rollout.tensor_parallel:
+        raise ConfigError(
+            f"rollout.tensor_parallel={config.rollout.tensor_parallel} does not divide "
+            f"num_attention_heads={text['num_attention_heads']} of {config.model.path}"
+        )
+    if config.rollout.max_model_len > text["max_position_embeddings"]:
+        raise ConfigError(
+            f"rollout.max_model_len={config.rollout.max_model_len} exceeds "
+            f"max_position_embeddings={text['max_position_embeddings']} of {config.model.path}"
+        )
+
+
+def _check_parallel(config: Config, layers: int, sparse: bool) -> None:
+    trainer, path = config.trainer, config.model.path
+    chunks = trainer.pipeline_parallel * trainer.virtual_pipeline
+    if trainer.virtual_pipeline > 1 and trainer.pipeline_parallel == 1:
+        raise ConfigError(
+            f"trainer.virtual_pipeline={trainer.virtual_pipeline} needs trainer.pipeline_parallel of at least 2"
+        )
+    if chunks > layers:
+        raise ConfigError(
+            f"trainer.pipeline_parallel x virtual_pipeline = {chunks} exceeds the {layers} layers of {path}; lower them"
+        )
+    experts, ranks = (
+        trainer.expert_parallel * trainer.expert_tensor_parallel,
+        trainer.tensor_parallel * trainer.context_parallel * trainer.data_parallel,
+    )
+    if not sparse and experts > 1:
+        raise ConfigError(
+            f"trainer.expert_parallel={trainer.expert_parallel} and trainer.expert_tensor_parallel="
+            f"{trainer.expert_tensor_parallel} need a mixture of experts, but {path} is dense; set both to 1"
+        )
+    if ranks % experts:
+        raise ConfigError(
+            f"trainer.expert_parallel x expert_tensor_parallel = {experts} does not divide "
+            f"trainer.tensor_parallel x context_parallel x data_parallel = {ranks}, the ranks that share experts out"
+        )
+    if sparse and trainer.tensor_parallel > 1 and not trainer.sequence_parallel:
+        raise ConfigError(
+            f"trainer.sequence_parallel=false with trainer.tensor_parallel={trainer.tensor_parallel} cannot train the "
+            f"mixture of experts {path}; set it to true"
+        )
+    for name, value, wanted, package in (
+        ("layers", trainer.layers, "transformer_engine", "transformer_engine"),
+        ("attention", trainer.attention, "flash", "flash_attn"),
+    ):
+        if value == wanted and importlib.util.find_spec(package) is None:
+            raise ConfigError(f"trainer.{name}={value} needs the package {package}, which is not installed here")
+
+
+def _check_start(config: Config) -> None:
+    """A checkpoint to start from must hold weights, and of the same architecture where it says which."""
+    checkpoint = Path(config.model.checkpoint)
+    if not config.model.checkpoint:
+        return
+    if not (checkpoint / "megatron" / "metadata.json").is_file():
+        raise ConfigError(
+            f"model.checkpoint={checkpoint} holds no Megatron checkpoint (megatron/metadata.json); "
+            "give a folder checkpoints/version-NNNNNN of a run, or what tools/hf_to_megatron.py wrote"
+        )
+    if not (checkpoint / "hf" / "config.json").is_file():
+        return
+    there, here = (_dimensions(model_description(path)) for path in (checkpoint / "hf", config.model.path))
+    for name in sorted(there.keys() | here.keys()):
+        if there.get(name) != here.get(name):
+            raise ConfigError(
+                f"model.checkpoint={checkpoint} has {name}={there.get(name)}, but model.path={config.model.path} has "
+                f"{here.get(name)}; give the model that the checkpoint was made from"
+            )
+
+
+def _dimensions(description: dict[str, Any]) -> dict[str, Any]:
+    """What the shapes of a model's weights follow from, by dotted name."""
+    found = {"model_type": description["model_type"], "tie_word_embeddings": _tied(description)}
+    for section, names in _DIMENSIONS.items():
+        found |= {f"{section}.{name}": description[section].get(name) for name in names}
+    found["text_config.num_experts"] = found["text_config.num_experts"] or description["text_config"].get(
+        "num_local_experts"
+    )
+    return found
+
+
+def _tied(description: dict[str, Any]) -> bool:
+    return bool(description.get("tie_word_embeddings", description["text_config"].get("tie_word_embeddings", False)))
+
+
+def _check_rollout(config: Config) -> None:
+    rollout, trainer = config.rollout, config.trainer
+    if rollout.max_new_tokens >= rollout.max_model_len:
+        raise ConfigError(
+            f"rollout.max_new_tokens={rollout.max_new_tokens} leaves no room for a prompt in "
+            f"rollout.max_model_len={rollout.max_model_len}; lower it or raise max_model_len"
+        )
+    if rollout.max_model_len > trainer.tokens_per_microbatch:
+        raise ConfigError(
+            f"trainer.tokens_per_microbatch={trainer.tokens_per_microbatch} cannot hold a sample of "
+            f"rollout.max_model_len={rollout.max_model_len} tokens; raise it or lower max_model_len"
+        )
+    if rollout.group_size < 2 and trainer.loss.name == "decoupled":
+        raise ConfigError("rollout.group_size=1 gives no baseline; use at least 2, or trainer.loss.name=raft")
+    if not config.tasks.environments:
+        raise ConfigError("tasks.environments is empty; name at least one environment")
+    executable = config.browser.executable
+    if executable and not shutil.which(executable):
+        raise ConfigError(
+            f"browser.executable={executable} is not an executable file; leave it empty to search for Chromium"
+        )
+
+
+def _check_ring(config: Config) -> None:
+    if not SHARED_MEMORY.is_dir():
+        raise ConfigError(f"{SHARED_MEMORY} does not exist; mount a tmpfs there")
+    status = os.statvfs(SHARED_MEMORY)
+    size = status.f_blocks * status.f_frsize // 2**20
+    if config.ring.mib > size:
+        raise ConfigError(
+            f"ring.mib={config.ring.mib} exceeds the {size} MiB of {SHARED_MEMORY}; lower it or enlarge {SHARED_MEMORY}"
+        )

@@ -1,0 +1,28 @@
+"""Megatron's DistributedDataParallel around the model chunks of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+from megatron_webrl.model import gradients
+from megatron_webrl.model.qwen3_vl import Qwen3VL
+
+
+def wrap(chunks: Sequence[Qwen3VL]) -> list[DistributedDataParallel]:
+    """The chunks with contiguous float32 gradient buffers; gradients are averaged over data-parallel ranks.
+
+    They are reduced once all rows have run backward: a row without images gives the vision tower no gradient, so
+    that no rank knows earlier when its own are complete. The distributed optimiser needs the sharded form also with
+    a single replica.
+    """
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True, check_for_nan_in_grad=False
+    )
+    wrapped = []
+    for chunk in chunks:
+        chunk.config.finalize_model_grads_func = gradients.finalize
+        wrapped.append(DistributedDataParallel(config=chunk.config, ddp_config=settings, module=chunk))
+        wrapped[-1].broadcast_params()
+    return wrapped

@@ -1,0 +1,98 @@
+"""What one process of the packing tests does: the same samples, put into rows in several ways, through a real model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_webrl.model.processing import Processor
+from megatron_webrl.trainer.batching import Sample
+from megatron_webrl.trainer.cost import Cost
+from tests.gloo import join
+from tests.trainer.grown import episode
+
+LIMIT = 130
+WAYS: dict[str, dict[str, Any]] = {
+    "one by one": {"merge": False, "multiple": 9},
+    "packed": {"merge": False},
+    "merged": {"merge": True},
+    "merged, one row": {"merge": True, "limit": 400},
+    "merged, two replicas": {"merge": True, "replicas": 2},
+    "packed, three replicas of two rows": {"merge": False, "replicas": 3, "multiple": 2},
+    "merged, more rows than samples": {"merge": True, "replicas": 2, "multiple": 4},
+}
+
+
+def make_samples(processor: Processor) -> list[Sample]:
+    """Nine steps of four episodes: three that grow, one without a step to go on from; screenshots are shared."""
+    first, second = episode(processor, 0, (6, 2, 9)), episode(processor, 1, (3, 8), images=1, advantage=-0.5)
+    third, fourth = episode(processor, 2, (5, 1, 4, 2), images=1, advantage=0.3), episode(processor, 3, (7, 7))
+    return [*first, *second, *third[:3], fourth[1]]
+
+
+def run(rank: int, folder: str, model: str) -> None:
+    """Log-probabilities, gradients and what was computed, for each way of putting the samples into rows."""
+    platform = join(rank, 1, folder)
+    from megatron_webrl.model import groups
+    from megatron_webrl.model.description import describe
+    from megatron_webrl.model.layout import Sizes
+    from megatron_webrl.model.qwen3_vl import build
+
+    groups.form(Sizes())
+    (chunk,) = build(model, dtype="float32", platform=platform)
+    fill(chunk)
+    processor, cost = Processor.load(model), Cost.of_model(describe(model))
+    samples = make_samples(processor)
+    torch.save(
+        {name: _examine(chunk, processor, cost, samples, way) for name, way in WAYS.items()}, f"{folder}/found.pt"
+    )
+    torch.distributed.destroy_process_group()
+
+
+def fill(model: Any) -> None:
+    """Random weights under which activations and logits are of size one."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=parameter[0].numel() ** -0.5)
+            else:
+                parameter.normal_(mean=0.0 if name.endswith("bias") else 1.0, std=0.1)
+
+
+def _examine(
+    model: Any, processor: Processor, cost: Cost, samples: list[Sample], way: dict[str, Any]
+) -> dict[str, Any]:
+    from megatron_webrl.model.logprobs import vocab_parallel_logprobs
+    from megatron_webrl.trainer.rows import RowBuilder
+
+    options = {"replicas": 1, "limit": LIMIT} | way
+    model.zero_grad()
+    tokens = patches = 0
+    rows, marks, scores = [], [], []
+    for replica in range(options["replicas"]):
+        builder = RowBuilder(processor, device=torch.device("cpu"), replica=replica, cost=cost, **options)
+        built = builder.build(samples, "per_trajectory", k=10)
+        rows.append(len(built))
+        for batch in built:
+            logprobs, _ = vocab_parallel_logprobs(
+                model(batch.row), batch.targets, batch.temperature, model.unpadded_vocab_size, None
+            )
+            (batch.weight * batch.advantage * logprobs).sum().backward()
+            real = batch.weight > 0
+            if real.any():
+                tokens, patches = tokens + batch.tokens, patches + len(batch.row.pixels)
+            marks.append(batch.behaviour[real])
+            scores.append(logprobs.detach()[real])
+    order = torch.cat(marks).argsort()
+    gradients: dict[str, Tensor] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {
+        "marks": torch.cat(marks)[order],
+        "logprobs": torch.cat(scores)[order],
+        "gradients": gradients,
+        "tokens": tokens,
+        "patches": patches,
+        "rows": rows,
+    }

@@ -1,0 +1,55 @@
+"""The learner makes the same updates in every layout: figures, weights, and the same on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gloo import spawn
+from tests.trainer import layout_ranks
+from tools.make_tiny_model import make_tiny_model
+
+Found = dict[tuple[str, str], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """(model, layout) -> what each rank found."""
+    folder = tmp_path_factory.mktemp("layouts")
+    models = {"dense": str(folder / "dense"), "sparse": str(folder / "sparse")}
+    make_tiny_model(Path(models["dense"]), seed=0)
+    make_tiny_model(Path(models["sparse"]), seed=1, experts=4)
+    spawn(layout_ranks.run, str(folder), models, seconds=400)
+    return {
+        (model, layout): torch.load(folder / f"found-{model}-{layout}.pt", weights_only=False)
+        for model, layouts in layout_ranks.LAYOUTS.items()
+        for layout in layouts
+    }
+
+
+PAIRS = [(model, layout) for model, layouts in layout_ranks.LAYOUTS.items() for layout in layouts if layout != "dp2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "layout"), PAIRS)
+def test_an_update_does_not_depend_on_the_layout(found: Found, model: str, layout: str) -> None:
+    two_replicas, laid_out = found[model, "dp2"][0], found[model, layout][0]
+    for (metrics, gap), (expected, expected_gap) in zip(laid_out["figures"], two_replicas["figures"], strict=True):
+        assert metrics["gradient_norm"] > 0
+        assert 0 < metrics["clipped"] < metrics["response_tokens"] < metrics["tokens"]
+        assert metrics == {name: pytest.approx(value, rel=1e-3, abs=1e-6) for name, value in expected.items()}
+        assert gap.tokens == expected_gap.tokens > 0
+        assert gap.largest == pytest.approx(expected_gap.largest, rel=1e-3)
+    assert laid_out["weights"].keys() == two_replicas["weights"].keys()
+    for name, tensor in laid_out["weights"].items():
+        assert float((tensor - two_replicas["weights"][name]).abs().max()) < 1e-5, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "layout"), [*PAIRS, ("dense", "dp2"), ("sparse", "dp2")])
+def test_every_rank_sees_the_same_figures(found: Found, model: str, layout: str) -> None:
+    first, second = found[model, layout]
+    assert first["figures"] == second["figures"]

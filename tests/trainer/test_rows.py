@@ -1,0 +1,171 @@
+"""Rows as tensors: what each rank gets, and that it says what the engine saw."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_webrl.model.description import describe
+from megatron_webrl.model.inputs import image_shares
+from megatron_webrl.model.processing import Processor
+from megatron_webrl.model.rope import mrope_positions
+from megatron_webrl.trainer.batching import Sample
+from megatron_webrl.trainer.cost import Cost
+from megatron_webrl.trainer.rows import InputMismatch, Microbatch, RowBuilder
+from tests.trainer.grown import episode, step, words
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_model: Path) -> Processor:
+    return Processor.load(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def cost(tiny_model: Path) -> Cost:
+    return Cost.of_model(describe(tiny_model))
+
+
+def builder(processor: Processor, cost: Cost, **options: Any) -> RowBuilder:
+    settings: dict[str, Any] = {"limit": 400, "replica": 0, "replicas": 1, **options}
+    return RowBuilder(processor, device=torch.device("cpu"), cost=cost, **settings)
+
+
+def build(processor: Processor, cost: Cost, samples: list[Sample], **options: Any) -> list[Microbatch]:
+    return builder(processor, cost, **options).build(samples, "per_trajectory", k=10)
+
+
+def test_a_merged_row_scores_each_span_with_its_own_numbers(processor: Processor, cost: Cost) -> None:
+    samples = episode(processor, 0, (6, 2, 9))
+    (batch,) = build(processor, cost, samples[::-1])
+    assert batch.tokens == samples[-1].length
+    assert batch.row.cu_seqlens.tolist() == [0, batch.tokens]
+    assert batch.targets.tolist() == np.concatenate([s.response for s in samples]).tolist()
+    assert batch.behaviour.tolist() == np.concatenate([s.behaviour for s in samples]).tolist()
+    assert batch.versions.tolist() == np.concatenate([s.versions for s in samples]).tolist()
+    assert torch.equal(batch.row.tokens[batch.row.predict + 1], batch.targets)
+    assert torch.allclose(batch.weight, torch.tensor(1 / 3))
+    assert len(batch.row.grids) == 4
+
+
+def test_weights_do_not_depend_on_merging(processor: Processor, cost: Cost) -> None:
+    samples = [*episode(processor, 0, (6, 2)), *episode(processor, 1, (3,), advantage=-1.0)]
+    for normaliser in ("constant", "per_trajectory", "token_mean"):
+        found = []
+        for merge in (False, True):
+            rows = builder(processor, cost, merge=merge).build(samples, normaliser, k=10)
+            numbers = torch.stack(
+                [torch.cat([getattr(r, n) for r in rows]) for n in ("behaviour", "weight", "advantage")]
+            )
+            found.append(numbers[:, numbers[0].argsort()])
+        assert torch.equal(*found)
+
+
+def test_positions_and_images_of_a_row_are_those_of_its_samples(processor: Processor, cost: Cost) -> None:
+    samples = [episode(processor, ticket, (4, 3))[-1] for ticket in range(3)]
+    (batch,) = build(processor, cost, samples)
+    starts = batch.row.cu_seqlens.tolist()
+    occurrence = 0
+    for start, end in pairwise(starts):
+        (sample,) = (
+            s
+            for s in samples
+            if s.behaviour[0] in batch.behaviour[(batch.row.predict >= start) & (batch.row.predict < end)]
+        )
+        whole = torch.from_numpy(np.concatenate([sample.prompt, sample.response]))
+        grids = torch.from_numpy(sample.grids.astype(np.int64))
+        expected = mrope_positions(whole, grids, processor.image_token_id, processor.merge)
+        assert torch.equal(batch.row.positions[:, start:end], expected)
+        for image, grid in zip(sample.images, sample.grids, strict=True):
+            assert batch.row.images is not None
+            place = int(batch.row.images[occurrence])
+            assert batch.row.grids[place].tolist() == grid.tolist()
+            first = int(batch.row.grids[:place].prod(dim=1).sum())
+            assert torch.equal(batch.row.pixels[first : first + int(grid.prod())], processor.pixels([image])[0])
+            occurrence += 1
+    assert len(batch.row.grids) == occurrence - 1  # two episodes begin with the same screenshot
+
+
+def test_a_placeholder_in_a_response_is_text(processor: Processor, cost: Cost) -> None:
+    (first,) = episode(processor, 0, (5,))
+    odd = replace(first, response=np.array([30, processor.image_token_id, 31, 32, 33], np.int32))
+    (plain,), (batch,) = (build(processor, cost, [sample]) for sample in (first, odd))
+    assert torch.equal(plain.row.positions, batch.row.positions)
+    assert plain.row.visual is not None
+    assert batch.row.visual is not None
+    assert torch.equal(plain.row.visual, batch.row.visual)
+    assert batch.targets.tolist() == odd.response.tolist()
+
+
+def test_tensor_parallel_ranks_share_the_images_out(processor: Processor, cost: Cost) -> None:
+    samples = [*episode(processor, 0, (4, 3, 2)), *episode(processor, 1, (4,), images=3)]
+    (whole,) = build(processor, cost, samples)
+    parts = whole.row.pixels.split(whole.row.grids.prod(dim=1).tolist())
+    shares = image_shares(whole.row.grids.tolist(), 3)
+    for rank in range(3):
+        (batch,) = build(processor, cost, samples, image_rank=rank, image_ranks=3)
+        assert batch.row.encoded is not None
+        assert batch.row.encoded.tolist() == shares[rank]
+        assert torch.equal(batch.row.pixels, torch.cat([parts[i] for i in shares[rank]]))
+        for name in ("tokens", "positions", "grids", "predict", "images", "visual"):
+            assert torch.equal(getattr(batch.row, name), getattr(whole.row, name))
+
+
+def test_a_rank_without_a_vision_tower_decodes_no_image(processor: Processor, cost: Cost) -> None:
+    (sample,) = episode(processor, 0, (4,))
+    broken = replace(sample, images=tuple(b"no image" for _ in sample.images))
+    (batch,) = build(processor, cost, [broken], pixels=False)
+    assert batch.row.pixels.shape == (0, processor.pixels([])[0].shape[1])
+    assert batch.row.encoded is not None
+    assert batch.row.encoded.numel() == 0
+    assert batch.row.grids.tolist() == sample.grids.tolist()
+    with pytest.raises(ValueError, match="neither PNG nor JPEG"):
+        build(processor, cost, [broken])
+
+
+def test_a_grid_other_than_the_engines_is_refused(processor: Processor, cost: Cost) -> None:
+    (sample,) = episode(processor, 0, (4,), images=1)
+    turned = replace(sample, grids=np.array([[1, 2, 8]], np.int32))
+    with pytest.raises(InputMismatch, match=r"the engine used \[\[1, 2, 8\]\], the trainer makes \[\[1, 4, 4\]\]"):
+        build(processor, cost, [turned])
+
+
+def test_rows_without_a_sample_hold_the_shortest_one_at_weight_zero(processor: Processor, cost: Cost) -> None:
+    samples = [*episode(processor, 0, (6, 2)), *episode(processor, 1, (3,), images=1)]
+    parts = [build(processor, cost, samples, replica=replica, replicas=3, multiple=2) for replica in range(3)]
+    assert [len(part) for part in parts] == [2, 2, 2]
+    weightless = [batch for part in parts for batch in part if not batch.weight.any()]
+    assert len(weightless) == 4
+    assert {batch.row.tokens.numel() for batch in weightless} == {samples[2].length}
+    assert {batch.tokens for batch in weightless} == {0}
+    assert sum(float(batch.weight.sum()) for part in parts for batch in part) == pytest.approx(8 / 4 + 3 / 2)
+
+
+def test_temperatures_share_no_row(processor: Processor, cost: Cost) -> None:
+    samples = [step(words(i, 9), words(i, 3), temperature=1.0 - i % 2 / 4, trajectory=(i, 0)) for i in range(6)]
+    rows = build(processor, cost, samples)
+    assert sorted((row.temperature, len(row.targets)) for row in rows) == [(0.75, 9), (1.0, 9)]
+    assert rows[0].row.pixels.shape[0] == 0
+
+
+def test_context_parallel_ranks_share_the_response_tokens_out(processor: Processor, cost: Cost) -> None:
+    samples = [*episode(processor, 0, (4, 3, 2)), *episode(processor, 1, (4,), images=3)]
+    (whole,) = build(processor, cost, samples)
+    ranks = [
+        batch
+        for rank in range(3)
+        for batch in build(processor, cost, samples, context_rank=rank, context_ranks=3, token_multiple=2)
+    ]
+    length = -(-whole.tokens // 6) * 2
+    for rank, batch in enumerate(ranks):
+        assert all(rank * length <= place < (rank + 1) * length for place in batch.row.predict.tolist())
+        assert torch.equal(batch.row.tokens, whole.row.tokens)
+        assert torch.equal(batch.row.tokens[batch.row.predict + 1], batch.targets)
+    for name in ("targets", "behaviour", "versions", "advantage", "weight"):
+        assert torch.equal(torch.cat([getattr(batch, name) for batch in ranks]), getattr(whole, name))
+    assert [batch.tokens for batch in ranks] == [whole.tokens, 0, 0]

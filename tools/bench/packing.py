@@ -1,0 +1,380 @@
+"""How well rows are packed: is the predicted cost the measured one, are rows full and balanced, what does merging save.
+
+1. Cost: rows of very different lengths through a small real model, forward and backward, against what the cost model
+   predicts for them.
+2. Rows: the steps of web-agent episodes (prompts of 1 to 12 thousand tokens with one to four screenshots, answers of 50
+   to 500, a heavy tail) packed for several replicas, costs of Qwen3-VL-4B; against first-fit-decreasing by tokens and
+   against padding to the longest.
+3. Merging: the share of steps that go on from another one, in episodes whose prompts the rollout's own context makes.
+
+    python -m tools.bench.packing [--quick] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform as machine
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_webrl.model import platform as platforms
+from megatron_webrl.model.description import describe
+from megatron_webrl.model.processing import Processor
+from megatron_webrl.parity.pages import draw_page
+from megatron_webrl.trainer.batching import Sample
+from megatron_webrl.trainer.cost import Cost, distinct_images
+from megatron_webrl.trainer.merging import Chain, merge, single
+from megatron_webrl.trainer.packing import replica_rows
+from megatron_webrl.trainer.rows import Microbatch, RowBuilder
+from tools.bench.episodes import make_episodes
+from tools.make_tiny_model import make_tiny_model
+
+MODEL = {
+    "hidden": 256, "layers": 4, "heads": 8, "kv_heads": 4, "intermediate": 768, "vision_hidden": 256,
+    "vision_layers": 4, "vision_heads": 8, "vision_intermediate": 768, "max_position_embeddings": 16384,
+}  # fmt: skip
+ROWS = ((128, 0), (256, 0), (600, 1), (1024, 0), (1200, 3), (2048, 0), (2200, 6), (4096, 0), (4200, 8), (8192, 0))
+"""Tokens of the rows that are timed, and how many images of SIDE pixels are among them."""
+SIDE = 512
+RESPONSE = 64
+STEPS = (1, 2, 3, 3, 4, 4, 5, 6, 8, 10, 15, 20)
+"""Steps of a synthetic episode are drawn from these."""
+WINDOW, SHOT = 4, (1, 48, 64)  # screenshots in a prompt; patches of one
+PLACEHOLDER, VIDEO, LONGEST = 151655, 151656, 12000
+REPLICAS, LIMIT = 8, 16384
+
+
+def web_agent_steps(episodes: int, seed: int) -> list[Sample]:
+    """Steps with the prompts' outer form: a header, a summary once the window slides, then rounds with screenshots."""
+    made: list[Sample] = []
+    for number in range(episodes):
+        rng = np.random.default_rng((seed, number))
+        count, header = int(rng.choice(STEPS)), _words(rng, min(6000, 300 + int(200 * rng.pareto(0.9))))
+        shot = np.full(SHOT[0] * SHOT[1] * SHOT[2] // 4, PLACEHOLDER, np.int32)
+        opening = [np.concatenate([_words(rng, min(2000, 30 + int(60 * rng.pareto(1.0)))), shot]) for _ in range(count)]
+        answers = [_words(rng, min(500, 50 + int(60 * rng.pareto(1.2)))) for _ in range(count)]
+        for step in range(count):
+            first = max(0, step - WINDOW + 1)
+            summary = _words(rng, 25 * first)
+            rounds = [part for i in range(first, step) for part in (opening[i], answers[i])]
+            prompt = np.concatenate([header, summary, *rounds, opening[step]])
+            if len(prompt) > LONGEST:
+                break
+            made.append(_step(prompt, answers[step], tuple(range(first, step + 1)), number))
+    return made
+
+
+def _words(rng: np.random.Generator, count: int) -> np.ndarray:
+    return rng.integers(1000, 100000, count).astype(np.int32)
+
+
+def _step(prompt: np.ndarray, response: np.ndarray, shots: tuple[int, ...], episode: int) -> Sample:
+    return Sample(
+        prompt=prompt,
+        response=response,
+        behaviour=np.zeros(len(response), np.float32),
+        versions=np.zeros(len(response), np.int32),
+        images=tuple(b"%d/%d" % (episode, shot) for shot in shots),
+        grids=np.array([SHOT] * len(shots), np.int32),
+        temperature=1.0,
+        advantage=1.0,
+        steps=1,
+        trajectory=(episode, 0),
+    )
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What came of one way of making rows. Costs in operations."""
+
+    rows: int
+    utilisation: float  # real tokens over tokens that rows can hold
+    work: float  # of all rows
+    replicas: float  # dearest over mean
+    row_balance: float  # dearest over mean
+    lockstep: float  # work if replicas wait for each other in every row, times their number
+    images: int  # encoded
+    seconds: float  # to find the rows
+
+
+def packed(chains: Sequence[Chain], parts: list[list[list[int]]], cost: Cost, seconds: float) -> Packed:
+    """Figures of rows of `chains` dealt to replicas; a replica may have fewer rows than another."""
+    costs = [[cost.of(*(chains[i] for i in row)) for row in part] for part in parts]
+    flat, loads = [c for part in costs for c in part], [sum(part) for part in costs]
+    longest = max(map(len, costs))
+    columns = [max(part[i] if i < len(part) else 0.0 for part in costs) for i in range(longest)]
+    return Packed(
+        rows=len(flat),
+        utilisation=sum(chain.length for chain in chains) / (len(flat) * LIMIT),
+        work=sum(flat),
+        replicas=max(loads) / statistics.mean(loads),
+        row_balance=max(flat) / statistics.mean(flat),
+        lockstep=sum(columns) * len(parts),
+        images=sum(len(distinct_images([chains[i] for i in row])) for part in parts for row in part),
+        seconds=seconds,
+    )
+
+
+def first_fit(chains: Sequence[Chain]) -> list[list[list[int]]]:
+    """Longest first into the first row with room; rows in turn to the replica with the fewest tokens."""
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(chains)), key=lambda i: -chains[i].length):
+        place = next((r for r in range(len(rows)) if room[r] >= chains[index].length), len(rows))
+        if place == len(rows):
+            rows.append([])
+            room.append(LIMIT)
+        rows[place].append(index)
+        room[place] -= chains[index].length
+    parts: list[list[list[int]]] = [[] for _ in range(REPLICAS)]
+    loads = [0] * REPLICAS
+    for row, left in zip(rows, room, strict=True):
+        replica = loads.index(min(loads))
+        parts[replica].append(row)
+        loads[replica] += LIMIT - left
+    return parts
+
+
+def padded(chains: Sequence[Chain], cost: Cost) -> Packed:
+    """Batches of as many samples as fit when all are as long as the longest one."""
+    longest = max(chain.length for chain in chains)
+    pairs = longest * (longest + 1) / 2
+    each = [
+        longest * cost.token
+        + pairs * cost.token_pair
+        + len(c.scored) * cost.scored
+        + sum(map(cost.image, c.grids.tolist()))
+        for c in chains
+    ]
+    size = LIMIT // longest
+    batches = [sum(each[i : i + size]) for i in range(0, len(each), size)]
+    loads = [sum(batches[replica::REPLICAS]) for replica in range(REPLICAS)]
+    columns = [max(batches[i : i + REPLICAS]) for i in range(0, len(batches), REPLICAS)]
+    return Packed(
+        rows=len(batches),
+        utilisation=sum(chain.length for chain in chains) / (len(each) * longest),
+        work=sum(each),
+        replicas=max(loads) / statistics.mean(loads),
+        row_balance=max(batches) / statistics.mean(batches),
+        lockstep=sum(columns) * REPLICAS,
+        images=sum(len(chain.images) for chain in chains),
+        seconds=0.0,
+    )
+
+
+def compare(episodes: int) -> tuple[dict[str, Packed], str]:
+    """Ways of making rows of the same steps, and the steps in words."""
+    cost = Cost.of_model(_released())
+    steps = web_agent_steps(episodes, seed=0)
+    begun = time.perf_counter()
+    merged = merge(steps, (PLACEHOLDER, VIDEO))
+    merging = time.perf_counter() - begun
+    alone = [single(step) for step in steps]
+    lengths = sorted(chain.length for chain in alone)
+    words = (
+        f"{len(steps)} steps of {episodes} episodes, {lengths[0]} to {lengths[-1]} tokens, median "
+        f"{lengths[len(lengths) // 2]}, 99 % under {lengths[len(lengths) * 99 // 100]}; {len(merged)} sequences after "
+        f"merging in {merging:.2f} s; rows of {LIMIT} tokens, {REPLICAS} replicas"
+    )
+
+    def timed(make: Any, chains: list[Chain]) -> Packed:
+        begun = time.perf_counter()
+        parts = make(chains)
+        return packed(chains, parts, cost, time.perf_counter() - begun)
+
+    def balanced(chains: list[Chain]) -> list[list[list[int]]]:
+        return replica_rows(chains, cost, LIMIT, REPLICAS)
+
+    return {
+        "balanced, merged": timed(balanced, merged),
+        "balanced": timed(balanced, alone),
+        "first fit by tokens, merged": timed(first_fit, merged),
+        "first fit by tokens": timed(first_fit, alone),
+        "padded to the longest": padded(alone, cost),
+    }, words
+
+
+def _released() -> Any:
+    """The description of Qwen3-VL-4B, as far as costs go."""
+    from transformers import Qwen3VLConfig
+
+    return Qwen3VLConfig(
+        text_config={
+            "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "head_dim": 128, "intermediate_size": 9728, "vocab_size": 151936,
+        },
+        vision_config={
+            "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "patch_size": 16,
+            "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 2560,
+            "deepstack_visual_indexes": [5, 11, 17],
+        },
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One row through the model, forward and backward."""
+
+    tokens: int
+    images: int
+    operations: float  # predicted, forward
+    seconds: float  # the fastest round; of CPU time on the CPU
+
+
+def time_rows(folder: Path, rounds: int, rows: Sequence[tuple[int, int]]) -> list[Timed]:
+    """Time single-sample rows on a small model, in this process alone."""
+    torch.set_num_threads(1)
+    platform = platforms.use("auto")
+    store = torch.distributed.FileStore(str(folder / "store"), 1)
+    torch.distributed.init_process_group(platform.backend, store=store, rank=0, world_size=1)
+    from megatron_webrl.model import groups
+    from megatron_webrl.model.layout import Sizes
+    from megatron_webrl.model.load import load_hf
+    from megatron_webrl.model.qwen3_vl import build
+
+    path = make_tiny_model(folder / "timed", **MODEL)  # type: ignore[arg-type]
+    groups.form(Sizes())
+    chunks = build(path, dtype="float32", platform=platform)
+    load_hf(chunks, path)
+    processor, cost = Processor.load(path), Cost.of_model(describe(path))
+    builder = RowBuilder(processor, max(n for n, _ in rows), platform.device, 0, 1, cost)
+    samples = [_sample(processor, tokens, images) for tokens, images in rows]
+    batches = [builder.build([sample], "token_mean", 1)[0] for sample in samples]
+    best = [float("inf")] * len(rows)
+    for _ in range(rounds):
+        best = [min(b, _pass(chunks[0], batch, platform)) for b, batch in zip(best, batches, strict=True)]
+    torch.distributed.destroy_process_group()
+    return [
+        Timed(batch.tokens, len(batch.row.grids), cost.of(single(sample)), seconds)
+        for batch, sample, seconds in zip(batches, samples, best, strict=True)
+    ]
+
+
+def _sample(processor: Processor, tokens: int, images: int) -> Sample:
+    rng = np.random.default_rng((tokens, images))
+    shots = tuple(draw_page(i, SIDE, SIDE) for i in range(images))
+    grids = processor.grids(shots)
+    parts = []
+    for grid in grids:
+        parts += [np.full(int(grid.prod()) // processor.merge**2, processor.image_token_id), rng.integers(20, 300, 3)]
+    filling = tokens - RESPONSE - sum(map(len, parts))
+    prompt = np.concatenate([*parts, rng.integers(20, 300, filling)]).astype(np.int32)
+    zeros = np.zeros(RESPONSE, np.int32)
+    response = rng.integers(20, 300, RESPONSE).astype(np.int32)
+    return Sample(prompt, response, zeros.astype(np.float32), zeros, shots, grids, 1.0, 1.0, 1, (0, 0))
+
+
+def _pass(model: Any, batch: Microbatch, platform: platforms.Platform) -> float:
+    """Seconds of one forward and backward pass."""
+    from megatron_webrl.model.logprobs import vocab_parallel_logprobs
+
+    # CPU time leaves out what other processes of the machine take.
+    clock = time.process_time if platform.name == "cpu" else time.perf_counter
+    torch.cuda.synchronize()
+    begun = clock()
+    logits = model(batch.row)
+    logprobs, _ = vocab_parallel_logprobs(logits, batch.targets, 1.0, model.unpadded_vocab_size, None)
+    (logprobs * batch.weight).sum().backward()
+    torch.cuda.synchronize()
+    return clock() - begun
+
+
+def merging(folder: Path, episodes: int) -> dict[str, float]:
+    """What merging saves on episodes whose prompts the rollout's own context makes, windows of four screenshots."""
+    processor = Processor.load(make_tiny_model(folder / "context", max_position_embeddings=16384))
+    steps = [step for episode in make_episodes(processor, episodes, 16384, seed=0) for step in episode]
+    video = int(processor.tokenizer.convert_tokens_to_ids("<|video_pad|>"))
+    chains = merge(steps, (processor.image_token_id, video))
+    return {
+        "episodes": episodes,
+        "steps": len(steps),
+        "steps that go on from another": len(steps) - len(chains),
+        "tokens": sum(step.length for step in steps),
+        "tokens after merging": sum(chain.length for chain in chains),
+        "images": sum(len(step.images) for step in steps),
+        "images after merging": sum(len(chain.images) for chain in chains),
+    }
+
+
+def show_times(rows: Sequence[Timed]) -> dict[str, float]:
+    """Print predictions against measurements; the correlation of both, plain and of their logarithms."""
+    predicted, measured = np.array([r.operations for r in rows]), np.array([r.seconds for r in rows])
+    # Relative errors count, so that the longest row does not decide alone.
+    rate = float(np.exp(np.mean(np.log(measured / predicted))))
+    print("| tokens | images | predicted ms | measured ms | measured / predicted | measured / by tokens alone |")
+    print("|" + "---:|" * 6)
+    by_tokens = np.array([r.tokens for r in rows])
+    by_tokens = by_tokens * np.exp(np.mean(np.log(measured / by_tokens)))
+    for row, plain in zip(rows, by_tokens, strict=True):
+        guess = row.operations * rate
+        cells = f"{guess * 1e3:.0f} | {row.seconds * 1e3:.0f} | {row.seconds / guess:.2f} | {row.seconds / plain:.2f}"
+        print(f"| {row.tokens} | {row.images} | {cells} |")
+    found = {
+        "correlation": float(np.corrcoef(predicted, measured)[0, 1]),
+        "correlation of logarithms": float(np.corrcoef(np.log(predicted), np.log(measured))[0, 1]),
+        "correlation by tokens alone": float(np.corrcoef(by_tokens, measured)[0, 1]),
+        "GFLOP/s, forward and backward": 3e-9 / rate,
+    }
+    print("; ".join(f"{name} {value:.3f}" for name, value in found.items()) + "\n")
+    return found
+
+
+def show_rows(found: dict[str, Packed], words: str) -> None:
+    """Print one line a way, ratios to the first."""
+    ours = found["balanced, merged"]
+    print(words + "\n")
+    columns = (
+        "rows",
+        "tokens used",
+        "images encoded",
+        "work",
+        "replicas max/mean",
+        "rows max/mean",
+        "time",
+        "s to pack",
+    )
+    print("| rows made by | " + " | ".join(columns) + " |")
+    print("|---|" + "---:|" * len(columns))
+    for name, way in found.items():
+        slowest = way.work * way.replicas / (ours.work * ours.replicas)
+        balance = f"{way.replicas:.3f} | {way.row_balance:.3f}"
+        relative = f"{slowest:.2f} / {way.lockstep / ours.lockstep:.2f}"
+        used = f"{way.rows} | {way.utilisation:.1%} | {way.images} | {way.work / ours.work:.2f}"
+        print(f"| {name} | {used} | {balance} | {relative} | {way.seconds:.2f} |")
+    print("work and time relative to the first line; time: replicas wait at the end / in every row\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="shorter rows, one round, fewer episodes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    arguments = parser.parse_args()
+    rounds, episodes = (1, 64) if arguments.quick else (3, 512)
+    print(f"{os.cpu_count()} CPUs, {machine.machine()}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}\n")
+    with tempfile.TemporaryDirectory(prefix="webrl-bench-") as temporary:
+        saved = merging(Path(temporary), episodes // 4)
+        rows = time_rows(Path(temporary), rounds, ROWS[:-3] if arguments.quick else ROWS)
+    fit = show_times(rows)
+    found, words = compare(episodes)
+    show_rows(found, words)
+    print("rollout's own prompts: " + ", ".join(f"{value} {name}" for name, value in saved.items()))
+    if arguments.json:
+        figures = {
+            "rows timed": [vars(row) for row in rows], "fit": fit, "merging": saved, "steps": words,
+            "packed": {name: vars(way) for name, way in found.items()},
+        }  # fmt: skip
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
