@@ -1,31 +1,42 @@
-"""Checkpoints in Megatron's distributed format, loadable at another tensor- and data-parallel size.
+"""The trainer's checkpoints: written beside the training, complete or not there at all. docs/checkpoints.md.
 
-    checkpoints/latest                    name of the newest complete checkpoint
-    checkpoints/version-000005/megatron/  model, optimiser, schedule
-    checkpoints/version-000005/state.json the rest: see TrainerState
-
-The trainer draws no random numbers of its own (no dropout; orders come from run.seed and the version), so
-there is no generator state to keep.
+checkpoints/version-000005/megatron/   weights, optimiser, schedule, random states: any layout of ranks reads them
+checkpoints/version-000005/hf/         the model folder without its weights, so that it can be converted as it is
+checkpoints/version-000005/state.json  the rest: see TrainerState
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
 
+from megatron_webrl.config import CheckpointConfig
+from megatron_webrl.trainer import checkpoint_files as files
+from megatron_webrl.trainer.background import Background, BackgroundError, one_line
+from megatron_webrl.trainer.checkpoint_files import CheckpointError, latest
+from megatron_webrl.trainer.checkpoint_plan import Plan, make_plan, write_rest
+from megatron_webrl.trainer.checkpoint_state import load_learner as load
+from megatron_webrl.trainer.checkpoint_state import load_weights, sharded_state
 from megatron_webrl.trainer.learner import Learner
+from megatron_webrl.trainer.parallel import broadcast_object
 
-OPTIMIZER_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+__all__ = ["CheckpointError", "Checkpoints", "TrainerState", "latest", "load", "load_weights", "read_state"]
 
+log = logging.getLogger(__name__)
 
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be read. The message names the folder."""
+MARGIN_BYTES = 2**26  # for the index, the model's description and the file system's own needs
+DELETE_SECONDS = 60.0  # the end of a job waits so long for old checkpoints to be deleted
+_PAUSE = 0.02
 
 
 @dataclass(frozen=True)
@@ -42,62 +53,204 @@ class TrainerState:
     updates: list[dict[str, Any]] = field(default_factory=list)
 
 
-def save(folder: Path, learner: Learner, state: TrainerState) -> Path:
-    """Write a checkpoint and name it latest once it is complete. Collective; returns its folder."""
-    target = folder / f"version-{state.version:06d}"
-    temporary = folder / f".writing-{state.version:06d}"
-    first = torch.distributed.get_rank() == 0
-    if first:
-        shutil.rmtree(temporary, ignore_errors=True)
-        (temporary / "megatron").mkdir(parents=True)
-    torch.distributed.barrier()
-    dist_checkpointing.save(_sharded_state(learner, is_loading=False), str(temporary / "megatron"))
-    torch.distributed.barrier()
-    if first:
-        (temporary / "state.json").write_text(json.dumps(asdict(state), indent=1))
-        shutil.rmtree(target, ignore_errors=True)
-        temporary.rename(target)
-        pointer = folder / ".latest"
-        pointer.write_text(target.name)
-        pointer.rename(folder / "latest")
-    torch.distributed.barrier()
-    return target
-
-
-def latest(folder: Path) -> Path:
-    """The newest complete checkpoint. Raises CheckpointError."""
-    pointer = folder / "latest"
-    if not pointer.is_file():
-        raise CheckpointError(f"{folder} holds no complete checkpoint")
-    target = folder / pointer.read_text().strip()
-    if not (target / "state.json").is_file():
-        raise CheckpointError(f"{target} is named latest but holds no state.json")
-    return target
-
-
 def read_state(checkpoint: Path) -> TrainerState:
-    """The state of a checkpoint without its tensors."""
-    fields = json.loads((checkpoint / "state.json").read_text())
-    return TrainerState(**{**fields, "open_tickets": tuple(fields["open_tickets"])})
-
-
-def load(checkpoint: Path, learner: Learner) -> None:
-    """Read model, optimiser and schedule in place. Collective. Raises CheckpointError."""
+    """The state of a checkpoint without its tensors. Raises CheckpointError."""
+    path = checkpoint / "state.json"
     try:
-        loaded = dist_checkpointing.load(_sharded_state(learner, is_loading=True), str(checkpoint / "megatron"))
-    except dist_checkpointing.core.CheckpointingException as error:
-        raise CheckpointError(f"{checkpoint}: {error}") from error
-    learner.chunks[0].module.load_state_dict(loaded["model"])
-    learner.optimization.load_state_dict(loaded["optimizer"])
-    learner.optimization.scheduler.num_steps = 0  # restoring counts the checkpoint's steps on top
-    learner.optimization.scheduler.load_state_dict(loaded["scheduler"])
+        fields = json.loads(path.read_text())
+        return TrainerState(**{**fields, "open_tickets": tuple(fields["open_tickets"])})
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{path}: {one_line(error)}") from error
 
 
-def _sharded_state(learner: Learner, *, is_loading: bool) -> dict[str, Any]:
-    learner.optimization.allocate_state()
-    # Drawing up the optimiser's part fills tensors of the model's part in: both come from one call.
-    model = learner.chunks[0].module.sharded_state_dict()
-    optimizer = learner.optimization.optimizer.sharded_state_dict(
-        model, is_loading=is_loading, metadata=OPTIMIZER_METADATA
-    )
-    return {"model": model, "optimizer": optimizer, "scheduler": learner.optimization.scheduler.state_dict()}
+class _NotSaved(RuntimeError):
+    """A checkpoint that could not be written. The message is one line."""
+
+
+@dataclass
+class _Save:
+    """One checkpoint under way."""
+
+    version: int
+    folder: Path
+    plan: Plan
+    writing: Background
+    begun: float
+    held: float  # seconds that training has waited for it
+    bytes: int  # of all ranks
+
+
+class Checkpoints:
+    """All checkpoints of a run. Every method is collective over all trainer ranks; none fails for want of disk.
+
+    `begin` copies the state and starts writing; `poll`, once an update, gives the checkpoint its name when all ranks
+    have written; `finish` waits for that. A save that fails is logged and counted, and the next one is tried.
+    """
+
+    def __init__(self, folder: Path, model: Path, settings: CheckpointConfig) -> None:
+        """`folder`: the run's checkpoints; `model`: the Hugging Face folder whose description goes along."""
+        self.folder, self.model, self.settings = folder, model, settings
+        self.newest: tuple[int, Path] | None = None  # version and folder of the newest that this process completed
+        self.failures = 0
+        self.trouble: str | None = None  # why the last save failed; None if it did not
+        self._figures: dict[str, float] = {}
+        self._first = torch.distributed.get_rank() == 0
+        self._current: _Save | None = None
+        self._checked = False
+        self._deleting: threading.Thread | None = None
+        if self._first:
+            _sweep(folder)
+
+    def begin(self, learner: Learner, state: TrainerState) -> None:
+        """Start a checkpoint of the state as it is; one that is under way is finished first.
+
+        Without settings.asynchronous it is complete, or has failed, on return.
+        """
+        self.finish()
+        started = time.monotonic()
+        folder = files.writing_folder(self.folder, state.version)
+        if self._on_first(state.version, lambda: files.make_empty(folder)) is None:
+            return
+        plan = make_plan(sharded_state(learner, is_loading=False), folder, check=not self._checked)
+        self._checked = True  # who writes what does not change within a run
+        size = torch.tensor(plan.bytes, device=next(learner.chunks[0].parameters()).device)
+        torch.distributed.all_reduce(size)
+        if self._on_first(state.version, lambda: _check_space(folder, int(size))) is None:
+            self._discard(folder)
+            return
+        shards, first = plan.work(), self._first
+        rest = partial(write_rest, folder, plan.common, asdict(state), self.model)
+
+        def work() -> Any:
+            if first:
+                rest()
+            return shards()
+
+        writing = Background(work, self.settings.seconds)
+        held = time.monotonic() - started
+        self._current = _Save(state.version, folder, plan, writing, started, held, int(size))
+        if not self.settings.asynchronous:
+            self.finish()
+
+    def poll(self) -> None:
+        """Complete the checkpoint under way if all ranks have written it; does not wait for them."""
+        if self._current is not None and self._all_ended(self._current):
+            self._complete(self._current)
+
+    def finish(self) -> None:
+        """Wait for the checkpoint under way, at most settings.seconds from its start."""
+        if (save := self._current) is not None:
+            started = time.monotonic()
+            while not self._all_ended(save):  # no rank waits long in one collective, which has a limit of its own
+                time.sleep(_PAUSE)
+            save.held += time.monotonic() - started
+            self._complete(save)
+
+    def close(self) -> None:
+        """Finish, and let the deletion of old checkpoints end."""
+        self.finish()
+        if self._deleting is not None:
+            self._deleting.join(DELETE_SECONDS)
+
+    def take_figures(self) -> dict[str, float]:
+        """Figures of the checkpoint that was completed since the last call, and failures so far, if any."""
+        figures, self._figures = self._figures, {}
+        return figures | ({"checkpoint/failed": float(self.failures)} if self.failures else {})
+
+    def _all_ended(self, save: _Save) -> bool:
+        flags: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(flags, save.writing.ended)
+        return all(flags)
+
+    def _complete(self, save: _Save) -> None:
+        started, self._current = time.monotonic(), None
+        written = started - save.begun
+        outcome = _outcome(save.writing)
+        everyone: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.gather_object(outcome, everyone if self._first else None, dst=0)
+        path = self._on_first(save.version, lambda: _publish(save, everyone))
+        if path is None:
+            self._discard(save.folder)
+            return
+        self.newest = (save.version, path)
+        if self._first:
+            self._delete(path)
+        held, mib = save.held + time.monotonic() - started, save.bytes / 2**20
+        self._figures = {"checkpoint/held_seconds": held, "checkpoint/write_seconds": written, "checkpoint/mib": mib}
+        if self._first:
+            log.info(
+                "checkpoint %s: %.1f MiB, written in %.2f s, held training up for %.2f s", path, mib, written, held
+            )
+
+    def _on_first(self, version: int, action: Callable[[], Path]) -> Path | None:
+        """Do something on the first rank's disk; its result on every rank, or None if it failed, which is noted."""
+        outcome: tuple[Path | None, str | None] = (None, None)
+        if self._first:
+            try:
+                outcome = (action(), None)
+            except (OSError, _NotSaved) as error:
+                outcome = (None, one_line(error) if isinstance(error, OSError) else str(error))
+        path, self.trouble = broadcast_object(outcome)
+        if self.trouble is not None:
+            self.failures += 1
+            if self._first:
+                log.error(
+                    "checkpoint %d of %s could not be written, training goes on without it: %s",
+                    version,
+                    self.folder,
+                    self.trouble,
+                )
+        return path
+
+    def _discard(self, folder: Path) -> None:
+        if self._first:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _delete(self, newest: Path) -> None:
+        """Delete old checkpoints in a thread: on some file systems that takes as long as writing them."""
+        if self._deleting is not None:
+            self._deleting.join(DELETE_SECONDS)
+        paths = files.unwanted(newest, self.settings.keep, self.settings.keep_every)
+        self._deleting = threading.Thread(target=_remove, args=(paths,), name="delete checkpoints", daemon=True)
+        self._deleting.start()
+
+
+def _outcome(writing: Background) -> tuple[list[Any], str | None]:
+    """Where this rank's shards lie, or why they do not."""
+    try:
+        return writing.result(), None
+    except BackgroundError as error:
+        return [], str(error)
+
+
+def _publish(save: _Save, outcomes: list[tuple[list[Any], str | None]]) -> Path:
+    for rank, (_, error) in enumerate(outcomes):
+        if error is not None:
+            raise _NotSaved(f"rank {rank}: {error}")
+    save.plan.finish([results for results, _ in outcomes])
+    return files.publish(save.folder, save.version)
+
+
+def _check_space(folder: Path, needed: int) -> Path:
+    free = shutil.disk_usage(folder).free
+    if free < needed + MARGIN_BYTES:
+        raise _NotSaved(
+            f"it needs {needed / 2**20:.0f} MiB and {MARGIN_BYTES / 2**20:.0f} MiB to spare, but {folder.parent} has "
+            f"{free / 2**20:.0f} MiB free; make room"
+        )
+    return folder
+
+
+def _sweep(folder: Path) -> None:
+    try:
+        if left := files.sweep(folder):
+            log.warning("removed what an interrupted save had left in %s: %s", folder, ", ".join(left))
+    except OSError as error:
+        log.error("what an interrupted save had left in %s could not be removed: %s", folder, one_line(error))
+
+
+def _remove(paths: list[Path]) -> None:
+    try:
+        files.remove(paths)
+    except OSError as error:
+        log.error("an old checkpoint could not be deleted: %s", one_line(error))

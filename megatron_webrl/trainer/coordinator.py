@@ -25,9 +25,8 @@ from megatron_webrl.tracking.metrics import (
     response_tokens,
 )
 from megatron_webrl.tracking.mlflow_run import Tracker
-from megatron_webrl.trainer import checkpoint
 from megatron_webrl.trainer.accounting import Accounting
-from megatron_webrl.trainer.checkpoint import TrainerState
+from megatron_webrl.trainer.checkpoint import Checkpoints, TrainerState
 from megatron_webrl.trainer.groups import GroupSource
 from megatron_webrl.trainer.learner import Learner, Metrics
 from megatron_webrl.trainer.parallel import broadcast_object
@@ -54,6 +53,9 @@ class Coordinator:
         self.dropped_before = state.dropped_tickets
         self.updates = list(state.updates)
         self.source = GroupSource(ring, config, state.incarnation, self.accounting)
+        self.checkpoints = Checkpoints(
+            config.run_folder / "checkpoints", Path(config.model.path), config.trainer.checkpoint
+        )
         self._sequences: dict[int, list[int]] = {}
         self._limit = -1
 
@@ -89,7 +91,7 @@ class Coordinator:
                 Group(ticket, tuple(decode(self.ring.read(s, verify=False)) for s in sequences))
                 for ticket, sequences in shared.items()
             ]
-        self.control.report(f"update {version + 1}: training on {len(groups)} groups")
+        self.control.report(f"update {version + 1}: training on {len(groups)} groups{self._trouble()}")
         return groups
 
     def record(
@@ -123,6 +125,7 @@ class Coordinator:
             seconds=seconds,
             extra=rates
             | episode_metrics(groups)
+            | self.checkpoints.take_figures()
             | {f"dropped/{k}": float(v) for k, v in self.accounting.dropped.items()},
         )
         self.updates.append(update.to_json())
@@ -136,15 +139,27 @@ class Coordinator:
                 self.source.close_group(group, self._sequences.pop(group.ticket))
             self._raise_limit(version)
 
-    def checkpoint(self, learner: Learner, version: int) -> Path:
-        """Write a checkpoint. Collective."""
-        self.control.report(f"writing checkpoint {version}")
-        folder = checkpoint.save(self.config.run_folder / "checkpoints", learner, self._state(version))
-        log.info("checkpoint %s", folder)
-        return folder
+    def checkpoint(self, learner: Learner, version: int) -> None:
+        """Complete a checkpoint that has been written, and start one of `version` if it is due. Collective."""
+        every = self.config.trainer.checkpoint.every
+        self.checkpoints.poll()
+        if every and version % every == 0:
+            self.control.report(f"starting checkpoint {version}{self._trouble()}")
+            self.checkpoints.begin(learner, self._state(version))
+
+    def final_checkpoint(self, learner: Learner, version: int) -> None:
+        """Have a complete checkpoint of `version`, or try. Collective."""
+        self.control.report(f"writing checkpoint {version}{self._trouble()}")
+        self.checkpoints.finish()
+        if self.checkpoints.newest is None or self.checkpoints.newest[0] != version:
+            self.checkpoints.begin(learner, self._state(version))
+        self.checkpoints.close()
 
     def finish(self, version: int) -> None:
-        """End the job in good order: workers stop, the last records are counted, the summary is written. Collective."""
+        """End the job in good order: workers stop, the last records are counted, the summary is written. Collective.
+
+        Raises JobFailed after that if the final checkpoint could not be written.
+        """
         if self.tracker is not None:
             outcome = "finished" if version >= self.config.trainer.updates else "stopped"
             self.control.finish(outcome)
@@ -158,14 +173,23 @@ class Coordinator:
             summary.write(self.config.run_folder, outcome, accounting)
             self.tracker.close("FINISHED" if outcome == "finished" else "KILLED")
         torch.distributed.barrier()
+        if self.checkpoints.trouble is not None:
+            raise JobFailed(f"the final checkpoint, of version {version}, is missing: {self.checkpoints.trouble}")
 
     def _go_on(self, version: int, ready: int) -> bool:
         self.control.check(self.config.workers)
         self._raise_limit(version)
         count = self.config.trainer.groups_per_update
         dropped = self.accounting.dropped_line()
-        self.control.report(f"update {version + 1}: waiting for groups, {ready} of {count}; dropped so far: {dropped}")
+        self.control.report(
+            f"update {version + 1}: waiting for groups, {ready} of {count}; dropped so far: {dropped}{self._trouble()}"
+        )
         return not self.control.stop_requested()
+
+    def _trouble(self) -> str:
+        """What the status line says of checkpoints: nothing while they succeed."""
+        failures, trouble = self.checkpoints.failures, self.checkpoints.trouble
+        return f"; {failures} checkpoints failed, the last: {trouble}" if trouble else ""
 
     def _raise_limit(self, version: int) -> None:
         limit = self._ticket_limit(version)

@@ -34,7 +34,7 @@ class Trainer:
 
 def train(trainer: Trainer) -> None:
     """Run until `trainer.updates` updates are made or an early end is asked for; then write a checkpoint."""
-    coordinator, settings, saved = trainer.coordinator, trainer.config.trainer, -1
+    coordinator, settings = trainer.coordinator, trainer.config.trainer
     trainer.publisher.publish(trainer.version)
     coordinator.open_job(trainer.version)
     while trainer.version < settings.updates:
@@ -52,11 +52,8 @@ def train(trainer: Trainer) -> None:
         )
         coordinator.record(trainer.version, groups, metrics, gap, seconds, trainer.learner.optimization.learning_rate)
         coordinator.close(groups, trainer.version)
-        if settings.checkpoint_every and trainer.version % settings.checkpoint_every == 0:
-            coordinator.checkpoint(trainer.learner, trainer.version)
-            saved = trainer.version
-    if saved != trainer.version:
         coordinator.checkpoint(trainer.learner, trainer.version)
+    coordinator.final_checkpoint(trainer.learner, trainer.version)
     coordinator.finish(trainer.version)
 
 

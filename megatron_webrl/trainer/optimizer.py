@@ -1,22 +1,31 @@
-"""Megatron's DistributedDataParallel, distributed optimiser and schedule around a model.
-
-Transformer Engine's or apex's fused Adam is taken by Megatron itself where one is installed.
-"""
+"""Megatron's distributed optimiser and schedule for the chunks of a model."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core import optimizer as megatron_optimizer
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import distrib_optimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_webrl.config import OptimizerConfig
+
+# The gathering happens in host memory and on one rank of each data-parallel group: on all of them a node would hold
+# the optimiser's state once per GPU.
+SHARDING = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+}
+FUSED_ADAM = {"transformer_engine": "transformer_engine.pytorch.optimizers", "apex": "apex.optimizers"}
 
 
 class BadGradient(RuntimeError):
@@ -44,7 +53,49 @@ class Optimization:
         self.scheduler.step(1)
         return norm
 
-    def allocate_state(self) -> None:
+    @property
+    def steps_taken(self) -> int:
+        """Steps that Adam has taken."""
+        counts = [values["step"] for part in self._torch_parts() for values in part.optimizer.state.values()]
+        counts += [group.get("step", 0) for part in self._parts() for group in part.optimizer.param_groups]
+        return int(counts[0]) if counts else 0
+
+    def sharded_state(self, models: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
+        """Main weights and moments in Megatron's sharded form, under the names of the weights. Collective when saving.
+
+        `models`: sharded state of the chunks, drawn up in the same breath. Megatron's own state also has settings of
+        the parameter groups, of a form that depends on the layout (expert parallelism has an optimiser of its own);
+        they follow from the configuration, the schedule and the count of steps.
+        """
+        self._allocate_state()
+        states = {}
+        for number, part in enumerate(self._parts()):
+            state = part.sharded_state_dict(models, is_loading, metadata=SHARDING)["param_state"]
+            if state is not None:  # another rank has gathered it
+                states[f"part{number}"] = state
+        return states
+
+    def load_sharded_state(self, states: dict[str, Any], steps_taken: int) -> None:
+        """Restore what `sharded_state` described, and the count of steps.
+
+        With torch's Adam, Megatron 0.16 looks for the step among the moments, where its checkpoints have none, and
+        then gives all parameters one step tensor, which each of them would count up.
+        """
+        for number, part in enumerate(self._parts()):
+            settings = part.state_dict()
+            for group in settings["optimizer"]["param_groups"]:
+                group["step"] = steps_taken
+            state = {"param_state": states[f"part{number}"], "param_state_sharding_type": "fully_reshardable"}
+            by_torch = part in self._torch_parts()
+            if by_torch:
+                part._set_main_param_and_optimizer_states = partial(_restore_with_step, part)
+            part.load_state_dict(settings | state)
+            if by_torch:
+                del part._set_main_param_and_optimizer_states
+                for values in part.optimizer.state.values():
+                    values["step"] = torch.tensor(float(steps_taken))
+
+    def _allocate_state(self) -> None:
         """Give torch's Adam its moments before the first step: Megatron's checkpoints look for them.
 
         Transformer Engine's and apex's need no help.
@@ -55,23 +106,13 @@ class Optimization:
                     moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
                     part.optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32), **moments}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what Megatron's fully reshardable checkpoint holds.
-
-        With torch's Adam, Megatron 0.16 stores the step apart from the moments, looks for it among them when it
-        restores, and gives all parameters one step tensor, which each of them would then count up.
-        """
-        for part in self._torch_parts():
-            part._set_main_param_and_optimizer_states = partial(_restore_with_step, part)
-        self.optimizer.load_state_dict(state)
-        for part in self._torch_parts():
-            del part._set_main_param_and_optimizer_states
-            for values in part.optimizer.state.values():
-                values["step"] = values["step"].clone()
+    def _parts(self) -> list[Any]:
+        """The optimisers of dense and expert parameters, without those that have no parameters on this rank."""
+        parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        return [part for part in parts if part.optimizer is not None]
 
     def _torch_parts(self) -> list[Any]:
-        parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        return [part for part in parts if isinstance(part.optimizer, torch.optim.AdamW)]
+        return [part for part in self._parts() if isinstance(part.optimizer, torch.optim.AdamW)]
 
     @property
     def learning_rate(self) -> float:
@@ -86,19 +127,39 @@ def _restore_with_step(part: Any, model_parameter: torch.nn.Parameter, tensors: 
     type(part)._set_main_param_and_optimizer_states(part, model_parameter, {**tensors, "step": step})
 
 
-def wrap(model: Any) -> DistributedDataParallel:
-    """Megatron's DDP with contiguous gradient buffers; gradients are averaged over data-parallel ranks.
+def fused_adam(implementation: str) -> Any:
+    """The fused Adam of a package of FUSED_ADAM. Raises RuntimeError, in one line, where it cannot be imported."""
+    module = FUSED_ADAM[implementation]
+    try:
+        return importlib.import_module(module).FusedAdam
+    except (ImportError, OSError) as error:  # OSError: a shared library of the package is missing
+        reason = (str(error).splitlines() or ["no reason given"])[0]
+        raise RuntimeError(
+            f"trainer.optimizer.implementation={implementation}: cannot import FusedAdam from {module} ({reason}); "
+            "install it, or use auto or torch"
+        ) from error
 
-    The distributed optimiser needs the sharded form also with a single replica.
-    """
-    settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True, check_for_nan_in_grad=False
-    )
-    wrapped = DistributedDataParallel(config=model.config, ddp_config=settings, module=model)
-    wrapped.broadcast_params()
-    model.config.no_sync_func = wrapped.no_sync
-    model.config.finalize_model_grads_func = finalize_model_grads
-    return wrapped
+
+def check_implementation(implementation: str) -> None:
+    """Refuse an implementation of Adam that is not there. Raises RuntimeError."""
+    if implementation in FUSED_ADAM:
+        fused_adam(implementation)
+
+
+@contextlib.contextmanager
+def _adam(implementation: str) -> Iterator[None]:
+    """Let Megatron build this Adam; it decides at its import otherwise."""
+    if implementation == "auto":
+        yield
+        return
+    chosen = torch.optim.AdamW if implementation == "torch" else fused_adam(implementation)
+    before = (megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER, distrib_optimizer.Adam)
+    try:
+        megatron_optimizer.Adam = distrib_optimizer.Adam = chosen
+        megatron_optimizer.USING_PYTORCH_OPTIMIZER = implementation == "torch"
+        yield
+    finally:
+        megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER, distrib_optimizer.Adam = before
 
 
 def optimization(
@@ -107,6 +168,7 @@ def optimization(
     """Adam with the configured schedule over `steps` optimiser steps.
 
     Biases and norms get no weight decay, as Megatron decides by shape.
+    Raises RuntimeError if the configured implementation of Adam cannot be imported.
     """
     settings = MegatronOptimizerConfig(
         optimizer="adam",
@@ -121,7 +183,8 @@ def optimization(
         params_dtype=dtype,
         use_distributed_optimizer=True,
     )
-    optimizer = get_megatron_optimizer(settings, chunks)
+    with _adam(config.implementation):
+        optimizer = get_megatron_optimizer(settings, chunks)
     if dtype is torch.bfloat16:
         for chunk in chunks:
             chunk.config.grad_scale_func = partial(optimizer.scale_loss)

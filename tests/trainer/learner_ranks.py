@@ -90,21 +90,23 @@ def _examine(config: Config, folder: Path, size: int, platform: Any) -> dict[str
     from megatron_webrl.trainer import checkpoint
     from megatron_webrl.trainer.accounting import Accounting
     from megatron_webrl.trainer.build import make_builder, make_learner
-    from megatron_webrl.trainer.checkpoint import TrainerState
+    from megatron_webrl.trainer.checkpoint import Checkpoints, TrainerState
 
     config.trainer.tensor_parallel, config.trainer.data_parallel = size, 2 // size
     learner, groups = make_learner(config, platform), make_groups(config)
     found: dict[str, Any] = {"first": _update(learner, config, platform, groups)}
     state = TrainerState(VERSION + 1, 0, 4, (5,), Accounting(trained=8).state(), 1, updates=[{"version": 3}])
-    path = checkpoint.save(folder / f"checkpoints-{size}", learner, state)
+    checkpoints = Checkpoints(folder / f"checkpoints-{size}", Path(config.model.path), config.trainer.checkpoint)
+    checkpoints.begin(learner, state)
     found["second"] = _update(learner, config, platform, groups)
-    found["weights"] = {name: tensor.clone() for name, tensor in hf_tensors(learner.chunks[0].module)}
+    checkpoints.close()
+    found["weights"] = {name: tensor.clone() for name, tensor in hf_tensors(learner.models)}
     found["rate"] = learner.optimization.learning_rate
     restored = make_learner(config, platform)
-    checkpoint.load(path, restored)
+    checkpoint.load(checkpoint.latest(folder / f"checkpoints-{size}"), restored)
     found["state"] = checkpoint.read_state(checkpoint.latest(folder / f"checkpoints-{size}"))
     found["second again"] = _update(restored, config, platform, groups)
-    found["weights again"] = {name: tensor.clone() for name, tensor in hf_tensors(restored.chunks[0].module)}
+    found["weights again"] = {name: tensor.clone() for name, tensor in hf_tensors(restored.models)}
     found["rate again"] = restored.optimization.learning_rate
     if size == 1:
         other = make_learner(config, platform)
@@ -136,7 +138,7 @@ def _single_step(
     sample = batching.samples_of(groups)[:1]
     metrics, _ = learner.step(builder.build(sample, "token_mean", 10), None, objective(config.trainer.loss))
     found["one sample"] = metrics
-    before = {name: tensor.clone() for name, tensor in hf_tensors(learner.chunks[0].module)}
+    before = {name: tensor.clone() for name, tensor in hf_tensors(learner.models)}
     broken = builder.build(batching.samples_of(groups), "token_mean", 10)
     for row in broken:
         row.advantage[0] = float("nan")
@@ -144,5 +146,5 @@ def _single_step(
         learner.step(broken, None, objective(config.trainer.loss))
     except BadGradient as error:
         found["error"] = str(error)
-    found["unchanged"] = all(torch.equal(before[name], tensor) for name, tensor in hf_tensors(learner.chunks[0].module))
+    found["unchanged"] = all(torch.equal(before[name], tensor) for name, tensor in hf_tensors(learner.models))
     return found

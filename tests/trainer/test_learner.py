@@ -42,10 +42,8 @@ def test_an_update_does_not_depend_on_how_the_ranks_are_laid_out(found: Found):
 
 
 @SIZES
-def test_all_ranks_hold_the_same_weights_and_figures(found: Found, size: int):
+def test_all_ranks_see_the_same_figures(found: Found, size: int):
     assert found[size, 0]["first"] == found[size, 1]["first"]
-    for name, tensor in found[size, 0]["weights"].items():
-        assert torch.equal(tensor, found[size, 1]["weights"][name])
 
 
 @SIZES

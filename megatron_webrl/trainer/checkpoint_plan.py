@@ -1,0 +1,102 @@
+"""What each rank writes of a checkpoint in Megatron's distributed format, and the writing itself.
+
+Megatron plans, names and lays out the shards. Its own asynchronous writers are not used: they start a server process
+and grandchildren that outlive a killed trainer, and a rank that meets a full disk outside of the shards leaves the
+other ranks waiting in a collective. Here every byte but the final index is written by a process that reports.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.serialization import get_default_save_common_strategy
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+from megatron_webrl.model.folder import copy_description
+from megatron_webrl.trainer.checkpoint_files import sync, sync_tree
+
+BACKEND = ("torch_dist", 1)
+
+
+class _Strategy(TorchDistSaveShardedStrategy):
+    """Megatron's strategy, which keeps hold of the writer and the index that it has planned."""
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any) -> Any:
+        self.writer, self.index = writer, planned[1]
+        return super()._get_save_and_finalize_callbacks(writer, planned)
+
+
+@dataclass
+class Plan:
+    """One rank's part of a checkpoint."""
+
+    folder: Path
+    common: dict[str, Any]  # what is no tensor; the same on all ranks
+    buckets: list[Any]  # what goes to this rank's files, in host memory
+    writer: FileSystemWriterAsync
+    index: Any  # first rank: where each shard will lie
+
+    @property
+    def bytes(self) -> int:
+        """Size of this rank's tensors."""
+        return sum(tensor.nbytes for _, _, (_, tensors) in self.buckets for _, tensor in tensors)
+
+    def work(self) -> Callable[[], list[Any]]:
+        """Writes this rank's shards and returns where they lie; takes the tensors out of the plan."""
+        buckets, self.buckets, self.writer.write_buckets = self.buckets, [], None
+        return partial(_write_shards, buckets, self.writer.transforms)
+
+    def finish(self, results: list[list[Any]]) -> None:
+        """First rank: write the index, from what `work` returned on all ranks. Raises OSError."""
+        self.writer.finish(self.index, results)
+        sync(self.folder / "megatron")
+
+
+def make_plan(state: dict[str, Any], folder: Path, *, check: bool) -> Plan:
+    """Share a sharded state dict out over the ranks, and copy this rank's part to host memory. Collective.
+
+    `check`: let Megatron prove that every element is written exactly once.
+    """
+    # Megatron would start a server process for the results, which outlives a killed trainer.
+    filesystem_async._results_queue = queue.SimpleQueue()
+    shards, common = save_preprocess(state, check)
+    strategy = _Strategy(*BACKEND, thread_count=1)
+    request = strategy.async_save(shards, str(folder / "megatron"))
+    buckets = request.preload_fn() if request.preload_fn else []
+    return Plan(folder, common, buckets, strategy.writer, strategy.index)
+
+
+def write_rest(folder: Path, common: dict[str, Any], state: dict[str, Any], model: Path) -> None:
+    """First rank: everything but the shards and their index. Raises OSError."""
+    get_default_save_common_strategy().save_common(common, str(folder / "megatron"))
+    save_config(CheckpointingConfig(*BACKEND), str(folder / "megatron"))
+    (folder / "state.json").write_text(json.dumps(state, indent=1))
+    copy_description(model, folder / "hf")
+    for path in (folder / "megatron" / "common.pt", folder / "megatron" / "metadata.json", folder / "state.json"):
+        sync(path)
+    sync_tree(folder / "hf")
+    sync(folder)
+
+
+def _write_shards(buckets: list[Any], transforms: Any) -> list[Any]:
+    results: list[Any] = []
+    for number, bucket in enumerate(buckets):
+        written: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        pending: queue.Queue[int] = queue.Queue()
+        pending.put(number)
+        FileSystemWriterAsync.write_preloaded_data([transforms], number, bucket, written, pending, use_fsync=True)
+        _, result = written.get_nowait()
+        if isinstance(result, Exception):
+            raise result
+        results += result
+    return results

@@ -1,0 +1,121 @@
+"""Measure how long a checkpoint holds training up, asynchronous and not: `python -m tools.bench.checkpoint`.
+
+Two gloo processes, each with one thread, train a random Qwen3-VL of about 100 M parameters in each layout; the
+update is a plain step of the optimiser on random gradients, so that its slow-down beside the writing shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_webrl import compat
+from megatron_webrl.config import CheckpointConfig, Config
+from tools.make_tiny_model import make_tiny_model
+
+SAVES = 3
+
+
+def measure(rank: int, folder: str, model: str) -> None:
+    """One rank: saves and updates in turn, for each layout and mode; the first rank writes the figures."""
+    compat.install()
+    torch.set_num_threads(1)
+    from megatron_webrl.model import platform as platforms
+
+    platform = platforms.use("cpu")
+    torch.distributed.init_process_group(
+        platform.backend,
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=300),
+    )
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    rows = []
+    for tensor_parallel in (2, 1):
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
+        model_parallel_cuda_manual_seed(1)
+        for asynchronous in (False, True):
+            rows.append(_one(Path(folder), model, platform, tensor_parallel, asynchronous))
+        parallel_state.destroy_model_parallel()
+    if rank == 0:
+        Path(folder, "figures.json").write_text(json.dumps(rows))
+    torch.distributed.destroy_process_group()
+
+
+def _one(folder: Path, model: str, platform: Any, tensor_parallel: int, asynchronous: bool) -> dict[str, Any]:
+    from megatron_webrl.trainer.build import make_learner
+    from megatron_webrl.trainer.checkpoint import Checkpoints, TrainerState
+
+    config = Config()
+    config.model.path = model
+    config.trainer.tensor_parallel, config.trainer.data_parallel = tensor_parallel, 2 // tensor_parallel
+    learner = make_learner(config, platform)
+    settings = CheckpointConfig(asynchronous=asynchronous)
+    checkpoints = Checkpoints(folder / f"{tensor_parallel}-{asynchronous}", Path(model), settings)
+    held, beside, alone, written, size = [], [], [], [], 0.0
+    alone += [_update(learner) for _ in range(3)]
+    for version in range(SAVES):
+        begun = time.monotonic()
+        checkpoints.begin(learner, TrainerState(version, 0, 0, (), {}, 0))
+        held.append(time.monotonic() - begun)
+        beside.append(_update(learner))
+        checkpoints.finish()
+        figures = checkpoints.take_figures()
+        written.append(figures["checkpoint/write_seconds"])
+        size = figures["checkpoint/mib"]
+    checkpoints.close()
+    return {
+        "tensor_parallel": tensor_parallel,
+        "asynchronous": asynchronous,
+        "mib": size,
+        "held": held,
+        "written": written,
+        "update": alone,
+        "update_beside": beside,
+    }
+
+
+def _update(learner: Any) -> float:
+    begun = time.monotonic()
+    for chunk in learner.chunks:
+        chunk.zero_grad_buffer()
+        for parameter in chunk.parameters():
+            parameter.main_grad.fill_(1e-3)
+    learner.optimization.step()
+    return time.monotonic() - begun
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, help="where to write the checkpoints; default: a temporary folder")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        model = make_tiny_model(
+            Path(folder, "model"), hidden=768, layers=12, heads=12, kv_heads=4, head_dim=64, intermediate=2816
+        )
+        torch.multiprocessing.spawn(measure, args=(folder, str(model)), nprocs=2)
+        rows = json.loads(Path(folder, "figures.json").read_text())
+    print("| layout | mode | MiB | held up, s | written, s | update, s | update beside it, s |\n" + "|---" * 7 + "|")
+    for row in rows:
+        figures = (f"{statistics.median(row[name]):.2f}" for name in ("held", "written", "update", "update_beside"))
+        layout = "tensor-parallel 2" if row["tensor_parallel"] == 2 else "two replicas"
+        mode = "asynchronous" if row["asynchronous"] else "synchronous"
+        print(f"| {layout} | {mode} | {row['mib']:.0f} | {' | '.join(figures)} |")
+
+
+if __name__ == "__main__":
+    main()
