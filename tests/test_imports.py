@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "megatron_webrl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-BOTTOM = {"config", "control", "processes", "types", "compat"}
+BOTTOM = {"config", "config_checks", "control", "processes", "types", "compat"}
 MAY_IMPORT = {
     "trainer": {"weights", "model", "ring", "tracking"},
     "rollout": {"judge", "browser", "tasks", "weights", "model", "ring"},
@@ -22,10 +22,17 @@ MAY_IMPORT = {
     "model": set(),
     "ring": set(),
     "tracking": set(),
+    "parity": {"trainer", "rollout", "model"},
 }
 ONLY = {
-    "vllm": {"weights/vllm_worker.py", "weights/vllm_scheduler.py", "rollout/engine.py", "rollout/vllm_environment.py"},
-    "megatron": {"model", "trainer", "weights"},
+    "vllm": {
+        "weights/vllm_worker.py",
+        "weights/vllm_scheduler.py",
+        "rollout/engine.py",
+        "rollout/vllm_environment.py",
+        "parity/vllm_scores.py",
+    },
+    "megatron": {"model", "trainer", "weights", "parity/megatron_scores.py"},
 }
 
 

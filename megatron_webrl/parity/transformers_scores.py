@@ -1,0 +1,118 @@
+"""transformers' log-probabilities, one sample at a time; answers are sampled where there is none.
+
+python -m megatron_webrl.parity.transformers_scores FOLDER
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_webrl import compat
+from megatron_webrl.model.processing import Processor
+from megatron_webrl.parity.samples import Sample
+from megatron_webrl.parity.work import Clock, Scores, Work, peak_bytes, serve
+
+
+def score(work: Work, folder: Path) -> Scores:
+    """Load the model whole and score all samples."""
+    clock = Clock()
+    cuda = work.platform == "cuda" or (work.platform == "auto" and torch.cuda.is_available())
+    device = torch.device("cuda" if cuda else "cpu")
+    model = _load(work, device)
+    processor = Processor.load(work.model)
+    load_seconds = clock.read()
+    torch.manual_seed(work.seed)
+    logprobs, responses = [], []
+    with torch.no_grad():
+        for sample in work.samples:
+            pixels, _ = processor.pixels(sample.images)
+            visual = {"pixel_values": pixels.to(device, model.dtype), "image_grid_thw": _long(sample.grids, device)}
+            visual = visual if sample.images else {}
+            response = sample.response if len(sample.response) else _continue(model, work, sample, processor, visual)
+            logprobs.append(_logprobs(model, sample, response, processor, visual))
+            responses.append(response)
+    return Scores(tuple(logprobs), tuple(responses), load_seconds, clock.read(), peak_bytes(cuda))
+
+
+def _load(work: Work, device: torch.device) -> Any:
+    """The model. Raises ValueError for a folder whose tensors are not exactly the model's."""
+    compat.install()
+    from transformers import AutoModelForImageTextToText
+
+    try:
+        model, report = AutoModelForImageTextToText.from_pretrained(
+            str(work.model),
+            dtype=getattr(torch, work.dtype),
+            attn_implementation="sdpa",
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"transformers cannot load {work.model}: {error}") from error
+    # It fills what is missing with random numbers.
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if report[kind]:
+            raise ValueError(f"transformers finds {kind} in {work.model}: {', '.join(sorted(map(str, report[kind])))}")
+    return model.to(device).eval()
+
+
+def _continue(
+    model: Any, work: Work, sample: Sample, processor: Processor, visual: dict[str, torch.Tensor]
+) -> np.ndarray:
+    """An answer sampled at temperature 1, without tokens that stand for images: int32 [up to work.generate]."""
+    from transformers import GenerationConfig
+
+    ids = _long(sample.prompt, model.device)[None]
+    config = model.config
+    # Taken from the folder otherwise, and with it its cuts of the distribution.
+    model.generation_config = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=work.generate,
+        eos_token_id=processor.eos_token_id,
+        pad_token_id=processor.eos_token_id,
+        suppress_tokens=[
+            config.image_token_id,
+            config.video_token_id,
+            config.vision_start_token_id,
+            config.vision_end_token_id,
+        ],
+    )
+    found = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        mm_token_type_ids=(ids == processor.image_token_id).int(),
+        **visual,
+    )
+    return found[0, ids.shape[1] :].cpu().numpy().astype(np.int32)
+
+
+def _logprobs(
+    model: Any, sample: Sample, response: np.ndarray, processor: Processor, visual: dict[str, torch.Tensor]
+) -> np.ndarray:
+    """float32 [response]."""
+    ids = _long(np.concatenate([sample.prompt, response]), model.device)[None]
+    images = ids == processor.image_token_id
+    logits = model(
+        input_ids=ids,
+        mm_token_type_ids=images.int(),
+        use_cache=False,
+        logits_to_keep=len(response) + 1,
+        **visual,
+    ).logits[0, :-1]
+    targets = ids[0, len(sample.prompt) :]
+    return logits.float().log_softmax(dim=-1).gather(1, targets[:, None]).squeeze(1).cpu().numpy()
+
+
+def _long(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(values, np.int64)).to(device)
+
+
+if __name__ == "__main__":
+    serve(score)

@@ -1,0 +1,103 @@
+"""vLLM's log-probabilities of the same tokens, as part of a prompt.
+
+python -m megatron_webrl.parity.vllm_scores FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_webrl import compat
+from megatron_webrl.config import Config
+from megatron_webrl.config_checks import model_description
+from megatron_webrl.model.processing import Processor, decode_image
+from megatron_webrl.parity.samples import Sample
+from megatron_webrl.parity.work import Clock, Scores, Work, peak_bytes, serve
+from megatron_webrl.rollout import vllm_environment
+
+SPARE_TOKENS = 64
+"""Room in the cache beyond the longest sample: it is dealt out in blocks."""
+
+
+def score(work: Work, folder: Path) -> Scores:
+    """Start an engine in this process and score all samples in one batch."""
+    clock = Clock()
+    config = _config(work)
+    cuda = vllm_environment.on_cuda(config)
+    compat.install()
+    os.environ.update(vllm_environment.environment(config))
+    if work.vllm_tensor_parallel == 1:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**_arguments(work, config, cuda))
+    processor = Processor.load(work.model)
+    load_seconds = clock.read()
+    wanted = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+    found = llm.generate([_prompt(sample) for sample in work.samples], wanted, use_tqdm=False)
+    logprobs = tuple(_logprobs(output, sample, processor) for output, sample in zip(found, work.samples, strict=True))
+    seconds = clock.read()
+    peak = peak_bytes(cuda)
+    return Scores(logprobs, (), load_seconds, seconds, peak)
+
+
+def _config(work: Work) -> Config:
+    """What the engine's environment is read from."""
+    config = Config()
+    config.model.path, config.model.dtype, config.model.platform = str(work.model), work.dtype, work.platform
+    config.rollout.tensor_parallel = work.vllm_tensor_parallel
+    config.run.start_seconds = work.seconds
+    return config
+
+
+def _arguments(work: Work, config: Config, cuda: bool) -> dict[str, Any]:
+    longest = max(sample.length for sample in work.samples)
+    images: Any = {"image": max(1, *(len(sample.images) for sample in work.samples)), "video": 0}
+    memory = {"gpu_memory_utilization": config.rollout.gpu_memory_utilization}
+    return {
+        "model": str(work.model),
+        "dtype": work.dtype,
+        "seed": work.seed,
+        "tensor_parallel_size": work.vllm_tensor_parallel,
+        "max_model_len": longest + 1,  # a request generates a token
+        "limit_mm_per_prompt": images,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+        # Left to itself, vLLM's CPU build takes nearly all memory of the machine.
+        **(memory if cuda else {"kv_cache_memory_bytes": 2 * (longest + SPARE_TOKENS) * _cache_bytes(work)}),
+    }
+
+
+def _cache_bytes(work: Work) -> int:
+    """Bytes of keys and values of one token on one rank."""
+    text = model_description(work.model)["text_config"]
+    width = text["num_hidden_layers"] * text["num_key_value_heads"] * text["head_dim"]
+    return 2 * width * (4 if work.dtype == "float32" else 2)
+
+
+def _prompt(sample: Sample) -> dict[str, Any]:
+    prompt: dict[str, Any] = {"prompt_token_ids": [*sample.tokens.tolist(), *sample.response.tolist()]}
+    if sample.images:
+        prompt["multi_modal_data"] = {"image": [decode_image(data) for data in sample.images]}
+    return prompt
+
+
+def _logprobs(output: Any, sample: Sample, processor: Processor) -> np.ndarray:
+    """float32 [response]. Raises ValueError if vLLM expanded the images to other numbers of tokens."""
+    tokens = np.asarray(output.prompt_token_ids, np.int32)
+    if not np.array_equal(tokens, np.concatenate([sample.prompt, sample.response])):
+        raise ValueError(
+            f"sample {sample.name}: vLLM expanded the images to {processor.image_lengths(tokens).tolist()} tokens, the "
+            f"processor to {processor.image_lengths(sample.prompt).tolist()}"
+        )
+    places = output.prompt_logprobs[len(sample.prompt) :]
+    return np.array([place[int(t)].logprob for place, t in zip(places, sample.response, strict=True)], np.float32)
+
+
+if __name__ == "__main__":
+    serve(score)
