@@ -1,0 +1,89 @@
+"""Episodes of a web agent for benchmarks: the agent's own prompts around drawn pages, made from a seed.
+
+An episode has one to ten steps. Each step's prompt is made by the rollout's own context: a window of up to four
+screenshots with the answers given so far, older steps as one line each. So neighbouring steps share screenshots and,
+until the window is full, the whole beginning of the prompt, as in training. Only the answers are invented.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_webrl.config import ContextConfig
+from megatron_webrl.model.processing import Processor
+from megatron_webrl.parity.pages import draw_page, words
+from megatron_webrl.rollout.actions import render
+from megatron_webrl.rollout.context import Context
+from megatron_webrl.trainer.batching import Sample
+from megatron_webrl.types import Action, Observation
+
+STEPS = (1, 2, 2, 3, 3, 3, 4, 4, 5, 6, 8, 10)
+"""Steps of an episode are drawn from these: most tasks are short, a few take long."""
+THOUGHTS = (4, 40)
+"""Words of an answer's thought, from the first number to the second, short ones more often."""
+WIDTH, HEIGHT = 480, 320  # pixels of a screenshot
+
+
+def make_episodes(processor: Processor, count: int, window: int, seed: int) -> list[list[Sample]]:
+    """The steps of `count` episodes as training samples of at most `window` tokens, every answer an example."""
+    return [_episode(processor, number, window, random.Random(f"{seed}/{number}")) for number in range(count)]
+
+
+def _episode(processor: Processor, number: int, window: int, rng: random.Random) -> list[Sample]:
+    steps = rng.choice(STEPS)
+    context = Context(processor, ContextConfig(rounds=4, response_format="vanilla", compact=True), window - 256)
+    context.begin(words(rng, rng.randint(5, 25)), _observation(rng))
+    made = []
+    for step in range(steps):
+        prompt = context.prompt()
+        images = tuple(context.screenshots[i] for i in prompt.images)
+        action, response = _answer(rng)
+        made.append(_sample(processor, prompt.token_ids, response, images, steps, (number, 0)))
+        if step + 1 < steps:
+            context.add(response, action, None, _observation(rng))
+    return made
+
+
+def _observation(rng: random.Random) -> Observation:
+    return Observation(
+        screenshot=draw_page(rng.randrange(2**31), WIDTH, HEIGHT),
+        url=f"http://site.example/{words(rng, 1)}/{rng.randrange(1000)}",
+        title=words(rng, rng.randint(1, 6)),
+        page_changed=True,
+    )
+
+
+def _answer(rng: random.Random) -> tuple[Action, str]:
+    action = Action("left_click", (rng.randrange(0, 1000, 20), rng.randrange(0, 1000, 20)))
+    if rng.random() < 0.2:
+        action = Action("type", text=words(rng, rng.randint(1, 6)))
+    low, high = THOUGHTS
+    thought = words(rng, round(low + (high - low) * rng.random() ** 2))
+    return action, f"Thought: {thought}.\nAction: {action.kind}\n{render(action)}"
+
+
+def _sample(
+    processor: Processor,
+    prompt: np.ndarray,
+    response: str,
+    images: Sequence[bytes],
+    steps: int,
+    trajectory: tuple[int, int],
+) -> Sample:
+    grids = processor.grids(images)
+    answer = processor.encode_response(response)
+    return Sample(
+        prompt=processor.expand(prompt, grids),
+        response=answer,
+        behaviour=np.zeros(len(answer), np.float32),
+        versions=np.zeros(len(answer), np.int32),
+        images=tuple(images),
+        grids=grids,
+        temperature=1.0,
+        advantage=1.0,
+        steps=steps,
+        trajectory=trajectory,
+    )

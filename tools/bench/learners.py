@@ -1,0 +1,195 @@
+"""One optimiser step on the same samples with the same loss: the trainer's packed rows, and transformers.
+
+All start from the same folder and take AdamW with the same settings, the mean negative log-likelihood of all answer
+tokens, gradients accumulated over the whole minibatch, clipped to norm 1. What a step is given are samples as the
+trainer gets them, images encoded; decoding them belongs to the step.
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from megatron_webrl import compat, processes
+from megatron_webrl.config import Config
+from megatron_webrl.model.processing import Processor
+from megatron_webrl.trainer.batching import Sample
+
+LEARNING_RATE = 1e-5
+LIMIT = timedelta(seconds=120)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every variant gets."""
+
+    model: str  # Hugging Face folder
+    dtype: str
+    platform: str
+    row: int  # tokens of a packed row
+    batch: int  # samples that are padded together
+    attention: str  # transformers' implementation
+    threads: int
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One optimiser step."""
+
+    seconds: float
+    cpu_seconds: float  # of all threads: what other processes of a shared machine do not stretch
+    loss: float
+    tokens: int  # that the text model computed, padding included
+    images: int  # that the vision tower encoded
+
+
+class Learner(Protocol):
+    """Takes optimiser steps."""
+
+    def step(self, samples: Sequence[Sample]) -> tuple[float, int, int]:
+        """Loss before the step, tokens computed, images encoded."""
+        ...
+
+
+def serve(connection: Connection, parent: int, variant: str, task: Task) -> None:
+    """Body of a variant's process: steps on request until the connection is closed; then its peak memory."""
+    processes.die_with_parent(parent=parent)
+    torch.set_num_threads(task.threads)
+    compat.install()
+    torch.manual_seed(0)
+    learner = VARIANTS[variant](task)
+    connection.send("ready")
+    while (samples := connection.recv()) is not None:
+        begun, used = time.perf_counter(), time.process_time()
+        loss, tokens, images = learner.step(samples)
+        seconds, cpu_seconds = time.perf_counter() - begun, time.process_time() - used
+        connection.send(Taken(seconds, cpu_seconds, loss, tokens, images))
+    cuda = torch.cuda.is_available() and task.platform != "cpu"
+    kept = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    connection.send(torch.cuda.max_memory_allocated() if cuda else kept)
+
+
+class Packed:
+    """The trainer: rows of packed samples, Megatron's model and optimiser, one process."""
+
+    def __init__(self, task: Task) -> None:
+        from megatron_webrl.model import platform as platforms
+
+        config = Config()
+        config.model.path, config.model.dtype, config.model.platform = task.model, task.dtype, task.platform
+        config.trainer.tokens_per_microbatch = task.row
+        config.trainer.optimizer.learning_rate = LEARNING_RATE
+        config.trainer.optimizer.schedule, config.trainer.optimizer.warmup_fraction = "constant", 0.0
+        platform = platforms.use(task.platform)
+        torch.distributed.init_process_group(
+            platform.backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=LIMIT
+        )
+        # Megatron is imported on the platform that is in use.
+        from megatron_webrl.model import groups
+        from megatron_webrl.model.layout import Sizes
+        from megatron_webrl.trainer.build import make_builder, make_learner
+
+        groups.form(Sizes())
+        self.learner = make_learner(config, platform)
+        self.builder = make_builder(config, platform)
+
+    def step(self, samples: Sequence[Sample]) -> tuple[float, int, int]:
+        """Rows, forward, backward, optimiser."""
+        from megatron_webrl.trainer.loss import likelihood
+
+        rows = self.builder.build(samples, "token_mean", 1)
+        metrics, _ = self.learner.step(rows, None, likelihood)
+        return metrics["loss"], sum(row.tokens for row in rows), sum(len(row.row.grids) for row in rows)
+
+
+class Transformers:
+    """transformers' model and torch's AdamW; batches padded on the left, logits for answers only."""
+
+    def __init__(self, task: Task, batch: int, order: str) -> None:
+        from transformers import AutoModelForImageTextToText
+
+        cuda = torch.cuda.is_available() and task.platform != "cpu"
+        self.device = torch.device("cuda" if cuda else "cpu")
+        self.batch, self.order = batch, order
+        self.processor = Processor.load(task.model)
+        self.model: Any = AutoModelForImageTextToText.from_pretrained(
+            task.model, dtype=getattr(torch, task.dtype), attn_implementation=task.attention, local_files_only=True
+        ).to(self.device)
+        self.model.train()
+        parameters = list(self.model.parameters())
+        defaults = Config().trainer.optimizer
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": [p for p in parameters if p.dim() > 1], "weight_decay": defaults.weight_decay},
+                {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+            ],
+            lr=LEARNING_RATE,
+            betas=(defaults.beta1, defaults.beta2),
+            eps=defaults.epsilon,
+        )
+
+    def step(self, samples: Sequence[Sample]) -> tuple[float, int, int]:
+        """Batches, forward, backward, optimiser."""
+        answers = sum(len(sample.response) for sample in samples)
+        self.optimizer.zero_grad()
+        loss, tokens = 0.0, 0
+        batches = self._batches(samples)
+        for batch in batches:
+            part = self._loss(batch) / answers
+            part.backward()
+            loss += float(part.detach())
+            tokens += len(batch) * max(sample.length for sample in batch)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), Config().trainer.optimizer.clip_norm)
+        self.optimizer.step()
+        return loss, tokens, sum(len(sample.images) for sample in samples)
+
+    def _batches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+        ordered = list(samples)
+        if self.order == "length":
+            ordered.sort(key=lambda sample: sample.length)
+        else:
+            random.Random(0).shuffle(ordered)
+        return [ordered[i : i + self.batch] for i in range(0, len(ordered), self.batch)]
+
+    def _loss(self, batch: Sequence[Sample]) -> torch.Tensor:
+        """Sum of the negative log-likelihoods of all answer tokens."""
+        longest, kept = max(s.length for s in batch), max(len(s.response) for s in batch)
+        ids = np.full((len(batch), longest), self.processor.eos_token_id, np.int64)
+        mask, scored = np.zeros_like(ids), np.zeros((len(batch), kept), bool)
+        for row, sample in enumerate(batch):
+            ids[row, longest - sample.length :] = np.concatenate([sample.prompt, sample.response])
+            mask[row, longest - sample.length :] = 1
+            scored[row, kept - len(sample.response) :] = True
+        tokens = torch.from_numpy(ids).to(self.device)
+        visual = {}
+        if any(sample.images for sample in batch):
+            pixels, grids = self.processor.pixels([image for sample in batch for image in sample.images])
+            places = torch.from_numpy(grids.astype(np.int64)).to(self.device)
+            visual = {"pixel_values": pixels.to(self.device, self.model.dtype), "image_grid_thw": places}
+        logits = self.model(
+            input_ids=tokens,
+            attention_mask=torch.from_numpy(mask).to(self.device) if len(batch) > 1 else None,
+            mm_token_type_ids=(tokens == self.processor.image_token_id).int(),
+            use_cache=False,
+            logits_to_keep=kept + 1,
+            **visual,
+        ).logits[:, :-1]
+        chosen = torch.from_numpy(scored).to(self.device)
+        return torch.nn.functional.cross_entropy(logits[chosen].float(), tokens[:, -kept:][chosen], reduction="sum")
+
+
+VARIANTS: dict[str, Any] = {
+    "packed rows, Megatron": Packed,
+    "transformers, one by one": lambda task: Transformers(task, 1, "random"),
+    "transformers, padded": lambda task: Transformers(task, task.batch, "random"),
+    "transformers, padded, sorted by length": lambda task: Transformers(task, task.batch, "length"),
+}

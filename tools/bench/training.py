@@ -1,0 +1,246 @@
+"""Training tokens per second of the trainer's packed rows against transformers, one by one and with padding.
+
+The same model (random weights), samples, loss and optimiser in one run on one machine. Each variant lives in a process
+of its own, so that its peak memory is its own; they take turns, round by round, one at a time. That all see the same
+loss at every step is checked. A round is one optimiser step on all samples.
+
+    python -m tools.bench.training [--quick] [--json FILE] [--hidden 256] [--layers 6] [--episodes 16] [--rounds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import multiprocessing
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_webrl.model.processing import Processor
+from megatron_webrl.trainer.batching import Sample
+from tools.bench.episodes import make_episodes
+from tools.bench.learners import VARIANTS, Taken, Task, serve
+from tools.make_tiny_model import make_tiny_model
+
+OURS = next(iter(VARIANTS))
+BASELINE = "transformers, padded"
+SECONDS = 1800.0  # limit of a process's start and of each step
+SAME_LOSS = {"float32": 1e-4, "bfloat16": 2e-2}  # relative
+HEAD = 32  # dimensions of an attention head
+
+
+@dataclass(frozen=True)
+class Result:
+    """All rounds of one variant."""
+
+    variant: str
+    seconds: tuple[float, ...]
+    cpu_seconds: tuple[float, ...]
+    losses: tuple[float, ...]
+    tokens: int  # computed in a round
+    images: int  # encoded in a round
+    peak_bytes: int
+
+    @property
+    def median(self) -> float:
+        """Seconds of a round."""
+        return statistics.median(self.seconds)
+
+    @property
+    def cpu_median(self) -> float:
+        """CPU seconds of a round, all threads."""
+        return statistics.median(self.cpu_seconds)
+
+
+def measure(task: Task, samples: Sequence[Sample], rounds: int) -> list[Result]:
+    """Let all variants take turns; a first, short step of each is not counted."""
+    context = multiprocessing.get_context("spawn")
+    started: list[tuple[Any, Connection]] = []
+    try:
+        for variant in VARIANTS:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(theirs, os.getpid(), variant, task), daemon=True)
+            process.start()
+            theirs.close()
+            started.append((process, ours))
+            _reply(ours, variant)
+            _step(ours, variant, samples[:2])
+            print(f"{variant}: ready", file=sys.stderr)
+        taken: dict[str, list[Taken]] = {variant: [] for variant in VARIANTS}
+        for number in range(rounds):
+            for variant, (_, connection) in zip(VARIANTS, started, strict=True):
+                taken[variant].append(_step(connection, variant, samples))
+                print(f"round {number + 1}, {variant}: {taken[variant][-1].seconds:.1f} s", file=sys.stderr)
+        return [
+            _result(variant, taken[variant], connection)
+            for variant, (_, connection) in zip(VARIANTS, started, strict=True)
+        ]
+    finally:
+        for process, connection in started:
+            connection.close()
+            process.join(5)
+            process.kill()
+
+
+def _step(connection: Connection, variant: str, samples: Sequence[Sample]) -> Taken:
+    connection.send(samples)
+    return _reply(connection, variant)
+
+
+def _reply(connection: Connection, variant: str) -> Any:
+    if not connection.poll(SECONDS):
+        raise TimeoutError(f"{variant} gave no answer within {SECONDS:g} s")
+    try:
+        return connection.recv()
+    except EOFError:
+        raise RuntimeError(f"the process of {variant!r} ended; what it wrote stands above") from None
+
+
+def _result(variant: str, taken: Sequence[Taken], connection: Connection) -> Result:
+    connection.send(None)
+    peak = _reply(connection, variant)
+    return Result(
+        variant,
+        tuple(each.seconds for each in taken),
+        tuple(each.cpu_seconds for each in taken),
+        tuple(each.loss for each in taken),
+        taken[-1].tokens,
+        taken[-1].images,
+        peak,
+    )
+
+
+def check_losses(results: Sequence[Result], limit: float) -> float:
+    """The largest relative difference of a loss from the first variant's. Raises SystemExit beyond `limit`."""
+    worst = 0.0
+    for result in results[1:]:
+        for number, (loss, expected) in enumerate(zip(result.losses, results[0].losses, strict=True), 1):
+            difference = abs(loss - expected) / abs(expected)
+            if not difference <= limit:
+                raise SystemExit(
+                    f"losses differ in round {number}: {result.variant} {loss}, {results[0].variant} {expected}"
+                )
+            worst = max(worst, difference)
+    return worst
+
+
+def show(results: Sequence[Result], samples: Sequence[Sample]) -> None:
+    """The table."""
+    real, answers = sum(s.length for s in samples), sum(len(s.response) for s in samples)
+    baseline = next(result for result in results if result.variant == BASELINE)
+    print(
+        "| | tokens/s | answer tokens/s | ratio to padded | the same in CPU time | computed tokens | encoded images "
+        "| s a round | CPU s | peak MiB |"
+    )
+    print("|---|" + "---:|" * 9)
+    for result in results:
+        print(
+            f"| {result.variant} | {real / result.median:.0f} | {answers / result.median:.0f} "
+            f"| {baseline.median / result.median:.2f} | {baseline.cpu_median / result.cpu_median:.2f} "
+            f"| {result.tokens} | {result.images} "
+            f"| {result.median:.1f} | {result.cpu_median:.1f} | {result.peak_bytes / 2**20:.0f} |"
+        )
+
+
+def describe(samples: Sequence[Sample]) -> str:
+    """Lengths and images of the samples, in words."""
+    lengths, answers, images = (
+        np.array([f(s) for s in samples])
+        for f in (lambda s: s.length, lambda s: len(s.response), lambda s: len(s.images))
+    )
+    return (
+        f"{len(samples)} samples of {len({s.trajectory for s in samples})} episodes, {lengths.sum()} tokens "
+        f"({lengths.min()} to {lengths.max()}, median {np.median(lengths):.0f}), {answers.sum()} of them answers "
+        f"({answers.min()} to {answers.max()}), {images.sum()} images ({images.min()} to {images.max()} a sample)"
+    )
+
+
+def main() -> None:
+    options = _parser().parse_args()
+    if options.quick:
+        options.episodes, options.rounds = min(options.episodes, 4), 1
+    with tempfile.TemporaryDirectory(prefix="webrl-bench-") as folder:
+        model = make_model(Path(folder) / "model", options)
+        episodes = make_episodes(Processor.load(model), options.episodes, options.window, options.seed)
+        samples = [sample for episode in episodes for sample in episode]
+        task = Task(
+            str(model), options.dtype, options.platform, options.row, options.batch, options.attention, options.threads
+        )
+        results = measure(task, samples, options.rounds)
+    worst = check_losses(results, SAME_LOSS[options.dtype])
+    print(
+        f"{describe(samples)}; hidden {options.hidden}, {options.layers} layers, rows of {options.row} tokens, batches "
+        f"of {options.batch}, {options.dtype}; median of {options.rounds} rounds; {options.threads} threads, "
+        f"{platform.machine()}; losses equal within {worst:.0e}\n"
+    )
+    show(results, samples)
+    if options.json:
+        settings = {name: value for name, value in vars(options).items() if name not in ("json", "quick")}
+        found = {"settings": settings, "samples": describe(samples), "results": [*map(dataclasses.asdict, results)]}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def make_model(folder: Path, options: argparse.Namespace) -> Path:
+    """A model of the asked size, its vision tower in the proportions of Qwen3-VL-4B."""
+    heads = options.hidden // HEAD
+    vision = 64 * max(1, round(options.hidden / 64 / 2.5))
+    depth = math.ceil(options.layers * 2 / 3)
+    return make_tiny_model(
+        folder,
+        hidden=options.hidden,
+        layers=options.layers,
+        heads=heads,
+        kv_heads=heads // math.gcd(heads, 4),
+        head_dim=HEAD,
+        intermediate=round(options.hidden * 3.8 / 64) * 64,
+        vision_hidden=vision,
+        vision_layers=depth,
+        vision_heads=vision // 32,
+        vision_intermediate=4 * vision,
+        vision_grid=48,
+        deepstack=tuple(sorted({depth // 4, depth // 2, depth - 1})),
+        vocabulary=options.vocabulary,
+        max_position_embeddings=max(4096, options.window),
+        dtype=options.dtype,
+        seed=options.seed,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="four episodes, one round")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    for option, default, text in (
+        ("--hidden", 256, "width of the text model, a multiple of 32"),
+        ("--layers", 6, "layers of the text model"),
+        ("--vocabulary", 4096, "most entries of the tokenizer"),
+        ("--episodes", 16, "episodes whose steps are the samples"),
+        ("--window", 2048, "tokens of a sample, at most"),
+        ("--rounds", 3, "optimiser steps that are measured"),
+        ("--row", 4096, "tokens of a packed row"),
+        ("--batch", 4, "samples that transformers pads together"),
+        ("--threads", len(os.sched_getaffinity(0)), "threads of each variant's process"),
+        ("--seed", 0, "of model and samples"),
+    ):
+        parser.add_argument(option, type=int, default=default, help=f"{text} (default: {default})")
+    parser.add_argument("--dtype", choices=tuple(SAME_LOSS), default="float32")
+    parser.add_argument("--platform", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--attention", choices=("sdpa", "eager"), default="sdpa", help="transformers' implementation (default: sdpa)"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    main()
