@@ -26,3 +26,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
     make_tiny_model(folder, seed=0)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_sparse_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same as a mixture of four experts."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-sparse"
+    make_tiny_model(folder, seed=1, experts=4)
+    return folder

@@ -63,10 +63,32 @@ def test_a_saved_configuration_reads_back_the_same(config_file: Path, tmp_path: 
         ("run.name=a/b", "run.name='a/b'"),
         ("run.resume=true", "holds no complete checkpoint"),
         ("trainer", "is not of the form key=value"),
+        ("trainer.pipeline_parallel=9", "= 9 exceeds the 4 layers"),
+        ("trainer.virtual_pipeline=2", "needs trainer.pipeline_parallel of at least 2"),
+        ("trainer.context_parallel=4", "tensor_parallel x context_parallel=4 does not divide num_key_value_heads=2"),
+        ("trainer.expert_parallel=2", "is dense; set both to 1"),
+        ("trainer.layers=transformer_engine", "needs the package transformer_engine, which is not installed here"),
+        ("trainer.attention=flash", "needs the package flash_attn, which is not installed here"),
     ],
 )
 def test_a_broken_setting_is_named_in_one_line(config_file: Path, override: str, words: str):
     assert words in error(config_file, override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["trainer.expert_parallel=3"], "trainer.expert_parallel=3 does not divide num_experts=4"),
+        (["trainer.expert_tensor_parallel=5"], "expert_tensor_parallel=5 does not divide moe_intermediate_size=96"),
+        (["trainer.expert_parallel=2"], "= 2 does not divide trainer.tensor_parallel x context_parallel x data_parallel"),
+        (["trainer.tensor_parallel=2", "trainer.sequence_parallel=false"], "set it to true"),
+    ],
+)
+def test_what_does_not_fit_a_mixture_of_experts_is_named(
+    config_file: Path, tiny_sparse_model: Path, overrides: list[str], words: str
+) -> None:
+    assert words in error(config_file, f"model.path={tiny_sparse_model}", *overrides)
+    assert load(config_file, [f"model.path={tiny_sparse_model}", "trainer.pipeline_parallel=2"]).trainer_ranks == 2
 
 
 def test_a_broken_file_is_named(tmp_path: Path):

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import yaml
 from mlflow.tracking import MlflowClient
+from safetensors.torch import load_file
 
 from megatron_webrl.processes import OWNER
 
@@ -183,6 +184,26 @@ def test_a_job_trains_with_tensor_parallel_ranks_after_a_warm_start(job: Job):
     pages = list((job.run_folder / "trajectories").glob("*.html"))
     assert len(pages) == 4
     assert all("data:image/png;base64," in page.read_text() for page in pages)
+
+
+def test_a_mixture_of_experts_trains_over_two_stages_from_a_converted_checkpoint_and_back(
+    job: Job, tiny_sparse_model: Path
+):
+    job.model = tiny_sparse_model
+    converted, trained = job.folder / "converted", job.folder / "trained"
+    subprocess.run([sys.executable, "tools/hf_to_megatron.py", tiny_sparse_model, converted, "--ep", "2"], check=True)
+    job.start("trainer.pipeline_parallel=2", f"model.checkpoint={converted}", "trainer.updates=1")
+    assert job.wait(400) == 0, job.output()
+    summary = job.summary()
+    # The engine's weights came from the trainer, and the trainer's from the checkpoint.
+    assert summary["updates"][0]["logprob_gap_max"] <= 1e-3
+    assert summary["accounting"]["matches"]
+    assert_nothing_left(job)
+    subprocess.run([sys.executable, "tools/megatron_to_hf.py", summary["checkpoint"], trained], check=True)
+    before, after = (load_file(folder / "model.safetensors") for folder in (tiny_sparse_model, trained))
+    assert before.keys() == after.keys()
+    experts = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+    assert 0 < (before[experts] - after[experts]).abs().max() < 1e-3
 
 
 def test_ctrl_c_saves_what_was_learnt_and_the_run_goes_on_from_there(job: Job):

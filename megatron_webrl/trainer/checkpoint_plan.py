@@ -7,6 +7,7 @@ other ranks waiting in a collective. Here every byte but the final index is writ
 
 from __future__ import annotations
 
+import inspect
 import json
 import queue
 from collections.abc import Callable
@@ -15,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.serialization import get_default_save_common_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -26,14 +27,17 @@ from megatron_webrl.model.folder import copy_description
 from megatron_webrl.trainer.checkpoint_files import sync, sync_tree
 
 BACKEND = ("torch_dist", 1)
+# Megatron 0.19 takes the writer of another package unless told otherwise; 0.16 has only its own, and no such argument.
+_TAKES_STRATEGY = "async_strategy" in inspect.signature(TorchDistSaveShardedStrategy.async_save).parameters
+_OWN_WRITER = {"async_strategy": "mcore"} if _TAKES_STRATEGY else {}
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
     """Megatron's strategy, which keeps hold of the writer and the index that it has planned."""
 
-    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any) -> Any:
+    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any, *strategy: Any) -> Any:
         self.writer, self.index = writer, planned[1]
-        return super()._get_save_and_finalize_callbacks(writer, planned)
+        return super()._get_save_and_finalize_callbacks(writer, planned, *strategy)
 
 
 @dataclass
@@ -71,14 +75,15 @@ def make_plan(state: dict[str, Any], folder: Path, *, check: bool) -> Plan:
     filesystem_async._results_queue = queue.SimpleQueue()
     shards, common = save_preprocess(state, check)
     strategy = _Strategy(*BACKEND, thread_count=1)
-    request = strategy.async_save(shards, str(folder / "megatron"))
+    request = strategy.async_save(shards, str(folder / "megatron"), **_OWN_WRITER)
     buckets = request.preload_fn() if request.preload_fn else []
     return Plan(folder, common, buckets, strategy.writer, strategy.index)
 
 
 def write_rest(folder: Path, common: dict[str, Any], state: dict[str, Any], model: Path) -> None:
     """First rank: everything but the shards and their index. Raises OSError."""
-    get_default_save_common_strategy().save_common(common, str(folder / "megatron"))
+    # 0.19 would put this among the shards, where 0.16 does not look; both read the file.
+    torch.save(common, folder / "megatron" / "common.pt")
     save_config(CheckpointingConfig(*BACKEND), str(folder / "megatron"))
     (folder / "state.json").write_text(json.dumps(state, indent=1))
     copy_description(model, folder / "hf")

@@ -38,6 +38,7 @@ class Shape:
     layers: int = 4
     experts: int = 0
     dense_layers: tuple[int, ...] = ()  # of a mixture of experts
+    window: int = 512
 
 
 def configuration(shape: Shape) -> Any:
@@ -50,7 +51,7 @@ def configuration(shape: Shape) -> Any:
         "num_attention_heads": 4,
         "num_key_value_heads": shape.key_value_heads,
         "head_dim": 32,
-        "max_position_embeddings": 512,
+        "max_position_embeddings": shape.window,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]},
     }
     if shape.experts:

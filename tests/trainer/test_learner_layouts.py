@@ -10,18 +10,15 @@ import torch
 
 from tests.gloo import spawn
 from tests.trainer import layout_ranks
-from tools.make_tiny_model import make_tiny_model
 
 Found = dict[tuple[str, str], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, tiny_sparse_model: Path) -> Found:
     """(model, layout) -> what each rank found."""
     folder = tmp_path_factory.mktemp("layouts")
-    models = {"dense": str(folder / "dense"), "sparse": str(folder / "sparse")}
-    make_tiny_model(Path(models["dense"]), seed=0)
-    make_tiny_model(Path(models["sparse"]), seed=1, experts=4)
+    models = {"dense": str(tiny_model), "sparse": str(tiny_sparse_model)}
     spawn(layout_ranks.run, str(folder), models, seconds=400)
     return {
         (model, layout): torch.load(folder / f"found-{model}-{layout}.pt", weights_only=False)
