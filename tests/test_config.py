@@ -80,7 +80,7 @@ def test_a_broken_setting_is_named_in_one_line(config_file: Path, override: str,
     [
         (["trainer.expert_parallel=3"], "trainer.expert_parallel=3 does not divide num_experts=4"),
         (["trainer.expert_tensor_parallel=5"], "expert_tensor_parallel=5 does not divide moe_intermediate_size=96"),
-        (["trainer.expert_parallel=2"], "= 2 does not divide trainer.tensor_parallel x context_parallel x data_parallel"),
+        (["trainer.expert_parallel=2"], "= 2 does not divide trainer.tensor_parallel x context_parallel"),
         (["trainer.tensor_parallel=2", "trainer.sequence_parallel=false"], "set it to true"),
     ],
 )
