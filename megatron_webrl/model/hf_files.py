@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from megatron_webrl.model.behind import Behind, close, create
 from megatron_webrl.model.parameter_map import Entry, ExpertFormat, model_map
 
 SINGLE = "model.safetensors"
@@ -21,8 +21,6 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 OUTPUT, EMBEDDING = "lm_head.weight", "model.language_model.embed_tokens.weight"
 COMPARED_ROWS = 4096  # at once, so that comparing needs little memory
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-BUFFER = 1 << 20  # bytes; larger writes go past the buffer
-BITS = {2: torch.int16, 4: torch.int32}
 
 
 class LoadError(ValueError):
@@ -99,9 +97,8 @@ def expert_format(description: Any, tensors: dict[str, HFTensor]) -> ExpertForma
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and type hold the same bits: NaN equals itself, 0 is not -0."""
-    bits = BITS[a.element_size()]
-    return a.dtype == b.dtype and torch.equal(a.view(bits), b.view(bits))
+    """Whether two tensors with contiguous rows hold the same bits: NaN equals itself, 0 is not -0."""
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def _open(folder: Path, stack: ExitStack) -> dict[str, HFTensor]:
@@ -210,24 +207,24 @@ def write_model(
 ) -> None:
     """Write the tensors into safetensors files of at most `limit` bytes each, with an index if there are several.
 
-    A larger tensor has a file alone. `parts` gives a tensor's contents in order, one contiguous part at a time.
-    Every file is brought to the disk.
+    A larger tensor has a file alone. `parts` gives a tensor's contents in order, one contiguous part at a time, each
+    good until the next but one: it is written in a thread. Every file is brought to the disk.
     """
     shards = _shards(specs, limit)
     single = len(shards) == 1
     weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        name = SINGLE if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        weight_map |= dict.fromkeys((spec.name for spec in shard), name)
-        # Larger elements first: every tensor then begins at a multiple of its element size.
-        shard.sort(key=lambda spec: -spec.dtype.itemsize)
-        with (folder / name).open("xb", buffering=BUFFER) as file:
-            file.write(_header(shard))
+    with ExitStack() as files, Behind() as behind:
+        for number, shard in enumerate(shards, start=1):
+            name = SINGLE if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            weight_map |= dict.fromkeys((spec.name for spec in shard), name)
+            # Larger elements first: every tensor then begins at a multiple of its element size.
+            shard.sort(key=lambda spec: -spec.dtype.itemsize)
+            file = files.enter_context(create(folder / name))
+            behind.run(file.write, _header(shard))
             for spec in shard:
                 for part in parts(spec):
-                    file.write(part.reshape(-1).view(torch.uint8).numpy().data)
-            file.flush()
-            os.fsync(file.fileno())
+                    behind.run(file.write, part.reshape(-1).view(torch.uint8).numpy().data)
+            behind.run(close, file)
     if not single:
         total = sum(spec.nbytes for spec in specs)
         content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}

@@ -67,14 +67,22 @@ CASES: dict[int, dict[str, Case]] = {
 }
 
 
+def models(ranks: int, case: Case) -> list[str]:
+    """The models that a case is tried on: on four ranks one dense and one sparse one, if they fit."""
+    fitting = [name for name, shape in MODELS.items() if case.fits(shape)]
+    if ranks < 4:
+        return fitting
+    kinds = {bool(MODELS[name].experts): name for name in reversed(fitting)}
+    return [name for name in fitting if name in kinds.values()]
+
+
 def pairs() -> list[tuple[int, str, str]]:
     """Ranks, case and model of everything that is compared."""
     return [
         (ranks, case, model)
         for ranks, cases in CASES.items()
         for case, what in cases.items()
-        for model, shape in MODELS.items()
-        if what.fits(shape)
+        for model in models(ranks, what)
     ]
 
 
@@ -86,13 +94,12 @@ def run(rank: int, ranks: int, folder: str) -> None:
 
     for name, case in CASES[ranks].items():
         groups.form(Sizes(**case.sizes), seed=1)
-        for model, shape in MODELS.items():
-            if case.fits(shape):
-                found = _examine(Path(folder) / model, case, platform)
-                everyone: list[Any] = [None] * ranks
-                torch.distributed.gather_object(found, everyone if rank == 0 else None)
-                if rank == 0:
-                    torch.save(everyone, f"{folder}/found-{ranks}-{name}-{model}.pt")
+        for model in models(ranks, case):
+            found = _examine(Path(folder) / model, case, platform)
+            everyone: list[Any] = [None] * ranks
+            torch.distributed.gather_object(found, everyone if rank == 0 else None)
+            if rank == 0:
+                torch.save(everyone, f"{folder}/found-{ranks}-{name}-{model}.pt")
         groups.dissolve()
     torch.distributed.destroy_process_group()
 

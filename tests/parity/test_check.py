@@ -75,13 +75,12 @@ def test_one_changed_weight_in_megatron_is_caught(tiny_model: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "sizes",
-    [Sizes(tensor=2), Sizes(pipeline=2), Sizes(pipeline=2, virtual=2), Sizes(expert=2), Sizes(tensor=2, expert=2)],
-    ids=["tp2", "pp2", "pp2-vpp2", "ep2", "tp2-ep2"],
+    ("sizes", "dtype"),
+    [(Sizes(pipeline=2, virtual=2), "bfloat16"), (Sizes(tensor=2, expert=2), "float32")],
+    ids=["pp2-vpp2-bfloat16", "tp2-ep2-float32"],
 )
-def test_megatron_agrees_with_transformers_in_every_layout(tiny_model: Path, experts: Path, sizes: Sizes, dtype: str):
+def test_megatron_agrees_with_transformers_in_a_layout(tiny_model: Path, experts: Path, sizes: Sizes, dtype: str):
     model = experts if sizes.expert > 1 else tiny_model
     code, text = run(Request(model, sizes=sizes, dtype=dtype, vllm=False, **FAST))
     assert code == 0, text

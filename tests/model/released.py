@@ -1,0 +1,74 @@
+"""Dimensions of the released Qwen3-VL models, from their config.json. Instruct and Thinking share them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_webrl import compat
+
+compat.install()
+
+from transformers import Qwen3VLConfig, Qwen3VLMoeConfig  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """What differs between the sizes."""
+
+    hidden: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    inner: int
+    tied: bool = False
+    small_vision: bool = False  # the tower of 24 layers instead of 27
+    experts: int = 0
+    expert_inner: int = 0
+
+
+SIZES = {
+    "2B": Dimensions(2048, 28, 16, 8, 6144, tied=True, small_vision=True),
+    "4B": Dimensions(2560, 36, 32, 8, 9728, tied=True, small_vision=True),
+    "8B": Dimensions(4096, 36, 32, 8, 12288),
+    "32B": Dimensions(5120, 64, 64, 8, 25600),
+    "30B-A3B": Dimensions(2048, 48, 32, 4, 6144, experts=128, expert_inner=768),
+    "235B-A22B": Dimensions(4096, 94, 64, 4, 12288, experts=128, expert_inner=1536),
+}
+SMALL_VISION = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]}
+VISION = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "deepstack_visual_indexes": [8, 16, 24]}
+
+
+def configuration(name: str) -> Any:
+    """The transformers configuration of a released size."""
+    sizes = SIZES[name]
+    text: dict[str, Any] = {
+        "hidden_size": sizes.hidden,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.key_value_heads,
+        "intermediate_size": sizes.inner,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
+        "tie_word_embeddings": sizes.tied,
+    }
+    if sizes.experts:
+        text |= {
+            "num_experts": sizes.experts,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": sizes.expert_inner,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    vision = {
+        **(SMALL_VISION if sizes.small_vision else VISION),
+        "num_heads": 16,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": sizes.hidden,
+    }
+    kind = Qwen3VLMoeConfig if sizes.experts else Qwen3VLConfig
+    return kind(text_config=text, vision_config=vision, tie_word_embeddings=sizes.tied)

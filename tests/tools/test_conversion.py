@@ -1,0 +1,185 @@
+"""The conversion tools as a user runs them: exit codes, error lines, interrupts, kills, memory."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_webrl.model.convert import Options, hf_to_megatron
+from megatron_webrl.model.description import describe
+from megatron_webrl.model.layout import Sizes
+from megatron_webrl.model.parameter_map import model_map
+from tests.model import hf_folders, tiny
+from tools import hf_to_megatron as there
+from tools import megatron_to_hf as back
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 240.0
+MIB = 2**20
+INTERVAL = 0.002  # seconds between two looks at a process
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of "dense", "tied", "moe" and of "large", whose largest tensor is 64 MiB of 330."""
+    folder = tmp_path_factory.mktemp("tools")
+    hf_folders.write_models(folder)
+    description = tiny.configuration(tiny.Shape(layers=16))
+    text = description.text_config
+    text.vocab_size, text.hidden_size, text.intermediate_size = 32768, 1024, 2048
+    description.vision_config.out_hidden_size = 1024
+    description.save_pretrained(folder / "large")
+    shapes = {entry.name: entry.tensor_shape for entry in model_map(describe(folder / "large"))}
+    weights = {
+        name: torch.randint(-(2**15), 2**15, shape, dtype=torch.int16).view(torch.bfloat16)
+        for name, shape in shapes.items()
+    }
+    save_file(weights, folder / "large/model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _start(tool: str, *arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, f"tools/{tool}.py", *map(str, arguments)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _wait_for(process: subprocess.Popen[str], target: Path) -> Path:
+    """The temporary folder, as soon as weights are being written to it."""
+    limit = time.monotonic() + SECONDS
+    while time.monotonic() < limit:
+        for path in target.parent.glob(f".{target.name}.writing-*"):
+            if any(path.glob("megatron/*.distcp")):
+                return path
+        assert process.poll() is None, process.communicate()
+    pytest.fail("the tool wrote nothing within its limit")
+
+
+def test_there_and_back_says_what_was_written(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        there.main([f"{models / 'moe'}", f"{tmp_path / 'out'}", "--tp", "2", "--pp", "2", "--ep", "2", "--verify"]) == 0
+    )
+    assert back.main([f"{tmp_path / 'out'}", f"{tmp_path / 'back'}", "--shard-size", "300KB", "--verify"]) == 0
+    expected = hf_folders.released(load_file(models / "moe/model.safetensors"))
+    assert hf_folders.same(hf_folders.read(tmp_path / "back"), expected)
+    captured = capsys.readouterr()
+    size = sum(tensor.nbytes for tensor in expected.values())
+    assert captured.out.splitlines()[1] == f"{tmp_path / 'back'}: {len(expected)} tensors, {size / 1e9:.3f} GB"
+    assert captured.err == ""  # no progress bar where there is no terminal
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "words"),
+    [
+        ("moe", ["--tp", "3"], "tensor_parallel=3 does not divide num_attention_heads=4"),
+        ("moe", ["--ep", "8"], "expert_parallel=8 does not divide num_experts=4"),
+        ("dense", ["--ep", "2"], "expert_parallel=2 needs a mixture of experts"),
+        ("dense", ["--pp", "9"], "exceed 4 layers"),
+        ("nothing", [], "holds no readable config.json"),
+    ],
+)
+def test_what_is_refused_is_one_line_and_exit_code_2(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, options: list[str], words: str
+) -> None:
+    assert there.main([str(models / source), str(tmp_path / "out"), *options]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("hf_to_megatron: ")
+    assert words in line
+    assert line.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert back.main([str(models / "dense"), str(tmp_path / "back")]) == 2
+    assert "dense is no checkpoint: it holds no megatron/.metadata" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["0", "5 apples", "-1GB"])
+def test_a_size_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        back.main([str(tmp_path), str(tmp_path / "back"), f"--shard-size={text}"])
+    assert ended.value.code == 2
+
+
+@pytest.mark.slow
+def test_an_interrupt_leaves_nothing_and_a_kill_nothing_that_looks_complete(models: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    process = _start("hf_to_megatron", models / "large", target)
+    _wait_for(process, target)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=SECONDS)
+    assert (process.returncode, error) == (130, "hf_to_megatron: interrupted; nothing was written\n")
+    assert not list(tmp_path.iterdir())
+    process = _start("hf_to_megatron", models / "large", target)
+    left = _wait_for(process, target)
+    process.kill()
+    process.communicate(timeout=SECONDS)
+    assert left.is_dir()
+    assert not target.exists()
+    hf_to_megatron(models / "tied", target, Sizes(), Options())
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_a_kill_at_any_time_leaves_the_whole_result_or_none(models: Path, tmp_path: Path, seed: int) -> None:
+    target = tmp_path / "out"
+    process = _start("hf_to_megatron", models / "large", target)
+    left = _wait_for(process, target)
+    wanted = random.Random(seed).uniform(0, 320 * MIB)
+    limit = time.monotonic() + SECONDS
+    while process.poll() is None and left.is_dir() and time.monotonic() < limit:
+        written = sum(path.stat().st_size for path in left.glob("megatron/*") if path.exists())
+        if written >= wanted:
+            break
+    process.kill()
+    process.communicate(timeout=SECONDS)
+    if target.exists():
+        assert back.main([str(target), str(tmp_path / "back")]) == 0
+    else:
+        assert there.main([str(models / "large"), str(target), "--verify"]) == 0
+
+
+def _peak(process: subprocess.Popen[str]) -> int:
+    """Bytes of a process's anonymous memory at its highest. The mapped input is not among it: the system takes it back
+    when it needs to."""
+    status, peak, limit = Path(f"/proc/{process.pid}/status"), 0, time.monotonic() + SECONDS
+    while process.poll() is None and time.monotonic() < limit:
+        lines = status.read_text().splitlines()
+        peak = max([peak, *(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))])
+        time.sleep(INTERVAL)
+    _, error = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, error
+    return peak
+
+
+@pytest.mark.slow
+def test_memory_grows_by_less_than_twice_the_largest_tensor(models: Path, tmp_path: Path) -> None:
+    largest, other = 64 * MIB, 32 * MIB  # `other`: Python's own memory, which differs from run to run
+    size = (models / "large/model.safetensors").stat().st_size
+    assert size > 2 * largest + other + 150 * MIB
+    out = {name: tmp_path / name for name in ("tied", "large")}
+    options = ["--tp", "2", "--pp", "2", "--verify"]
+    peaks = {name: _peak(_start("hf_to_megatron", models / name, path, *options)) for name, path in out.items()}
+    assert peaks["large"] - peaks["tied"] < 2 * largest + other, peaks
+    options = ["--dtype", "float32", "--verify"]  # results are twice as large then
+    peaks = {
+        name: _peak(_start("megatron_to_hf", path, tmp_path / "back" / name, *options)) for name, path in out.items()
+    }
+    assert peaks["large"] - peaks["tied"] < 2 * (2 * largest) + other < 2 * size, peaks
