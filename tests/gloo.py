@@ -12,7 +12,7 @@ import torch
 from megatron_webrl.model import platform as platforms
 
 
-def spawn(run: Callable[..., None], *arguments: Any, ranks: int = 2, seconds: float = 200.0) -> None:
+def spawn(run: Callable[..., None], *arguments: Any, ranks: int = 2, seconds: float = 600.0) -> None:
     """Run `run(rank, *arguments)` in processes, each with one thread; fails if they fail or take too long."""
     patch = pytest.MonkeyPatch()
     patch.setenv("OMP_NUM_THREADS", "1")
