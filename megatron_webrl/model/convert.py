@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from megatron_webrl.model.assembly import Assembly, Scratch, copy_transposed, pa
 from megatron_webrl.model.description import describe
 from megatron_webrl.model.dist_files import DistReader, DistWriter, alone
 from megatron_webrl.model.hf_files import HFModel, HFTensor, LoadError, open_model, same_bits, write_model
-from megatron_webrl.model.layout import Sizes, expert_rank, split_layers, stages
-from megatron_webrl.model.parameter_map import Entry, is_sparse, model_map, parameter_shapes
+from megatron_webrl.model.layout import Sizes, check_sizes, expert_rank, stages
+from megatron_webrl.model.parameter_map import Entry, model_map, parameter_shapes
 from megatron_webrl.model.staging import need_space, staged
 from megatron_webrl.model.stored import FIRST_LAYER_ALONE, OWNED, Share, place, shares, stacks_layers
 
@@ -71,7 +71,8 @@ def hf_to_megatron(source: Path, target: Path, sizes: Sizes, options: Options) -
     """
     description = describe(source)
     try:
-        check_sizes(description, sizes)
+        # Files are cut for tensor-parallel ranks throughout, experts included.
+        check_sizes(description.text_config, replace(sizes, expert_tensor=sizes.tensor))
     except ValueError as error:
         raise ValueError(f"{error} ({source / 'config.json'})") from error
     with open_model(source, description) as model, staged(target, source, overwrite=options.overwrite) as folder:
@@ -124,24 +125,6 @@ def find_checkpoint(path: Path) -> Path:
         if not (found / needed).is_file():
             raise LoadError(f"{found} is no checkpoint: it holds no {needed}")
     return found
-
-
-def check_sizes(description: Any, sizes: Sizes) -> None:
-    """Raises ValueError unless the sizes divide what they split."""
-    text = description.text_config
-    sparse = [is_sparse(text, layer) for layer in range(text.num_hidden_layers)]
-    divided = [("tensor", sizes.tensor, "num_attention_heads"), ("tensor", sizes.tensor, "num_key_value_heads")]
-    if not all(sparse):
-        divided.append(("tensor", sizes.tensor, "intermediate_size"))
-    if any(sparse):
-        divided.append(("tensor", sizes.tensor, "moe_intermediate_size"))
-        divided.append(("expert", sizes.expert, "num_experts"))
-    elif sizes.expert > 1:
-        raise ValueError(f"expert_parallel={sizes.expert} needs a mixture of experts; the model is dense")
-    for name, size, of in divided:
-        if getattr(text, of) % size:
-            raise ValueError(f"{name}_parallel={size} does not divide {of}={getattr(text, of)}")
-    split_layers(text.num_hidden_layers, sizes.pipeline)
 
 
 def check_checkpoint(reader: DistReader, description: Any) -> None:

@@ -6,8 +6,9 @@ Pure data and functions; nothing here communicates.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from megatron_webrl.model.parameter_map import Entry
+from megatron_webrl.model.parameter_map import Entry, is_sparse
 
 
 @dataclass(frozen=True)
@@ -74,3 +75,28 @@ def stages(entry: Entry, layers: int, sizes: Sizes, tied: bool) -> tuple[int, ..
 def expert_rank(expert: int, experts: int, sizes: Sizes) -> int:
     """The expert-parallel rank that holds an expert."""
     return expert // (experts // sizes.expert)
+
+
+def check_sizes(text: Any, sizes: Sizes) -> None:
+    """Refuse sizes that do not divide what they split; `text`: transformers' configuration of the text model.
+
+    Raises ValueError naming size and number.
+    """
+    sparse = [is_sparse(text, layer) for layer in range(text.num_hidden_layers)]
+    # Within attention each context-parallel rank works on a share of the tensor-parallel rank's heads.
+    heads = "tensor_parallel" if sizes.context == 1 else "tensor_parallel x context_parallel"
+    divided = [
+        (heads, sizes.tensor * sizes.context, "num_attention_heads"),
+        (heads, sizes.tensor * sizes.context, "num_key_value_heads"),
+    ]
+    if not all(sparse):
+        divided.append(("tensor_parallel", sizes.tensor, "intermediate_size"))
+    if any(sparse):
+        divided.append(("expert_parallel", sizes.expert, "num_experts"))
+        divided.append(("expert_tensor_parallel", sizes.expert_tensor, "moe_intermediate_size"))
+    elif sizes.expert > 1:
+        raise ValueError(f"expert_parallel={sizes.expert} needs a mixture of experts; the model is dense")
+    for name, size, of in divided:
+        if getattr(text, of) % size:
+            raise ValueError(f"{name}={size} does not divide {of}={getattr(text, of)}")
+    split_layers(text.num_hidden_layers, sizes.chunks)

@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_webrl.model.groups import sizes_of
-from megatron_webrl.model.layout import Sizes, split_layers
+from megatron_webrl.model.layout import Sizes, check_sizes, split_layers
 from megatron_webrl.model.parameter_map import is_sparse
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.settings import Attention, Settings
@@ -45,7 +45,7 @@ def text_config(
 ) -> TextConfig:
     """Megatron's settings for the text model. Raises ValueError if the parallel sizes do not divide it."""
     text, sizes = description.text_config, sizes_of(groups)
-    _check_sizes(text, sizes)
+    check_sizes(text, sizes)
     sequence_parallel = settings.sequence_parallel and sizes.tensor > 1
     if getattr(text, "num_experts", 0) and sizes.tensor > 1 and not sequence_parallel:
         raise ValueError(
@@ -137,23 +137,3 @@ def _recompute(text: Any, settings: Settings) -> dict[str, Any]:
         modules = ["core_attn", *(["mlp"] if False in kinds else []), *(["moe"] if True in kinds else [])]
         return {"recompute_granularity": "selective", "recompute_modules": modules}
     return {}
-
-
-def _check_sizes(text: Any, sizes: Sizes) -> None:
-    sparse = [is_sparse(text, layer) for layer in range(text.num_hidden_layers)]
-    # Within attention each context-parallel rank works on a share of the tensor-parallel rank's heads.
-    heads = "tensor_parallel" if sizes.context == 1 else "tensor_parallel x context_parallel"
-    divided = [
-        (heads, sizes.tensor * sizes.context, "num_attention_heads"),
-        (heads, sizes.tensor * sizes.context, "num_key_value_heads"),
-    ]
-    if not all(sparse):
-        divided.append(("tensor_parallel", sizes.tensor, "intermediate_size"))
-    if any(sparse):
-        divided.append(("expert_parallel", sizes.expert, "num_experts"))
-        divided.append(("expert_tensor_parallel", sizes.expert_tensor, "moe_intermediate_size"))
-    elif sizes.expert > 1:
-        raise ValueError(f"expert_parallel={sizes.expert} needs a mixture of experts; the model is dense")
-    for name, size, of in divided:
-        if getattr(text, of) % size:
-            raise ValueError(f"{name}={size} does not divide {of}={getattr(text, of)}")

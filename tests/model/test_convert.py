@@ -43,7 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(models: Path) -> dict[tuple[str, str], dict[str, Any]]:
     """(layout, model) -> the model's tensors after each way of filling it; the checkpoints that Megatron saved."""
-    spawn(convert_ranks.run, str(models), seconds=270.0)
+    spawn(convert_ranks.run, str(models), seconds=600.0)
     for name in hf_folders.MODELS:
         for layout in convert_ranks.LAYOUTS:
             if (models / f"{name}-{layout}").is_dir():

@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration
 
-from megatron_webrl.model.convert import check_sizes
-from megatron_webrl.model.layout import Sizes
+from megatron_webrl.model.layout import Sizes, check_sizes
 from megatron_webrl.model.parameter_map import model_map, parameter_shapes
 from tests.model import released
 
@@ -42,4 +41,4 @@ def test_the_forms_of_a_released_size_fill_the_same_parameters() -> None:
 def test_the_sizes_in_use_divide_every_released_size(name: str) -> None:
     experts = 8 if released.SIZES[name].experts else 1
     for tensor in (1, 2, 4):
-        check_sizes(released.configuration(name), Sizes(tensor=tensor, pipeline=8, expert=experts))
+        check_sizes(released.configuration(name).text_config, Sizes(tensor=tensor, pipeline=8, expert=experts))

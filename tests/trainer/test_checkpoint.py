@@ -29,14 +29,14 @@ Found = list[dict[Any, Any]]
 @pytest.fixture(scope="module")
 def layouts(tmp_path_factory: pytest.TempPathFactory) -> Found:
     folder = tmp_path_factory.mktemp("layouts")
-    spawn(checkpoint_ranks.across_layouts, str(folder), seconds=280)
+    spawn(checkpoint_ranks.across_layouts, str(folder), seconds=600)
     return [torch.load(folder / f"layouts-{rank}.pt", weights_only=False) for rank in (0, 1)]
 
 
 @pytest.fixture(scope="module")
 def troubles(tmp_path_factory: pytest.TempPathFactory) -> Found:
     folder = tmp_path_factory.mktemp("troubles")
-    spawn(checkpoint_ranks.troubles, str(folder), seconds=280)
+    spawn(checkpoint_ranks.troubles, str(folder), seconds=600)
     return [torch.load(folder / f"troubles-{rank}.pt", weights_only=False) for rank in (0, 1)]
 
 
@@ -153,7 +153,7 @@ def test_updates_below_the_resolution_of_bfloat16_add_up_in_the_main_weights(tro
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[Any, Any]:
     folder = tmp_path_factory.mktemp("curves")
-    spawn(curve_ranks.loss_curves, str(folder), str(tiny_model), seconds=280)
+    spawn(curve_ranks.loss_curves, str(folder), str(tiny_model), seconds=600)
     return torch.load(folder / "curves-0.pt", weights_only=False)
 
 

@@ -19,7 +19,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, tiny_spars
     """(model, layout) -> what each rank found."""
     folder = tmp_path_factory.mktemp("layouts")
     models = {"dense": str(tiny_model), "sparse": str(tiny_sparse_model)}
-    spawn(layout_ranks.run, str(folder), models, seconds=400)
+    spawn(layout_ranks.run, str(folder), models, seconds=600)
     return {
         (model, layout): torch.load(folder / f"found-{model}-{layout}.pt", weights_only=False)
         for model, layouts in layout_ranks.LAYOUTS.items()
