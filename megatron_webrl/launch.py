@@ -71,11 +71,19 @@ class Launcher:
 
     def run(self) -> int:
         """Run the job; returns the exit code: 0 finished, 1 failed, 130 interrupted."""
+        # From the first moment on: an early interrupt, too, ends the job in good order.
+        previous = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            return self._run()
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _run(self) -> int:
         config, folder = self.config, self.config.run_folder
         self._clean_up_after_others()
         prepare_folder(config, self.console)
         processes.become_subreaper()
-        previous = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         outcome = "failed"
         try:
             outcome = self._supervise()
@@ -85,8 +93,6 @@ class Launcher:
             left = processes.kill_descendants(KILL_SECONDS, [role.process for role in self.roles])
             sweep(ring_prefix(config))
             shutil.rmtree(self.scratch, ignore_errors=True)
-            for number, handler in previous.items():
-                signal.signal(number, handler)
             if left:
                 self.console.print(f"could not end: {', '.join(left)}", style="red", markup=False)
         if outcome not in GOOD_OUTCOMES or not (folder / "summary.json").is_file():
