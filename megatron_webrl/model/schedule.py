@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megatron_webrl.model.groups import last_stage
 from megatron_webrl.model.inputs import PackedRow
 
 Results = dict[str, Tensor]
@@ -41,4 +41,4 @@ def run(chunks: Sequence[Any], rows: Sequence[PackedRow], loss_of: LossOf, *, fo
         micro_batch_size=1,
         forward_only=forward_only,
     )
-    return results if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else []
+    return results if last_stage() else []
