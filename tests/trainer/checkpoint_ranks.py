@@ -305,6 +305,7 @@ def _no_room(learner: Any, folder: Path) -> dict[str, Any]:
         "figures": checkpoints.take_figures(),
         "left": sorted(path.name for path in (folder / "checkpoints").iterdir()),
     }
+    torch.distributed.barrier()  # the next save makes its folder there
     save(checkpoints, learner, 3)
     return failed | {"then": (checkpoints.trouble, checkpoints.failures, checkpoints.newest[0])}
 
