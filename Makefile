@@ -50,8 +50,9 @@ format: $(VENV)/.installed ## let ruff put the code in shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.installed ## write docs/configuration.md from config.py
+docs: $(VENV)/.installed ## write docs/configuration.md from config.py, and draw the picture of a plan
 	$(BIN)/python -m tools.write_configuration_page docs/configuration.md
+	$(BIN)/python -m tools.draw_plan docs/images/plan.svg
 
 doctor: install ## say what is installed and which roles can run
 	$(BIN)/webrl doctor

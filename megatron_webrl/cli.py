@@ -55,6 +55,12 @@ def _parser() -> argparse.ArgumentParser:
         "--role", choices=("all", "trainer", "rollout"), default="all", help="exit non-zero if this role cannot run"
     )
     doctor.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    doctor.add_argument(
+        "--weights",
+        metavar="CONFIG",
+        help="start the engines and the trainer of a configuration, and compare what the engines get of the weights",
+    )
+    doctor.add_argument("overrides", nargs="*", metavar="key=value", help="with --weights: settings to replace")
     doctor.set_defaults(run=_doctor)
 
     _add_parity(commands)
@@ -73,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         role.add_argument("--control", required=True, metavar="HOST:PORT", help="address of the control plane")
         if name == "rollout":
             role.add_argument("--worker", type=int, required=True, metavar="N", help="number of this worker, from 0")
+        role.add_argument("--weights-only", action="store_true", help="send or take weights and do nothing else")
         role.set_defaults(run=run)
     return parser
 
@@ -168,6 +175,14 @@ def _check_site(config: Config) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    if options.weights:
+        from rich.console import Console
+
+        from megatron_webrl.doctor_weights import examine_weights
+
+        return examine_weights(load(options.weights, options.overrides), Console(), as_json=options.json)
+    if options.overrides:
+        raise ConfigError(f"{options.overrides[0]!r} means something with --weights CONFIG only")
     from megatron_webrl.doctor import examine
 
     return examine(options.role, as_json=options.json)
@@ -219,8 +234,10 @@ def _trainer(options: argparse.Namespace) -> int:
     rank = Rank.from_environment()
     name = f"trainer-{rank.rank}"
     config = _role(options, name)
-    from megatron_webrl.trainer.main import run
+    from megatron_webrl.trainer import main as training
+    from megatron_webrl.trainer import trial
 
+    run = trial.run if options.weights_only else training.run
     return _run_role(options, config, name, lambda control, ring: run(config, control, rank, ring))
 
 
@@ -229,7 +246,9 @@ def _rollout(options: argparse.Namespace) -> int:
     config = _role(options, name)
     from megatron_webrl.rollout.main import run
 
-    return _run_role(options, config, name, lambda control, ring: run(config, control, options.worker, ring))
+    return _run_role(
+        options, config, name, lambda control, ring: run(config, control, options.worker, ring, options.weights_only)
+    )
 
 
 def _role(options: argparse.Namespace, name: str) -> Config:
@@ -240,7 +259,10 @@ def _role(options: argparse.Namespace, name: str) -> Config:
 
 
 def _run_role(options: argparse.Namespace, config: Config, name: str, run: Callable[[Control, str], None]) -> int:
-    """Run a role in a job. Its failure ends the job with an error that names it."""
+    """Run a role in a job. A trainer's failure ends the job with an error that names it.
+
+    A rollout worker's does not: whoever started the worker decides whether to start it again.
+    """
     from megatron_webrl.control import Control, JobFailed, Stopped
 
     host, _, port = options.control.rpartition(":")
@@ -253,14 +275,16 @@ def _run_role(options: argparse.Namespace, config: Config, name: str, run: Calla
         log.info("the job has ended")
     except JobFailed as error:
         # Named already by whoever ended the job, or a wait that this role gave up.
-        control.finish(f"failed: {error}")
         log.error("%s", error)
+        if name not in config.workers:
+            control.finish(f"failed: {error}")
         return 1
     except Exception as error:
         log.exception("failed")
-        control.finish(
-            f"failed: {name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
-        )
+        what = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        if name not in config.workers:
+            control.finish(f"failed: {name}: {what}")
+        log.error("%s", what)  # the last line of the log is what the launcher shows
         return 1
     return 0
 

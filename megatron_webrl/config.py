@@ -38,6 +38,7 @@ class RunConfig:
     resume: bool = setting(False, "Continue from the newest checkpoint of this run; without one, refuse.")
     start_seconds: float = setting(600.0, "Limit for a role to come up.", above=0)
     lost_seconds: float = setting(20.0, "A role that sends no heartbeat for so long is lost.", above=0)
+    restarts: int = setting(3, "Times that each rollout worker is started again after it ended badly.", low=0)
 
 
 @dataclass
@@ -166,7 +167,14 @@ class ContextConfig:
 @dataclass
 class RolloutConfig:
     engines: int = setting(1, "Rollout workers, each with one vLLM engine.", low=1)
-    tensor_parallel: int = setting(1, "GPUs (or CPU processes) of one engine.", low=1)
+    tensor_parallel: int = setting(1, "GPUs (or CPU processes) of one engine that share each layer.", low=1)
+    pipeline_parallel: int = setting(1, "Stages of layers of one engine, each on its own GPUs.", low=1)
+    expert_parallel: bool = setting(
+        False, "Deal whole experts out over an engine's tensor-parallel ranks; otherwise each expert is cut."
+    )
+    dtype: str = setting(
+        "auto", "Type of the engine's weights; auto: model.dtype.", choices=("auto", "float32", "bfloat16")
+    )
     group_size: int = setting(8, "Episodes that share a baseline.", low=1)
     groups_in_flight: int = setting(4, "Groups that one worker runs at a time.", low=1)
     max_staleness: int = setting(2, "Versions that the oldest token of a trained group may lag behind.", low=0)
@@ -210,8 +218,15 @@ class ControlConfig:
 
 @dataclass
 class WeightsConfig:
-    bucket_mib: int = setting(512, "Largest extra memory of one transfer.", low=1)
-    seconds: float = setting(300.0, "Limit of one weight transfer.", above=0)
+    bucket_mib: int = setting(512, "Largest extra memory of one rank during a transfer.", low=1)
+    seconds: float = setting(300.0, "Limit of one weight transfer, and of joining for it.", above=0)
+    caches: str = setting(
+        "reset",
+        "What an update does to an engine's caches: reset drops them and running requests compute their context again; "
+        "salt leaves old entries to running requests, out of reach of later ones.",
+        choices=("reset", "salt"),
+    )
+    verify: bool = setting(False, "Compare checksums of every slice on both sides in each transfer.")
 
 
 @dataclass
@@ -258,9 +273,14 @@ class Config:
         return tuple(f"rollout-{worker}" for worker in range(self.rollout.engines))
 
     @property
-    def transfer_ranks(self) -> int:
-        """Ranks of the weight transfer group: the trainer's first, then each engine's in the order of workers."""
-        return 1 + self.rollout.engines * self.rollout.tensor_parallel
+    def engine_ranks(self) -> int:
+        """Processes of one engine."""
+        return self.rollout.tensor_parallel * self.rollout.pipeline_parallel
+
+    @property
+    def engine_dtype(self) -> str:
+        """Type of the engine's weights."""
+        return self.model.dtype if self.rollout.dtype == "auto" else self.rollout.dtype
 
     @property
     def trainer_ranks(self) -> int:

@@ -100,11 +100,7 @@ def _check_model(config: Config) -> None:
                 f"choose a divisor of {text[name]}"
             )
     _check_parallel(config, text["num_hidden_layers"], sparse)
-    if text["num_attention_heads"] % config.rollout.tensor_parallel:
-        raise ConfigError(
-            f"rollout.tensor_parallel={config.rollout.tensor_parallel} does not divide "
-            f"num_attention_heads={text['num_attention_heads']} of {config.model.path}"
-        )
+    _check_engine_layout(config, text, description["vision_config"], sparse)
     if config.rollout.max_model_len > text["max_position_embeddings"]:
         raise ConfigError(
             f"rollout.max_model_len={config.rollout.max_model_len} exceeds "
@@ -148,6 +144,34 @@ def _check_parallel(config: Config, layers: int, sparse: bool) -> None:
     ):
         if value == wanted and importlib.util.find_spec(package) is None:
             raise ConfigError(f"trainer.{name}={value} needs the package {package}, which is not installed here")
+
+
+def _check_engine_layout(config: Config, text: dict[str, Any], vision: dict[str, Any], sparse: bool) -> None:
+    """Refuse sizes of an engine that vLLM could not split the model into."""
+    rollout, path = config.rollout, config.model.path
+    size, kv_heads = rollout.tensor_parallel, text["num_key_value_heads"]
+    divided = [("num_attention_heads", text), ("num_heads", vision), ("intermediate_size", vision)]
+    if not sparse:
+        divided.append(("intermediate_size", text))
+    elif rollout.expert_parallel:
+        divided.append(("num_experts", text))
+    else:
+        divided.append(("moe_intermediate_size", text))
+    for name, section in divided:
+        if section[name] % size:
+            raise ConfigError(f"rollout.tensor_parallel={size} does not divide {name}={section[name]} of {path}")
+    if kv_heads % size and size % kv_heads:
+        raise ConfigError(
+            f"rollout.tensor_parallel={size} neither divides num_key_value_heads={kv_heads} of {path} nor is a "
+            "multiple of it"
+        )
+    if rollout.expert_parallel and not sparse:
+        raise ConfigError(f"rollout.expert_parallel=true needs a mixture of experts, but {path} is dense")
+    if rollout.pipeline_parallel > text["num_hidden_layers"]:
+        raise ConfigError(
+            f"rollout.pipeline_parallel={rollout.pipeline_parallel} exceeds the {text['num_hidden_layers']} layers "
+            f"of {path}"
+        )
 
 
 def _check_start(config: Config) -> None:

@@ -5,7 +5,8 @@ version, heartbeats, stop. No data passes through it.
 
 Tickets (docs/architecture.md): position n of the counter may be taken while n is under the limit that
 the trainer raises. After a resume the first positions stand for the tickets that were open in the
-checkpoint; every later position is its own ticket.
+checkpoint; every later position is its own ticket. Who takes a position signs it, and marks it once its
+group is in the ring: a worker that is started again finds what its earlier life left undone.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ BEAT_SECONDS = 1.0
 LINGER_SECONDS = 10.0  # the control plane stays this long after the end, so that every role reads it
 OPERATION_SECONDS = 30.0
 GOOD_OUTCOMES = ("finished", "stopped")
+DONE = "done"  # instead of the signature on a position whose group is in the ring; no role has this name
+_CHUNK = 1000  # positions asked for at once
 
 
 class Stopped(Exception):
@@ -105,7 +108,7 @@ class Control:
                 f"{role} cannot reach the control plane at {host}:{port} within {connect_seconds:.0f} s"
             ) from error
         self.store.set_timeout(timedelta(seconds=OPERATION_SECONDS))
-        self._watched: dict[str, tuple[str, float]] = {}
+        self._watched: dict[str, tuple[str, float]] = {}  # role -> its last heartbeat, and when it was first seen
         self._beating = threading.Event()
 
     # -- life and death ---------------------------------------------------------------------------
@@ -133,12 +136,25 @@ class Control:
                 raise Stopped
             raise JobFailed(end["outcome"])
         for role in watch:
-            beat = self._get(f"beat/{role}") or ""
-            seen, since = self._watched.get(role, (None, 0.0))
-            if beat != seen:
-                self._watched[role] = (beat, time.monotonic())
-            elif time.monotonic() - since > self.lost_seconds and beat:
+            if self.is_lost(role):
                 raise JobFailed(f"{role} is lost: no heartbeat for {self.lost_seconds:.0f} s")
+
+    def is_lost(self, role: str) -> bool:
+        """Whether a role that was heard of has been silent for `lost_seconds` while this one looked."""
+        beat = self._get(f"beat/{role}") or ""
+        seen, since = self._watched.get(role, (None, 0.0))
+        if beat != seen:
+            self._watched[role] = (beat, time.monotonic())
+            return False
+        return bool(beat) and time.monotonic() - since > self.lost_seconds
+
+    def forget(self, role: str) -> None:
+        """Take a role's heartbeat away before it is started again: it is not lost until it has sent another."""
+        self.store.delete_key(f"beat/{role}")
+
+    def begin_life(self) -> int:
+        """Number of this life of the role, from 1: a role that is started again counts on."""
+        return int(self.store.add(f"lives/{self.role}", 1))
 
     def request_stop(self) -> None:
         """Ask the trainer to end after the update it is at, with a checkpoint."""
@@ -178,7 +194,7 @@ class Control:
 
     def open_job(self, start: Start, limit: int) -> None:
         """Trainer: publish where tickets begin; from here on workers may take them."""
-        self.store.set("tickets/taken", f"{start.base}|")
+        self.store.set("tickets/taken", str(start.base))
         self.store.set("tickets/limit", str(limit))
         self.store.set("tickets/start", json.dumps(asdict(start)))
 
@@ -197,18 +213,31 @@ class Control:
     def take_position(self) -> int | None:
         """Worker: take the next position of the counter, or None while the limit is reached."""
         while True:
-            before = self.store.get("tickets/taken").decode()
-            taken, limit = int(before.split("|")[0]), int(self.store.get("tickets/limit"))
-            if taken >= limit:
+            position = self.taken()
+            if position >= int(self.store.get("tickets/limit")):
                 return None
-            # The name makes the value ours: compare_set returns what is stored, whoever stored it.
-            after = f"{taken + 1}|{self.role}"
-            if self.store.compare_set("tickets/taken", before, after).decode() == after:
-                return taken
+            owner = self.store.compare_set(f"tickets/{position}", "", self.role).decode()
+            # Whoever signed moves the counter on: the signer may have died before it could.
+            self.store.compare_set("tickets/taken", str(position), str(position + 1))
+            if owner == self.role:
+                return position
+
+    def close_position(self, position: int) -> None:
+        """Worker: the group of a position is in the ring, whole."""
+        self.store.set(f"tickets/{position}", DONE)
+
+    def left_positions(self, start: Start) -> list[int]:
+        """Worker: positions that an earlier life of this role took and did not close, in their order."""
+        left: list[int] = []
+        for first in range(start.base, self.taken(), _CHUNK):
+            positions = range(first, min(first + _CHUNK, self.taken()))
+            owners = self.store.multi_get([f"tickets/{position}" for position in positions])
+            left += [p for p, owner in zip(positions, owners, strict=True) if owner.decode() == self.role]
+        return left
 
     def taken(self) -> int:
         """Positions taken so far."""
-        return int(self.store.get("tickets/taken").decode().split("|")[0])
+        return int(self.store.get("tickets/taken"))
 
     # -- values -----------------------------------------------------------------------------------
 

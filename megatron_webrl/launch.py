@@ -1,8 +1,9 @@
 """Starts control plane, rollout workers and trainer ranks on one machine, as two Slurm steps do on many.
 
-The launcher watches its roles: the first that ends badly ends the job with an error that names it. Nothing
-stays behind: roles die with the launcher, what they left is handed to it and killed, and the next start
-sweeps what survived even that.
+The launcher watches its roles. A rollout worker that ends badly, or sends no heartbeat, is started again, at most
+run.restarts times; any other role that ends badly ends the job with an error that names it. Nothing stays behind:
+roles die with the launcher, what they left is handed to it and killed, and the next start sweeps what survived
+even that.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -41,8 +43,23 @@ class Role:
     """One process of the job."""
 
     name: str
-    process: subprocess.Popen[bytes]
+    command: list[str]
+    environment: dict[str, str]
     log: Path
+    process: subprocess.Popen[bytes]
+    restarts: int = 0
+
+    @classmethod
+    def start(cls, name: str, command: list[str], environment: dict[str, str], log: Path) -> Role:
+        """Start the process."""
+        return cls(name, command, environment, log, processes.start(command, log, environment, name))
+
+    def restart(self) -> None:
+        """Start the process again; what is left of the one before is killed."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # it led a group of its own
+        self.process = processes.start(self.command, self.log, self.environment, self.name)
+        self.restarts += 1
 
     def failure(self) -> str | None:
         """How it ended, if it ended badly."""
@@ -68,6 +85,7 @@ class Launcher:
     roles: list[Role] = field(default_factory=list)
     interrupts: int = 0
     scratch: Path = field(default_factory=processes.scratch_folder)  # sockets and browser profiles of the roles
+    weights_only: bool = False  # nothing is trained: the weights go to the engines some times
 
     def run(self) -> int:
         """Run the job; returns the exit code: 0 finished, 1 failed, 130 interrupted."""
@@ -118,8 +136,10 @@ class Launcher:
         """How the job ended, or None while it runs: as a role has said, a process has shown, or the user wants."""
         if end := control.end():
             return end["outcome"]
-        if failure := next((failure for role in self.roles if (failure := role.failure())), None):
-            return f"failed: {failure}"
+        for role in self.roles:
+            if (failure := role.failure()) and not self._restart(role, control, failure):
+                return f"failed: {failure}"
+        self._end_silent_workers(control)
         if self.interrupts > 1:
             return "interrupted"
         if self.interrupts == 1 and not control.stop_requested():
@@ -129,6 +149,33 @@ class Launcher:
             self.console.print("stopping after this update, with a checkpoint; again: at once")
         return None
 
+    def _restart(self, role: Role, control: Control, failure: str) -> bool:
+        """Start a rollout worker again, unless that is pointless or was done too often."""
+        if role.name not in self.config.workers or role.restarts >= self.config.run.restarts:
+            return False
+        killed = (role.process.poll() or 0) < 0
+        if not killed and control.value(f"weights/taken/{role.name}") is None:
+            return False  # it never came up, and would not the next time
+        control.forget(role.name)
+        role.restart()
+        log.warning("%s; started again, time %d of %d", failure, role.restarts, self.config.run.restarts)
+        self.console.print(
+            f"{failure}; started again, time {role.restarts} of {self.config.run.restarts}",
+            style="yellow", markup=False, soft_wrap=True,
+        )  # fmt: skip
+        return True
+
+    def _end_silent_workers(self, control: Control) -> None:
+        """Kill rollout workers that hang, so that they are started again."""
+        for role in self.roles:
+            if role.name in self.config.workers and role.process.poll() is None and control.is_lost(role.name):
+                self.console.print(
+                    f"{role.name} sent no heartbeat for {self.config.run.lost_seconds:.0f} s and is killed",
+                    style="yellow", markup=False, soft_wrap=True,
+                )  # fmt: skip
+                role.process.kill()
+                role.process.wait(KILL_SECONDS)
+
     def _start_roles(self) -> Control:
         config, folder = self.config, self.config.run_folder
         address = folder / "control.json"
@@ -136,7 +183,7 @@ class Launcher:
         settings = ["--config", str(folder / "config.yaml")]
         self._start("control", ["control", *settings, "--address-file", str(address)], {})
         host, port = self._await_address(address)
-        where = [*settings, "--control", f"{host}:{port}"]
+        where = [*settings, "--control", f"{host}:{port}", *(["--weights-only"] if self.weights_only else [])]
         for worker in range(config.rollout.engines):
             self._start(f"rollout-{worker}", ["rollout", *where, "--worker", str(worker)], {})
         for rank in range(config.trainer_ranks):
@@ -148,13 +195,8 @@ class Launcher:
     def _start(self, name: str, arguments: list[str], environment: dict[str, str]) -> None:
         path = self.config.run_folder / "logs" / f"{name}.log"
         command = [sys.executable, "-m", "megatron_webrl.cli", *arguments]
-        self.roles.append(
-            Role(
-                name,
-                processes.start(command, path, {**os.environ, "TMPDIR": str(self.scratch), **environment}, name),
-                path,
-            )
-        )
+        full = {**os.environ, "TMPDIR": str(self.scratch), **environment}
+        self.roles.append(Role.start(name, command, full, path))
 
     def _await_address(self, path: Path) -> tuple[str, int]:
         deadline = time.monotonic() + self.config.run.start_seconds
@@ -177,6 +219,8 @@ class Launcher:
                 running = ", ".join(role.name for role in others if role.process.poll() is None)
                 return f"{running} did not end within {seconds:.0f} s"
             time.sleep(0.05)
+        # A worker that died in the last moment changes nothing about the outcome; what it finished is accounted for.
+        others = [role for role in others if role.name not in self.config.workers or outcome not in GOOD_OUTCOMES]
         return next((failure for role in others if (failure := role.failure())), None)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
@@ -197,9 +241,10 @@ class Launcher:
         if content["checkpoint"]:
             out.print(f"checkpoint: {content['checkpoint']}", markup=False, soft_wrap=True)
         out.print(f"summary:    {self.config.run_folder / 'summary.json'}", markup=False, soft_wrap=True)
-        command = f"mlflow ui --backend-store-uri {self.config.tracking_uri}"
-        out.print(f"metrics:    {command}", markup=False, highlight=False, soft_wrap=True)
-        out.print("            (mlflow, the whole package, in an environment of its own)", style="dim")
+        if not self.weights_only:
+            command = f"mlflow ui --backend-store-uri {self.config.tracking_uri}"
+            out.print(f"metrics:    {command}", markup=False, highlight=False, soft_wrap=True)
+            out.print("            (mlflow, the whole package, in an environment of its own)", style="dim")
         if outcome == "finished":
             return 0
         if outcome in ("stopped", "interrupted"):

@@ -95,6 +95,7 @@ class Trajectory:
     temperature: float
     seconds: float  # wall clock of the episode
     finished_at: float = 0.0  # unix time, seconds
+    worker: str = ""  # which life of which rollout worker ran it
 
     @property
     def trainable(self) -> bool:

@@ -70,6 +70,39 @@ def test_each_ticket_is_taken_once_and_none_beyond_the_limit(address: tuple[str,
     assert trainer.take_position() == 110
 
 
+def test_a_worker_that_is_started_again_finds_what_its_earlier_life_left(address: tuple[str, int]):
+    start = Start(0, 0, 5, ())
+    connect(address, "trainer-0").open_job(start, limit=12)
+    first, other = connect(address, "rollout-0"), connect(address, "rollout-1")
+    taken = [first.take_position() for _ in range(3)]
+    assert other.take_position() == 8
+    first.close_position(taken[1])
+    assert first.begin_life() == 1
+    again = connect(address, "rollout-0")
+    assert again.begin_life() == 2
+    assert again.left_positions(start) == [5, 7]
+    assert other.left_positions(start) == [8]
+    assert again.take_position() == 9
+    # An earlier life that died between its signature and moving the counter on: nobody loses the position.
+    first.store.set("tickets/10", "rollout-0")
+    assert other.take_position() == 11
+    assert again.left_positions(start) == [5, 7, 9, 10]
+
+
+def test_a_forgotten_role_is_not_lost_until_it_has_been_heard_of_again(address: tuple[str, int]):
+    control = connect(address, "launcher", lost_seconds=0.2)
+    control.store.set("beat/rollout-0", "7")
+    assert not control.is_lost("rollout-0")
+    deadline = time.monotonic() + 10
+    while not control.is_lost("rollout-0"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    control.forget("rollout-0")
+    assert not control.is_lost("rollout-0")
+    time.sleep(0.3)  # longer than lost_seconds
+    assert not control.is_lost("rollout-0")
+
+
 def test_open_tickets_are_issued_again_before_later_ones():
     start = Start(incarnation=1, version=3, base=24, open_tickets=(20, 22, 25))
     assert [start.ticket(n) for n in range(24, 30)] == [20, 22, 25, 27, 28, 29]

@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "judge": set(),
     "browser": set(),
     "tasks": set(),
-    "weights": set(),
+    "weights": {"model"},
     "model": set(),
     "ring": set(),
     "tracking": set(),
@@ -26,6 +26,7 @@ MAY_IMPORT = {
 }
 ONLY = {
     "vllm": {
+        "weights/vllm_target.py",
         "weights/vllm_worker.py",
         "weights/vllm_scheduler.py",
         "rollout/engine.py",
@@ -59,6 +60,15 @@ def test_a_module_imports_only_what_lies_below_it(path: Path):
 
 def test_what_both_roles_use_of_the_model_needs_no_megatron():
     assert not [name for name in imports(PACKAGE / "model" / "processing.py") if name.startswith("megatron.")]
+
+
+def test_the_weights_take_of_the_model_only_what_needs_no_megatron():
+    data = {"megatron_webrl.model.parameter_map", "megatron_webrl.model.layout"}
+    for path in (PACKAGE / "weights").glob("*.py"):
+        modules = {".".join(name.split(".")[:3]) for name in imports(path) if name.startswith("megatron_webrl.model")}
+        assert modules - {"megatron_webrl.model"} <= data, path
+    for name in ("parameter_map", "layout"):
+        assert not [found for found in imports(PACKAGE / "model" / f"{name}.py") if found.startswith("megatron.")]
 
 
 def test_the_types_import_nothing_of_ours():

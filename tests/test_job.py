@@ -235,9 +235,11 @@ def test_ctrl_c_saves_what_was_learnt_and_the_run_goes_on_from_there(job: Job):
     assert_nothing_left(job)
 
 
-@pytest.mark.parametrize("role", ["rollout-0", "trainer-0"])
-def test_a_role_that_is_killed_ends_the_job_with_its_name(job: Job, role: str):
-    job.start("trainer.updates=1000")
+@pytest.mark.parametrize(("role", "overrides"), [("rollout-0", ["run.restarts=0"]), ("trainer-0", [])])
+def test_a_role_that_is_killed_and_not_started_again_ends_the_job_with_its_name(
+    job: Job, role: str, overrides: list[str]
+):
+    job.start("trainer.updates=1000", *overrides)
     job.until(job.updates, "a first update")
     process = job.role(role)
     assert process is not None
@@ -247,6 +249,20 @@ def test_a_role_that_is_killed_ends_the_job_with_its_name(job: Job, role: str):
     assert time.monotonic() - killed < 30
     assert f"{role} was killed by SIGKILL" in job.output()
     assert f"{role} was killed by SIGKILL" in job.summary()["outcome"]
+    assert_nothing_left(job)
+
+
+def test_a_worker_that_is_killed_is_started_again_and_takes_up_what_it_had_left(job: Job):
+    job.start("trainer.updates=4", "trainer.tensor_parallel=2")
+    for update in (1, 2):
+        job.until(lambda count=update: len(job.updates()) >= count, f"update {update}")
+        job.until(lambda: job.role("rollout-0"), "a worker").kill()
+    assert job.wait(400) == 0, job.output()
+    assert "started again, time 2 of 3" in job.output()
+    summary = job.summary()
+    assert [u["version"] for u in summary["updates"]] == [1, 2, 3, 4]
+    assert summary["accounting"]["matches"], summary["accounting"]
+    assert max(u["logprob_gap_max"] or 0.0 for u in summary["updates"]) <= 1e-3  # it never served its old weights
     assert_nothing_left(job)
 
 

@@ -31,6 +31,7 @@ def trajectory(
     prompt: int = 5,
     response: int = 3,
     seed: int = 0,
+    worker: str = "rollout-0.1",
 ) -> Trajectory:
     """A trajectory without images whose tokens were all made by `version`."""
     rng = np.random.default_rng((seed, ticket, index))
@@ -48,6 +49,7 @@ def trajectory(
         temperature=1.0,
         seconds=1.0,
         finished_at=100.0 + ticket,
+        worker=worker,
     )
 
 

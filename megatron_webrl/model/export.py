@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_webrl.model.groups import sizes_of
-from megatron_webrl.model.layout import expert_rank, stages
+from megatron_webrl.model.layout import holders
 from megatron_webrl.model.parameter_map import Entry, from_megatron, parameter_shapes
 from megatron_webrl.model.qwen3_vl import Qwen3VL
 
@@ -39,10 +39,8 @@ class _Gathering:
 
     def __init__(self, chunks: Sequence[Qwen3VL]) -> None:
         model = chunks[0]
-        groups, text = model.pg_collection, model.description.text_config
-        self.sizes, self.layers = sizes_of(groups), text.num_hidden_layers
-        self.experts = getattr(text, "num_experts", 0)
-        self.tied, self.dtype = model.description.tie_word_embeddings, model.config.params_dtype
+        self.description, self.sizes = model.description, sizes_of(model.pg_collection)
+        self.dtype = model.config.params_dtype
         self.shapes = parameter_shapes(model.entries, self.sizes.tensor, self.sizes.expert_tensor)
         self.parameters = {name: p.detach() for chunk in chunks for name, p in chunk.canonical_parameters().items()}
         self.device = next(iter(self.parameters.values())).device
@@ -82,9 +80,4 @@ class _Gathering:
 
     def _holders(self, entry: Entry) -> list[int]:
         """Ranks of one set of shards: the first replica's."""
-        stage = stages(entry, self.layers, self.sizes, self.tied)[0]
-        first = stage * (self.world // self.sizes.pipeline)
-        if entry.expert is not None:
-            first += expert_rank(entry.expert, self.experts, self.sizes) * self.sizes.expert_tensor
-            return [first + i for i in range(self.sizes.expert_tensor)]
-        return [first + i for i in range(1 if entry.layout.kind == "replicated" else self.sizes.tensor)]
+        return [ranks[0] for ranks in holders(entry, self.description, self.sizes, self.world)]

@@ -77,6 +77,23 @@ def expert_rank(expert: int, experts: int, sizes: Sizes) -> int:
     return expert // (experts // sizes.expert)
 
 
+def holders(entry: Entry, description: Any, sizes: Sizes, ranks: int) -> list[tuple[int, ...]]:
+    """The ranks, ascending, that hold each shard of a parameter, in the order of the shards; all of them replicas.
+
+    Ranks count over tensor, context, expert, data and pipeline parallelism, the first fastest. A replicated
+    parameter is one shard. `description`: transformers' configuration of the model.
+    """
+    share = ranks // sizes.pipeline
+    held = stages(entry, description.text_config.num_hidden_layers, sizes, description.tie_word_embeddings)
+    members = [stage * share + i for stage in held for i in range(share)]
+    if entry.expert is not None:
+        expert = expert_rank(entry.expert, description.text_config.num_experts, sizes)
+        members = [rank for rank in members if rank % share // sizes.expert_tensor % sizes.expert == expert]
+        return [tuple(members[shard :: sizes.expert_tensor]) for shard in range(sizes.expert_tensor)]
+    size = 1 if entry.layout.kind == "replicated" else sizes.tensor
+    return [tuple(members[shard::size]) for shard in range(size)]
+
+
 def check_sizes(text: Any, sizes: Sizes) -> None:
     """Refuse sizes that do not divide what they split; `text`: transformers' configuration of the text model.
 

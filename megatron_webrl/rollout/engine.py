@@ -1,9 +1,9 @@
 """The engine of one rollout worker: vLLM, fed with tokens and images, updated in flight.
 
 Life: `start` -> `join_weights` -> any number of `respond` (concurrently) and `receive_weights` (one at a
-time) -> `close`. Responses go on over an update: the request is paused, its context is computed again with
-the new weights, and each token records the version that produced it. An engine whose update failed may hold
-half of the new weights; it stays paused, and every call raises EngineDeadError.
+time) -> `close`. Responses go on over an update: the request is paused and goes on with the new weights, and
+each token records the version that produced it. An engine whose update failed is torn: it may hold half of the
+new weights, so it stays paused, with its requests kept, until a whole update over another link has come.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from megatron_webrl.config import Config
 from megatron_webrl.model.processing import Processor, decode_image
 from megatron_webrl.rollout import vllm_environment
 from megatron_webrl.rollout.generation import Generation, GenerationError
-from megatron_webrl.weights.manifest import Manifest
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
@@ -45,13 +44,18 @@ class EngineDeadError(RuntimeError):
     """The engine cannot answer any more; the worker that holds it must end."""
 
 
+class WeightsError(RuntimeError):
+    """Joining the trainer or an update failed. The engine lives, does not serve, and may join and receive again."""
+
+
 class Engine:
     """One vLLM engine. Implements Responder; all methods belong to the event loop that started it."""
 
     def __init__(
         self, config: Config, worker: int, llm: AsyncLLM, thread: ThreadPoolExecutor, processor: Processor
     ) -> None:
-        self.version = 0
+        self.version = -1  # that it serves; -1: none yet
+        self.torn = False
         self.processor = processor
         self._config, self._worker, self._thread = config, worker, thread
         self._llm: Any = llm
@@ -63,17 +67,20 @@ class Engine:
         self._closed = False
 
     @classmethod
-    async def start(cls, config: Config, worker: int) -> Engine:
-        """Start vLLM for the given worker. Raises EngineDeadError if it is not up within run.start_seconds."""
+    async def start(cls, config: Config, worker: int, life: int = 1) -> Engine:
+        """Start vLLM for the given life of the given worker.
+
+        Raises EngineDeadError if it is not up within run.start_seconds.
+        """
         # A thread of its own, kept to the end: see vllm_environment.start. The event loop stays free meanwhile.
         thread = ThreadPoolExecutor(1, thread_name_prefix=f"engine-{worker}")
         loop = asyncio.get_running_loop()
-        starting = loop.run_in_executor(thread, vllm_environment.start, config, worker)
+        starting = loop.run_in_executor(thread, vllm_environment.start, config, worker, life)
         try:
             processor = await asyncio.to_thread(Processor.load, config.model.path)
             llm = await asyncio.wait_for(asyncio.shield(starting), config.run.start_seconds)
             engine = cls(config, worker, llm, thread, processor)
-            await engine._llm.engine_core.set_weight_version_async("0")
+            await engine._llm.engine_core.set_weight_version_async("0")  # what tokens of the folder's weights say
         except BaseException as error:
             _kill_cores()
             thread.shutdown(wait=False)
@@ -103,55 +110,79 @@ class Engine:
                 f"the prompt has {len(expanded)} tokens; rollout.max_model_len={limit} leaves no room for a response"
             )
         prompt: dict[str, Any] = {"prompt_token_ids": np.asarray(token_ids).tolist()}
+        image_salt = ""
+        if self._config.weights.caches == "salt":
+            prompt["cache_salt"] = str(self.version)
+            if self._config.trainer.train_vision:
+                image_salt = f"-{self.version}"
         if pictures:
             prompt["multi_modal_data"] = {"image": pictures}
             # Names for the caches, cheaper than hashing the pixels.
             prompt["multi_modal_uuids"] = {
-                "image": [hashlib.blake2b(data, digest_size=16).hexdigest() for data in images]
+                "image": [hashlib.blake2b(data, digest_size=16).hexdigest() + image_salt for data in images]
             }
         output = await self._finish(self._generate(prompt))
         return self._generation(output, expanded, grids)
 
-    async def join_weights(
-        self, address: str, port: int, first_rank: int, size: int, manifest: Manifest, name: str = "weights"
-    ) -> None:
-        """Join transfer group `name` at the store on address:port as ranks first_rank and following.
+    async def join_weights(self, host: str, port: int, name: str, description: dict[str, Any]) -> None:
+        """Join the trainer's link `name` at the store on host:port; `description` is the trainer's.
 
-        Blocks until the group of `size` ranks is formed. Raises EngineDeadError if it is not within
-        run.start_seconds; a name serves for one group only.
+        Raises WeightsError if the link is not formed within weights.seconds, or if the two sides' plans differ.
         """
         self._check_alive()
-        seconds, limit = self._config.run.start_seconds, self._config.weights.seconds
-        async with self._fatal(
-            f"engine {self._worker} could not join transfer group {name}", seconds + _CONTROL_SECONDS
-        ):
-            await self._llm.collective_rpc(
-                "webrl_join_weights", args=(address, port, name, first_rank, size, manifest.to_json(), seconds, limit)
-            )
+        seconds = self._config.weights.seconds
+        info = description | {
+            "host": host,
+            "port": port,
+            "name": name,
+            "engine": self._worker,
+            "seconds": seconds,
+            "join_seconds": seconds,
+        }
+        async with self._weights(f"engine {self._worker} could not join link {name}", 2 * seconds + _CONTROL_SECONDS):
+            await self._on_ranks("init", info)
 
-    async def receive_weights(self, version: int) -> float:
-        """Take part in one transfer and serve `version` from then on; returns the seconds of the pause.
+    async def receive_weights(self, version: int, transfer: int) -> float:
+        """Take part in a transfer and serve `version` from then on; returns the seconds of the pause.
 
-        Requests in flight are paused and go on afterwards. Raises EngineDeadError if anything fails: the
-        weights may be torn, so the engine stays paused for good.
+        Requests in flight are paused and go on afterwards. Raises WeightsError if the transfer fails: the engine stays
+        paused. Raises EngineDeadError if nothing can be done with it any more.
         """
         self._check_alive()
+        info = {"transfer": transfer, "version": version, "verify": self._config.weights.verify}
         limit = self._config.weights.seconds + 3 * _CONTROL_SECONDS
-        async with self._update, self._fatal(f"engine {self._worker} did not take version {version}", limit):
-            self._paused_since = time.monotonic()
+        what = f"engine {self._worker} did not take version {version}"
+        async with self._update, self._weights(what, limit):
+            self._paused_since = self._paused_since or time.monotonic()
             # Caches are cleared one by one below: vLLM's cache of processed images does not depend on the weights,
             # and clearing its two halves apart loses images of requests that arrive in between.
             await self._llm.pause_generation(mode="keep", clear_cache=False)
-            await self._llm.collective_rpc("webrl_receive_weights", args=(self._config.weights.bucket_mib * 2**20,))
-            # What was computed with the old weights. Running requests lose theirs too and compute it again.
-            await self._llm.reset_prefix_cache(reset_running_requests=True)
-            await self._llm.reset_encoder_cache()
+            self.torn = True
+            await self._on_ranks("start")
+            await self._on_ranks("update", info)
+            await self._on_ranks("finish")
+            if self._config.weights.caches == "reset":
+                # What was computed with the old weights. Running requests lose theirs too and compute it again.
+                await self._llm.reset_prefix_cache(reset_running_requests=True)
+                await self._llm.reset_encoder_cache()
             await self._llm.engine_core.set_weight_version_async(str(version))
             await self._llm.resume_generation()
-            self.version = version
+            self.version, self.torn = version, False
             seconds = time.monotonic() - self._paused_since
             self._paused_seconds, self._paused_since = self._paused_seconds + seconds, None
         return seconds
+
+    async def weight_ways(self) -> list[dict[str, Any]]:
+        """How weights reach each rank's parameters: by way, the number of parameters and their bytes. After joining."""
+        self._check_alive()
+        async with asyncio.timeout(_CONTROL_SECONDS):
+            return await self._llm.collective_rpc("webrl_ways")
+
+    async def weight_sums(self) -> list[list[int | None]]:
+        """Of each rank: checksums of the slices as they are in its memory, None for those that its kernels changed."""
+        self._check_alive()
+        async with asyncio.timeout(_CONTROL_SECONDS):
+            return await self._llm.collective_rpc("webrl_live_sums")
 
     async def close(self) -> None:
         """End the engine and its processes. Idempotent."""
@@ -181,22 +212,25 @@ class Engine:
         if not self._died.done():
             self._died.set_result(reason)
 
+    async def _on_ranks(self, step: str, info: dict[str, Any] | None = None) -> None:
+        """A step of vLLM's weight-transfer protocol on all ranks. Raises RuntimeError with what the ranks say."""
+        said = await self._llm.collective_rpc("webrl_weights", args=(step, info))
+        if wrong := [f"rank {rank}: {words}" for rank, words in enumerate(said) if words is not None]:
+            raise RuntimeError("; ".join(wrong))
+
     @asynccontextmanager
-    async def _fatal(self, what: str, seconds: float) -> AsyncIterator[None]:
-        """Whatever goes wrong inside, or takes longer, is the end of the engine."""
+    async def _weights(self, what: str, seconds: float) -> AsyncIterator[None]:
+        """Something about weights, with a limit. What goes wrong is a WeightsError while the engine core lives."""
         try:
             async with asyncio.timeout(seconds):
                 yield
-        except BaseException as error:
-            reason = (
-                f"{what} within {seconds:g} s"
-                if isinstance(error, TimeoutError)
-                else f"{what}: {error or type(error).__name__}"
-            )
-            self._die(reason)
-            if not isinstance(error, Exception):
-                raise
-            raise EngineDeadError(reason) from error
+        except TimeoutError as error:
+            # The engine core is still at it, and nobody knows when it will listen again.
+            self._die(f"{what} within {seconds:g} s")
+            raise EngineDeadError(f"{what} within {seconds:g} s") from error
+        except Exception as error:
+            self._check_alive()
+            raise WeightsError(f"{what}: {error or type(error).__name__}") from error
 
     async def _generate(self, prompt: dict[str, Any]) -> RequestOutput:
         request = f"{self._worker}-{next(self._numbers)}"

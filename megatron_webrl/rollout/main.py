@@ -3,49 +3,79 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 
 from megatron_webrl.config import Config
-from megatron_webrl.control import Control
+from megatron_webrl.control import POLL_SECONDS, Control, Stopped
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.rollout.demonstrate import demonstrate
 from megatron_webrl.rollout.engine import Engine
 from megatron_webrl.rollout.episodes import Episodes
 from megatron_webrl.rollout.pool import Pool
-from megatron_webrl.weights.manifest import Manifest
+from megatron_webrl.rollout.refresh import Refresh
 
 log = logging.getLogger(__name__)
 
 
-def run(config: Config, control: Control, worker: int, ring_name: str) -> None:
-    """Run one worker until the job has ended."""
+def run(config: Config, control: Control, worker: int, ring_name: str, weights_only: bool = False) -> None:
+    """Run one worker until the job has ended. `weights_only`: no browsers, no episodes, no ring."""
     control.start_heartbeat()
-    with Ring.create_or_attach(ring_name, config.ring.mib * 2**20, ring_name) as ring:
-        asyncio.run(_run(config, control, worker, ring))
+    life = control.begin_life()
+    log.info("life %d of this worker", life)
+    try:
+        if weights_only:
+            asyncio.run(_take_weights(config, control, worker, life))
+        else:
+            with Ring.create_or_attach(ring_name, config.ring.mib * 2**20, ring_name) as ring:
+                asyncio.run(_run(config, control, worker, life, ring))
+    except Stopped:
+        pass  # the job has ended before the pool began
     control.close()
 
 
-async def _run(config: Config, control: Control, worker: int, ring: Ring) -> None:
+async def _run(config: Config, control: Control, worker: int, life: int, ring: Ring) -> None:
+    name = f"rollout-{worker}.{life}"
     demonstrations = asyncio.create_task(_demonstrate(config, control, worker))
     engine = None
     try:
-        engine = await _start_engine(config, control, worker)
+        engine = await _start_engine(config, control, worker, life)
         await demonstrations
         async with Episodes.open(config, engine.processor) as episodes:
-            await _join_weights(config, control, worker, engine)
-            await Pool(config, control, ring, engine, episodes, f"rollout-{worker}").run()
+            refresh = Refresh(config, control, engine, worker, name)
+            await Pool(config, control, ring, engine, episodes, refresh, name).run()
+    except Stopped:
+        control.put(f"final/rollout-{worker}", {"life": name, "finished": 0, "held": 0})
+        raise
     finally:
         demonstrations.cancel()
         if engine is not None:
             await engine.close()
 
 
-async def _start_engine(config: Config, control: Control, worker: int) -> Engine:
+async def _take_weights(config: Config, control: Control, worker: int, life: int) -> None:
+    """Take whatever weights are offered. Raises Stopped at the end of the job."""
+    engine = await _start_engine(config, control, worker, life)
+    try:
+        refresh = Refresh(config, control, engine, worker, f"rollout-{worker}.{life}")
+        told = False
+        while True:
+            control.check(("trainer-0",))
+            await refresh.step()
+            if control.value("weights/asked") == engine.version and not told:
+                found = {"ways": await engine.weight_ways(), "sums": await engine.weight_sums()}
+                control.put(f"weights/found/rollout-{worker}", found)
+                told = True
+            control.report(f"version {engine.version}" if engine.version >= 0 else "waiting for weights")
+            await asyncio.sleep(POLL_SECONDS)
+    finally:
+        await engine.close()
+
+
+async def _start_engine(config: Config, control: Control, worker: int, life: int) -> Engine:
     control.report("starting the engine")
     started = time.monotonic()
-    engine = await Engine.start(config, worker)
+    engine = await Engine.start(config, worker, life)
     log.info("engine started in %.1f s", time.monotonic() - started)
     return engine
 
@@ -53,7 +83,7 @@ async def _start_engine(config: Config, control: Control, worker: int) -> Engine
 async def _demonstrate(config: Config, control: Control, worker: int) -> None:
     """Make the demonstrations of a fresh run while the engine starts; the first worker makes them for all."""
     count = config.trainer.warm_start.demonstrations
-    if worker != 0 or not count or config.run.resume:
+    if worker != 0 or not count or config.run.resume or control.value("demonstrations/ready"):
         return
     started = time.monotonic()
     await demonstrate(
@@ -61,18 +91,3 @@ async def _demonstrate(config: Config, control: Control, worker: int) -> None:
     )
     log.info("%d demonstrations in %.1f s", count, time.monotonic() - started)
     control.put("demonstrations/ready", True)
-
-
-async def _join_weights(config: Config, control: Control, worker: int, engine: Engine) -> None:
-    """Meet the trainer for weight transfers, once it is ready for them."""
-    control.report("waiting for the trainer")
-    limit = config.run.start_seconds + (
-        config.trainer.warm_start.seconds if config.trainer.warm_start.demonstrations else 0
-    )
-    text = await asyncio.to_thread(
-        control.wait_key, "weights/manifest", limit, "the trainer to offer its weights", ("trainer-0",)
-    )
-    first_rank = 1 + worker * config.rollout.tensor_parallel
-    await engine.join_weights(
-        control.host, control.port, first_rank, config.transfer_ranks, Manifest.from_json(json.loads(text))
-    )

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_webrl.config import Config
 from megatron_webrl.control import POLL_SECONDS, Control, Start, Stopped
@@ -18,6 +18,7 @@ from megatron_webrl.ring.record import encode
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.rollout.engine import Engine
 from megatron_webrl.rollout.episodes import Episodes
+from megatron_webrl.rollout.refresh import Refresh
 from megatron_webrl.types import Trajectory
 
 log = logging.getLogger(__name__)
@@ -34,11 +35,12 @@ class Pool:
     ring: Ring
     engine: Engine
     episodes: Episodes
-    name: str
+    refresh: Refresh
+    name: str  # of this life of the worker
     start: Start | None = None
-    taken_version: int = -1  # the engine's own weights are nobody's version: the first offer is always taken
     finished: int = 0
     written: int = 0
+    _left: list[int] = field(default_factory=list)  # positions that an earlier life did not close
     _groups: set[asyncio.Task[None]] = field(default_factory=set)
     _writes: set[asyncio.Task[None]] = field(default_factory=set)
     _ended: bool = False
@@ -49,11 +51,9 @@ class Pool:
             while True:
                 self.control.check(("trainer-0",))
                 self._raise_failed()
-                await self._refresh_weights()
+                await self.refresh.step()
                 self._fill()
-                self.control.report(
-                    f"version {self.engine.version}: {len(self._groups)} groups running, {self.finished} episodes done"
-                )
+                self.control.report(self._status())
                 await asyncio.sleep(POLL_SECONDS)
         except Stopped:
             pass
@@ -63,25 +63,38 @@ class Pool:
                 task.cancel()
             await asyncio.gather(*self._groups, *self._writes, return_exceptions=True)
         # Finished episodes of unfinished groups never reach the ring: the trainer counts them as waiting.
-        self.control.put(f"final/{self.name}", {"finished": self.finished, "held": self.finished - self.written})
+        final = {"life": self.name, "finished": self.finished, "held": self.finished - self.written}
+        self.control.put(f"final/{self.control.role}", final)
+
+    def _status(self) -> str:
+        if self.engine.version < 0:
+            return "waiting for weights"
+        torn = ", waiting for weights anew" if self.engine.torn else ""
+        return f"version {self.engine.version}{torn}: {len(self._groups)} groups running, {self.finished} episodes done"
 
     def _fill(self) -> None:
-        self.start = self.start or self.control.job_start()
+        if self.engine.version < 0 or self.engine.torn:
+            return
+        if self.start is None and (start := self.control.job_start()) is not None:
+            self.start, self._left = start, self.control.left_positions(start)
+            if self._left:
+                log.info("taking up %d groups that an earlier life of this worker had not finished", len(self._left))
         while self.start is not None and len(self._groups) < self.config.rollout.groups_in_flight:
-            position = self.control.take_position()
+            position = self._left.pop(0) if self._left else self.control.take_position()
             if position is None:
                 return
-            self._groups.add(asyncio.create_task(self._run_group(self.start.ticket(position), self.start.incarnation)))
+            self._groups.add(asyncio.create_task(self._run_group(position, self.start)))
 
-    async def _run_group(self, ticket: int, incarnation: int) -> None:
-        size = self.config.rollout.group_size
-        trajectories = await asyncio.gather(*(self._run_episode(ticket, index, incarnation) for index in range(size)))
-        await self._write(trajectories)
+    async def _run_group(self, position: int, start: Start) -> None:
+        ticket, size = start.ticket(position), self.config.rollout.group_size
+        episodes = (self._run_episode(ticket, index, start.incarnation) for index in range(size))
+        await self._write(await asyncio.gather(*episodes))
+        self.control.close_position(position)
 
     async def _run_episode(self, ticket: int, index: int, incarnation: int) -> Trajectory:
         trajectory = await self.episodes.run(self.engine, ticket, index, incarnation)
         self.finished += 1
-        return trajectory
+        return replace(trajectory, worker=self.name)
 
     async def _write(self, trajectories: Sequence[Trajectory]) -> None:
         for trajectory in trajectories:
@@ -102,14 +115,6 @@ class Pool:
             else:
                 self.written += 1
                 return
-
-    async def _refresh_weights(self) -> None:
-        offered = self.control.value("weights/offer", -1)
-        if isinstance(offered, int) and offered > self.taken_version:
-            paused = await self.engine.receive_weights(offered)
-            self.taken_version = offered
-            log.info("version %d in place, engine paused for %.3f s", offered, paused)
-            self.control.put(f"weights/taken/{self.name}", offered)
 
     def _raise_failed(self) -> None:
         for task in [t for t in self._groups if t.done()]:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 CPU_KV_CACHE_MIB = 512
 """Left to itself, vLLM's CPU build takes nearly all memory of the machine for its KV cache."""
+_LIFE = 1_000_003  # an engine that starts again does not repeat what it sampled
 SCHEDULERS = "megatron_webrl.weights.vllm_scheduler"
 WORKER_EXTENSION = "megatron_webrl.weights.vllm_worker.WeightReceiver"
 
@@ -47,11 +48,12 @@ def environment(config: Config) -> dict[str, str]:
 
 def _threads(config: Config) -> int:
     # Browsers and the trainer need the other half of the cores.
-    return max(1, len(os.sched_getaffinity(0)) // (2 * config.rollout.engines * config.rollout.tensor_parallel))
+    return max(1, len(os.sched_getaffinity(0)) // (2 * config.rollout.engines * config.engine_ranks))
 
 
-def arguments(config: Config, worker: int) -> AsyncEngineArgs:
+def arguments(config: Config, worker: int, life: int = 1) -> AsyncEngineArgs:
     """vLLM's arguments for one engine. `environment` must be in force."""
+    from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     rollout, cuda = config.rollout, on_cuda(config)
@@ -62,15 +64,18 @@ def arguments(config: Config, worker: int) -> AsyncEngineArgs:
         extra["gpu_memory_utilization"] = rollout.gpu_memory_utilization
     return AsyncEngineArgs(
         model=config.model.path,
-        dtype=config.model.dtype,
-        seed=(config.run.seed + worker) % 2**32,
+        dtype=config.engine_dtype,
+        seed=(config.run.seed + worker + _LIFE * (life - 1)) % 2**32,
         tensor_parallel_size=rollout.tensor_parallel,
+        pipeline_parallel_size=rollout.pipeline_parallel,
+        enable_expert_parallel=rollout.expert_parallel,
         max_model_len=rollout.max_model_len,
         limit_mm_per_prompt=limits,
         enforce_eager=not cuda,
         enable_prefix_caching=True,
         # The log-probabilities of what was sampled from: after temperature, as the trainer computes them.
         logprobs_mode="processed_logprobs",
+        weight_transfer_config=WeightTransferConfig(backend="webrl"),
         worker_extension_cls=WORKER_EXTENSION,
         disable_log_stats=True,
         enable_log_requests=False,
@@ -78,7 +83,7 @@ def arguments(config: Config, worker: int) -> AsyncEngineArgs:
     )
 
 
-def start(config: Config, worker: int) -> AsyncLLM:
+def start(config: Config, worker: int, life: int = 1) -> AsyncLLM:
     """Start vLLM; blocks until it can serve. The calling thread must live as long as the engine.
 
     The engine's processes ask to die with their parent, and the kernel takes the thread that started them for it.
@@ -93,7 +98,7 @@ def start(config: Config, worker: int) -> AsyncLLM:
         def __del__(self) -> None:
             """Nothing: the engine's `close` ends it; vLLM's own destructor fails when the interpreter is going down."""
 
-    vllm_config = arguments(config, worker).create_engine_config()
+    vllm_config = arguments(config, worker, life).create_engine_config()
     planning_ahead = "Async" if vllm_config.scheduler_config.async_scheduling else ""
     vllm_config.scheduler_config.scheduler_cls = f"{SCHEDULERS}.Recomputing{planning_ahead}Scheduler"
     executor: type[Executor] = Executor.get_class(vllm_config)

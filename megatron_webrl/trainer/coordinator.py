@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from enum import Enum
 from pathlib import Path
 
 import torch
@@ -37,6 +38,13 @@ log = logging.getLogger(__name__)
 
 FINAL_SECONDS = 60.0
 PER_TOKEN = ("dual_clipped", "capped", "behaviour_weight", "kl")
+
+
+class Interruption(Enum):
+    """Why there are no groups yet."""
+
+    STOP = "an early end was asked for"
+    NEWCOMERS = "an engine waits for weights"
 
 
 class Coordinator:
@@ -70,22 +78,24 @@ class Coordinator:
             self._limit = self._ticket_limit(version)
             self.control.open_job(self.start, self._limit)
 
-    def collect(self, version: int) -> list[Group] | None:
-        """The groups of the next update, on every rank; None if an early end was asked for.
+    def collect(self, version: int, newcomers: Callable[[], bool]) -> list[Group] | Interruption:
+        """The groups of the next update, on every rank, or what is to be done first.
 
-        Raises TimeoutError or JobFailed.
+        `newcomers` is asked on the first rank. Raises TimeoutError or JobFailed.
         """
         groups: list[Group] = []
-        chosen: dict[int, list[int]] | None = None
+        chosen: dict[int, list[int]] | Interruption = Interruption.STOP
         if self.first:
             count, seconds = self.config.trainer.groups_per_update, self.config.trainer.batch_seconds
-            taken = self.source.take(version, count, seconds, lambda ready: self._go_on(version, ready))
+            taken = self.source.take(version, count, seconds, lambda ready: self._go_on(version, ready, newcomers))
             if taken is not None:
                 groups = [group for group, _ in taken]
                 chosen = self._sequences = {group.ticket: sequences for group, sequences in taken}
-        shared: dict[int, list[int]] | None = broadcast_object(chosen)
-        if shared is None:
-            return None
+            elif not self.control.stop_requested():
+                chosen = Interruption.NEWCOMERS
+        shared: dict[int, list[int]] | Interruption = broadcast_object(chosen)
+        if isinstance(shared, Interruption):
+            return shared
         if not self.first:
             groups = [
                 Group(ticket, tuple(decode(self.ring.read(s, verify=False)) for s in sequences))
@@ -95,9 +105,18 @@ class Coordinator:
         return groups
 
     def record(
-        self, version: int, groups: Sequence[Group], metrics: Metrics, gap: Gap, seconds: Seconds, learning_rate: float
+        self,
+        version: int,
+        groups: Sequence[Group],
+        metrics: Metrics,
+        gap: Gap,
+        seconds: Seconds,
+        transfer: dict[str, float],
     ) -> None:
-        """Write the figures of the update that made `version` to updates.jsonl and MLflow."""
+        """Write the figures of the update that made `version` to updates.jsonl and MLflow.
+
+        `transfer`: those of the weights' way to the engines, by their MLflow names.
+        """
         if self.tracker is None:
             return
         trajectories = [t for g in groups for t in g.trajectories if t.trainable]
@@ -106,7 +125,7 @@ class Coordinator:
         rates: dict[str, float] = {
             "loss": metrics["loss"],
             "gradient_norm": metrics["gradient_norm"],
-            "learning_rate": learning_rate,
+            "learning_rate": metrics["learning_rate"],
             "entropy": metrics["entropy"] / tokens,
         }
         rates |= {name: metrics[name] / tokens for name in PER_TOKEN if name in metrics}
@@ -126,6 +145,7 @@ class Coordinator:
             extra=rates
             | episode_metrics(groups)
             | self.checkpoints.take_figures()
+            | transfer
             | {f"dropped/{k}": float(v) for k, v in self.accounting.dropped.items()},
         )
         self.updates.append(update.to_json())
@@ -163,10 +183,12 @@ class Coordinator:
         if self.tracker is not None:
             outcome = "finished" if version >= self.config.trainer.updates else "stopped"
             self.control.finish(outcome)
-            final = [self._final_report(worker) for worker in self.config.workers]
+            final = dict(filter(None, map(self._final_report, self.config.workers)))
             self.source.poll(version)
-            finished = self.finished_before + sum(report["finished"] for report in final)
-            waiting = self.source.waiting() + sum(report["held"] for report in final)
+            # A worker that died gave no account: what it finished is what came out of the ring.
+            died = sum(count for life, count in self.source.arrived.items() if life not in final)
+            finished = self.finished_before + died + sum(report["finished"] for report in final.values())
+            waiting = self.source.waiting() + sum(report["held"] for report in final.values())
             accounting = self.accounting.summary(finished, waiting)
             if not accounting["matches"]:
                 log.error("the accounting does not match: %s", accounting)
@@ -176,15 +198,15 @@ class Coordinator:
         if self.checkpoints.trouble is not None:
             raise JobFailed(f"the final checkpoint, of version {version}, is missing: {self.checkpoints.trouble}")
 
-    def _go_on(self, version: int, ready: int) -> bool:
-        self.control.check(self.config.workers)
+    def _go_on(self, version: int, ready: int, newcomers: Callable[[], bool]) -> bool:
+        self.control.check()
         self._raise_limit(version)
         count = self.config.trainer.groups_per_update
         dropped = self.accounting.dropped_line()
         self.control.report(
             f"update {version + 1}: waiting for groups, {ready} of {count}; dropped so far: {dropped}{self._trouble()}"
         )
-        return not self.control.stop_requested()
+        return not self.control.stop_requested() and not newcomers()
 
     def _trouble(self) -> str:
         """What the status line says of checkpoints: nothing while they succeed."""
@@ -214,11 +236,13 @@ class Coordinator:
             updates=self.updates,
         )
 
-    def _final_report(self, worker: str) -> dict[str, int]:
+    def _final_report(self, worker: str) -> tuple[str, dict[str, int]] | None:
+        """What the last life of a worker counted, with its name; None if it gave no account."""
         deadline = time.monotonic() + FINAL_SECONDS
         while (report := self.control.value(f"final/{worker}")) is None:
-            if time.monotonic() > deadline:
-                raise JobFailed(f"{worker} gave no final account within {FINAL_SECONDS:.0f} s")
+            if self.control.is_lost(worker) or time.monotonic() > deadline:
+                log.warning("%s gave no final account; what came from it is counted", worker)
+                return None
             time.sleep(0.05)
         assert isinstance(report, dict)
-        return report
+        return report.pop("life"), report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from megatron_webrl.config import Config
@@ -26,6 +26,9 @@ class GroupSource:
     dropped (acknowledged at once and counted by reason) or handed out by `take`; `close_group` acknowledges it
     after the update. A record of another incarnation is acknowledged and not counted: its ticket is run again.
 
+    A record of an episode that is there already (its worker died after writing it, and ran the ticket again) is
+    dropped as a duplicate.
+
     Invariant: every record read is in exactly one of partial, ready, handed out, or closed.
     """
 
@@ -33,6 +36,8 @@ class GroupSource:
         self.ring, self.config, self.incarnation, self.accounting = ring, config, incarnation, accounting
         self.closed: set[int] = set()  # tickets trained or dropped in this incarnation
         self.dropped_tickets = 0
+        self.arrived: Counter[str] = Counter()  # episodes read, by life of their worker
+        self._out: set[int] = set()  # tickets handed out and not closed
         self._partial: dict[int, dict[int, int]] = defaultdict(dict)  # ticket -> index -> sequence
         self._ready: dict[int, list[int]] = {}  # ticket -> sequences, in the order of arrival
         self._groups: dict[int, Group] = {}
@@ -54,6 +59,7 @@ class GroupSource:
                 return None
             if len(self._ready) >= count:
                 tickets = list(self._ready)[:count]
+                self._out.update(tickets)
                 return [(self._groups.pop(t), self._ready.pop(t)) for t in tickets]
             if time.monotonic() > deadline:
                 raise TimeoutError(
@@ -78,6 +84,7 @@ class GroupSource:
             if not trajectory.trainable:
                 self.accounting.dropped[_mask_name(trajectory)] += 1
         self.closed.add(group.ticket)
+        self._out.discard(group.ticket)
         self._acknowledge(sequences)
 
     def waiting(self) -> int:
@@ -89,7 +96,18 @@ class GroupSource:
         if trajectory.incarnation != self.incarnation:
             self._acknowledge([sequence])
             return
-        held = self._partial[trajectory.ticket]
+        self.arrived[trajectory.worker] += 1
+        ticket = trajectory.ticket
+        if (
+            ticket in self.closed
+            or ticket in self._ready
+            or ticket in self._out
+            or trajectory.index in self._partial.get(ticket, {})
+        ):
+            self.accounting.dropped["duplicate"] += 1
+            self._acknowledge([sequence])
+            return
+        held = self._partial[ticket]
         held[trajectory.index] = sequence
         if len(held) < trajectory.group_size:
             return

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from megatron_webrl.config import Config
 from megatron_webrl.tracking.metrics import Seconds, rollout_seconds
 from megatron_webrl.trainer import batching
-from megatron_webrl.trainer.coordinator import Coordinator
+from megatron_webrl.trainer.coordinator import Coordinator, Interruption
 from megatron_webrl.trainer.learner import Learner, Metrics, objective
 from megatron_webrl.trainer.publish import Publisher
 from megatron_webrl.trainer.rows import Microbatch, RowBuilder
@@ -37,10 +37,13 @@ def train(trainer: Trainer) -> None:
     coordinator, settings = trainer.coordinator, trainer.config.trainer
     trainer.publisher.publish(trainer.version)
     coordinator.open_job(trainer.version)
+    started = time.monotonic()
     while trainer.version < settings.updates:
-        started = time.monotonic()
-        groups = coordinator.collect(trainer.version)
-        if groups is None:
+        groups = coordinator.collect(trainer.version, trainer.publisher.newcomers)
+        if groups is Interruption.NEWCOMERS:
+            trainer.publisher.publish(trainer.version, newcomers_only=True)
+            continue
+        if isinstance(groups, Interruption):
             break
         collected = time.monotonic()
         metrics, gap = update(trainer.learner, trainer.builder, trainer.config, groups, trainer.version)
@@ -50,9 +53,11 @@ def train(trainer: Trainer) -> None:
         seconds = Seconds(
             rollout_seconds([t for g in groups for t in g.trajectories]), trained - collected, sync, collected - started
         )
-        coordinator.record(trainer.version, groups, metrics, gap, seconds, trainer.learner.optimization.learning_rate)
+        figures = metrics | {"learning_rate": trainer.learner.optimization.learning_rate}
+        coordinator.record(trainer.version, groups, figures, gap, seconds, trainer.publisher.take_figures())
         coordinator.close(groups, trainer.version)
         coordinator.checkpoint(trainer.learner, trainer.version)
+        started = time.monotonic()
     coordinator.final_checkpoint(trainer.learner, trainer.version)
     coordinator.finish(trainer.version)
 

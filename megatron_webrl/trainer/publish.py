@@ -1,53 +1,294 @@
-"""The trainer's side of a weight update: offer a version, send it, see every worker take it."""
+"""The trainer's side of a weight update: whom to serve, links to them, the transfer, and what came of it.
+
+All trainer ranks take part; the first one talks to the control plane (docs/weights.md has the keys). An engine that
+fails is left out until it announces another life; the others are served meanwhile.
+"""
 
 from __future__ import annotations
 
+import logging
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 import torch
+from torch import Tensor
 
 from megatron_webrl.config import Config
-from megatron_webrl.control import Control
-from megatron_webrl.model.export import hf_manifest, hf_tensors
+from megatron_webrl.control import Control, JobFailed
+from megatron_webrl.model.groups import sizes_of
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.qwen3_vl import Qwen3VL
+from megatron_webrl.trainer.parallel import broadcast_object
 from megatron_webrl.weights import transport
-from megatron_webrl.weights.manifest import Manifest
+from megatron_webrl.weights.engine_map import EngineSizes
+from megatron_webrl.weights.plan import Engines, Plan, Trainer
+from megatron_webrl.weights.slices import index
 
-GROUP_NAME = "weights"
+log = logging.getLogger(__name__)
+
+_PAUSE = 0.01
+Failures = dict[str, str]  # worker -> why it did not take its weights
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """An engine that wants weights."""
+
+    life: str  # names this life of its link
+    nodes: tuple[str, ...]  # of its ranks
+    sizes: EngineSizes
 
 
 class Publisher:
-    """Sends the model to all engines; every trainer rank takes part, rank 0 talks."""
+    """Sends the model to all engines. Every method is collective over all trainer ranks, but `newcomers`."""
 
     def __init__(self, chunks: Sequence[Qwen3VL], config: Config, control: Control, platform: Platform) -> None:
-        self.chunks, self.config, self.control = chunks, config, control
-        self.manifest = Manifest.from_list(hf_manifest(chunks))
-        self.group: transport.Group | None = None
-        if torch.distributed.get_rank() == 0:
-            control.put("weights/manifest", self.manifest.to_json())
-            size = config.transfer_ranks
-            self.group = transport.join(control.store, GROUP_NAME, 0, size, config.run.start_seconds, platform.backend)
-            self.group.seconds = config.weights.seconds
+        self.config, self.control = config, control
+        self.lost = 0  # transfers that an engine did not take, so far
+        self.failures: Failures = {}  # of the last call
+        self._chunks = chunks
+        self._parameters: dict[str, Tensor] = {
+            name: parameter.detach() for chunk in chunks for name, parameter in chunk.canonical_parameters().items()
+        }
+        self._backend = cast(Literal["gloo", "nccl"], platform.backend)
+        self._rank = torch.distributed.get_rank()
+        self._life = control.begin_life() if self._rank == 0 else 0  # of this trainer, among those the engines saw
+        if self._rank == 0:
+            control.put("weights/trainer", self._life)
+        self._plan: Plan | None = None
+        self._lives: dict[str, str] = {}  # of the linked engines
+        self._failed: set[str] = set()  # lives that will not come back
+        self._links: dict[str, transport.Link] = {}  # those of this rank, by worker
+        self._transfers = 0
+        self._figures: dict[str, float] = {}
 
-    def publish(self, version: int) -> float:
-        """Send the weights as `version`; returns seconds. Raises JobFailed naming a worker that did not take them."""
+    def newcomers(self) -> bool:
+        """On the first rank: whether an engine waits to be served for the first time in its life."""
+        return any(a.life not in self._lives.values() for a in self._announced().values())
+
+    def publish(self, version: int, newcomers_only: bool = False) -> float:
+        """Send the weights as `version` to all engines that are there; returns seconds.
+
+        The first call waits for all engines. Raises JobFailed if one does not come, or if the job has ended.
+        """
         started = time.monotonic()
-        tensors = hf_tensors(self.chunks)
-        if self.group is None:
-            for _ in tensors:  # takes part in gathering; the first rank sends
-                pass
-            return time.monotonic() - started
-        self.control.put("weights/offer", version)
-        transport.send(self.group, self.manifest, tensors, self.config.weights.bucket_mib * 2**20)
-        deadline = time.monotonic() + self.config.weights.seconds
+        if self._plan is None:
+            self._make_plan(broadcast_object(self._await_engines() if self._rank == 0 else {}))
+        roll: dict[str, Announcement] = broadcast_object(self._roll(newcomers_only) if self._rank == 0 else {})
+        failures = self._agree(self._join_all(roll))
+        served = {worker: a.life for worker, a in roll.items() if worker not in failures}
+        if served:
+            failures |= self._transfer(version, served)
+        self.failures = failures
+        for worker, reason in failures.items():
+            self._leave(worker, roll[worker].life)
+            self.lost += 1
+            if self._rank == 0:
+                log.warning(
+                    "%s did not take version %d, it is left out until it comes again: %s", worker, version, reason
+                )
+        seconds = time.monotonic() - started
+        self._note(version, [worker for worker in roll if worker not in failures], seconds)
+        return seconds
+
+    def take_figures(self) -> dict[str, float]:
+        """Figures of the last transfer by their MLflow names."""
+        return self._figures
+
+    def load(self) -> dict[int, int]:
+        """Bytes that each trainer rank sends in one transfer to all engines."""
+        return self._planned().load()
+
+    def compare(self, worker: str, sums: Sequence[Sequence[int | None]]) -> tuple[int, int]:
+        """Hold what an engine has in memory against this rank's parameters: how many slices agree, how many differ.
+
+        `sums`: of each engine rank, those of `Engine.weight_sums`.
+        """
+        engine, dtype = self.config.workers.index(worker), getattr(torch, self.config.engine_dtype)
+        same = different = 0
+        for receiver, theirs in enumerate(sums):
+            messages = self._planned().messages(engine, receiver=receiver)
+            pieces = [(message.sender, piece) for message in messages for piece in message.slices]
+            for (sender, piece), found in zip(pieces, theirs, strict=True):
+                if sender == self._rank and found is not None:
+                    box = self._parameters[piece.source][index(piece.source_place, piece.size)]
+                    agrees = transport.checksum(box.to(dtype)) == found
+                    same, different = same + agrees, different + (not agrees)
+        return same, different
+
+    # -- before a transfer ------------------------------------------------------------------------
+
+    def _announced(self) -> dict[str, Announcement]:
+        """Engines that want weights from this trainer and send heartbeats."""
+        found = {}
         for worker in self.config.workers:
-            while self.control.value(f"weights/taken/{worker}", -1) != version:
-                self.control.check(self.config.workers)
+            value = self.control.value(f"engine/{worker}")
+            if not isinstance(value, dict) or value["trainer"] != self._life or value["life"] in self._failed:
+                continue
+            if not self.control.is_lost(worker):
+                found[worker] = Announcement(value["life"], tuple(value["nodes"]), EngineSizes(**value["sizes"]))
+        return found
+
+    def _await_engines(self) -> dict[str, Announcement]:
+        deadline = time.monotonic() + self.config.run.start_seconds
+        while len(found := self._announced()) < len(self.config.workers):
+            self.control.check()
+            if time.monotonic() > deadline:
+                missing = ", ".join(worker for worker in self.config.workers if worker not in found)
+                raise JobFailed(
+                    f"{missing} started no engine within {self.config.run.start_seconds:.0f} s (run.start_seconds)"
+                )
+            time.sleep(_PAUSE)
+        return found
+
+    def _roll(self, newcomers_only: bool) -> dict[str, Announcement]:
+        linked = self._lives.values()
+        return {w: a for w, a in self._announced().items() if not newcomers_only or a.life not in linked}
+
+    def _make_plan(self, engines: Mapping[str, Announcement]) -> None:
+        """Plan for good: an engine that starts again sends and receives what its earlier life did."""
+        nodes: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(nodes, socket.gethostname())
+        trainer = Trainer(sizes_of(self._chunks[0].pg_collection), len(nodes), tuple(nodes))
+        announced = [engines[worker] for worker in self.config.workers]
+        receivers = Engines(tuple(a.sizes for a in announced), tuple(a.nodes for a in announced))
+        dtype, staging = self.config.engine_dtype, self.config.weights.bucket_mib * 2**20
+        item_bytes = getattr(torch, dtype).itemsize
+        started = time.monotonic()
+        self._plan = plan = Plan(self._chunks[0].description, trainer, receivers, item_bytes, staging)
+        if self._rank == 0:
+            log.info("weights planned in %.2f s", time.monotonic() - started)
+            self.control.put("weights/description", plan.to_json() | {"dtype": dtype})
+
+    def _join_all(self, roll: Mapping[str, Announcement]) -> Failures:
+        failures = {}
+        for worker, announcement in roll.items():
+            if self._lives.get(worker) == announcement.life:
+                continue
+            self._leave(worker, self._lives.get(worker))
+            self._lives[worker] = announcement.life
+            try:
+                self._join(worker, announcement.life)
+            except transport.TransferError as error:
+                failures[worker] = str(error)
+        return failures
+
+    def _join(self, worker: str, life: str) -> None:
+        plan, engine = self._planned(), self.config.workers.index(worker)
+        senders = plan.senders(engine)
+        if self._rank == 0:
+            self.control.put(f"weights/link/{life}", True)
+        if self._rank in senders:
+            self._links[worker] = transport.join(
+                self.control.store,
+                f"weights/{life}",
+                senders.index(self._rank),
+                len(senders) + plan.engines.sizes[engine].ranks,
+                self.config.weights.seconds,
+                self._backend,
+            )
+
+    def _leave(self, worker: str, life: str | None) -> None:
+        if (link := self._links.pop(worker, None)) is not None:
+            link.close()
+        if life is not None:
+            self._failed.add(life)
+            self._lives.pop(worker, None)
+            if self._rank == 0:
+                self.control.put(f"weights/link/{life}", False)
+
+    # -- a transfer -------------------------------------------------------------------------------
+
+    def _transfer(self, version: int, served: Mapping[str, str]) -> Failures:
+        self._transfers += 1
+        if self._rank == 0:
+            offer = {"version": version, "transfer": self._transfers, "lives": dict(served)}
+            self.control.put("weights/offer", offer)
+        weights, by_link = self.config.weights, {f"weights/{life}": worker for worker, life in served.items()}
+        outcome = transport.send(
+            [self._outgoing(worker) for worker in served if worker in self._links],
+            self._parameters.__getitem__,
+            getattr(torch, self.config.engine_dtype),
+            weights.bucket_mib * 2**20,
+            self._transfers,
+            weights.seconds,
+            watch=lambda name: self._trouble_of(by_link[name]),
+            verify=weights.verify,
+        )
+        failures = {by_link[name]: reason for name, reason in outcome.items() if reason is not None}
+        if self._rank == 0:
+            rest = {worker: life for worker, life in served.items() if worker not in failures}
+            failures |= self._await_taken(version, rest)
+        return self._agree(failures)
+
+    def _outgoing(self, worker: str) -> transport.Outgoing:
+        engine, plan = self.config.workers.index(worker), self._planned()
+        first = len(plan.senders(engine))
+        ranks = {receiver: first + receiver for receiver in range(plan.engines.sizes[engine].ranks)}
+        return transport.Outgoing(self._links[worker], plan.messages(engine, sender=self._rank), ranks)
+
+    def _await_taken(self, version: int, served: Mapping[str, str]) -> Failures:
+        """Wait until the engines serve the version; returns those that do not."""
+        failures: Failures = {}
+        deadline = time.monotonic() + self.config.weights.seconds
+        for worker, life in served.items():
+            while not _says(self.control.value(f"weights/taken/{worker}"), life, version):
+                self.control.check()
+                if reason := self._trouble_of(worker):
+                    failures[worker] = reason
+                    break
                 if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"{worker} did not take version {version} within {self.config.weights.seconds:.0f} s"
-                    )
-                time.sleep(0.01)
-        return time.monotonic() - started
+                    failures[worker] = f"it did not serve version {version} within {self.config.weights.seconds:g} s"
+                    break
+                time.sleep(_PAUSE)
+        return failures
+
+    def _trouble_of(self, worker: str) -> str | None:
+        """What is known to be wrong with an engine."""
+        failed = self.control.value(f"weights/failed/{worker}")
+        if isinstance(failed, dict) and failed["life"] == self._lives.get(worker):
+            return str(failed["reason"])
+        return "it sends no heartbeat" if self.control.is_lost(worker) else None
+
+    def _agree(self, failures: Failures) -> Failures:
+        """The failures that any rank has seen, on every rank."""
+        everyone: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everyone, failures)
+        merged: Failures = {}
+        for found in everyone:
+            merged = found | merged
+        return merged
+
+    def _note(self, version: int, served: Sequence[str], seconds: float) -> None:
+        if self._rank != 0 or not served:
+            return
+        plan = self._planned()
+        size = sum(plan.bytes(self.config.workers.index(worker)) for worker in served) / 2**30
+        taken = [cast(dict[str, Any], self.control.value(f"weights/taken/{worker}")) for worker in served]
+        pause = max(value["pause"] for value in taken)
+        self._figures = {
+            "weights/gib": size,
+            "weights/gib_per_second": size / seconds,
+            "weights/pause_seconds": pause,
+            "weights/engines": float(len(served)),
+            "weights/lost": float(self.lost),
+        }
+        log.info(
+            "version %d to %d engines: %.3f GiB in %.3f s, longest pause %.3f s",
+            version,
+            len(served),
+            size,
+            seconds,
+            pause,
+        )
+
+    def _planned(self) -> Plan:
+        assert self._plan is not None
+        return self._plan
+
+
+def _says(value: object, life: str, version: int) -> bool:
+    return isinstance(value, dict) and value["life"] == life and value["version"] == version

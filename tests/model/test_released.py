@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration
 
+from megatron_webrl.model import released
 from megatron_webrl.model.layout import Sizes, check_sizes
 from megatron_webrl.model.parameter_map import model_map, parameter_shapes
-from tests.model import released
 
 BILLIONS = {"2B": 2.13, "4B": 4.44, "8B": 8.77, "32B": 33.4, "30B-A3B": 31.1, "235B-A22B": 235.7}
 """Weights, vision tower included."""

@@ -172,7 +172,7 @@ def test_foreign_bytes_and_other_formats_are_refused_by_name() -> None:
     whole = joined(example())
     with pytest.raises(RecordError, match="not a record: it begins with b'PNG"):
         record.decode(b"PNG" + whole[3:])
-    with pytest.raises(RecordError, match="format 9, this program knows 1"):
+    with pytest.raises(RecordError, match="format 9, this program knows 2"):
         record.decode(whole[:8] + struct.pack("<I", 9) + whole[12:])
     with pytest.raises(RecordError, match="followed by foreign bytes"):
         record.decode(whole + b"x")

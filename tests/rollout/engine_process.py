@@ -1,4 +1,4 @@
-"""A worker process with an engine of its own: updates a mixture of experts, fails the next update, and stays.
+"""A worker process with an engine of its own: updates a mixture of experts, fails an update, heals, and stays.
 
 Writes its report as JSON. Usage: python -m tests.rollout.engine_process <model folder> <report>
 """
@@ -15,38 +15,45 @@ import psutil
 import transformers
 
 from megatron_webrl.rollout.engine import Engine
-from megatron_webrl.weights.manifest import Manifest
 from tests.rollout.test_engine import Sender, configuration, expected, perturb, picture, prompt, respond
 
 
 async def main(folder: Path, result: Path) -> None:
-    engine = await Engine.start(configuration(folder), 0)
+    config = configuration(folder)
+    config.weights.seconds = 5.0
+    engine = await Engine.start(config, 0)
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
     perturb(model, seed=4)
     sender = Sender(model)
-    released = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-    sender.tensors = {
-        n: t.transpose(1, 2).contiguous() if n.endswith(released) else t for n, t in sender.tensors.items()
-    }
-    sender.manifest = Manifest.from_list((n, t.shape, "float32") for n, t in sender.tensors.items())
     await sender.join(engine)
     await sender.send(engine, 1)
-    answer = await respond(engine, prompt(engine, 1), [picture(0)])
-    report: dict = {"experts": float(np.abs(answer.logprobs - expected(model, engine, answer, [picture(0)])).max())}
 
+    async def gap() -> float:
+        answer = await respond(engine, prompt(engine, 1), [picture(0)])
+        return float(np.abs(answer.logprobs - expected(model, engine, answer, [picture(0)])).max())
+
+    report: dict = {"experts": await gap()}
     engine._sampling.max_tokens = 1900
     in_flight = asyncio.create_task(engine.respond(None, prompt(engine, 0), []))
-    sender.manifest = Manifest.from_list((n, t.shape, "float32") for n, t in list(sender.tensors.items())[1:])
+    await asyncio.sleep(0)
     try:
-        await sender.send(engine, 2)
+        await engine.receive_weights(2, 2)  # of which the trainer knows nothing
     except Exception as error:
-        report["update"] = str(error)
-    for name, call in (("in_flight", in_flight), ("response", engine.respond(None, prompt(engine, 0), []))):
+        report["update"] = f"{type(error).__name__}: {error}"
+    report["torn"] = engine.torn
+    engine._sampling.max_tokens = 24
+    waiting = asyncio.create_task(engine.respond(None, prompt(engine, 0), []))
+    for name, call in (("in_flight", in_flight), ("response", waiting)):
         try:
-            await asyncio.wait_for(call, 30)
+            await asyncio.wait_for(asyncio.shield(call), 3)
             report[name] = "answered"
         except Exception as error:
-            report[name] = f"{type(error).__name__}: {error}"
+            report[name] = type(error).__name__
+    perturb(model, seed=5)
+    await sender.join(engine, "weights/again")
+    await sender.send(engine, 2)
+    await asyncio.wait_for(waiting, 30)
+    report["healed"] = await gap()
     children = psutil.Process().children(recursive=True)
     report["cores"] = [child.pid for child in children if "resource_tracker" not in " ".join(child.cmdline())]
     unfinished = result.with_suffix(".unfinished")

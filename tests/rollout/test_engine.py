@@ -29,15 +29,18 @@ import transformers
 from PIL import Image
 
 from megatron_webrl.config import Config
-from megatron_webrl.rollout.engine import Engine, EngineDeadError
+from megatron_webrl.model.layout import Sizes
+from megatron_webrl.model.parameter_map import model_map, parameter_shapes, to_megatron
+from megatron_webrl.rollout.engine import Engine, EngineDeadError, WeightsError
 from megatron_webrl.rollout.generation import Generation, GenerationError
 from megatron_webrl.weights import transport
-from megatron_webrl.weights.manifest import Manifest
+from megatron_webrl.weights.engine_map import EngineSizes
+from megatron_webrl.weights.plan import Engines, Plan, Trainer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TOLERANCE = 1e-4
-BUCKET = 2**20
+STAGING = 2**20
 
 
 def picture(seed: int, width: int = 160, height: int = 210) -> bytes:
@@ -52,7 +55,7 @@ def configuration(model: Path) -> Config:
     config.model.path, config.model.platform = str(model), "cpu"
     config.rollout.max_model_len, config.rollout.max_new_tokens = 2048, 24
     config.rollout.kv_cache_mib, config.rollout.step_seconds = 64, 60.0
-    config.run.start_seconds, config.weights.seconds, config.weights.bucket_mib = 200.0, 30.0, 1
+    config.run.start_seconds, config.weights.seconds = 200.0, 30.0
     return config
 
 
@@ -80,25 +83,39 @@ def reference(tiny_model: Path) -> torch.nn.Module:
 
 
 class Sender:
-    """The trainer's end of the engine's weights: a store and a group, rank 0 in a thread of the test's process."""
+    """A trainer of one rank for one engine of one: a store, a plan, and a link driven by threads of the test."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
         )
-        self.tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-        self.manifest = Manifest.from_list((n, t.shape, "float32") for n, t in self.tensors.items())
-        self.group: transport.Group
+        self.model, self.transfers = model, 0
+        engines = Engines.alike(EngineSizes(), (("here",),))
+        self.plan = Plan(model.config, Trainer(Sizes(), 1, ("here",)), engines, 4, STAGING)
+        self.entries = model_map(model.config, experts="transposed")
+        shapes = parameter_shapes(self.entries, 1)
+        self.parameters = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        self.link: transport.Link
 
-    async def join(self, engine: Engine) -> None:
-        joining = asyncio.to_thread(transport.join, self.store, "weights", 0, 2, 30.0, "gloo")
-        self.group, _ = await asyncio.gather(
-            joining, engine.join_weights("127.0.0.1", self.store.port, 1, 2, self.manifest)
+    async def join(self, engine: Engine, name: str = "weights/test") -> None:
+        joining = asyncio.to_thread(transport.join, self.store, name, 0, 2, 30.0, "gloo")
+        description = self.plan.to_json() | {"dtype": "float32"}
+        self.link, _ = await asyncio.gather(
+            joining, engine.join_weights("127.0.0.1", self.store.port, name, description)
         )
 
     async def send(self, engine: Engine, version: int) -> float:
-        sending = asyncio.to_thread(transport.send, self.group, self.manifest, iter(self.tensors.items()), BUCKET)
-        _, seconds = await asyncio.gather(sending, engine.receive_weights(version))
+        state = self.model.state_dict()
+        for entry in self.entries:
+            to_megatron(entry, state[entry.name], self.parameters[entry.parameter], 0, 1)
+        self.transfers += 1
+        outgoing = transport.Outgoing(self.link, self.plan.messages(0), {0: 1})
+        sending = asyncio.to_thread(
+            transport.send,
+            [outgoing], self.parameters.__getitem__, torch.float32, STAGING, self.transfers, 30.0,
+        )  # fmt: skip
+        outcome, seconds = await asyncio.gather(sending, engine.receive_weights(version, self.transfers))
+        assert outcome == {self.link.name: None}
         return seconds
 
 
@@ -311,7 +328,41 @@ async def test_requests_whose_images_came_from_the_prefix_cache_go_on_over_an_up
         np.testing.assert_allclose(answer.logprobs[last], by_new[last], atol=TOLERANCE)
 
 
-async def test_a_failed_update_stops_the_engine_and_killing_its_worker_takes_it_along(tmp_path: Path) -> None:
+async def test_with_salted_caches_later_prompts_see_the_new_weights_and_running_ones_go_on(
+    engine: Engine, sender: Sender, reference: torch.nn.Module
+) -> None:
+    engine._config.weights.caches = "salt"
+    try:
+        with long_responses(engine, 150):
+            calls = (engine.respond(None, prompt(engine, 1, str(i)), [picture(4)]) for i in range(4))
+            requests = [asyncio.create_task(call) for call in calls]
+            await wait_until(lambda: tokens_under_way(engine) >= 20, 30, "20 tokens of each response")
+            perturb(reference, seed=4)
+            await sender.send(engine, 4)
+            # The same prompt and picture: neither their keys and values nor their embeddings may be the old ones.
+            after = await respond(engine, prompt(engine, 1, "0"), [picture(4)])
+            answers = await asyncio.gather(*requests, return_exceptions=True)
+    finally:
+        engine._config.weights.caches = "reset"
+    np.testing.assert_allclose(after.logprobs, expected(reference, engine, after, [picture(4)]), atol=TOLERANCE)
+    over = [answer for answer in answers if scorable(engine, answer) and set(answer.versions) == {3, 4}]
+    assert over  # with contexts that the old weights computed
+
+
+async def test_a_plan_for_another_model_is_refused_by_name_and_the_engine_serves_on(
+    engine: Engine, reference: torch.nn.Module
+) -> None:
+    config = transformers.AutoConfig.for_model(**reference.config.to_dict())
+    config.text_config.num_hidden_layers += 1
+    other = Sender(transformers.AutoModelForImageTextToText.from_config(config))
+    with pytest.raises(WeightsError, match=r"different plans: .*layers\.\d+\.input_layernorm\.weight"):
+        await asyncio.wait_for(other.join(engine, "weights/other"), 40)
+    assert len((await respond(engine, prompt(engine, 0), [])).response_token_ids)
+
+
+async def test_experts_are_updated_too_a_failed_update_silences_the_engine_and_its_worker_takes_it_along(
+    tmp_path: Path,
+) -> None:
     from tools.make_tiny_model import make_tiny_model
 
     model = make_tiny_model(tmp_path / "experts", experts=4, seed=3)
@@ -328,9 +379,10 @@ async def test_a_failed_update_stops_the_engine_and_killing_its_worker_takes_it_
         assert result.exists(), log.read_text()[-3000:]
         report = json.loads(result.read_text())
         assert report["experts"] < TOLERANCE
-        assert "manifests differ" in report["update"]
-        assert report["response"].startswith("EngineDeadError: engine 0 is dead: engine 0 did not take version 2")
-        assert report["in_flight"].startswith("EngineDeadError")
+        assert report["update"].startswith("WeightsError: engine 0 did not take version 2: rank 0: TransferError")
+        assert report["torn"]
+        assert report["in_flight"] == report["response"] == "TimeoutError"  # kept, and not answered
+        assert report["healed"] < TOLERANCE
         cores = [psutil.Process(pid) for pid in report["cores"]]
         assert cores
         assert all(core.is_running() for core in cores)

@@ -115,3 +115,23 @@ def test_raft_keeps_groups_with_a_success_and_drops_those_without(ring: Ring, so
     source.poll(0)
     assert source.waiting() == 2
     assert source.accounting.dropped == {"no_success": 2}
+
+
+def test_what_a_second_life_of_a_worker_writes_again_is_a_duplicate(ring: Ring, source: GroupSource):
+    ring.write(encode(trajectory(0, 0, reward=1.0, group_size=2, worker="rollout-0.1")), 1.0)
+    put(ring, 0, [0.0, 0.0], worker="rollout-0.2")
+    taken = source.take(0, 1, 5.0, go)
+    assert taken is not None
+    (group, sequences) = taken[0]
+    assert [t.worker for t in group.trajectories] == ["rollout-0.1", "rollout-0.2"]
+    put(ring, 0, [1.0, 0.0], worker="rollout-0.2")  # while the group is being trained
+    source.poll(0)
+    source.close_group(group, sequences)
+    put(ring, 0, [1.0, 0.0], worker="rollout-0.3")  # and afterwards
+    source.poll(1)
+    assert source.accounting.trained == 2
+    assert source.accounting.dropped == {"duplicate": 5}
+    assert source.arrived == {"rollout-0.1": 1, "rollout-0.2": 4, "rollout-0.3": 2}
+    assert sum(source.arrived.values()) == source.accounting.closed
+    assert ring.usage().records == 0
+    assert source.dropped_tickets == 0

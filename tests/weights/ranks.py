@@ -1,59 +1,285 @@
-"""What the other ranks of a transfer do in their own processes."""
+"""Ranks of transfers, each in a process of its own, and a small model whose slices are worked out here by hand."""
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import os
 import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_webrl.weights import transport
-from megatron_webrl.weights.manifest import Manifest
+from megatron_webrl.weights.slices import Message, Slice, index
+
+SENDERS = 2
 
 
-def tensors_of(manifest: Manifest, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Random tensors as the manifest describes them."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        entry.name: torch.randn(entry.shape, generator=generator).to(getattr(torch, entry.dtype))
-        for entry in manifest.entries
-    }
+@dataclass(frozen=True)
+class Part:
+    """A tensor (or a stack of them), and the dimension along which trainer ranks and engine ranks divide it."""
+
+    shape: tuple[int, ...]
+    trainer: int | None
+    engine: int | None
+    stacked: int = 0  # how many such tensors one parameter holds
 
 
-def digest(tensors: dict[str, torch.Tensor]) -> str:
-    """A digest of names, types, shapes and values."""
-    state = hashlib.sha256()
-    for name, tensor in tensors.items():
-        state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        state.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return state.hexdigest()
+MODEL = {
+    "column": Part((24, 10), 0, 0),
+    "turned": Part((8, 30), 1, 0),
+    "row": Part((12, 16), 1, 1),
+    "experts": Part((8, 6), 0, 1, stacked=3),
+    "norm": Part((7,), None, None),
+    "bias": Part((4,), None, 0),
+    "scale": Part((), None, None),
+    "large": Part((400, 32), 0, 0),
+}
 
 
-def rank_process(
-    results: Any,
-    port: int,
-    rank: int,
-    size: int,
-    manifest: str,
-    bucket: int,
-    seconds: float,
-    die_after: int | None,
-    transfers: int,
-) -> None:
-    """Join, receive `transfers` times, report a digest or an error; die by SIGKILL after `die_after` tensors."""
+def full(name: str, part: Part, number: int) -> torch.Tensor:
+    """The whole tensor as transfer `number` carries it: values that no two places share, exact in bfloat16."""
+    generator = torch.Generator().manual_seed(1000 * number + sum(name.encode()))
+    shape = (part.stacked, *part.shape) if part.stacked else part.shape
+    return torch.randn(shape, generator=generator).bfloat16().float()
+
+
+def own(whole: torch.Tensor, part: Part, dim: int | None, rank: int, ranks: int) -> torch.Tensor:
+    """What one of `ranks` holds of the whole."""
+    if dim is None or ranks == 1:
+        return whole.clone()
+    return whole.chunk(ranks, dim + bool(part.stacked))[rank].clone()
+
+
+def _range(shape: tuple[int, ...], dim: int | None, rank: int, ranks: int) -> list[tuple[int, int]]:
+    ranges = [(0, size) for size in shape]
+    if dim is not None:
+        step = shape[dim] // ranks
+        ranges[dim] = (rank * step, (rank + 1) * step)
+    return ranges
+
+
+def slices(model: dict[str, Part], sender: int, receiver: int, receivers: int) -> Iterator[Slice]:
+    """All boxes that one trainer rank has for one engine rank; what both trainer ranks hold comes from one of them."""
+    for place, (name, part) in enumerate(model.items()):
+        if part.trainer is None and (place + receiver) % SENDERS != sender:
+            continue
+        held = _range(part.shape, part.trainer, sender, SENDERS)
+        wanted = _range(part.shape, part.engine, receiver, receivers)
+        box = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(held, wanted, strict=True)]
+        if any(start >= stop for start, stop in box):
+            continue
+        size = tuple(stop - start for start, stop in box)
+        source = tuple(start - a for (start, _), (a, _) in zip(box, held, strict=True))
+        target = tuple(start - c for (start, _), (c, _) in zip(box, wanted, strict=True))
+        for stack in range(part.stacked) if part.stacked else [None]:
+            first = () if stack is None else (stack,)
+            yield Slice(f"{name}.hf", size, name, (*first, *source), name, (*first, *target))
+
+
+def _cut(piece: Slice, elements: int) -> Iterator[Slice]:
+    if piece.elements <= elements or not piece.size:
+        yield piece
+        return
+    rows = max(1, elements // (piece.elements // piece.size[0]))
+    for start in range(0, piece.size[0], rows):
+        size = (min(rows, piece.size[0] - start), *piece.size[1:])
+        yield piece._replace(
+            size=size,
+            source_place=_moved(piece.source_place, len(piece.size), start),
+            target_place=_moved(piece.target_place, len(piece.size), start),
+        )
+
+
+def _moved(place: tuple[int, ...], dims: int, rows: int) -> tuple[int, ...]:
+    at = len(place) - dims
+    return (*place[:at], place[at] + rows, *place[at + 1 :])
+
+
+def messages(model: dict[str, Part], receivers: int, elements: int) -> list[Message]:
+    """All messages to an engine in one order: the k-th of every pair before any (k+1)-th."""
+    pairs = []
+    for sender, receiver in itertools.product(range(SENDERS), range(receivers)):
+        queue: list[list[Slice]] = [[]]
+        for whole in slices(model, sender, receiver, receivers):
+            for piece in _cut(whole, elements):
+                if queue[-1] and sum(other.elements for other in queue[-1]) + piece.elements > elements:
+                    queue.append([])
+                queue[-1].append(piece)
+        pairs.append([Message(sender, receiver, tuple(m), sum(s.elements for s in m)) for m in queue if m])
+    return [message for rank in itertools.zip_longest(*pairs) for message in rank if message is not None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What all ranks of one test agree on."""
+
+    port: int
+    receivers: tuple[int, ...]  # ranks of each engine
+    model: dict[str, Part]
+    elements: int = 200  # most of a message
+    wire: str = "bfloat16"
+    trainer: str = "float32"
+    engine: str = "float32"
+    staging: int = 2**16
+    seconds: float = 20.0
+    numbers: tuple[int, ...] = (1,)  # transfers, one after the other
+    verify: bool = True
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong on one rank: a signal to itself, or an error, after so many tensors were asked for or written."""
+
+    after: int = -1
+    signal: int = 0
+    error: str = ""
+    flip: str = ""  # parameter in which the last value changes once all is written
+    numbers: tuple[int, ...] | None = None
+    verify: bool | None = None
+    watch: str = ""
+
+    def strike(self, count: int) -> None:
+        if count == self.after and self.signal:
+            os.kill(os.getpid(), self.signal)
+        if count == self.after and self.error:
+            raise LookupError(self.error)
+
+
+class Parameters:
+    """A target that is nothing but tensors."""
+
+    def __init__(self, case: Case, rank: int, ranks: int, fault: Fault) -> None:
+        self.tensors = {
+            name: torch.full_like(own(full(name, part, 0), part, part.engine, rank, ranks), float("nan")).to(
+                getattr(torch, case.engine)
+            )
+            for name, part in case.model.items()
+        }
+        self.left = dict.fromkeys(self.tensors, 0)
+        self.writes = 0
+        self.fault = fault
+
+    def tensor(self, parameter: str) -> torch.Tensor:
+        tensor = self.tensors[parameter]
+        if parameter == self.fault.flip and not tensor.isnan().any():
+            tensor.view(-1)[-1] += 1
+        return tensor
+
+    def written(self, parameter: str, elements: int) -> None:
+        self.fault.strike(self.writes)
+        self.left[parameter] += elements
+        self.writes += 1
+
+
+def _join(case: Case, engine: int, rank: int) -> transport.Link:
+    store = dist.TCPStore("127.0.0.1", case.port, is_master=False, timeout=timedelta(seconds=30))
+    return transport.join(store, f"engine-{engine}", rank, SENDERS + case.receivers[engine], case.seconds, "gloo")
+
+
+def trainer_rank(answer: Connection, case: Case, rank: int, fault: Fault) -> None:
+    """Send every transfer to all engines; answer with (results of each, seconds, bytes of staging, peak growth)."""
+    torch.set_num_threads(1)
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
-        group = transport.join(store, "test", rank, size, seconds, "gloo")
-        for _ in range(transfers):
-            received = {}
-            for name, tensor in transport.receive(group, Manifest.from_json(manifest), bucket, "cpu"):
-                received[name] = tensor
-                if die_after is not None and len(received) > die_after:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            results.put((rank, digest(received)))
+        outgoing = []
+        for engine, receivers in enumerate(case.receivers):
+            mine = [m for m in messages(case.model, receivers, case.elements) if m.sender == rank]
+            ranks = {receiver: SENDERS + receiver for receiver in range(receivers)}
+            outgoing.append(transport.Outgoing(_join(case, engine, rank), mine, ranks))
+        results, asked = [], itertools.count()
+        began = time.monotonic()
+        growth = 0
+        for number in fault.numbers or case.numbers:
+            parameters = {
+                name: own(full(name, part, number), part, part.trainer, rank, SENDERS).to(getattr(torch, case.trainer))
+                for name, part in case.model.items()
+            }
+
+            def source(name: str, parameters: dict[str, torch.Tensor] = parameters) -> torch.Tensor:
+                fault.strike(next(asked))
+                return parameters[name]
+
+            before = reset_peak()
+            watch = (lambda name: fault.watch if name == "engine-0" else None) if fault.watch else None
+            verify = case.verify if fault.verify is None else fault.verify
+            wire = getattr(torch, case.wire)
+            results.append(
+                transport.send(outgoing, source, wire, case.staging, number, case.seconds, watch, verify=verify)
+            )
+            growth = max(growth, peak() - before)
+        answer.send((results, time.monotonic() - began, sum(o.link.staging_bytes for o in outgoing), growth))
+        for one in outgoing:
+            one.link.close()
     except Exception as error:
-        results.put((rank, f"{type(error).__name__}: {error}"))
+        answer.send(f"{type(error).__name__}: {error}")
+
+
+def engine_rank(answer: Connection, case: Case, engine: int, rank: int, fault: Fault) -> None:
+    """Receive every transfer; answer with (names of wrong tensors, seconds, bytes of staging, peak growth)."""
+    torch.set_num_threads(1)
+    ranks = case.receivers[engine]
+    try:
+        link = _join(case, engine, SENDERS + rank)
+        mine = [m for m in messages(case.model, ranks, case.elements) if m.receiver == rank]
+        wrong, growth = [], 0
+        began = time.monotonic()
+        for number in fault.numbers or case.numbers:
+            target = Parameters(case, rank, ranks, fault)
+            before = reset_peak()
+            wire = getattr(torch, case.wire)
+            transport.receive(link, mine, target, wire, case.staging, number, case.seconds, verify=case.verify)
+            growth = max(growth, peak() - before)
+            for name, part in case.model.items():
+                whole = own(full(name, part, number), part, part.engine, rank, ranks)
+                if not torch.equal(target.tensors[name].float(), whole) or target.left[name] != whole.numel():
+                    wrong.append(f"{number}: {name}")
+        answer.send((wrong, time.monotonic() - began, link.staging_bytes, growth))
+        link.close()
+    except Exception as error:
+        answer.send(f"{type(error).__name__}: {error}")
+
+
+def silent_rank(answer: Connection, case: Case, engine: int, rank: int) -> None:
+    """Join and never take part."""
+    link = _join(case, engine, rank)
+    answer.send(link.rank)
+    signal.pause()
+
+
+def boxes(case: Case, number: int, rank: int, sender: bool) -> tuple[list[Message], Any]:
+    """Messages of trainer rank or engine rank `rank` of a one-rank engine, and the box of each slice on that side."""
+    mine = [m for m in messages(case.model, 1, case.elements) if (m.sender if sender else m.receiver) == rank]
+
+    def box(piece: Slice) -> torch.Tensor:
+        name = piece.source if sender else piece.target
+        part = case.model[name]
+        dim, ranks = (part.trainer, SENDERS) if sender else (part.engine, 1)
+        place = piece.source_place if sender else piece.target_place
+        return own(full(name, part, number), part, dim, rank, ranks)[index(place, piece.size)].bfloat16()
+
+    return mine, box
+
+
+def reset_peak() -> int:
+    """Begin a new count of this process's largest memory; returns what it takes, bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def peak() -> int:
+    """The largest memory of this process since the count began, bytes."""
+    return _status("VmHWM")
+
+
+def _status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) * 1024
+    raise LookupError(key)

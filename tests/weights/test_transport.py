@@ -1,37 +1,44 @@
-"""Transfers between real processes over gloo, and what each side says when one fails."""
+"""Transfers between real processes over gloo: what arrives, what memory it takes, what each side says of a fault."""
 
 from __future__ import annotations
 
 import multiprocessing
-import queue
+import os
+import random
+import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
+from multiprocessing.connection import wait
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_webrl.weights import transport
-from megatron_webrl.weights.manifest import Manifest
-from tests.weights.ranks import digest, rank_process, tensors_of
-
-MANIFEST = Manifest.from_list(
-    [
-        ("embedding", [100, 16], "float32"),
-        ("norm", [7], "bfloat16"),
-        ("scale", [], "float32"),
-        ("nothing", [0, 4], "float32"),
-        *((f"layer.{i}", [33, 9], "bfloat16") for i in range(20)),
-        ("last", [0], "float32"),
-    ]
+from megatron_webrl.weights.slices import Message, Slice
+from tests.weights.ranks import (
+    MODEL,
+    SENDERS,
+    Case,
+    Fault,
+    Part,
+    boxes,
+    engine_rank,
+    messages,
+    silent_rank,
+    trainer_rank,
 )
-BUCKET = 1000
-SECONDS = 20.0
+
+ENGINES = (1, 2)
+SLACK = 3.0  # seconds that a busy machine may take beyond a limit
+NONE = Fault()
+Rank = tuple[str, int, int]  # "trainer" or "engine", which engine (0 for the trainer), rank
 
 
 class Ranks:
-    """Ranks 1.. in processes of their own, and the store that all meet at."""
+    """The ranks of a test, and the store that all meet at."""
 
     def __init__(self) -> None:
         self.context = multiprocessing.get_context("forkserver")
@@ -39,38 +46,51 @@ class Ranks:
         self.store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
         )
-        self.results = self.context.Queue()
-        self.processes: list = []
+        self.processes: dict[Rank, Any] = {}
+        self.answers: dict[Rank, Any] = {}
 
-    def start(
-        self, rank: int, size: int, manifest: Manifest = MANIFEST, bucket: int = BUCKET, seconds: float = SECONDS,
-        die_after: int | None = None, transfers: int = 1,
-    ) -> None:  # fmt: skip
-        arguments = (
-            self.results,
-            self.store.port,
-            rank,
-            size,
-            manifest.to_json(),
-            bucket,
-            seconds,
-            die_after,
-            transfers,
-        )
-        self.processes.append(self.context.Process(target=rank_process, args=arguments, daemon=True))
-        self.processes[-1].start()
+    def case(self, **fields: Any) -> Case:
+        return Case(**{"port": self.store.port, "receivers": ENGINES, "model": MODEL, **fields})
 
-    def join(self, size: int, seconds: float = SECONDS) -> transport.Group:
-        return transport.join(self.store, "test", 0, size, seconds, "gloo")
+    def run(self, case: Case, faults: dict[Rank, Fault] | None = None) -> None:
+        """Start all ranks of the case."""
+        faults = faults or {}
+        for rank in range(SENDERS):
+            key = ("trainer", 0, rank)
+            self.start(key, trainer_rank, case, rank, faults.get(key, NONE))
+        for engine, ranks in enumerate(case.receivers):
+            for rank in range(ranks):
+                key = ("engine", engine, rank)
+                self.start(key, engine_rank, case, engine, rank, faults.get(key, NONE))
 
-    def heard(self, count: int) -> dict[int, str]:
-        return dict(self.results.get(timeout=40) for _ in range(count))
+    def start(self, key: Rank, function: Any, *arguments: Any) -> None:
+        self.answers[key], theirs = self.context.Pipe(duplex=False)
+        self.processes[key] = self.context.Process(target=function, args=(theirs, *arguments), daemon=True)
+        self.processes[key].start()
+        theirs.close()
+
+    def heard(self, *but: Rank, seconds: float = 40.0) -> dict[Rank, Any]:
+        """Answers of all ranks but those; a rank that ends or stays silent instead is a failure of the test."""
+        waiting: dict[Any, Rank] = {self.answers[key]: key for key in self.answers if key not in but}
+        found = {}
+        deadline = time.monotonic() + seconds
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            assert ready, f"no answer within {seconds} s of {list(waiting.values())}"
+            connection: Any
+            for connection in ready:
+                found[waiting.pop(connection)] = connection.recv()
+        return found
+
+    def pid(self, key: Rank) -> int:
+        return self.processes[key].pid
 
     def end(self) -> None:
-        for process in self.processes:
-            process.join(10)
+        for process in self.processes.values():
+            process.join(0.1 if process.exitcode is None else 5)
             if process.is_alive():
                 process.kill()
+                process.join(5)
 
 
 @pytest.fixture
@@ -80,100 +100,285 @@ def ranks() -> Iterator[Ranks]:
     made.end()
 
 
-def items(manifest: Manifest = MANIFEST, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    return iter(tensors_of(manifest, seed).items())
+def results(answer: Any) -> dict[str, str | None]:
+    """Result of a trainer rank's only transfer."""
+    assert not isinstance(answer, str), answer
+    return answer[0][0]
 
 
-@pytest.mark.parametrize("bucket", [16, 1000, 2**20])
-def test_every_rank_receives_exactly_what_was_sent(ranks: Ranks, bucket: int) -> None:
-    ranks.start(1, 3, bucket=bucket, transfers=2)
-    ranks.start(2, 3, bucket=bucket, transfers=2)
-    group = ranks.join(3)
-    for seed in (0, 1):
-        transport.send(group, MANIFEST, items(seed=seed), bucket)
-        assert ranks.heard(2) == dict.fromkeys((1, 2), digest(tensors_of(MANIFEST, seed)))
-    group.close()
-
-
-def test_another_manifest_is_an_error_on_every_side_that_names_the_rank(ranks: Ranks) -> None:
-    other = Manifest.from_list([*((e.name, e.shape, e.dtype) for e in MANIFEST.entries[:-1]), ("last", [1], "float32")])
-    ranks.start(1, 3)
-    ranks.start(2, 3, manifest=other)
-    group = ranks.join(3)
-    with pytest.raises(transport.TransferError, match=r"manifests differ: rank 0 .*; rank 2 .* has 25 tensors"):
-        transport.send(group, MANIFEST, items(), BUCKET)
-    heard = ranks.heard(2)
-    assert set(heard) == {1, 2}
-    assert all("TransferError" in text and "rank 2" in text for text in heard.values())
-
-
-def test_another_bucket_size_is_an_error_on_every_side(ranks: Ranks) -> None:
-    ranks.start(1, 2, bucket=2000)
-    with pytest.raises(transport.TransferError, match=r"buckets of 1000 bytes; rank 1 .* buckets of 2000 bytes"):
-        transport.send(ranks.join(2), MANIFEST, items(), BUCKET)
-    assert "buckets of 2000" in ranks.heard(1)[1]
-
-
-def test_a_rank_killed_in_the_middle_is_named_by_all_others_before_the_limit(ranks: Ranks) -> None:
-    ranks.start(1, 4, bucket=64)
-    ranks.start(2, 4, bucket=64, die_after=2)
-    ranks.start(3, 4, bucket=64)
-    group = ranks.join(4, seconds=30)
-    began = time.monotonic()
-    with pytest.raises(transport.TransferError, match=r"dead or cut off: rank 2 \(.*:\d+\)$"):
-        transport.send(group, MANIFEST, items(), 64)
-    assert time.monotonic() - began < 15
-    heard = ranks.heard(2)
-    assert set(heard) == {1, 3}
-    assert all("dead or cut off: rank 2 (" in text for text in heard.values())
-
-
-def test_after_a_failure_the_group_refuses_further_transfers(ranks: Ranks) -> None:
-    ranks.start(1, 2, die_after=0)
-    group = ranks.join(2)
-    with pytest.raises(transport.TransferError):
-        transport.send(group, MANIFEST, items(), BUCKET)
-    with pytest.raises(transport.TransferError, match="cannot be used: transfer 1 failed"):
-        transport.send(group, MANIFEST, items(), BUCKET)
-
-
-def wrong_name() -> Iterator[tuple[str, torch.Tensor]]:
-    yield from (("stranger" if name == "layer.3" else name, tensor) for name, tensor in items())
-
-
-def too_few() -> Iterator[tuple[str, torch.Tensor]]:
-    yield from list(items())[:-1]
-
-
-def too_many() -> Iterator[tuple[str, torch.Tensor]]:
-    yield from items()
-    yield "stranger", torch.zeros(1)
-
-
-@pytest.mark.parametrize(("source", "words"), [(wrong_name, "stranger"), (too_few, "nothing"), (too_many, "stranger")])
-def test_a_sender_whose_tensors_differ_from_its_manifest_fails_on_every_side(
-    ranks: Ranks, source: Callable[[], Iterator[tuple[str, torch.Tensor]]], words: str
+@pytest.mark.parametrize(
+    ("wire", "trainer", "engine", "elements"),
+    [
+        ("bfloat16", "float32", "bfloat16", 90),
+        ("bfloat16", "bfloat16", "float32", 5000),
+        ("float32", "float32", "float32", 200),
+        ("bfloat16", "bfloat16", "bfloat16", 10),
+    ],
+)
+def test_every_engine_rank_holds_exactly_its_slices_after_each_of_several_transfers(
+    ranks: Ranks, wire: str, trainer: str, engine: str, elements: int
 ) -> None:
-    ranks.start(1, 2)
-    with pytest.raises(transport.TransferError, match=words):
-        transport.send(ranks.join(2), MANIFEST, source(), BUCKET)
-    text = ranks.heard(1)[1]
-    assert text.startswith("TransferError")
-    assert "rank 0" in text
-    assert words in text
+    ranks.run(ranks.case(wire=wire, trainer=trainer, engine=engine, elements=elements, numbers=(1, 2, 7)))
+    for key, answer in ranks.heard().items():
+        expected = [] if key[0] == "engine" else [{"engine-0": None, "engine-1": None}] * 3
+        assert answer[0] == expected, f"{key}: {answer}"
+
+
+def test_large_slices_that_share_a_message_with_small_ones_arrive_as_well(ranks: Ranks) -> None:
+    model = {**MODEL, "huge": Part((4200, 1024), 0, 0), "wide": Part((1024, 4200), 1, 0), "end": Part((8,), 0, None)}
+    ranks.run(ranks.case(model=model, elements=2**23, staging=2**27))
+    for key, answer in ranks.heard().items():
+        assert answer[0] == ([] if key[0] == "engine" else [{"engine-0": None, "engine-1": None}]), f"{key}: {answer}"
+
+
+@pytest.mark.parametrize("trainer", ["bfloat16", "float32"])
+def test_what_lies_in_a_row_and_has_the_type_of_the_wire_needs_no_staging(ranks: Ranks, trainer: str) -> None:
+    model = {"stack": Part((4, 6), None, None, stacked=3), "large": MODEL["large"]}
+    ranks.run(ranks.case(model=model, elements=72, trainer=trainer, engine="bfloat16", numbers=(1, 2)))
+    for key, answer in ranks.heard().items():
+        assert not isinstance(answer, str), answer
+        assert (answer[2] > 0) == (key[0] == "trainer" and trainer == "float32"), f"{key}: {answer[2]} bytes"
+
+
+@pytest.mark.parametrize("model", [{"norm": Part((7,), None, None)}, {}])
+def test_ranks_without_any_message_take_part_too(ranks: Ranks, model: dict[str, Part]) -> None:
+    ranks.run(ranks.case(model=model, numbers=(1, 2)))
+    for key, answer in ranks.heard().items():
+        assert answer[0] == ([] if key[0] == "engine" else [{"engine-0": None, "engine-1": None}] * 2)
+
+
+def test_memory_beside_the_parameters_stays_within_the_staging_limit(ranks: Ranks) -> None:
+    # 48 MB on each trainer rank for two engines, half of it in strips that cannot go straight.
+    model = {"strips": Part((3000, 4096), 1, 1), "rows": Part((3000, 4096), 0, 0)}
+    limit = 4 * 2**20
+    case = ranks.case(model=model, elements=limit // 8, staging=limit, wire="bfloat16", verify=False)
+    ranks.run(case)
+    slack = 12 * 2**20  # code, stacks and sockets touched for the first time; the data is four times as much and more
+    for key, answer in ranks.heard().items():
+        assert 0 < answer[2] <= limit, f"{key} has {answer[2]} bytes of staging"
+        assert answer[3] < limit + slack, f"{key} grew by {answer[3]} bytes"
+
+
+def test_messages_too_large_for_the_staging_limit_are_refused() -> None:
+    piece = Slice("a", (100,), "a", (0,), "a", (0,))
+    with pytest.raises(ValueError, match=r"takes up to 800 bytes.*staging_bytes=799"):
+        transport.receive(object(), [Message(0, 0, (piece,), 100)], object(), torch.float32, 799, 1, 1.0)  # type: ignore[arg-type]
+
+
+def writes(case: Case, key: Rank) -> int:
+    """How often the fault of a rank is asked in a transfer that goes well."""
+    if key[0] == "engine":
+        return sum(
+            len(m.slices) for m in messages(case.model, case.receivers[key[1]], case.elements) if m.receiver == key[2]
+        )
+    return sum(
+        len(m.slices)
+        for engine in case.receivers
+        for m in messages(case.model, engine, case.elements)
+        if m.sender == key[2]
+    )
+
+
+def check_engine_died(ranks: Ranks, heard: dict[Rank, Any], victim: Rank, limit: float) -> None:
+    """The victim's link failed everywhere and names it; the other engine has everything."""
+    name = f"engine-{victim[1]}"
+    for key, answer in heard.items():
+        if key[0] == "trainer":
+            reason = results(answer)[name]
+            assert reason is not None
+            assert f":{ranks.pid(victim)})" in reason, reason
+            assert results(answer)[f"engine-{1 - victim[1]}"] is None
+            assert answer[1] < limit + SLACK
+        elif key[1] == victim[1]:
+            # A neighbour may have had all of its own before.
+            assert answer[0] == [] or answer.startswith("TransferError"), answer
+        else:
+            assert answer[0] == [], answer
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_an_engine_rank_killed_at_any_moment_fails_only_its_own_link(ranks: Ranks, seed: int) -> None:
+    chance = random.Random(seed)
+    victim: Rank = chance.choice([("engine", 0, 0), ("engine", 1, 0), ("engine", 1, 1)])
+    case = ranks.case(seconds=3.0)
+    after = chance.randrange(writes(case, victim))
+    ranks.run(case, {victim: Fault(after=after, signal=signal.SIGKILL)})
+    check_engine_died(ranks, ranks.heard(victim), victim, case.seconds)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_trainer_rank_killed_at_any_moment_leaves_no_engine_waiting(ranks: Ranks, seed: int) -> None:
+    chance = random.Random(seed)
+    victim: Rank = ("trainer", 0, chance.randrange(SENDERS))
+    case = ranks.case(seconds=3.0)
+    after = chance.randrange(writes(case, victim))
+    ranks.run(case, {victim: Fault(after=after, signal=signal.SIGKILL)})
+    for key, answer in ranks.heard(victim).items():
+        texts = list(results(answer).values()) if key[0] == "trainer" else [answer]
+        for text in texts:
+            assert text is None or isinstance(text, tuple) or f":{ranks.pid(victim)})" in text, text
+        if key[0] == "trainer":
+            assert answer[1] < case.seconds + SLACK
+
+
+@pytest.mark.parametrize("victim", [("engine", 0, 0), ("engine", 1, 1)])
+def test_an_engine_rank_that_stops_is_named_at_the_limit_and_holds_up_no_other_engine(
+    ranks: Ranks, victim: Rank
+) -> None:
+    case = ranks.case(seconds=2.0)
+    ranks.run(case, {victim: Fault(after=5, signal=signal.SIGSTOP)})
+    heard = ranks.heard(victim)
+    check_engine_died(ranks, heard, victim, case.seconds)
+    reason = results(heard["trainer", 0, 0])[f"engine-{victim[1]}"]
+    assert reason is not None
+    assert f":{ranks.pid(victim)}) is silent" in reason
+    ranks.processes[victim].kill()
+
+
+def test_an_engine_rank_that_goes_on_after_the_others_gave_up_learns_of_it(ranks: Ranks) -> None:
+    victim: Rank = ("engine", 1, 1)
+    ranks.run(ranks.case(seconds=1.0), {victim: Fault(after=5, signal=signal.SIGSTOP)})
+    ranks.heard(victim)
+    os.kill(ranks.pid(victim), signal.SIGCONT)
+    text = ranks.answers.pop(victim).recv()
+    assert text.startswith("TransferError: link engine-1 failed"), text
+    assert "first to fail was rank" in text
+
+
+def test_a_trainer_rank_that_stops_is_named_by_every_engine_at_the_limit(ranks: Ranks) -> None:
+    victim: Rank = ("trainer", 0, 1)
+    case = ranks.case(seconds=2.0)
+    ranks.run(case, {victim: Fault(after=9, signal=signal.SIGSTOP)})
+    heard = ranks.heard(victim)
+    assert all(f":{ranks.pid(victim)}) is silent" in heard[key] for key in heard if key[0] == "engine")
+    assert all(f":{ranks.pid(victim)}) is silent" in text for text in results(heard["trainer", 0, 0]).values() if text)
+    ranks.processes[victim].kill()
+
+
+def test_a_receiver_that_expects_another_transfer_is_told_so_on_both_sides(ranks: Ranks) -> None:
+    ranks.run(ranks.case(numbers=(4,), seconds=5.0), {("engine", 0, 0): Fault(numbers=(3,))})
+    heard = ranks.heard()
+    words = "sends transfer 4, this rank expects 3"
+    assert words in heard["engine", 0, 0]
+    for rank in range(SENDERS):
+        found = results(heard["trainer", 0, rank])
+        assert found["engine-1"] is None
+        assert words in (found["engine-0"] or "")
+
+
+def test_a_receiver_that_is_ahead_of_the_trainer_waits_for_its_announcement(ranks: Ranks) -> None:
+    # Engine ranks come to their second transfer while the trainer still counts the last words of the first.
+    ranks.run(ranks.case(numbers=tuple(range(1, 9)), elements=5000, verify=False))
+    assert all(
+        not any(answer[0]) if key[0] == "engine" else len(answer[0]) == 8 for key, answer in ranks.heard().items()
+    )
+
+
+def test_an_error_of_the_trainers_own_ends_all_its_links_and_tells_the_engines(ranks: Ranks) -> None:
+    ranks.run(ranks.case(), {("trainer", 0, 0): Fault(after=6, error="no such weight")})
+    heard = ranks.heard()
+    assert heard["trainer", 0, 0] == "LookupError: no such weight"
+    assert all("no such weight" in heard[key] for key in heard if key[0] == "engine")
+    assert all("no such weight" in text for text in results(heard["trainer", 0, 1]).values() if text is not None)
+
+
+def test_an_error_of_an_engine_rank_is_what_its_neighbour_and_the_trainer_report(ranks: Ranks) -> None:
+    ranks.run(ranks.case(), {("engine", 1, 0): Fault(after=0, error="layer 3 cannot be processed")})
+    heard = ranks.heard()
+    assert "LookupError: layer 3 cannot be processed" in heard["engine", 1, 0]
+    assert "first to fail was rank 2" in heard["engine", 1, 1]
+    for rank in range(SENDERS):
+        found = results(heard["trainer", 0, rank])
+        assert found["engine-0"] is None
+        assert "layer 3 cannot be processed" in (found["engine-1"] or "")
+
+
+def test_the_trainer_gives_up_a_link_at_once_when_it_is_told_that_the_engine_is_dead(ranks: Ranks) -> None:
+    case = ranks.case(seconds=20.0)
+    faults = {("trainer", 0, rank): Fault(watch="worker 0 left") for rank in range(SENDERS)}
+    ranks.run(case, {**faults, ("engine", 0, 0): Fault(after=3, signal=signal.SIGSTOP)})
+    heard = ranks.heard(("engine", 0, 0))
+    for rank in range(SENDERS):
+        assert heard["trainer", 0, rank][1] < 5.0
+        assert "worker 0 left" in (results(heard["trainer", 0, rank])["engine-0"] or "")
+        assert results(heard["trainer", 0, rank])["engine-1"] is None
+    ranks.processes["engine", 0, 0].kill()
+
+
+@pytest.mark.parametrize("elements", [90, 20000])
+def test_a_value_that_differs_after_it_was_written_is_found_and_named(ranks: Ranks, elements: int) -> None:
+    ranks.run(ranks.case(elements=elements), {("engine", 1, 1): Fault(flip="row")})
+    heard = ranks.heard()
+    text = heard["engine", 1, 1]
+    assert "checksum of row.hf in row is " in text
+    for key in [("engine", 1, 1), ("trainer", 0, 1)]:
+        assert f":{ranks.pid(key)})" in text
+    assert heard["engine", 0, 0][0] == []
+
+
+def test_a_receiver_that_wants_checksums_from_a_trainer_that_sends_none_is_refused(ranks: Ranks) -> None:
+    faults = {("trainer", 0, rank): Fault(verify=False) for rank in range(SENDERS)}
+    ranks.run(ranks.case(receivers=(1,)), faults)
+    assert "sends no checksums" in ranks.heard()["engine", 0, 0]
 
 
 def test_a_rank_that_never_joins_is_named_after_the_limit(ranks: Ranks) -> None:
-    ranks.start(1, 3, seconds=1.0)
-    with pytest.raises(transport.TransferError, match=r"rank 2 of 3 did not join within 1 s"):
-        ranks.join(3, seconds=1.0)
-    assert "rank 2 of 3 did not join" in ranks.heard(1)[1]
+    case = ranks.case(receivers=(2,), seconds=1.0)
+    ranks.start(("trainer", 0, 0), trainer_rank, case, 0, NONE)
+    ranks.start(("engine", 0, 1), engine_rank, case, 0, 1, NONE)
+    for text in ranks.heard().values():
+        assert text == "TransferError: link engine-0: rank 1, 2 of 4 did not join within 1 s"
 
 
-def test_a_rank_that_joins_and_never_receives_is_named_after_the_limit(ranks: Ranks) -> None:
-    ranks.start(1, 2, transfers=0)
-    group = ranks.join(2, seconds=1.0)
-    with pytest.raises(transport.TransferError, match=r"dead or cut off: rank 1 \("):
-        transport.send(group, MANIFEST, items(), BUCKET)
-    with pytest.raises(queue.Empty):
-        ranks.results.get_nowait()
+def test_a_rank_that_joins_and_never_receives_is_named_and_its_link_refuses_what_follows(ranks: Ranks) -> None:
+    case = ranks.case(receivers=(1,), seconds=1.0, numbers=(1, 2))
+    for rank in range(SENDERS):
+        ranks.start(("trainer", 0, rank), trainer_rank, case, rank, NONE)
+    ranks.start(("engine", 0, 0), silent_rank, case, 0, SENDERS)
+    for answer in ranks.heard(("engine", 0, 0)).values():
+        first, second = (result["engine-0"] for result in answer[0])
+        assert f":{ranks.pid(('engine', 0, 0))}) is silent" in first
+        assert second == f"link engine-0 cannot be used: {first}"
+    ranks.processes["engine", 0, 0].kill()
+
+
+def test_a_checksum_depends_on_every_bit_and_on_the_order() -> None:
+    tensor = torch.randn(70001, generator=torch.Generator().manual_seed(0)).bfloat16()
+    first = transport.checksum(tensor)
+    seen = {first}
+    for place in (0, 3, 4, 69999, 70000):
+        for bit in range(16):
+            other = tensor.clone()
+            other.view(torch.int16)[place] ^= 1 << bit if bit < 15 else -(2**15)
+            seen.add(transport.checksum(other))
+    assert len(seen) == 1 + 5 * 16
+    for one, two in ((0, 1), (0, 4), (5, 69999)):
+        swapped = tensor.clone()
+        swapped[[one, two]] = tensor[[two, one]]
+        assert transport.checksum(swapped) not in seen
+    assert transport.checksum(torch.zeros(8)) != transport.checksum(torch.zeros(10))
+
+
+def test_a_checksum_is_of_the_bytes_whatever_the_shape_strides_or_place_in_memory() -> None:
+    tensor = torch.randn(60, 40, generator=torch.Generator().manual_seed(1)).bfloat16()
+    first = transport.checksum(tensor)
+    assert transport.checksum(tensor.view(-1, 3, 8)) == first
+    assert transport.checksum(tensor.t().contiguous().t()) == first
+    assert transport.checksum(torch.cat([torch.zeros(3).bfloat16(), tensor.view(-1)])[3:]) == first
+    assert transport.checksum(tensor.view(torch.uint8)) == first
+    assert 0 <= first < 2**64
+    assert transport.checksum(torch.empty(0)) == transport.checksum(torch.empty(0, 5))
+    transport.checksum(torch.tensor(1.0))
+
+
+def test_checksums_of_live_parameters_agree_slice_by_slice_where_and_only_where_the_values_do() -> None:
+    case = Case(0, (1,), MODEL)
+    received, engine = boxes(case, 1, 0, sender=False)
+    expected = dict(
+        zip([(m.sender, s) for m in received for s in m.slices], transport.slice_sums(received, engine), strict=True)
+    )
+    for sender in range(SENDERS):
+        mine, trainer = boxes(case, 1, sender, sender=True)
+        assert transport.slice_sums(mine, trainer) == [expected[sender, s] for m in mine for s in m.slices]
+        _, later = boxes(case, 2, sender, sender=True)
+        assert not set(transport.slice_sums(mine, later)) & set(expected.values())

@@ -7,10 +7,6 @@ from typing import Any
 
 from megatron_webrl import compat
 
-compat.install()
-
-from transformers import Qwen3VLConfig, Qwen3VLMoeConfig  # noqa: E402
-
 
 @dataclass(frozen=True)
 class Dimensions:
@@ -40,7 +36,10 @@ VISION = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "deepstac
 
 
 def configuration(name: str) -> Any:
-    """The transformers configuration of a released size."""
+    """The transformers configuration of a released size. Raises KeyError for any other name."""
+    compat.install()
+    from transformers import Qwen3VLConfig, Qwen3VLMoeConfig
+
     sizes = SIZES[name]
     text: dict[str, Any] = {
         "hidden_size": sizes.hidden,
@@ -70,5 +69,5 @@ def configuration(name: str) -> Any:
         "num_position_embeddings": 2304,
         "out_hidden_size": sizes.hidden,
     }
-    kind = Qwen3VLMoeConfig if sizes.experts else Qwen3VLConfig
+    kind: Any = Qwen3VLMoeConfig if sizes.experts else Qwen3VLConfig
     return kind(text_config=text, vision_config=vision, tie_word_embeddings=sizes.tied)

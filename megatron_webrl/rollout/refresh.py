@@ -1,0 +1,97 @@
+"""How a worker keeps its engine's weights fresh: announce, join the trainer's link, take what is offered.
+
+    trainer there -> announce engine/<worker> -> wait for weights/link/<life> -> join -> receive each offer to this life
+        ^                                                                                       |
+        +--------------- joining or a transfer failed, or another trainer is there -------------+
+
+An engine whose transfer failed is paused until a whole transfer over another link has come.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from dataclasses import asdict
+from typing import Any
+
+from megatron_webrl.config import Config
+from megatron_webrl.control import Control, JobFailed
+from megatron_webrl.rollout.engine import Engine, WeightsError
+from megatron_webrl.weights.engine_map import EngineSizes
+
+log = logging.getLogger(__name__)
+
+
+class Refresh:
+    """One engine's side of all weight updates. `step` never blocks for longer than a transfer or the joining."""
+
+    def __init__(self, config: Config, control: Control, engine: Engine, worker: int, name: str) -> None:
+        """`name` is that of this life of the worker."""
+        self.config, self.control, self.engine = config, control, engine
+        self._worker, self._name = worker, name
+        self._links = 0
+        self._trainer: object = None  # the trainer that was announced to; None: nobody
+        self._linked = False
+        self._transfer = 0  # the last one over this link
+        self._since = time.monotonic()  # of waiting for the trainer
+
+    @property
+    def life(self) -> str:
+        """Names the link that the engine wants or has."""
+        return f"{self._name}.{self._links}"
+
+    async def step(self) -> None:
+        """Do what is to be done next, if anything. Raises EngineDeadError, JobFailed."""
+        trainer = self.control.value("weights/trainer")
+        try:
+            if trainer != self._trainer:
+                self._announce(trainer)
+            elif not self._linked:
+                await self._join()
+            else:
+                await self._take()
+        except WeightsError as error:
+            log.warning("%s; waiting for the weights anew", error)
+            self.control.put(f"weights/failed/rollout-{self._worker}", {"life": self.life, "reason": str(error)})
+            self._trainer = None
+
+    def _announce(self, trainer: object) -> None:
+        self._links += 1
+        self._trainer, self._linked, self._since = trainer, False, time.monotonic()
+        rollout, nodes = self.config.rollout, [socket.gethostname()] * self.config.engine_ranks
+        sizes = EngineSizes(rollout.tensor_parallel, rollout.pipeline_parallel, rollout.expert_parallel)
+        announcement = {"life": self.life, "trainer": trainer, "nodes": nodes, "sizes": asdict(sizes)}
+        self.control.put(f"engine/rollout-{self._worker}", announcement)
+
+    async def _join(self) -> None:
+        if self._trainer is None or self.control.value(f"weights/link/{self.life}") is None:
+            if time.monotonic() - self._since > self._patience:
+                raise JobFailed(f"{self._name} waited {self._patience:.0f} s for the trainer to offer its weights")
+            return
+        description = self.control.value("weights/description")
+        assert isinstance(description, dict)  # it comes before the first link
+        await self.engine.join_weights(self.control.host, self.control.port, f"weights/{self.life}", description)
+        self._linked, self._transfer = True, 0
+
+    @property
+    def _patience(self) -> float:
+        """The longest time that a trainer in good health may need to come, seconds."""
+        warm_start = self.config.trainer.warm_start
+        first = warm_start.seconds if warm_start.demonstrations else 0.0
+        return self.config.run.start_seconds + first + self.config.trainer.batch_seconds
+
+    async def _take(self) -> None:
+        if self.control.value(f"weights/link/{self.life}") is False:
+            raise WeightsError(f"the trainer left link weights/{self.life}")
+        offer: Any = self.control.value("weights/offer")
+        if not offer or offer["lives"].get(f"rollout-{self._worker}") != self.life:
+            return
+        if self._transfer == offer["transfer"]:
+            return
+        version = offer["version"]
+        paused = await self.engine.receive_weights(version, offer["transfer"])
+        self._transfer = offer["transfer"]
+        log.info("version %d in place, engine paused for %.3f s", version, paused)
+        taken = {"life": self.life, "version": version, "pause": paused}
+        self.control.put(f"weights/taken/rollout-{self._worker}", taken)

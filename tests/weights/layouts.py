@@ -1,0 +1,241 @@
+"""Random small models and layouts of both sides, and what their ranks hold by another way than the plan's maps.
+
+Every element of a model has a number of its own, from 1; numbers of padding are 0 on trainer ranks and -1 in engines.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_webrl import compat
+from megatron_webrl.model.layout import Sizes, split_layers
+from megatron_webrl.model.parameter_map import is_sparse, model_map, parameter_shapes, to_megatron
+from megatron_webrl.weights.engine_map import EngineSizes
+from megatron_webrl.weights.plan import Engines, Trainer
+
+compat.install()
+
+from transformers import Qwen3VLConfig, Qwen3VLMoeConfig  # noqa: E402
+
+PADDING = -1
+VISION_HEADS = 12
+LANGUAGE = "model.language_model."
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and the layouts of both sides."""
+
+    description: Any
+    trainer: Trainer
+    engines: Engines
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, shared_nodes: bool) -> Case:
+    """Any split of any small model; with `shared_nodes` engines lie on the trainer's nodes, else on none of them."""
+    tensor = draw(st.sampled_from([1, 2, 3, 4]))
+    heads = 12 if tensor == 3 else draw(st.sampled_from([4, 8, 12]))
+    key_value = draw(st.sampled_from([n for n in (1, 2, 4) if heads % n == 0 and (n % tensor == 0 or tensor % n == 0)]))
+    split = draw(st.sampled_from([(t, c) for t in (1, 2, 4) for c in (1, 2) if key_value % (t * c) == 0]))
+    layers, experts = draw(st.sampled_from([1, 2, 3, 4, 5])), draw(st.sampled_from([0, 0, 4, 6]))
+    dense_layers = draw(st.lists(st.integers(0, layers - 1), unique=True, max_size=2)) if experts else []
+    if len(dense_layers) == layers:
+        dense_layers = []
+    stages = draw(st.sampled_from([n for n in (1, 2, 3) if n <= layers]))
+    deepstack = draw(st.integers(0, min(2, layers // stages)))
+    vocabulary = draw(st.integers(129, 192) if tensor == 3 else st.integers(65, 192))
+    description = _description(
+        layers, heads, key_value, experts, dense_layers, deepstack, vocabulary, draw(st.booleans())
+    )
+    trainer = draw(_trainers(layers, experts, *split))
+    engine = EngineSizes(tensor, stages, bool(experts) and draw(st.booleans()))
+    node = st.sampled_from(["a", "b", "c", "d"]) if shared_nodes else st.sampled_from(["x", "y"])
+    sizes = draw(st.lists(st.sampled_from([engine, engine, EngineSizes()]), min_size=1, max_size=4))
+    nodes = tuple(draw(st.tuples(*[node] * each.ranks)) for each in sizes)
+    return Case(description, trainer, Engines(tuple(sizes), nodes))
+
+
+@st.composite
+def _trainers(draw: st.DrawFn, layers: int, experts: int, tensor: int, context: int) -> Trainer:
+    pipeline = draw(st.integers(1, min(layers, 3)))
+    virtual = draw(st.integers(1, layers // pipeline)) if pipeline > 1 else 1
+    expert, expert_tensor = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)])) if experts else (1, 1)
+    ranks = pipeline * math.lcm(tensor * context, expert * expert_tensor) * draw(st.integers(1, 3))
+    nodes = tuple(draw(st.lists(st.sampled_from(["a", "b", "c"]), min_size=ranks, max_size=ranks)))
+    return Trainer(Sizes(tensor, pipeline, virtual, expert, expert_tensor, context), ranks, nodes)
+
+
+def _description(
+    layers: int, heads: int, key_value: int, experts: int, dense: list[int], deepstack: int, vocabulary: int, tie: bool
+) -> Any:
+    text = {
+        "vocab_size": vocabulary,
+        "hidden_size": 20,
+        "intermediate_size": 24,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_value,
+        "head_dim": 4,
+    }
+    if experts:
+        text |= {
+            "num_experts": experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "mlp_only_layers": dense,
+            "decoder_sparse_step": 1,
+        }
+    vision = {
+        "depth": 1,
+        "hidden_size": 24,
+        "intermediate_size": 36,
+        "num_heads": VISION_HEADS,
+        "patch_size": 2,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": 20,
+        "num_position_embeddings": 9,
+        "deepstack_visual_indexes": list(range(deepstack)),
+    }
+    kind = Qwen3VLMoeConfig if experts else Qwen3VLConfig
+    return kind(text_config=text, vision_config=vision, tie_word_embeddings=tie)
+
+
+def numbered_state(description: Any) -> dict[str, Tensor]:
+    """The Hugging Face tensors, int64, every element with a number of its own."""
+    state, first = {}, 1
+    for entry in model_map(description):
+        if entry.name not in state:
+            count = math.prod(entry.tensor_shape)
+            state[entry.name] = torch.arange(first, first + count).reshape(entry.tensor_shape)
+            first += count
+    return state
+
+
+def trainer_parameters(case: Case, state: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """What a trainer rank holds, by Megatron's order of ranks: tensor, context, expert, data, pipeline."""
+    sizes, description = case.trainer.sizes, case.description
+    layers = description.text_config.num_hidden_layers
+    stage, within = divmod(rank, case.trainer.ranks // sizes.pipeline)
+    mine = {
+        layer
+        for chunk, held in enumerate(split_layers(layers, sizes.pipeline * sizes.virtual))
+        if chunk % sizes.pipeline == stage
+        for layer in held
+    }
+    entries = model_map(description)
+    shapes = parameter_shapes(entries, sizes.tensor, sizes.expert_tensor)
+    last = stage == sizes.pipeline - 1
+    found: dict[str, Tensor] = {}
+    for entry in entries:
+        if entry.layer is not None:
+            here = entry.layer in mine
+        elif entry.name.startswith("model.visual."):
+            here = stage == 0
+        elif "embed_tokens" in entry.name:
+            here = stage == 0 or (last and description.tie_word_embeddings)
+        else:
+            here = last
+        part, size = within % sizes.tensor, sizes.tensor
+        if entry.expert is not None:
+            per_rank = description.text_config.num_experts // sizes.expert
+            here = here and within // sizes.expert_tensor % sizes.expert == entry.expert // per_rank
+            part, size = within % sizes.expert_tensor, sizes.expert_tensor
+        if here:
+            into = found.setdefault(entry.parameter, torch.zeros(shapes[entry.parameter], dtype=torch.int64))
+            to_megatron(entry, state[entry.name], into, part, size)
+    return found
+
+
+def engine_parameters(description: Any, sizes: EngineSizes, state: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """What a vLLM rank holds when the state was loaded into it, written down from vLLM's layers."""
+    text, count = description.text_config, sizes.tensor
+    stage, part = divmod(rank, count)
+    sparse_model = isinstance(description, Qwen3VLMoeConfig)
+    found = {name.removeprefix("model."): t for name, t in _vision(state, count, part).items()}
+    for layer in _layers_of_stage(text.num_hidden_layers, sizes.pipeline, stage):
+        source, target = f"{LANGUAGE}layers.{layer}.", f"language_model.model.layers.{layer}."
+        found |= {target + name: t for name, t in _attention(state, source, text, count, part).items()}
+        if is_sparse(text, layer):
+            found |= {target + name: t for name, t in _experts(state, source, text, sizes, part).items()}
+        else:
+            gate, up, down = (state[f"{source}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+            found[f"{target}mlp.gate_up_proj.weight"] = torch.cat([gate.chunk(count)[part], up.chunk(count)[part]])
+            found[f"{target}mlp.down_proj.weight"] = down.chunk(count, dim=1)[part]
+    first, last = stage == 0 or sparse_model, stage == sizes.pipeline - 1 or sparse_model
+    if first or (last and description.tie_word_embeddings):
+        embedding = _vocabulary(state[f"{LANGUAGE}embed_tokens.weight"], count, part)
+        found["language_model.model.embed_tokens.weight"] = embedding
+    if last:
+        found["language_model.model.norm.weight"] = state[f"{LANGUAGE}norm.weight"]
+        if not description.tie_word_embeddings:
+            found["language_model.lm_head.weight"] = _vocabulary(state["lm_head.weight"], count, part)
+    return found
+
+
+def _layers_of_stage(layers: int, stages: int, stage: int) -> range:
+    counts = [layers // stages] * stages
+    for back in range(layers % stages):
+        counts[-2 - back] += 1
+    return range(sum(counts[:stage]), sum(counts[: stage + 1]))
+
+
+def _vocabulary(tensor: Tensor, count: int, part: int) -> Tensor:
+    padding = -len(tensor) % 64
+    padded = torch.cat([tensor, torch.full((padding, tensor.shape[1]), PADDING)])
+    return padded.chunk(count)[part]
+
+
+def _vision(state: dict[str, Tensor], count: int, part: int) -> dict[str, Tensor]:
+    found = {}
+    for name, tensor in state.items():
+        if not name.startswith("model.visual."):
+            continue
+        if ".attn.qkv." in name:
+            by_head = tensor.unflatten(0, (3, VISION_HEADS, -1))
+            tensor = by_head.chunk(count, dim=1)[part].flatten(0, 2)
+        elif ".linear_fc1." in name:
+            tensor = tensor.chunk(count)[part]
+        elif name.endswith((".attn.proj.weight", ".linear_fc2.weight")):
+            tensor = tensor.chunk(count, dim=1)[part]
+        found[name] = tensor
+    return found
+
+
+def _attention(state: dict[str, Tensor], source: str, text: Any, count: int, part: int) -> dict[str, Tensor]:
+    q, k, v, o = (state[f"{source}self_attn.{name}_proj.weight"] for name in "qkvo")
+    q = q.unflatten(0, (text.num_attention_heads, -1)).chunk(count)[part]
+    copies = max(count // text.num_key_value_heads, 1)
+    k, v = (
+        t.unflatten(0, (text.num_key_value_heads, -1)).repeat_interleave(copies, dim=0).chunk(count)[part]
+        for t in (k, v)
+    )
+    found = {
+        "self_attn.qkv_proj.weight": torch.cat([q, k, v]).flatten(0, 1),
+        "self_attn.o_proj.weight": o.chunk(count, dim=1)[part],
+    }
+    norms = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+    return found | {f"{name}.weight": state[f"{source}{name}.weight"] for name in norms}
+
+
+def _experts(state: dict[str, Tensor], source: str, text: Any, sizes: EngineSizes, part: int) -> dict[str, Tensor]:
+    gate_up = state[f"{source}mlp.experts.gate_up_proj"].transpose(1, 2)  # [experts, 2 * inner, hidden]
+    gate, up = gate_up.chunk(2, dim=1)
+    down = state[f"{source}mlp.experts.down_proj"].transpose(1, 2)  # [experts, hidden, inner]
+    if sizes.experts:
+        gate, up, down = (t.tensor_split(sizes.tensor)[part] for t in (gate, up, down))
+    else:
+        gate, up = (t.chunk(sizes.tensor, dim=1)[part] for t in (gate, up))
+        down = down.chunk(sizes.tensor, dim=2)[part]
+    return {
+        "mlp.gate.weight": state[f"{source}mlp.gate.weight"],
+        "mlp.experts.routed_experts.w13_weight": torch.cat([gate, up], dim=1),
+        "mlp.experts.routed_experts.w2_weight": down,
+    }

@@ -1,0 +1,195 @@
+"""A control plane, real trainer ranks that publish, and real engines under load: what the tests of updates share."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from megatron_webrl import control as control_plane
+from megatron_webrl.config import Config, save
+from megatron_webrl.control import Control
+from megatron_webrl.model.folder import copy_description
+from megatron_webrl.rollout.engine import Engine
+from megatron_webrl.rollout.generation import Generation
+from megatron_webrl.rollout.refresh import Refresh
+from tests.rollout.test_engine import expected, picture, prompt, scorable
+
+SECONDS = 20.0  # limit of one transfer
+
+
+def configuration(folder: Path, model: Path, engines: int = 1, **trainer: int) -> Config:
+    """Small windows and short limits."""
+    config = Config()
+    config.run.name, config.run.directory = "weights", str(folder / "runs")
+    config.run.start_seconds, config.run.lost_seconds = 200.0, 10.0
+    config.model.path, config.model.platform = str(model), "cpu"
+    config.rollout.engines, config.rollout.max_model_len, config.rollout.max_new_tokens = engines, 2048, 150
+    config.rollout.kv_cache_mib, config.rollout.step_seconds = 64, 60.0
+    config.weights.seconds, config.weights.bucket_mib, config.weights.verify = SECONDS, 4, True
+    config.trainer = replace(config.trainer, **trainer)
+    return config
+
+
+def changed_folders(folder: Path, model: Path, count: int) -> list[Path]:
+    """Copies of a model's folder with other weights, each further from it."""
+    made = []
+    reference = transformers.AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+    tied = bool(reference.config.tie_word_embeddings)
+    for number in range(1, count + 1):
+        generator = torch.Generator().manual_seed(number)
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+        target = folder / f"changed-{number}"
+        copy_description(model, target)
+        state = {n: t.contiguous() for n, t in reference.state_dict().items() if not (tied and n == "lm_head.weight")}
+        save_file(state, target / "model.safetensors", metadata={"format": "pt"})
+        made.append(target)
+    return made
+
+
+@dataclass
+class Stage:
+    """A control plane in this process, and the trainer's processes."""
+
+    folder: Path
+    config: Config
+    trainers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        address = self.folder / "control.json"
+        serving = threading.Thread(
+            target=control_plane.serve, args=("127.0.0.1", 0, "ring", address, 900.0), daemon=True
+        )
+        serving.start()
+        deadline = time.monotonic() + 30
+        while not address.is_file():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        fields = json.loads(address.read_text())
+        self.host, self.port = fields["host"], fields["port"]
+        self.control = self.connect("test")
+        self.path = self.folder / "config.yaml"
+        save(self.config, self.path)
+
+    def connect(self, role: str) -> Control:
+        return Control(self.host, self.port, role, self.config.run.lost_seconds)
+
+    def start_trainer(self, folders: Sequence[Path]) -> None:
+        size = self.config.trainer_ranks
+        for rank in range(size):
+            place = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, "-m", "tests.weights.trainer_rank", str(self.path), f"{self.host}:{self.port}"]
+            log = (self.folder / f"trainer-{rank}.log").open("ab")
+            self.trainers.append(
+                subprocess.Popen(
+                    [*command, *map(str, folders)], env={**os.environ, **place}, stdout=log, stderr=subprocess.STDOUT
+                )
+            )
+            log.close()
+
+    def kill_trainer(self) -> None:
+        for process in self.trainers:
+            process.kill()
+            process.wait()
+        self.trainers.clear()
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text()[-2000:] for path in sorted(self.folder.glob("trainer-*.log")))
+
+    async def until(self, condition: Callable[[], Any], what: str, seconds: float = 120.0) -> Any:
+        deadline = time.monotonic() + seconds
+        while not (found := condition()):
+            ended = [process.poll() for process in self.trainers if process.poll() not in (None, 0)]
+            assert not ended, f"a trainer ended before {what}:\n{self.logs()}"
+            assert time.monotonic() < deadline, f"no {what} within {seconds} s:\n{self.logs()}"
+            await asyncio.sleep(0.02)
+        return found
+
+    def close(self) -> None:
+        self.kill_trainer()
+        self.control.finish("finished")
+        self.control.dismiss()
+
+
+@dataclass
+class Served:
+    """An engine that takes what is offered, and answers prompts without pause."""
+
+    worker: int
+    engine: Engine
+    refresh: Refresh
+    answers: list[tuple[int, Generation]] = field(default_factory=list)  # with the number of the picture
+    errors: list[Exception] = field(default_factory=list)
+    dead: bool = False  # on purpose
+
+    async def pump(self) -> None:
+        while True:
+            await self.refresh.step()
+            await asyncio.sleep(0.02)
+
+    async def load(self, number: int) -> None:
+        """Ask one prompt after the other, from the first weights on."""
+        while self.engine.version < 0:
+            await asyncio.sleep(0.02)
+        while True:
+            number += 1
+            try:
+                answer = await self.engine.respond(None, prompt(self.engine, 1, str(number)), [picture(number % 7)])
+            except Exception as error:
+                self.errors.append(error)
+                return
+            self.answers.append((number % 7, answer))
+
+
+@asynccontextmanager
+async def served(stage: Stage, worker: int, requests: int, **rollout: Any) -> AsyncIterator[Served]:
+    """An engine of the stage's trainer, under a load of so many requests at a time."""
+    config = replace(stage.config, rollout=replace(stage.config.rollout, **rollout))
+    control = stage.connect(f"rollout-{worker}")
+    control.start_heartbeat()
+    life = control.begin_life()
+    engine = await Engine.start(config, worker, life)
+    found = Served(worker, engine, Refresh(config, control, engine, worker, f"rollout-{worker}.{life}"))
+    tasks = [asyncio.create_task(found.pump())]
+    tasks += [asyncio.create_task(found.load(1000 * n)) for n in range(requests)]
+    try:
+        yield found
+        assert found.dead or not tasks[0].done(), tasks[0].exception()
+    finally:
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+        control.close()
+        await engine.close()
+
+
+async def gap(found: Served, model: torch.nn.Module, prompts: int = 4) -> float:
+    """Largest difference between the log-probabilities of fresh answers and those of transformers' model."""
+    largest = 0.0
+    for number in range(prompts):
+        answer: Any = None
+        while not scorable(found.engine, answer):
+            answer = await found.engine.respond(
+                None, prompt(found.engine, 2, f"fresh {number}"), [picture(0), picture(number, 320, 120)]
+            )
+        scores = expected(model, found.engine, answer, [picture(0), picture(number, 320, 120)])
+        largest = max(largest, float(np.abs(answer.logprobs - scores).max()))
+    return largest

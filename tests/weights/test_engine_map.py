@@ -1,0 +1,110 @@
+"""The engines' half of the map, against what real engines hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from megatron_webrl import compat
+from megatron_webrl.model import released
+from megatron_webrl.weights.engine_map import EngineSizes, check, parameters, stage_layers
+from tests.model import tiny
+from tools.make_tiny_model import make_tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 600.0  # for one engine to start and answer
+
+
+def held_by_engine(folder: Path, sizes: EngineSizes) -> dict[int, dict[str, tuple[int, ...]]]:
+    """What each worker of a real engine holds, by its rank. The engine's processes end with this call."""
+    arguments = {
+        "tensor_parallel_size": sizes.tensor,
+        "pipeline_parallel_size": sizes.pipeline,
+        "enable_expert_parallel": sizes.experts,
+    }
+    report = folder.parent / "held.json"
+    path = os.pathsep.join([str(compat.SITE_FOLDER), str(ROOT)])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.weights.held", str(folder), json.dumps(arguments), str(report)],
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,
+    )
+    try:
+        process.wait(SECONDS)
+    finally:
+        # The engine's workers are in the same session.
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert process.returncode == 0
+    workers = json.loads(report.read_text())
+    return {int(rank): {name: tuple(shape) for name, shape in held.items()} for rank, held in workers.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        ({}, EngineSizes(pipeline=2)),
+        ({"kv_heads": 1, "tie": False}, EngineSizes(tensor=2)),
+        ({"experts": 4}, EngineSizes(pipeline=2)),
+        ({"experts": 3, "tie": False}, EngineSizes(tensor=2)),
+        ({"experts": 3, "tie": False}, EngineSizes(tensor=2, experts=True)),
+    ],
+    ids=["dense, two stages", "dense, key head on both ranks", "sparse, two stages", "sparse", "whole experts"],
+)
+def test_the_map_names_what_a_real_engine_holds(tmp_path: Path, model: dict[str, Any], sizes: EngineSizes) -> None:
+    folder = make_tiny_model(tmp_path / "model", **model)
+    description = AutoConfig.from_pretrained(folder)
+    check(description, sizes)
+    held = held_by_engine(folder, sizes)
+    assert held == {rank: parameters(description, sizes, rank) for rank in range(sizes.ranks)}
+
+
+@pytest.mark.parametrize("layers", [2, 5, 28, 94])
+@pytest.mark.parametrize("stages", [1, 2, 4, 8])
+def test_stages_take_layers_as_vllm_deals_them_out(layers: int, stages: int) -> None:
+    from vllm.distributed.utils import get_pp_indices
+
+    if stages <= layers:
+        wanted = tuple(range(*get_pp_indices(layers, stage, stages)) for stage in range(stages))
+        assert stage_layers(layers, stages) == wanted
+
+
+@pytest.mark.parametrize("name", released.SIZES)
+def test_a_released_size_is_held_once_by_the_ranks_of_an_engine(name: str) -> None:
+    description = released.configuration(name)
+    whole = parameters(description, EngineSizes(), 0)
+    for sizes in (EngineSizes(4), EngineSizes(4, experts=bool(released.SIZES[name].experts))):
+        check(description, sizes)
+        parts = [parameters(description, sizes, rank) for rank in range(4)]
+        for parameter, shape in whole.items():
+            shapes = {part[parameter] for part in parts}
+            assert len(shapes) == 1, parameter
+            split = [one for one, of in zip(shapes.pop(), shape, strict=True) if one != of]
+            assert len(split) <= 1, parameter
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes", "message"),
+    [
+        (tiny.Shape(), EngineSizes(tensor=0), "engine tensor=0 is less than 1"),
+        (tiny.Shape(), EngineSizes(tensor=3), "engine tensor=3 does not divide num_attention_heads=4"),
+        (tiny.Shape(key_value_heads=4), EngineSizes(tensor=8), "engine tensor=8 does not divide num_attention_heads"),
+        (tiny.Shape(), EngineSizes(pipeline=5), "engine pipeline=5 exceeds 4 layers"),
+        (tiny.Shape(deepstack=(0, 1)), EngineSizes(pipeline=4), "fewer than the 2 layers that DeepStack feeds"),
+        (tiny.Shape(), EngineSizes(experts=True), "needs a mixture of experts"),
+        (tiny.Shape(experts=3), EngineSizes(tensor=4), "engine tensor=4 exceeds num_experts=3"),
+    ],
+)
+def test_sizes_at_which_vllm_cannot_split_are_refused(shape: tiny.Shape, sizes: EngineSizes, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(tiny.configuration(shape), sizes)

@@ -1,0 +1,127 @@
+"""Trainers and engines that are killed at random moments, with real engines: nobody hangs, nothing torn serves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from megatron_webrl.rollout.engine import EngineDeadError
+from tests.rollout.test_engine import expected, picture
+from tests.weights.serving import SECONDS, Served, Stage, changed_folders, configuration, gap, served
+from tests.weights.test_updates import TOLERANCE, load
+from tools.make_tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio]
+TRAINER_KILLS = int(os.environ.get("WEBRL_TRAINER_KILLS", "6"))
+ENGINE_KILLS = int(os.environ.get("WEBRL_ENGINE_KILLS", "2"))
+VERSIONS = 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Large enough for a transfer to take a while."""
+    folder = tmp_path_factory.mktemp("faults") / "model"
+    return make_tiny_model(folder, hidden=256, intermediate=1024, layers=6, heads=8, kv_heads=4, seed=5)
+
+
+def check_answers(found: Served, folders: list[Path], base: Path) -> int:
+    """Every token has the log-probability that its version's weights give; returns how many answers were looked at."""
+    models = [load(folder) for folder in (base, *folders)]
+    looked = 0
+    for number, answer in found.answers[-60:]:
+        if found.engine.processor.image_token_id in answer.response_token_ids:
+            continue
+        for version in set(answer.versions.tolist()):
+            scores = expected(
+                models[0 if version == 0 else 1 + (version - 1) % len(folders)], found.engine, answer, [picture(number)]
+            )
+            mine = answer.versions == version
+            np.testing.assert_allclose(answer.logprobs[mine], scores[mine], atol=TOLERANCE)
+        looked += 1
+    return looked
+
+
+async def test_an_engine_whose_trainer_is_killed_is_whole_or_silent_and_serves_the_next_trainer(
+    tmp_path: Path, model: Path
+) -> None:
+    draw = random.Random(11)
+    config = configuration(tmp_path, model)
+    config.weights.bucket_mib, config.weights.verify = 1, False  # many messages: a kill may come between any two
+    folders = changed_folders(tmp_path, model, VERSIONS)
+    stage, torn = Stage(tmp_path, config), 0
+    stage.control.put("go/forever", True)
+    try:
+        async with served(stage, 0, requests=3) as found:
+            for kill in range(TRAINER_KILLS):
+                life = found.refresh.life
+                stage.start_trainer(folders)
+                await stage.until(lambda was=life: found.refresh.life != was, "a new link")
+                await stage.until(lambda: found.engine.version >= 1 and not found.engine.torn, "the trainer's weights")
+                if kill % 2:
+                    await stage.until(lambda: found.engine.torn, "the middle of a transfer")
+                else:
+                    await asyncio.sleep(draw.uniform(0, 0.5))
+                stage.kill_trainer()
+                killed = time.monotonic()
+                life = found.refresh.life
+                # Within the limit the engine either knows that it is torn and waits, or goes on whole.
+                await stage.until(lambda: not found.engine._update.locked(), "the end of the transfer", SECONDS + 5)
+                torn += found.engine.torn
+                if found.engine.torn:
+                    assert time.monotonic() - killed < SECONDS
+                    assert found.refresh.life == life
+                    answers = len(found.answers)
+                    await asyncio.sleep(0.5)
+                    assert len(found.answers) == answers
+                    assert found.engine._llm.output_processor.has_unfinished_requests()  # kept, not lost
+            stage.control.store.delete_key("go/forever")
+            stage.start_trainer([])
+            await stage.until(lambda: found.engine.version == 0 and not found.engine.torn, "whole weights")
+            assert await gap(found, load(model)) < TOLERANCE
+            assert not found.errors
+            assert check_answers(found, folders, model) >= 10
+    finally:
+        stage.close()
+    assert torn
+
+
+async def test_an_engine_that_is_killed_holds_up_nobody_and_comes_back_with_whole_weights(
+    tmp_path: Path, model: Path
+) -> None:
+    draw = random.Random(12)
+    config = configuration(tmp_path, model, engines=2, tensor_parallel=2)
+    config.weights.bucket_mib = 1
+    folders = changed_folders(tmp_path, model, VERSIONS)
+    stage = Stage(tmp_path, config)
+    stage.control.put("go/forever", True)
+    try:
+        async with served(stage, 0, requests=2) as steady:
+            stage.start_trainer(folders)
+            for kill in range(ENGINE_KILLS + 1):
+                before = set(psutil.Process().children(recursive=True))
+                async with served(stage, 1, requests=2) as doomed:
+                    await stage.until(lambda d=doomed: d.engine.version >= 0, "the engine's first weights")
+                    if kill == ENGINE_KILLS:
+                        assert check_answers(steady, folders, model) >= 5
+                        break
+                    await stage.until(lambda d=doomed: d.engine.torn, "a transfer")
+                    await asyncio.sleep(draw.uniform(0, 0.2))
+                    for process in set(psutil.Process().children(recursive=True)) - before:
+                        process.kill()
+                    reached = steady.engine.version
+                    await stage.until(
+                        lambda r=reached: steady.engine.version >= r + 2, "the other's next versions", SECONDS + 10
+                    )
+                    with pytest.raises(EngineDeadError):
+                        await doomed.engine.respond(None, np.zeros(3, np.int32), [])
+                    doomed.dead = True
+            assert not steady.errors
+    finally:
+        stage.close()

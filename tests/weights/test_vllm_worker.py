@@ -1,0 +1,105 @@
+"""Weights over links into real vLLM engines: right answers, refusals on both sides, faults and healing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from megatron_webrl.weights import vllm_worker
+from tests.weights.test_vllm_target import MODELS, TOLERANCE, run
+from tools.make_tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.slow
+
+ENGINES = {"dense": 1, "experts": 2}
+BROKEN = "decoder.layers.1.self_attention.linear_qkv.weight"
+
+
+@pytest.fixture(scope="module", params=list(ENGINES))
+def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What tests/weights/vllm_link_process.py saw with one model on one engine."""
+    folder, ranks = tmp_path_factory.mktemp(request.param), ENGINES[request.param]
+    make_tiny_model(folder / "model", **MODELS[request.param])
+    if request.param == "dense":
+        _store_tied_head(folder / "model")
+    found = run("tests.weights.vllm_link_process", folder / "model", str(ranks), folder / "report.json")
+    return found | {"ranks": ranks}
+
+
+def _store_tied_head(model: Path) -> None:
+    """Add the output head that is the embedding. vLLM then says that the model is not tied, and ties it after all."""
+    file = model / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"].clone()
+    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+    assert json.loads((model / "config.json").read_text())["tie_word_embeddings"] is True
+
+
+def test_after_each_transfer_log_probabilities_equal_those_of_transformers(report: Any) -> None:
+    assert report["joined"] == [None] * report["ranks"]
+    for (sent, received), stale, fresh in report["rounds"]:
+        assert sent == [None, None]
+        assert received == [None] * report["ranks"]
+        assert fresh < TOLERANCE < 100 * TOLERANCE < stale, "an update that changes nothing would prove nothing"
+
+
+def test_live_slices_have_the_trainers_checksums(report: Any) -> None:
+    assert len(report["sums"]) == report["ranks"]
+    for live, trainer in report["sums"]:
+        compared = [(mine, theirs) for mine, theirs in zip(live, trainer, strict=True) if mine is not None]
+        assert len(compared) > 40
+        assert all(mine == theirs for mine, theirs in compared)
+        assert len(compared) < len(live), "packed weights are not kept as they came"
+
+
+def test_the_ways_in_are_counted(report: Any) -> None:
+    for ways in report["ways"]:
+        assert ways.keys() == {"in_place", "reload"}
+        assert ways["in_place"]["parameters"] == 45 + (report["ranks"] == 2)
+        assert ways["reload"]["bytes"] > ways["in_place"]["bytes"] > 0
+
+
+def test_a_trainer_with_another_plan_is_refused_on_both_sides(report: Any) -> None:
+    refusals = report["refusals"]
+    difference = "linear_fc1.weight has shape [256, 128] here and [512, 128] there"
+    assert all(difference in said for said in refusals["model"])
+    assert difference in refusals["told"], "what the trainer finds in the store"
+    assert all("EngineSizes(tensor=" in said and "pipeline=2" in said for said in refusals["layout"])
+
+
+def test_a_missing_store_fields_or_link_are_errors(report: Any) -> None:
+    refusals = report["refusals"]
+    assert all("no store answers at 127.0.0.1:1 within 1 s" in said for said in refusals["store"])
+    assert all("missing 9 required" in said for said in refusals["field"])
+    assert all(
+        said == "TransferError: no link to the trainer is joined; join one first (init)" for said in refusals["start"]
+    )
+
+
+def test_a_trainer_rank_that_fails_leaves_a_torn_engine_that_lives_and_heals_over_another_link(report: Any) -> None:
+    faults = report["faults"]
+    assert all(BROKEN in said for said in faults["sent"])
+    failed = [said for said in faults["received"] if said is not None]
+    assert failed, "no rank of the engine noticed"
+    assert all(said.startswith("TransferError: link first failed on rank ") and BROKEN in said for said in failed)
+    assert faults["torn"] == [True] * report["ranks"]
+    assert any("no link to the trainer is joined" in (said or "") for said in faults["start"])
+    assert faults["halfway"] > 100 * TOLERANCE
+    assert faults["joined"] == [None] * report["ranks"]
+    assert faults["update"] == [[None, None], [None] * report["ranks"]]
+    assert faults["torn_after"] == [False] * report["ranks"]
+    assert faults["healed"] < TOLERANCE
+
+
+def test_an_update_left_open_on_a_rank_does_not_stop_the_next(report: Any) -> None:
+    assert report["faults"]["again"] == [[None, None], [None] * report["ranks"]]
+    assert report["faults"]["again_difference"] < TOLERANCE
+
+
+def test_vllm_knows_the_weight_transfer_engine() -> None:
+    assert WeightTransferEngineFactory._registry[vllm_worker.BACKEND]() is vllm_worker.ShardTransferEngine

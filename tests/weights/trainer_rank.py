@@ -1,0 +1,61 @@
+"""One rank of a real trainer that only publishes: version after version, each from a folder of its own.
+
+Usage: RANK=r WORLD_SIZE=w LOCAL_RANK=r python -m tests.weights.trainer_rank CONFIG HOST:PORT FOLDER...
+Version 0 is the configuration's model, version n the n-th folder's weights, sent when `go/<n>` is in the store; the
+first rank sets `sent/<n>` to what came of it. After the last one the model is written to <run folder>/exported.
+With `go/forever` it sends the folders' weights again and again, as fast as it can.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from megatron_webrl import compat
+from megatron_webrl.config import read
+from megatron_webrl.control import Control
+from megatron_webrl.model.export import hf_tensors
+from megatron_webrl.model.folder import copy_description
+from megatron_webrl.model.load import load_hf
+from megatron_webrl.processes import die_with_parent
+from megatron_webrl.trainer import parallel
+from megatron_webrl.trainer.build import make_learner
+from megatron_webrl.trainer.parallel import Rank
+from megatron_webrl.trainer.publish import Publisher
+
+
+def main() -> None:
+    die_with_parent()
+    compat.install()
+    config, folders = read(sys.argv[1]), sys.argv[3:]
+    host, _, port = sys.argv[2].rpartition(":")
+    rank = Rank.from_environment()
+    control = Control(host, int(port), f"trainer-{rank.rank}", config.run.lost_seconds)
+    control.start_heartbeat()
+    platform = parallel.initialize(config, rank, control.store, f"test/{control.begin_life()}")
+    learner = make_learner(config, platform)
+    publisher = Publisher(learner.models, config, control, platform)
+    forever = control.value("go/forever")
+    for version in itertools.count() if forever else range(len(folders) + 1):
+        if version and not forever:
+            control.wait_key(f"go/{version}", 120, f"the word for version {version}")
+        if version:
+            load_hf(learner.models, folders[(version - 1) % len(folders)])
+        seconds = publisher.publish(version)
+        if rank.rank == 0:
+            control.put(f"sent/{version}", {"seconds": seconds, "lost": publisher.lost, **publisher.take_figures()})
+    target = Path(config.run_folder, "exported")
+    tensors = {name: tensor.clone() for name, tensor in hf_tensors(learner.models)}
+    if rank.rank == 0:
+        target.mkdir(parents=True)
+        copy_description(Path(config.model.path), target)
+        save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+        control.put("exported", str(target))
+    parallel.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""A trainer of two tensor-parallel ranks, in threads, and a real vLLM engine in processes of its own, over links.
+
+It goes through all that test_vllm_worker.py asks of the weight-transfer engine and reports what it saw.
+Usage: python -m tests.weights.vllm_link_process <model folder> <tensor-parallel size> <report>
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import copy
+import json
+import sys
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_webrl.config import Config
+from megatron_webrl.model.layout import Sizes
+from megatron_webrl.model.parameter_map import model_map, parameter_shapes, to_megatron
+from megatron_webrl.rollout import vllm_environment
+from megatron_webrl.weights import transport
+from megatron_webrl.weights.engine_map import EngineSizes
+from megatron_webrl.weights.plan import Engines, Plan, Trainer
+from megatron_webrl.weights.slices import index
+from tests.weights.vllm_process import SAMPLING, Scoring, report_to
+
+SENDERS = 2
+STAGING = 2**20
+SECONDS = 20.0
+Source = Callable[[str], torch.Tensor]
+
+
+class Sender:
+    """All ranks of a trainer that holds the weights of a transformers model."""
+
+    def __init__(self, reference: Any, engine_ranks: int) -> None:
+        self.reference, self.ranks = reference, engine_ranks
+        self.trainer = Trainer(Sizes(tensor=SENDERS), SENDERS, ("here",) * SENDERS)
+        self.engines = Engines.alike(EngineSizes(tensor=engine_ranks), (("here",) * engine_ranks,))
+        self.store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=SECONDS)
+        )
+        self.plan = self.plan_of(reference.config)
+        self.pool = ThreadPoolExecutor(SENDERS)
+        self.links: list[transport.Link] = []
+
+    def plan_of(self, description: Any) -> Plan:
+        return Plan(description, self.trainer, self.engines, 4, STAGING)
+
+    def info(self, name: str, plan: Plan | None = None) -> dict[str, Any]:
+        """What an engine is told to join link `name`."""
+        plan = plan or self.plan
+        tensors = base64.b64encode(zlib.compress(json.dumps(plan.tensors()).encode())).decode()
+        return {
+            "host": "127.0.0.1",
+            "port": self.store.port,
+            "name": name,
+            "engine": 0,
+            "trainer": asdict(self.trainer) | {"digest": plan.digest, "tensors": tensors},
+            "engines": asdict(self.engines),
+            "staging_bytes": STAGING,
+            "dtype": "float32",
+            "seconds": SECONDS,
+            "join_seconds": SECONDS,
+        }
+
+    def join(self, name: str) -> None:
+        def one(rank: int) -> transport.Link:
+            store = dist.TCPStore("127.0.0.1", self.store.port, is_master=False, timeout=timedelta(seconds=SECONDS))
+            return transport.join(store, name, rank, SENDERS + self.ranks, SECONDS, "gloo")
+
+        assert self.plan.senders(0) == tuple(range(SENDERS))
+        self.links = list(self.pool.map(one, range(SENDERS)))
+
+    def parameters(self, rank: int) -> dict[str, torch.Tensor]:
+        """What Megatron holds of the model on a rank; experts are whole on each."""
+        state, entries = self.reference.state_dict(), model_map(self.reference.config, "transposed")
+        shapes = parameter_shapes(entries, SENDERS, 1)
+        found = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        for entry in entries:
+            place = (rank, SENDERS) if entry.expert is None else (0, 1)
+            to_megatron(entry, state[entry.name], found[entry.parameter], *place)
+        return found
+
+    def send(self, transfer: int, verify: bool, broken: str = "") -> list[str | None]:
+        """One transfer; on the last rank the parameter `broken` cannot be read. What each rank has to say."""
+
+        def one(rank: int) -> str | None:
+            parameters = self.parameters(rank)
+            if rank == SENDERS - 1:
+                parameters.pop(broken, None)
+            link = self.links[rank]
+            ranks = {receiver: SENDERS + receiver for receiver in range(self.ranks)}
+            outgoing = transport.Outgoing(link, self.plan.messages(0, sender=rank), ranks)
+            try:
+                return transport.send(
+                    [outgoing], parameters.__getitem__, torch.float32, STAGING, transfer, SECONDS, verify=verify
+                )[link.name]
+            except KeyError as error:
+                return f"no parameter {error}"
+
+        return list(self.pool.map(one, range(SENDERS)))
+
+    def sums(self, receiver: int) -> list[int]:
+        """Checksums of the receiver's slices in the order of its messages, from the trainer's parameters."""
+        held = [self.parameters(rank) for rank in range(SENDERS)]
+        return [
+            transport.checksum(held[message.sender][piece.source][index(piece.source_place, piece.size)])
+            for message in self.plan.messages(0, receiver=receiver)
+            for piece in message.slices
+        ]
+
+
+class Bench:
+    """The engine, the trainer and the model that they share."""
+
+    def __init__(self, llm: Any, folder: Path, ranks: int) -> None:
+        self.llm, self.scoring, self.transfers, self.scored = llm, Scoring(folder), 0, 0
+        self.sender = Sender(self.scoring.reference, ranks)
+
+    async def call(self, method: str, *arguments: Any) -> list[Any]:
+        return await asyncio.wait_for(self.llm.collective_rpc(method, args=arguments), 4 * SECONDS)
+
+    async def step(self, step: str, info: dict[str, Any] | None = None) -> list[str | None]:
+        return await self.call("webrl_weights", step, info)
+
+    async def join(self, name: str) -> list[str | None]:
+        _, said = await asyncio.gather(
+            asyncio.to_thread(self.sender.join, name), self.step("init", self.sender.info(name))
+        )
+        return said
+
+    async def update(self, broken: str = "", verify: bool = False) -> tuple[list[str | None], list[str | None]]:
+        """Send the weights; what trainer and engine ranks say."""
+        self.transfers += 1
+        info = {"transfer": self.transfers, "version": self.transfers, "verify": verify}
+        assert await self.step("start") == [None] * self.sender.ranks
+        sent, received = await asyncio.gather(
+            asyncio.to_thread(self.sender.send, self.transfers, verify, broken), self.step("update", info)
+        )
+        if any(received):
+            return sent, received
+        return sent, await self.step("finish")
+
+    async def difference(self) -> float:
+        await self.llm.reset_prefix_cache()
+        await self.llm.reset_encoder_cache()
+        return max([await self._difference(True), await self._difference(False)])
+
+    async def _difference(self, with_image: bool) -> float:
+        request, images = self.scoring.request(with_image)
+        self.scored += 1
+        async for output in self.llm.generate(request, SAMPLING, f"score-{self.scored}"):
+            if output.finished:
+                return self.scoring.difference(output, images)
+        raise AssertionError("no output")
+
+
+async def refusals(bench: Bench) -> dict[str, Any]:
+    """A trainer with another model, with another layout of engines, and without a store."""
+    other = copy.deepcopy(bench.scoring.reference.config)
+    other.vision_config.intermediate_size *= 2
+    sender = bench.sender
+    found: dict[str, Any] = {"model": await bench.step("init", sender.info("other", sender.plan_of(other)))}
+    found["told"] = sender.store.get("link/other/refused").decode()
+    layout = sender.info("layout")
+    layout["engines"]["sizes"][0]["pipeline"] = 2
+    found["layout"] = await bench.step("init", layout)
+    found["store"] = await bench.step("init", sender.info("nowhere") | {"port": 1, "join_seconds": 1.0})
+    found["field"] = await bench.step("init", {"host": "127.0.0.1"})
+    found["start"] = await bench.step("start")
+    return found
+
+
+async def faults(bench: Bench) -> dict[str, Any]:
+    """A trainer rank fails in the middle; the engine lives, is torn, refuses the link, and is healed over another."""
+    bench.scoring.perturb()
+    sent, received = await bench.update(broken="decoder.layers.1.self_attention.linear_qkv.weight")
+    found: dict[str, Any] = {"sent": sent, "received": received, "torn": await bench.call("webrl_torn")}
+    found["start"] = await bench.step("start")
+    found["halfway"] = await bench.difference()
+    found["joined"] = await bench.join("second")
+    found["update"] = await bench.update()
+    found["healed"], found["torn_after"] = await bench.difference(), await bench.call("webrl_torn")
+    # An update that was never carried out, as a rank keeps it when another one fails; then the next one.
+    bench.scoring.perturb()
+    assert await bench.step("start") == [None] * bench.sender.ranks
+    found["again"] = await bench.update()
+    found["again_difference"] = await bench.difference()
+    return found
+
+
+async def run(folder: Path, ranks: int, result: Path) -> None:
+    config = Config()
+    config.model.path, config.model.platform, config.rollout.tensor_parallel = str(folder), "cpu", ranks
+    config.rollout.max_model_len, config.rollout.kv_cache_mib = 1024, 64
+    starting = ThreadPoolExecutor(1)
+    llm = await asyncio.get_running_loop().run_in_executor(starting, vllm_environment.start, config, 0)
+    bench = Bench(llm, folder, ranks)
+    report: dict[str, Any] = {"refusals": await refusals(bench), "joined": await bench.join("first"), "rounds": []}
+    for number in range(2):
+        bench.scoring.perturb()
+        stale = await bench.difference()
+        said = await bench.update(verify=number == 1)
+        report["rounds"].append((said, stale, await bench.difference()))
+    live = await bench.call("webrl_live_sums")
+    report["sums"] = [(mine, bench.sender.sums(rank)) for rank, mine in enumerate(live)]
+    report["ways"] = await bench.call("webrl_ways")
+    report["faults"] = await faults(bench)
+    llm.output_handler.cancel()  # it would report the end of the engine core as an error
+    await asyncio.get_running_loop().run_in_executor(starting, llm.shutdown, 20.0)
+    starting.shutdown()
+    report_to(result, report)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    asyncio.run(run(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""A real vLLM engine in this process whose weights are written slice by slice; prints a report as JSON.
+
+One process a model, since an engine takes seconds to start: it goes through all that test_vllm_target.py asks of
+ModelTarget and reports what it saw. It needs the environment that test_vllm_target.run gives it.
+Usage: python -m tests.weights.vllm_process <model folder> <report>
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import transformers
+from PIL import Image
+from torch import Tensor
+from vllm import LLM, SamplingParams
+
+from megatron_webrl.model.parameter_map import model_map
+from megatron_webrl.model.processing import Processor, decode_image
+from megatron_webrl.weights.engine_map import EngineSizes, parameters, shards
+from megatron_webrl.weights.slices import index
+from megatron_webrl.weights.vllm_target import ModelTarget
+
+RESPONSE = 24
+SAMPLING = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+UPDATES = 20
+Piece = tuple[str, tuple[int | slice, ...], Tensor]
+
+
+class Scoring:
+    """The same model in transformers, fresh prompts, and how far an engine's log-probabilities are from its own."""
+
+    def __init__(self, folder: Path) -> None:
+        model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+        self.reference: Any = model.eval()
+        self.processor = Processor.load(str(folder))
+        self._seed = 0
+
+    def perturb(self) -> None:
+        """Change every weight."""
+        self._seed += 1
+        generator = torch.Generator().manual_seed(self._seed)
+        with torch.no_grad():
+            for parameter in self.reference.parameters():
+                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+
+    def request(self, with_image: bool) -> tuple[dict[str, Any], list[bytes]]:
+        """A prompt that no cache knows, followed by a response of random tokens, and its images."""
+        self._seed += 1
+        numbers = np.random.default_rng(self._seed)
+        response = numbers.integers(300, 900, RESPONSE).tolist()
+        images = [_picture(numbers)] if with_image else []
+        content = [{"type": "text", "text": f"Click {self._seed}."}, *({"type": "image"} for _ in images)]
+        chat = self.processor.encode_chat([{"role": "user", "content": content}])
+        request: dict[str, Any] = {"prompt_token_ids": [*chat.tolist(), *response]}
+        if images:
+            request["multi_modal_data"] = {"image": [decode_image(data) for data in images]}
+        return request, images
+
+    @torch.no_grad()
+    def difference(self, output: Any, images: list[bytes]) -> float:
+        """Largest difference between vLLM's log-probabilities of the response and those of transformers."""
+        pixels, grids = self.processor.pixels(images)
+        ids = torch.tensor([output.prompt_token_ids])
+        response = ids[0, -RESPONSE:]
+        kinds = (ids == self.processor.image_token_id).int()
+        vision = {"pixel_values": pixels, "image_grid_thw": torch.from_numpy(grids).long()} if images else {}
+        logits = self.reference(input_ids=ids, mm_token_type_ids=kinds, **vision).logits[0].float()
+        wanted = logits[-RESPONSE - 1 : -1].log_softmax(-1).gather(1, response[:, None])[:, 0]
+        places = zip(output.prompt_logprobs[-RESPONSE:], response.tolist(), strict=True)
+        return float((torch.tensor([place[token].logprob for place, token in places]) - wanted).abs().max())
+
+
+def report_to(result: Path, report: dict[str, Any]) -> None:
+    """Write a report; readers never see half of it."""
+    unfinished = result.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(report))
+    unfinished.rename(result)
+
+
+class Bench:
+    """An engine, the same model in transformers, and the target under test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.llm = LLM(
+            model=str(folder),
+            dtype="float32",
+            enforce_eager=True,
+            kv_cache_memory_bytes=32 * 2**20,
+            max_model_len=1024,
+            limit_mm_per_prompt={"image": 1, "video": 0},
+            enable_prefix_caching=False,
+        )
+        workers: list[Any] = []
+        self.llm.collective_rpc(workers.append)
+        self.worker = workers[0]
+        self.module = self.worker.model_runner.get_model()
+        self.scoring = Scoring(folder)
+        self.description = self.scoring.reference.config
+        self.expected = parameters(self.description, EngineSizes(), 0)
+        self.target = self.make(self.expected)
+
+    def make(self, expected: dict[str, tuple[int, ...]]) -> ModelTarget:
+        return ModelTarget(self.module, self.worker.vllm_config, self.worker.device, expected)
+
+    def perturb(self) -> None:
+        self.scoring.perturb()
+
+    def pieces(self) -> Iterator[Piece]:
+        """Every slice of the reference's weights for a single rank: parameter, place in it, values."""
+        state = self.scoring.reference.state_dict()
+        for entry in model_map(self.description, "transposed"):
+            part = state[entry.name][entry.within]
+            for shard in shards(entry, self.description, EngineSizes(), 0):
+                yield shard.parameter, index(shard.place, shard.size), part[index(shard.tensor, shard.size)]
+
+    def write(self, pieces: Any) -> None:
+        for parameter, place, values in pieces:
+            self.target.tensor(parameter)[place].copy_(values)
+            self.target.written(parameter, values.numel())
+
+    def update(self, pieces: Any) -> None:
+        self.target.begin()
+        self.write(pieces)
+        self.target.finish()
+
+    def difference(self) -> float:
+        """Largest difference of log-probabilities from transformers, with a fresh image and without one."""
+        return max(self._difference(with_image) for with_image in (True, False))
+
+    def _difference(self, with_image: bool) -> float:
+        request, images = self.scoring.request(with_image)
+        return self.scoring.difference(self.llm.generate([request], SAMPLING, use_tqdm=False)[0], images)
+
+    def memory(self) -> dict[str, int]:
+        """Address of every parameter that the kernels hold."""
+        return {name: p.data_ptr() for name, p in self.module.named_parameters() if p.numel()}
+
+    def open_layers(self) -> int:
+        """Layers that hold a loading form: packed linear layers have no weight of their own."""
+        packed = [m for m in self.module.modules() if hasattr(m, "cpu_linear") and not hasattr(m, "shard_indices")]
+        return sum(m.weight.numel() > 0 for m in packed)
+
+
+def _picture(random_numbers: np.random.Generator) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(random_numbers.integers(0, 256, (64, 96, 3), dtype=np.uint8)).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def refusals(bench: Bench) -> list[str]:
+    """What is said of a plan with a wrong shape, with a parameter too many and with one too few."""
+    norm = "language_model.model.norm.weight"
+    without = {name: shape for name, shape in bench.expected.items() if name != norm}
+    wrong = [bench.expected | {norm: (3,)}, bench.expected | {"no.such.weight": (2, 2)}, without]
+    return [_error(lambda expected=expected: bench.make(expected)) for expected in wrong]
+
+
+def _error(call: Any) -> str:
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def updates(bench: Bench) -> dict[str, Any]:
+    """Several updates in the plan's order and one in no order; each scored before and after."""
+    addresses, rounds, opened = bench.memory(), [], 0
+    for number in range(3):
+        bench.perturb()
+        stale = bench.difference()
+        pieces = list(bench.pieces())
+        if number == 2:
+            random.Random(5).shuffle(pieces)
+            bench.update(pieces)
+        else:
+            bench.target.begin()
+            for piece in pieces:
+                bench.write([piece])
+                opened = max(opened, bench.open_layers())
+            bench.target.finish()
+        rounds.append((stale, bench.difference()))
+    return {
+        "rounds": rounds,
+        "moved": sorted(k for k, v in bench.memory().items() if addresses[k] != v),
+        "open": opened,
+    }
+
+
+def failure(bench: Bench) -> dict[str, Any]:
+    """A transfer that breaks off in the middle of layers, at several places; then a whole one."""
+    addresses = bench.memory()
+    report: dict[str, Any] = {"torn": [bench.target.torn]}
+    bench.perturb()
+    pieces = list(bench.pieces())
+    bench.target.begin()
+    report["torn"].append(bench.target.torn)
+    for end in (1, len(pieces) // 3, len(pieces) - 1):
+        random.Random(end).shuffle(pieces)
+        bench.target.begin()
+        bench.write(pieces[:end])
+        bench.target.abandon()
+        report["torn"].append(bench.target.torn)
+    report["open"], report["moved"] = bench.open_layers(), bench.memory() != addresses
+    report["halfway"] = bench.difference()
+    bench.update(bench.pieces())
+    report["torn"].append(bench.target.torn)
+    report["healed"] = bench.difference()
+    return report
+
+
+def faults(bench: Bench) -> dict[str, str]:
+    """What is said of slices that are missing, too many, unknown or out of turn. Leaves the engine whole."""
+    bench.target.begin()
+    found = {"unknown": _error(lambda: bench.target.tensor("no.such.weight"))}
+    pieces = list(bench.pieces())
+    bench.write(pieces[:-1])
+    found["incomplete"] = _error(bench.target.finish)
+    bench.write(pieces[-1:])
+    found["again"] = _error(lambda: bench.target.tensor(pieces[-1][0]))
+    found["more"] = _error(lambda: bench.target.written(pieces[-1][0], 1))
+    bench.target.finish()
+    found["outside"] = _error(lambda: bench.target.tensor(pieces[0][0]))
+    found["last"] = pieces[-1][0]
+    return found
+
+
+def repeated(bench: Bench) -> dict[str, float]:
+    """MiB that the process grows by over many updates, how many, and MiB of the model."""
+    pieces = [(name, place, values.clone()) for name, place, values in bench.pieces()]
+    for _ in range(5):  # allocators reach their level
+        bench.update(pieces)
+    before = psutil.Process().memory_info().rss
+    for _ in range(UPDATES):
+        bench.update(pieces)
+    grown = psutil.Process().memory_info().rss - before
+    model = sum(bench.target.bytes().values())
+    return {"updates": UPDATES, "grown": grown / 2**20, "model": model / 2**20}
+
+
+def padding(bench: Bench) -> float:
+    """Largest absolute value in the rows beyond the vocabulary."""
+    rows = bench.target.live("language_model.model.embed_tokens.weight")
+    assert rows is not None
+    beyond = rows[bench.description.text_config.vocab_size :]
+    return float(beyond.abs().max()) if beyond.numel() else 0.0
+
+
+def main(folder: Path, result: Path) -> None:
+    bench = Bench(folder)
+    report: dict[str, Any] = {
+        "refusals": refusals(bench),
+        "ways": bench.target.ways(),
+        "live": sorted(name for name in bench.expected if bench.target.live(name) is not None),
+        "loaded": bench.difference(),
+        "updates": updates(bench),
+        "failure": failure(bench),
+        "faults": faults(bench),
+        "padding": padding(bench),
+        "repeated": repeated(bench),
+        "finally": bench.difference(),
+    }
+    report_to(result, report)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
