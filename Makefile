@@ -15,7 +15,7 @@ else
 TORCH_BACKEND := --torch-backend=cpu
 endif
 
-.PHONY: help install system quickstart test test-fast lint format docs doctor clean
+.PHONY: help install system quickstart test test-fast soak lint format docs doctor clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -39,7 +39,10 @@ test: install lint ## lint, then run all tests
 	$(BIN)/python -m pytest $(ARGS)
 
 test-fast: install ## run the tests that take under a minute each
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not soak" $(ARGS)
+
+soak: install ## what tests leave out for its length: kills by the dozen, more models
+	$(BIN)/python -m pytest -m soak --timeout=3000 $(ARGS)
 
 lint: $(VENV)/.installed ## ruff and mypy
 	$(BIN)/ruff check .

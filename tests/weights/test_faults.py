@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import time
 from pathlib import Path
@@ -19,8 +18,6 @@ from tests.weights.test_updates import TOLERANCE, load
 from tools.make_tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio]
-TRAINER_KILLS = int(os.environ.get("WEBRL_TRAINER_KILLS", "6"))
-ENGINE_KILLS = int(os.environ.get("WEBRL_ENGINE_KILLS", "2"))
 VERSIONS = 3
 
 
@@ -48,8 +45,9 @@ def check_answers(found: Served, folders: list[Path], base: Path) -> int:
     return looked
 
 
+@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.soak)])
 async def test_an_engine_whose_trainer_is_killed_is_whole_or_silent_and_serves_the_next_trainer(
-    tmp_path: Path, model: Path
+    tmp_path: Path, model: Path, kills: int
 ) -> None:
     draw = random.Random(11)
     config = configuration(tmp_path, model)
@@ -59,7 +57,7 @@ async def test_an_engine_whose_trainer_is_killed_is_whole_or_silent_and_serves_t
     stage.control.put("go/forever", True)
     try:
         async with served(stage, 0, requests=3) as found:
-            for kill in range(TRAINER_KILLS):
+            for kill in range(kills):
                 life = found.refresh.life
                 stage.start_trainer(folders)
                 await stage.until(lambda was=life: found.refresh.life != was, "a new link")
@@ -92,8 +90,9 @@ async def test_an_engine_whose_trainer_is_killed_is_whole_or_silent_and_serves_t
     assert torn
 
 
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.soak)])
 async def test_an_engine_that_is_killed_holds_up_nobody_and_comes_back_with_whole_weights(
-    tmp_path: Path, model: Path
+    tmp_path: Path, model: Path, kills: int
 ) -> None:
     draw = random.Random(12)
     config = configuration(tmp_path, model, engines=2, tensor_parallel=2)
@@ -104,11 +103,11 @@ async def test_an_engine_that_is_killed_holds_up_nobody_and_comes_back_with_whol
     try:
         async with served(stage, 0, requests=2) as steady:
             stage.start_trainer(folders)
-            for kill in range(ENGINE_KILLS + 1):
+            for kill in range(kills + 1):
                 before = set(psutil.Process().children(recursive=True))
                 async with served(stage, 1, requests=2) as doomed:
                     await stage.until(lambda d=doomed: d.engine.version >= 0, "the engine's first weights")
-                    if kill == ENGINE_KILLS:
+                    if kill == kills:
                         assert check_answers(steady, folders, model) >= 5
                         break
                     await stage.until(lambda d=doomed: d.engine.torn, "a transfer")

@@ -23,7 +23,7 @@ def load(folder: Path) -> torch.nn.Module:
     return transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize("kind", ["dense", pytest.param("experts", marks=pytest.mark.soak)])
 async def test_two_by_two_trainer_ranks_keep_engines_of_one_and_two_ranks_up_to_date_under_load(
     tmp_path: Path, tiny_model: Path, tiny_sparse_model: Path, kind: str
 ) -> None:

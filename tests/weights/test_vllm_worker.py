@@ -20,7 +20,7 @@ ENGINES = {"dense": 1, "experts": 2}
 BROKEN = "decoder.layers.1.self_attention.linear_qkv.weight"
 
 
-@pytest.fixture(scope="module", params=list(ENGINES))
+@pytest.fixture(scope="module", params=[pytest.param("dense", marks=pytest.mark.soak), "experts"])
 def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What tests/weights/vllm_link_process.py saw with one model on one engine."""
     folder, ranks = tmp_path_factory.mktemp(request.param), ENGINES[request.param]
