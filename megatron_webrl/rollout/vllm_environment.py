@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from megatron_webrl import compat
-from megatron_webrl.config import Config
+from megatron_webrl.config import Config, ConfigError
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -52,11 +52,13 @@ def _threads(config: Config) -> int:
 
 
 def arguments(config: Config, worker: int, life: int = 1) -> AsyncEngineArgs:
-    """vLLM's arguments for one engine. `environment` must be in force."""
+    """vLLM's arguments for one engine. `environment` must be in force. Raises ConfigError."""
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     rollout, cuda = config.rollout, on_cuda(config)
+    if rollout.expert_parallel and not cuda:
+        raise ConfigError("rollout.expert_parallel=true: vLLM's CPU build dies at the first token; set it to false")
     cache = rollout.kv_cache_mib or (0 if cuda else CPU_KV_CACHE_MIB)
     limits: Any = {"image": rollout.context.rounds, "video": 0}
     extra: dict[str, Any] = {"kv_cache_memory_bytes": cache * 2**20} if cache else {}

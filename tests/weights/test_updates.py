@@ -34,7 +34,7 @@ async def test_two_by_two_trainer_ranks_keep_engines_of_one_and_two_ranks_up_to_
     try:
         stage.start_trainer(folders)
         async with AsyncExitStack() as stack:
-            sizes = [{}, {"tensor_parallel": 2, "expert_parallel": kind == "experts"}]
+            sizes = [{}, {"tensor_parallel": 2}]
             engines = await asyncio.gather(
                 *(stack.enter_async_context(served(stage, n, requests=4, **size)) for n, size in enumerate(sizes))
             )
