@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -29,6 +30,8 @@ from megatron_webrl.weights.slices import index
 
 log = logging.getLogger(__name__)
 
+STRIKES = 5
+"""Transfers in a row that an engine may fail. One that fails so often is not waited for any more."""
 _PAUSE = 0.01
 Failures = dict[str, str]  # worker -> why it did not take its weights
 
@@ -61,6 +64,7 @@ class Publisher:
         self._plan: Plan | None = None
         self._lives: dict[str, str] = {}  # of the linked engines
         self._failed: set[str] = set()  # lives that will not come back
+        self._strikes: Counter[str] = Counter()  # transfers that a worker's engine failed in a row
         self._links: dict[str, transport.Link] = {}  # those of this rank, by worker
         self._transfers = 0
         self._figures: dict[str, float] = {}
@@ -72,7 +76,8 @@ class Publisher:
     def publish(self, version: int, newcomers_only: bool = False) -> float:
         """Send the weights as `version` to all engines that are there; returns seconds.
 
-        The first call waits for all engines. Raises JobFailed if one does not come, or if the job has ended.
+        The first call waits for all engines. Raises JobFailed if one does not come, if all of them fail again and
+        again, or if the job has ended.
         """
         started = time.monotonic()
         if self._plan is None:
@@ -91,7 +96,9 @@ class Publisher:
                     "%s did not take version %d, it is left out until it comes again: %s", worker, version, reason
                 )
         seconds = time.monotonic() - started
-        self._note(version, [worker for worker in roll if worker not in failures], seconds)
+        taken = [worker for worker in roll if worker not in failures]
+        self._count(taken, failures)
+        self._note(version, taken, seconds)
         return seconds
 
     def take_figures(self) -> dict[str, float]:
@@ -128,7 +135,7 @@ class Publisher:
             value = self.control.value(f"engine/{worker}")
             if not isinstance(value, dict) or value["trainer"] != self._life or value["life"] in self._failed:
                 continue
-            if not self.control.is_lost(worker):
+            if self._strikes[worker] < STRIKES and not self.control.is_lost(worker):
                 found[worker] = Announcement(value["life"], tuple(value["nodes"]), EngineSizes(**value["sizes"]))
         return found
 
@@ -261,6 +268,15 @@ class Publisher:
         for found in everyone:
             merged = found | merged
         return merged
+
+    def _count(self, taken: Sequence[str], failures: Failures) -> None:
+        """Count failures in a row. Raises JobFailed, on every rank, if no engine is left that might take weights."""
+        self._strikes.update(failures.keys())
+        for worker in taken:
+            del self._strikes[worker]
+        if all(self._strikes[worker] >= STRIKES for worker in self.config.workers):
+            reasons = "; ".join(f"{worker}: {reason}" for worker, reason in failures.items())
+            raise JobFailed(f"no engine took its weights in {STRIKES} transfers in a row; {reasons}")
 
     def _note(self, version: int, served: Sequence[str], seconds: float) -> None:
         if self._rank != 0 or not served:
