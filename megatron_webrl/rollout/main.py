@@ -19,7 +19,10 @@ log = logging.getLogger(__name__)
 
 
 def run(config: Config, control: Control, worker: int, ring_name: str, weights_only: bool = False) -> None:
-    """Run one worker until the job has ended. `weights_only`: no browsers, no episodes, no ring."""
+    """Run one worker until the job has ended; raises Stopped if it ends before the pool has begun.
+
+    `weights_only`: no browsers, no episodes, no ring.
+    """
     control.start_heartbeat()
     life = control.begin_life()
     log.info("life %d of this worker", life)
@@ -29,9 +32,8 @@ def run(config: Config, control: Control, worker: int, ring_name: str, weights_o
         else:
             with Ring.create_or_attach(ring_name, config.ring.mib * 2**20, ring_name) as ring:
                 asyncio.run(_run(config, control, worker, life, ring))
-    except Stopped:
-        pass  # the job has ended before the pool began
-    control.close()
+    finally:
+        control.close()
 
 
 async def _run(config: Config, control: Control, worker: int, life: int, ring: Ring) -> None:
