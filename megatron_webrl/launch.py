@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -56,8 +55,7 @@ class Role:
 
     def restart(self) -> None:
         """Start the process again; what is left of the one before is killed."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # it led a group of its own
+        processes.kill_group(self.process.pid)  # it led one of its own
         self.process = processes.start(self.command, self.log, self.environment, self.name)
         self.restarts += 1
 

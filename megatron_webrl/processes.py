@@ -2,7 +2,7 @@
 
 1. `start` makes a role that the kernel kills when its parent ends.
 2. `become_subreaper` and `kill_descendants`: what a dead role left behind (browsers, engine cores) is handed
-   to the launcher, which ends it with the rest.
+   to the launcher, which ends it with the rest; `kill_group` when the role is to start again.
 3. `sweep_orphans` and `sweep_scratch`: processes that survive even a SIGKILL of the launcher carry the name of
    their owner in their environment, folders of temporary files carry it in their name; the next start removes both.
 """
@@ -110,6 +110,9 @@ def start(command: Sequence[str], log: Path, env: Mapping[str, str], name: str) 
 def kill_descendants(seconds: float, roles: Sequence[subprocess.Popen[bytes]] = ()) -> list[str]:
     """End every descendant: SIGTERM, after half of `seconds` SIGKILL; returns what is left, as "name (pid)".
 
+    Python's resource trackers, which end by themselves when they have removed what the dead have left in /dev/shm, are
+    killed only after three quarters.
+
     After `become_subreaper` this covers processes whose own parent is gone. Ended children are reaped; those in `roles`
     through their Popen, which keeps their exit code.
     """
@@ -124,11 +127,28 @@ def kill_descendants(seconds: float, roles: Sequence[subprocess.Popen[bytes]] = 
             return sorted(_name(process.pid) for process in running)
         for process in running:
             with suppress(psutil.NoSuchProcess):
-                if elapsed >= seconds / 2:
+                if elapsed >= seconds / 2 and (elapsed >= seconds * 3 / 4 or not _is_tracker(process)):
                     process.kill()
                 elif process not in terminated:  # psutil compares pid and start time
                     terminated.add(process)
                     process.terminate()
+        time.sleep(_PAUSE)
+
+
+def kill_group(leader: int, seconds: float = 5.0) -> None:
+    """Kill the processes of a group, its resource tracker only if it has not ended by itself within `seconds`.
+
+    What is left after another `seconds` is let be.
+    """
+    begun = time.monotonic()
+    while members := [process for process in psutil.process_iter() if _group(process.pid) == leader and _runs(process)]:
+        elapsed = time.monotonic() - begun
+        if elapsed >= 2 * seconds:
+            return
+        for process in members:
+            with suppress(psutil.NoSuchProcess):
+                if elapsed >= seconds or not _is_tracker(process):
+                    process.kill()
         time.sleep(_PAUSE)
 
 
@@ -148,13 +168,30 @@ def sweep_orphans(seconds: float = 5.0) -> list[str]:
             # Descendants need no mark of their own: Chromium's renderers overwrite their environment.
             found |= {victim.pid: victim for victim in (process, *process.children(recursive=True))}
     names = [_name(pid) for pid in sorted(found)]
-    for victim in found.values():
-        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            victim.kill()
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and any(_runs(victim) for victim in found.values()):
+    begun = time.monotonic()
+    while left := [victim for victim in found.values() if _runs(victim)]:
+        elapsed = time.monotonic() - begun
+        if elapsed >= seconds:
+            break
+        for victim in left:
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                if elapsed >= seconds / 2 or not _is_tracker(victim):
+                    victim.kill()
         time.sleep(_PAUSE)
     return names
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    """Whether it removes semaphores and shared memory of others, once they are all gone."""
+    with suppress(psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
+        return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
+    return False
+
+
+def _group(pid: int) -> int:
+    with suppress(ProcessLookupError):
+        return os.getpgid(pid)
+    return 0
 
 
 def _runs(process: psutil.Process) -> bool:

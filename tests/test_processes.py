@@ -157,6 +157,47 @@ def test_a_subreaper_ends_even_those_whose_parent_is_gone_and_that_ignore_sigter
     assert not is_alive(*orphan[0])
 
 
+HOLDER = (  # holds a named semaphore, which only the resource tracker can remove after a SIGKILL
+    "import multiprocessing, os, time\n"
+    "lock = multiprocessing.get_context('spawn').Lock()\n"
+    "open({log!r}, 'a').write(f'{{os.getpid()}} {{lock._semlock.name}} ')\n"
+    "time.sleep(60)"
+)
+
+
+def holder(tmp_path: Path) -> tuple[int, Path]:
+    """Pid of a process started from HOLDER, and its semaphore's file."""
+    log = tmp_path / "held"
+    until(lambda: log.exists() and len(log.read_text().split()) == 2, "semaphore made")
+    pid, name = log.read_text().split()
+    return int(pid), Path("/dev/shm/sem." + name.removeprefix("/"))
+
+
+def test_a_killed_group_leaves_no_semaphore_behind(tmp_path: Path) -> None:
+    code = HOLDER.format(log=str(tmp_path / "held"))
+    role = start([sys.executable, "-c", code], tmp_path / "log", os.environ, "worker")
+    _, semaphore = holder(tmp_path)
+    assert semaphore.exists()
+    processes.kill_group(role.pid)
+    assert role.wait(5) == -signal.SIGKILL
+    assert not semaphore.exists()
+
+
+def test_a_sweep_leaves_no_semaphore_behind(tmp_path: Path, cleared) -> None:
+    code = HOLDER.format(log=str(tmp_path / "held"))
+    run = python(
+        "from megatron_webrl.processes import owner_environment\n"
+        f"subprocess.Popen([P, '-c', {code!r}], env={{**os.environ, **owner_environment()}})\ntime.sleep(60)"
+    )
+    pid, semaphore = holder(tmp_path)
+    cleared.append((pid, start_time(pid)))
+    run.kill()
+    run.wait()
+    assert semaphore.exists()
+    assert pid in swept()
+    assert not semaphore.exists()
+
+
 def test_orphans_of_a_killed_run_are_swept_with_their_children_and_nothing_else(tmp_path: Path, cleared) -> None:
     log = tmp_path / "pids"
     note = f"open({str(log)!r}, 'a').write(f'{{os.getpid()}} ')"

@@ -19,7 +19,8 @@ fi
 
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 "$venv/bin/python" -m pip install -q uv
+# Bytecode is compiled here, once: where Python may not write it, each process would compile torch and vLLM anew.
 # shellcheck disable=SC2086  # the option may be empty
-"$venv/bin/uv" pip install -q --python "$venv/bin/python" ${TORCH_BACKEND:-} \
+"$venv/bin/uv" pip install -q --compile-bytecode --python "$venv/bin/python" ${TORCH_BACKEND:-} \
     --override requirements/overrides.txt -r requirements/cpu.txt
 "$venv/bin/uv" pip install -q --python "$venv/bin/python" --no-deps -e .
