@@ -96,6 +96,7 @@ def join(store: dist.Store, name: str, rank: int, size: int, seconds: float, bac
     if not 0 <= rank < size:
         raise ValueError(f"rank={rank} is outside 0..{size - 1} (link {name})")
     prefixed = dist.PrefixStore(f"link/{name}", store)
+    prefixed.set(f"done/{rank}", "-1")  # the last transfer that it completed
     prefixed.set(f"member/{rank}", f"{socket.gethostname()}:{os.getpid()}")
     missing = _absent(prefixed, [f"member/{other}" for other in range(size)], seconds)
     if missing and prefixed.check([_REFUSED]):

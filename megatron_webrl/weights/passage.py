@@ -1,4 +1,4 @@
-"""What both directions of a transfer have in common: units and a window of them, staging, waiting with a limit."""
+"""What both directions of a transfer have in common: units, staging, waiting with a limit."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import torch
 from megatron_webrl.weights.link import Link
 from megatron_webrl.weights.slices import Message, Slice
 
-_ALONE_BYTES = 2**22
-"""Slices from this size on travel alone: one that is contiguous needs no copy then."""
-WINDOWS = (2, 4)
-"""Least and most units of a link that a rank has under way, as the staging memory allows."""
+_ALONE_BYTES = 2**21
+"""Runs of slices from this size on travel alone: one that is contiguous needs no copy then."""
+SLOTS = (2, 8)
+"""Least and most staging buffers of a link on a rank, as the staging memory allows."""
+UNDER_WAY = 32
+"""Most units of a link that a rank has under way, in as many bytes at most as all its staging buffers have."""
 FAILURE_LOOK_SECONDS = 0.25
 _TAG_BITS = 20  # of a message's number; the bits above hold the transfer's
 _TRANSFERS = 2**10
@@ -33,9 +35,11 @@ class Passage:
         self, link: Link, units: Units, dtype: torch.dtype, transfer: int, seconds: float, verify: bool
     ) -> None:
         self.link, self.messages, self.dtype, self.transfer = link, units.messages, dtype, transfer
-        self.slot_bytes, self.window = units.bytes, units.window
+        self.slot_bytes, self.free = units.bytes, list(range(units.slots))
+        self.most_bytes = units.slots * units.bytes  # under way
+        self.staged: dict[int, int] = {}  # slot of each message under way that has one
         self.seconds, self.verify = seconds, verify
-        self.posted = self.through = 0
+        self.posted = self.through = self.flying = 0  # messages; elements under way
         self.moved = self.looked = time.monotonic()
         self.noted = False
 
@@ -44,14 +48,35 @@ class Passage:
             raise GivenUp(f"its number is not above {self.link.completed}, the last that this rank completed")
         self.link.wire.begin(bell, self.seconds)
 
-    def staging(self, number: int) -> torch.Tensor:
-        """The buffer of a message, flat, in the wire's type."""
-        slot, buffers = number % self.window, self.link.buffers
+    def has_room(self) -> bool:
+        """Whether the next message may be put under way, as far as numbers go."""
+        if self.posted == len(self.messages) or self.posted == self.through + UNDER_WAY:
+            return False
+        ahead = self.flying + self.messages[self.posted].elements
+        return ahead * self.dtype.itemsize <= self.most_bytes
+
+    def under_way(self) -> None:
+        """The next message is."""
+        self.flying += self.messages[self.posted].elements
+        self.posted += 1
+
+    def staging(self, number: int) -> torch.Tensor | None:
+        """A buffer for a message, flat, in the wire's type, until it is `settled`; None while all are in use."""
+        if not self.free:
+            return None
+        slot, buffers = self.free.pop(), self.link.buffers
         if slot not in buffers or buffers[slot].nbytes < self.slot_bytes:
             buffers.pop(slot, None)  # gone before the larger one is made
             buffers[slot] = torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.link.device)
+        self.staged[number] = slot
         elements = self.messages[number].elements
         return buffers[slot][: elements * self.dtype.itemsize].view(self.dtype)
+
+    def settled(self, number: int) -> None:
+        """The message is through: nothing touches its buffer any more, if it had one."""
+        self.flying -= self.messages[number].elements
+        if number in self.staged:
+            self.free.append(self.staged.pop(number))
 
     def straight(self, boxes: list[torch.Tensor]) -> torch.Tensor | None:
         """The boxes as one flat tensor without a copy, if they lie one after the other and as they travel."""
@@ -105,7 +130,7 @@ class Units:
 
     messages: list[Message]
     bytes: int  # of the largest
-    window: int  # how many are under way
+    slots: int  # staging buffers of that size
 
 
 def units_of(links: Sequence[Sequence[Message]], dtype: torch.dtype, staging_bytes: int) -> list[Units]:
@@ -116,8 +141,8 @@ def units_of(links: Sequence[Sequence[Message]], dtype: torch.dtype, staging_byt
     found = []
     for messages in links:
         cut = [unit for message in messages for unit in _cut(message, dtype.itemsize)]
-        found.append(Units(cut, max((unit.elements for unit in cut), default=0) * dtype.itemsize, WINDOWS[0]))
-    need = sum(WINDOWS[0] * units.bytes for units in found)
+        found.append(Units(cut, max((unit.elements for unit in cut), default=0) * dtype.itemsize, SLOTS[0]))
+    need = sum(SLOTS[0] * units.bytes for units in found)
     if need > staging_bytes:
         raise ValueError(
             f"what is under way on {len(links)} links takes up to {need} bytes, the limit is"
@@ -125,24 +150,48 @@ def units_of(links: Sequence[Sequence[Message]], dtype: torch.dtype, staging_byt
         )
     for units in found:
         if units.bytes:
-            units.window = min(WINDOWS[1], WINDOWS[0] + (staging_bytes - need) // len(found) // units.bytes)
+            units.slots = min(SLOTS[1], SLOTS[0] + (staging_bytes - need) // len(found) // units.bytes)
     return found
 
 
 def _cut(message: Message, item_bytes: int) -> Iterator[Message]:
-    """Parts of a message between slices: large slices alone, small ones together with their neighbours."""
+    """Parts of a message between slices: large runs alone, small ones together with their neighbours."""
     together: list[Slice] = []
-    for piece in message.slices:
-        alone = piece.elements * item_bytes >= _ALONE_BYTES
+    for run in _runs(message.slices):
+        alone = sum(piece.elements for piece in run) * item_bytes >= _ALONE_BYTES
         if together and alone:
             yield _unit(message, together)
             together = []
-        together.append(piece)
+        together += run
         if alone:
             yield _unit(message, together)
             together = []
     if together:
         yield _unit(message, together)
+
+
+def _runs(slices: Sequence[Slice]) -> Iterator[list[Slice]]:
+    """Slices that follow each other along the first dimension of their target."""
+    run: list[Slice] = []
+    for piece in slices:
+        if run and not _follows(run[-1], piece):
+            yield run
+            run = []
+        run.append(piece)
+    if run:
+        yield run
+
+
+def _follows(first: Slice, second: Slice) -> bool:
+    """Whether the second box begins where the first ends in the same parameter, rows of the same form."""
+    stacked = len(first.target_place) - len(first.size)
+    return (
+        first.target == second.target
+        and first.size[1:] == second.size[1:]
+        and first.target_place[:stacked] == second.target_place[:stacked]
+        and first.target_place[stacked + 1 :] == second.target_place[stacked + 1 :]
+        and first.target_place[stacked] + first.size[0] == second.target_place[stacked]
+    )
 
 
 def _unit(message: Message, slices: list[Slice]) -> Message:

@@ -45,7 +45,7 @@ class Receiving(Passage):
         self.tags = tags_of(units.messages, transfer)
         self.bell = threading.Event()
         self.senders: dict[int, int] = {}  # link rank of each trainer rank
-        self.arriving: dict[int, tuple[torch.Tensor, bool]] = {}  # by number: where to, and whether that is staging
+        self.arriving: dict[int, torch.Tensor] = {}  # by number: where to
         self.sums: dict[int, list[int]] = {}
 
     def run(self) -> None:
@@ -110,10 +110,12 @@ class Receiving(Passage):
         return moved
 
     def _fill(self) -> None:
-        while self.posted < min(len(self.messages), self.through + self.window):
+        while self.has_room():
             number = self.posted
             message = self.messages[number]
-            data, staged = self._place(number, message)
+            data = self._place(number, message)
+            if data is None:
+                return
             peer = self.senders[message.sender]
             try:
                 self.link.wire.receive(data, peer, self.tags[number])
@@ -121,19 +123,19 @@ class Receiving(Passage):
                 raise GivenUp(
                     f"message {number + 1} of {len(self.messages)} from {self.link.who(peer)}: {plain(error)}"
                 ) from error
-            self.arriving[number] = data, staged
-            self.posted += 1
+            self.arriving[number] = data
+            self.under_way()
 
-    def _place(self, number: int, message: Message) -> tuple[torch.Tensor, bool]:
-        """Where a message arrives, flat: the destination itself where that will do, else staging (True)."""
+    def _place(self, number: int, message: Message) -> torch.Tensor | None:
+        """Where a message arrives, flat: the destination itself where that will do; None while no buffer is free."""
         if len({piece.target for piece in message.slices}) == 1:
             straight = self.straight([self._box(piece) for piece in message.slices])
             if straight is not None:
-                return straight, False
-        return self.staging(number), True
+                return straight
+        return self.staging(number)
 
     def _unpack(self, number: int) -> None:
-        data, staged = self.arriving.pop(number)
+        data, staged = self.arriving.pop(number), number in self.staged
         message = self.messages[number]
         at = 0
         for piece in message.slices:
@@ -144,6 +146,7 @@ class Receiving(Passage):
                 read = checksum(self._box(piece).to(self.dtype))
                 self.sums.setdefault(self.senders[message.sender], []).append(read)
             self.target.written(piece.target, piece.elements)
+        self.settled(number)
 
     def _box(self, piece: Slice) -> torch.Tensor:
         return self.target.tensor(piece.target).detach()[index(piece.target_place, piece.size)]

@@ -15,7 +15,8 @@ from megatron_webrl.weights.link import Link, plain
 from megatron_webrl.weights.passage import FAILURE_LOOK_SECONDS, GivenUp, Passage, Units, tags_of
 from megatron_webrl.weights.slices import Message, Slice, index
 
-_DONE_LOOK_SECONDS = (0.001, 0.05)  # first and longest pause between two looks for the receivers' last word
+_DONE_LOOK_SECONDS = (0.001, 0.05)  # least and most between two looks for the receivers' last word
+_DONE_LOOK_SHARE = 1 / 64  # of the transfer's time so far, between those two: what the looking may add to it
 
 
 @dataclass
@@ -49,7 +50,7 @@ class Sending(Passage):
         self.over = False
         self.result: str | None = None
         self.confirming = False
-        self.done_look, self.done_pause = 0.0, _DONE_LOOK_SECONDS[0]
+        self.began, self.done_look = time.monotonic(), 0.0
 
     def attempt(self, act: Callable[[], bool]) -> bool:
         """Do it; a link's failure ends this link's transfer and nothing else. True if something moved."""
@@ -82,6 +83,8 @@ class Sending(Passage):
         count, error = self.link.wire.finished()
         moved = count > self.through
         if moved:
+            for number in range(self.through, count):
+                self.settled(number)
             self.through = count
             self.progress()
         self._fill()
@@ -102,21 +105,19 @@ class Sending(Passage):
         now = time.monotonic()
         if now < self.done_look:
             return False
-        link, keys = self.link, [f"done/{rank}" for rank in self.ranks.values()]
-        here = [key for key in keys if link.store.check([key])] if not link.store.check(keys) else keys
-        said = dict(zip(here, link.store.multi_get(here), strict=True)) if here else {}
-        missing = [rank for key, rank in zip(keys, self.ranks.values(), strict=True) if not self._done(said.get(key))]
+        link, ranks = self.link, list(self.ranks.values())
+        said = link.store.multi_get([f"done/{rank}" for rank in ranks])  # each is there since the rank joined
+        # A rank that receives nothing may be ahead.
+        missing = [rank for rank, transfer in zip(ranks, said, strict=True) if int(transfer) < self.transfer]
         if not missing:
             self._clear_sums()
             link.completed = self.transfer
             self.over = True
             return True
-        self.done_look, self.done_pause = now + self.done_pause, min(2 * self.done_pause, _DONE_LOOK_SECONDS[1])
+        least, most = _DONE_LOOK_SECONDS
+        self.done_look = now + min(max((now - self.began) * _DONE_LOOK_SHARE, least), most)
         self._look(missing[0], "the last word of " + ", ".join(map(link.who, missing)))
         return False
-
-    def _done(self, said: bytes | None) -> bool:
-        return said is not None and int(said) >= self.transfer  # a rank that receives nothing may be ahead
 
     def _look(self, peer: int, what: str) -> None:
         if time.monotonic() - self.looked >= FAILURE_LOOK_SECONDS and self.watch is not None:
@@ -126,11 +127,13 @@ class Sending(Passage):
         self.look(peer, what)
 
     def _fill(self) -> None:
-        while self.posted < min(len(self.messages), self.through + self.window):
+        while self.has_room():
             number = self.posted
             message = self.messages[number]
             peer = self.ranks[message.receiver]
             data = self._packed(number, message)
+            if data is None:
+                return
             if self.verify:
                 at = 0
                 for piece in message.slices:
@@ -142,15 +145,17 @@ class Sending(Passage):
                 raise GivenUp(
                     f"message {number + 1} of {len(self.messages)} to {self.link.who(peer)}: {plain(error)}"
                 ) from error
-            self.posted += 1
+            self.under_way()
 
-    def _packed(self, number: int, message: Message) -> torch.Tensor:
-        """The message's data, flat: the parameter's own memory where that will do."""
+    def _packed(self, number: int, message: Message) -> torch.Tensor | None:
+        """The message's data, flat: the parameter's own memory where that will do; None while no buffer is free."""
         boxes = [self._box(piece) for piece in message.slices]
         straight = self.straight(boxes)
         if straight is not None:
             return straight
         data = self.staging(number)
+        if data is None:
+            return None
         at = 0
         for piece, box in zip(message.slices, boxes, strict=True):
             data[at : at + piece.elements].view(piece.size).copy_(box)

@@ -1,11 +1,11 @@
 """How fast weights go from a trainer to two engines by plan, against a plain copy of the same bytes and a broadcast.
 
-    python -m tools.bench.reshard [--quick] [--json FILE] [--layers 2] [--vocabulary 8192] [--rounds 5]
+    python -m tools.bench.reshard [--quick] [--json FILE] [--width 2048] [--layers 2] [--vocabulary 8192] [--rounds 5]
 
 A trainer of four ranks (tensor parallel 2 x pipeline 2) and two engines, of one rank and of two, each rank a process
-on this machine, over gloo. The model is a Qwen3-VL with the width of the 2B and fewer layers. Engine ranks hold plain
-parameters of the shapes in weights.engine_map; no vLLM. Rounds of the three ways take turns, so that noise meets all
-alike; a way's time is from the first rank's start to the last rank's end.
+on this machine, over gloo. The model is a Qwen3-VL with the width of the 2B, or another, and fewer layers. Engine
+ranks hold plain parameters of the shapes in weights.engine_map; no vLLM. Rounds of the ways take turns, so that noise
+meets all alike; a way's time is from the first rank's start to the last rank's end.
 
 - sync: weights.transport by weights.plan. Every engine rank receives what it holds, once.
 - raw: the same bytes between the same pairs of ranks, each pair's in one contiguous buffer that is there already.
@@ -64,6 +64,7 @@ class Task:
     """What every rank is told. Types: of the trainer's parameters, on the wire, of the engines' parameters."""
 
     port: int
+    width: int
     layers: int
     vocabulary: int
     types: tuple[str, str, str]
@@ -75,14 +76,14 @@ class Task:
         return trainer, wire, engine
 
     def description(self) -> Any:
-        """The model: the 2B's width and tower, fewer layers of each, a smaller vocabulary."""
+        """The model: the 2B's tower and proportions, fewer layers of each, a smaller vocabulary."""
         text = {
-            "hidden_size": 2048,
+            "hidden_size": self.width,
             "num_hidden_layers": self.layers,
-            "num_attention_heads": 16,
+            "num_attention_heads": self.width // 128,
             "num_key_value_heads": 8,
             "head_dim": 128,
-            "intermediate_size": 6144,
+            "intermediate_size": 3 * self.width,
             "vocab_size": self.vocabulary,
             "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
         }
@@ -91,7 +92,7 @@ class Task:
             "hidden_size": 1024,
             "intermediate_size": 4096,
             "num_heads": 16,
-            "out_hidden_size": 2048,
+            "out_hidden_size": self.width,
         }
         vision |= {"num_position_embeddings": 2304, "deepstack_visual_indexes": [1]}
         return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
@@ -315,12 +316,12 @@ def serve(orders: Connection, start: Any, task: Task, rank: int) -> None:
 class Ranks:
     """All ranks of a task, as the parent sees them."""
 
-    def __init__(self, layers: int, vocabulary: int, types: tuple[str, str, str]) -> None:
+    def __init__(self, width: int, layers: int, vocabulary: int, types: tuple[str, str, str]) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         limit = timedelta(seconds=SECONDS)
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
-        self.task = Task(self.store.port, layers, vocabulary, types)
+        self.task = Task(self.store.port, width, layers, vocabulary, types)
         start = context.Barrier(RANKS)
         self.connections, self.processes = [], []
         for rank in range(RANKS):
@@ -372,9 +373,9 @@ def sharded_share(plan: Plan, description: Any) -> list[float]:
     return shares
 
 
-def measure(layers: int, vocabulary: int, types: tuple[str, str, str], rounds: int) -> dict[str, Any]:
+def measure(width: int, layers: int, vocabulary: int, types: tuple[str, str, str], rounds: int) -> dict[str, Any]:
     """Medians of all ways for one choice of types."""
-    ranks = Ranks(layers, vocabulary, types)
+    ranks = Ranks(width, layers, vocabulary, types)
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     try:
         for number in range(rounds + 1):
@@ -441,6 +442,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small vocabulary, two rounds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument("--width", type=int, default=2048, help="hidden size: 2048 as in the 2B, 4096 as in the 8B")
     parser.add_argument("--layers", type=int, default=2, help="of the text model (default: 2)")
     parser.add_argument("--vocabulary", type=int, default=8192, help="entries (default: 8192)")
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds of each way (default: 7)")
@@ -450,10 +452,15 @@ def main() -> None:
     print(f"median of {options.rounds}; {os.cpu_count()} CPUs, {platform.machine()}, gloo on one machine\n")
     results = []
     for types in TYPES:
-        results.append(measure(options.layers, options.vocabulary, types, options.rounds))
+        results.append(measure(options.width, options.layers, options.vocabulary, types, options.rounds))
         show(results[-1])
     if options.json:
-        settings = {"layers": options.layers, "vocabulary": options.vocabulary, "rounds": options.rounds}
+        settings = {
+            "width": options.width,
+            "layers": options.layers,
+            "vocabulary": options.vocabulary,
+            "rounds": options.rounds,
+        }
         options.json.write_text(json.dumps({"settings": settings, "results": results}, indent=1) + "\n")
 
 
