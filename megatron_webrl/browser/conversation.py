@@ -25,6 +25,8 @@ from megatron_webrl.browser.policy import Endpoint, Refused, endpoint_of, split_
 IDLE_SECONDS = 120.0
 """A tunnel through which nothing goes, or a connection without a request, is closed after so long."""
 
+LINGER_SECONDS = 2.0
+
 
 @dataclass(frozen=True)
 class Upstream:
@@ -69,7 +71,6 @@ class Conversation:
 
     async def _serve(self) -> None:
         try:
-            self._access.count_connection()
             while await self._next():
                 pass
         except Refused as refused:
@@ -98,6 +99,7 @@ class Conversation:
         except BadMessage as error:
             await self._page(400, "Bad Request", f"the request is not understood: {error}")
             return False
+        self._access.count_connection()
         self._access.count_request()
         self._access.count_bytes(head.size)
         if method == "CONNECT":
@@ -112,7 +114,7 @@ class Conversation:
         if code == 101 and self._upstream is not None:
             await self._tunnel(self._upstream)
             return False
-        return more
+        return more and "close" not in head.words("connection")
 
     async def _connect_through(self, target: str) -> None:
         endpoint = endpoint_of(target)
@@ -137,8 +139,7 @@ class Conversation:
         upstream = await self._upstream_for(endpoint)
         upstream.writer.write(written(f"{method} {path} HTTP/1.1", [("Host", shown), *kept]))
         if not length:
-            code, more = await self._answer(method, upstream, upgrade)
-            return code, more and "close" not in head.words("connection")
+            return await self._answer(method, upstream, upgrade)
         sending = asyncio.ensure_future(self._pass_on(self._reader, upstream.writer, length))
         answering = asyncio.ensure_future(self._answer(method, upstream, upgrade))
         try:
@@ -238,7 +239,14 @@ class Conversation:
             ("Cache-Control", "no-store"), ("Connection", "close"),
         ]  # fmt: skip
         self._writer.write(written(f"HTTP/1.1 {code} {reason}", headers) + text)
-        await self._writer.drain()
+        self._writer.write_eof()
+        # To close before everything is read would reset the connection, and the page would be lost.
+        try:
+            async with asyncio.timeout(LINGER_SECONDS):
+                while await self._reader.read(PIECE_BYTES):
+                    pass
+        except TimeoutError:
+            pass  # whoever sends so much does not want the page
 
     def _hang_up(self) -> None:
         if self._upstream is not None:

@@ -21,9 +21,8 @@ from megatron_webrl.browser.policy import (
 )
 from megatron_webrl.config import BrowserConfig, ConfigError
 
-SHOP = declared_endpoints(
-    ["http://shop.localhost", "https://Shop.localhost"], {"shop.localhost": "127.0.0.1:8000"}
-)  # as a task source declares it
+# As a task source declares it.
+SHOP = declared_endpoints(["http://shop.localhost", "https://Shop.localhost"], {"shop.localhost": "127.0.0.1:8000"})
 
 
 def policy(**settings: object) -> Policy:
@@ -60,7 +59,7 @@ def address_reason(rules: Policy, address: str, host: str = "a.example", declare
         ("xn--bcher-kva.example", "xn--bcher-kva.example"),
         ("straße.example", "xn--strae-oqa.example"),
         ("b%C3%BCcher.example", "xn--bcher-kva.example"),
-        ("ｅｘａｍｐｌｅ。com", "example.com"),
+        ("\uff45\uff58\uff41\uff4d\uff50\uff4c\uff45\u3002com", "example.com"),
         ("%6c%6Fcalhost", "localhost"),
         ("127.0.0.1", "127.0.0.1"),
         ("127.0.0.1.", "127.0.0.1"),
@@ -74,8 +73,8 @@ def address_reason(rules: Policy, address: str, host: str = "a.example", declare
         ("0x7f.0x0.0x0.0x1", "127.0.0.1"),
         ("0", "0.0.0.0"),
         ("0x", "0.0.0.0"),
-        ("１２７.0.0.1", "127.0.0.1"),
-        ("①②⑦.0.0.1", "127.0.0.1"),
+        ("\uff11\uff12\uff17.0.0.1", "127.0.0.1"),
+        ("\u2460\u2461\u2466.0.0.1", "127.0.0.1"),
         ("0xa9fea9fe", "169.254.169.254"),
         ("[::1]", "::1"),
         ("[0:0:0:0:0:0:0:1]", "::1"),
@@ -192,8 +191,9 @@ def test_every_spelling_of_an_ipv4_address_is_that_address(address: IPv4Address,
         ("2001::1", "reserved"), ("2002:7f00:1::", "reserved"), ("2002:808:808::", "reserved"), ("4000::1", "reserved"),
         ("::ffff:127.0.0.1", "loopback"), ("::ffff:10.0.0.1", "private"), ("::ffff:0:127.0.0.1", "reserved"),
         ("64:ff9b::10.0.0.1", "private"), ("64:ff9b::127.0.0.1", "loopback"), ("64:ff9b:1::808:808", "reserved"),
-        ("8.8.8.8", None), ("100.63.255.255", None), ("100.128.0.0", None), ("172.32.0.1", None), ("::ffff:8.8.8.8", None),
-        ("64:ff9b::8.8.8.8", None), ("2606:4700:4700::1111", None), ("2a00:1450:4001::1", None),
+        ("8.8.8.8", None), ("100.63.255.255", None), ("100.128.0.0", None), ("172.32.0.1", None),
+        ("::ffff:8.8.8.8", None), ("64:ff9b::8.8.8.8", None), ("2606:4700:4700::1111", None),
+        ("2a00:1450:4001::1", None),
     ],
 )  # fmt: skip
 def test_addresses_that_are_not_public_have_a_kind(address: str, kind: str | None) -> None:
@@ -278,10 +278,10 @@ def test_by_default_only_what_is_declared_can_be_reached() -> None:
 
 
 def test_declared_origins_lead_where_the_source_says() -> None:
-    assert SHOP == {
+    assert {
         Endpoint("shop.localhost", 80): Endpoint("127.0.0.1", 8000),
         Endpoint("shop.localhost", 443): Endpoint("127.0.0.1", 8000),
-    }
+    } == SHOP
     assert declared_endpoints(["http://[::1]:81", "http://a.example"], {"a.example": "10.0.0.1"}) == {
         Endpoint("::1", 81): Endpoint("::1", 81),
         Endpoint("a.example", 80): Endpoint("10.0.0.1", 80),
