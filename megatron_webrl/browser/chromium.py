@@ -55,7 +55,7 @@ def launch_arguments(direct: Mapping[Endpoint, Endpoint], closed_port: int) -> l
     A context gets its way out from `proxy_settings`; what belongs to no context is sent to a proxy at `closed_port` of
     this machine, where nothing listens. Chromium looks no name up itself but the hosts of `direct`.
     """
-    rules = [f"MAP {endpoint.host} {target.host}:{target.port}" for endpoint, target in sorted(direct.items())]
+    rules = [f"MAP {endpoint} {target}" for endpoint, target in sorted(direct.items())]
     return [
         *_ARGUMENTS,
         f"--host-resolver-rules={', '.join([*rules, 'MAP * ~NOTFOUND', 'EXCLUDE 127.0.0.1'])}",

@@ -134,7 +134,7 @@ class Conversation:
         """Pass a request on and its answer back; the answer's code, and whether the connection goes on."""
         upgrade = "websocket" in head.words("upgrade")
         keep = frozenset({"connection", "upgrade"}) if upgrade else frozenset()
-        shown = endpoint.host if endpoint.port == 80 else str(endpoint)
+        shown = str(endpoint).removesuffix(":80")
         kept = [(name, value) for name, value in head.forwarded(keep) if name.lower() not in ("host", "expect")]
         upstream = await self._upstream_for(endpoint)
         upstream.writer.write(written(f"{method} {path} HTTP/1.1", [("Host", shown), *kept]))
@@ -250,5 +250,5 @@ class Conversation:
 
     def _hang_up(self) -> None:
         if self._upstream is not None:
-            self._upstream.writer.close()
+            self._upstream.writer.transport.abort()  # to close would wait for a server that no longer reads
             self._upstream = None
