@@ -4,7 +4,7 @@ finds, and connects to those very addresses.
 Redirects, sub-resources, workers, sockets and pop-ups are all requests to it, and there is no second look-up that a
 name's owner could answer differently. Each browser context has a port of its own, by which its episode is known.
 Credentials would tell as well, but Playwright answers for them by intercepting every request and switching the cache
-off (docs/browser.md has the figures), and no page can reach another's port: the gateway refuses loopback addresses.
+off; and no page can reach another's port, for the gateway refuses loopback addresses.
 """
 
 from __future__ import annotations
