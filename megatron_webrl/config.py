@@ -202,6 +202,17 @@ class BrowserConfig:
     height: int = setting(768, "Viewport height, pixels.", low=32)
     screenshot: str = setting("jpeg", "Encoding of screenshots.", choices=("jpeg", "png"))
     quality: int = setting(80, "JPEG quality.", low=1, high=100)
+    open_web: bool = setting(
+        False, "Let pages reach public addresses; otherwise only the origins that the task source declares."
+    )
+    allow: list[str] = setting(
+        [], "Public hosts that pages may reach: example.com, or *.example.com for all below it too; empty: all."
+    )
+    deny: list[str] = setting([], "Hosts and addresses that pages may not reach, whatever else permits them.")
+    ports: list[int] = setting([80, 443], "Ports of public hosts that pages may reach.")
+    max_requests: int = setting(5000, "Requests of one episode; a TLS connection counts as one.", low=1)
+    max_mib: int = setting(512, "Bytes that one episode may move, both directions together.", low=1)
+    request_seconds: float = setting(60.0, "Limit of one plain HTTP request from its head to its last byte.", above=0)
 
 
 @dataclass

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable, Mapping
-from urllib.parse import urlsplit
+
+from playwright.async_api import ProxySettings
 
 from megatron_webrl.browser.errors import BrowserMissing
+from megatron_webrl.browser.policy import Endpoint
 
 CANDIDATES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 """In order of preference: the headless shell starts three times as fast and takes a third of the memory."""
@@ -47,22 +49,25 @@ def find_chromium(executable: str = "") -> str:
     )
 
 
-def launch_arguments(origins: Iterable[str], addresses: Mapping[str, str], closed_port: int) -> list[str]:
-    """Arguments for a small machine or a container, with all network but `origins` shut off.
+def launch_arguments(direct: Mapping[Endpoint, Endpoint], closed_port: int) -> list[str]:
+    """Arguments for a small machine or a container, with all network shut off.
 
-    `addresses` tells where host names lead to, as in `Site.addresses`.
-
-    Every other request is sent to a proxy at `closed_port` of this machine, where nothing listens. Unlike
-    intercepting requests one by one this costs nothing per request, and it holds for workers, sockets and pop-ups.
+    A context gets its way out from `proxy_settings`; what belongs to no context is sent to a proxy at `closed_port` of
+    this machine, where nothing listens. Chromium looks no name up itself but the hosts of `direct`.
     """
-    allowed = ";".join(sorted(f"{urlsplit(origin).scheme}://{urlsplit(origin).netloc}" for origin in origins))
-    rules = ", ".join(f"MAP {host} {address}" for host, address in sorted(addresses.items()))
+    rules = [f"MAP {endpoint} {target}" for endpoint, target in sorted(direct.items())]
     return [
         *_ARGUMENTS,
-        *([f"--host-resolver-rules={rules}"] if rules else []),
+        f"--host-resolver-rules={', '.join([*rules, 'MAP * ~NOTFOUND', 'EXCLUDE 127.0.0.1'])}",
         f"--proxy-server=http://127.0.0.1:{closed_port}",
-        f"--proxy-bypass-list=<-loopback>;{allowed}",
+        "--proxy-bypass-list=<-loopback>",
     ]
+
+
+def proxy_settings(port: int, direct: Iterable[Endpoint]) -> ProxySettings:
+    """A context's way to the network: the gateway at `port` of this machine, past it only to `direct`, over HTTP."""
+    past = [f"{scheme}://{endpoint}" for endpoint in sorted(direct) for scheme in ("http", "ws")]
+    return {"server": f"http://127.0.0.1:{port}", "bypass": ",".join(["<-loopback>", *past])}
 
 
 def sandboxed() -> bool:

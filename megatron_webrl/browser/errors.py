@@ -29,3 +29,7 @@ class BrowserTimeout(BrowserError):
     """An operation took longer than its limit."""
 
     outcome = "browser_timeout"
+
+
+class Unreachable(Exception):
+    """A server that cannot be connected to, though policy permits it. The message is one sentence."""

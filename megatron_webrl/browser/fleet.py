@@ -10,8 +10,10 @@ from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from megatron_webrl.browser.chromium import find_chromium, launch_arguments
+from megatron_webrl.browser.chromium import find_chromium, launch_arguments, proxy_settings
 from megatron_webrl.browser.errors import BrowserCrashed
+from megatron_webrl.browser.gateway import Gateway
+from megatron_webrl.browser.policy import Endpoint, declared_endpoints, direct_endpoints
 from megatron_webrl.browser.process import Chromium
 from megatron_webrl.browser.session import Session
 from megatron_webrl.browser.site import Site
@@ -35,7 +37,7 @@ class Fleet:
     def __init__(
         self, settings: BrowserConfig, sites: Mapping[str, Site], sessions: int, step_seconds: float = 120.0
     ) -> None:
-        """`sites` by the name of the task source. Raises BrowserMissing."""
+        """`sites` by the name of the task source. Raises BrowserMissing, ConfigError."""
         self._executable = find_chromium(settings.executable)
         self._settings, self._sites, self._step_seconds = settings, sites, step_seconds
         self._limit = asyncio.Semaphore(sessions)
@@ -46,6 +48,11 @@ class Fleet:
         self._current: Chromium | None = None
         self._retired: set[Chromium] = set()  # with sessions still in use
         self._closed_port: socket.socket | None = None
+        self.gateway = Gateway(settings)
+        self._declared: dict[Endpoint, Endpoint] = {}
+        for site in sites.values():
+            self._declared |= declared_endpoints(site.origins, site.addresses)
+        self._direct = direct_endpoints(self._declared, self.gateway.policy)
         self.launches = 0
 
     async def start(self) -> None:
@@ -63,6 +70,7 @@ class Fleet:
         everyone = [*self._retired, *([self._current] if self._current else [])]
         self._retired, self._current = set(), None
         await asyncio.gather(*(chromium.close() for chromium in everyone))
+        self.gateway.close()
         if self._closed_port is not None:
             self._closed_port.close()
 
@@ -115,8 +123,18 @@ class Fleet:
 
     def _refill(self, chromium: Chromium) -> None:
         while len(self._warm) < self._warm_count:
-            preparing = Session.prepare(chromium.browser, self._settings, self._sites, self._step_seconds)
-            self._warm.append((chromium, asyncio.get_running_loop().create_task(preparing)))
+            self._warm.append((chromium, asyncio.get_running_loop().create_task(self._prepare(chromium))))
+
+    async def _prepare(self, chromium: Chromium) -> Session:
+        access = await self.gateway.admit(self._declared)
+        try:
+            proxy = proxy_settings(access.port, self._direct)
+            return await Session.prepare(
+                chromium.browser, self._settings, self._sites, self._step_seconds, access, proxy
+            )
+        except BaseException:
+            await access.close()
+            raise
 
     async def _running(self) -> Chromium:
         """The Chromium for the next session; `_warm` holds contexts of no other."""
@@ -143,7 +161,10 @@ class Fleet:
         self._warm.clear()
         for task in stale:
             task.cancel()
-        await asyncio.gather(*stale, return_exceptions=True)  # their contexts go with the browser
+        # Their contexts go with the browser.
+        for ended in await asyncio.gather(*stale, return_exceptions=True):
+            if isinstance(ended, Session):
+                await ended.access.close()
 
     async def _end(self, chromium: Chromium) -> None:
         await chromium.close()
@@ -151,10 +172,7 @@ class Fleet:
 
     async def _launch(self) -> Chromium:
         assert self._closed_port is not None, "start() comes before session()"
-        sites = self._sites.values()
-        origins = [origin for site in sites for origin in site.origins]
-        addresses = {host: address for site in sites for host, address in site.addresses.items()}
-        arguments = launch_arguments(origins, addresses, self._closed_port.getsockname()[1])
+        arguments = launch_arguments(self._direct, self._closed_port.getsockname()[1])
         self.launches += 1
         return await Chromium.launch(self._executable, arguments)
 

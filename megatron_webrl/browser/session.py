@@ -6,12 +6,12 @@ import asyncio
 import base64
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
-from playwright.async_api import Browser, BrowserContext, CDPSession, Page
+from playwright.async_api import Browser, BrowserContext, CDPSession, Page, ProxySettings
 from playwright.async_api import Error as PlaywrightError
 
 from megatron_webrl.browser import settle
+from megatron_webrl.browser.access import Access
 from megatron_webrl.browser.errors import BrowserCrashed, BrowserError, BrowserTimeout, PageCrashed
 from megatron_webrl.browser.pixels import pixels_differ
 from megatron_webrl.browser.site import Site
@@ -33,9 +33,10 @@ class Session:
 
     def __init__(
         self, context: BrowserContext, page: Page, cdp: CDPSession, settings: BrowserConfig,
-        sites: Mapping[str, Site], step_seconds: float,
+        sites: Mapping[str, Site], step_seconds: float, access: Access,
     ) -> None:  # fmt: skip
         self.page = page
+        self.access = access
         self.task: Task | None = None
         self._context, self._cdp, self._settings = context, cdp, settings
         self._sites, self._step_seconds = sites, step_seconds
@@ -49,9 +50,13 @@ class Session:
 
     @classmethod
     async def prepare(
-        cls, browser: Browser, settings: BrowserConfig, sites: Mapping[str, Site], step_seconds: float
-    ) -> Session:
-        """A context of its own with an empty page, ready for `reset`. Raises BrowserError."""
+        cls, browser: Browser, settings: BrowserConfig, sites: Mapping[str, Site], step_seconds: float,
+        access: Access, proxy: ProxySettings,
+    ) -> Session:  # fmt: skip
+        """A context of its own with an empty page, ready for `reset`. Raises BrowserError.
+
+        `access` is what the context may reach, by way of `proxy`; `close` closes it.
+        """
         context = None
         try:
             async with asyncio.timeout(step_seconds):
@@ -60,10 +65,11 @@ class Session:
                     device_scale_factor=1,
                     service_workers="block",
                     accept_downloads=False,
+                    proxy=proxy,
                 )
                 await context.add_init_script(settle.STILL_CARET)
                 page = await context.new_page()
-                session = cls(context, page, await context.new_cdp_session(page), settings, sites, step_seconds)
+                session = cls(context, page, await context.new_cdp_session(page), settings, sites, step_seconds, access)
                 await session._listen(browser)
                 return session
         except (PlaywrightError, TimeoutError) as error:
@@ -102,6 +108,8 @@ class Session:
                 await self._context.close()
         except (PlaywrightError, TimeoutError) as error:
             self._lose(BrowserError(f"a context did not close within {CLOSE_SECONDS} s: {_first_line(error)}"))
+        finally:
+            await self.access.close()
 
     # What an action could not do goes to the notes.
 
@@ -152,10 +160,8 @@ class Session:
         await self.page.go_back(wait_until="commit", timeout=self._step_seconds * 1000)
 
     async def _navigate(self, url: str) -> None:
-        assert self.task is not None
-        allowed = self._sites[self.task.source].origins
-        if _origin(url) not in allowed:
-            self._notes.append(f"{url[:200]} is not one of the allowed places: {', '.join(sorted(allowed))}")
+        if refusal := self.access.refusal(url):
+            self._notes.append(f"{url[:200]} may not be opened: {refusal}")
             return
         result = await self._cdp.send("Page.navigate", {"url": url})
         if result.get("errorText"):
@@ -173,6 +179,7 @@ class Session:
         self._screenshot = screenshot
         if url.startswith("chrome-error:"):
             self._notes.append("the page cannot be reached")
+        self._notes += self.access.news(url)
         return Observation(
             screenshot=screenshot, url=url, title=title, page_changed=changed, instruction=instruction,
             error="; ".join(self._notes) or None, reward=reward, done=done,
@@ -255,15 +262,6 @@ class Session:
     def _lose(self, error: BrowserError) -> None:
         if not self._lost.done():
             self._lost.set_result(error)
-
-
-def _origin(url: str) -> str | None:
-    """Scheme and host of a URL; None for what is no URL."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return None
-    return f"{parts.scheme}://{parts.netloc}".lower()
 
 
 async def _close_page(page: Page) -> None:
