@@ -68,9 +68,9 @@ class Eyes:
             try:
                 rest = await settle.rest(tab)
             except PlaywrightError:
-                if tab is self._tabs.active:
-                    raise
-                continue  # it has closed itself
+                if await self._tabs.has_gone(tab) and tab is not self._tabs.active:
+                    continue  # it has closed itself, and another one is active
+                raise
             await self._tabs.settled()
             if tab is self._tabs.active:
                 return rest

@@ -26,7 +26,7 @@ class Snapshot:
         owners = {
             document: self._ids(outer)[node]
             for outer in self._documents
-            for node, document in zip(*_pairs(outer["nodes"]["contentDocumentIndex"]), strict=True)
+            for node, document in zip(*_pairs(outer["nodes"].get("contentDocumentIndex")), strict=True)
         }
         for index, document in enumerate(self._documents):
             self._read(document, owners.get(index))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +31,7 @@ class Tab:
     def __init__(self, page: Page, cdp: CDPSession) -> None:
         self.page, self.cdp = page, cdp
         self.main_frame = ""
+        self.gone = asyncio.Event()  # it has crashed or closed
         self.loaded = asyncio.Event()
         self.loaded.set()
         self.traffic = Traffic(page)
@@ -48,19 +48,18 @@ class Tab:
         tab.main_frame = (await cdp.send("Page.getFrameTree"))["frameTree"]["frame"]["id"]
         return tab
 
-    async def evaluate(self, function: str, *arguments: Any) -> Any:
+    async def evaluate(self, function: str) -> Any:
         """What a function of JavaScript returns in the main document, out of reach of the page's own scripts.
 
         Raises Replaced if the document goes away meanwhile, PlaywrightError for everything else.
         """
-        given = ", ".join(json.dumps(argument) for argument in arguments)
         try:
-            context = await self.world(self.main_frame)
+            world = await self.cdp.send("Page.createIsolatedWorld", {"frameId": self.main_frame, "worldName": WORLD})
             answer = await self.cdp.send(
                 "Runtime.evaluate",
                 {
-                    "expression": f"({function})({given})",
-                    "contextId": context,
+                    "expression": f"({function})()",
+                    "contextId": world["executionContextId"],
                     "awaitPromise": True,
                     "returnByValue": True,
                 },
@@ -72,11 +71,6 @@ class Tab:
         if "exceptionDetails" in answer:
             raise PlaywrightError(f"a script failed: {answer['exceptionDetails'].get('text')}")
         return answer["result"].get("value")
-
-    async def world(self, frame: str) -> int:
-        """The isolated world of a frame's present document; a second call gives the same one."""
-        made = await self.cdp.send("Page.createIsolatedWorld", {"frameId": frame, "worldName": WORLD})
-        return int(made["executionContextId"])
 
     async def go(self, url: str, seconds: float) -> str | None:
         """Open an address and wait until it answers; returns what went wrong. Raises PlaywrightError."""

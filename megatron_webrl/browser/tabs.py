@@ -16,14 +16,16 @@ from megatron_webrl.browser.tab import Tab
 from megatron_webrl.types import OpenTab
 
 CLOSE_SECONDS = 10.0
+NEWS_SECONDS = 1.0
 TITLE_SECONDS = 1.0  # a tab in the background that does not tell its title by then has none
 MAX_TITLE = 200  # characters
 
 
 class Tabs:
-    """Windows that pages open become tabs while there are fewer than `limit`; the newest is active.
+    """Windows that pages open become tabs while there are fewer than `limit`; beyond it they are closed at once.
 
-    With a limit of 1 they are closed at once. `active` is always open: the end of the last tab loses the session.
+    The newest becomes active when it is next looked at (`settled`), never between an observation and the action that
+    answers it. The end of the last tab loses the session.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class Tabs:
         self._limit, self._lose = limit, lose
         self._tabs: list[Tab] = []
         self.active: Tab
+        self._newest: Tab | None = None  # a window that was not looked at yet
         self._opening = False
         self._arrived: list[Page] = []  # while this class itself opens a page
         self._adopting: set[asyncio.Task[None]] = set()
@@ -41,13 +44,25 @@ class Tabs:
 
     async def start(self) -> None:
         """Open the first tab and listen for others. Raises PlaywrightError."""
-        await self._add(await self._context.new_page())
+        self.active = await self._add(await self._context.new_page())
         self._context.on("page", self._appeared)
 
     async def settled(self) -> None:
-        """Wait until windows that have opened are tabs."""
+        """Wait until windows that have opened are tabs; the newest is active."""
         while self._adopting:
             await asyncio.wait(set(self._adopting))
+        newest, self._newest = self._newest, None
+        if newest is not None and newest in self._tabs:
+            await self._activate(newest)
+
+    async def has_gone(self, tab: Tab) -> bool:
+        """Whether a tab that failed to answer has crashed or closed; the news may come a little later."""
+        try:
+            async with asyncio.timeout(NEWS_SECONDS):
+                await tab.gone.wait()
+        except TimeoutError:
+            return False
+        return True
 
     async def open(self) -> Tab | None:
         """A new empty tab, active; None, with a note, at the limit."""
@@ -63,7 +78,7 @@ class Tabs:
         for other in arrived:
             if other is not page:
                 self._appeared(other)
-        await self._add(page)
+        self.active = await self._add(page)
         return self.active
 
     async def switch(self, number: int) -> None:
@@ -128,19 +143,20 @@ class Tabs:
     async def _adopt(self, page: Page) -> None:
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
-                await self._add(page)
+                self._newest = await self._add(page)
         except (PlaywrightError, TimeoutError):
             await _close(page)  # most likely it has closed itself again
 
-    async def _add(self, page: Page) -> None:
+    async def _add(self, page: Page) -> Tab:
         tab = await Tab.open(page, self._intrusions.requested)
         self._intrusions.watch(page)
         page.on("crash", partial(self._crashed, tab))
         page.on("close", partial(self._closed, tab))
         self._tabs.append(tab)
-        self.active = tab
+        return tab
 
     def _crashed(self, tab: Tab, page: Page) -> None:
+        tab.gone.set()
         if tab is self.active:
             self._lose(PageCrashed("the page's renderer process has crashed"))
         elif tab in self._tabs:
@@ -148,6 +164,7 @@ class Tabs:
             self._notes.add("a tab in the background has crashed and was closed")
 
     def _closed(self, tab: Tab, page: Page) -> None:
+        tab.gone.set()
         if tab not in self._tabs:
             return
         self._remove(tab)

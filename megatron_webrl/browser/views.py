@@ -226,7 +226,6 @@ def _loaders(tree: dict[str, Any]) -> dict[str, str]:
 
 _EMPTY: dict[str, Any] = {
     "frameId": -1,
-    "nodes": {"parentIndex": [], "backendNodeId": [], "nodeType": [], "nodeName": [], "nodeValue": [],
-              "contentDocumentIndex": None},
+    "nodes": {"parentIndex": [], "backendNodeId": [], "nodeType": [], "nodeName": [], "nodeValue": []},
     "layout": {"nodeIndex": [], "bounds": []},
 }  # fmt: skip
