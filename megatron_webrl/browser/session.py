@@ -22,6 +22,7 @@ from megatron_webrl.config import BrowserConfig
 from megatron_webrl.types import Action, Observation, Task
 
 CLOSE_SECONDS = 10.0
+NEWS_SECONDS = 1.0  # the reason of a failure may become known a little later
 T = TypeVar("T")
 
 
@@ -126,6 +127,7 @@ class Session:
                 raise self._lost.result()
             raise BrowserTimeout(f"{name} took more than {self._step_seconds} s (rollout.step_seconds)")
         except PlaywrightError as error:
+            await asyncio.wait({self._lost}, timeout=NEWS_SECONDS)
             if self._lost.done():
                 raise self._lost.result() from error
             raise BrowserError(f"{name} failed: {_first_line(error)}") from error

@@ -37,13 +37,17 @@ class Tab:
         self.traffic = Traffic(page)
 
     @classmethod
-    async def open(cls, page: Page, requested: Callable[[str], None]) -> Tab:
-        """Listen to `page`; `requested` is told each address that the page asks to go to. Raises PlaywrightError."""
+    async def open(cls, page: Page, requested: Callable[[str], None], announced: Callable[[], None]) -> Tab:
+        """Listen to `page`. Raises PlaywrightError.
+
+        `requested` is told each address that the page asks to go to, `announced` of each window that it opens.
+        """
         cdp = await page.context.new_cdp_session(page)
         tab = cls(page, cdp)
         cdp.on("Page.frameStartedLoading", tab._started_loading)
         cdp.on("Page.frameStoppedLoading", tab._stopped_loading)
         cdp.on("Page.frameRequestedNavigation", lambda event: requested(event["url"]))
+        cdp.on("Page.windowOpen", lambda event: announced())
         await cdp.send("Page.enable")
         tab.main_frame = (await cdp.send("Page.getFrameTree"))["frameTree"]["frame"]["id"]
         return tab

@@ -16,6 +16,7 @@ from megatron_webrl.browser.tab import Tab
 from megatron_webrl.types import OpenTab
 
 CLOSE_SECONDS = 10.0
+WINDOW_SECONDS = 3.0  # for a window to be there, which takes the first answer of its address
 NEWS_SECONDS = 1.0
 TITLE_SECONDS = 1.0  # a tab in the background that does not tell its title by then has none
 MAX_TITLE = 200  # characters
@@ -39,8 +40,11 @@ class Tabs:
         self._newest: Tab | None = None  # a window that was not looked at yet
         self._opening = False
         self._arrived: list[Page] = []  # while this class itself opens a page
+        self._announced = 0  # windows that open, but are not there yet
+        self._arrival = asyncio.Event()
         self._adopting: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
+        self._end: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
         """Open the first tab and listen for others. Raises PlaywrightError."""
@@ -48,7 +52,14 @@ class Tabs:
         self._context.on("page", self._appeared)
 
     async def settled(self) -> None:
-        """Wait until windows that have opened are tabs; the newest is active."""
+        """Wait until windows that were opened are tabs; the newest is active. One that does not come is forgotten."""
+        try:
+            async with asyncio.timeout(WINDOW_SECONDS):
+                while self._announced:
+                    self._arrival.clear()
+                    await self._arrival.wait()
+        except TimeoutError:
+            self._announced = 0
         while self._adopting:
             await asyncio.wait(set(self._adopting))
         newest, self._newest = self._newest, None
@@ -117,6 +128,8 @@ class Tabs:
         """Adopt and close nothing any more; the pages go with their context."""
         for task in (*self._adopting, *self._closing):
             task.cancel()
+        if self._end is not None:
+            self._end.cancel()
 
     def _numbered(self, number: int) -> Tab | None:
         return self._tabs[number - 1] if 1 <= number <= len(self._tabs) else None
@@ -125,7 +138,12 @@ class Tabs:
         self.active = tab
         await tab.page.bring_to_front()
 
+    def _expect(self) -> None:
+        self._announced += 1
+
     def _appeared(self, page: Page) -> None:
+        self._announced = max(0, self._announced - (not self._opening))
+        self._arrival.set()
         if self._opening:
             self._arrived.append(page)
         elif len(self._tabs) + len(self._adopting) < self._limit:
@@ -148,7 +166,7 @@ class Tabs:
             await _close(page)  # most likely it has closed itself again
 
     async def _add(self, page: Page) -> Tab:
-        tab = await Tab.open(page, self._intrusions.requested)
+        tab = await Tab.open(page, self._intrusions.requested, self._expect)
         self._intrusions.watch(page)
         page.on("crash", partial(self._crashed, tab))
         page.on("close", partial(self._closed, tab))
@@ -173,7 +191,9 @@ class Tabs:
     def _remove(self, tab: Tab) -> None:
         self._tabs.remove(tab)
         if not self._tabs:
-            self._lose(BrowserError("the page has closed itself, and no other tab is open"))
+            # When Chromium ends, its pages close first: the better reason is given time to arrive.
+            ended = BrowserError("the page has closed itself, and no other tab is open")
+            self._end = asyncio.get_running_loop().call_later(NEWS_SECONDS / 2, self._lose, ended)
         elif tab is self.active:
             self.active = self._tabs[-1]
 

@@ -153,7 +153,7 @@ async def test_an_element_that_has_gone_is_told_and_nothing_is_clicked(session: 
     seen = await session.reset(page_task("changing"))
     action = click(seen, "target")
     await session.page.evaluate("b.outerHTML = '<button>imposter</button>'")
-    await session.page.evaluate("document.querySelector('button').onclick = () => { hits++; }")
+    await session.page.evaluate("() => { document.querySelector('button').onclick = () => { hits++; }; }")
     after = await session.step(action)
     assert after.error == "element 1 is gone"
     assert await session.page.evaluate("hits") == 0
