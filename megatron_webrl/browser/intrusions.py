@@ -7,16 +7,17 @@ from collections.abc import Coroutine
 from typing import Any
 from urllib.parse import urlsplit
 
-from playwright.async_api import BrowserContext, Dialog, Download, FileChooser, Page
+from playwright.async_api import BrowserContext, CDPSession, Dialog, Download, FileChooser, Page
 from playwright.async_api import Error as PlaywrightError
 
 from megatron_webrl.browser.notes import Notes, shortened
 
 MAX_DIALOGS = 20
-"""A script that has opened so many dialogs in one step is ended."""
+"""A page that has opened so many in one step opens no more: its running script is ended, its dialogs are taken away."""
 
-DIALOG_SECONDS = 10.0  # to answer one
+DIALOG_SECONDS = 10.0  # to answer one, or to silence a page
 MAX_TEXT = 100  # characters of a dialog's text
+_SILENCE = "(() => { const nothing = () => undefined; window.alert = window.confirm = window.prompt = nothing; })()"
 _SCHEMES = frozenset({"http", "https", "about", "blob", "data", "javascript", "chrome-error", ""})
 
 
@@ -26,11 +27,13 @@ class Intrusions:
     def __init__(self, context: BrowserContext, notes: Notes) -> None:
         self._notes = notes
         self._dialogs = 0
+        self._sessions: dict[Page, CDPSession] = {}
         self._answering: set[asyncio.Task[None]] = set()
         context.on("dialog", self._dialog)
 
-    def watch(self, page: Page) -> None:
+    def watch(self, page: Page, cdp: CDPSession) -> None:
         """Refuse files and downloads of a page."""
+        self._sessions[page] = cdp
         page.on("filechooser", self._chooser)
         page.on("download", self._download)
 
@@ -59,7 +62,10 @@ class Intrusions:
             self._notes.add("the page asked whether to leave it; it was left")
         else:
             self._notes.add(f'the page opened a dialog, "{text}", which was answered with OK')
-        self._do(_answer(dialog, end_script=self._dialogs >= MAX_DIALOGS))
+        if self._dialogs % MAX_DIALOGS == 0 and dialog.page in self._sessions:
+            # Asked for while the dialog holds the script: it takes effect when the script goes on.
+            self._do(_silence(self._sessions[dialog.page]))
+        self._do(_answer(dialog))
 
     def _chooser(self, chooser: FileChooser) -> None:
         self._notes.add("the page asked for a file; none was given")
@@ -73,16 +79,18 @@ class Intrusions:
         task.add_done_callback(self._answering.discard)
 
 
-async def _answer(dialog: Dialog, end_script: bool) -> None:
+async def _answer(dialog: Dialog) -> None:
     try:
         async with asyncio.timeout(DIALOG_SECONDS):
-            if end_script and dialog.page is not None:
-                # Asked for while the dialog holds the script: it takes effect when the script goes on.
-                cdp = await dialog.page.context.new_cdp_session(dialog.page)
-                ending = asyncio.ensure_future(cdp.send("Runtime.terminateExecution"))
-                await asyncio.gather(dialog.accept(), ending)
-                await cdp.detach()
-            else:
-                await dialog.accept(dialog.default_value if dialog.type == "prompt" else None)
+            await dialog.accept(dialog.default_value if dialog.type == "prompt" else None)
     except (PlaywrightError, TimeoutError):
         pass  # it went with its page, or the page's own limits end it
+
+
+async def _silence(cdp: CDPSession) -> None:
+    try:
+        async with asyncio.timeout(DIALOG_SECONDS):
+            await cdp.send("Runtime.terminateExecution")
+            await cdp.send("Runtime.evaluate", {"expression": _SILENCE})
+    except (PlaywrightError, TimeoutError):
+        pass  # the page has gone, or the limits of the session end it

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from playwright.async_api import Error as PlaywrightError
 
@@ -14,13 +15,18 @@ from megatron_webrl.browser.marks import Marks, find_marks
 from megatron_webrl.browser.notes import Notes
 from megatron_webrl.browser.pixels import pixels_differ, with_marks
 from megatron_webrl.browser.site import Site
-from megatron_webrl.browser.tab import Tab
+from megatron_webrl.browser.tab import Tab, was_replaced
 from megatron_webrl.browser.tabs import Tabs
 from megatron_webrl.config import BrowserConfig
 from megatron_webrl.types import Observation, StepSeconds, Task
 
 MARK_ATTEMPTS = 3
 """A page that is replaced so often while its elements are listed is shown without numbers."""
+
+LOOK_ATTEMPTS = 10
+"""A page that is replaced so often while it is looked at cannot be seen."""
+
+T = TypeVar("T")
 
 
 class Eyes:
@@ -38,8 +44,9 @@ class Eyes:
         rested = time.monotonic()
         if self._settings.marks:
             rest = await self._mark(rest)
+        tab = self._tabs.active
         screenshot, (reward, done) = await asyncio.gather(
-            self._capture(self._tabs.active), site.result(self._tabs.active.page, task)
+            _steadily(lambda: self._capture(tab)), _steadily(lambda: site.result(tab.page, task))
         )
         changed = self._screenshot is not None and await asyncio.to_thread(pixels_differ, self._screenshot, screenshot)
         self._screenshot = screenshot
@@ -97,3 +104,14 @@ class Eyes:
         if encoding != "png":
             options["quality"] = self._settings.quality
         return base64.b64decode((await tab.cdp.send("Page.captureScreenshot", options))["data"])
+
+
+async def _steadily(look: Callable[[], Awaitable[T]]) -> T:
+    """What a look at the page gives, at the next document if one goes away meanwhile. Raises PlaywrightError."""
+    for _ in range(LOOK_ATTEMPTS - 1):
+        try:
+            return await look()
+        except PlaywrightError as error:
+            if not was_replaced(error):
+                raise
+    return await look()

@@ -17,8 +17,13 @@ AWAITED = frozenset({"document", "stylesheet", "script", "fetch", "xhr", "image"
 # How the browser says that the document of an evaluation has gone.
 _REPLACED = (
     "context was destroyed", "context with specified id", "frame was detached", "frame with given id",
-    "frame for given id", "Promise was collected", "navigated or closed",
+    "frame for given id", "Promise was collected", "navigated or closed", "Not attached to an active page",
 )  # fmt: skip
+
+
+def was_replaced(error: PlaywrightError) -> bool:
+    """Whether something failed because its document went away; the next document may be asked."""
+    return any(words in error.message for words in _REPLACED)
 
 
 class Replaced(Exception):
@@ -69,7 +74,7 @@ class Tab:
                 },
             )
         except PlaywrightError as error:
-            if any(words in error.message for words in _REPLACED):
+            if was_replaced(error):
                 raise Replaced(error.message) from error
             raise
         if "exceptionDetails" in answer:

@@ -139,7 +139,10 @@ class Tabs:
         await tab.page.bring_to_front()
 
     def _expect(self) -> None:
-        self._announced += 1
+        if self._limit == 1:
+            self._notes.add("a new window was closed; only one page can be open")
+        else:
+            self._announced += 1
 
     def _appeared(self, page: Page) -> None:
         self._announced = max(0, self._announced - (not self._opening))
@@ -152,8 +155,8 @@ class Tabs:
             self._adopting.add(task)
             task.add_done_callback(self._adopting.discard)
         else:
-            only = "only one page" if self._limit == 1 else f"no more than {self._limit} tabs"
-            self._notes.add(f"a new window was closed; {only} can be open")
+            if self._limit > 1:  # else it was told when the window was announced
+                self._notes.add(f"a new window was closed; no more than {self._limit} tabs can be open")
             task = asyncio.get_running_loop().create_task(_close(page))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
@@ -167,7 +170,7 @@ class Tabs:
 
     async def _add(self, page: Page) -> Tab:
         tab = await Tab.open(page, self._intrusions.requested, self._expect)
-        self._intrusions.watch(page)
+        self._intrusions.watch(page, tab.cdp)
         page.on("crash", partial(self._crashed, tab))
         page.on("close", partial(self._closed, tab))
         self._tabs.append(tab)

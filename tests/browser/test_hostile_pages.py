@@ -38,7 +38,7 @@ PAGES = {
     "rights": on_click("""navigator.geolocation.getCurrentPosition(() => document.title = 'given',
         (e) => document.title = 'refused ' + e.code)"""),
     "popups": on_click("for (let i = 0; i < 12; i++) open('other.html', '_blank', 'popup')"),
-    "self": on_click("close()"),
+    "self": on_click("window.close()"),
     "clobber": "<title>Real</title><form name=title></form><form name=readyState></form><img name=scrollingElement>",
     "timers": """<title>Frozen</title><script>requestAnimationFrame = () => 0; setTimeout = () => 0;
         performance.now = () => 0; MutationObserver = null; document.title = 'Still';</script>""",
@@ -190,7 +190,7 @@ async def test_endless_redirects_end_at_the_limit(session: Session, monkeypatch:
     assert seen.seconds.settling < 10
 
 
-def test_notes_are_short_and_few_and_each_is_said_once() -> None:
+async def test_notes_are_short_and_few_and_each_is_said_once() -> None:
     notes = Notes()
     assert notes.text is None
     for _ in range(3):
