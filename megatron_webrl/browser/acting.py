@@ -69,11 +69,14 @@ class Hands:
         if action.kind not in self._enabled:
             self._notes.add(f"{action.kind} is not enabled (browser.actions)")
             return
-        self._marks = marks
+        self._marks, tab = marks, self._tabs.active
         try:
             await self._work[action.kind](action)
         except Unavailable as error:
             self._notes.add(str(error))
+        except PlaywrightError:
+            if not await self._tabs.outlived(tab):
+                raise
 
     # Mouse
 

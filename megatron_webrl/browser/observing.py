@@ -75,9 +75,9 @@ class Eyes:
             try:
                 rest = await settle.rest(tab)
             except PlaywrightError:
-                if await self._tabs.has_gone(tab) and tab is not self._tabs.active:
-                    continue  # it has closed itself, and another one is active
-                raise
+                if not await self._tabs.outlived(tab):
+                    raise
+                continue  # it has closed itself
             await self._tabs.settled()
             if tab is self._tabs.active:
                 return rest

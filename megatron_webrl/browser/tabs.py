@@ -66,14 +66,14 @@ class Tabs:
         if newest is not None and newest in self._tabs:
             await self._activate(newest)
 
-    async def has_gone(self, tab: Tab) -> bool:
-        """Whether a tab that failed to answer has crashed or closed; the news may come a little later."""
+    async def outlived(self, tab: Tab) -> bool:
+        """Whether a tab that failed to answer has gone and another one is active; the news may come a little later."""
         try:
             async with asyncio.timeout(NEWS_SECONDS):
                 await tab.gone.wait()
         except TimeoutError:
             return False
-        return True
+        return tab is not self.active
 
     async def open(self) -> Tab | None:
         """A new empty tab, active; None, with a note, at the limit."""

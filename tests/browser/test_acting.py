@@ -208,6 +208,14 @@ async def test_a_tab_that_closes_itself_leaves_the_one_before(session: Session) 
     assert (seen.title, seen.error, len(seen.tabs)) == ("Gym", "a tab has closed itself", 1)
 
 
+async def test_a_tab_that_closes_itself_on_a_click_leaves_the_one_before(session: Session) -> None:
+    gym = await Gym.open(session)
+    await gym.act("click" if gym.marks else "left_click", **await gym.place("link"))
+    await session.page.evaluate("() => { addEventListener('keydown', () => window.close()); }")
+    seen = await gym.act("key", text="Enter")
+    assert (seen.title, len(seen.tabs)) == ("Gym", 1)
+
+
 async def test_a_window_that_opens_after_the_observation_does_not_take_the_action(session: Session) -> None:
     gym = await Gym.open(session)
     place = await gym.place("press")
