@@ -90,7 +90,8 @@ async def _answer(dialog: Dialog) -> None:
 async def _silence(cdp: CDPSession) -> None:
     try:
         async with asyncio.timeout(DIALOG_SECONDS):
-            await cdp.send("Runtime.terminateExecution")
-            await cdp.send("Runtime.evaluate", {"expression": _SILENCE})
+            # Both at once: between two timers there may be nothing to end, and no answer.
+            silence = cdp.send("Runtime.evaluate", {"expression": _SILENCE})
+            await asyncio.gather(cdp.send("Runtime.terminateExecution"), silence)
     except (PlaywrightError, TimeoutError):
         pass  # the page has gone, or the limits of the session end it

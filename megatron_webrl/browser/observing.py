@@ -46,7 +46,7 @@ class Eyes:
             rest = await self._mark(rest)
         tab = self._tabs.active
         screenshot, (reward, done) = await asyncio.gather(
-            _steadily(lambda: self._capture(tab)), _steadily(lambda: site.result(tab.page, task))
+            steadily(lambda: self._capture(tab)), steadily(lambda: site.result(tab.page, task))
         )
         changed = self._screenshot is not None and await asyncio.to_thread(pixels_differ, self._screenshot, screenshot)
         self._screenshot = screenshot
@@ -106,7 +106,7 @@ class Eyes:
         return base64.b64decode((await tab.cdp.send("Page.captureScreenshot", options))["data"])
 
 
-async def _steadily(look: Callable[[], Awaitable[T]]) -> T:
+async def steadily(look: Callable[[], Awaitable[T]]) -> T:
     """What a look at the page gives, at the next document if one goes away meanwhile. Raises PlaywrightError."""
     for _ in range(LOOK_ATTEMPTS - 1):
         try:

@@ -15,7 +15,7 @@ from megatron_webrl.browser.acting import Hands
 from megatron_webrl.browser.errors import BrowserCrashed, BrowserError, BrowserTimeout
 from megatron_webrl.browser.intrusions import Intrusions
 from megatron_webrl.browser.notes import Notes
-from megatron_webrl.browser.observing import Eyes
+from megatron_webrl.browser.observing import Eyes, steadily
 from megatron_webrl.browser.site import Site
 from megatron_webrl.browser.tabs import Tabs
 from megatron_webrl.config import BrowserConfig
@@ -83,7 +83,8 @@ class Session:
         instruction = await self._bounded(f"reset of {task.id}", site.open(self.page, task))
         self._notes.clear()
         # Going back must not lead out of the task, to the empty page before it.
-        reset_history = self._tabs.active.cdp.send("Page.resetNavigationHistory")
+        cdp = self._tabs.active.cdp
+        reset_history = steadily(lambda: cdp.send("Page.resetNavigationHistory"))
         await self._bounded("reset of the history", reset_history)
         acting = time.monotonic() - started
         return await self._bounded("observation", self._eyes.observe(site, task, acting, instruction))

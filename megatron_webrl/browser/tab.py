@@ -18,6 +18,7 @@ AWAITED = frozenset({"document", "stylesheet", "script", "fetch", "xhr", "image"
 _REPLACED = (
     "context was destroyed", "context with specified id", "frame was detached", "frame with given id",
     "frame for given id", "Promise was collected", "navigated or closed", "Not attached to an active page",
+    "Unable to capture screenshot",
 )  # fmt: skip
 
 
