@@ -162,6 +162,7 @@ class ContextConfig:
         choices=("bare", "vanilla", "progress"),
     )
     compact: bool = setting(False, "Short tool schema for models with a small window.")
+    scroll_position: bool = setting(False, "Tell with each screenshot which part of the page it shows.")
 
 
 @dataclass
@@ -200,8 +201,17 @@ class BrowserConfig:
     executable: str = setting("", "Chromium to run; empty: the first one found.")
     width: int = setting(1280, "Viewport width, pixels.", low=32)
     height: int = setting(768, "Viewport height, pixels.", low=32)
-    screenshot: str = setting("jpeg", "Encoding of screenshots.", choices=("jpeg", "png"))
-    quality: int = setting(80, "JPEG quality.", low=1, high=100)
+    screenshot: str = setting("jpeg", "Encoding of screenshots.", choices=("jpeg", "png", "webp"))
+    quality: int = setting(80, "Quality of JPEG and WebP.", low=1, high=100)
+    marks: bool = setting(
+        False, "Number the elements in view and act by number (web_interaction) instead of coordinates (computer_use)."
+    )
+    max_marks: int = setting(100, "Elements numbered in one observation.", low=1)
+    actions: list[str] = setting(
+        [],
+        "Further actions: hover, double_click, right_click, drag, key, select_option, switch_tab, new_tab, close_tab.",
+    )
+    tabs: int = setting(5, "Tabs open at a time; without switch_tab in browser.actions always one.", low=2)
     open_web: bool = setting(
         False, "Let pages reach public addresses; otherwise only the origins that the task source declares."
     )

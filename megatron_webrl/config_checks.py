@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.config import Config, ConfigError
+from megatron_webrl.types import EXTRA_KINDS, TAB_KINDS
 
 SHARED_MEMORY = Path("/dev/shm")
 _DIMENSIONS = {
@@ -226,7 +227,22 @@ def _check_rollout(config: Config) -> None:
         raise ConfigError("rollout.group_size=1 gives no baseline; use at least 2, or trainer.loss.name=raft")
     if not config.tasks.environments:
         raise ConfigError("tasks.environments is empty; name at least one environment")
-    executable = config.browser.executable
+    _check_browser(config)
+
+
+def _check_browser(config: Config) -> None:
+    browser = config.browser
+    for name in browser.actions:
+        if name not in EXTRA_KINDS:
+            raise ConfigError(f"browser.actions={name} is not one of {', '.join(EXTRA_KINDS)}")
+    if set(browser.actions) & set(TAB_KINDS) and "switch_tab" not in browser.actions:
+        raise ConfigError(f"browser.actions={','.join(browser.actions)} has tabs but no switch_tab; add it")
+    if browser.marks and config.trainer.warm_start.demonstrations:
+        raise ConfigError(
+            f"trainer.warm_start.demonstrations={config.trainer.warm_start.demonstrations}, but scripts act by "
+            "coordinates; set demonstrations to 0, or browser.marks=false"
+        )
+    executable = browser.executable
     if executable and not shutil.which(executable):
         raise ConfigError(
             f"browser.executable={executable} is not an executable file; leave it empty to search for Chromium"

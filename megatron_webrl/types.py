@@ -14,8 +14,21 @@ import numpy as np
 COORDINATE_RANGE = 1000
 """Actions address the viewport in integers 0..COORDINATE_RANGE on both axes, whatever its size in pixels."""
 
-ActionKind = Literal["left_click", "type", "scroll", "wait", "go_back", "navigate", "answer"]
+ActionKind = Literal[
+    "left_click", "click", "type", "hover", "scroll", "wait", "go_back", "navigate", "answer",
+    "double_click", "right_click", "drag", "key", "select_option", "new_tab", "switch_tab", "close_tab",
+]  # fmt: skip
 ACTION_KINDS: tuple[ActionKind, ...] = ("left_click", "type", "scroll", "wait", "go_back", "navigate", "answer")
+"""What the tool of coordinates, `computer_use`, always offers."""
+
+MARK_KINDS: tuple[ActionKind, ...] = ("click", "type", "hover", "scroll", "wait", "go_back", "navigate", "answer")
+"""What the tool of numbered elements, `web_interaction`, always offers."""
+
+TAB_KINDS: tuple[ActionKind, ...] = ("new_tab", "switch_tab", "close_tab")
+EXTRA_KINDS: tuple[ActionKind, ...] = (
+    "hover", "double_click", "right_click", "drag", "key", "select_option", *TAB_KINDS,
+)  # fmt: skip
+"""What is offered by either tool where browser.actions names it."""
 
 TRAINABLE_OUTCOMES = frozenset({"success", "failure"})
 """Outcomes that say something about the policy. Every other outcome masks the episode and names the reason."""
@@ -36,28 +49,76 @@ class Task:
 
 @dataclass(frozen=True)
 class Action:
-    """One `computer_use` call. Fields that the kind does not use are None."""
+    """One call of `computer_use` or `web_interaction`. Fields that the kind does not use are None."""
 
     kind: ActionKind
     coordinate: tuple[int, int] | None = None  # x, y in 0..COORDINATE_RANGE
-    text: str | None = None
+    text: str | None = None  # also the chord of a key and the label of an option
     direction: Literal["up", "down"] | None = None
     time: float | None = None  # seconds
     url: str | None = None
+    element_id: int | None = None  # number of an element of the observation that is answered
+    end_coordinate: tuple[int, int] | None = None  # where a drag ends
+    end_element_id: int | None = None  # the same by element
+    tab: int | None = None  # place among the tabs, from 1
+
+
+@dataclass(frozen=True)
+class Element:
+    """What can be acted on in view, by the number that the screenshot shows."""
+
+    id: int
+    role: str  # of the accessibility tree: "button", "textbox", ...
+    name: str
+    box: tuple[int, int, int, int]  # x, y, width, height of its visible part, pixels of the viewport
+    value: str = ""
+    states: tuple[str, ...] = ()  # such as "focused", "not checked"
+    options: tuple[str, ...] = ()  # of a list, the first ones
+
+
+@dataclass(frozen=True)
+class OpenTab:
+    """A tab as the agent is told of it; its place among the tabs is its number, from 1."""
+
+    title: str
+    url: str
+    active: bool
+
+
+@dataclass(frozen=True)
+class Scroll:
+    """Which part of the page is in view, CSS pixels."""
+
+    x: int
+    y: int
+    page_height: int
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Where a browser's time for one observation went, wall clock."""
+
+    acting: float
+    settling: float
+    capturing: float
 
 
 @dataclass(frozen=True)
 class Observation:
     """What the agent sees after a reset or a step."""
 
-    screenshot: bytes  # encoded image, PNG or JPEG
+    screenshot: bytes  # encoded image: PNG, JPEG or WebP
     url: str
     title: str
-    page_changed: bool  # pixels differ from the previous observation
+    page_changed: bool  # pixels differ from the previous observation; numbers drawn on the elements do not count
     instruction: str | None = None
-    error: str | None = None  # the action could not be carried out; the episode goes on
+    error: str | None = None  # what could not be done or the page did uninvited; the episode goes on
     reward: float | None = None  # from the page, once done
     done: bool = False
+    elements: tuple[Element, ...] | None = None  # None: the screenshot has no numbers
+    tabs: tuple[OpenTab, ...] = ()  # where tabs are enabled
+    scroll: Scroll | None = None
+    seconds: StepSeconds | None = None
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,8 @@ def test_a_saved_configuration_reads_back_the_same(config_file: Path, tmp_path: 
         ("rollout.group_size=1", "gives no baseline"),
         ("tasks.environments=[]", "tasks.environments is empty"),
         ("browser.executable=no-such-browser", "browser.executable=no-such-browser"),
+        ("browser.actions=[hover,juggle]", "browser.actions=juggle is not one of hover, double_click"),
+        ("browser.actions=[new_tab]", "browser.actions=new_tab has tabs but no switch_tab; add it"),
         ("run.name=a/b", "run.name='a/b'"),
         ("run.resume=true", "holds no complete checkpoint"),
         ("trainer", "is not of the form key=value"),
@@ -89,6 +91,11 @@ def test_what_does_not_fit_a_mixture_of_experts_is_named(
 ) -> None:
     assert words in error(config_file, f"model.path={tiny_sparse_model}", *overrides)
     assert load(config_file, [f"model.path={tiny_sparse_model}", "trainer.pipeline_parallel=2"]).trainer_ranks == 2
+
+
+def test_scripts_cannot_demonstrate_by_numbered_elements(config_file: Path) -> None:
+    words = error(config_file, "browser.marks=true", "trainer.warm_start.demonstrations=5")
+    assert "scripts act by coordinates; set demonstrations to 0, or browser.marks=false" in words
 
 
 def test_a_broken_file_is_named(tmp_path: Path):

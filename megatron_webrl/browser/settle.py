@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import dataclass
+
+from megatron_webrl.browser.tab import Replaced, Tab
+from megatron_webrl.types import Scroll
+
 QUIET_LIMIT_MS = 1000
 """A page that never rests (an animation without end) is taken as it is after so long."""
 
 READY_LIMIT_MS = 10_000
 """A document that is not loaded by then is taken as it is."""
+
+TRAFFIC_SECONDS = 3.0
+"""Requests that are under way when all else is at rest are waited for so long, all together."""
+
+REST_SECONDS = 15.0
+"""A page that is replaced by another one over and over is taken as it is after so long."""
 
 # A blinking caret would make two looks at the same page differ.
 STILL_CARET = """
@@ -15,10 +27,14 @@ STILL_CARET = """
   document.adoptedStyleSheets.push(sheet);
 """
 
-# Resolves to [title, URL] once the document is complete and two animation frames in a row have passed without a
-# change of the document or a scroll: the first frame lets handlers run, the second has painted what they did.
-# Timers stand in for frames that do not come, such as those of a page that is being replaced.
+# A form named "title" hides document.title; what the prototype gives cannot be hidden.
+_NATIVE = "const native = (name) => Object.getOwnPropertyDescriptor(Document.prototype, name).get.call(document);"
+
+# Resolves to [title, URL, scrollX, scrollY, page height] once the document is complete and two animation frames in a
+# row have passed without a change of the document or a scroll: the first frame lets handlers run, the second has
+# painted what they did. Timers stand in for frames that do not come, such as those of a page that is being replaced.
 SETTLE = f"""() => new Promise((resolve) => {{
+  {_NATIVE}
   const start = performance.now();
   let moved = false, quiet = 0;
   const mark = () => {{ moved = true; }};
@@ -28,7 +44,9 @@ SETTLE = f"""() => new Promise((resolve) => {{
   const finish = () => {{
     observer.disconnect();
     removeEventListener("scroll", mark, true);
-    resolve([document.title, location.href]);
+    const root = native("scrollingElement") || native("documentElement");
+    resolve([native("title").slice(0, 2000), location.href.slice(0, 4000), Math.round(scrollX), Math.round(scrollY),
+             root ? root.scrollHeight : 0]);
   }};
   const next = () => {{
     let called = false;
@@ -37,7 +55,7 @@ SETTLE = f"""() => new Promise((resolve) => {{
     setTimeout(once, 200);
   }};
   const frame = () => {{
-    const ready = document.readyState === "complete";
+    const ready = native("readyState") === "complete";
     const waited = performance.now() - start;
     quiet = ready && !moved ? quiet + 1 : 0;
     moved = false;
@@ -47,8 +65,9 @@ SETTLE = f"""() => new Promise((resolve) => {{
 }})"""
 
 # How many characters the focused text field holds; null if nothing that takes text has the focus.
-FOCUSED_TEXT = """() => {
-  let element = document.activeElement;
+FOCUSED_TEXT = f"""() => {{
+  {_NATIVE}
+  let element = native("activeElement");
   while (element && element.shadowRoot && element.shadowRoot.activeElement) element = element.shadowRoot.activeElement;
   if (!element) return null;
   if (element.tagName === "IFRAME") return 1;
@@ -57,4 +76,46 @@ FOCUSED_TEXT = """() => {
                  "datetime-local"];
   const takesText = element.tagName === "TEXTAREA" || (element.tagName === "INPUT" && plain.includes(element.type));
   return takesText && !element.readOnly && !element.disabled ? element.value.length : null;
-}"""
+}}"""
+
+
+@dataclass(frozen=True)
+class Rest:
+    """A page at rest, or as far as it came within the limits."""
+
+    title: str
+    url: str
+    scroll: Scroll
+    loading: bool = False  # it was still loading at the limit
+
+
+async def rest(tab: Tab) -> Rest:
+    """Wait until nothing loads and nothing moves, each within its limit. Raises PlaywrightError."""
+    clock = asyncio.get_running_loop().time
+    limit, traffic = clock() + REST_SECONDS, TRAFFIC_SECONDS
+    while True:
+        loaded = await _loaded(tab, min(READY_LIMIT_MS / 1000, max(0.0, limit - clock())))
+        try:
+            title, url, *scroll = await tab.evaluate(SETTLE)
+        except Replaced:
+            if clock() < limit:
+                continue  # the next document is asked
+            return Rest("", tab.page.url, Scroll(0, 0, 0), loading=True)
+        if not loaded or clock() >= limit:
+            return Rest(title, url, Scroll(*scroll), loading=not loaded)
+        if not tab.loaded.is_set():
+            continue
+        if tab.traffic.quiet.is_set() or traffic <= 0:
+            return Rest(title, url, Scroll(*scroll))
+        asked = clock()
+        await tab.traffic.wait(traffic)
+        traffic -= clock() - asked
+
+
+async def _loaded(tab: Tab, seconds: float) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            await tab.loaded.wait()
+    except TimeoutError:
+        return False
+    return True

@@ -21,6 +21,17 @@ from megatron_webrl import compat
 compat.install()  # transformers brings in torchvision when a processor is first asked for
 
 _BREAK = "\u200b"  # zero-width space: invisible, and part of no added token
+_TAGS = (
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<tools>",
+    "</tools>",
+    "<think>",
+    "</think>",
+)
+"""What gives a prompt its form, whether or not the tokenizer has entries for it."""
 
 
 class Processor:
@@ -34,7 +45,7 @@ class Processor:
         self.image_token_id = int(processor.image_token_id)
         self.eos_token_id = int(self.tokenizer.convert_tokens_to_ids("<|im_end|>"))
         self._special = [i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special]
-        self._added = sorted(self.tokenizer.get_added_vocab(), key=len, reverse=True)
+        self._added = sorted({*self.tokenizer.get_added_vocab(), *_TAGS}, key=len, reverse=True)
 
     @classmethod
     def load(cls, folder: str | Path) -> Processor:
@@ -96,7 +107,7 @@ class Processor:
         return edges[1::2] - edges[::2]
 
     def pixels(self, images: Sequence[bytes]) -> tuple[torch.Tensor, np.ndarray]:
-        """Decode PNG or JPEG and cut into patches: float32 [patches, dim] and int32 grids [images, 3].
+        """Decode PNG, JPEG or WebP and cut into patches: float32 [patches, dim] and int32 grids [images, 3].
 
         Raises ValueError for bytes that are no image.
         """
@@ -113,8 +124,8 @@ class Processor:
     def neutralise(self, text: str) -> str:
         """Text from a page, changed so that no part of it can become a token with a meaning of its own.
 
-        Every entry of the tokenizer's added vocabulary (<|image_pad|>, <|im_end|>, <tool_call>, ...) is broken up
-        by an invisible character after its first one; the rest stays as it is.
+        Every entry of the tokenizer's added vocabulary (<|image_pad|>, <|im_end|>, <tool_call>, ...) and every tag that
+        gives a prompt its form is broken up by an invisible character after its first one; the rest stays as it is.
         """
         normalizer = self.tokenizer.backend_tokenizer.normalizer
         if normalizer is not None:  # normalising later could make an entry out of something else
@@ -139,7 +150,7 @@ class Processor:
 
 
 def decode_image(data: bytes) -> Image.Image:
-    """Decode PNG or JPEG to RGB. Raises ValueError for bytes that are no image."""
+    """Decode PNG, JPEG or WebP to RGB. Raises ValueError for bytes that are no image."""
     image = _open(data)
     try:
         return image.convert("RGB")
@@ -149,6 +160,6 @@ def decode_image(data: bytes) -> Image.Image:
 
 def _open(data: bytes) -> Image.Image:
     try:
-        return Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
+        return Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP"))
     except (OSError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{len(data)} bytes that begin with {data[:8]!r} are neither PNG nor JPEG") from error
+        raise ValueError(f"{len(data)} bytes that begin with {data[:8]!r} are no PNG, JPEG or WebP") from error

@@ -158,8 +158,8 @@ def _array_bytes(lengths: list[int]) -> list[int]:
 def _action(described: dict[str, Any] | None) -> Action | None:
     if described is None:
         return None
-    coordinate = described.pop("coordinate")
-    return Action(coordinate=None if coordinate is None else (coordinate[0], coordinate[1]), **described)
+    pairs = {name: value for name, value in described.items() if isinstance(value, list)}
+    return Action(**described | {name: (value[0], value[1]) for name, value in pairs.items()})
 
 
 def _scalar(value: Any) -> Any:

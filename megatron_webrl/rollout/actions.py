@@ -1,4 +1,4 @@
-"""The `computer_use` tool: its schema, actions as text, and text as actions.
+"""Actions as text, and text as actions.
 
 <tool_call>
 {"name": "computer_use", "arguments": {"action": "left_click", "coordinate": [500, 320]}}
@@ -12,82 +12,38 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from megatron_webrl.types import ACTION_KINDS, COORDINATE_RANGE, Action, ActionKind
+from megatron_webrl.browser.keys import is_chord
+from megatron_webrl.rollout.toolset import COORDINATES, ORDER, Toolset
+from megatron_webrl.types import COORDINATE_RANGE, Action
 
-TOOL = "computer_use"
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MAX_RESPONSE = 200_000  # characters
 MAX_TEXT = 4_000
 MAX_URL = 2_000
 MAX_TIME = 60.0  # seconds
-
-# Arguments of each kind beside "action": required, optional. Their order is that of the wire form.
-ARGUMENTS: dict[ActionKind, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "left_click": (("coordinate",), ()),
-    "type": (("text",), ("coordinate",)),
-    "scroll": (("direction",), ("coordinate",)),
-    "wait": ((), ("time",)),
-    "go_back": ((), ()),
-    "navigate": (("url",), ()),
-    "answer": (("text",), ()),
-}
-_ORDER = ("coordinate", "text", "direction", "time", "url")
-
-SCHEMA: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": TOOL,
-        "description": (
-            "Act on the web page shown in the screenshot. Coordinates are integers from 0 to "
-            f"{COORDINATE_RANGE} on both axes, [0, 0] at the top left, whatever the size of the page in pixels."
-        ),
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "action": {
-                    "type": "string",
-                    "enum": list(ACTION_KINDS),
-                    "description": (
-                        "left_click: click at coordinate. type: click at coordinate if it is given, replace what the "
-                        "field holds by text, and press Enter. scroll: move by almost one screen in direction, at "
-                        "coordinate if it is given. wait: do nothing for time seconds. go_back: return to the page "
-                        "before. navigate: open url. answer: end the task with text as the final answer."
-                    ),
-                },
-                "coordinate": {
-                    "type": "array",
-                    "items": {"type": "integer", "minimum": 0, "maximum": COORDINATE_RANGE},
-                    "description": "[x, y], for left_click, type and scroll.",
-                },
-                "text": {"type": "string", "description": "For type and answer."},
-                "direction": {"type": "string", "enum": ["up", "down"], "description": "For scroll."},
-                "time": {"type": "number", "description": "Seconds, for wait."},
-                "url": {"type": "string", "description": "For navigate."},
-            },
-            "required": ["action"],
-        },
-    },
-}
-
-COMPACT_SCHEMA = f"{TOOL}: {', '.join(ACTION_KINDS)}"
-"""What a small model is told instead of the schema; it learns the arguments from demonstrations."""
+MAX_NUMBER = 100_000  # of an element or a tab
 
 
 class _Malformed(ValueError):
     """Carries the name of a format error."""
 
 
-def render(action: Action) -> str:
-    """The tool call of an action, keys in their one order. Raises ValueError if an argument is missing."""
-    required, optional = ARGUMENTS[action.kind]
+def render(action: Action, toolset: Toolset = COORDINATES) -> str:
+    """The tool call of an action, keys in their one order.
+
+    Raises ValueError if an argument is missing or the tool has no such action.
+    """
+    if action.kind not in toolset.kinds:
+        raise ValueError(f"{toolset.name} has no {action.kind}; it has {', '.join(toolset.kinds)}")
+    required, optional = toolset.arguments(action.kind)
     arguments: dict[str, Any] = {"action": action.kind}
-    for name in sorted(required + optional, key=_ORDER.index):
+    for name in sorted(required + optional, key=ORDER.index):
         value = getattr(action, name)
         if value is not None:
-            arguments[name] = list(value) if name == "coordinate" else value
+            arguments[name] = list(value) if isinstance(value, tuple) else value
         elif name in required:
             raise ValueError(f"{action.kind} needs {name}: {action}")
-    call = json.dumps({"name": TOOL, "arguments": arguments}, ensure_ascii=False)
+    call = json.dumps({"name": toolset.name, "arguments": arguments}, ensure_ascii=False)
     return f"{OPEN}\n{call}\n{CLOSE}"
 
 
@@ -102,18 +58,27 @@ def describe(action: Action) -> str:
         words.append(action.direction)
     if action.time is not None:
         words.append(f"{action.time:g} s")
+    if action.tab is not None:
+        words.append(str(action.tab))
+    at = "at " if len(words) > 1 else ""
     if action.coordinate is not None:
-        words.append(f"{'at ' if len(words) > 1 else ''}{list(action.coordinate)}")
+        words.append(f"{at}{list(action.coordinate)}")
+    if action.element_id is not None:
+        words.append(f"{at}element {action.element_id}")
+    if action.end_coordinate is not None:
+        words.append(f"to {list(action.end_coordinate)}")
+    if action.end_element_id is not None:
+        words.append(f"to element {action.end_element_id}")
     return " ".join(words)
 
 
-def parse(response: str) -> tuple[Action | None, str | None]:
+def parse(response: str, toolset: Toolset = COORDINATES) -> tuple[Action | None, str | None]:
     """The action of a response, or the name of the format error; exactly one of the two is None.
 
     Thinking is left out; other text around the one tool call is allowed. Never raises.
     """
     try:
-        return _parse(response), None
+        return _parse(response, toolset), None
     except _Malformed as error:
         return None, str(error)
 
@@ -123,7 +88,7 @@ def without_thinking(response: str) -> str:
     return re.sub(r"<think>.*?(?:</think>\s*|\Z)", "", response, flags=re.DOTALL)
 
 
-def _parse(response: str) -> Action:
+def _parse(response: str, toolset: Toolset) -> Action:
     if len(response) > MAX_RESPONSE:
         raise _Malformed("too_long")
     text = without_thinking(response)
@@ -137,9 +102,9 @@ def _parse(response: str) -> Action:
     call = _load(bodies[0].split(CLOSE)[0])
     if not isinstance(call, dict) or set(call) != {"name", "arguments"} or not isinstance(call["arguments"], dict):
         raise _Malformed("bad_call")
-    if call["name"] != TOOL:
+    if call["name"] != toolset.name:
         raise _Malformed("unknown_tool")
-    return _action(call["arguments"])
+    return _action(call["arguments"], toolset)
 
 
 def _load(text: str) -> Any:
@@ -160,13 +125,13 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _action(arguments: dict[str, Any]) -> Action:
-    kind = arguments.get("action")
+def _action(arguments: dict[str, Any], toolset: Toolset) -> Action:
     if "action" not in arguments:
         raise _Malformed("missing_argument")
-    if not isinstance(kind, str) or kind not in ARGUMENTS:
+    kind = next((kind for kind in toolset.kinds if kind == arguments["action"]), None)
+    if kind is None:
         raise _Malformed("unknown_action")
-    required, optional = ARGUMENTS[kind]
+    required, optional = toolset.arguments(kind)
     given = {name: value for name, value in arguments.items() if name != "action"}
     if any(name not in given for name in required):
         raise _Malformed("missing_argument")
@@ -174,10 +139,14 @@ def _action(arguments: dict[str, Any]) -> Action:
         raise _Malformed("unexpected_argument")
     checks: dict[str, Callable[[Any], Any]] = {
         "coordinate": _coordinate,
-        "text": _text,
+        "end_coordinate": _coordinate,
+        "element_id": _element_id,
+        "end_element_id": _element_id,
+        "text": _key if kind == "key" else _text,
         "direction": _direction,
         "time": _time,
         "url": _url,
+        "tab": _tab,
     }
     return Action(kind, **{name: checks[name](value) for name, value in given.items()})
 
@@ -189,6 +158,24 @@ def _coordinate(value: Any) -> tuple[int, int]:
     if not all(0 <= number <= COORDINATE_RANGE for number in value):
         raise _Malformed("bad_coordinate")
     return value[0], value[1]
+
+
+def _element_id(value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= MAX_NUMBER:
+        raise _Malformed("bad_element_id")
+    return value
+
+
+def _tab(value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= MAX_NUMBER:
+        raise _Malformed("bad_tab")
+    return value
+
+
+def _key(value: Any) -> str:
+    if not isinstance(value, str) or not is_chord(value):
+        raise _Malformed("bad_key")
+    return value
 
 
 def _text(value: Any) -> str:

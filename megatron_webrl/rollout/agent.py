@@ -15,6 +15,7 @@ from megatron_webrl.model.processing import Processor
 from megatron_webrl.rollout.actions import parse
 from megatron_webrl.rollout.context import Context, ContextOverflow, Prompt
 from megatron_webrl.rollout.generation import Generation, GenerationError, Responder
+from megatron_webrl.rollout.toolset import COORDINATES, Toolset
 from megatron_webrl.types import Action, Step, Task, Trajectory
 
 log = logging.getLogger(__name__)
@@ -32,20 +33,20 @@ class _Episode:
 
 async def run_episode(
     responder: Responder, session: Session, processor: Processor, task: Task, settings: RolloutConfig,
-    *, ticket: int, index: int, group_size: int, incarnation: int,
+    *, ticket: int, index: int, group_size: int, incarnation: int, toolset: Toolset = COORDINATES,
 ) -> Trajectory:  # fmt: skip
-    """Run `task` in a fresh session and judge it.
+    """Run `task` in a fresh session and judge it. `toolset`: what the session can do.
 
     A failure of engine or browser, an overflow of the context or a time limit does not raise: the trajectory keeps
     its steps so far, and its outcome names what masks it.
     """
     started = time.monotonic()
-    context = Context(processor, settings.context, settings.max_model_len - settings.max_new_tokens)
+    context = Context(processor, settings.context, settings.max_model_len - settings.max_new_tokens, toolset)
     episode = _Episode(context, instruction=task.instruction or "")
     limit = asyncio.timeout(settings.episode_seconds)
     try:
         async with limit:
-            ended = await _play(episode, responder, session, processor, task, settings.step_seconds)
+            ended = await _play(episode, responder, session, processor, task, toolset, settings.step_seconds)
     except TimeoutError:
         if not limit.expired():
             raise
@@ -63,8 +64,9 @@ async def run_episode(
 
 
 async def _play(
-    episode: _Episode, responder: Responder, session: Session, processor: Processor, task: Task, step_seconds: float
-) -> str:
+    episode: _Episode, responder: Responder, session: Session, processor: Processor, task: Task, toolset: Toolset,
+    step_seconds: float,
+) -> str:  # fmt: skip
     """Observe, answer, act, until the page, the agent or the step limit ends it; returns which."""
     observation = await session.reset(task)
     episode.instruction = observation.instruction or episode.instruction
@@ -74,7 +76,7 @@ async def _play(
         asked = time.monotonic()
         generation = await _respond(responder, session, prompt, episode.context, step_seconds)
         answered = time.monotonic()
-        action, format_error = _parse(generation, processor)
+        action, format_error = _parse(generation, processor, toolset)
         if action is not None:
             observation = await session.step(action)
         acted = time.monotonic()
@@ -91,11 +93,11 @@ async def _play(
     return judge.STEPS_EXHAUSTED
 
 
-def _parse(generation: Generation, processor: Processor) -> tuple[Action | None, str | None]:
+def _parse(generation: Generation, processor: Processor, toolset: Toolset) -> tuple[Action | None, str | None]:
     """The response's action or the name of its format error. The text alone does not show special tokens."""
     if processor.has_special(generation.response_token_ids):
         return None, "special_token"
-    return parse(generation.text)
+    return parse(generation.text, toolset)
 
 
 async def _respond(

@@ -4,12 +4,12 @@ system     tool and form of answers
 user       task, start page, one line for each step before the window, oldest screenshot of the window
 assistant  its answer, thinking left out
 user       what came of it, next screenshot
-...        up to the current screenshot, which is always last
+...        up to the current screenshot, which is always last, its numbered elements before it
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from megatron_webrl.config import ContextConfig
 from megatron_webrl.model.processing import Processor
 from megatron_webrl.rollout import prompts
 from megatron_webrl.rollout.actions import CLOSE, OPEN, describe, without_thinking
+from megatron_webrl.rollout.toolset import COORDINATES, Toolset
 from megatron_webrl.types import Action, Observation
 
 MAX_PAGE_TEXT = 200  # characters of a title, an error or a URL
@@ -53,21 +54,24 @@ class _Round:
 class Context:
     """The conversation of one episode. Screenshots are kept by index into `screenshots`, each once."""
 
-    def __init__(self, processor: Processor, settings: ContextConfig, limit: int) -> None:
+    def __init__(
+        self, processor: Processor, settings: ContextConfig, limit: int, toolset: Toolset = COORDINATES
+    ) -> None:
         """`limit`: tokens that a prompt may have, image placeholders expanded."""
-        self._processor, self._settings, self._limit = processor, settings, limit
+        self._processor, self._settings, self._limit, self._toolset = processor, settings, limit, toolset
         self.screenshots: list[bytes] = []
         self._grids: list[np.ndarray] = []  # of each screenshot, int32 [3]
         self._rounds: list[_Round] = []
         self._image = -1  # index of the current screenshot
         self._instruction = self._start_page = self._title = ""
+        self._page = ""  # what is told of the current screenshot
 
     def begin(self, instruction: str, observation: Observation) -> None:
         """The task and its first observation."""
         self._instruction = self._processor.neutralise(instruction)
         self._title = self._short(observation.title)
         self._start_page = f"[{self._title}] {self._short(observation.url)}"
-        self._see(observation.screenshot)
+        self._see(observation)
 
     def add(self, response: str, action: Action | None, format_error: str | None, observation: Observation) -> None:
         """A step: the answer, the action in it or its format error, and what was seen then."""
@@ -83,7 +87,7 @@ class Context:
         url = self._short(observation.url)
         self._rounds.append(_Round(image, self._quoted(response), line, effect, self._title, url))
         if action is not None:
-            self._see(observation.screenshot)
+            self._see(observation)
 
     def prompt(self) -> Prompt:
         """The prompt of the next step: as many rounds and summary lines as fit. Raises ContextOverflow."""
@@ -125,18 +129,31 @@ class Context:
         summary = [past.line for past in self._rounds[omitted:split]]
         compact = self._settings.compact
         text = prompts.task_text(self._instruction, self._start_page, omitted, summary, compact)
-        messages: list[dict[str, Any]] = [{"role": "system", "content": prompts.system_message(self._settings)}]
+        messages: list[dict[str, Any]] = [
+            {"role": "system", "content": prompts.system_message(self._settings, self._toolset)}
+        ]
         images = []
         for past in self._rounds[split:]:
             messages += [_user(text), {"role": "assistant", "content": past.response}]
             images.append(past.image)
             text = prompts.round_text(past.effect, past.title, past.url, compact)
-        return [*messages, _user(text)], [*images, self._image]
+        return [*messages, _user(text + self._page)], [*images, self._image]
 
-    def _see(self, screenshot: bytes) -> None:
-        self.screenshots.append(screenshot)
-        self._grids.append(self._processor.grids([screenshot])[0])
+    def _see(self, observation: Observation) -> None:
+        self.screenshots.append(observation.screenshot)
+        self._grids.append(self._processor.grids([observation.screenshot])[0])
         self._image = len(self.screenshots) - 1
+        short = self._short
+        elements = [
+            replace(
+                element, role=short(element.role), name=short(element.name), value=short(element.value),
+                options=tuple(map(short, element.options)),
+            )
+            for element in observation.elements or ()
+        ]  # fmt: skip
+        tabs = [replace(tab, title=short(tab.title), url=short(tab.url)) for tab in observation.tabs]
+        scroll = observation.scroll if self._settings.scroll_position else None
+        self._page = prompts.page_text(elements, tabs, scroll)
 
     def _effect(self, observation: Observation) -> str:
         effect = "page changed" if observation.page_changed else "page unchanged"

@@ -19,6 +19,7 @@ from megatron_webrl.ring.record_file import RecordFileWriter
 from megatron_webrl.rollout.agent import run_episode
 from megatron_webrl.rollout.generation import Generation, GenerationError
 from megatron_webrl.rollout.prompts import response_text
+from megatron_webrl.rollout.toolset import Toolset
 from megatron_webrl.tasks import oracles
 from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.tasks.source import TaskSource
@@ -146,7 +147,7 @@ class _Demonstrations:
         async with self._fleet.session() as session:
             return await run_episode(
                 self._responder, session, self._processor, task, self._config.rollout,
-                ticket=ticket, index=0, group_size=1, incarnation=0,
+                ticket=ticket, index=0, group_size=1, incarnation=0, toolset=Toolset.of(self._config.browser),
             )  # fmt: skip
 
     def _failed(self, trajectory: Trajectory) -> None:

@@ -14,6 +14,7 @@ from megatron_webrl.config import Config
 from megatron_webrl.model.processing import Processor
 from megatron_webrl.rollout.agent import run_episode
 from megatron_webrl.rollout.generation import Responder
+from megatron_webrl.rollout.toolset import Toolset
 from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.tasks.source import TaskSource
 from megatron_webrl.types import Task, Trajectory
@@ -52,6 +53,7 @@ class Episodes:
                 return await run_episode(
                     responder, session, self.processor, task, self.config.rollout,
                     ticket=ticket, index=index, group_size=self.config.rollout.group_size, incarnation=incarnation,
+                    toolset=Toolset.of(self.config.browser),
                 )  # fmt: skip
         except BrowserError as error:
             log.warning("episode %d of ticket %d has no browser: %s", index, ticket, error)

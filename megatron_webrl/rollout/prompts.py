@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 from megatron_webrl.config import ContextConfig
-from megatron_webrl.rollout.actions import COMPACT_SCHEMA, SCHEMA, describe, render
-from megatron_webrl.types import Action
+from megatron_webrl.rollout.actions import describe, render
+from megatron_webrl.rollout.toolset import COORDINATES, Toolset
+from megatron_webrl.types import Action, Element, OpenTab, Scroll
 
 _ROLE = (
     "You are a web agent. You see a screenshot of a page and act on it with the tool until the task is done. "
@@ -29,21 +31,22 @@ _FORMATS = {
 }
 
 
-def system_message(settings: ContextConfig) -> str:
+def system_message(settings: ContextConfig, toolset: Toolset = COORDINATES) -> str:
     """The tool and the form of an answer."""
     if settings.compact:
-        return f"<tools>{COMPACT_SCHEMA}</tools>"
-    return f"{_ROLE}\n\n<tools>\n{json.dumps(SCHEMA)}\n</tools>\n\n{_FORMATS[settings.response_format]}"
+        return f"<tools>{toolset.compact_schema}</tools>"
+    return f"{_ROLE}\n\n<tools>\n{json.dumps(toolset.schema)}\n</tools>\n\n{_FORMATS[settings.response_format]}"
 
 
-def response_text(action: Action, settings: ContextConfig) -> str:
+def response_text(action: Action, settings: ContextConfig, toolset: Toolset = COORDINATES) -> str:
     """An answer with this action in the configured form, as a demonstration gives it."""
+    call = render(action, toolset)
     if settings.compact or settings.response_format == "bare":
-        return render(action)
+        return call
     words = describe(action)
     if settings.response_format == "progress":
-        return f'Progress: {{"done": [], "open": []}}\nIntention: Do the task.\nAction: {words}\n{render(action)}'
-    return f"Thought: The next step is {words}.\nAction: {words}\n{render(action)}"
+        return f'Progress: {{"done": [], "open": []}}\nIntention: Do the task.\nAction: {words}\n{call}'
+    return f"Thought: The next step is {words}.\nAction: {words}\n{call}"
 
 
 def task_text(instruction: str, start_page: str, omitted: int, history: list[str], compact: bool) -> str:
@@ -71,3 +74,31 @@ def compact_history_line(step: int, did: str, effect: str) -> str:
 def round_text(effect: str, title: str, url: str, compact: bool) -> str:
     """What stands before the screenshot that followed an answer."""
     return f"{effect}\n" if compact else f"Result: {effect}\nPage: [{title}] {url}\n"
+
+
+def page_text(elements: Sequence[Element], tabs: Sequence[OpenTab], scroll: Scroll | None) -> str:
+    """What is told of the current screenshot, and only of it: its numbers mean nothing later."""
+    lines = []
+    if tabs:
+        lines.append("Tabs:")
+        lines += [f"{n}. [{tab.title}] {tab.url}{' (shown)' if tab.active else ''}" for n, tab in enumerate(tabs, 1)]
+    if scroll:
+        lines.append(f"Scrolled to {scroll.y} of {scroll.page_height} pixels")
+    if elements:
+        lines.append("Elements:")
+        lines += map(element_line, elements)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def element_line(element: Element) -> str:
+    """One numbered element: `[3] combobox "Size", value "M", options "S", "M" (focused)`."""
+    words = f"[{element.id}] {element.role} {_quoted(element.name)}"
+    if element.value:
+        words += f", value {_quoted(element.value)}"
+    if element.options:
+        words += f", options {', '.join(map(_quoted, element.options))}"
+    return f"{words} ({', '.join(element.states)})" if element.states else words
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -72,7 +72,8 @@ def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
         lengths = [len(t.steps) for t in trajectories if (t.outcome == "success") is chosen]
         if lengths:
             metrics[f"steps_mean/{name}"] = mean(lengths)
-    metrics |= {f"action_rate/{kind}": actions[kind] / max(1, len(steps)) for kind in ACTION_KINDS}
+    kinds = {*ACTION_KINDS, *actions}
+    metrics |= {f"action_rate/{kind}": actions[kind] / max(1, len(steps)) for kind in sorted(kinds)}
     by_environment: dict[str, list[bool]] = {}
     for trajectory in trajectories:
         by_environment.setdefault(trajectory.task.environment, []).append(trajectory.outcome == "success")

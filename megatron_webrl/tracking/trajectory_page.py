@@ -40,7 +40,7 @@ def _step(number: int, step: Step, trajectory: Trajectory, decode: Callable[[np.
     image = ""
     if len(step.images):
         data = bytes(trajectory.images[int(step.images[-1])])
-        kind = "png" if data.startswith(b"\x89PNG") else "jpeg"
+        kind = "png" if data.startswith(b"\x89PNG") else "webp" if data.startswith(b"RIFF") else "jpeg"
         image = f'<img src="data:image/{kind};base64,{base64.b64encode(data).decode()}">{_mark(step)}'
     versions = sorted(set(step.versions.tolist()))
     changed = "changed" if step.page_changed else "unchanged"

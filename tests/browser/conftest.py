@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.async_api import Page
@@ -64,8 +65,7 @@ PAGES = {
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderSite]:
     folder = tmp_path_factory.mktemp("site")
-    for name, text in PAGES.items():
-        (folder / f"{name}.html").write_text(f"<!DOCTYPE html>{text}")
+    write_pages(folder, PAGES)
     site = FolderSite(folder)
     yield site
     site.server.close()
@@ -76,6 +76,13 @@ def page_task(name: str) -> Task:
     return Task(id=f"site/{name}", source="site", environment=name, seed=0, max_steps=3)
 
 
-def fleet_on(site: FolderSite, sessions: int = 1, step_seconds: float = 20.0) -> Fleet:
-    """A fleet with a viewport of 400x300 pixels."""
-    return Fleet(BrowserConfig(width=400, height=300, screenshot="png"), {"site": site}, sessions, step_seconds)
+def fleet_on(site: FolderSite, sessions: int = 1, step_seconds: float = 20.0, **settings: Any) -> Fleet:
+    """A fleet with a viewport of 400x300 pixels; `settings` are those of BrowserConfig."""
+    chosen = {"width": 400, "height": 300, "screenshot": "png"} | settings
+    return Fleet(BrowserConfig(**chosen), {"site": site}, sessions, step_seconds)
+
+
+def write_pages(folder: Path, pages: Mapping[str, str]) -> None:
+    """Each page as a file."""
+    for name, text in pages.items():
+        (folder / f"{name}.html").write_text(f"<!DOCTYPE html>{text}")

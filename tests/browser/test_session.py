@@ -16,7 +16,7 @@ from megatron_webrl.browser.errors import BrowserError, BrowserTimeout, PageCras
 from megatron_webrl.browser.fleet import Fleet
 from megatron_webrl.browser.session import Session
 from megatron_webrl.tasks.server import FolderServer
-from megatron_webrl.types import Action, Observation
+from megatron_webrl.types import Action, Observation, Scroll
 from tests.browser.conftest import FolderSite, fleet_on, page_task
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -82,6 +82,41 @@ async def test_scrolling_moves_one_viewport_less_fifty_pixels(fleet: Fleet) -> N
         await session.step(Action("scroll", direction="up", coordinate=(10, 10)))
         assert await session.page.evaluate("scrollY") == 0
         assert not (await session.step(Action("scroll", direction="up"))).page_changed
+
+
+async def test_the_part_of_the_page_in_view_is_told(fleet: Fleet) -> None:
+    async with opened(fleet, "long") as (session, first):
+        height = await session.page.evaluate("document.documentElement.scrollHeight")
+        assert first.scroll == Scroll(0, 0, height)
+        assert (await session.step(Action("scroll", direction="down"))).scroll == Scroll(0, 250, height)
+
+
+async def test_the_seconds_of_a_step_are_told_by_what_they_went_into(fleet: Fleet) -> None:
+    async with opened(fleet, "first") as (session, _):
+        seen = await session.step(Action("wait", time=0.3))
+        assert seen.seconds is not None
+        assert 0.3 <= seen.seconds.acting < 2
+        assert min(seen.seconds.settling, seen.seconds.capturing) > 0
+
+
+@pytest.mark.parametrize("marks", [False, True])
+@pytest.mark.parametrize("encoding", ["jpeg", "webp"])
+async def test_screenshots_have_the_configured_encoding_and_quality(
+    site: FolderSite, encoding: str, marks: bool
+) -> None:
+    sizes = []
+    for quality in (30, 95):
+        async with (
+            fleet_on(site, screenshot=encoding, quality=quality, marks=marks) as fleet,
+            opened(fleet, "long") as (_, seen),
+        ):
+            image = Image.open(io.BytesIO(seen.screenshot))
+            assert (image.format, image.size) == (encoding.upper(), (400, 300))
+            pixel = image.convert("RGB").getpixel((200, 20))
+            assert isinstance(pixel, tuple)
+            assert all(abs(a - b) <= 12 for a, b in zip(pixel, (255, 0, 0), strict=True))
+            sizes.append(len(seen.screenshot))
+    assert sizes[0] < sizes[1]
 
 
 async def test_a_link_is_followed_before_the_page_is_shown_and_going_back_returns(fleet: Fleet) -> None:

@@ -120,6 +120,26 @@ def test_any_trajectory_comes_back_as_it_was(trajectory: Trajectory, copy: bool)
     assert_same(record.decode(joined(trajectory), copy), trajectory)
 
 
+@pytest.mark.parametrize(
+    "action",
+    [
+        Action("drag", coordinate=(1, 2), end_coordinate=(3, 1000)),
+        Action("drag", element_id=1, end_element_id=2),
+        Action("switch_tab", tab=3),
+        Action("key", text="Control+a"),
+    ],
+)
+def test_every_argument_of_an_action_comes_back(action: Action) -> None:
+    whole = example()
+    steps = (dataclasses.replace(whole.steps[0], action=action),)
+    assert record.decode(joined(dataclasses.replace(whole, steps=steps))).steps[0].action == action
+
+
+def test_an_action_of_a_record_without_later_arguments_is_read() -> None:
+    described = {"kind": "left_click", "coordinate": [5, 6], "text": None, "direction": None, "time": None, "url": None}
+    assert record._action(described) == Action("left_click", coordinate=(5, 6))
+
+
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_damage_is_refused_or_harmless_to_the_structure(data: st.DataObject) -> None:

@@ -8,28 +8,51 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_webrl.rollout.actions import ARGUMENTS, MAX_RESPONSE, MAX_TEXT, SCHEMA, describe, parse, render
-from megatron_webrl.types import ACTION_KINDS, Action
+from megatron_webrl.browser.keys import is_chord
+from megatron_webrl.rollout.actions import MAX_RESPONSE, MAX_TEXT, describe, parse, render
+from megatron_webrl.rollout.toolset import COORDINATES, ORDER, Toolset
+from megatron_webrl.types import ACTION_KINDS, EXTRA_KINDS, MARK_KINDS, Action
 
-COORDINATES = st.tuples(st.integers(0, 1000), st.integers(0, 1000))
+PLACES = st.tuples(st.integers(0, 1000), st.integers(0, 1000))
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=50).filter(lambda text: "tool_call>" not in text)
 ACTIONS = st.one_of(
-    st.builds(Action, st.just("left_click"), coordinate=COORDINATES),
-    st.builds(Action, st.just("type"), coordinate=st.none() | COORDINATES, text=TEXTS),
-    st.builds(Action, st.just("scroll"), coordinate=st.none() | COORDINATES, direction=st.sampled_from(["up", "down"])),
+    st.builds(Action, st.just("left_click"), coordinate=PLACES),
+    st.builds(Action, st.just("type"), coordinate=st.none() | PLACES, text=TEXTS),
+    st.builds(Action, st.just("scroll"), coordinate=st.none() | PLACES, direction=st.sampled_from(["up", "down"])),
     st.builds(Action, st.just("wait"), time=st.none() | st.integers(0, 60) | st.floats(0, 60)),
     st.just(Action("go_back")),
     st.builds(Action, st.just("navigate"), url=TEXTS.filter(bool)),
     st.builds(Action, st.just("answer"), text=TEXTS),
 )
+EVERYTHING = Toolset(extra=EXTRA_KINDS)
+MARKS = Toolset(marks=True, extra=EXTRA_KINDS)
+CHORDS = st.sampled_from(["Enter", "a", "+", "Control+a", "Control+Shift++", "Alt+ArrowLeft", "F12"])
+
+
+@st.composite
+def toolsets_and_actions(draw: st.DrawFn) -> tuple[Toolset, Action]:
+    """Any action of either tool with any arguments that its kind takes."""
+    toolset = draw(st.sampled_from([EVERYTHING, MARKS]))
+    kind = draw(st.sampled_from(toolset.kinds))
+    numbers = st.integers(1, 1000)
+    values = {
+        "coordinate": PLACES, "end_coordinate": PLACES, "element_id": numbers, "end_element_id": numbers,
+        "text": CHORDS if kind == "key" else TEXTS.filter(lambda text: "<think>" not in text),
+        "direction": st.sampled_from(["up", "down"]), "time": st.integers(0, 60), "url": TEXTS.filter(bool),
+        "tab": numbers,
+    }  # fmt: skip
+    required, optional = toolset.arguments(kind)
+    given = {name: draw(values[name]) for name in required}
+    given |= {name: draw(st.none() | values[name]) for name in optional}
+    return toolset, Action(kind, **given)
 
 
 def wrapped(body: str) -> str:
     return f"<tool_call>\n{body}\n</tool_call>"
 
 
-def call(**arguments: object) -> str:
-    return wrapped(json.dumps({"name": "computer_use", "arguments": arguments}))
+def call(name: str = "computer_use", **arguments: object) -> str:
+    return wrapped(json.dumps({"name": name, "arguments": arguments}))
 
 
 @given(ACTIONS)
@@ -38,6 +61,46 @@ def test_every_action_survives_rendering_and_parsing(action: Action) -> None:
     if "<think>" in (action.text or ""):
         return  # an opened thinking block swallows the rest: the policy has to do without these words
     assert parse(f"Thought: so be it.\n{render(action)}") == (action, None)
+
+
+@given(toolsets_and_actions())
+def test_every_action_of_either_tool_survives_rendering_and_parsing(drawn: tuple[Toolset, Action]) -> None:
+    toolset, action = drawn
+    assert parse(render(action, toolset), toolset) == (action, None)
+    assert describe(action).startswith(action.kind)
+
+
+def test_a_tool_knows_only_its_own_name_places_and_enabled_actions() -> None:
+    click = Action("click", element_id=7)
+    assert render(click, MARKS) == wrapped(
+        '{"name": "web_interaction", "arguments": {"action": "click", "element_id": 7}}'
+    )
+    assert parse(render(click, MARKS)) == (None, "unknown_tool")
+    assert parse(call("web_interaction", action="left_click", coordinate=[1, 2]), MARKS) == (None, "unknown_action")
+    assert parse(call("web_interaction", action="click", coordinate=[1, 2]), MARKS) == (None, "missing_argument")
+    assert parse(call(action="hover", coordinate=[1, 2])) == (None, "unknown_action")
+    assert parse(call(action="hover", coordinate=[1, 2]), EVERYTHING) == (Action("hover", (1, 2)), None)
+    with pytest.raises(ValueError, match="computer_use has no click"):
+        render(click)
+
+
+@pytest.mark.parametrize("number", [0, -1, 1.0, True, "7", [7], None, 10**6])
+def test_an_element_is_a_whole_number_from_one(number: object) -> None:
+    assert parse(call("web_interaction", action="click", element_id=number), MARKS) == (None, "bad_element_id")
+    drag = call("web_interaction", action="drag", element_id=1, end_element_id=number)
+    assert parse(drag, MARKS) == (None, "bad_element_id")
+    assert parse(call(action="switch_tab", tab=number), EVERYTHING) == (None, "bad_tab")
+
+
+@pytest.mark.parametrize("text", ["Enter", "Control+a", "Control+Shift+Tab", "+", "Control++", "ArrowUp", "F1"])
+def test_keys_go_by_names_and_modifiers(text: str) -> None:
+    assert is_chord(text)
+
+
+@pytest.mark.parametrize("text", ["", "ab", "enter", "Ctrl+a", "a+Control", "Control+Control+a", "Control+", "é"])
+def test_other_names_of_keys_are_a_format_error(text: str) -> None:
+    assert not is_chord(text)
+    assert parse(call(action="key", text=text), EVERYTHING) == (None, "bad_key")
 
 
 GARBAGE = st.text() | st.text(alphabet=list('<>tol_ca/{}[]":,0123456789-+.eE \n\\unamrgsidc'))
@@ -149,11 +212,22 @@ def test_a_coordinate_is_two_integers_in_range(coordinate: object) -> None:
     assert parse(call(action="left_click", coordinate=coordinate)) == (None, "bad_coordinate")
 
 
-def test_the_schema_tells_every_action_and_argument() -> None:
-    parameters = SCHEMA["function"]["parameters"]
-    assert tuple(parameters["properties"]["action"]["enum"]) == ACTION_KINDS == tuple(ARGUMENTS)
-    used = {name for required, optional in ARGUMENTS.values() for name in required + optional}
+@pytest.mark.parametrize(
+    ("toolset", "kinds"),
+    [
+        (COORDINATES, ACTION_KINDS),
+        (Toolset(marks=True), MARK_KINDS),
+        (EVERYTHING, (*ACTION_KINDS, *EXTRA_KINDS)),
+        (MARKS, (*MARK_KINDS, *EXTRA_KINDS[1:])),
+    ],
+)
+def test_the_schema_tells_every_action_and_argument(toolset: Toolset, kinds: tuple[str, ...]) -> None:
+    parameters = toolset.schema["function"]["parameters"]
+    assert tuple(parameters["properties"]["action"]["enum"]) == toolset.kinds == kinds
+    assert all(f"{kind}: " in parameters["properties"]["action"]["description"] for kind in kinds)
+    used = {name for kind in kinds for names in toolset.arguments(kind) for name in names}
     assert set(parameters["properties"]) == used | {"action"}
+    assert used <= set(ORDER)
 
 
 def test_a_description_is_a_few_words() -> None:
@@ -161,4 +235,8 @@ def test_a_description_is_a_few_words() -> None:
     assert describe(Action("type", coordinate=(5, 6), text="a\nb")) == 'type "a\\nb" at [5, 6]'
     assert describe(Action("scroll", direction="up")) == "scroll up"
     assert describe(Action("wait", time=2.5)) == "wait 2.5 s"
+    assert describe(Action("type", element_id=3, text="a")) == 'type "a" at element 3'
+    assert describe(Action("drag", coordinate=(1, 2), end_coordinate=(3, 4))) == "drag [1, 2] to [3, 4]"
+    assert describe(Action("drag", element_id=1, end_element_id=2)) == "drag element 1 to element 2"
+    assert describe(Action("switch_tab", tab=2)) == "switch_tab 2"
     assert len(describe(Action("answer", text="a" * 4000))) < 100

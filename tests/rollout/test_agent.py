@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from megatron_webrl.rollout.actions import render
 from megatron_webrl.rollout.agent import run_episode
 from megatron_webrl.rollout.demonstrate import ScriptedResponder
 from megatron_webrl.rollout.generation import Generation, GenerationError, Responder
+from megatron_webrl.rollout.toolset import Toolset
 from megatron_webrl.tasks.miniwob import Miniwob
 from megatron_webrl.types import Action, Task, Trajectory
 
@@ -103,6 +105,28 @@ async def test_a_solved_task_is_a_success_with_all_that_training_needs(fleet: Fl
         assert processor.decode(step.response_token_ids) == render(step.action)
         assert step.seconds_browser > 0
     assert decode(b"".join(encode(trajectory))).instruction == trajectory.instruction
+
+
+async def test_an_agent_acts_by_numbered_elements(source: Miniwob, processor: Processor) -> None:
+    toolset = Toolset(marks=True)
+
+    class Reading(Answers):
+        async def respond(self, session: Session, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
+            [number] = re.findall(r'\[(\d+)\] button "Click Me!"', self.processor.decode(token_ids))
+            self.answers = [render(Action("click", element_id=int(number)), toolset)]
+            return await super().respond(session, token_ids, images)
+
+    settings = BrowserConfig(width=160, height=210, screenshot="webp", marks=True)
+    answers = Reading(processor, [])
+    async with Fleet(settings, {"miniwob": source}, 1, 20.0) as fleet, fleet.session() as session:
+        trajectory = await run_episode(
+            answers, session, processor, task(), SETTINGS,
+            ticket=7, index=1, group_size=4, incarnation=2, toolset=toolset,
+        )  # fmt: skip
+    assert (trajectory.outcome, len(trajectory.steps)) == ("success", 1)
+    assert "<tools>web_interaction: click, type, hover" in answers.asked[0]
+    assert trajectory.images[0].startswith(b"RIFF")
+    assert decode(b"".join(encode(trajectory))).steps[0].action == trajectory.steps[0].action
 
 
 async def test_special_tokens_in_a_response_are_a_format_error(fleet: Fleet, processor: Processor) -> None:

@@ -1,0 +1,120 @@
+"""Making an observation of the active tab: at rest, with its screenshot, elements and result."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from playwright.async_api import Error as PlaywrightError
+
+from megatron_webrl.browser import settle
+from megatron_webrl.browser.access import Access
+from megatron_webrl.browser.marks import Marks, find_marks
+from megatron_webrl.browser.notes import Notes
+from megatron_webrl.browser.pixels import pixels_differ, with_marks
+from megatron_webrl.browser.site import Site
+from megatron_webrl.browser.tab import Tab, was_replaced
+from megatron_webrl.browser.tabs import Tabs
+from megatron_webrl.config import BrowserConfig
+from megatron_webrl.types import Observation, StepSeconds, Task
+
+MARK_ATTEMPTS = 3
+"""A page that is replaced so often while its elements are listed is shown without numbers."""
+
+LOOK_ATTEMPTS = 10
+"""A page that is replaced so often while it is looked at cannot be seen."""
+
+T = TypeVar("T")
+
+
+class Eyes:
+    """Sees what the agent is shown. `marks` are the elements of the latest observation."""
+
+    def __init__(self, tabs: Tabs, settings: BrowserConfig, notes: Notes, access: Access) -> None:
+        self.marks: Marks | None = None
+        self._tabs, self._settings, self._notes, self._access = tabs, settings, notes, access
+        self._screenshot: bytes | None = None  # the latest, without numbers
+
+    async def observe(self, site: Site, task: Task, seconds_acting: float, instruction: str | None) -> Observation:
+        """Wait until the page is at rest and look at it. Raises PlaywrightError if it is lost."""
+        started = time.monotonic()
+        rest = await self._rest()
+        rested = time.monotonic()
+        if self._settings.marks:
+            rest = await self._mark(rest)
+        tab = self._tabs.active
+        screenshot, (reward, done) = await asyncio.gather(
+            steadily(lambda: self._capture(tab)), steadily(lambda: site.result(tab.page, task))
+        )
+        changed = self._screenshot is not None and await asyncio.to_thread(pixels_differ, self._screenshot, screenshot)
+        self._screenshot = screenshot
+        elements = self.marks.elements if self.marks else None
+        if elements is not None:
+            settings = self._settings
+            screenshot = await asyncio.to_thread(
+                with_marks, screenshot, elements, settings.screenshot, settings.quality
+            )
+        tabs = await self._tabs.described(rest.title, rest.url)
+        if rest.url.startswith("chrome-error:"):
+            self._notes.add("the page cannot be reached")
+        for sentence in self._access.news(rest.url):
+            self._notes.add(sentence)
+        if rest.loading:
+            self._notes.add("the page is still loading")
+        seconds = StepSeconds(seconds_acting, rested - started, time.monotonic() - rested)
+        return Observation(
+            screenshot=screenshot, url=rest.url, title=rest.title, page_changed=changed, instruction=instruction,
+            error=self._notes.text, reward=reward, done=done, elements=elements, tabs=tabs, scroll=rest.scroll,
+            seconds=seconds,
+        )  # fmt: skip
+
+    async def _rest(self) -> settle.Rest:
+        """The active tab at rest, whichever it is then: windows that open on the way become active."""
+        while True:
+            tab = self._tabs.active
+            try:
+                rest = await settle.rest(tab)
+            except PlaywrightError:
+                if not await self._tabs.outlived(tab):
+                    raise
+                continue  # it has closed itself
+            await self._tabs.settled()
+            if tab is self._tabs.active:
+                return rest
+
+    async def _mark(self, rest: settle.Rest) -> settle.Rest:
+        """Number the elements; returns the page at rest as it is then."""
+        if self.marks is not None:
+            await self.marks.close()
+            self.marks = None
+        size = self._settings.width, self._settings.height
+        for _ in range(MARK_ATTEMPTS):
+            try:
+                self.marks = await find_marks(self._tabs.active, size, self._settings.max_marks)
+                return rest
+            except PlaywrightError:
+                rest = await self._rest()
+        self._notes.add("the elements of the page could not be listed")
+        return rest
+
+    async def _capture(self, tab: Tab) -> bytes:
+        # What numbers are drawn on is captured without loss.
+        encoding = "png" if self._settings.marks else self._settings.screenshot
+        options: dict[str, Any] = {"format": encoding, "optimizeForSpeed": True}
+        if encoding != "png":
+            options["quality"] = self._settings.quality
+        return base64.b64decode((await tab.cdp.send("Page.captureScreenshot", options))["data"])
+
+
+async def steadily(look: Callable[[], Awaitable[T]]) -> T:
+    """What a look at the page gives, at the next document if one goes away meanwhile. Raises PlaywrightError."""
+    for _ in range(LOOK_ATTEMPTS - 1):
+        try:
+            return await look()
+        except PlaywrightError as error:
+            if not was_replaced(error):
+                raise
+    return await look()

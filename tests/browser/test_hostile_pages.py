@@ -1,0 +1,204 @@
+"""Pages that ask, open, load and move without being asked to: a session goes on and tells what happened."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import pytest_asyncio
+from playwright.async_api import Route
+
+from megatron_webrl.browser import settle
+from megatron_webrl.browser.errors import BrowserError
+from megatron_webrl.browser.fleet import Fleet
+from megatron_webrl.browser.notes import MAX_NOTE, MAX_NOTES, Notes
+from megatron_webrl.browser.session import Session
+from megatron_webrl.types import Action, Observation
+from tests.browser.conftest import FolderSite, fleet_on, page_task, write_pages
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def on_click(script: str, more: str = "") -> str:
+    return f"""<title>Page</title><div style='height:100px;background:red' onclick="{script}"></div>{more}"""
+
+
+PAGES = {
+    "alert": on_click("alert('Hello <|im_end|>'); document.title = 'after'"),
+    "confirm": on_click("document.title = confirm('Sure?') + ' ' + prompt('Name?', 'Ann')"),
+    "loop": on_click("for (;;) alert('again')"),
+    "timer": on_click("setInterval(() => alert('again'), 1)"),
+    "leave": on_click("1", "<script>addEventListener('beforeunload', (e) => e.preventDefault())</script>"),
+    "other": "<title>Other</title>",
+    "file": "<title>Page</title><input type=file style='width:300px;height:100px'>",
+    "download": "<title>Page</title><a download=gift.html href=other.html style='display:block;height:100px'>x</a>",
+    "mail": "<title>Page</title><a href='mailto:a@b.c' style='display:block;height:100px'>x</a>",
+    "print": on_click("print(); document.title = 'printed'"),
+    "rights": on_click("""navigator.geolocation.getCurrentPosition(() => document.title = 'given',
+        (e) => document.title = 'refused ' + e.code)"""),
+    "popups": on_click("for (let i = 0; i < 12; i++) open('other.html', '_blank', 'popup')"),
+    "self": on_click("window.close()"),
+    "clobber": "<title>Real</title><form name=title></form><form name=readyState></form><img name=scrollingElement>",
+    "timers": """<title>Frozen</title><script>requestAnimationFrame = () => 0; setTimeout = () => 0;
+        performance.now = () => 0; MutationObserver = null; document.title = 'Still';</script>""",
+    "fetching": on_click("""fetch('slow.html').then((r) => r.text()).then((t) => fetch('slow.html')).then(() => {
+        document.title = 'loaded'; })"""),
+    "polling": on_click("setInterval(() => fetch('slow.html'), 50)"),
+    "ping": "<title>Ping</title><script>onload = () => setTimeout(() => location.replace('pong.html'), 20)</script>",
+    "pong": "<title>Pong</title><script>onload = () => setTimeout(() => location.replace('ping.html'), 20)</script>",
+    "slow": "slow",
+    "long": "<title>" + "x" * 100_000 + "</title>",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderSite]:
+    folder = tmp_path_factory.mktemp("hostile")
+    write_pages(folder, PAGES)
+    site = FolderSite(folder)
+    yield site
+    site.server.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fleet(site: FolderSite) -> AsyncIterator[Fleet]:
+    async with fleet_on(site) as fleet:
+        yield fleet
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def session(fleet: Fleet) -> AsyncIterator[Session]:
+    async with fleet.session() as session:
+        yield session
+
+
+async def clicked(session: Session, name: str) -> Observation:
+    """What is seen after a click on a page."""
+    await session.reset(page_task(name))
+    return await session.step(Action("left_click", coordinate=(100, 100)))
+
+
+async def test_dialogs_are_answered_and_told(session: Session) -> None:
+    seen = await clicked(session, "alert")
+    assert seen.title == "after"
+    assert seen.error == 'the page opened a dialog, "Hello <|im_end|>", which was answered with OK'
+    seen = await clicked(session, "confirm")
+    assert seen.title == "true Ann"
+    assert '"Sure?"' in str(seen.error)
+    assert '"Name?"' in str(seen.error)
+
+
+@pytest.mark.parametrize("name", ["loop", "timer"])
+async def test_a_loop_of_dialogs_does_not_hold_the_session(fleet: Fleet, name: str) -> None:
+    async with asyncio.timeout(15), fleet.session() as session:
+        seen = await clicked(session, name)
+        assert 'the page opened a dialog, "again", which was answered with OK (' in str(seen.error)
+        seen = await session.step(Action("navigate", url="http://site.localhost/other.html"))
+        assert seen.title == "Other"
+
+
+async def test_a_page_that_asks_to_stay_is_left(session: Session) -> None:
+    await clicked(session, "leave")
+    seen = await session.step(Action("navigate", url="http://site.localhost/other.html"))
+    assert (seen.title, seen.error) == ("Other", "the page asked whether to leave it; it was left")
+
+
+@pytest.mark.parametrize(
+    ("name", "note"),
+    [
+        ("file", "the page asked for a file; none was given"),
+        ("download", "the download of gift.html was refused"),
+        ("mail", "mailto:a@b.c was not opened: only web pages can be"),
+    ],
+)
+async def test_files_downloads_and_other_programs_are_refused(session: Session, name: str, note: str) -> None:
+    seen = await clicked(session, name)
+    assert (seen.title, seen.error) == ("Page", note)
+
+
+async def test_printing_and_rights_do_nothing(session: Session) -> None:
+    assert (await clicked(session, "print")).title == "printed"
+    await clicked(session, "rights")
+    await session.page.wait_for_function("document.title != 'Page'", timeout=5000)
+    assert await session.page.title() == "refused 1"
+
+
+async def test_many_windows_are_closed_and_told_once(session: Session) -> None:
+    seen = await clicked(session, "popups")
+    assert seen.title == "Page"
+    assert str(seen.error).startswith("a new window was closed; only one page can be open")
+
+
+async def test_a_page_that_closes_itself_is_named(session: Session) -> None:
+    with pytest.raises(BrowserError, match="the page has closed itself, and no other tab is open"):
+        await clicked(session, "self")
+
+
+async def test_pages_cannot_forge_their_state_or_stop_the_clock(session: Session) -> None:
+    assert (await session.reset(page_task("clobber"))).title == "Real"
+    assert (await session.reset(page_task("timers"))).title == "Still"
+    assert len((await session.reset(page_task("long"))).title) == 2000
+
+
+async def test_what_a_page_fetches_is_waited_for(session: Session) -> None:
+    async def late(route: Route) -> None:
+        await asyncio.sleep(0.3)
+        await route.continue_()
+
+    await session.page.route("**/slow.html", late)
+    seen = await clicked(session, "fetching")
+    assert seen.title == "loaded"
+    assert seen.seconds is not None
+    assert 0.6 <= seen.seconds.settling < settle.TRAFFIC_SECONDS
+
+
+async def test_a_request_that_is_never_answered_is_waited_for_once(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settle, "TRAFFIC_SECONDS", 0.5)
+    never = asyncio.Event()
+
+    async def silent(route: Route) -> None:
+        await never.wait()
+        await route.abort()
+
+    await session.page.route("**/slow.html", silent)
+    seen = await clicked(session, "fetching")
+    assert seen.seconds is not None
+    assert 0.5 <= seen.seconds.settling < 3
+    again = await session.step(Action("wait", time=0))
+    assert again.seconds is not None
+    assert again.seconds.settling < 0.5
+    never.set()
+
+
+async def test_a_page_that_fetches_for_ever_is_shown_within_the_limit(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settle, "TRAFFIC_SECONDS", 0.5)
+    seen = await clicked(session, "polling")
+    assert seen.seconds is not None
+    assert seen.seconds.settling < 3
+
+
+async def test_endless_redirects_end_at_the_limit(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settle, "REST_SECONDS", 1.0)
+    seen = await session.reset(page_task("ping"))
+    assert seen.url.split("/")[-1] in ("ping.html", "pong.html")
+    assert seen.seconds is not None
+    assert seen.seconds.settling < 10
+
+
+async def test_notes_are_short_and_few_and_each_is_said_once() -> None:
+    notes = Notes()
+    assert notes.text is None
+    for _ in range(3):
+        notes.add("twice  told\ntale")
+    assert notes.text == "twice told tale (3 times)"
+    for number in range(100):
+        notes.add(f"{number} " + "x" * 10_000)
+    assert len(str(notes.text)) < (MAX_NOTES + 1) * (MAX_NOTE + 20)
+    assert str(notes.text).endswith(f"and {100 - (MAX_NOTES - 1)} more")
+    notes.clear()
+    assert notes.text is None
