@@ -43,7 +43,7 @@ def agrees(answer: str, reference: str) -> bool:
     """Whether two texts are the same number, or the same words but for case, spaces, quotes and a final full stop."""
     given, wanted = _plain(answer), _plain(reference)
     if given == wanted:
-        return True
+        return bool(wanted)
     numbers = [_NUMBER.fullmatch(text) for text in (given, wanted)]
     values = [Decimal(found[1].replace(",", "")) for found in numbers if found]
     return len(values) == 2 and values[0] == values[1]

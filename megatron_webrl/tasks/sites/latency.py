@@ -15,4 +15,5 @@ def delay(settings: LatencyConfig, site: str, episode: str, request: int) -> flo
         return 0.0
     normal = random.Random(f"latency/{episode}/{request}").gauss(0.0, 1.0)
     # Bounded before exp: a huge sigma must not overflow.
-    return math.exp(min(math.log(median) + settings.sigma * normal, math.log(settings.limit)))
+    bounded = min(math.log(median) + settings.sigma * normal, math.log(settings.limit))
+    return min(math.exp(bounded), settings.limit)
