@@ -50,6 +50,20 @@ async def test_as_many_successes_as_wanted_are_written(tiny_model: Path, tmp_pat
         assert all(not step.logprobs.any() and not step.versions.any() for step in trajectory.steps)
 
 
+async def test_tasks_of_the_sites_are_demonstrated_and_answers_judged(tiny_model: Path, tmp_path: Path) -> None:
+    config = config_for(tiny_model, ["wiki-look-up", "forms-vote"])
+    config.tasks.source = "sites"
+    path = tmp_path / "demonstrations.rec"
+    await demonstrate(config, 6, path)
+    trajectories = [decode(record) for record in read_record_file(path)]
+    assert [trajectory.outcome for trajectory in trajectories] == ["success"] * 6
+    assert {trajectory.task.environment for trajectory in trajectories} == {"wiki-look-up", "forms-vote"}
+    for trajectory in trajectories:
+        last = trajectory.steps[-1].action
+        assert last is not None
+        assert trajectory.task.answer == (last.text if last.kind == "answer" else None)
+
+
 async def test_an_environment_without_an_oracle_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     config = config_for(tiny_model, ["click-test", "book-flight"])
     config.trainer.warm_start.demonstrations = 3

@@ -6,6 +6,7 @@ import gc
 import hashlib
 import http.client
 import math
+import random
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,7 +19,7 @@ from megatron_webrl.tasks.server import Reply, Request
 from megatron_webrl.tasks.sites.app import Account, App, Start, route
 from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS, SITES, goal
 from megatron_webrl.tasks.sites.goal import Goal
-from megatron_webrl.tasks.sites.moves import Answer, Submit
+from megatron_webrl.tasks.sites.moves import Answer, Follow, Submit
 from megatron_webrl.tasks.sites.source import Episode, Sites
 from megatron_webrl.tasks.source import HELD_OUT_SEEDS, TRAINING_SEEDS
 from megatron_webrl.types import Task
@@ -290,6 +291,27 @@ def test_what_no_browser_sends_is_refused_and_breaks_nothing(sites: Sites) -> No
                  "/item/99999999", "/search?q=", "/search?q=%ff", "/login?next=%2F%2Fevil", "//", "/%00"):  # fmt: skip
         assert client.fetch(path)[0] in (200, 404), path
     assert client.episode.result() == (None, False)
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_random_visitors_break_nothing_and_are_judged_by_what_they_did(sites: Sites, environment: str) -> None:
+    rng = random.Random(environment)
+    client = visit(sites, environment)
+    for _ in range(40):
+        links = [link for link in client.page.links if link != client.path]
+        if rng.random() < 0.6 and links:
+            client.do(Follow(rng.choice(links)))
+        else:
+            form = rng.choice(client.page.forms)
+            words = {name: rng.choice(("1", "14:00", "2026-03-05", "Mara", "<&\"'")) for name in form.lines}
+            client.do(Submit(form.action, words | {name: rng.choice(o) for name, o in form.options.items()}))
+        assert client.status in (200, 404), client.path
+        effects, wanted = client.episode._app.effects, list(client.episode.goal.effects)
+        reward, done = client.episode.result()
+        if done:
+            assert reward == float(sorted(effects) == sorted(wanted))
+            break
+        assert (reward, bool(effects)) == (None, False)
 
 
 class Broken(App):
