@@ -200,6 +200,7 @@ class Forms(App):
         return self.page(
             service.title,
             tag("h1", text(service.title)),
+            tag("p", text("Apply here or at the counter. You can look at everything again before you send it.")),
             tag("div", facts(rows), link(step_path(service, 1), "Apply now", "button"), css="sheet"),
         )
 

@@ -30,6 +30,7 @@ main{width:100%;max-width:1120px;margin:0 auto;padding:18px 24px 28px;flex:1}
 footer{text-align:center;color:#7b848c;font-size:14px;padding:10px 0 14px}
 h1{font-size:25px;margin:4px 0 14px;line-height:1.25}
 h2{font-size:19px;margin:20px 0 10px}
+.sheet h2:first-child{margin-top:0}
 p{margin:0 0 12px}
 button,.button{font:inherit;background:ACCENT;color:#fff;border:0;border-radius:5px;padding:8px 18px;cursor:pointer;
   display:inline-block}
@@ -58,6 +59,7 @@ th{background:#eef1f3;font-size:14px}
 .card{background:#fff;border:1px solid #dfe3e6;border-radius:8px;padding:12px 14px;display:block}
 .card svg{width:100%;height:96px;display:block;margin-bottom:8px;border-radius:5px}
 .card a{font-weight:600}
+.split .quiet{margin-top:10px}
 .price{font-size:18px;font-weight:700}
 .muted{color:#68727a;font-size:14px}
 .split{display:grid;grid-template-columns:minmax(220px,400px) 1fr;gap:26px}
@@ -74,6 +76,8 @@ th{background:#eef1f3;font-size:14px}
 .event{display:block;border-left:4px solid ACCENT;background:GROUND;padding:6px 8px;margin-bottom:8px;
   border-radius:3px;font-size:14px}
 .event span{display:block;color:#68727a}
+.infobox b{display:block;margin-bottom:8px}
+.tools{display:flex;gap:16px;align-items:center;margin:0 0 14px}
 .infobox{float:right;width:300px;margin:0 0 12px 22px}
 .buttons{display:flex;flex-wrap:wrap;gap:12px;align-items:center;margin-top:14px}
 .veil{position:fixed;inset:0;background:#10182099;display:flex;align-items:center;justify-content:center;z-index:9}
@@ -90,7 +94,9 @@ th{background:#eef1f3;font-size:14px}
   .day{min-height:0}
   .split{grid-template-columns:1fr}
   .split svg{max-height:150px}
-  .infobox{float:none;width:auto;margin:0 0 12px}
+  .infobox b{display:block;margin-bottom:8px}
+.tools{display:flex;gap:16px;align-items:center;margin:0 0 14px}
+.infobox{float:none;width:auto;margin:0 0 12px}
   .post{grid-template-columns:1fr;gap:4px}
   .grid{grid-template-columns:repeat(auto-fill,minmax(170px,1fr))}
 }

@@ -49,6 +49,14 @@ _WORKS = (
 )
 _TRADES = ("salt", "wool", "timber", "slate", "cheese", "boats", "glass", "paper")
 FACTS = {"Population": range(900, 60_000), "Founded": range(1150, 1890), "Elevation": range(3, 700)}
+_HEADINGS = ("Early records", "In literature", "Customs", "Weather", "Further reading")
+_SENTENCES = (
+    "Little is known about the years before the great flood.", "Several travellers mention it in their letters.",
+    "The oldest map shows nothing but a chapel and a well.", "Every spring the bells are rung at sunrise.",
+    "Winters are mild, and snow seldom stays for long.", "A painting of it hangs in the assembly hall.",
+    "Opinions differ on where the name comes from.", "The archive burned twice, so that dates are uncertain.",
+    "Its colours are blue and white.", "On the longest day of the year nobody works after noon.",
+)  # fmt: skip
 _LINK = re.compile(r"\[\[(.*?)\]\]")
 
 
@@ -71,6 +79,7 @@ class Article:
     category: str
     facts: tuple[tuple[str, str], ...]
     paragraphs: tuple[str, ...]
+    sections: tuple[tuple[str, str], ...]  # heading and text
     history: tuple[Revision, ...]  # newest first
 
     def fact(self, label: str) -> str:
@@ -147,7 +156,9 @@ def _article(
     for number in range(rng.randint(5, 22), 0, -1):
         history.append(Revision(number, rng.choice(editors), day, rng.choice(_SUMMARIES)))
         day -= timedelta(days=rng.randint(1, 40))
-    return Article(title.lower().replace(" ", "-"), title, category, box, words, tuple(history))
+    chapters = 0 if category == "People" else 2
+    sections = tuple((heading, " ".join(rng.sample(_SENTENCES, 4))) for heading in rng.sample(_HEADINGS, chapters))
+    return Article(title.lower().replace(" ", "-"), title, category, box, words, sections, tuple(history))
 
 
 class Wiki(App):
@@ -172,7 +183,7 @@ class Wiki(App):
             "Main page",
             tag("h1", text("Welcome to the Island Almanac")),
             tag("p", text(f"{len(self._articles)} articles on the island's towns, rivers and people.")),
-            tag("div", tag("h2", text("Article of the day")), self._words(featured.paragraphs[0]),
+            tag("div", tag("h2", text("Article of the day")), tag("p", self._words(featured.paragraphs[0])),
                 link(article_path(featured), "Read on"), css="sheet"),
         )  # fmt: skip
 
@@ -210,9 +221,10 @@ class Wiki(App):
             article.title,
             tag("div", link(category_path(article.category), article.category), css="crumbs"),
             tag("h1", text(article.title)),
-            tag("div", tag("div", tag("b", text(article.title)), box, css="box infobox"),
-                *(tag("p", self._words(words)) for words in article.paragraphs)),
-            tag("div", *tools, css="buttons"),
+            tag("div", *tools, css="tools"),
+            tag("div", tag("b", text(article.title)), box, css="box infobox"),
+            *(tag("p", self._words(words)) for words in article.paragraphs),
+            *(join((tag("h2", text(heading)), tag("p", text(words)))) for heading, words in article.sections),
         )  # fmt: skip
 
     @route("GET", r"/article/([a-z-]+)/history")
