@@ -18,8 +18,7 @@ from megatron_webrl.tasks.sites.source import Sites
 from megatron_webrl.types import Action, Observation, Task
 
 MAX_STEPS = 40
-SMALL = ("shop-save-item", "shop-order-list", "forum-reply", "forum-like-post", "calendar-create", "calendar-cancel",
-         "wiki-correct-fact", "wiki-watch", "forms-apply", "forms-vote")  # fmt: skip
+SMALL = ("shop-order-list", "forum-reply", "calendar-create", "calendar-cancel", "wiki-correct-fact", "forms-apply")
 
 
 def site_task(environment: str, seed: int = 0) -> Task:
