@@ -27,8 +27,8 @@ from megatron_webrl.tasks.sites.words import credentials, obstacles
 
 _REPLIES = (
     "I will bring the tools on Saturday.", "Please send me a message about the price.",
-    "The link in the first post is broken.",
-    "Count me in for the next time.", "A photo would help us to answer.", "Mine is for sale if you are interested.",
+    "The link in the first post is broken.", "Count me in for the next time.", "A photo would help us to answer.",
+    "Mine is for sale if you are interested.",
 )  # fmt: skip
 
 

@@ -39,19 +39,8 @@ _KINDS = {
     "Toys": ("Kite", "Puzzle", "Train Set", "Yo-yo", "Marble Run", "Drum", "Spinning Top", "Dollhouse"),
 }
 _MAKES = (
-    "Alder",
-    "Birch",
-    "Cobalt",
-    "Dune",
-    "Ember",
-    "Fjord",
-    "Granite",
-    "Harbor",
-    "Juniper",
-    "Lark",
-    "Maple",
-    "Slate",
-)
+    "Alder", "Birch", "Cobalt", "Dune", "Ember", "Fjord", "Granite", "Harbor", "Juniper", "Lark", "Maple", "Slate",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

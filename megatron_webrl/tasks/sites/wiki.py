@@ -31,22 +31,11 @@ ARTICLES_PER_PAGE, REVISIONS_PER_PAGE = 12, 8
 _RIVERS = ("Asker", "Belwater", "Clyth", "Dorne", "Eskel", "Fallow", "Glint", "Harrow")
 _EDITORS = ("Quillfeather", "MapMaker", "OldStone", "Ferrywoman", "Tidewatcher", "Kestrel9", "Brackish", "InkPot")
 _SUMMARIES = (
-    "typo",
-    "new source",
-    "wording",
-    "link added",
-    "figure updated",
-    "undo vandalism",
-    "shorter",
-    "picture moved",
-)
+    "typo", "new source", "wording", "link added", "figure updated", "undo vandalism", "shorter", "picture moved",
+)  # fmt: skip
 _WORKS = (
-    "her maps of the coast",
-    "a cookery book",
-    "songs for the harvest",
-    "the town's first library",
-    "clock making",
-)
+    "her maps of the coast", "a cookery book", "songs for the harvest", "the town's first library", "clock making",
+)  # fmt: skip
 _TRADES = ("salt", "wool", "timber", "slate", "cheese", "boats", "glass", "paper")
 FACTS = {"Population": range(900, 60_000), "Founded": range(1150, 1890), "Elevation": range(3, 700)}
 _HEADINGS = ("Early records", "In literature", "Customs", "Weather", "Further reading")
