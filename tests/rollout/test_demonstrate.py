@@ -53,6 +53,7 @@ async def test_as_many_successes_as_wanted_are_written(tiny_model: Path, tmp_pat
 async def test_tasks_of_the_sites_are_demonstrated_and_answers_judged(tiny_model: Path, tmp_path: Path) -> None:
     config = config_for(tiny_model, ["wiki-look-up", "forms-vote"])
     config.tasks.source = "sites"
+    config.browser.width, config.browser.height = 640, 480
     path = tmp_path / "demonstrations.rec"
     await demonstrate(config, 6, path)
     trajectories = [decode(record) for record in read_record_file(path)]
