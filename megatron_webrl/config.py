@@ -190,10 +190,19 @@ class RolloutConfig:
 
 
 @dataclass
+class LatencyConfig:
+    median: float = setting(0.0, "Median time to an answer of the sites, seconds; 0: none.", low=0)
+    sigma: float = setting(1.0, "Heaviness of the tail: standard deviation of the logarithm of that time.", low=0)
+    limit: float = setting(30.0, "No answer takes longer, seconds.", above=0, high=600)
+    medians: dict[str, float] = setting({}, "Medians of single sites that differ, such as {shop: 0.5}.")
+
+
+@dataclass
 class TasksConfig:
-    source: str = setting("miniwob", "Where tasks come from.", choices=("miniwob",))
+    source: str = setting("miniwob", "Where tasks come from.", choices=("miniwob", "sites"))
     environments: list[str] = setting(["click-test"], "Environments of the source, sampled uniformly.")
     max_steps: int = setting(10, "Steps of one episode.", low=1)
+    latency: LatencyConfig = field(default_factory=LatencyConfig)
 
 
 @dataclass

@@ -29,6 +29,7 @@ class _Episode:
     instruction: str = ""
     steps: list[Step] = field(default_factory=list)
     reward: float | None = None
+    answer: str | None = None
 
 
 async def run_episode(
@@ -54,7 +55,7 @@ async def run_episode(
     except (BrowserError, ContextOverflow, GenerationError) as error:
         ended = "engine_error" if isinstance(error, GenerationError) else error.outcome
         log.warning("episode %d of ticket %d, %s, is masked as %s: %s", index, ticket, task.id, ended, error)
-    outcome = judge.outcome(episode.reward, ended)
+    outcome = judge.outcome(episode.reward, ended, task.answer, episode.answer)
     return Trajectory(
         ticket=ticket, index=index, group_size=group_size, incarnation=incarnation,
         task=task, instruction=episode.instruction, steps=tuple(episode.steps),
@@ -89,6 +90,7 @@ async def _play(
         if observation.done:
             return judge.DONE
         if action is not None and action.kind == "answer":
+            episode.answer = action.text
             return judge.ANSWER
     return judge.STEPS_EXHAUSTED
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from playwright.async_api import Page
 
 from megatron_webrl.browser.fleet import Fleet
 from megatron_webrl.browser.session import Session
@@ -20,10 +21,10 @@ from megatron_webrl.rollout.agent import run_episode
 from megatron_webrl.rollout.generation import Generation, GenerationError
 from megatron_webrl.rollout.prompts import response_text
 from megatron_webrl.rollout.toolset import Toolset
-from megatron_webrl.tasks import oracles
-from megatron_webrl.tasks.registry import make_source
+from megatron_webrl.tasks.aim import STEP, OracleError
+from megatron_webrl.tasks.registry import make_source, scripted_environments
 from megatron_webrl.tasks.source import TaskSource
-from megatron_webrl.types import COORDINATE_RANGE, Action, Trajectory
+from megatron_webrl.types import COORDINATE_RANGE, Action, Task, Trajectory
 
 FIRST_TICKET = 2**40
 """Demonstrations have tickets of their own: no training ticket shares a page seed with them by its number."""
@@ -32,14 +33,19 @@ SESSIONS = 8
 MAX_FAILURES = 20
 """Failed episodes beyond a tenth of those wanted, after which making demonstrations is given up."""
 
+Script = Callable[[Page, Task], Awaitable[Action]]
+"""What to do next on a page for a task, such as `TaskSource.demonstrate`. Raises OracleError."""
+
 
 class ScriptedResponder:
-    """Answers with what the oracle of the environment would do next. One may serve many sessions."""
+    """Answers with what the script would do next. One may serve many sessions."""
 
     def __init__(
-        self, processor: Processor, settings: ContextConfig, max_new_tokens: int, noise: float = 0.0, seed: int = 0
-    ) -> None:
+        self, script: Script, processor: Processor, settings: ContextConfig, max_new_tokens: int,
+        noise: float = 0.0, seed: int = 0,
+    ) -> None:  # fmt: skip
         """With probability `noise` an answer has a random coordinate, so that some episodes fail or recover."""
+        self._script = script
         self._processor, self._settings, self._max_new_tokens = processor, settings, max_new_tokens
         self._noise, self._random = noise, random.Random(seed)
 
@@ -50,8 +56,8 @@ class ScriptedResponder:
         """
         assert session.task is not None
         try:
-            action = await oracles.next_action(session.page, session.task.environment)
-        except oracles.OracleError as error:
+            action = await self._script(session.page, session.task)
+        except OracleError as error:
             raise GenerationError(str(error)) from error
         text = response_text(self._disturbed(action), self._settings)
         response = self._processor.encode_response(text)
@@ -73,8 +79,8 @@ class ScriptedResponder:
     def _disturbed(self, action: Action) -> Action:
         if action.coordinate is None or self._random.random() >= self._noise:
             return action
-        cells = COORDINATE_RANGE // oracles.STEP
-        x, y = (self._random.randint(0, cells) * oracles.STEP for _ in range(2))
+        cells = COORDINATE_RANGE // STEP
+        x, y = (self._random.randint(0, cells) * STEP for _ in range(2))
         return replace(action, coordinate=(x, y))
 
 
@@ -98,12 +104,13 @@ async def demonstrate(
 
 def check_oracles(config: Config) -> None:
     """Raises ConfigError for an environment that no script can do."""
-    missing = [name for name in config.tasks.environments if name not in oracles.environments()]
+    known = scripted_environments(config.tasks.source)
+    missing = [name for name in config.tasks.environments if name not in known]
     if missing:
         raise ConfigError(
             f"trainer.warm_start.demonstrations={config.trainer.warm_start.demonstrations}, but "
             f"{', '.join(missing)} of tasks.environments has no oracle; leave it out, or set demonstrations to 0 "
-            f"(oracles: {', '.join(oracles.environments())})"
+            f"(oracles: {', '.join(known)})"
         )
 
 
@@ -116,7 +123,9 @@ class _Demonstrations:
         self._config, self._source, self._fleet = config, source, fleet
         self._count, self._progress = count, progress
         self._processor = Processor.load(config.model.path)
-        self._responder = ScriptedResponder(self._processor, config.rollout.context, config.rollout.max_new_tokens)
+        self._responder = ScriptedResponder(
+            source.demonstrate, self._processor, config.rollout.context, config.rollout.max_new_tokens
+        )
         self._taken = self._succeeded = 0
         self._failures: list[str] = []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +9,10 @@ from pathlib import Path
 from playwright.async_api import Page
 
 from megatron_webrl.config import ConfigError
+from megatron_webrl.tasks import oracles
 from megatron_webrl.tasks.server import FolderServer
-from megatron_webrl.tasks.source import HELD_OUT_SEEDS, draw
-from megatron_webrl.types import Task
+from megatron_webrl.tasks.source import check_environments, draw, evaluation
+from megatron_webrl.types import Action, Task
 
 NAME = "miniwob"
 HOST = "miniwob.localhost"
@@ -43,7 +43,7 @@ class Miniwob:
     def __init__(self, environments: Sequence[str], max_steps: int) -> None:
         """Raises ConfigError for an environment that the package does not have."""
         folder = pages_folder()
-        check_environments(environments, all_environments(folder))
+        check_environments("MiniWoB++ has", environments, all_environments(folder))
         self.environments, self.max_steps = tuple(environments), max_steps
         self._server = FolderServer(folder)
 
@@ -74,8 +74,8 @@ class Miniwob:
 
     def held_out(self, index: int) -> Task:
         """The index-th evaluation task; environments take turns, and no page seed is ever trained on."""
-        count = len(self.environments)
-        return self._task(self.environments[index % count], HELD_OUT_SEEDS.start + index // count % len(HELD_OUT_SEEDS))
+        environment, page_seed = evaluation(index, len(self.environments))
+        return self._task(self.environments[environment], page_seed)
 
     async def open(self, page: Page, task: Task) -> str:
         """Load the environment's page and start its episode; returns the instruction."""
@@ -88,6 +88,10 @@ class Miniwob:
             return None, False
         reward, done = await page.evaluate(_RESULT)
         return (None if reward is None else float(reward)), bool(done)
+
+    async def demonstrate(self, page: Page, task: Task) -> Action:
+        """What the environment's oracle would do next. Raises OracleError, KeyError without an oracle."""
+        return await oracles.next_action(page, task.environment)
 
     def _task(self, environment: str, seed: int) -> Task:
         return Task(
@@ -107,16 +111,3 @@ def pages_folder() -> Path:
 def all_environments(folder: Path | None = None) -> list[str]:
     """Names of all environments of the installed package, sorted."""
     return sorted(file.stem for file in ((folder or pages_folder()) / "miniwob").glob("*.html"))
-
-
-def check_environments(names: Sequence[str], known: Sequence[str]) -> None:
-    """Raises ConfigError for an empty list or a name that is not known, with the nearest ones."""
-    if not names:
-        raise ConfigError("tasks.environments is empty; name at least one environment")
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=4, cutoff=0.4)
-            hint = f"; near: {', '.join(near)}" if near else ""
-            raise ConfigError(
-                f"tasks.environments: MiniWoB++ has no {name!r} among its {len(known)} environments{hint}"
-            )

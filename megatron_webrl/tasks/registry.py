@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from megatron_webrl.config import ConfigError, TasksConfig
+from megatron_webrl.tasks import oracles
 from megatron_webrl.tasks.miniwob import Miniwob
+from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS
+from megatron_webrl.tasks.sites.source import Sites
 from megatron_webrl.tasks.source import TaskSource
 
 
 def make_source(tasks: TasksConfig) -> TaskSource:
     """The configured source, started; the caller closes it. Raises ConfigError."""
     if tasks.source == "miniwob":
+        if tasks.latency.median or tasks.latency.medians:
+            raise ConfigError("tasks.latency has no effect on tasks.source=miniwob; leave it out, or use sites")
         return Miniwob(tasks.environments, tasks.max_steps)
-    raise ConfigError(f"tasks.source={tasks.source!r} is not known; use miniwob")
+    if tasks.source == "sites":
+        return Sites(tasks.environments, tasks.max_steps, tasks.latency)
+    raise ConfigError(f"tasks.source={tasks.source!r} is not known; use miniwob or sites")
+
+
+def scripted_environments(source: str) -> tuple[str, ...]:
+    """The environments of a source that a script solves."""
+    return {"miniwob": oracles.environments(), "sites": tuple(ENVIRONMENTS)}[source]

@@ -1,4 +1,4 @@
-"""A folder served over HTTP on this machine.
+"""An HTTP server of this machine, and a folder served by one.
 
 A server, not interception of the requests by the automation driver: both take the same time for a page, but
 the server works in any Chromium, keeps working when the driver is busy, and gives pages a real origin.
@@ -6,27 +6,54 @@ the server works in any Chromium, keeps working when the driver is busy, and giv
 
 from __future__ import annotations
 
+import logging
 import mimetypes
 import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 60.0
+MAX_FORM_BYTES = 64 * 1024
+MAX_FORM_FIELDS = 100
 
 
-class FolderServer:
-    """Serves the files of `folder` at `address` (host:port) until closed. The set of files is fixed at the start."""
+@dataclass(frozen=True)
+class Request:
+    """What a page asks for. Of fields that occur several times the last one counts."""
 
-    def __init__(self, folder: Path) -> None:
-        # Only files known from the start can be asked for, so no path leads out of the folder.
-        files = {"/" + file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
-        self._server = _Server(("127.0.0.1", 0), files)
+    method: str  # "GET" or "POST"
+    host: str  # without the port, lower case
+    path: str  # decoded
+    query: Mapping[str, str]
+    form: Mapping[str, str]
+    cookies: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What it gets. `delay` seconds pass before it is sent."""
+
+    status: int
+    body: bytes = b""
+    content_type: str = "text/html; charset=utf-8"
+    headers: Mapping[str, str] = field(default_factory=dict)
+    delay: float = 0.0
+
+
+class LocalServer:
+    """Answers requests with `respond`, which many threads call, at `address` (host:port) until closed."""
+
+    def __init__(self, respond: Callable[[Request], Reply], name: str) -> None:
+        self._server = _Server(("127.0.0.1", 0), respond)
         self.address = f"127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.1,), name="folder-server", daemon=True
-        )
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name=name, daemon=True)
         self._thread.start()
 
     @property
@@ -36,8 +63,28 @@ class FolderServer:
 
     def close(self) -> None:
         """Stop answering. A second call does nothing."""
+        self._server.closing.set()
         self._server.shutdown()
         self._server.server_close()
+
+
+class FolderServer(LocalServer):
+    """Serves the files of `folder`. The set of files is fixed at the start."""
+
+    def __init__(self, folder: Path) -> None:
+        # Only files known from the start can be asked for, so no path leads out of the folder.
+        self._files = {"/" + file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
+        self._contents: dict[str, bytes] = {}
+        super().__init__(self._respond, "folder-server")
+
+    def _respond(self, request: Request) -> Reply:
+        path = request.path
+        if request.method != "GET" or path not in self._files:
+            return Reply(404)
+        if path not in self._contents:
+            self._contents[path] = self._files[path].read_bytes()
+        kind = mimetypes.guess_type(path)[0] or "application/octet-stream"
+        return Reply(200, self._contents[path], kind, {"Cache-Control": "max-age=3600"})
 
 
 class _Server(ThreadingHTTPServer):
@@ -45,40 +92,71 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 128
 
-    def __init__(self, address: tuple[str, int], files: dict[str, Path]) -> None:
+    def __init__(self, address: tuple[str, int], respond: Callable[[Request], Reply]) -> None:
         super().__init__(address, _Handler)
-        self.files = files
-        self.contents: dict[str, bytes] = {}
+        self.respond = respond
         self.connections = 0
+        self.closing = threading.Event()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         self.connections += 1
         super().process_request(request, client_address)
 
-    def content(self, path: str) -> bytes | None:
-        if path not in self.contents and path in self.files:
-            self.contents[path] = self.files[path].read_bytes()
-        return self.contents.get(path)
-
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = IDLE_SECONDS
+    disable_nagle_algorithm = True  # headers and body are two writes; the second must not wait for an answer
     server: _Server
 
     def do_GET(self) -> None:
-        path = unquote(urlsplit(self.path).path)
-        body = self.server.content(path)
+        self._answer({})
+
+    def do_POST(self) -> None:
+        length = self.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdigit()) or len(length) > 9 or int(length) > MAX_FORM_BYTES:
+            self.close_connection = True  # the body stays unread
+            self._send(Reply(413 if length.isdigit() else 411))
+            return
         try:
-            if body is None:
-                self.send_error(404)
-                return
-            self.send_response(200)
-            self.send_header("Content-Type", mimetypes.guess_type(path)[0] or "application/octet-stream")
-            self.send_header("Content-Length", str(len(body)))
-            self.send_header("Cache-Control", "max-age=3600")
+            form = _pairs(self.rfile.read(int(length)).decode())
+        except ValueError:  # too many fields, or not UTF-8
+            self._send(Reply(400))
+            return
+        self._answer(form)
+
+    def _answer(self, form: dict[str, str]) -> None:
+        try:
+            parts = urlsplit(self.path)
+            request = Request(
+                method=self.command,
+                host=self.headers.get("Host", "").split(":")[0].lower(),
+                path=unquote(parts.path),
+                query=_pairs(parts.query),
+                form=form,
+                cookies=_cookies(self.headers.get("Cookie", "")),
+            )
+        except ValueError:
+            self._send(Reply(400))
+            return
+        try:
+            reply = self.server.respond(request)
+        except Exception:  # whatever a page's code raises: its thread has nobody else to tell
+            log.exception("%s %s%s could not be answered", request.method, request.host, request.path)
+            reply = Reply(500)
+        if reply.delay > 0:
+            self.server.closing.wait(reply.delay)
+        self._send(reply)
+
+    def _send(self, reply: Reply) -> None:
+        try:
+            self.send_response(reply.status)
+            self.send_header("Content-Type", reply.content_type)
+            self.send_header("Content-Length", str(len(reply.body)))
+            for name, value in reply.headers.items():
+                self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(body)
+            self.wfile.write(reply.body)
         except ConnectionError:
             self.close_connection = True  # the page was closed while it loaded
 
@@ -90,3 +168,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Requests are not worth a line each."""
+
+
+def _pairs(text: str) -> dict[str, str]:
+    return dict(parse_qsl(text, keep_blank_values=True, max_num_fields=MAX_FORM_FIELDS))
+
+
+def _cookies(header: str) -> dict[str, str]:
+    try:
+        return {name: morsel.value for name, morsel in SimpleCookie(header).items()}
+    except CookieError:
+        return {}

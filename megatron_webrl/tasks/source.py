@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from playwright.async_api import Page
 
-from megatron_webrl.types import Task
+from megatron_webrl.config import ConfigError
+from megatron_webrl.types import Action, Task
 
 TRAINING_SEEDS = range(0, 2**30)
 HELD_OUT_SEEDS = range(2**30, 2**31)
@@ -44,6 +46,10 @@ class TaskSource(Protocol):
         """Reward (None while there is none) and whether the task is over."""
         ...
 
+    async def demonstrate(self, page: Page, task: Task) -> Action:
+        """What a script would do next. Raises OracleError if it is at a loss, KeyError without a script."""
+        ...
+
     def close(self) -> None:
         """Give back what the source holds."""
         ...
@@ -54,3 +60,24 @@ def draw(seed: int, ticket: int, environments: int) -> tuple[int, int]:
     digest = hashlib.blake2b(f"{seed}/{ticket}".encode(), digest_size=16).digest()
     environment = int.from_bytes(digest[:8], "big") % environments
     return environment, int.from_bytes(digest[8:], "big") % len(TRAINING_SEEDS)
+
+
+def evaluation(index: int, environments: int) -> tuple[int, int]:
+    """Environment and page seed of the index-th evaluation task; environments take turns."""
+    return index % environments, HELD_OUT_SEEDS.start + index // environments % len(HELD_OUT_SEEDS)
+
+
+def check_names(key: str, owner: str, kind: str, names: Sequence[str], known: Sequence[str]) -> None:
+    """Raises ConfigError for a name of the setting `key` that is not known, with the nearest ones."""
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=4, cutoff=0.4)
+            hint = f"; near: {', '.join(near)}" if near else ""
+            raise ConfigError(f"{key}: {owner} no {name!r} among its {len(known)} {kind}{hint}")
+
+
+def check_environments(owner: str, names: Sequence[str], known: Sequence[str]) -> None:
+    """Raises ConfigError for an empty list of environments or a name that is not known, with the nearest ones."""
+    if not names:
+        raise ConfigError("tasks.environments is empty; name at least one environment")
+    check_names("tasks.environments", owner, "environments", names, known)

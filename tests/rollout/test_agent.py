@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import pytest_asyncio
+from playwright.async_api import Page
 
 from megatron_webrl.browser.fleet import Fleet
 from megatron_webrl.browser.session import Session
@@ -23,6 +24,7 @@ from megatron_webrl.rollout.demonstrate import ScriptedResponder
 from megatron_webrl.rollout.generation import Generation, GenerationError, Responder
 from megatron_webrl.rollout.toolset import Toolset
 from megatron_webrl.tasks.miniwob import Miniwob
+from megatron_webrl.tasks.oracles import next_action
 from megatron_webrl.types import Action, Task, Trajectory
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -50,6 +52,10 @@ async def fleet(source: Miniwob) -> AsyncIterator[Fleet]:
         yield fleet
 
 
+async def _script(page: Page, task: Task) -> Action:
+    return await next_action(page, task.environment)
+
+
 @dataclass
 class Answers:
     """Gives fixed answers one after the other, then what the oracle says. An exception among them is raised."""
@@ -60,7 +66,7 @@ class Answers:
 
     async def respond(self, session: Session, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
         self.asked.append(self.processor.decode(token_ids))
-        oracle = ScriptedResponder(self.processor, SETTINGS.context, SETTINGS.max_new_tokens)
+        oracle = ScriptedResponder(_script, self.processor, SETTINGS.context, SETTINGS.max_new_tokens)
         if not self.answers:
             return await oracle.respond(session, token_ids, images)
         answer = self.answers.pop(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from playwright.async_api import Page
 
 from megatron_webrl.config import (
     BrowserConfig,
@@ -20,7 +21,7 @@ from megatron_webrl.ring.record import decode
 from megatron_webrl.ring.record_file import read_record_file
 from megatron_webrl.rollout import demonstrate as module
 from megatron_webrl.rollout.demonstrate import FIRST_TICKET, ScriptedResponder, demonstrate
-from megatron_webrl.types import Action
+from megatron_webrl.types import Action, Task
 
 
 def config_for(model: Path, environments: list[str], max_new_tokens: int = 64) -> Config:
@@ -49,6 +50,21 @@ async def test_as_many_successes_as_wanted_are_written(tiny_model: Path, tmp_pat
         assert all(not step.logprobs.any() and not step.versions.any() for step in trajectory.steps)
 
 
+async def test_tasks_of_the_sites_are_demonstrated_and_answers_judged(tiny_model: Path, tmp_path: Path) -> None:
+    config = config_for(tiny_model, ["wiki-look-up", "forms-vote"])
+    config.tasks.source = "sites"
+    config.browser.width, config.browser.height = 640, 480
+    path = tmp_path / "demonstrations.rec"
+    await demonstrate(config, 6, path)
+    trajectories = [decode(record) for record in read_record_file(path)]
+    assert [trajectory.outcome for trajectory in trajectories] == ["success"] * 6
+    assert {trajectory.task.environment for trajectory in trajectories} == {"wiki-look-up", "forms-vote"}
+    for trajectory in trajectories:
+        last = trajectory.steps[-1].action
+        assert last is not None
+        assert trajectory.task.answer == (last.text if last.kind == "answer" else None)
+
+
 async def test_an_environment_without_an_oracle_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     config = config_for(tiny_model, ["click-test", "book-flight"])
     config.trainer.warm_start.demonstrations = 3
@@ -66,8 +82,12 @@ async def test_too_many_failures_end_the_work_and_leave_no_file(
 
 
 def test_noise_replaces_some_coordinates(tiny_model: Path) -> None:
-    responder = ScriptedResponder(Processor.load(tiny_model), ContextConfig(), 64, noise=0.25, seed=3)
     action = Action("left_click", coordinate=(500, 320))
+
+    async def script(page: Page, task: Task) -> Action:
+        return action
+
+    responder = ScriptedResponder(script, Processor.load(tiny_model), ContextConfig(), 64, noise=0.25, seed=3)
     changed = [responder._disturbed(action) for _ in range(400)]
     assert 70 < sum(other != action for other in changed) < 130
     assert all(value % 20 == 0 and 0 <= value <= 1000 for other in changed for value in other.coordinate or ())

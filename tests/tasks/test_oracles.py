@@ -8,8 +8,9 @@ import pytest
 
 from megatron_webrl.browser.fleet import Fleet
 from megatron_webrl.config import BrowserConfig
+from megatron_webrl.tasks.aim import STEP, OracleError
 from megatron_webrl.tasks.miniwob import Miniwob
-from megatron_webrl.tasks.oracles import STEP, OracleError, environments, next_action
+from megatron_webrl.tasks.oracles import environments, next_action
 from megatron_webrl.types import Action, Observation, Task
 
 SEEDS = 5

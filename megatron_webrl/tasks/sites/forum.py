@@ -1,0 +1,271 @@
+"""The forum: boards, threads over several pages, members, replies, likes, and a lounge for members."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date, timedelta
+
+from megatron_webrl.tasks.server import Reply, Request
+from megatron_webrl.tasks.sites.app import Account, App, Start, entered, page_number, route
+from megatron_webrl.tasks.sites.markup import (
+    Html,
+    address,
+    area,
+    form,
+    join,
+    link,
+    pager,
+    pages_of,
+    table,
+    tag,
+    text,
+)
+from megatron_webrl.tasks.sites.words import a_weekday, account, long_date, names, pairs
+
+THREADS_PER_PAGE, POSTS_PER_PAGE = 7, 4
+LOUNGE = "Members' lounge"
+
+_BOARDS = ("Bicycles", "Gardening", "Photography", "Baking", "Hiking", "Woodwork")
+_OPENINGS = (
+    "How do you store", "Your favourite", "Where to buy", "Advice on", "Repairing", "A beginner's question about",
+    "Who has tried", "What I learned from", "Looking for", "Cheap ways to clean",
+)  # fmt: skip
+_TOPICS = {
+    "Bicycles": ("old chains", "winter tyres", "leather saddles", "bike lights", "steel frames", "mudguards"),
+    "Gardening": ("tomato seeds", "compost bins", "garden hoses", "rose cuttings", "slug traps", "raised beds"),
+    "Photography": ("tripods", "macro lenses", "film rolls", "camera straps", "night shots", "light meters"),
+    "Baking": ("rye starters", "bread tins", "stone ovens", "puff pastry", "dough scrapers", "vanilla pods"),
+    "Hiking": ("trail maps", "wool socks", "light tents", "water filters", "walking poles", "ridge walks"),
+    "Woodwork": ("hand planes", "oak boards", "bench vises", "wood glue", "dovetail saws", "linseed oil"),
+    LOUNGE: (
+        "the summer meeting",
+        "new moderators",
+        "the photo contest",
+        "the forum rules",
+        "the mug design",
+        "birthdays",
+    ),
+}
+_SENTENCES = (
+    "I had the same trouble last year.", "Patience pays off here.", "Thanks, that is good to know.",
+    "Mine lasted about three seasons.", "I would ask in a small shop first.", "That depends on the weather.",
+    "Have a look at the second shelf in my shed.", "It took me a whole weekend.", "I can lend you mine.",
+    "Never again, to be honest.", "This worked better than I expected.", "Could you post a picture?",
+)  # fmt: skip
+_TOWNS = ("Aldmere", "Corwick", "Fenport", "Holdale", "Kelmoor", "Penstead")
+
+
+@dataclass(frozen=True)
+class Post:
+    """Something said in a thread."""
+
+    id: int
+    author: str
+    day: date
+    words: str
+    likes: int
+
+
+@dataclass(frozen=True)
+class Thread:
+    """A conversation; the first post opened it."""
+
+    id: int
+    title: str
+    posts: tuple[Post, ...]
+
+
+@dataclass(frozen=True)
+class World:
+    """The forum's content."""
+
+    account: Account
+    members: dict[str, tuple[str, date]]  # town and first day by name
+    boards: dict[str, tuple[Thread, ...]]
+
+    def board_of(self, thread: Thread) -> str:
+        """The board that a thread stands in."""
+        return next(board for board, threads in self.boards.items() if thread in threads)
+
+
+def make_world(rng: random.Random) -> World:
+    """A forum of three open boards and the lounge, with some 40 threads."""
+    day = a_weekday(rng)
+    people = names(rng, 9)
+    members = {name: (rng.choice(_TOWNS), day - timedelta(days=rng.randint(300, 3000))) for name in people}
+    threads = iter(rng.sample(range(1000, 9999), 60))
+    posts = iter(rng.sample(range(10_000, 99_999), 800))
+    boards = {}
+    for board in (*rng.sample(_BOARDS, 3), LOUNGE):
+        titles = pairs(rng, _OPENINGS, _TOPICS[board], rng.randint(8, 12))
+        boards[board] = tuple(_thread(rng, next(threads), title, people, posts, day) for title in titles)
+    return World(account(rng), members, boards)
+
+
+def _thread(rng: random.Random, id: int, title: str, people: list[str], ids: Iterator[int], day: date) -> Thread:
+    count = rng.randint(3, 14)
+    days = sorted(day - timedelta(days=rng.randint(0, 200)) for _ in range(count))
+    talkers = rng.sample(people, rng.randint(3, 6))
+    posts = [
+        Post(next(ids), rng.choice(talkers), when, " ".join(rng.sample(_SENTENCES, 2)), rng.randint(0, 20))
+        for when in days
+    ]
+    return Thread(id, title, tuple(posts))
+
+
+class Forum(App):
+    """One member's forum. Effects: ("reply", thread, text), ("like", post), ("follow", thread)."""
+
+    name, title, search_hint = "forum", "The Clearing", "Search threads"
+    popup = ("Meet us in person", "Our summer meeting takes place in June. Tickets are on sale in the lounge.")
+
+    def __init__(self, world: World, start: Start) -> None:
+        super().__init__(world.account, start)
+        self.world = world
+        self._threads = {thread.id: thread for threads in world.boards.values() for thread in threads}
+        self._posts = {post.id: thread for thread in self._threads.values() for post in thread.posts}
+        self._replies: dict[int, list[str]] = {}  # by thread
+        self._liked: set[int] = set()
+
+    def links(self) -> tuple[tuple[str, str], ...]:
+        return ("/", "Boards"), ("/members", "Members")
+
+    @route("GET", "/")
+    def home(self, request: Request) -> Reply:
+        rows = []
+        for board, threads in self.world.boards.items():
+            open_to = "Members only" if board == LOUNGE else "Everyone"
+            rows.append((link(board_path(board), board), text(len(threads)), text(open_to)))
+        return self.page("Boards", tag("h1", text("Boards")), table(("Board", "Threads", "Open to"), rows))
+
+    @route("GET", r"/board/([a-z-]+)")
+    def board(self, request: Request, slug: str) -> Reply:
+        board = next((name for name in self.world.boards if board_path(name) == f"/board/{slug}"), None)
+        if board is None:
+            return self.missing()
+        if board == LOUNGE and (refused := self.sign_in_first()):
+            return refused
+        threads = self.world.boards[board]
+        pages = pages_of(len(threads), THREADS_PER_PAGE)
+        page = page_number(request, pages)
+        return self.page(
+            board,
+            tag("div", link("/", "Boards"), css="crumbs"),
+            tag("h1", text(board)),
+            _thread_table(threads[(page - 1) * THREADS_PER_PAGE : page * THREADS_PER_PAGE]),
+            pager(board_path(board), page, pages),
+        )
+
+    @route("GET", "/search")
+    def search(self, request: Request) -> Reply:
+        asked = request.query.get("q", "").strip()
+        words = asked.lower().split()
+        found = [
+            thread
+            for board, threads in self.world.boards.items()
+            for thread in threads
+            if words and board != LOUNGE and all(word in thread.title.lower() for word in words)
+        ]
+        return self.page("Search", tag("h1", text(f'{len(found)} threads match "{asked}"')), _thread_table(found))
+
+    @route("GET", r"/thread/(\d{1,6})")
+    def thread(self, request: Request, id: str) -> Reply:
+        thread = self._threads.get(int(id))
+        if thread is None:
+            return self.missing()
+        board = self.world.board_of(thread)
+        if board == LOUNGE and (refused := self.sign_in_first()):
+            return refused
+        pages = pages_of(len(thread.posts), POSTS_PER_PAGE)
+        page = page_number(request, pages)
+        shown = thread.posts[(page - 1) * POSTS_PER_PAGE : page * POSTS_PER_PAGE]
+        own = self._replies.get(thread.id, []) if page == pages else []
+        return self.page(
+            thread.title,
+            tag("div", link("/", "Boards"), text(" / "), link(board_path(board), board), css="crumbs"),
+            tag("h1", text(thread.title)),
+            form(f"/follow/{id}", button="Follow this thread", css="quiet") if self.signed_in else Html(""),
+            Html("<br>"),
+            join(self._post(post) for post in shown),
+            join(tag("div", tag("b", text(self.account.name)), tag("div", text(words)), css="post") for words in own),
+            pager(f"/thread/{id}", page, pages),
+            self._reply_form(thread),
+        )
+
+    @route("GET", "/members")
+    def members(self, request: Request) -> Reply:
+        rows = [
+            (text(name), text(town), text(long_date(since)))
+            for name, (town, since) in sorted(self.world.members.items())
+        ]
+        return self.page("Members", tag("h1", text("Members")), table(("Name", "Town", "Member since"), rows))
+
+    @route("POST", r"/follow/(\d{1,6})")
+    def follow(self, request: Request, id: str) -> Reply:
+        return self._did(("follow", id), int(id) in self._threads, f"/thread/{id}", "You follow this thread.")
+
+    @route("POST", r"/like/(\d{1,6})")
+    def like(self, request: Request, id: str) -> Reply:
+        thread = self._posts.get(int(id))
+        path = post_path(thread, int(id)) if thread else "/"
+        if self.signed_in:
+            self._liked.add(int(id))
+        return self._did(("like", id), thread is not None, path, "You like this post.")
+
+    @route("POST", r"/reply/(\d{1,6})")
+    def reply(self, request: Request, id: str) -> Reply:
+        words, thread = entered(request, "words"), self._threads.get(int(id))
+        if not words or thread is None:
+            return self.redirect("/", "A reply must not be empty.")
+        if self.signed_in:
+            self._replies.setdefault(thread.id, []).append(words)
+        path = thread_path(thread, pages_of(len(thread.posts), POSTS_PER_PAGE))
+        return self._did(("reply", id, words), True, path, "Your reply has been posted.")
+
+    def _did(self, effect: tuple[str, ...], exists: bool, path: str, notice: str) -> Reply:
+        if refused := self.sign_in_first():
+            return refused
+        if not exists:
+            return self.missing()
+        self.effects.append(effect)
+        return self.redirect(path, notice)
+
+    def _post(self, post: Post) -> Html:
+        likes = post.likes + (post.id in self._liked)
+        foot = [tag("span", text(f"{likes} likes"), css="muted")]
+        if self.signed_in:
+            foot.append(form(f"/like/{post.id}", button="Like", css="quiet"))
+        who = tag("div", tag("b", text(post.author)), tag("div", text(long_date(post.day)), css="muted"))
+        return tag("div", who, tag("div", tag("p", text(post.words)), tag("div", *foot, css="foot")), css="post")
+
+    def _reply_form(self, thread: Thread) -> Html:
+        if not self.signed_in:
+            return tag("p", link(address("/login", next=f"/thread/{thread.id}"), "Sign in to reply"))
+        return form(f"/reply/{thread.id}", area("words", "Your reply"), button="Post reply", css="sheet")
+
+
+def board_path(board: str, page: int = 1) -> str:
+    """Where a page of a board is."""
+    return address(f"/board/{board.lower().replace(' ', '-').replace(chr(39), '')}", page=page)
+
+
+def thread_path(thread: Thread, page: int = 1) -> str:
+    """Where a page of a thread is."""
+    return address(f"/thread/{thread.id}", page=page)
+
+
+def post_path(thread: Thread, id: int) -> str:
+    """The page of a thread that shows a post."""
+    index = next(index for index, post in enumerate(thread.posts) if post.id == id)
+    return thread_path(thread, index // POSTS_PER_PAGE + 1)
+
+
+def _thread_table(threads: list[Thread] | tuple[Thread, ...]) -> Html:
+    rows = [
+        (link(thread_path(thread), thread.title), text(thread.posts[0].author), text(len(thread.posts) - 1),
+         text(long_date(thread.posts[-1].day)))
+        for thread in threads
+    ]  # fmt: skip
+    return table(("Thread", "Started by", "Replies", "Latest"), rows)

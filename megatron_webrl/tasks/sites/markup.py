@@ -1,0 +1,115 @@
+"""Pieces of HTML. Every text that comes in is escaped; pieces of HTML are of type Html."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import NewType
+from urllib.parse import urlencode
+
+Html = NewType("Html", str)
+
+
+def text(value: object) -> Html:
+    """A value as text."""
+    return Html(escape(str(value)))
+
+
+def join(parts: Iterable[Html]) -> Html:
+    """Pieces one after the other."""
+    return Html("".join(parts))
+
+
+def tag(name: str, *children: Html, css: str = "") -> Html:
+    """An element around pieces."""
+    style = f' class="{escape(css)}"' if css else ""
+    return Html(f"<{name}{style}>{''.join(children)}</{name}>")
+
+
+def address(path: str, /, **query: str | int) -> str:
+    """A path with a query; what is empty, and the first page of a list, is left out."""
+    kept = {name: value for name, value in query.items() if value != "" and (name, value) != ("page", 1)}
+    return f"{path}?{urlencode(kept)}" if kept else path
+
+
+def link(href: str, label: str, css: str = "") -> Html:
+    """A link."""
+    style = f' class="{escape(css)}"' if css else ""
+    return Html(f'<a{style} href="{escape(href)}">{escape(label)}</a>')
+
+
+def form(action: str, *fields: Html, button: str, css: str = "", method: str = "post") -> Html:
+    """A form with one button."""
+    return Html(
+        f'<form class="{escape(css)}" method="{method}" action="{escape(action)}" autocomplete="off">'
+        f'{"".join(fields)}<button type="submit">{escape(button)}</button></form>'
+    )
+
+
+def hidden(name: str, value: str) -> Html:
+    """A field that nobody sees."""
+    return Html(f'<input type="hidden" name="{escape(name)}" value="{escape(value)}">')
+
+
+def field(name: str, label: str, hint: str = "", value: str = "", kind: str = "text") -> Html:
+    """A line of text with its label; it must not stay empty."""
+    return Html(
+        f'<label class="field"><span>{escape(label)}</span><input type="{kind}" name="{escape(name)}" '
+        f'value="{escape(value)}" placeholder="{escape(hint)}" required></label>'
+    )
+
+
+def area(name: str, label: str, hint: str = "") -> Html:
+    """Several lines of text with their label."""
+    return Html(
+        f'<label class="field"><span>{escape(label)}</span><textarea name="{escape(name)}" rows="4" '
+        f'placeholder="{escape(hint)}" required></textarea></label>'
+    )
+
+
+def choices(name: str, label: str, options: Sequence[tuple[str, str]], chosen: str = "") -> Html:
+    """One of several (value, label); one must be chosen."""
+    inputs = join(
+        Html(
+            f'<label class="choice"><input type="radio" name="{escape(name)}" value="{escape(value)}" required'
+            f"{' checked' if value == chosen else ''}> {escape(words)}</label>"
+        )
+        for value, words in options
+    )
+    return Html(f'<fieldset class="field"><legend>{escape(label)}</legend>{inputs}</fieldset>')
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[Html]]) -> Html:
+    """A table."""
+    head = join(tag("th", text(name)) for name in heads)
+    body = join(tag("tr", *(tag("td", cell) for cell in row)) for row in rows)
+    return Html(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+
+
+def facts(rows: Iterable[tuple[str, Html]]) -> Html:
+    """Names and values, one below the other."""
+    return tag("dl", *(join((tag("dt", text(name)), tag("dd", value))) for name, value in rows), css="facts")
+
+
+def pager(path: str, page: int, pages: int, /, **query: str | int) -> Html:
+    """Links to the pages of a long list; nothing for a short one."""
+    if pages < 2:
+        return Html("")
+    parts = [link(address(path, **query, page=page - 1), "Previous")] if page > 1 else []
+    for number in range(1, pages + 1):
+        here = number == page
+        parts.append(tag("b", text(number)) if here else link(address(path, **query, page=number), str(number)))
+    if page < pages:
+        parts.append(link(address(path, **query, page=page + 1), "Next"))
+    return tag("nav", *parts, css="pager")
+
+
+def dialog(title: str, body: Html, *buttons: Html) -> Html:
+    """A box above a page that cannot be clicked while it is there."""
+    inner = tag("div", tag("h2", text(title)), body, tag("div", *buttons, css="buttons"), css="dialog")
+    return tag("div", inner, css="veil")
+
+
+def pages_of(items: int, per_page: int) -> int:
+    """How many pages a list takes; an empty one takes one."""
+    return max(1, -(-items // per_page))

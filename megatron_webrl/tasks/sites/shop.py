@@ -1,0 +1,321 @@
+"""The shop: categories, search, items, a cart, check-out, a wish list, and earlier orders."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from datetime import date, timedelta
+
+from megatron_webrl.tasks.server import Reply, Request
+from megatron_webrl.tasks.sites.app import Account, App, Start, entered, page_number, route
+from megatron_webrl.tasks.sites.markup import (
+    Html,
+    address,
+    choices,
+    facts,
+    field,
+    form,
+    join,
+    link,
+    pager,
+    pages_of,
+    table,
+    tag,
+    text,
+)
+from megatron_webrl.tasks.sites.words import a_weekday, account, long_date
+
+ITEMS_PER_PAGE, ORDERS_PER_PAGE = 8, 4
+MAX_QUANTITY = 9
+DELIVERIES = (("standard", "Standard"), ("express", "Express"), ("pickup", "Pick-up in store"))
+SORTS = (("", "Featured"), ("price", "Price, low to high"), ("rating", "Best rated"))
+
+_KINDS = {
+    "Kitchen": ("Kettle", "Skillet", "Cutting Board", "Teapot", "Pepper Mill", "Salad Bowl", "Whisk", "Carafe"),
+    "Garden": ("Trowel", "Watering Can", "Planter", "Bird Feeder", "Lantern", "Secateurs", "Hose Reel", "Bench"),
+    "Office": ("Desk Lamp", "Notebook", "Pen Tray", "Stapler", "Letter Opener", "Bookend", "Wall Clock", "Easel"),
+    "Outdoor": ("Tent", "Headlamp", "Rucksack", "Flask", "Hammock", "Compass", "Camp Stove", "Sleeping Mat"),
+    "Bath": ("Towel Set", "Soap Dish", "Bath Mat", "Mirror", "Robe", "Basket", "Brush Holder", "Candle"),
+    "Toys": ("Kite", "Puzzle", "Train Set", "Yo-yo", "Marble Run", "Drum", "Spinning Top", "Dollhouse"),
+}
+_MAKES = (
+    "Alder", "Birch", "Cobalt", "Dune", "Ember", "Fjord", "Granite", "Harbor", "Juniper", "Lark", "Maple", "Slate",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Item:
+    """Something to buy."""
+
+    id: int
+    name: str
+    category: str
+    price: int  # cents
+    rating: int  # tenths of a star
+    reviews: int
+    in_stock: bool
+    hue: int
+
+
+@dataclass(frozen=True)
+class Order:
+    """An earlier order of the account."""
+
+    id: int
+    day: date
+    lines: tuple[tuple[Item, int], ...]
+
+    @property
+    def total(self) -> int:
+        """Cents."""
+        return sum(item.price * count for item, count in self.lines)
+
+
+@dataclass(frozen=True)
+class World:
+    """The shop's content."""
+
+    account: Account
+    items: tuple[Item, ...]
+    orders: tuple[Order, ...]  # newest first
+
+    @property
+    def categories(self) -> list[str]:
+        """In the order of the menu."""
+        return sorted({item.category for item in self.items})
+
+    def listed(self, category: str, sort: str = "") -> list[Item]:
+        """The items of a category as its pages show them."""
+        found = [item for item in self.items if item.category == category]
+        orders = {"price": lambda item: item.price, "rating": lambda item: (-item.rating, item.price)}
+        return sorted(found, key=orders[sort]) if sort in orders else found
+
+
+def make_world(rng: random.Random) -> World:
+    """A shop of some 50 items and a dozen orders."""
+    kinds = [(category, kind) for category in rng.sample(sorted(_KINDS), 4) for kind in _KINDS[category]]
+    chosen = [
+        (category, f"{make} {kind}") for category, kind in kinds for make in rng.sample(_MAKES, rng.choice((1, 2)))
+    ]
+    rng.shuffle(chosen)
+    ids = rng.sample(range(100, 1000), len(chosen))
+    prices = rng.sample(range(450, 14950, 5), len(chosen))
+    items = tuple(
+        Item(
+            id, name, category, price, rng.randint(30, 50), rng.randint(3, 900), rng.random() < 0.8, rng.randrange(360)
+        )
+        for id, (category, name), price in zip(ids, chosen, prices, strict=True)
+    )
+    day, orders = a_weekday(rng), []
+    for number in rng.sample(range(10_000, 99_999), rng.randint(10, 14)):
+        day -= timedelta(days=rng.randint(2, 14))
+        lines = tuple((item, rng.randint(1, 3)) for item in rng.sample(items, rng.randint(1, 3)))
+        orders.append(Order(number, day, lines))
+    return World(account(rng), items, tuple(orders))
+
+
+def money(cents: int) -> str:
+    """Such as $12.50."""
+    return f"${cents // 100}.{cents % 100:02d}"
+
+
+class Shop(App):
+    """One customer's shop. Effects: ("order", user, delivery, "id x count", ...) and ("save", id)."""
+
+    name, title, search_hint = "shop", "Larkfield Store", "Search items"
+    popup = ("10 % off your next order", "Join 40,000 readers of our newsletter and save on everything you love.")
+
+    def __init__(self, world: World, start: Start, cart: dict[int, int] | None = None) -> None:
+        super().__init__(world.account, start)
+        self.world = world
+        self.cart = dict(cart or {})  # count by item id
+        self._items = {item.id: item for item in world.items}
+
+    def links(self) -> tuple[tuple[str, str], ...]:
+        count = sum(self.cart.values())
+        return ("/orders", "My orders"), ("/cart", f"Cart ({count})")
+
+    @route("GET", "/")
+    def home(self, request: Request) -> Reply:
+        counts = [(name, f"{len(self.world.listed(name))} items") for name in self.world.categories]
+        shelves = join(
+            tag("div", link(category_path(name), name), tag("div", text(count), css="muted"), css="card")
+            for name, count in counts
+        )
+        popular = sorted(self.world.items, key=lambda item: -item.reviews)[:4]
+        return self.page(
+            "Home",
+            tag("h1", text("Good things for every day")),
+            tag("div", shelves, css="grid"),
+            tag("h2", text("Popular this week")),
+            _cards(popular),
+        )
+
+    @route("GET", r"/category/([a-z]+)")
+    def category(self, request: Request, slug: str) -> Reply:
+        name = slug.capitalize()
+        if name not in self.world.categories:
+            return self.missing()
+        sort = request.query.get("sort", "")
+        sort = sort if sort in dict(SORTS) else ""
+        items = self.world.listed(name, sort)
+        pages = pages_of(len(items), ITEMS_PER_PAGE)
+        page = page_number(request, pages)
+        tabs = join(
+            tag("b", text(label)) if key == sort else link(category_path(name, key), label) for key, label in SORTS
+        )
+        return self.page(
+            name,
+            tag("h1", text(name)),
+            tag("div", tabs, css="tabs"),
+            _cards(items[(page - 1) * ITEMS_PER_PAGE : page * ITEMS_PER_PAGE]),
+            pager(f"/category/{slug}", page, pages, sort=sort),
+        )
+
+    @route("GET", "/search")
+    def search(self, request: Request) -> Reply:
+        asked = request.query.get("q", "").strip()
+        words = asked.lower().split()
+        found = [item for item in self.world.items if words and all(word in item.name.lower() for word in words)]
+        return self.page("Search", tag("h1", text(f'{len(found)} results for "{asked}"')), _cards(found))
+
+    @route("GET", r"/item/(\d{1,6})")
+    def item(self, request: Request, id: str) -> Reply:
+        item = self._items.get(int(id))
+        if item is None:
+            return self.missing()
+        buy = form(f"/cart/add/{id}", field("quantity", "Quantity", value="1"), button="Add to cart")
+        details = (
+            ("Rating", text(f"{item.rating / 10:.1f} of 5 ({item.reviews} reviews)")),
+            ("Availability", text("In stock" if item.in_stock else "Sold out")),
+            ("Article", text(f"No. {item.id}")),
+        )
+        right = tag(
+            "div", tag("h1", text(item.name)), tag("p", text(money(item.price)), css="price"), facts(details),
+            buy if item.in_stock else Html(""),
+            form(f"/save/{id}", button="Save to wish list", css="quiet"),
+        )  # fmt: skip
+        crumbs = tag("div", link(category_path(item.category), item.category), css="crumbs")
+        return self.page(item.name, crumbs, tag("div", _picture(item), right, css="split"))
+
+    @route("POST", r"/save/(\d{1,6})")
+    def save(self, request: Request, id: str) -> Reply:
+        if int(id) not in self._items:
+            return self.missing()
+        self.effects.append(("save", id))
+        return self.redirect(f"/item/{id}", "Saved to your wish list.")
+
+    @route("POST", r"/cart/add/(\d{1,6})")
+    def add(self, request: Request, id: str) -> Reply:
+        item, given = self._items.get(int(id)), entered(request, "quantity")
+        if item is None or not item.in_stock:
+            return self.missing()
+        count = self.cart.get(item.id, 0) + (int(given) if given in list("123456789") else 100)
+        if count > MAX_QUANTITY:
+            return self.redirect(f"/item/{id}", f"The quantity must be a number from 1 to {MAX_QUANTITY} in all.")
+        self.cart[item.id] = count
+        return self.redirect("/cart", f"{item.name} is in your cart.")
+
+    @route("POST", r"/cart/remove/(\d{1,6})")
+    def remove(self, request: Request, id: str) -> Reply:
+        self.cart.pop(int(id), None)
+        return self.redirect("/cart", "Removed.")
+
+    @route("GET", "/cart")
+    def show_cart(self, request: Request) -> Reply:
+        if not self.cart:
+            return self.page("Cart", tag("h1", text("Your cart is empty")), link("/", "Go shopping"))
+        rows = [
+            (
+                link(f"/item/{id}", self._items[id].name), text(count), text(money(self._items[id].price * count)),
+                form(f"/cart/remove/{id}", button="Remove", css="quiet"),
+            )
+            for id, count in self.cart.items()
+        ]  # fmt: skip
+        return self.page(
+            "Cart",
+            tag("h1", text("Your cart")),
+            table(("Item", "Quantity", "Price", ""), rows),
+            tag("h2", text(f"Total: {money(self._total())}")),
+            link("/checkout", "Go to check-out", "button"),
+        )
+
+    @route("GET", "/checkout")
+    def checkout(self, request: Request) -> Reply:
+        if not self.cart:
+            return self.redirect("/cart")
+        who = f"Ordering as {self.account.name}." if self.signed_in else "Ordering as a guest."
+        lines = [(text(self._items[id].name), text(count)) for id, count in self.cart.items()]
+        return self.page(
+            "Check-out",
+            tag("h1", text("Check-out")),
+            tag("p", text(who)),
+            table(("Item", "Quantity"), lines),
+            tag("h2", text(f"Total: {money(self._total())}")),
+            form("/order", choices("delivery", "Delivery", DELIVERIES, "standard"), button="Place order", css="sheet"),
+        )
+
+    @route("POST", "/order")
+    def order(self, request: Request) -> Reply:
+        delivery = entered(request, "delivery")
+        if not self.cart or delivery not in dict(DELIVERIES):
+            return self.redirect("/cart")
+        self.effects.append(order_effect(self.account.user if self.signed_in else "guest", delivery, self.cart))
+        self.cart.clear()
+        return self.redirect("/thanks")
+
+    @route("GET", "/thanks")
+    def thanks(self, request: Request) -> Reply:
+        return self.page("Thank you", tag("h1", text("Thank you for your order")), link("/", "Go on shopping"))
+
+    @route("GET", "/orders")
+    def orders(self, request: Request) -> Reply:
+        if refused := self.sign_in_first():
+            return refused
+        orders = self.world.orders
+        pages = pages_of(len(orders), ORDERS_PER_PAGE)
+        page = page_number(request, pages)
+        boxes = join(_order_box(order) for order in orders[(page - 1) * ORDERS_PER_PAGE : page * ORDERS_PER_PAGE])
+        return self.page("Orders", tag("h1", text("Your orders")), boxes, pager("/orders", page, pages))
+
+    def _total(self) -> int:
+        return sum(self._items[id].price * count for id, count in self.cart.items())
+
+
+def order_effect(user: str, delivery: str, cart: dict[int, int]) -> tuple[str, ...]:
+    """The effect of ordering what is in a cart."""
+    return ("order", user, delivery, *(f"{id} x {count}" for id, count in sorted(cart.items())))
+
+
+def category_path(category: str, sort: str = "", page: int = 1) -> str:
+    """Where a page of a category is."""
+    return address(f"/category/{category.lower()}", sort=sort, page=page)
+
+
+def _order_box(order: Order) -> Html:
+    lines = join(tag("div", text(f"{count} x {item.name}")) for item, count in order.lines)
+    head = tag("div", text(f"Order {order.id} of {long_date(order.day)}"), css="muted")
+    return tag("div", head, lines, tag("div", text(f"Total {money(order.total)}"), css="price"), css="box")
+
+
+def _cards(items: list[Item]) -> Html:
+    return tag("div", *(_card(item) for item in items), css="grid")
+
+
+def _card(item: Item) -> Html:
+    stock = "" if item.in_stock else " · sold out"
+    return tag(
+        "div", _picture(item), link(f"/item/{item.id}", item.name), tag("div", text(money(item.price)), css="price"),
+        tag("div", text(f"{item.rating / 10:.1f} of 5{stock}"), css="muted"), css="card",
+    )  # fmt: skip
+
+
+def _picture(item: Item) -> Html:
+    """A pattern of its own in place of a photograph."""
+    turn, size = item.id % 90, 18 + item.id % 17
+    return Html(
+        f'<svg viewBox="0 0 240 96" preserveAspectRatio="xMidYMid slice"><rect width="240" height="96" '
+        f'fill="hsl({item.hue} 35% 88%)"/><g transform="rotate({turn} 120 48)" fill="hsl({item.hue} 45% 45%)">'
+        f'<rect x="{120 - size}" y="{48 - size}" width="{2 * size}" height="{2 * size}" rx="{item.id % 3 * 8}"/>'
+        f'<circle cx="120" cy="48" r="{size * 0.55:.0f}" fill="hsl({item.hue} 60% 75%)"/></g></svg>'
+    )

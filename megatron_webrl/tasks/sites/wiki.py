@@ -1,0 +1,333 @@
+"""The wiki: articles on towns, rivers and people that refer to each other, an index, histories, and editing."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date, timedelta
+
+from megatron_webrl.tasks.server import Reply, Request
+from megatron_webrl.tasks.sites.app import Account, App, Start, entered, page_number, route
+from megatron_webrl.tasks.sites.markup import (
+    Html,
+    address,
+    facts,
+    field,
+    form,
+    join,
+    link,
+    pager,
+    pages_of,
+    table,
+    tag,
+    text,
+)
+from megatron_webrl.tasks.sites.words import TOWN_ENDS, TOWN_STARTS, a_weekday, account, long_date, names, pairs
+
+ARTICLES_PER_PAGE, REVISIONS_PER_PAGE = 12, 8
+
+_RIVERS = ("Asker", "Belwater", "Clyth", "Dorne", "Eskel", "Fallow", "Glint", "Harrow")
+_EDITORS = ("Quillfeather", "MapMaker", "OldStone", "Ferrywoman", "Tidewatcher", "Kestrel9", "Brackish", "InkPot")
+_SUMMARIES = (
+    "typo", "new source", "wording", "link added", "figure updated", "undo vandalism", "shorter", "picture moved",
+)  # fmt: skip
+_WORKS = (
+    "her maps of the coast", "a cookery book", "songs for the harvest", "the town's first library", "clock making",
+)  # fmt: skip
+_TRADES = ("salt", "wool", "timber", "slate", "cheese", "boats", "glass", "paper")
+FACTS = {"Population": range(900, 60_000), "Founded": range(1150, 1890), "Elevation": range(3, 700)}
+_HEADINGS = ("Early records", "In literature", "Customs", "Weather", "Further reading")
+_SENTENCES = (
+    "Little is known about the years before the great flood.", "Several travellers mention it in their letters.",
+    "The oldest map shows nothing but a chapel and a well.", "Every spring the bells are rung at sunrise.",
+    "Winters are mild, and snow seldom stays for long.", "A painting of it hangs in the assembly hall.",
+    "Opinions differ on where the name comes from.", "The archive burned twice, so that dates are uncertain.",
+    "Its colours are blue and white.", "On the longest day of the year nobody works after noon.",
+)  # fmt: skip
+_LINK = re.compile(r"\[\[(.*?)\]\]")
+
+
+@dataclass(frozen=True)
+class Revision:
+    """A change of an article."""
+
+    number: int
+    editor: str
+    day: date
+    summary: str
+
+
+@dataclass(frozen=True)
+class Article:
+    """A page; [[Title]] in its texts is a link to another one."""
+
+    slug: str
+    title: str
+    category: str
+    facts: tuple[tuple[str, str], ...]
+    paragraphs: tuple[str, ...]
+    sections: tuple[tuple[str, str], ...]  # heading and text
+    history: tuple[Revision, ...]  # newest first
+
+    def fact(self, label: str) -> str:
+        """A value of the box, without the marks of links."""
+        return _LINK.sub(r"\1", dict(self.facts)[label])
+
+
+@dataclass(frozen=True)
+class World:
+    """The wiki's content."""
+
+    account: Account
+    articles: dict[str, Article]  # by title
+
+    def of(self, category: str) -> list[Article]:
+        """The articles of a category by title."""
+        return [self.articles[title] for title in sorted(self.articles) if self.articles[title].category == category]
+
+
+def make_world(rng: random.Random) -> World:
+    """An island of ten towns, their mayors, and five rivers."""
+    towns = pairs(rng, TOWN_STARTS, TOWN_ENDS, 10, gap="")
+    mayors = dict(zip(towns, names(rng, 10), strict=True))
+    mouths = dict(zip(rng.sample(_RIVERS, 5), rng.sample(towns, 5), strict=True))  # town by river
+    articles = [
+        *_towns(rng, mayors, {f"River {river}": town for river, town in mouths.items()}),
+        *(_river(rng, f"River {river}", town, towns) for river, town in mouths.items()),
+        *(_mayor(rng, mayor, town, towns) for town, mayor in mayors.items()),
+    ]
+    return World(account(rng), {article.title: article for article in articles})
+
+
+def _towns(rng: random.Random, mayors: dict[str, str], mouths: dict[str, str]) -> Iterator[Article]:
+    count = len(mayors)
+    populations, elevations = rng.sample(FACTS["Population"], count), rng.sample(FACTS["Elevation"], count)
+    founded = rng.sample(FACTS["Founded"], count)
+    for index, (town, mayor) in enumerate(mayors.items()):
+        own = [river for river, mouth in mouths.items() if mouth == town]
+        river = own[0] if own else rng.choice(list(mouths))
+        box = (
+            ("Population", f"{populations[index]:,}"),
+            ("Founded", str(founded[index])),
+            ("Elevation", f"{elevations[index]} m"),
+            ("River", f"[[{river}]]"),
+            ("Mayor", f"[[{mayor}]]"),
+        )
+        trade, other = rng.sample(_TRADES, 2), rng.choice([name for name in mayors if name != town])
+        words = (
+            f"{town} is a town on the [[{river}]]. It lives on {trade[0]} and {trade[1]}.",
+            f"A ferry and a narrow road lead to [[{other}]], with which {town} shares a fair in autumn.",
+        )
+        yield _article(rng, town, "Towns", box, words)
+
+
+def _river(rng: random.Random, river: str, mouth: str, towns: list[str]) -> Article:
+    source = rng.choice([name for name in towns if name != mouth])
+    box = (("Length", f"{rng.randint(12, 140)} km"), ("Source", f"Hills above [[{source}]]"), ("Mouth", f"[[{mouth}]]"))
+    words = f"The {river} rises in the hills above [[{source}]] and reaches the sea at [[{mouth}]]."
+    return _article(rng, river, "Rivers", box, (words,))
+
+
+def _mayor(rng: random.Random, mayor: str, town: str, towns: list[str]) -> Article:
+    home = rng.choice([name for name in towns if name != town])
+    box = (("Born", str(rng.randint(1940, 1990))), ("Birthplace", f"[[{home}]]"), ("Known for", rng.choice(_WORKS)))
+    words = f"{mayor} grew up in [[{home}]] and has been mayor of [[{town}]] for many years."
+    return _article(rng, mayor, "People", box, (words,))
+
+
+def _article(
+    rng: random.Random, title: str, category: str, box: tuple[tuple[str, str], ...], words: tuple[str, ...]
+) -> Article:
+    day, history = a_weekday(rng), []
+    editors = rng.sample(_EDITORS, 4)
+    for number in range(rng.randint(5, 22), 0, -1):
+        history.append(Revision(number, rng.choice(editors), day, rng.choice(_SUMMARIES)))
+        day -= timedelta(days=rng.randint(1, 40))
+    chapters = 0 if category == "People" else 2
+    sections = tuple((heading, " ".join(rng.sample(_SENTENCES, 4))) for heading in rng.sample(_HEADINGS, chapters))
+    return Article(title.lower().replace(" ", "-"), title, category, box, words, sections, tuple(history))
+
+
+class Wiki(App):
+    """One reader's wiki. Effects: ("edit", slug, fact, value, summary) and ("watch", slug)."""
+
+    name, title, search_hint = "wiki", "Island Almanac", "Search articles"
+    popup = ("The Almanac needs you", "If everyone who reads this gave two coins, our drive would be over in an hour.")
+
+    def __init__(self, world: World, start: Start) -> None:
+        super().__init__(world.account, start)
+        self.world = world
+        self._articles = {article.slug: article for article in world.articles.values()}
+        self._changed: dict[tuple[str, str], str] = {}  # value by article and fact
+
+    def links(self) -> tuple[tuple[str, str], ...]:
+        return ("/articles", "All articles"), *((category_path(name), name) for name in ("People", "Rivers", "Towns"))
+
+    @route("GET", "/")
+    def home(self, request: Request) -> Reply:
+        featured = self.world.of("Towns")[0]
+        return self.page(
+            "Main page",
+            tag("h1", text("Welcome to the Island Almanac")),
+            tag("p", text(f"{len(self._articles)} articles on the island's towns, rivers and people.")),
+            tag("div", tag("h2", text("Article of the day")), tag("p", self._words(featured.paragraphs[0])),
+                link(article_path(featured), "Read on"), css="sheet"),
+        )  # fmt: skip
+
+    @route("GET", "/articles")
+    def index(self, request: Request) -> Reply:
+        return self._list(
+            request, "All articles", "/articles", [self.world.articles[t] for t in sorted(self.world.articles)]
+        )
+
+    @route("GET", r"/category/(people|rivers|towns)")
+    def category(self, request: Request, slug: str) -> Reply:
+        return self._list(request, slug.capitalize(), f"/category/{slug}", self.world.of(slug.capitalize()))
+
+    @route("GET", "/search")
+    def search(self, request: Request) -> Reply:
+        words = request.query.get("q", "").lower().split()
+        articles = self.world.articles
+        found = [
+            articles[title] for title in sorted(articles) if words and all(word in title.lower() for word in words)
+        ]
+        return self._list(request, f"{len(found)} articles found", "/articles", found[:ARTICLES_PER_PAGE])
+
+    @route("GET", r"/article/([a-z-]+)")
+    def article(self, request: Request, slug: str) -> Reply:
+        article = self._articles.get(slug)
+        if article is None:
+            return self.missing()
+        box = facts((label, self._words(self._value(article, label))) for label, _ in article.facts)
+        tools = (
+            link(f"/article/{slug}/edit", "Edit"),
+            link(f"/article/{slug}/history", "History"),
+            form(f"/watch/{slug}", button="Watch", css="quiet"),
+        )
+        return self.page(
+            article.title,
+            tag("div", link(category_path(article.category), article.category), css="crumbs"),
+            tag("h1", text(article.title)),
+            tag("div", *tools, css="tools"),
+            tag("div", tag("b", text(article.title)), box, css="box infobox"),
+            *(tag("p", self._words(words)) for words in article.paragraphs),
+            *(join((tag("h2", text(heading)), tag("p", text(words)))) for heading, words in article.sections),
+        )  # fmt: skip
+
+    @route("GET", r"/article/([a-z-]+)/history")
+    def history(self, request: Request, slug: str) -> Reply:
+        article = self._articles.get(slug)
+        if article is None:
+            return self.missing()
+        if refused := self.sign_in_first():
+            return refused
+        pages = pages_of(len(article.history), REVISIONS_PER_PAGE)
+        page = page_number(request, pages)
+        shown = article.history[(page - 1) * REVISIONS_PER_PAGE : page * REVISIONS_PER_PAGE]
+        rows = [(text(r.number), text(long_date(r.day)), text(r.editor), text(r.summary)) for r in shown]
+        return self.page(
+            "History",
+            tag("div", link(article_path(article), article.title), css="crumbs"),
+            tag("h1", text(f"History of {article.title}")),
+            table(("Revision", "Date", "Editor", "Summary"), rows),
+            pager(history_path(article), page, pages),
+        )
+
+    @route("GET", r"/article/([a-z-]+)/edit")
+    def choose_fact(self, request: Request, slug: str) -> Reply:
+        article = self._articles.get(slug)
+        if article is None:
+            return self.missing()
+        if refused := self.sign_in_first():
+            return refused
+        rows = [
+            (text(label), self._words(self._value(article, label)), link(f"/article/{slug}/edit/{number}", "Change"))
+            for number, (label, _) in enumerate(article.facts)
+        ]
+        return self.page(
+            f"Edit {article.title}",
+            tag("div", link(article_path(article), article.title), css="crumbs"),
+            tag("h1", text(f"Edit the facts of {article.title}")),
+            table(("Fact", "Value", ""), rows),
+        )
+
+    @route("GET", r"/article/([a-z-]+)/edit/(\d)")
+    def edit_page(self, request: Request, slug: str, number: str) -> Reply:
+        article = self._articles.get(slug)
+        if article is None or int(number) >= len(article.facts):
+            return self.missing()
+        if refused := self.sign_in_first():
+            return refused
+        label = article.facts[int(number)][0]
+        return self.page(
+            f"Edit {article.title}",
+            tag("h1", text(f"{article.title}: {label}")),
+            tag("p", text("Until now: "), self._words(self._value(article, label))),
+            form(
+                f"/article/{slug}/edit/{number}",
+                field("value", "New value"),
+                field("summary", "Summary of your change"),
+                button="Save",
+                css="sheet",
+            ),
+        )
+
+    @route("POST", r"/article/([a-z-]+)/edit/(\d)")
+    def edit(self, request: Request, slug: str, number: str) -> Reply:
+        article = self._articles.get(slug)
+        if article is None or int(number) >= len(article.facts):
+            return self.missing()
+        if refused := self.sign_in_first():
+            return refused
+        value, summary = entered(request, "value"), entered(request, "summary")
+        if not value or not summary:
+            return self.redirect(f"/article/{slug}/edit/{number}", "Please give a value and a summary.")
+        label = article.facts[int(number)][0]
+        self._changed[slug, label] = value
+        self.effects.append(("edit", slug, label, value, summary))
+        return self.redirect(article_path(article), "Your change has been saved.")
+
+    @route("POST", r"/watch/([a-z-]+)")
+    def watch(self, request: Request, slug: str) -> Reply:
+        if refused := self.sign_in_first():
+            return refused
+        if slug not in self._articles:
+            return self.missing()
+        self.effects.append(("watch", slug))
+        return self.redirect(f"/article/{slug}", "This article is on your watchlist.")
+
+    def _list(self, request: Request, title: str, path: str, articles: list[Article]) -> Reply:
+        pages = pages_of(len(articles), ARTICLES_PER_PAGE)
+        page = page_number(request, pages)
+        shown = articles[(page - 1) * ARTICLES_PER_PAGE : page * ARTICLES_PER_PAGE]
+        rows = [(link(article_path(article), article.title), text(article.category)) for article in shown]
+        return self.page(title, tag("h1", text(title)), table(("Article", "Category"), rows), pager(path, page, pages))
+
+    def _value(self, article: Article, label: str) -> str:
+        return self._changed.get((article.slug, label), dict(article.facts)[label])
+
+    def _words(self, words: str) -> Html:
+        """Text with its links."""
+        parts = _LINK.split(words)  # text, title, text, title, ..., text
+        articles = self.world.articles
+        return join(
+            link(article_path(articles[part]), part) if index % 2 and part in articles else text(part)
+            for index, part in enumerate(parts)
+        )
+
+
+def article_path(article: Article) -> str:
+    """Where an article is."""
+    return f"/article/{article.slug}"
+
+
+def category_path(category: str) -> str:
+    """Where a category is."""
+    return f"/category/{category.lower()}"
+
+
+def history_path(article: Article, page: int = 1) -> str:
+    """Where a page of an article's history is."""
+    return address(f"/article/{article.slug}/history", page=page)
