@@ -6,7 +6,7 @@ ticket form a group and share a baseline. See docs/architecture.md for the gloss
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -119,7 +119,7 @@ class Observation:
     elements: tuple[Element, ...] | None = None  # None: the screenshot has no numbers
     tabs: tuple[OpenTab, ...] = ()  # where tabs are enabled
     scroll: Scroll | None = None
-    seconds: StepSeconds | None = None
+    seconds: StepSeconds | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

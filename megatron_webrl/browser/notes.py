@@ -26,11 +26,12 @@ class Notes:
         self._said.clear()
         self._left_out = 0
 
-    @property
-    def text(self) -> str | None:
-        """All of it in one line; None if nothing was said."""
+    def take(self) -> str | None:
+        """All of it in one line, and forget it; None if nothing was said."""
         said = [text if count == 1 else f"{text} ({count} times)" for text, count in self._said.items()]
-        return "; ".join([*said, *([f"and {self._left_out} more"] if self._left_out else [])]) or None
+        text = "; ".join([*said, *([f"and {self._left_out} more"] if self._left_out else [])])
+        self.clear()
+        return text or None
 
 
 def shortened(text: str, limit: int) -> str:

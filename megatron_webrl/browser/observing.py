@@ -67,7 +67,7 @@ class Eyes:
         seconds = StepSeconds(seconds_acting, rested - started, time.monotonic() - rested)
         return Observation(
             screenshot=screenshot, url=rest.url, title=rest.title, page_changed=changed, instruction=instruction,
-            error=self._notes.text, reward=reward, done=done, elements=elements, tabs=tabs, scroll=rest.scroll,
+            error=self._notes.take(), reward=reward, done=done, elements=elements, tabs=tabs, scroll=rest.scroll,
             seconds=seconds,
         )  # fmt: skip
 

@@ -105,7 +105,6 @@ class Session:
         """
         if self.task is None:
             raise ValueError("reset comes before step")
-        self._notes.clear()
         self._intrusions.next_step()
         started = time.monotonic()
         await self._bounded(action.kind, self._hands.act(action, self._eyes.marks))

@@ -192,13 +192,13 @@ async def test_endless_redirects_end_at_the_limit(session: Session, monkeypatch:
 
 async def test_notes_are_short_and_few_and_each_is_said_once() -> None:
     notes = Notes()
-    assert notes.text is None
+    assert notes.take() is None
     for _ in range(3):
         notes.add("twice  told\ntale")
-    assert notes.text == "twice told tale (3 times)"
+    assert notes.take() == "twice told tale (3 times)"
+    assert notes.take() is None
     for number in range(100):
         notes.add(f"{number} " + "x" * 10_000)
-    assert len(str(notes.text)) < (MAX_NOTES + 1) * (MAX_NOTE + 20)
-    assert str(notes.text).endswith(f"and {100 - (MAX_NOTES - 1)} more")
-    notes.clear()
-    assert notes.text is None
+    text = str(notes.take())
+    assert len(text) < (MAX_NOTES + 1) * (MAX_NOTE + 20)
+    assert text.endswith(f"and {100 - MAX_NOTES} more")
