@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -135,21 +135,9 @@ def kill_descendants(seconds: float, roles: Sequence[subprocess.Popen[bytes]] = 
         time.sleep(_PAUSE)
 
 
-def kill_group(leader: int, seconds: float = 5.0) -> None:
-    """Kill the processes of a group, its resource tracker only if it has not ended by itself within `seconds`.
-
-    What is left after another `seconds` is let be.
-    """
-    begun = time.monotonic()
-    while members := [process for process in psutil.process_iter() if _group(process.pid) == leader and _runs(process)]:
-        elapsed = time.monotonic() - begun
-        if elapsed >= 2 * seconds:
-            return
-        for process in members:
-            with suppress(psutil.NoSuchProcess):
-                if elapsed >= seconds or not _is_tracker(process):
-                    process.kill()
-        time.sleep(_PAUSE)
+def kill_group(leader: int, seconds: float = 10.0) -> None:
+    """Kill the processes of a group, within `seconds`; its resource tracker is left half of that to end by itself."""
+    _kill(lambda: [process for process in psutil.process_iter() if _group(process.pid) == leader], seconds)
 
 
 def sweep_orphans(seconds: float = 5.0) -> list[str]:
@@ -168,17 +156,22 @@ def sweep_orphans(seconds: float = 5.0) -> list[str]:
             # Descendants need no mark of their own: Chromium's renderers overwrite their environment.
             found |= {victim.pid: victim for victim in (process, *process.children(recursive=True))}
     names = [_name(pid) for pid in sorted(found)]
+    _kill(lambda: list(found.values()), seconds)
+    return names
+
+
+def _kill(find: Callable[[], list[psutil.Process]], seconds: float) -> None:
+    """Kill what `find` names until nothing of it runs, or `seconds` are over; resource trackers after half of them."""
     begun = time.monotonic()
-    while left := [victim for victim in found.values() if _runs(victim)]:
+    while left := [process for process in find() if _runs(process)]:
         elapsed = time.monotonic() - begun
         if elapsed >= seconds:
-            break
-        for victim in left:
+            return
+        for process in left:
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                if elapsed >= seconds / 2 or not _is_tracker(victim):
-                    victim.kill()
+                if elapsed >= seconds / 2 or not _is_tracker(process):
+                    process.kill()
         time.sleep(_PAUSE)
-    return names
 
 
 def _is_tracker(process: psutil.Process) -> bool:

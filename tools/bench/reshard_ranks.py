@@ -1,0 +1,287 @@
+"""The ranks of the benchmark of weight transfers: each a process that carries out the ways in turn, as it is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_webrl import compat
+from megatron_webrl.model.layout import Sizes, holders
+from megatron_webrl.model.parameter_map import model_map, pieces
+from megatron_webrl.weights.engine_map import EngineSizes, parameters
+from megatron_webrl.weights.plan import Engines, Plan, Trainer
+from megatron_webrl.weights.slices import Message, Slice, index
+from megatron_webrl.weights.transport import Link, Outgoing, join, receive, send, slice_sums
+
+compat.install()
+
+from transformers import Qwen3VLConfig  # noqa: E402
+
+SECONDS = 300.0  # limit of any wait
+TRAINER = Sizes(tensor=2, pipeline=2)
+TRAINER_RANKS = 4
+ENGINES = (EngineSizes(tensor=1), EngineSizes(tensor=2))
+RANKS = TRAINER_RANKS + sum(sizes.ranks for sizes in ENGINES)
+STAGING = 512 * 2**20  # bytes of a rank, the default of weights.bucket_mib
+BUCKET = 64 * 2**20  # bytes of the broadcast's buffers
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every rank is told. Types: of the trainer's parameters, on the wire, of the engines' parameters."""
+
+    port: int
+    width: int
+    layers: int
+    vocabulary: int
+    types: tuple[str, str, str]
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        """The types as torch's."""
+        trainer, wire, engine = (getattr(torch, name) for name in self.types)
+        return trainer, wire, engine
+
+    def description(self) -> Any:
+        """The model: the 2B's tower and proportions, fewer layers of each, a smaller vocabulary."""
+        text = {
+            "hidden_size": self.width,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.width // 128,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 3 * self.width,
+            "vocab_size": self.vocabulary,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
+        }
+        vision: dict[str, Any] = {
+            "depth": 4,
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_heads": 16,
+            "out_hidden_size": self.width,
+        }
+        vision |= {"num_position_embeddings": 2304, "deepstack_visual_indexes": [1]}
+        return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
+
+    def plan(self) -> Plan:
+        """Of both engines together."""
+        trainer = Trainer(TRAINER, TRAINER_RANKS, ("node",) * TRAINER_RANKS)
+        engines = Engines(ENGINES, tuple(("node",) * sizes.ranks for sizes in ENGINES))
+        return Plan(self.description(), trainer, engines, self.dtypes[1].itemsize, STAGING)
+
+
+def trainer_parameters(description: Any, rank: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of what a trainer rank holds."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for entry in model_map(description):
+        groups = holders(entry, description, TRAINER, TRAINER_RANKS)
+        for number, group in enumerate(groups):
+            for piece in pieces(entry, number, len(groups)) if rank in group else ():
+                ends = list(entry.shape)
+                ends[piece.dim] = piece.parameter + piece.length
+                shapes[entry.parameter] = tuple(map(max, ends, shapes.get(entry.parameter, ends)))
+    return shapes
+
+
+class Rank:
+    """What ranks of both sides have: a way to start together, groups, and buffers for the plain copy."""
+
+    def __init__(self, task: Task, rank: int) -> None:
+        self.task, self.rank = task, rank
+        self.store = dist.TCPStore("127.0.0.1", task.port, is_master=False, timeout=timedelta(seconds=SECONDS))
+        self.plan = task.plan()
+        self.staging = torch.ones(self.plan.message_bytes, dtype=torch.uint8)
+        self.transfers = 0
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.whole: Any = self._group("whole", list(range(RANKS)))
+        self.receivers = [0, *range(TRAINER_RANKS, RANKS)]
+        self.few: Any = self._group("few", self.receivers) if rank in self.receivers else None
+
+    def _group(self, name: str, ranks: list[int]) -> Any:
+        store = dist.PrefixStore(name, self.store)
+        return dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), timedelta(seconds=SECONDS))
+
+    def buffers(self, traffic: dict[tuple[int, int], int]) -> dict[tuple[int, int], torch.Tensor]:
+        """A buffer for each pair of ranks, its memory touched."""
+        return {pair: torch.ones(size, dtype=torch.uint8) for pair, size in traffic.items()}
+
+    def strips(self, messages: Sequence[Message], sender: bool) -> None:
+        """Copy each slice that cannot go straight between its parameter and a buffer."""
+        wire = self.task.dtypes[1]
+        for message in messages:
+            for piece in message.slices:
+                place = piece.source_place if sender else piece.target_place
+                box = self.tensors[piece.source if sender else piece.target][index(place, piece.size)]
+                if box.dtype == wire and box.is_contiguous():
+                    continue
+                packed = self.staging[: piece.elements * wire.itemsize].view(wire).view(piece.size)
+                (packed if sender else box).copy_(box if sender else packed)
+
+    def bucket_sizes(self) -> list[int]:
+        """Bytes of each broadcast of the whole model."""
+        total = self.plan.bytes(0)
+        return [min(BUCKET, total - start) for start in range(0, total, BUCKET)]
+
+
+class TrainerRank(Rank):
+    """A rank that sends."""
+
+    def __init__(self, task: Task, rank: int) -> None:
+        super().__init__(task, rank)
+        description = task.description()
+        self.shapes = [trainer_parameters(description, other) for other in range(TRAINER_RANKS)]
+        torch.manual_seed(rank % TRAINER.tensor)  # a stage's replicated parameters need not agree here
+        self.tensors = {name: torch.randn(shape).to(task.dtypes[0]) for name, shape in self.shapes[rank].items()}
+        self.outgoing = []
+        for number, sizes in enumerate(ENGINES):
+            senders = self.plan.senders(number)
+            if rank in senders:
+                link = self.link(number, senders.index(rank), len(senders))
+                ranks = {receiver: len(senders) + receiver for receiver in range(sizes.ranks)}
+                self.outgoing.append(Outgoing(link, self.plan.messages(number, sender=rank), ranks))
+        self.raw_buffers = [
+            self.buffers({pair: size for pair, size in self.plan.traffic(number).items() if pair[0] == rank})
+            for number in range(len(ENGINES))
+        ]
+
+    def link(self, engine: int, rank: int, senders: int) -> Link:
+        """The link to an engine."""
+        return join(self.store, f"engine-{engine}", rank, senders + ENGINES[engine].ranks, SECONDS, "gloo")
+
+    def sync(self) -> None:
+        """By plan."""
+        self.transfers += 1
+        wire = self.task.dtypes[1]
+        results = send(self.outgoing, self.tensors.__getitem__, wire, STAGING, self.transfers, SECONDS)
+        failed = [reason for reason in results.values() if reason is not None]
+        if failed:
+            raise RuntimeError(failed[0])
+
+    def raw(self) -> None:
+        """The same bytes to the same ranks."""
+        works = []
+        for number, buffers in enumerate(self.raw_buffers):
+            first = TRAINER_RANKS + sum(sizes.ranks for sizes in ENGINES[:number])
+            works += [self.whole.send([data], first + receiver, number) for (_, receiver), data in buffers.items()]
+        for work in works:
+            work.wait()
+
+    def copies(self) -> None:
+        """The packing alone."""
+        for one in self.outgoing:
+            self.strips(one.messages, sender=True)
+
+    def broadcast(self) -> None:
+        """All parts to rank 0, which sends the model on."""
+        wire = self.task.dtypes[1]
+        if self.rank:
+            for number, tensor in enumerate(self.tensors.values()):
+                self.whole.send([tensor.to(wire)], 0, number).wait()
+            return
+        parts = [tensor.to(wire) for tensor in self.tensors.values()]
+        for other in range(1, TRAINER_RANKS):
+            for number, shape in enumerate(self.shapes[other].values()):
+                parts.append(torch.empty(shape, dtype=wire))
+                self.whole.recv([parts[-1]], other, number).wait()
+        model = torch.cat([part.view(-1) for part in parts]).view(torch.uint8)
+        start = 0
+        for size in self.bucket_sizes():
+            options = dist.BroadcastOptions()
+            self.few.broadcast([model[start : start + size]], options).wait()
+            start += size
+
+    def sums(self) -> list[Any]:
+        """Checksum of every slice that it sends, with the slice's name and place in the engine."""
+        wire = self.task.dtypes[1]
+
+        def box(piece: Slice) -> torch.Tensor:
+            return self.tensors[piece.source][index(piece.source_place, piece.size)].to(wire)
+
+        return [
+            [(one.link.name, m.receiver, s.target, s.target_place), total]
+            for one in self.outgoing
+            for (m, s), total in zip(
+                [(m, s) for m in one.messages for s in m.slices], slice_sums(one.messages, box), strict=True
+            )
+        ]
+
+
+class EngineRank(Rank):
+    """A rank that receives."""
+
+    def __init__(self, task: Task, rank: int, engine: int, receiver: int) -> None:
+        super().__init__(task, rank)
+        self.engine = engine
+        shapes = parameters(task.description(), ENGINES[engine], receiver)
+        self.tensors = {name: torch.zeros(shape, dtype=task.dtypes[2]) for name, shape in shapes.items()}
+        senders = len(self.plan.senders(engine))
+        size = senders + ENGINES[engine].ranks
+        self.link = join(self.store, f"engine-{engine}", senders + receiver, size, SECONDS, "gloo")
+        self.messages = self.plan.messages(engine, receiver=receiver)
+        traffic = {pair: size for pair, size in self.plan.traffic(engine).items() if pair[1] == receiver}
+        self.raw_buffers = self.buffers(traffic)
+        self.bucket = torch.ones(BUCKET, dtype=torch.uint8)
+
+    def tensor(self, parameter: str) -> torch.Tensor:
+        """Part of weights.transport.Target."""
+        return self.tensors[parameter]
+
+    def written(self, parameter: str, elements: int) -> None:
+        """Part of weights.transport.Target; plain parameters need nothing done."""
+
+    def sync(self) -> None:
+        """By plan."""
+        self.transfers += 1
+        receive(self.link, self.messages, self, self.task.dtypes[1], STAGING, self.transfers, SECONDS)
+
+    def raw(self) -> None:
+        """The same bytes from the same ranks."""
+        works = [self.whole.recv([data], sender, self.engine) for (sender, _), data in self.raw_buffers.items()]
+        for work in works:
+            work.wait()
+
+    def copies(self) -> None:
+        """The unpacking alone."""
+        self.strips(self.messages, sender=False)
+
+    def broadcast(self) -> None:
+        """The whole model, bucket by bucket."""
+        for size in self.bucket_sizes():
+            self.few.broadcast([self.bucket[:size]], dist.BroadcastOptions()).wait()
+
+    def sums(self) -> list[Any]:
+        """Checksum of every slice that it received, with the slice's name and place."""
+
+        def box(piece: Slice) -> torch.Tensor:
+            return self.tensors[piece.target][index(piece.target_place, piece.size)].to(self.task.dtypes[1])
+
+        pairs = [(m, s) for m in self.messages for s in m.slices]
+        return [
+            [(self.link.name, m.receiver, s.target, s.target_place), total]
+            for (m, s), total in zip(pairs, slice_sums(self.messages, box), strict=True)
+        ]
+
+
+def serve(orders: Connection, start: Any, task: Task, rank: int) -> None:
+    """Be a rank until the parent says otherwise: carry out each order when all are ready; answer when it ran."""
+    torch.set_num_threads(1)
+    side: TrainerRank | EngineRank
+    if rank < TRAINER_RANKS:
+        side = TrainerRank(task, rank)
+    else:
+        places = [(engine, receiver) for engine, sizes in enumerate(ENGINES) for receiver in range(sizes.ranks)]
+        side = EngineRank(task, rank, *places[rank - TRAINER_RANKS])
+    orders.send("ready")
+    while (order := orders.recv()) != "end":
+        start.wait(SECONDS)
+        began = time.monotonic(), time.process_time()
+        answer = getattr(side, order)()
+        orders.send((began[0], time.monotonic(), time.process_time() - began[1], answer))
