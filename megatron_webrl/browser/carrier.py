@@ -33,7 +33,7 @@ class Carrier:
     @property
     def ready(self) -> int:
         """Sessions that could be taken without waiting."""
-        return sum(not _failed(task) for task in self._warm if task.done())
+        return sum(task.done() and not _spoilt(task) for task in self._warm)
 
     def refill(self) -> None:
         """Prepare as many sessions as are missing."""
@@ -42,17 +42,17 @@ class Carrier:
 
     async def take(self) -> Session:
         """A session, in use from here on. Raises BrowserError if none can be prepared."""
-        while self._warm and _failed(self._warm[0]):
-            self._warm.popleft()
-        preparing = self._warm.popleft() if self._warm else self._begin()
         self.load += 1
-        self.refill()
+        preparing = None
         try:
+            await self._discard_spoilt()
+            preparing = self._warm.popleft() if self._warm else self._begin()
+            self.refill()
             session = await asyncio.shield(preparing)
         except BaseException:
             self.load -= 1
-            if not _failed(preparing):  # who waited for it was cancelled, and the next one gets it
-                self._warm.appendleft(preparing)
+            if preparing is not None and not _spoilt(preparing):
+                self._warm.appendleft(preparing)  # who waited for it was cancelled, and the next one gets it
             raise
         self.taken += 1
         self.sessions.add(session)
@@ -87,6 +87,16 @@ class Carrier:
                 await ended.access.close()
         await self.chromium.close(gently=not self.failed)
 
+    async def _discard_spoilt(self) -> None:
+        spoilt = [task for task in self._warm if _spoilt(task)]
+        for task in spoilt:
+            self._warm.remove(task)
+        for ended in await asyncio.gather(*spoilt, return_exceptions=True):
+            if isinstance(ended, Session):
+                await ended.close()
+            elif isinstance(ended, BrowserError):
+                log.warning("a session could not be prepared: %s", ended)
+
     async def answers(self) -> bool:
         """Whether the browser answers; who asks meanwhile gets the same answer."""
         if self._checking is None or self._checking.done():
@@ -97,12 +107,8 @@ class Carrier:
         return asyncio.ensure_future(self._prepare(self.chromium))
 
 
-def _failed(task: asyncio.Task[Session]) -> bool:
+def _spoilt(task: asyncio.Task[Session]) -> bool:
+    """Whether there will be no session, or only one that was lost before anybody had it."""
     if not task.done():
         return False
-    if task.cancelled():
-        return True
-    error = task.exception()
-    if isinstance(error, BrowserError):
-        log.warning("a session could not be prepared: %s", error)
-    return error is not None
+    return task.cancelled() or task.exception() is not None or task.result().lost.done()

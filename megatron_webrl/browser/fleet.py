@@ -178,6 +178,8 @@ class Fleet:
                 if await self._check(carrier) and self._replace(carrier, str(error)):
                     self.counts.recycled_by_stuck_contexts += 1
                 continue
+            finally:
+                self._end_if_done(carrier)
             self.counts.sessions += 1
             session.lost.add_done_callback(partial(self._lost, carrier, session))
             old = carrier.taken >= self._settings.recycle_episodes and not self._launching
