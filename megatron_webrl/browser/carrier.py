@@ -45,7 +45,7 @@ class Carrier:
         self.load += 1
         preparing = None
         try:
-            await self._discard_spoilt()
+            await self.discard_spoilt()
             preparing = self._warm.popleft() if self._warm else self._begin()
             self.refill()
             session = await asyncio.shield(preparing)
@@ -87,7 +87,8 @@ class Carrier:
                 await ended.access.close()
         await self.chromium.close(gently=not self.failed)
 
-    async def _discard_spoilt(self) -> None:
+    async def discard_spoilt(self) -> None:
+        """Let go of sessions that were lost before anybody had them."""
         spoilt = [task for task in self._warm if _spoilt(task)]
         for task in spoilt:
             self._warm.remove(task)

@@ -321,6 +321,9 @@ class Fleet:
             await asyncio.to_thread(_measure, [carrier.chromium for carrier in everyone])
             self._replace_grown()
             self._complete()
+            for carrier in list(self._serving):
+                await carrier.discard_spoilt()
+                carrier.refill()
 
     def _replace_grown(self) -> None:
         """Replace the browser that has grown most, if it has grown too much; one at a time."""

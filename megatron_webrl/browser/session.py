@@ -85,9 +85,9 @@ class Session:
         except (PlaywrightError, TimeoutError) as error:
             if not browser.is_connected():
                 raise BrowserCrashed(f"Chromium ended while a context was opened: {_first_line(error)}") from error
-            raise BrowserError(
-                f"no context within {step_seconds} s (rollout.step_seconds): {_first_line(error)}"
-            ) from error
+            if isinstance(error, TimeoutError):
+                raise BrowserTimeout(f"no context within {step_seconds} s (rollout.step_seconds)") from error
+            raise BrowserError(f"a context could not be opened: {_first_line(error)}") from error
 
     async def reset(self, task: Task) -> Observation:
         """Open the task's page; `instruction` is set. Raises BrowserError, KeyError for an unknown source."""
