@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import itertools
 import json
 import os
 import random
@@ -143,7 +144,7 @@ async def soak(episodes: int, seed: int, parts: int) -> Report:
         async with Fleet(settings, {"miniwob": source}, SESSIONS, STEP_SECONDS) as fleet:
             runs = Soak(source, fleet, seed)
             bounds = [episodes * part // parts for part in range(parts + 1)]
-            for first, last in zip(bounds, bounds[1:], strict=False):
+            for first, last in itertools.pairwise(bounds):
                 await runs.run(iter(range(first, last)))
             report = runs.report
             report.counts = dataclasses.asdict(fleet.counts)
