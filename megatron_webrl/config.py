@@ -232,6 +232,14 @@ class BrowserConfig:
     max_requests: int = setting(5000, "Requests of one episode; a TLS connection counts as one.", low=1)
     max_mib: int = setting(512, "Bytes that one episode may move, both directions together.", low=1)
     request_seconds: float = setting(60.0, "Limit of one plain HTTP request from its head to its last byte.", above=0)
+    browsers: int = setting(0, "Chromiums of one worker; 0: one for every 16 sessions.", low=0)
+    recycle_episodes: int = setting(2000, "Another Chromium takes over after so many episodes.", low=1)
+    recycle_mib: int = setting(
+        6144,
+        "Another Chromium takes over when one, its driver included, has grown by more than this since it began, MiB; "
+        "open sessions count.",
+        low=1,
+    )
 
 
 @dataclass

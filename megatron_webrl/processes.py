@@ -193,17 +193,15 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def scratch_folder() -> Path:
-    """A folder for temporary files of this process and its roles, made anew; `sweep_scratch` knows its owner."""
-    folder = Path(tempfile.gettempdir()) / f"{SCRATCH}{os.getpid()}-{start_time(os.getpid())}"
-    folder.mkdir(mode=0o700)
-    return folder
+    """A new folder for temporary files of this process or its roles; `sweep_scratch` knows its owner by its name."""
+    return Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-{start_time(os.getpid())}-"))
 
 
 def sweep_scratch() -> list[str]:
     """Remove this user's scratch folders whose owner is gone; returns their names."""
     removed = []
-    for folder in sorted(Path(tempfile.gettempdir()).glob(f"{SCRATCH}*-*")):
-        pid, _, started = folder.name.removeprefix(SCRATCH).partition("-")
+    for folder in sorted(Path(tempfile.gettempdir()).glob(f"{SCRATCH}*-*-*")):
+        pid, started, _ = folder.name.removeprefix(SCRATCH).split("-", 2)
         if not (pid.isdigit() and started.isdigit()) or is_alive(int(pid), int(started)):
             continue
         if folder.is_dir() and not folder.is_symlink() and folder.stat().st_uid == os.getuid():

@@ -1,37 +1,49 @@
-"""Browser sessions on demand: warm contexts on one Chromium, each used for one episode, then replaced."""
+"""Browser sessions on demand: warm contexts on a few Chromiums, each used for one episode, then replaced."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import socket
-from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
+from megatron_webrl import processes
+from megatron_webrl.browser.carrier import Carrier
 from megatron_webrl.browser.chromium import find_chromium, launch_arguments, proxy_settings
-from megatron_webrl.browser.errors import BrowserCrashed
+from megatron_webrl.browser.counts import FleetCounts
+from megatron_webrl.browser.errors import BrowserCrashed, BrowserError, BrowserTimeout, PageCrashed
 from megatron_webrl.browser.gateway import Gateway
+from megatron_webrl.browser.memory import by_group
 from megatron_webrl.browser.policy import Endpoint, declared_endpoints, direct_endpoints
 from megatron_webrl.browser.process import Chromium
 from megatron_webrl.browser.session import Session
 from megatron_webrl.browser.site import Site
 from megatron_webrl.config import BrowserConfig
+from megatron_webrl.types import Observation, Task
 
 log = logging.getLogger(__name__)
 
 LAUNCH_ATTEMPTS = 3
+LAUNCH_PAUSE = 0.5  # seconds before the second attempt, twice as long before each further one
+TAKE_ATTEMPTS = 3
+RESET_ATTEMPTS = 2
 SESSIONS_PER_WARM = 4  # one context is kept ready for so many sessions
-SESSIONS_PER_BROWSER = 2000
-"""After so many a new Chromium takes over: driver and browser grow slowly, the driver by 0.1 MiB a session."""
+SESSIONS_PER_BROWSER = 16
+"""Where browser.browsers=0. Each browser costs memory, its driver above all; a crash costs all sessions of one."""
+
+LOOK_SECONDS = 10.0
+"""So often browsers are measured, and asked whether they are there."""
 
 
 class Fleet:
-    """At most `sessions` episodes at a time on one Chromium, which is relaunched when it has crashed or grown old.
+    """At most `sessions` episodes at a time, dealt out over its browsers by load.
 
-    Example: `async with fleet.session() as session: await session.reset(task)`. A session that was in use when the
-    browser crashed raises BrowserCrashed; the next one gets a new browser.
+    Example: `async with fleet.episode(task) as (session, seen): await session.step(action)`. A session that was in use
+    when its browser crashed raises BrowserCrashed; others go on, and another browser takes over. A browser that has
+    served many sessions or has grown gets no new ones once its successor is up, and ends with the last of its own.
     """
 
     def __init__(
@@ -41,35 +53,45 @@ class Fleet:
         self._executable = find_chromium(settings.executable)
         self._settings, self._sites, self._step_seconds = settings, sites, step_seconds
         self._limit = asyncio.Semaphore(sessions)
-        self._warm_count = -(-sessions // SESSIONS_PER_WARM)
-        self._warm: deque[tuple[Chromium, asyncio.Task[Session]]] = deque()
-        self._background: set[asyncio.Task[None]] = set()
-        self._launching = asyncio.Lock()
-        self._current: Chromium | None = None
-        self._retired: set[Chromium] = set()  # with sessions still in use
+        self._browsers = settings.browsers or -(-sessions // SESSIONS_PER_BROWSER)
+        self._warm_each = -(-sessions // (SESSIONS_PER_WARM * self._browsers))
+        self._serving: list[Carrier] = []
+        self._draining: set[Carrier] = set()  # they end when their last session does
+        self._launching: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
+        self._watching: asyncio.Task[None] | None = None
+        self._closing = False
         self._closed_port: socket.socket | None = None
         self.gateway = Gateway(settings)
         self._declared: dict[Endpoint, Endpoint] = {}
         for site in sites.values():
             self._declared |= declared_endpoints(site.origins, site.addresses)
         self._direct = direct_endpoints(self._declared, self.gateway.policy)
-        self.launches = 0
+        self.counts = FleetCounts()
 
     async def start(self) -> None:
-        """Launch Chromium and prepare the first contexts. Raises BrowserError."""
+        """Remove what killed processes have left, launch the browsers and prepare contexts. Raises BrowserError."""
+        removed = await asyncio.to_thread(lambda: processes.sweep_orphans() + processes.sweep_scratch())
+        if removed:
+            log.info("removed what a killed process had left: %s", ", ".join(removed))
         # Bound but not listening: a port of this machine where connections are refused and nobody else can listen.
         self._closed_port = socket.socket()
         self._closed_port.bind(("127.0.0.1", 0))
-        self._refill(await self._running())
+        self._complete()
+        await asyncio.gather(*self._launching)
+        self._watching = asyncio.get_running_loop().create_task(self._watch())
 
     async def close(self) -> None:
         """Close everything within a limit; no process is left."""
-        await self._drop_warm()
+        self._closing = True
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
         # Left to end by itself: each part of it has a limit, and a driver stopped half-way cannot be stopped again.
-        await asyncio.gather(*self._background, return_exceptions=True)
-        everyone = [*self._retired, *([self._current] if self._current else [])]
-        self._retired, self._current = set(), None
-        await asyncio.gather(*(chromium.close() for chromium in everyone))
+        while unfinished := [*self._launching, *self._background]:
+            await asyncio.gather(*unfinished, return_exceptions=True)
+        everyone, self._serving, self._draining = {*self._serving, *self._draining}, [], set()
+        await asyncio.gather(*(carrier.close() for carrier in everyone))
         self.gateway.close()
         if self._closed_port is not None:
             self._closed_port.close()
@@ -89,41 +111,160 @@ class Fleet:
     async def session(self) -> AsyncIterator[Session]:
         """A fresh session for one episode. Waits while `sessions` are in use. Raises BrowserError."""
         async with self._limit:
-            chromium, session = await self._take()
+            carrier, session = await self._take()
             try:
                 yield session
             finally:
                 # Closing takes a while and nobody needs to wait for it.
-                self._do(self._release(chromium, session))
+                self._do(self._release(carrier, session))
 
-    async def _take(self) -> tuple[Chromium, Session]:
-        for _ in range(LAUNCH_ATTEMPTS):
-            chromium = await self._running()
-            self._refill(chromium)
-            _, preparing = self._warm.popleft()
-            chromium.sessions += 1
-            chromium.in_use += 1
-            self._refill(chromium)
+    @asynccontextmanager
+    async def episode(self, task: Task) -> AsyncIterator[tuple[Session, Observation]]:
+        """A fresh session, and the first observation of the task.
+
+        Waits while `sessions` are in use. A reset that fails by the browser's fault is tried again in another session,
+        RESET_ATTEMPTS times altogether; a limit that the task's site may have missed is nobody's fault. Raises
+        BrowserError, KeyError for an unknown source.
+        """
+        async with self._limit:
+            carrier, session, seen = await self._begin(task)
             try:
-                return chromium, await preparing
-            except BrowserCrashed as error:
-                chromium.in_use -= 1
+                yield session, seen
+            finally:
+                self._do(self._release(carrier, session))
+
+    def gauges(self) -> dict[str, float]:
+        """How things stand; memory as it was up to LOOK_SECONDS ago, drivers included."""
+        everyone = [*self._serving, *self._draining]
+        return {
+            "sessions_in_use": float(sum(carrier.load for carrier in everyone)),
+            "sessions_warm": float(sum(carrier.ready for carrier in self._serving)),
+            "browsers": float(len(self._serving)),
+            "browsers_leaving": float(len(self._draining)),
+            "resident_mib": sum(carrier.chromium.mib for carrier in everyone),
+        }
+
+    # Sessions
+
+    async def _begin(self, task: Task) -> tuple[Carrier, Session, Observation]:
+        for attempt in range(RESET_ATTEMPTS):
+            carrier, session = await self._take()
+            try:
+                return carrier, session, await session.reset(task)
+            except BaseException as error:
+                self._do(self._release(carrier, session))
+                if attempt == RESET_ATTEMPTS - 1 or not await self._is_browsers_fault(carrier, error):
+                    raise
+                self.counts.retries += 1
+                log.warning("reset of %s is tried again in another session: %s", task.id, error)
+        raise AssertionError("unreachable")
+
+    async def _is_browsers_fault(self, carrier: Carrier, error: BaseException) -> bool:
+        if isinstance(error, BrowserTimeout):
+            return not await self._check(carrier)
+        crashed = isinstance(error, BrowserError) and not carrier.chromium.alive
+        return crashed or isinstance(error, BrowserCrashed | PageCrashed)
+
+    async def _take(self) -> tuple[Carrier, Session]:
+        reason: BrowserError | None = None
+        for _ in range(TAKE_ATTEMPTS):
+            carrier = await self._carrier()
+            try:
+                session = await carrier.take()
+            except BrowserError as error:
+                reason = error
+                self.counts.retries += 1
                 log.warning("%s; trying again", error)
-            except BaseException:
-                chromium.in_use -= 1
-                preparing.cancel()
-                raise
-        raise BrowserCrashed(f"Chromium ended {LAUNCH_ATTEMPTS} times in a row before a context was ready")
+                if await self._check(carrier) and self._replace(carrier, str(error)):
+                    self.counts.recycled_by_stuck_contexts += 1
+                continue
+            finally:
+                self._end_if_done(carrier)
+            self.counts.sessions += 1
+            session.lost.add_done_callback(partial(self._lost, carrier, session))
+            old = carrier.taken >= self._settings.recycle_episodes and not self._launching
+            if old and self._replace(carrier, f"it has served {carrier.taken} episodes"):
+                self.counts.recycled_by_episodes += 1
+            return carrier, session
+        raise BrowserCrashed(f"no session in {TAKE_ATTEMPTS} attempts; the last one: {reason}") from reason
 
-    async def _release(self, chromium: Chromium, session: Session) -> None:
-        await session.close()
-        chromium.in_use -= 1
-        if chromium in self._retired and not chromium.in_use:
-            await self._end(chromium)
+    async def _carrier(self) -> Carrier:
+        """The least loaded browser; waits if there is none at the moment. Raises BrowserCrashed."""
+        while not self._serving:
+            self._complete()
+            launching = set(self._launching)
+            if not launching:
+                raise BrowserCrashed("the fleet is not open")
+            await asyncio.wait(launching, return_when=asyncio.FIRST_COMPLETED)
+            failures = [task.exception() for task in launching if task.done()]
+            if not self._serving and failures and failures[0] is not None:
+                raise failures[0]
+        return min(self._serving, key=lambda carrier: (carrier.load, -carrier.ready))
 
-    def _refill(self, chromium: Chromium) -> None:
-        while len(self._warm) < self._warm_count:
-            self._warm.append((chromium, asyncio.get_running_loop().create_task(self._prepare(chromium))))
+    async def _release(self, carrier: Carrier, session: Session) -> None:
+        closed = await carrier.release(session)
+        # What does not close takes its renderers along only when the browser ends.
+        if not closed and await self._check(carrier) and self._replace(carrier, "a context did not close"):
+            self.counts.recycled_by_stuck_contexts += 1
+        self._end_if_done(carrier)
+
+    def _lost(self, carrier: Carrier, session: Session, lost: asyncio.Future[BrowserError]) -> None:
+        if session not in carrier.sessions:
+            return  # it was released before
+        self.counts.sessions_lost += 1
+        if isinstance(lost.result(), BrowserTimeout):
+            self._do(self._check(carrier))
+
+    # Browsers
+
+    def _complete(self) -> None:
+        """Launch as many browsers as are missing."""
+        while len(self._serving) + len(self._launching) < self._browsers and not self._closing:
+            self._launch_for(None)
+
+    def _replace(self, carrier: Carrier, reason: str) -> bool:
+        """Launch a successor, to which a browser that still works gives way; False if that was done before."""
+        if carrier not in self._serving or carrier.replaced or self._closing:
+            return False
+        log.info("a browser is replaced: %s", reason)
+        carrier.replaced = True
+        self._launch_for(carrier)
+        return True
+
+    def _launch_for(self, old: Carrier | None) -> None:
+        task = asyncio.get_running_loop().create_task(self._launch(old))
+        self._launching.add(task)
+
+        def launched(task: asyncio.Task[None]) -> None:
+            self._launching.discard(task)
+            if not task.cancelled() and task.exception() is not None:
+                log.error("no new browser: %s", task.exception())
+
+        task.add_done_callback(launched)
+
+    async def _launch(self, old: Carrier | None) -> None:
+        """Add a browser; `old` leaves when it is there, or when there can be none."""
+        assert self._closed_port is not None, "start() comes before session()"
+        arguments = launch_arguments(self._direct, self._closed_port.getsockname()[1])
+        try:
+            for attempt in range(LAUNCH_ATTEMPTS):
+                try:
+                    self.counts.launches += 1
+                    chromium = await Chromium.launch(self._executable, arguments)
+                    break
+                except BrowserCrashed:
+                    self.counts.failed_launches += 1
+                    if attempt == LAUNCH_ATTEMPTS - 1:
+                        raise
+                    await asyncio.sleep(LAUNCH_PAUSE * 2**attempt)
+            carrier = Carrier(chromium, self._warm_each, self._prepare)
+            self._serving.append(carrier)
+            chromium.watch(partial(self._ended, carrier))
+            carrier.refill()
+        finally:
+            if old is not None:
+                self._drain(old)
+            self._complete()
 
     async def _prepare(self, chromium: Chromium) -> Session:
         access = await self.gateway.admit(self._declared)
@@ -136,47 +277,70 @@ class Fleet:
             await access.close()
             raise
 
-    async def _running(self) -> Chromium:
-        """The Chromium for the next session; `_warm` holds contexts of no other."""
-        async with self._launching:
-            if self._current is not None and not self._current.alive:
-                log.warning("Chromium has ended; launching it again")
-                await self._retire(self._current)
-            elif self._current is not None and self._current.sessions >= SESSIONS_PER_BROWSER:
-                log.info("Chromium has served %d sessions; launching a new one", self._current.sessions)
-                await self._retire(self._current)
-            if self._current is None:
-                self._current = await self._launch()
-            return self._current
+    def _ended(self, carrier: Carrier, reason: str) -> None:
+        """A browser or its driver has ended, invited or not."""
+        if carrier in self._serving or carrier in self._draining:
+            self.counts.crashes += 1
+            self._fail(carrier, reason)
 
-    async def _retire(self, chromium: Chromium) -> None:
-        self._current = None
-        self._retired.add(chromium)
-        await self._drop_warm()
-        if not chromium.in_use:
-            self._do(self._end(chromium))
+    def _fail(self, carrier: Carrier, reason: str) -> None:
+        log.warning("%s; %d sessions are lost", reason, len(carrier.sessions))
+        carrier.fail(reason)
+        self._drain(carrier)
+        self._complete()
 
-    async def _drop_warm(self) -> None:
-        stale = [task for _, task in self._warm]
-        self._warm.clear()
-        for task in stale:
-            task.cancel()
-        # Their contexts go with the browser.
-        for ended in await asyncio.gather(*stale, return_exceptions=True):
-            if isinstance(ended, Session):
-                await ended.access.close()
+    def _drain(self, carrier: Carrier) -> None:
+        """Give a browser no more sessions; it ends with its last one, or at once if it has failed."""
+        carrier.leave()
+        if carrier in self._serving:
+            self._serving.remove(carrier)
+            self._draining.add(carrier)
+        self._end_if_done(carrier)
 
-    async def _end(self, chromium: Chromium) -> None:
-        await chromium.close()
-        self._retired.discard(chromium)
+    def _end_if_done(self, carrier: Carrier) -> None:
+        if carrier in self._draining and (carrier.failed or not carrier.load):
+            self._draining.discard(carrier)
+            self._do(carrier.close())
 
-    async def _launch(self) -> Chromium:
-        assert self._closed_port is not None, "start() comes before session()"
-        arguments = launch_arguments(self._direct, self._closed_port.getsockname()[1])
-        self.launches += 1
-        return await Chromium.launch(self._executable, arguments)
+    async def _check(self, carrier: Carrier) -> bool:
+        """Whether a browser answers; one that does not is killed and replaced."""
+        if carrier.failed:
+            return False
+        answers = await carrier.answers()
+        if not answers and not carrier.failed and (carrier in self._serving or carrier in self._draining):
+            self.counts.hung += 1
+            self._fail(carrier, "Chromium does not answer")
+        return answers
 
-    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _watch(self) -> None:
+        """Look after the browsers for as long as the fleet is open."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            everyone = [*self._serving, *self._draining]
+            await asyncio.gather(*(self._check(carrier) for carrier in everyone))
+            await asyncio.to_thread(_measure, [carrier.chromium for carrier in everyone])
+            self._replace_grown()
+            self._complete()
+            for carrier in list(self._serving):
+                await carrier.discard_spoilt()
+                carrier.refill()
+
+    def _replace_grown(self) -> None:
+        """Replace the browser that has grown most, if it has grown too much; one at a time."""
+        if not self._serving or self._launching or len(self._draining) >= self._browsers:
+            return
+        carrier = max(self._serving, key=lambda carrier: carrier.chromium.grown_mib)
+        grown = carrier.chromium.grown_mib
+        if grown > self._settings.recycle_mib and self._replace(carrier, f"it has grown by {grown:.0f} MiB"):
+            self.counts.recycled_by_memory += 1
+
+    def _do(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+def _measure(browsers: list[Chromium]) -> None:
+    groups = by_group()
+    for chromium in browsers:
+        chromium.measure(groups)

@@ -5,87 +5,129 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from playwright.async_api import Browser, Playwright, async_playwright
+from playwright.async_api import Browser, CDPSession
 from playwright.async_api import Error as PlaywrightError
 
+from megatron_webrl import processes
 from megatron_webrl.browser.chromium import sandboxed
-from megatron_webrl.browser.errors import BrowserCrashed, BrowserError
+from megatron_webrl.browser.driver import Driver
+from megatron_webrl.browser.errors import BrowserCrashed
+from megatron_webrl.browser.memory import by_group, resident_mib
 
 log = logging.getLogger(__name__)
 
 START_SECONDS = 60.0
 CLOSE_SECONDS = 15.0
+ANSWER_SECONDS = 10.0
+ANSWERS = 2
+"""So many questions must stay unanswered in a row: this process may have slept over the answer to one."""
 
 
 class Chromium:
     """Driver and browser start and end together: after a crash either may be gone."""
 
-    def __init__(self, playwright: Playwright, browser: Browser, groups: set[int]) -> None:
-        self.browser = browser
-        self.sessions = 0  # taken so far
-        self.in_use = 0
-        self._playwright, self._groups = playwright, groups
+    def __init__(self, driver: Driver, browser: Browser, control: CDPSession, pid: int) -> None:
+        self.browser, self.pid = browser, pid
+        self.mib = self._began_mib = 0.0  # resident memory, driver included, when last measured and after the launch
+        self._driver, self._control = driver, control
+        self._driver_runs = True
+        # Debian's chromium is a shell script that stays the leader of the group.
+        self._group = os.getpgid(pid)
+        self._group_began = processes.start_time(self._group)
 
     @classmethod
     async def launch(cls, executable: str, arguments: list[str]) -> Chromium:
         """Start both within START_SECONDS. Raises BrowserCrashed."""
-        started = time.monotonic()
-        playwright = await async_playwright().start()
+        started, driver = time.monotonic(), None
         try:
             async with asyncio.timeout(START_SECONDS):
-                browser = await playwright.chromium.launch(
+                driver = await Driver.start()
+                browser = await driver.playwright.chromium.launch(
                     executable_path=executable,
                     args=arguments,
                     chromium_sandbox=sandboxed(),
                     handle_sigint=False, handle_sigterm=False, handle_sighup=False,  # the worker closes it
                     timeout=START_SECONDS * 1000,
                 )  # fmt: skip
-                groups = await _process_groups(browser)
+                control = await browser.new_browser_cdp_session()
+                chromium = cls(driver, browser, control, await _pid(control))
+                chromium.measure(await asyncio.to_thread(by_group))
+                chromium._began_mib = chromium.mib
         except BaseException as error:
-            await playwright.stop()
-            if not isinstance(error, PlaywrightError | TimeoutError):
+            if driver is not None:
+                await driver.stop(gently=False)
+            if not isinstance(error, PlaywrightError | TimeoutError | ProcessLookupError):
                 raise
             reason = (str(error) or f"not up within {START_SECONDS} s").splitlines()[0]
             raise BrowserCrashed(f"{executable} does not start: {reason}") from error
         log.info("launched %s in %.2f s", executable, time.monotonic() - started)
-        return cls(playwright, browser, groups)
+        return chromium
 
     @property
     def alive(self) -> bool:
         """Whether driver and browser can be spoken to."""
-        return self.browser.is_connected()
+        return self._driver_runs and self.browser.is_connected()
 
-    async def close(self) -> None:
-        """End both; whatever is left after CLOSE_SECONDS is killed."""
+    @property
+    def grown_mib(self) -> float:
+        """Resident memory beyond what it held after the launch, when last measured."""
+        return self.mib - self._began_mib
+
+    def watch(self, ended: Callable[[str], None]) -> None:
+        """Call `ended` with a sentence when browser or driver end; possibly with both."""
+
+        def driver_ended() -> None:
+            self._driver_runs = False
+            ended("the browser's driver has ended")
+
+        self.browser.on("disconnected", lambda browser: ended("Chromium has ended"))
+        self._driver.watch(driver_ended)
+        if not self.browser.is_connected():
+            asyncio.get_running_loop().call_soon(ended, "Chromium has ended")
+
+    async def answers(self) -> bool:
+        """Whether the browser answers a question that its main thread answers at once."""
+        for _ in range(ANSWERS):
+            try:
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    await self._control.send("Browser.getVersion")
+                return True
+            except TimeoutError:
+                continue
+            except PlaywrightError:
+                return False
+        return False
+
+    def measure(self, groups: Mapping[int, Sequence[int]]) -> None:
+        """Set `mib`; `groups` from `by_group`. Takes a few milliseconds for each process."""
+        self.mib = resident_mib([*groups.get(self._group, ()), self._driver.process.pid])
+
+    async def close(self, *, gently: bool = True) -> None:
+        """End both; whatever is left after CLOSE_SECONDS, or is not to be ended gently, is killed."""
+        gently = gently and self.alive
         try:
-            for name, ending in (("Chromium", self.browser.close), ("the browser driver", self._playwright.stop)):
-                try:
-                    async with asyncio.timeout(CLOSE_SECONDS):
-                        await ending()
-                except (PlaywrightError, TimeoutError) as error:
-                    log.warning("%s did not end by itself: %s", name, error)
+            if gently:
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await self.browser.close()
+        except (PlaywrightError, TimeoutError) as error:
+            gently = False
+            log.warning("Chromium did not end by itself: %s", error or f"{CLOSE_SECONDS} s")
         finally:
-            for group in self._groups:
-                _kill(group)
+            if not gently:
+                await asyncio.to_thread(self._kill)
+            await self._driver.stop(gently=gently)
+            await asyncio.to_thread(self._kill)
+
+    def _kill(self) -> None:
+        # A number that is given to another process again names another group.
+        if processes.start_time(self._group) in (0, self._group_began):
+            processes.kill_group(self._group)
 
 
-async def _process_groups(browser: Browser) -> set[int]:
-    control = await browser.new_browser_cdp_session()
-    processes: list[dict[str, Any]] = (await control.send("SystemInfo.getProcessInfo"))["processInfo"]
-    await control.detach()
-    # Debian's chromium is a shell script that stays the leader of the group.
-    return {os.getpgid(int(process["id"])) for process in processes if process["type"] == "browser"} - {os.getpgrp()}
-
-
-def _kill(group: int) -> None:
-    """Kill what is left of a process group."""
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # as it should be
-    except PermissionError as error:
-        raise BrowserError(f"Chromium, process group {group}, belongs to another user and cannot be ended") from error
+async def _pid(control: CDPSession) -> int:
+    found: list[dict[str, Any]] = (await control.send("SystemInfo.getProcessInfo"))["processInfo"]
+    return next(int(process["id"]) for process in found if process["type"] == "browser")

@@ -44,9 +44,14 @@ class Session:
         self._lost: asyncio.Future[BrowserError] = asyncio.get_running_loop().create_future()
         self._intrusions = Intrusions(context, self._notes)
         limit = settings.tabs if "switch_tab" in settings.actions else 1
-        self._tabs = Tabs(context, self._notes, self._intrusions, limit, self._lose)
+        self._tabs = Tabs(context, self._notes, self._intrusions, limit, self.lose)
         self._hands = Hands(self._tabs, settings, self._notes, access)
         self._eyes = Eyes(self._tabs, settings, self._notes, access)
+
+    @property
+    def lost(self) -> asyncio.Future[BrowserError]:
+        """Done once the session is of no more use, with the reason."""
+        return self._lost
 
     @property
     def page(self) -> Page:
@@ -80,9 +85,9 @@ class Session:
         except (PlaywrightError, TimeoutError) as error:
             if not browser.is_connected():
                 raise BrowserCrashed(f"Chromium ended while a context was opened: {_first_line(error)}") from error
-            raise BrowserError(
-                f"no context within {step_seconds} s (rollout.step_seconds): {_first_line(error)}"
-            ) from error
+            if isinstance(error, TimeoutError):
+                raise BrowserTimeout(f"no context within {step_seconds} s (rollout.step_seconds)") from error
+            raise BrowserError(f"a context could not be opened: {_first_line(error)}") from error
 
     async def reset(self, task: Task) -> Observation:
         """Open the task's page; `instruction` is set. Raises BrowserError, KeyError for an unknown source."""
@@ -111,8 +116,13 @@ class Session:
         seen = self._eyes.observe(self._sites[self.task.source], self.task, time.monotonic() - started, None)
         return await self._bounded(f"observation after {action.kind}", seen)
 
-    async def close(self) -> None:
-        """Close the context; what a crashed browser cannot close is gone already."""
+    def lose(self, error: BrowserError) -> None:
+        """End what is going on, and whatever comes, by an error; the first one counts."""
+        if not self._lost.done():
+            self._lost.set_result(error)
+
+    async def close(self) -> bool:
+        """Close the context; whether that worked. What a crashed browser cannot close is gone already."""
         if self._context.browser is not None:  # which outlives this session by far
             self._context.browser.remove_listener("disconnected", self._browser_ended)
         self._intrusions.close()
@@ -120,10 +130,14 @@ class Session:
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._context.close()
-        except (PlaywrightError, TimeoutError) as error:
-            self._lose(BrowserError(f"a context did not close within {CLOSE_SECONDS} s: {_first_line(error)}"))
+        except TimeoutError:
+            self.lose(BrowserError(f"a context did not close within {CLOSE_SECONDS} s"))
+            return False
+        except PlaywrightError as error:
+            self.lose(BrowserError(f"a context did not close: {_first_line(error)}"))
         finally:
             await self.access.close()
+        return True
 
     async def _bounded(self, name: str, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, or a BrowserError after `step_seconds` or as soon as the page is lost."""
@@ -135,7 +149,9 @@ class Session:
                 return running.result()
             if self._lost.done():
                 raise self._lost.result()
-            raise BrowserTimeout(f"{name} took more than {self._step_seconds} s (rollout.step_seconds)")
+            late = BrowserTimeout(f"{name} took more than {self._step_seconds} s (rollout.step_seconds)")
+            self.lose(late)
+            raise late
         except PlaywrightError as error:
             await asyncio.wait({self._lost}, timeout=NEWS_SECONDS)
             if self._lost.done():
@@ -147,11 +163,7 @@ class Session:
                 await asyncio.gather(running, return_exceptions=True)
 
     def _browser_ended(self, browser: Browser) -> None:
-        self._lose(BrowserCrashed("Chromium has ended"))
-
-    def _lose(self, error: BrowserError) -> None:
-        if not self._lost.done():
-            self._lost.set_result(error)
+        self.lose(BrowserCrashed("Chromium has ended"))
 
 
 def _first_line(error: BaseException) -> str:

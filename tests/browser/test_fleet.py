@@ -52,7 +52,7 @@ async def test_each_session_has_a_context_of_its_own(site: FolderSite) -> None:
         for _ in range(3):
             async with fleet.session() as session:
                 assert (await session.reset(page_task("store"))).title == "fresh"
-        assert fleet.launches == 1
+        assert fleet.counts.launches == 1
 
 
 async def test_no_more_sessions_than_allowed_run_at_a_time(site: FolderSite) -> None:
@@ -81,21 +81,18 @@ async def test_a_killed_browser_is_an_error_to_its_sessions_and_is_launched_agai
                 await waiting
         async with fleet.session() as session:
             assert (await session.reset(page_task("second"))).title == "Second"
-        assert fleet.launches == 2
+        assert fleet.counts.launches == 2
 
 
-async def test_an_old_browser_is_replaced_once_its_sessions_have_ended(
-    site: FolderSite, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megatron_webrl.browser.fleet.SESSIONS_PER_BROWSER", 2)
-    async with fleet_on(site, sessions=2) as fleet:
+async def test_an_old_browser_is_replaced_once_its_sessions_have_ended(site: FolderSite) -> None:
+    async with fleet_on(site, sessions=2, recycle_episodes=3) as fleet:
         old = psutil.Process(chromium_pid())
         async with fleet.session() as first:
             await first.reset(page_task("first"))
             for _ in range(2):
                 async with fleet.session() as other:
                     assert (await other.reset(page_task("second"))).title == "Second"
-            assert fleet.launches == 2
+            assert fleet.counts.launches == 2
             assert (await first.step(Action("wait", time=0))).title == "First"
             assert old.is_running()
         await asyncio.to_thread(psutil.wait_procs, [old], timeout=15)

@@ -1,0 +1,127 @@
+"""Playwright's driver: the Node process that speaks to one Chromium."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from contextvars import ContextVar
+from pathlib import Path
+
+import psutil
+from playwright._impl import transport
+from playwright._impl._driver import get_driver_env
+from playwright.async_api import Error as PlaywrightError
+from playwright.async_api import Playwright, async_playwright
+
+from megatron_webrl import processes
+from megatron_webrl.browser.errors import BrowserCrashed
+
+log = logging.getLogger(__name__)
+
+STOP_SECONDS = 15.0
+
+_environment: ContextVar[dict[str, str]] = ContextVar("what a driver finds in its environment")
+
+
+def _driver_environment() -> dict[str, str]:
+    return {**get_driver_env(), **_environment.get({})}
+
+
+# Playwright has no setting for this. The variables of this process stay as they are: others start processes, too.
+transport.get_driver_env = _driver_environment
+
+
+class Driver:
+    """What it and its Chromium put into the temporary folder lies in `folder`, and is removed with it.
+
+    Both carry the mark of this process: what survives it is ended by `processes.sweep_orphans`, and the folder is
+    removed by `processes.sweep_scratch`.
+    """
+
+    def __init__(self, playwright: Playwright, process: psutil.Process, folder: Path) -> None:
+        self.playwright, self.process, self.folder = playwright, process, folder
+        self._watch: int | None = None
+
+    @classmethod
+    async def start(cls) -> Driver:
+        """Raises PlaywrightError, BrowserCrashed. Give it a limit: nothing is left if it is cancelled."""
+        folder = processes.scratch_folder()
+        token = _environment.set({**processes.owner_environment(), "TMPDIR": str(folder)})
+        try:
+            playwright = await async_playwright().start()
+            process = await asyncio.to_thread(_child_with, folder)
+            if process is None:
+                raise BrowserCrashed("the browser's driver ended as soon as it was started")
+            return cls(playwright, process, folder)
+        except BaseException:
+            await asyncio.to_thread(_remove, await asyncio.to_thread(_child_with, folder), folder)
+            raise
+        finally:
+            _environment.reset(token)
+
+    def watch(self, ended: Callable[[], None]) -> None:
+        """Call `ended` when the process ends: Playwright tells only those who wait for an answer."""
+        loop = asyncio.get_running_loop()
+        try:
+            self._watch = os.pidfd_open(self.process.pid)
+        except ProcessLookupError:
+            loop.call_soon(ended)
+        else:
+            loop.add_reader(self._watch, self._woken, ended)
+
+    async def stop(self, *, gently: bool = True) -> None:
+        """End it with all that it has started, and remove its folder."""
+        self._look_away()
+        stopping = asyncio.ensure_future(self.playwright.stop())
+        try:
+            if not gently:
+                await asyncio.to_thread(_kill, self.process)
+            async with asyncio.timeout(STOP_SECONDS):
+                await stopping
+        except (PlaywrightError, TimeoutError) as error:
+            log.warning("the browser's driver did not end by itself: %s", error or f"{STOP_SECONDS} s")
+        finally:
+            await asyncio.to_thread(_remove, self.process, self.folder)
+
+    def _woken(self, ended: Callable[[], None]) -> None:
+        self._look_away()
+        ended()
+
+    def _look_away(self) -> None:
+        if self._watch is not None:
+            asyncio.get_running_loop().remove_reader(self._watch)
+            os.close(self._watch)
+            self._watch = None
+
+
+def _child_with(folder: Path) -> psutil.Process | None:
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if child.environ().get("TMPDIR") == str(folder):
+                return child
+    return None
+
+
+def _remove(process: psutil.Process | None, folder: Path) -> None:
+    if process is not None:
+        _kill(process)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _kill(driver: psutil.Process) -> None:
+    """End a driver with all below it."""
+    with suppress(psutil.NoSuchProcess):
+        groups = {_group(child) for child in driver.children(recursive=True)} - {0, os.getpgrp()}
+        driver.kill()
+        for group in groups:
+            processes.kill_group(group)
+
+
+def _group(process: psutil.Process) -> int:
+    with suppress(ProcessLookupError):
+        return os.getpgid(process.pid)
+    return 0

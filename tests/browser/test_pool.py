@@ -1,0 +1,300 @@
+"""What a fleet does about browsers that crash, hang, grow or grow old, and what they leave behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from playwright.async_api import Page
+
+from megatron_webrl.browser import fleet as fleet_module
+from megatron_webrl.browser import process as process_module
+from megatron_webrl.browser import session as session_module
+from megatron_webrl.browser.errors import BrowserCrashed, BrowserError, BrowserTimeout
+from megatron_webrl.browser.fleet import Fleet
+from megatron_webrl.config import BrowserConfig
+from megatron_webrl.tasks.server import LocalServer, Reply, Request
+from megatron_webrl.types import Action, Task
+from tests.browser.conftest import ORIGIN, FolderSite, fleet_on, page_task, write_pages
+from tests.browser.victims import alive, victims
+
+SECONDS = 60.0  # limit of a test's waits
+STORES = """<!DOCTYPE html><title>...</title><script>(async () => {
+    const seen = [document.cookie, localStorage.getItem('seen'), sessionStorage.getItem('seen')];
+    seen.push((await caches.keys()).join(), (await indexedDB.databases()).map(d => d.name).join());
+    seen.push((await navigator.serviceWorker.getRegistrations()).length);
+    document.cookie = 'seen=1'; localStorage.setItem('seen', '1'); sessionStorage.setItem('seen', '1');
+    await caches.open('seen');
+    await new Promise(done => { indexedDB.open('seen').onsuccess = done; });
+    navigator.serviceWorker.register('worker.js').catch(() => 0);
+    await (await fetch('kept.txt')).text();
+    document.title = JSON.stringify(seen);
+})();</script>"""
+
+
+class Site:
+    """Pages of a server of its own that counts what it was asked for; `before` may interfere with an opening."""
+
+    def __init__(self, before: Callable[[int], object] = lambda opening: None) -> None:
+        self.asked: Counter[str] = Counter()
+        self.openings = 0
+        self._before = before
+        self.server = LocalServer(self._respond, "counting")
+        self.origins = frozenset({ORIGIN})
+        self.addresses = {"site.localhost": self.server.address}
+
+    def _respond(self, request: Request) -> Reply:
+        self.asked[request.path] += 1
+        kinds = {"html": "text/html", "js": "text/javascript", "txt": "text/plain"}
+        kind = kinds[request.path.rpartition(".")[2]]
+        body = STORES if kind == "text/html" else ""
+        return Reply(200, body.encode(), kind, {"Cache-Control": "max-age=3600"})
+
+    async def open(self, page: Page, task: Task) -> str:
+        self.openings += 1
+        await asyncio.to_thread(self._before, self.openings)
+        await page.goto(f"{ORIGIN}/{task.environment}.html")
+        await page.wait_for_function("document.title != '...'")
+        return ""
+
+    async def result(self, page: Page, task: Task) -> tuple[float | None, bool]:
+        return None, False
+
+
+@pytest.fixture
+def counting() -> Iterator[Site]:
+    site = Site()
+    yield site
+    site.server.close()
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A temporary folder in which nothing else lies."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(SECONDS):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def fleet_of(site: Site, **settings: int) -> Fleet:
+    return Fleet(BrowserConfig(width=400, height=300, **settings), {"site": site}, 1, 20.0)
+
+
+async def test_nothing_of_an_episode_is_there_in_the_next_one(counting: Site) -> None:
+    async with fleet_of(counting) as fleet:
+        for number in (1, 2):
+            async with fleet.session() as session:
+                seen = await session.reset(page_task("stores"))
+                assert json.loads(seen.title) == ["", None, None, "", "", 0], number
+                seen = await session.reset(page_task("stores"))
+                assert json.loads(seen.title) == ["seen=1", "1", "1", "seen", "seen", 0], number
+            assert counting.asked["/kept.txt"] == number  # the second page of an episode has it from the cache
+        assert fleet.counts.launches == 1
+
+
+async def test_sessions_are_dealt_out_over_browsers_and_a_crash_costs_only_those_of_one(site: FolderSite) -> None:
+    async with fleet_on(site, sessions=4, browsers=2) as fleet, contextlib.AsyncExitStack() as stack:
+        sessions = [await stack.enter_async_context(fleet.session()) for _ in range(4)]
+        await asyncio.gather(*(session.reset(page_task("first")) for session in sessions))
+        assert fleet.gauges()["sessions_in_use"] == 4
+        os.kill(victims("browser")[0], signal.SIGKILL)
+        await until(lambda: sum(session.lost.done() for session in sessions) == 2)
+        kept = [session for session in sessions if not session.lost.done()]
+        seen = await asyncio.gather(*(session.step(Action("wait", time=0)) for session in kept))
+        assert [observation.title for observation in seen] == ["First", "First"]
+        await until(lambda: fleet.gauges()["browsers"] == 2)
+        assert (fleet.counts.crashes, fleet.counts.sessions_lost, fleet.counts.launches) == (1, 2, 3)
+
+
+@pytest.mark.parametrize("victim", ["browser", "driver", "renderer"])
+async def test_what_dies_costs_a_step_and_its_temporary_files_go(site: FolderSite, scratch: Path, victim: str) -> None:
+    async with fleet_on(site) as fleet:
+        async with fleet.session() as session:
+            await session.reset(page_task("first"))
+            waiting = asyncio.ensure_future(session.step(Action("wait", time=5)))
+            for pid in victims(victim):
+                os.kill(pid, signal.SIGKILL)
+            with pytest.raises(BrowserError) as raised:
+                await waiting
+        assert raised.value.outcome == ("page_crashed" if victim == "renderer" else "browser_crashed")
+        async with fleet.episode(page_task("second")) as (_, seen):
+            assert seen.title == "Second"
+        assert fleet.counts.crashes == (victim != "renderer")
+        await until(lambda: len(list(scratch.iterdir())) == 1)  # that of the browser that runs
+    assert not list(scratch.iterdir())
+
+
+@pytest.mark.parametrize("victim", ["browser", "driver"])
+async def test_what_hangs_is_noticed_by_the_limit_of_an_operation_and_replaced(
+    site: FolderSite, scratch: Path, monkeypatch: pytest.MonkeyPatch, victim: str
+) -> None:
+    monkeypatch.setattr(process_module, "ANSWER_SECONDS", 1.0)
+    async with fleet_on(site) as fleet:
+        async with fleet.session() as session:
+            await session.reset(page_task("first"))
+            stopped = victims(victim)
+            session._step_seconds = 2.0
+            os.kill(stopped[0], signal.SIGSTOP)
+            with pytest.raises(BrowserTimeout, match="took more than 2"):
+                await session.step(Action("wait", time=0))
+            await until(lambda: fleet.counts.hung == 1)
+        async with fleet.episode(page_task("second")) as (_, seen):
+            assert seen.title == "Second"
+        await until(lambda: not alive(stopped))
+        await until(lambda: len(list(scratch.iterdir())) == 1)
+
+
+async def test_what_hangs_is_noticed_without_an_operation_too(
+    site: FolderSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_module, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(fleet_module, "LOOK_SECONDS", 0.1)
+    async with fleet_on(site) as fleet, fleet.session() as session:
+        await session.reset(page_task("first"))
+        os.kill(victims("browser")[0], signal.SIGSTOP)
+        async with asyncio.timeout(SECONDS):
+            assert "does not answer" in str(await session.lost)
+
+
+async def test_a_page_that_never_lets_go_costs_its_own_session_only(site: FolderSite) -> None:
+    write_pages(site.folder, {})
+    async with fleet_on(site, sessions=2) as fleet, fleet.session() as other:
+        await other.reset(page_task("first"))
+        async with fleet.session() as session:
+            await session.reset(page_task("first"))
+            before = set(victims("renderer"))
+            running = asyncio.ensure_future(session.page.evaluate("() => { for (;;); }"))
+            session._step_seconds = 2.0
+            with pytest.raises(BrowserTimeout):
+                await session.step(Action("left_click", coordinate=(100, 100)))
+        await asyncio.gather(running, return_exceptions=True)  # its context was closed
+        await until(lambda: before - set(victims("renderer")))
+        assert (await other.step(Action("wait", time=0))).title == "First"
+        assert (fleet.counts.launches, fleet.counts.hung, fleet.counts.sessions_lost) == (1, 0, 1)
+
+
+async def test_a_context_that_does_not_close_has_its_browser_replaced(
+    site: FolderSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet_on(site) as fleet:
+        old = victims("browser")
+        async with fleet.session() as session:
+            await session.reset(page_task("first"))
+            monkeypatch.setattr(session_module, "CLOSE_SECONDS", 0.0)
+        await until(lambda: fleet.counts.recycled_by_stuck_contexts == 1)
+        monkeypatch.setattr(session_module, "CLOSE_SECONDS", 10.0)
+        await until(lambda: not alive(old))
+        async with fleet.episode(page_task("second")) as (_, seen):
+            assert seen.title == "Second"
+
+
+async def test_a_browser_that_has_grown_gives_way_to_another_one(
+    site: FolderSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "LOOK_SECONDS", 0.1)
+    async with fleet_on(site, sessions=2, recycle_mib=5) as fleet:
+        old = victims("browser")
+        async with fleet.session() as session:
+            await session.reset(page_task("first"))
+            await until(lambda: fleet.counts.recycled_by_memory)
+            await until(lambda: fleet.gauges()["browsers_leaving"] == 1)
+            assert fleet.gauges()["resident_mib"] > 10
+            assert (await session.step(Action("wait", time=0))).title == "First"
+            assert alive(old)
+        await until(lambda: not alive(old))
+
+
+@pytest.mark.parametrize("victim", ["browser", "driver", "renderer"])
+async def test_a_reset_that_fails_by_the_browsers_fault_is_tried_again(victim: str) -> None:
+    def kill(opening: int) -> None:
+        for pid in victims(victim) if opening == 1 else ():
+            os.kill(pid, signal.SIGKILL)
+
+    site = Site(kill)
+    async with fleet_of(site) as fleet, fleet.episode(page_task("stores")) as (session, seen):
+        assert seen.title.startswith("[")
+        assert (await session.step(Action("wait", time=0))).title == seen.title
+        assert (site.openings, fleet.counts.retries) == (2, 1)
+    site.server.close()
+
+
+async def test_a_reset_is_tried_twice_and_named_by_what_happened() -> None:
+    def kill(opening: int) -> None:
+        os.kill(victims("browser")[0], signal.SIGKILL)
+
+    site = Site(kill)
+    async with fleet_of(site) as fleet:
+        with pytest.raises(BrowserCrashed, match="Chromium has ended"):
+            async with fleet.episode(page_task("stores")):
+                raise AssertionError("there is no such episode")
+        assert site.openings == 2
+        await until(lambda: fleet.gauges()["sessions_warm"] == 1)
+        assert fleet.gauges()["sessions_in_use"] == 0
+    site.server.close()
+
+
+async def test_a_reset_that_fails_by_the_site_is_not_tried_again(counting: Site) -> None:
+    counting.server.close()
+    async with fleet_of(counting) as fleet:
+        with pytest.raises(BrowserError, match="ERR_CONNECTION_REFUSED"):
+            async with fleet.episode(page_task("stores")):
+                raise AssertionError("there is no such episode")
+        assert (counting.openings, fleet.counts.retries) == (1, 0)
+
+
+async def test_a_session_that_nobody_waits_for_any_more_goes_to_the_next_one(site: FolderSite) -> None:
+    async with fleet_on(site) as fleet:
+        for _ in range(3):
+            taking = asyncio.ensure_future(fleet._take())
+            await asyncio.sleep(0)
+            taking.cancel()
+            await asyncio.gather(taking, return_exceptions=True)
+        async with fleet.episode(page_task("first")) as (_, seen):
+            assert seen.title == "First"
+        await until(lambda: fleet.gauges()["sessions_in_use"] == 0)
+
+
+OWNER = """
+import asyncio, sys
+from megatron_webrl.browser.fleet import Fleet
+from megatron_webrl.config import BrowserConfig
+
+async def main():
+    async with Fleet(BrowserConfig(), {}, 1):
+        print("up", flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_the_next_fleet_removes_what_a_killed_process_has_left(site: FolderSite, scratch: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, env=environment) as owner:
+        assert owner.stdout is not None
+        assert (await asyncio.to_thread(owner.stdout.readline)) == b"up\n"
+        left = victims("browser", of=owner.pid)
+        os.kill(left[0], signal.SIGSTOP)  # it does not notice that its driver goes
+        for pid in [owner.pid, *victims("driver", of=owner.pid)]:
+            os.kill(pid, signal.SIGKILL)
+    assert alive(left)
+    assert list(scratch.iterdir())
+    async with fleet_on(site):
+        assert not alive(left)
+        assert [folder.name.split("-")[1] for folder in scratch.iterdir()] == [str(os.getpid())]
+    assert not list(scratch.iterdir())

@@ -1,0 +1,48 @@
+"""Every episode is accounted for, and nothing grows or is left, while browsers are killed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def soak(folder: Path, episodes: int, parts: int, seconds: float) -> dict[str, Any]:
+    """The report of a soak with `folder` for temporary files."""
+    command = [sys.executable, "-m", "tests.browser.soak", str(episodes), "0", str(parts)]
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, timeout=seconds, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check(report: dict[str, Any], episodes: int) -> None:
+    outcomes, kills, counts = report["outcomes"], report["kills"], report["counts"]
+    assert sum(outcomes.values()) == episodes, outcomes
+    assert set(outcomes) <= {"success", "browser_crashed", "page_crashed"}, outcomes
+    # A browser carries at most all six sessions; whoever has not begun gets another one.
+    assert outcomes["success"] >= episodes - 6 * sum(kills.values())
+    # Two kills may hit the same browser.
+    assert 0 < counts["crashes"] <= kills["browser"] + kills["driver"]
+    assert counts["hung"] == 0
+    assert not report["left"]
+
+
+def test_some_episodes_while_browsers_are_killed(tmp_path: Path) -> None:
+    check(soak(tmp_path, 80, 2, 300), 80)
+
+
+@pytest.mark.soak
+def test_two_thousand_episodes_while_browsers_are_killed(tmp_path: Path) -> None:
+    report = soak(tmp_path, 2000, 10, 2800)
+    check(report, 2000)
+    assert report["kills"]["browser"] == pytest.approx(100, abs=4 * math.sqrt(95))
+    (_, own, browsers), *later = report["memory"]
+    _, own_then, browsers_then = later[-1]
+    assert own_then < 1.2 * own
+    assert browsers_then < 1.2 * browsers
