@@ -13,7 +13,8 @@ from PIL import Image
 
 from megatron_webrl.browser.fleet import Fleet
 from megatron_webrl.config import BrowserConfig, ConfigError, TasksConfig
-from megatron_webrl.tasks.miniwob import Miniwob, all_environments
+from megatron_webrl.tasks.miniwob import Miniwob
+from megatron_webrl.tasks.miniwob_page import all_environments
 from megatron_webrl.tasks.oracles import next_action
 from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.tasks.server import FolderServer
@@ -119,7 +120,7 @@ def test_the_server_gives_nothing_outside_its_folder(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     server = FolderServer(tmp_path / "inside")
     with urllib.request.urlopen(f"http://{server.address}/page.html?query", timeout=5) as answer:
-        assert (answer.read(), answer.headers["Content-Type"]) == (b"page", "text/html")
+        assert (answer.read(), answer.headers["Content-Type"]) == (b"page", "text/html; charset=utf-8")
     for path in ("../secret", "%2e%2e/secret", "", "inside/page.html"):
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"http://{server.address}/{path}", timeout=5)
