@@ -22,7 +22,7 @@ from megatron_webrl.rollout.generation import Generation, GenerationError
 from megatron_webrl.rollout.prompts import response_text
 from megatron_webrl.rollout.toolset import Toolset
 from megatron_webrl.tasks.aim import STEP, OracleError
-from megatron_webrl.tasks.registry import make_source, scripted_environments
+from megatron_webrl.tasks.registry import further_actions, make_source, scripted_environments
 from megatron_webrl.tasks.source import TaskSource
 from megatron_webrl.types import COORDINATE_RANGE, Action, Task, Trajectory
 
@@ -103,15 +103,22 @@ async def demonstrate(
 
 
 def check_oracles(config: Config) -> None:
-    """Raises ConfigError for an environment that no script can do."""
+    """Raises ConfigError for an environment that no script can do, or none with the actions that are enabled."""
     known = scripted_environments(config.tasks.source)
+    wanted = f"trainer.warm_start.demonstrations={config.trainer.warm_start.demonstrations}"
     missing = [name for name in config.tasks.environments if name not in known]
     if missing:
         raise ConfigError(
-            f"trainer.warm_start.demonstrations={config.trainer.warm_start.demonstrations}, but "
-            f"{', '.join(missing)} of tasks.environments has no oracle; leave it out, or set demonstrations to 0 "
-            f"(oracles: {', '.join(known)})"
+            f"{wanted}, but {', '.join(missing)} of tasks.environments has no oracle; leave it out, or set "
+            f"demonstrations to 0 ({len(known)} environments of {config.tasks.source} have one: docs/tasks.md)"
         )
+    for name in config.tasks.environments:
+        needed = set(further_actions(config.tasks.source, name)) - set(config.browser.actions)
+        if needed:
+            raise ConfigError(
+                f"{wanted}, but the oracle of {name} needs {', '.join(sorted(needed))}; add it to browser.actions, "
+                "leave the environment out, or set demonstrations to 0"
+            )
 
 
 class _Demonstrations:
