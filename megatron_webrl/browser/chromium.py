@@ -31,6 +31,8 @@ _ARGUMENTS = (
     "--disable-sync",
     "--no-first-run",
     "--mute-audio",
+    # To redraw only what has changed leaves edges that depend on when frames were drawn: equal pages would differ.
+    "--disable-partial-raster",
     f"--disable-features={','.join(_FEATURES_OFF)}",
     "--force-device-scale-factor=1",
     # Pages must not find a way around the proxy through peer connections.

@@ -20,9 +20,9 @@ from megatron_webrl.ring.record_file import RecordFileWriter
 from megatron_webrl.rollout.agent import run_episode
 from megatron_webrl.rollout.generation import Generation, GenerationError
 from megatron_webrl.rollout.prompts import response_text
-from megatron_webrl.rollout.toolset import Toolset
+from megatron_webrl.rollout.toolset import COORDINATES, Toolset
 from megatron_webrl.tasks.aim import STEP, OracleError
-from megatron_webrl.tasks.registry import make_source, scripted_environments
+from megatron_webrl.tasks.registry import further_actions, make_source, scripted_environments
 from megatron_webrl.tasks.source import TaskSource
 from megatron_webrl.types import COORDINATE_RANGE, Action, Task, Trajectory
 
@@ -42,12 +42,15 @@ class ScriptedResponder:
 
     def __init__(
         self, script: Script, processor: Processor, settings: ContextConfig, max_new_tokens: int,
-        noise: float = 0.0, seed: int = 0,
+        toolset: Toolset = COORDINATES, noise: float = 0.0, seed: int = 0,
     ) -> None:  # fmt: skip
-        """With probability `noise` an answer has a random coordinate, so that some episodes fail or recover."""
+        """`toolset` is what the sessions can do.
+
+        With probability `noise` an answer has a random coordinate, so that some episodes fail or recover.
+        """
         self._script = script
         self._processor, self._settings, self._max_new_tokens = processor, settings, max_new_tokens
-        self._noise, self._random = noise, random.Random(seed)
+        self._toolset, self._noise, self._random = toolset, noise, random.Random(seed)
 
     async def respond(self, session: Session, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
         """The oracle's action in the configured response format, certain of itself: log-probabilities are zero.
@@ -59,7 +62,7 @@ class ScriptedResponder:
             action = await self._script(session.page, session.task)
         except OracleError as error:
             raise GenerationError(str(error)) from error
-        text = response_text(self._disturbed(action), self._settings)
+        text = response_text(self._disturbed(action), self._settings, self._toolset)
         response = self._processor.encode_response(text)
         if len(response) > self._max_new_tokens:
             raise GenerationError(
@@ -103,15 +106,22 @@ async def demonstrate(
 
 
 def check_oracles(config: Config) -> None:
-    """Raises ConfigError for an environment that no script can do."""
+    """Raises ConfigError for an environment that no script can do, or none with the actions that are enabled."""
     known = scripted_environments(config.tasks.source)
+    wanted = f"trainer.warm_start.demonstrations={config.trainer.warm_start.demonstrations}"
     missing = [name for name in config.tasks.environments if name not in known]
     if missing:
         raise ConfigError(
-            f"trainer.warm_start.demonstrations={config.trainer.warm_start.demonstrations}, but "
-            f"{', '.join(missing)} of tasks.environments has no oracle; leave it out, or set demonstrations to 0 "
-            f"(oracles: {', '.join(known)})"
+            f"{wanted}, but {', '.join(missing)} of tasks.environments has no oracle; leave it out, or set "
+            f"demonstrations to 0 ({len(known)} environments of {config.tasks.source} have one: docs/tasks.md)"
         )
+    for name in config.tasks.environments:
+        needed = set(further_actions(config.tasks.source, name)) - set(config.browser.actions)
+        if needed:
+            raise ConfigError(
+                f"{wanted}, but the oracle of {name} needs {', '.join(sorted(needed))}; add it to browser.actions, "
+                "leave the environment out, or set demonstrations to 0"
+            )
 
 
 class _Demonstrations:
@@ -123,8 +133,9 @@ class _Demonstrations:
         self._config, self._source, self._fleet = config, source, fleet
         self._count, self._progress = count, progress
         self._processor = Processor.load(config.model.path)
+        self._toolset = Toolset.of(config.browser)
         self._responder = ScriptedResponder(
-            source.demonstrate, self._processor, config.rollout.context, config.rollout.max_new_tokens
+            source.demonstrate, self._processor, config.rollout.context, config.rollout.max_new_tokens, self._toolset
         )
         self._taken = self._succeeded = 0
         self._failures: list[str] = []

@@ -1,7 +1,6 @@
-"""Scripted solvers of some MiniWoB++ environments, which look at the page's elements instead of its pixels.
+"""Scripted solvers of MiniWoB++ environments, which look at the page's elements instead of its pixels.
 
-Each is a JavaScript expression over the page's state that names what to do: an element to click, a point within
-one, or a text to type into one.
+Each is a JavaScript expression over the page's state that names what to do next, as `aim` takes it.
 """
 
 from __future__ import annotations
@@ -9,26 +8,53 @@ from __future__ import annotations
 from playwright.async_api import Page
 
 from megatron_webrl.tasks.aim import OracleError, aim
-from megatron_webrl.types import Action
+from megatron_webrl.tasks.solutions import browsing, clicking, dragging, filling
+from megatron_webrl.types import Action, ActionKind
 
-# For each environment the target of the next action: {element}, {element, at: [x, y] in pixels} or {element, text}.
-_TARGETS = {
-    "click-test": "{element: $('#subbtn')}",
-    "click-test-2": "{element: $('#subbtn')}",
-    "click-dialog": "{element: $('button.ui-button')}",
-    "click-button": r"""{element: all('#area button').find(b => b.innerHTML === query().match(/"(.*)"/)[1])}""",
-    "focus-text": "{element: $('#tt')}",
-    "focus-text-2": r"{element: all('#area input')[Number(query().match(/(\d)(st|nd|rd)/)[1]) - 1]}",
-    "click-collapsible": """{element: shown('.ui-accordion-content') ? $('#subbtn') : $('#area h3')}""",
-    "click-tab": r"""{element: all('#area ul a').find(a => query().includes(a.textContent))}""",
-    "click-color": r"""{element: $(`#area [data-color="${core.getUtterance().match(/the (\S+) colored/)[1]}"]`)}""",
-    "circle-center": """$('#blue-circle') ? {element: $('#subbtn')}
-      : {element: $('#svg-grid'), at: middle($('.black-circle')), within: 4}""",
-    "click-button-sequence": "{element: buttonsPushed.length ? $('#subbtn2') : $('#subbtn')}",
-    "enter-text": r"""$('#tt').value === $('#query .bold').textContent ? {element: $('#subbtn')}
-      : {element: $('#tt'), text: $('#query .bold').textContent}""",
-    "grid-coordinate": "{element: document.getElementById($('#query .bold').textContent)}",
+_TARGETS = clicking.TARGETS | filling.TARGETS | browsing.TARGETS | dragging.TARGETS
+
+_FURTHER_ACTIONS: dict[str, tuple[ActionKind, ...]] = {
+    **dict.fromkeys(dragging.TARGETS, ("drag",)),
+    **dict.fromkeys(["form-sequence", "use-slider", "use-slider-2"], ("key",)),
+    **dict.fromkeys(
+        [
+            "email-inbox",
+            "email-inbox-nl-turk",
+            "email-inbox-noscroll",
+            "email-inbox-reply",
+            "email-inbox-star-reply",
+        ],
+        ("key",),
+    ),
+    "choose-list": ("select_option",),
+    "click-menu": ("hover",),
 }
+
+# What the expressions have in common: words of the instruction, and what is usually done to forms.
+_WITH_HELPERS = r"""(() => {
+  const say = (e) => e.textContent.trim();
+  const named = (selector, text) => all(selector).find((e) => say(e) === text);
+  const asked = (pattern) => query().match(pattern)[1];
+  const quoted = (n = 0) => [...query().matchAll(/"([^"]*)"/g)][n][1];
+  const ordinal = () => Number(asked(/(\d+)(?:st|nd|rd|th)/));
+  const submit = () => ({element: $('#subbtn, #submit, #area button.secondary-action')});
+  const fill = (fields, last = submit()) => {
+    const next = fields.find(([field, text]) => field.value !== text);
+    return next ? {element: next[0], text: next[1]} : last;
+  };
+  const tick = (wanted) => {
+    const wrong = all('#area input').find((box) => box.checked !== wanted(box));
+    return wrong ? {element: wrong} : submit();
+  };
+  const into = (element) => {
+    let view = element.parentNode;
+    while (view !== document.body && getComputedStyle(view).overflowY !== 'scroll') view = view.parentNode;
+    const [, y] = middle(element), box = view.getBoundingClientRect();
+    return view === document.body || (y >= box.top && y <= box.bottom) ? {element}
+      : {element: view, kind: 'scroll', direction: y < box.top ? 'up' : 'down'};
+  };
+  return TARGET;
+})()"""
 
 
 def environments() -> tuple[str, ...]:
@@ -36,9 +62,19 @@ def environments() -> tuple[str, ...]:
     return tuple(_TARGETS)
 
 
+def further_actions(environment: str) -> tuple[ActionKind, ...]:
+    """What the environment's oracle needs that browser.actions must enable."""
+    return _FURTHER_ACTIONS.get(environment, ())
+
+
 async def next_action(page: Page, environment: str) -> Action:
     """What solves the environment from where the page is. Raises OracleError, KeyError for an unknown one."""
     try:
-        return await aim(page, _TARGETS[environment])
+        return await aim_at(page, _TARGETS[environment])
     except OracleError as error:
         raise OracleError(f"{environment}: {error}") from error
+
+
+async def aim_at(page: Page, target: str) -> Action:
+    """The action that `target` names, an expression as for `aim` that may use what they have in common."""
+    return await aim(page, _WITH_HELPERS.replace("TARGET", target))

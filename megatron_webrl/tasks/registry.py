@@ -8,6 +8,7 @@ from megatron_webrl.tasks.miniwob import Miniwob
 from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS
 from megatron_webrl.tasks.sites.source import Sites
 from megatron_webrl.tasks.source import TaskSource
+from megatron_webrl.types import ActionKind
 
 
 def make_source(tasks: TasksConfig) -> TaskSource:
@@ -24,3 +25,8 @@ def make_source(tasks: TasksConfig) -> TaskSource:
 def scripted_environments(source: str) -> tuple[str, ...]:
     """The environments of a source that a script solves."""
     return {"miniwob": oracles.environments(), "sites": tuple(ENVIRONMENTS)}[source]
+
+
+def further_actions(source: str, environment: str) -> tuple[ActionKind, ...]:
+    """What the script of an environment needs that browser.actions must enable."""
+    return oracles.further_actions(environment) if source == "miniwob" else ()

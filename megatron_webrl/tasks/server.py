@@ -69,7 +69,7 @@ class LocalServer:
 
 
 class FolderServer(LocalServer):
-    """Serves the files of `folder`. The set of files is fixed at the start."""
+    """Serves the files of `folder`, text as UTF-8. The set of files is fixed at the start."""
 
     def __init__(self, folder: Path) -> None:
         # Only files known from the start can be asked for, so no path leads out of the folder.
@@ -84,6 +84,8 @@ class FolderServer(LocalServer):
         if path not in self._contents:
             self._contents[path] = self._files[path].read_bytes()
         kind = mimetypes.guess_type(path)[0] or "application/octet-stream"
+        if kind.startswith("text/"):
+            kind += "; charset=utf-8"
         return Reply(200, self._contents[path], kind, {"Cache-Control": "max-age=3600"})
 
 

@@ -65,6 +65,20 @@ async def test_tasks_of_the_sites_are_demonstrated_and_answers_judged(tiny_model
         assert trajectory.task.answer == (last.text if last.kind == "answer" else None)
 
 
+async def test_further_actions_are_demonstrated_where_they_are_enabled(tiny_model: Path, tmp_path: Path) -> None:
+    config = config_for(tiny_model, ["drag-circle", "choose-list"], max_new_tokens=128)
+    config.trainer.warm_start.demonstrations = 4
+    config.browser.actions = ["drag"]
+    with pytest.raises(ConfigError, match=r"the oracle of choose-list needs select_option; add it to browser\.actions"):
+        await demonstrate(config, 4, tmp_path / "file")
+    config.browser.actions = ["drag", "select_option"]
+    await demonstrate(config, 4, tmp_path / "demonstrations.rec")
+    trajectories = [decode(record) for record in read_record_file(tmp_path / "demonstrations.rec")]
+    assert [trajectory.outcome for trajectory in trajectories] == ["success"] * 4
+    kinds = {step.action.kind for trajectory in trajectories for step in trajectory.steps if step.action}
+    assert {"drag", "left_click"} <= kinds <= {"drag", "left_click", "select_option"}
+
+
 async def test_an_environment_without_an_oracle_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     config = config_for(tiny_model, ["click-test", "book-flight"])
     config.trainer.warm_start.demonstrations = 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -13,7 +14,8 @@ from PIL import Image
 
 from megatron_webrl.browser.fleet import Fleet
 from megatron_webrl.config import BrowserConfig, ConfigError, TasksConfig
-from megatron_webrl.tasks.miniwob import Miniwob, all_environments
+from megatron_webrl.tasks.miniwob import Miniwob
+from megatron_webrl.tasks.miniwob_page import NOT_PLAYABLE, all_environments, pages_folder
 from megatron_webrl.tasks.oracles import next_action
 from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.tasks.server import FolderServer
@@ -36,10 +38,14 @@ def test_an_unknown_environment_is_refused_with_near_names() -> None:
         make_source(TasksConfig(environments=[]))
 
 
-def test_all_environments_of_the_package_are_listed() -> None:
-    names = all_environments()
-    assert {"click-test", "enter-text", "book-flight", "use-slider-2"} <= set(names)
-    assert len(names) >= 125
+def test_every_page_of_the_package_is_offered_or_named_as_none() -> None:
+    registered = (pages_folder().parent / "registration.py").read_text()
+    names = set(all_environments())
+    assert set(re.findall(r'id="miniwob/([\w.-]+)-v1"', registered)) <= names
+    assert {page.stem for page in (pages_folder() / "miniwob").glob("*.html")} <= names | set(NOT_PLAYABLE)
+    assert len(names) == 133
+    with pytest.raises(ConfigError, match="hover-shape cannot be used: its page never gives a reward"):
+        make_source(TasksConfig(environments=["click-test", "hover-shape"]))
 
 
 def test_the_task_of_a_ticket_depends_on_seed_and_ticket_alone() -> None:
@@ -119,7 +125,7 @@ def test_the_server_gives_nothing_outside_its_folder(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     server = FolderServer(tmp_path / "inside")
     with urllib.request.urlopen(f"http://{server.address}/page.html?query", timeout=5) as answer:
-        assert (answer.read(), answer.headers["Content-Type"]) == (b"page", "text/html")
+        assert (answer.read(), answer.headers["Content-Type"]) == (b"page", "text/html; charset=utf-8")
     for path in ("../secret", "%2e%2e/secret", "", "inside/page.html"):
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"http://{server.address}/{path}", timeout=5)

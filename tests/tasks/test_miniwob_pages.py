@@ -1,0 +1,90 @@
+"""Every environment of MiniWoB++ opens, and a seed means one page."""
+
+from __future__ import annotations
+
+import io
+
+from PIL import Image
+
+from megatron_webrl.browser.session import Session
+from megatron_webrl.config import BrowserConfig
+from megatron_webrl.tasks import miniwob_page
+from megatron_webrl.tasks.miniwob_page import all_environments
+from tests.tasks.miniwob_sessions import fleet_of, in_each, task_of
+
+SEED = 3
+SIZE = (560, 680)  # as large as the largest task, a flight page with its instruction beside it
+
+MOVING = {"chase-circle", "moving-items", "simon-says", "stock-market", "terminal"}
+"""Their pages move from the start; a session sees them at different moments."""
+
+# The document as text, with what fields hold and how far parts are scrolled. Left out are the panel with the reward,
+# and where the folded labels of click-pie end: a hundredth of a pixel more or less.
+DOCUMENT = """() => {
+  const text = (node) => {
+    if (node.nodeType === Node.TEXT_NODE) return node.data;
+    if (node.nodeType !== Node.ELEMENT_NODE || ['reward-display', 'click-canvas'].includes(node.id)) return '';
+    const names = [...node.attributes].filter((a) => a.name !== 'transform').map((a) => `${a.name}="${a.value}"`);
+    const state = [node.value, node.checked, node.scrollTop, node.scrollLeft].join();
+    const inside = node.tagName === 'IFRAME' ? [node.contentDocument.body] : [...node.childNodes];
+    return `<${node.tagName} ${names.join(' ')} ${state}>${inside.map(text).join('')}</>`;
+  };
+  return text(document.body);
+}"""
+
+EXTENT = """() => {
+  const boxes = ['#wrap', '#query'].map((name) => document.querySelector(name).getBoundingClientRect());
+  return [Math.max(...boxes.map((box) => box.right)), Math.max(...boxes.map((box) => box.bottom))];
+}"""
+
+
+async def look(session: Session, environment: str) -> tuple[object, ...]:
+    """What a reset leads to: instruction, document, pixels, and how far task and instruction reach."""
+    seen = await session.reset(task_of(environment, SEED))
+    assert (seen.error, seen.reward, seen.done) == (None, None, False), environment
+    assert seen.instruction, environment
+    extent = await session.page.evaluate(EXTENT)
+    if environment in MOVING:  # what the start script leaves, before a frame is drawn
+        start = f"(given) => {{ ({miniwob_page.START})(given); return ({DOCUMENT})(); }}"
+        await session.page.reload()
+        document = await session.page.evaluate(start, miniwob_page.arguments(environment, SEED))
+        return seen.instruction, document, None, extent
+    pixels = Image.open(io.BytesIO(seen.screenshot)).convert("RGB").tobytes()
+    return seen.instruction, await session.page.evaluate(DOCUMENT), pixels, extent
+
+
+async def test_every_environment_opens_to_the_same_page_twice() -> None:
+    async def twice(session: Session, environment: str) -> list[tuple[object, ...]]:
+        return [await look(session, environment) for _ in range(2)]
+
+    environments = all_environments()
+    async with fleet_of(environments, *SIZE) as fleet:
+        found = await in_each(fleet, environments, twice)
+    default = BrowserConfig()
+    for name, looks in found.items():
+        for what, *values in zip(("instruction", "document", "pixels", "extent"), *looks, strict=True):
+            assert values[0] == values[1], f"{what} of {name}"
+        extent = looks[0][-1]
+        assert isinstance(extent, list)
+        assert extent[0] <= default.width, name
+        assert extent[1] <= default.height, name
+        assert extent == ([540, 667] if name.startswith("flight.") else [160, 210]), name
+
+
+async def test_a_page_is_the_same_on_any_day() -> None:
+    environments = ["terminal", "choose-date", "book-flight", "enter-time", "daily-calendar"]
+
+    async def later(session: Session, environment: str) -> tuple[object, ...]:
+        days = 400 * 24 * 3600 * 1000
+        await session.page.add_init_script(f"const now = Date.now; Date.now = () => now() + {days};")
+        return await look(session, environment)
+
+    async with fleet_of(environments, *SIZE) as fleet:
+        assert await in_each(fleet, environments, look) == await in_each(fleet, environments, later)
+
+
+async def test_pages_show_times_of_one_zone_and_text_beyond_ascii() -> None:
+    async with fleet_of(["unicode-test"], 160, 210) as fleet, fleet.session() as session:
+        seen = await session.reset(task_of("unicode-test", SEED))
+        zone = await session.page.evaluate("Intl.DateTimeFormat().resolvedOptions().timeZone")
+    assert (zone, seen.instruction) == ("UTC", 'Click on the "确定" button.')
