@@ -168,6 +168,8 @@ def _check_site(config: Config) -> None:
     make_source(config.tasks).close()
     if config.trainer.warm_start.demonstrations:
         check_oracles(config)
+    if config.browser.farm:
+        return  # the browsers are elsewhere
     try:
         find_chromium(config.browser.executable)
     except BrowserMissing as error:

@@ -207,6 +207,11 @@ class TasksConfig:
 
 @dataclass
 class BrowserConfig:
+    farm: str = setting(
+        "",
+        "Addresses of a browser farm's routers or nodes, separated by commas; empty: workers start nodes of their own.",
+    )
+    processes: int = setting(1, "Nodes that each worker starts, processes with a Chromium each.", low=1)
     executable: str = setting("", "Chromium to run; empty: the first one found.")
     width: int = setting(1280, "Viewport width, pixels.", low=32)
     height: int = setting(768, "Viewport height, pixels.", low=32)

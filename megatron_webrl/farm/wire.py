@@ -6,12 +6,14 @@ Every path begins with PREFIX. A refusal is a status of 400 and more with an `Er
 from __future__ import annotations
 
 import dataclasses
+import functools
 import struct
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from megatron_webrl.config import BrowserConfig
 from megatron_webrl.types import Action, Observation, Task
 
 PREFIX = "/v1"
@@ -74,6 +76,32 @@ class Reset:
 
 
 @dataclass(frozen=True)
+class View:
+    """What the sessions of a node show and can do: its settings browser.* of these names."""
+
+    width: int
+    height: int
+    screenshot: str
+    quality: int
+    marks: bool
+    max_marks: int
+    actions: tuple[str, ...]
+    tabs: int
+
+    @classmethod
+    def of(cls, settings: BrowserConfig) -> View:
+        """Those of a node with these settings."""
+        values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(cls)}
+        return cls(**values | {"actions": tuple(sorted(settings.actions))})
+
+    def differences(self, expected: View) -> str:
+        """Each setting that is another one than expected; empty if there is none."""
+        names = [field.name for field in dataclasses.fields(self)]
+        found = [(name, getattr(self, name), getattr(expected, name)) for name in names]
+        return ", ".join(f"browser.{name}={have} instead of {want}" for name, have, want in found if have != want)
+
+
+@dataclass(frozen=True)
 class NodeState:
     """What a node says of itself, to a router every few seconds and to anyone who asks."""
 
@@ -81,17 +109,24 @@ class NodeState:
     boot: str  # another one each time that the node starts
     sessions: int  # that may be leased at a time
     free: int
+    view: View
     leases: tuple[str, ...] = ()
     sources: dict[str, tuple[str, ...]] = field(default_factory=dict)  # environments by source
 
 
 task_adapter, action_adapter = TypeAdapter(Task), TypeAdapter(Action)
 _observation_adapter = TypeAdapter(Observation)
+_fields = TypeAdapter(dict[str, Any])
 
 
 def dump(value: Any) -> bytes:
     """A dataclass of this module or of `types` as JSON; not for observations."""
-    return TypeAdapter(type(value)).dump_json(value)
+    return _adapter(type(value)).dump_json(value)
+
+
+@functools.cache
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def load(adapter: TypeAdapter[T], text: bytes) -> T:
@@ -123,7 +158,7 @@ def unframe(body: bytes) -> Observation:
     end = _LENGTH.size + length
     if len(body) < end:
         raise WireError(f"a frame of {len(body)} bytes speaks of {length} bytes of JSON")
-    seen = load(TypeAdapter(dict[str, Any]), body[_LENGTH.size : end])
+    seen = load(_fields, body[_LENGTH.size : end])
     try:
         return _observation_adapter.validate_python(seen | {"screenshot": body[end:]})
     except ValidationError as error:
