@@ -334,16 +334,16 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     return config
 
 
-def read(path: str | Path, overrides: list[str] | None = None) -> Config:
-    """Read a configuration and check types and keys only. Raises ConfigError."""
-    path = Path(path)
-    if not path.is_file():
+def read(path: str | Path | None, overrides: list[str] | None = None) -> Config:
+    """Read a configuration, or take the defaults, and check types and keys only. Raises ConfigError."""
+    path = None if path is None else Path(path)
+    if path is not None and not path.is_file():
         raise ConfigError(f"configuration {path} is not a file")
     for override in overrides or []:
         if "=" not in override:
             raise ConfigError(f"override {override!r} is not of the form key=value")
     try:
-        file = OmegaConf.load(path)
+        file = OmegaConf.load(path) if path is not None else OmegaConf.create({})
         if not isinstance(file, DictConfig):
             raise ConfigError(f"{path} does not hold a mapping of sections")
         merged = OmegaConf.merge(OmegaConf.structured(Config), file, OmegaConf.from_dotlist(list(overrides or [])))
@@ -370,9 +370,10 @@ def flat(config: Any, prefix: str = "") -> dict[str, Any]:
     return result
 
 
-def _one_line(error: OmegaConfBaseException, path: Path) -> str:
+def _one_line(error: OmegaConfBaseException, path: Path | None) -> str:
     message = str(error).splitlines()[0]
     key = error.full_key or error.key
     if "not in" in message and key is not None:
-        return f"unknown key {key} in {path} or an override; docs/configuration.md lists all keys"
+        place = f"{path} or an override" if path is not None else "an override"
+        return f"unknown key {key} in {place}; docs/configuration.md lists all keys"
     return f"{key}: {message}" if key is not None else message

@@ -48,6 +48,12 @@ def check(config: Config) -> None:
         )
 
 
+def check_farm(config: Config) -> None:
+    """The same for what a node of a browser farm takes of a configuration. Raises ConfigError."""
+    _check_limits(config, "")
+    _check_browser(config)
+
+
 def model_description(path: str | Path) -> dict[str, Any]:
     """The model folder's config.json. Raises ConfigError if it is not a Qwen3-VL folder."""
     folder = Path(path)

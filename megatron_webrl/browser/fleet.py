@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from megatron_webrl.browser.chromium import find_chromium, launch_arguments, proxy_settings
-from megatron_webrl.browser.errors import BrowserCrashed
+from megatron_webrl.browser.errors import BrowserCrashed, BrowserTimeout
 from megatron_webrl.browser.gateway import Gateway
 from megatron_webrl.browser.policy import Endpoint, declared_endpoints, direct_endpoints
 from megatron_webrl.browser.process import Chromium
@@ -95,6 +95,15 @@ class Fleet:
             finally:
                 # Closing takes a while and nobody needs to wait for it.
                 self._do(self._release(chromium, session))
+
+    async def check(self, seconds: float) -> None:
+        """Launch Chromium if it has ended, and have it answer within `seconds`. Raises BrowserError."""
+        chromium = await self._running()
+        try:
+            async with asyncio.timeout(seconds):
+                await chromium.check()
+        except TimeoutError:
+            raise BrowserTimeout(f"Chromium did not answer within {seconds} s") from None
 
     async def _take(self) -> tuple[Chromium, Session]:
         for _ in range(LAUNCH_ATTEMPTS):

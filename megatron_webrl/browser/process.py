@@ -59,6 +59,15 @@ class Chromium:
         """Whether driver and browser can be spoken to."""
         return self.browser.is_connected()
 
+    async def check(self) -> None:
+        """Ask the browser for its version. Raises BrowserError."""
+        try:
+            control = await self.browser.new_browser_cdp_session()
+            await control.send("Browser.getVersion")
+            await control.detach()
+        except PlaywrightError as error:
+            raise BrowserCrashed(f"Chromium does not answer: {error.message.splitlines()[0]}") from error
+
     async def close(self) -> None:
         """End both; whatever is left after CLOSE_SECONDS is killed."""
         try:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, ExitStack, suppress
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import gymnasium
 import numpy as np
@@ -46,7 +46,7 @@ class WebEnv(gymnasium.Env[dict[str, Any], str]):
     info["outcome"] "failure", and a browser that failed, with the name of what has happened.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"]}
+    metadata: dict[str, Any] = {"render_modes": ["rgb_array"]}  # noqa: RUF012
 
     def __init__(
         self, source: str = "miniwob", environment: str = "click-test", *, farm_url: str | None = None,
@@ -84,7 +84,7 @@ class WebEnv(gymnasium.Env[dict[str, Any], str]):
             self.close()
             raise
         self.observation_space = observation_space(view)
-        self.action_space = Actions(view.marks, view.actions, view.max_marks, view.tabs)
+        self.action_space = self._actions = Actions(view.marks, view.actions, view.max_marks, view.tabs)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -109,7 +109,7 @@ class WebEnv(gymnasium.Env[dict[str, Any], str]):
         """Carry out an action. Raises ValueError for what is no action, or comes before reset or after the end."""
         if self._seen is None:
             raise ValueError("there is no episode; reset begins one")
-        parsed = self.action_space.parse(action)
+        parsed = self._actions.parse(action)
         self._steps += 1
         try:
             self._seen = self._run(self._session.step(parsed))
@@ -129,7 +129,7 @@ class WebEnv(gymnasium.Env[dict[str, Any], str]):
         reward = float(outcome == "success") if reference is not None else float(seen.reward or 0.0)
         return shown, reward if terminated else 0.0, terminated, not terminated, info | {"outcome": outcome}
 
-    def render(self) -> np.ndarray | None:  # type: ignore[override]
+    def render(self) -> np.ndarray | None:
         """The screenshot, uint8 [height, width, 3], with render_mode rgb_array."""
         if self.render_mode is None or self._seen is None:
             return None
@@ -152,7 +152,8 @@ class WebEnv(gymnasium.Env[dict[str, Any], str]):
 
     async def _enter(self, browsers: Browsers) -> RemoteSession:
         async with AsyncExitStack() as stack:
-            session = await stack.enter_async_context(await stack.enter_async_context(browsers).session())
+            await stack.enter_async_context(browsers)
+            session = await stack.enter_async_context(browsers.session())
             opened = stack.pop_all()
             self._closing.callback(lambda: self._loop.run(opened.aclose(), lambda: None))
         return session
@@ -179,7 +180,7 @@ class WebEnv(gymnasium.Env[dict[str, Any], str]):
                 }
                 for one in seen.elements
             )  # fmt: skip
-        if "tabs" in self.observation_space.spaces:
+        if "switch_tab" in self._actions.kinds:
             shown["tabs"] = tuple({"title": t.title, "url": t.url, "active": int(t.active)} for t in seen.tabs)
         return shown
 

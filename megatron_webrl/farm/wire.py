@@ -9,9 +9,9 @@ import dataclasses
 import functools
 import struct
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megatron_webrl.config import BrowserConfig
 from megatron_webrl.types import Action, Observation, Task
@@ -31,6 +31,10 @@ BUSY, EXPIRED, BROWSER_FAILED = 503, 410, 502
 """Statuses that mean something to a client: try again after `Retry-After` seconds; the lease is not or no longer
 known; the browser failed, `Error.outcome` names how."""
 
+SessionState = Literal["idle", "resetting", "waiting", "acting", "crashed"]
+"""Of a lease: no episode, an operation of one kind or the other, the client's turn, the browser has failed."""
+
+_NOTHING_ELSE = ConfigDict(extra="forbid")  # a field that is not known is an error, not something left undone
 T = TypeVar("T")
 
 
@@ -50,6 +54,8 @@ class Error:
 class LeaseRequest:
     """Ask for one browser session at a time, until released or expired."""
 
+    __pydantic_config__ = _NOTHING_ELSE
+
     seconds: float | None = None  # lifetime without renewal; None: the node's default
     owner: str = ""  # for people who read the node's list
 
@@ -66,6 +72,8 @@ class Lease:
 @dataclass(frozen=True)
 class Reset:
     """Which task to open: a whole one, or environment and seed of a source, or a page of the web."""
+
+    __pydantic_config__ = _NOTHING_ELSE
 
     task: Task | None = None
     source: str | None = None
@@ -102,6 +110,35 @@ class View:
 
 
 @dataclass(frozen=True)
+class Step(Action):
+    """An action to carry out, with the fields of `types.Action`."""
+
+    __pydantic_config__ = _NOTHING_ELSE
+
+
+@dataclass(frozen=True)
+class LeaseState:
+    """What a node knows of a lease that it has given."""
+
+    state: SessionState
+    seconds_left: float  # until it expires unless used or renewed
+    owner: str
+    task: Task | None = None  # of the latest episode
+    url: str | None = None  # of its latest observation, and so the title
+    title: str | None = None
+    steps: int = 0
+    outcome: str | None = None  # how the browser failed, if it did
+    refused: dict[str, int] = field(default_factory=dict)  # requests of the episode's pages, by reason
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """What can be opened: environments by source."""
+
+    sources: dict[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
 class NodeState:
     """What a node says of itself, to a router every few seconds and to anyone who asks."""
 
@@ -114,6 +151,29 @@ class NodeState:
     sources: dict[str, tuple[str, ...]] = field(default_factory=dict)  # environments by source
 
 
+@dataclass(frozen=True)
+class KnownNode:
+    """What a router knows of a node."""
+
+    url: str
+    boot: str
+    alive: bool
+    silent_seconds: float  # since it last announced itself
+    sessions: int
+    free: int  # as announced, less what was placed since
+    leases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RouterState:
+    """What a router says of itself; sessions, free places and leases are those of live nodes."""
+
+    sessions: int
+    free: int
+    leases: int
+    nodes: tuple[KnownNode, ...]
+
+
 task_adapter, action_adapter = TypeAdapter(Task), TypeAdapter(Action)
 _observation_adapter = TypeAdapter(Observation)
 _fields = TypeAdapter(dict[str, Any])
@@ -121,7 +181,7 @@ _fields = TypeAdapter(dict[str, Any])
 
 def dump(value: Any) -> bytes:
     """A dataclass of this module or of `types` as JSON; not for observations."""
-    return _adapter(type(value)).dump_json(value)
+    return _adapter(cast(Any, type(value))).dump_json(value)
 
 
 @functools.cache

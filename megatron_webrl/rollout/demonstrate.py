@@ -84,8 +84,9 @@ async def demonstrate(
 ) -> None:  # fmt: skip
     """Write `count` successful scripted episodes to the record file `path`, several at a time.
 
-    `progress` is told the number of successes so far; `name` is told to a farm, and names logs. Raises ConfigError for an environment without an oracle,
-    ProcessError or BrowserError if there is no browser, RuntimeError if too many episodes fail.
+    `progress` is told the number of successes so far; `name` is told to a farm, and names logs. Raises ConfigError for
+    an environment without an oracle, ProcessError or BrowserError if there is no browser, RuntimeError if too many
+    episodes fail.
     """
     check_oracles(config)
     source = make_source(config.tasks)

@@ -1,0 +1,78 @@
+"""What a node tells Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+
+import psutil
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+NODE = "webrl_browsers"
+_SECONDS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 60.0, 120.0)
+
+
+class Measures:
+    """Counters and histograms of one node, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        self.refused_leases = Counter(f"{NODE}_leases_refused", "Leases refused for want of a place", registry=registry)
+        self.granted = Counter(f"{NODE}_leases_granted", "Leases given", registry=registry)
+        self.expired = Counter(f"{NODE}_leases_expired", "Leases neither used nor renewed", registry=registry)
+        self.episodes = Counter(f"{NODE}_episodes", "Resets that brought an observation", ["source"], registry=registry)
+        self.steps = Counter(f"{NODE}_steps", "Actions that brought an observation", registry=registry)
+        self.errors = Counter(f"{NODE}_errors", "Operations that failed", ["outcome"], registry=registry)
+        self.seconds = Histogram(
+            f"{NODE}_operation_seconds", "Time to an observation", ["operation"], buckets=_SECONDS, registry=registry
+        )
+        memory = Gauge(
+            f"{NODE}_resident_bytes", "Resident memory of drivers and browsers; shared pages count in each process",
+            registry=registry,
+        )  # fmt: skip
+        memory.set_function(resident_bytes)
+
+    def watch(
+        self,
+        sessions: int,
+        held: Callable[[], int],
+        launches: Callable[[], int],
+        refused: Callable[[], Mapping[str, int]],
+    ) -> None:
+        """Tell of what others count."""
+        Gauge(f"{NODE}_sessions", "Sessions that may be leased at a time", registry=self._registry).set(sessions)
+        Gauge(f"{NODE}_leases_held", "Leases held", registry=self._registry).set_function(held)
+        self._registry.register(_Counts(launches, refused))
+
+    def text(self) -> bytes:
+        """All of it in Prometheus' text format, of CONTENT_TYPE."""
+        return generate_latest(self._registry)
+
+
+class _Counts(Collector):
+    """Counts that live elsewhere."""
+
+    def __init__(self, launches: Callable[[], int], refused: Callable[[], Mapping[str, int]]) -> None:
+        self._launches, self._refused = launches, refused
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(f"{NODE}_launches", "Browsers launched", value=self._launches())
+        refused = CounterMetricFamily(
+            f"{NODE}_requests_refused", "Requests of pages that policy refused", labels=["reason"]
+        )
+        for reason, count in dict(self._refused()).items():
+            refused.add_metric([reason], count)
+        yield refused
+
+
+def resident_bytes() -> float:
+    """Resident memory of this process's descendants."""
+    total = 0
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            total += process.memory_info().rss
+    return float(total)
