@@ -46,7 +46,7 @@ class WebEnv(gymnasium.Env[dict[str, Any], str]):
     info["outcome"] "failure", and a browser that failed, with the name of what has happened.
     """
 
-    metadata: dict[str, Any] = {"render_modes": ["rgb_array"]}  # noqa: RUF012
+    metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 1}  # noqa: RUF012
 
     def __init__(
         self, source: str = "miniwob", environment: str = "click-test", *, farm_url: str | None = None,
