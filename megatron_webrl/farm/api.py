@@ -15,6 +15,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from megatron_webrl import __version__
 from megatron_webrl.farm.guard import Guard
 from megatron_webrl.farm.measures import CONTENT_TYPE
+from megatron_webrl.farm.wire import BUSY as BUSY_STATUS
 from megatron_webrl.farm.wire import PREFIX, TOKEN_VARIABLE, Error, dump
 
 log = logging.getLogger(__name__)
@@ -88,6 +89,17 @@ def busy(sentence: str) -> Response:
 def answer(value: Any, status: int = 200) -> Response:
     """A dataclass as JSON."""
     return Response(dump(value), status, media_type=JSON)
+
+
+def add_refusals(app: FastAPI, statuses: Mapping[type[Exception], int]) -> None:
+    """Answer exceptions whose message is one sentence by a status."""
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        status = next(statuses[kind] for kind in type(error).__mro__ if kind in statuses)
+        return busy(str(error)) if status == BUSY_STATUS else failure(status, str(error))
+
+    for kind in statuses:
+        app.add_exception_handler(kind, refuse)
 
 
 async def _invalid(request: Request, error: Exception) -> Response:

@@ -38,6 +38,15 @@ def add_browsers(commands: Any) -> None:
         serve.add_argument(option, type=float, default=default, metavar="S", help=f"{text} (default: {default:g})")
     serve.set_defaults(run=_serve)
 
+    route = parts.add_parser(
+        "route",
+        help="the front of many nodes",
+        description="Place leases on nodes, which announce themselves with `webrl browsers serve --router`, and send "
+        "clients straight to them. Nothing is lost when it is restarted. The address shows a page for people.",
+    )
+    _add_address(route, 8701)
+    route.set_defaults(run=_route)
+
 
 def _add_address(parser: argparse.ArgumentParser, port: int) -> None:
     parser.add_argument(
@@ -70,3 +79,11 @@ def _serve(options: argparse.Namespace) -> int:
             die_with_parent=options.die_with_parent,
         )
     )
+
+
+def _route(options: argparse.Namespace) -> int:
+    from megatron_webrl.farm.router_main import RouterOptions, run
+    from megatron_webrl.farm.serve import Address
+
+    address = Address(options.host, options.port, file=options.address_file)
+    return run(RouterOptions(address, options.token_file, options.die_with_parent))

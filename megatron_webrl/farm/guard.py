@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 import os
@@ -16,6 +17,7 @@ from megatron_webrl.config import ConfigError
 from megatron_webrl.farm.wire import PREFIX, TOKEN_VARIABLE, Error, dump
 
 BODY_BYTES = 64 * 1024
+DRAIN_BYTES, DRAIN_SECONDS = 2**20, 5.0
 MIN_TOKEN = 16  # characters
 
 
@@ -70,19 +72,17 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        refusal = self._refusal(scope["path"], headers)
-        if refusal is not None:
-            await _refuse(send, *refusal)
-            return
         limit = self._limits.get(scope["path"], BODY_BYTES)
         body = _Body(receive, limit)
-        if body.is_announced_too_long(headers):
-            await _refuse(send, 413, f"the body is longer than {limit} bytes")
-            return
-        try:
-            await self._app(scope, body.receive, send)
-        except _TooLong:
-            await _refuse(send, 413, f"the body is longer than {limit} bytes")
+        refusal = self._refusal(scope["path"], headers)
+        if refusal is None and not body.is_announced_too_long(headers):
+            try:
+                await self._app(scope, body.receive, send)
+                return
+            except _TooLong:
+                pass  # raised while the body was read, before any answer
+        await body.drain()
+        await _refuse(send, *(refusal or (413, f"the body is longer than {limit} bytes")))
 
     def _refusal(self, path: str, headers: Mapping[bytes, bytes]) -> tuple[int, str] | None:
         if self._bearer is not None:
@@ -105,20 +105,36 @@ class _TooLong(Exception):
 
 
 class _Body:
+    """A request's body, up to a limit."""
+
     def __init__(self, receive: Receive, limit: int) -> None:
-        self._receive, self._left = receive, limit
-        self._limit = limit
+        self._receive, self._limit = receive, limit
+        self._taken = 0
+        self._ended = False
 
     def is_announced_too_long(self, headers: Mapping[bytes, bytes]) -> bool:
         length = headers.get(b"content-length", b"0")
         return not length.isdigit() or len(length) > 18 or int(length) > self._limit
 
     async def receive(self) -> Message:
+        message = await self._take()
+        if self._taken > self._limit:
+            raise _TooLong
+        return message
+
+    async def drain(self) -> None:
+        """Read on for a while: a connection that is closed with a body unread loses the answer."""
+        try:
+            async with asyncio.timeout(DRAIN_SECONDS):
+                while not self._ended and self._taken <= DRAIN_BYTES:
+                    await self._take()
+        except TimeoutError:
+            pass
+
+    async def _take(self) -> Message:
         message = await self._receive()
-        if message["type"] == "http.request":
-            self._left -= len(message.get("body", b""))
-            if self._left < 0:
-                raise _TooLong
+        self._taken += len(message.get("body", b""))
+        self._ended = not message.get("more_body", False)
         return message
 
 
@@ -128,8 +144,9 @@ def _name(host: str) -> str:
 
 
 async def _refuse(send: Send, status: int, sentence: str) -> None:
-    headers: list[Any] = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    body = dump(Error(sentence))
+    headers: list[Any] = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": dump(Error(sentence))})
+    await send({"type": "http.response.body", "body": body})

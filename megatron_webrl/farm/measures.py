@@ -1,4 +1,4 @@
-"""What a node tells Prometheus."""
+"""What a node and a router tell Prometheus."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from megatron_webrl.farm.wire import RouterState
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-NODE = "webrl_browsers"
+NODE, ROUTER = "webrl_browsers", "webrl_router"
 _SECONDS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 60.0, 120.0)
 
 
@@ -47,6 +49,31 @@ class Measures:
         Gauge(f"{NODE}_sessions", "Sessions that may be leased at a time", registry=self._registry).set(sessions)
         Gauge(f"{NODE}_leases_held", "Leases held", registry=self._registry).set_function(held)
         self._registry.register(_Counts(launches, refused))
+
+    def text(self) -> bytes:
+        """All of it in Prometheus' text format, of CONTENT_TYPE."""
+        return generate_latest(self._registry)
+
+
+class RouterMeasures:
+    """Counters of a router, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        self.placed = Counter(f"{ROUTER}_leases_placed", "Leases placed on nodes", registry=registry)
+        self.refused = Counter(f"{ROUTER}_leases_refused", "Leases refused for want of a place", registry=registry)
+        self.sent_on = Counter(f"{ROUTER}_requests_sent_on", "Requests sent on to nodes", registry=registry)
+
+    def watch(self, state: Callable[[], RouterState]) -> None:
+        """Tell of what the router knows."""
+        gauges: tuple[tuple[str, str, Callable[[], int]], ...] = (
+            ("nodes", "Live nodes", lambda: sum(node.alive for node in state().nodes)),
+            ("sessions", "Sessions of live nodes", lambda: state().sessions),
+            ("sessions_free", "Those that nobody holds", lambda: state().free),
+        )
+        for name, text, number in gauges:
+            Gauge(f"{ROUTER}_{name}", text, registry=self._registry).set_function(number)
 
     def text(self) -> bytes:
         """All of it in Prometheus' text format, of CONTENT_TYPE."""

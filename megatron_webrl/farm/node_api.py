@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, FastAPI, Request
@@ -10,7 +9,17 @@ from starlette.responses import Response
 
 from megatron_webrl.browser.errors import BrowserError
 from megatron_webrl.farm import wire
-from megatron_webrl.farm.api import BUSY, EVERYWHERE, JSON, Responses, add_outside, answer, busy, failure, make_app
+from megatron_webrl.farm.api import (
+    BUSY,
+    EVERYWHERE,
+    JSON,
+    Responses,
+    add_outside,
+    add_refusals,
+    answer,
+    failure,
+    make_app,
+)
 from megatron_webrl.farm.leases import NoPlace, NotHeld
 from megatron_webrl.farm.node import Conflict, Gone, Node, NoScript
 from megatron_webrl.farm.opening import BadInput
@@ -42,10 +51,11 @@ _IMAGES = {b"\x89PNG": "image/png", b"\xff\xd8": "image/jpeg", b"RIFF": "image/w
 def node_app(node: Node, token: str | None) -> FastAPI:
     """The application of a node."""
     app = make_app("webrl browsers", DESCRIPTION, token)
-    for kind, status in ((NotHeld, wire.EXPIRED), (NoEpisode, 409), (Conflict, 409), (OracleError, 409),
-                         (NoScript, 404), (BadInput, 400)):  # fmt: skip
-        app.add_exception_handler(kind, _refusal(status))
-    app.add_exception_handler(NoPlace, _no_place)
+    add_refusals(
+        app,
+        {NotHeld: wire.EXPIRED, NoPlace: wire.BUSY, NoEpisode: 409, Conflict: 409, OracleError: 409, NoScript: 404,
+         BadInput: 400},
+    )  # fmt: skip
     app.add_exception_handler(BrowserError, _browser_failed)
     _add_leases(routes := APIRouter(prefix=PREFIX, responses=EVERYWHERE), node)
     _add_episodes(routes, node)
@@ -133,17 +143,6 @@ def _gone(request: Request) -> Gone:
             pass
 
     return gone
-
-
-def _refusal(status: int) -> Callable[[Request, Exception], Awaitable[Response]]:
-    async def refuse(request: Request, error: Exception) -> Response:
-        return failure(status, str(error))
-
-    return refuse
-
-
-async def _no_place(request: Request, error: Exception) -> Response:
-    return busy(str(error))
 
 
 async def _browser_failed(request: Request, error: Exception) -> Response:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_webrl.farm.node import Node
+    from megatron_webrl.farm.router import Router
 
 REFRESH_SECONDS = 2
 _STYLE = (
@@ -34,6 +35,20 @@ def node_page(node: Node, openapi: dict[str, Any]) -> str:
     heads = ("session", "state", "owner", "task", "steps", "failure", "expires in")
     text = f"{len(leases)} of {node.leases.places} sessions leased. Clients reach this node at {node.url}."
     return document("Browser node", text, heads, rows, openapi)
+
+
+def router_page(router: Router, openapi: dict[str, Any]) -> str:
+    """Nodes and paths of a router."""
+    state = router.state()
+    rows = [
+        (
+            node.url, ("alive", "alive") if node.alive else ("gone", "gone"), str(node.sessions), str(node.free),
+            str(len(node.leases)), f"{node.silent_seconds:.1f} s ago",
+        )
+        for node in state.nodes
+    ]  # fmt: skip
+    text = f"{state.free} of {state.sessions} sessions free on {sum(node.alive for node in state.nodes)} nodes."
+    return document("Browser router", text, ("node", "", "sessions", "free", "leases", "heard of"), rows, openapi)
 
 
 Cell = str | tuple[str, str]

@@ -11,10 +11,11 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -27,9 +28,10 @@ log = logging.getLogger(__name__)
 
 LOG_FORMAT = "%(asctime)s {role} %(levelname)s %(name)s: %(message)s"
 END_SECONDS = 10.0
+START_POLL_SECONDS = 0.01
 BACKLOG = 4096  # connections that wait to be accepted; the kernel's limit (net.core.somaxconn) counts too
-KEEP_ALIVE_SECONDS = 75.0  # longer than clients keep a connection, so that they never meet one that is being closed
-GRACE_SECONDS = 5.0  # for requests under way at the end
+KEEP_ALIVE_SECONDS = 75  # longer than clients keep a connection, so that they never meet one that is being closed
+GRACE_SECONDS = 5  # for requests under way at the end
 
 
 @dataclass(frozen=True)
@@ -64,49 +66,59 @@ class Listener:
             temporary.rename(self._file)
 
 
-def begin_process(name: str, die_with_parent: bool) -> None:
-    """Make this process one that leaves nothing behind, and that may hold many connections."""
+def run_process(name: str, work: Coroutine[Any, Any, int], die_with_parent: bool) -> int:
+    """Run a process's work until it ends or SIGTERM or SIGINT cancels it; returns the exit code. Nothing is left below.
+
+    A second signal cancels its orderly end as well; what is left then is killed.
+    """
     if die_with_parent:
         processes.die_with_parent(signal.SIGTERM)
     faulthandler.enable()
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT.format(role=name), force=True)
-    processes.become_subreaper()
+    for orphan in processes.sweep_orphans():
+        log.warning("killed %s, whose owner is gone", orphan)
     os.environ.update(processes.owner_environment())
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # every connection is a file
+    try:
+        return asyncio.run(_until_signal(work))
+    finally:
+        for left in processes.kill_descendants(END_SECONDS):
+            log.error("%s is still there", left)
 
 
-def end_process() -> None:
-    """End what is left below this process, which should be nothing."""
-    for left in processes.kill_descendants(END_SECONDS):
-        log.error("%s is still there", left)
+async def _until_signal(work: Coroutine[Any, Any, int]) -> int:
+    loop = asyncio.get_running_loop()
+    running = loop.create_task(work)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, running.cancel)
+    try:
+        return await running
+    except asyncio.CancelledError:
+        return 0
 
 
 @asynccontextmanager
 async def serving(app: FastAPI, listener: Listener) -> AsyncIterator[asyncio.Event]:
-    """Answer requests; the event is set by SIGTERM and SIGINT. At the end requests get GRACE_SECONDS."""
+    """Answer requests; the event tells that this has ended by itself. At the end requests get GRACE_SECONDS."""
     server = _Server(
         uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False, backlog=BACKLOG,
-            timeout_keep_alive=int(KEEP_ALIVE_SECONDS), timeout_graceful_shutdown=int(GRACE_SECONDS),
+            timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=GRACE_SECONDS,
         )
     )  # fmt: skip
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    running = loop.create_task(server.serve([listener.socket]))
-    running.add_done_callback(lambda _: stop.set())
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    ended = asyncio.Event()
+    running = asyncio.get_running_loop().create_task(server.serve([listener.socket]))
+    running.add_done_callback(lambda _: ended.set())
     try:
         while not server.started and not running.done():
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(START_POLL_SECONDS)
         listener.tell()
         log.info("listening at %s", listener.url)
-        yield stop
+        yield ended
     finally:
         server.should_exit = True
         await running
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
 
 
 class _Server(uvicorn.Server):
