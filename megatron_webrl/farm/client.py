@@ -81,8 +81,8 @@ class Browsers:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        # Releases under way: each has a limit of its own.
-        await asyncio.gather(*self._background, return_exceptions=True)
+        while self._background:  # releases under way: each has a limit of its own
+            await asyncio.gather(*self._background, return_exceptions=True)
         if self._calls is not None:
             await self._calls.close()
             self._calls = None

@@ -201,6 +201,7 @@ class Node:
             else:
                 self.leases.renew(held)
             if running.cancelled():
+                self.leases.find(held.id)  # says so if the lease has ended meanwhile
                 raise Conflict("the operation was broken off")
             return running.result()
         finally:

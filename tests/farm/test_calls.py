@@ -57,6 +57,30 @@ async def test_a_busy_farm_is_asked_again_no_sooner_than_it_says() -> None:
     assert all(later - earlier >= 1.0 for earlier, later in itertools.pairwise(asked))
 
 
+async def test_who_is_cancelled_while_asking_gives_back_what_comes() -> None:
+    asked, answering = asyncio.Event(), asyncio.Event()
+    released: list[str] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if request.method == "DELETE":
+            released.append(request.path)
+            return web.Response(status=204)
+        asked.set()
+        await answering.wait()
+        lease = {"id": "a-b", "seconds": 60, "node": f"http://{request.host}"}
+        return web.Response(status=201, text=json.dumps(lease))
+
+    async with server(answer) as url:
+        async with Browsers(url, "") as browsers:
+            asking = asyncio.ensure_future(browsers.session().__aenter__())
+            await asked.wait()
+            asking.cancel()
+            answering.set()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+        assert released == ["/v1/leases/a-b"]
+
+
 async def test_a_step_is_never_sent_twice_and_a_silent_node_is_not_waited_for() -> None:
     steps = 0
 

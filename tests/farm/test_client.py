@@ -111,16 +111,6 @@ async def test_who_waits_for_a_place_gets_the_next_one(nodes: OwnNodes) -> None:
         await holding
 
 
-async def test_who_is_cancelled_while_asking_keeps_no_place(nodes: OwnNodes) -> None:
-    async with client(nodes) as browsers:
-        asking = asyncio.ensure_future(browsers.session().__aenter__())
-        await asyncio.sleep(0)  # the request is under way
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
-    async with client(nodes) as browsers:
-        assert await free(browsers, nodes) == 4
-
-
 async def test_a_lease_is_renewed_while_nothing_is_done(nodes: OwnNodes) -> None:
     async with client(nodes, lease_seconds=2.0) as browsers, browsers.session() as session:
         await session.reset(click_task())
@@ -138,6 +128,18 @@ async def test_a_lease_that_is_lost_is_named_and_a_reset_takes_another(nodes: Ow
             await session.step(Action("wait", time=0))
         assert (await session.reset(click_task())).instruction == "Click the button."
         assert session.lease.id != lost
+
+
+async def test_a_lease_released_under_a_step_is_lost_to_the_step(nodes: OwnNodes) -> None:
+    async with client(nodes) as browsers, browsers.session() as session:
+        await session.reset(click_task())
+        waiting = asyncio.ensure_future(session.step(Action("wait", time=5)))
+        url = f"{session.lease.node}{wire.PREFIX}/leases/{session.lease.id}"
+        while '"acting"' not in (await browsers.calls.call("GET", url, LIMIT)).decode():
+            await asyncio.sleep(0.02)
+        await browsers.calls.call("DELETE", url, LIMIT)
+        with pytest.raises(LeaseLost, match="released"):
+            await waiting
 
 
 async def test_a_killed_browser_is_an_error_to_its_sessions_and_the_next_ones_work(nodes: OwnNodes) -> None:

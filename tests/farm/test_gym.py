@@ -118,12 +118,12 @@ def test_settings_that_a_farm_does_not_have_are_refused(farm: OwnNodes) -> None:
         on(farm, marks=False)
     with pytest.raises(ConfigError, match=r"browser.open_web is a setting of the node"):
         on(farm, open_web=True)
-    with pytest.raises(ValueError, match=r"click-tset.*near: click-test"):
-        env = on(farm, "click-tset")
-        try:
+    env = on(farm, "click-tset")
+    try:
+        with pytest.raises(ValueError, match=r"click-tset.*near: click-test"):
             env.reset()
-        finally:
-            env.close()
+    finally:
+        env.close()
 
 
 @pytest.mark.parametrize("marks", [False, True])
