@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_webrl import __version__
 from megatron_webrl.config import Config, ConfigError, load, read
+from megatron_webrl.farm.commands import add_browsers
 
 if TYPE_CHECKING:
     from megatron_webrl.control import Control
@@ -64,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.set_defaults(run=_doctor)
 
     _add_parity(commands)
+    add_browsers(commands)
 
     control = commands.add_parser("control", help="the control plane; `train` starts it, and so does a Slurm script")
     _add_config(control)
@@ -168,6 +170,8 @@ def _check_site(config: Config) -> None:
     make_source(config.tasks).close()
     if config.trainer.warm_start.demonstrations:
         check_oracles(config)
+    if config.browser.farm:
+        return  # the browsers are elsewhere
     try:
         find_chromium(config.browser.executable)
     except BrowserMissing as error:

@@ -207,6 +207,11 @@ class TasksConfig:
 
 @dataclass
 class BrowserConfig:
+    farm: str = setting(
+        "",
+        "Addresses of a browser farm's routers or nodes, separated by commas; empty: workers start nodes of their own.",
+    )
+    processes: int = setting(1, "Nodes that each worker starts, processes with a Chromium each.", low=1)
     executable: str = setting("", "Chromium to run; empty: the first one found.")
     width: int = setting(1280, "Viewport width, pixels.", low=32)
     height: int = setting(768, "Viewport height, pixels.", low=32)
@@ -337,16 +342,16 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     return config
 
 
-def read(path: str | Path, overrides: list[str] | None = None) -> Config:
-    """Read a configuration and check types and keys only. Raises ConfigError."""
-    path = Path(path)
-    if not path.is_file():
+def read(path: str | Path | None, overrides: list[str] | None = None) -> Config:
+    """Read a configuration, or take the defaults, and check types and keys only. Raises ConfigError."""
+    path = None if path is None else Path(path)
+    if path is not None and not path.is_file():
         raise ConfigError(f"configuration {path} is not a file")
     for override in overrides or []:
         if "=" not in override:
             raise ConfigError(f"override {override!r} is not of the form key=value")
     try:
-        file = OmegaConf.load(path)
+        file = OmegaConf.load(path) if path is not None else OmegaConf.create({})
         if not isinstance(file, DictConfig):
             raise ConfigError(f"{path} does not hold a mapping of sections")
         merged = OmegaConf.merge(OmegaConf.structured(Config), file, OmegaConf.from_dotlist(list(overrides or [])))
@@ -373,9 +378,10 @@ def flat(config: Any, prefix: str = "") -> dict[str, Any]:
     return result
 
 
-def _one_line(error: OmegaConfBaseException, path: Path) -> str:
+def _one_line(error: OmegaConfBaseException, path: Path | None) -> str:
     message = str(error).splitlines()[0]
     key = error.full_key or error.key
     if "not in" in message and key is not None:
-        return f"unknown key {key} in {path} or an override; docs/configuration.md lists all keys"
+        place = f"{path} or an override" if path is not None else "an override"
+        return f"unknown key {key} in {place}; docs/configuration.md lists all keys"
     return f"{key}: {message}" if key is not None else message

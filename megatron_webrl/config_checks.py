@@ -9,8 +9,9 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from megatron_webrl.config import Config, ConfigError
+from megatron_webrl.config import BrowserConfig, Config, ConfigError, LatencyConfig
 from megatron_webrl.types import EXTRA_KINDS, TAB_KINDS
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -26,6 +27,12 @@ _DIMENSIONS = {
 }  # fmt: skip
 
 
+# Settings of browser.* that only the process with the browsers reads.
+_OF_NODES = (
+    "processes", "executable", "open_web", "allow", "deny", "ports", "max_requests", "max_mib", "request_seconds",
+)  # fmt: skip
+
+
 def check(config: Config) -> None:
     """Check every limit and combination that can be known before anything starts. Raises ConfigError."""
     _check_limits(config, "")
@@ -39,6 +46,12 @@ def check(config: Config) -> None:
         raise ConfigError(
             f"run.resume=true but {config.run_folder}/checkpoints holds no complete checkpoint; set run.resume=false"
         )
+
+
+def check_farm(config: Config) -> None:
+    """The same for what a node of a browser farm takes of a configuration. Raises ConfigError."""
+    _check_limits(config, "")
+    _check_browser(config)
 
 
 def model_description(path: str | Path) -> dict[str, Any]:
@@ -242,10 +255,45 @@ def _check_browser(config: Config) -> None:
             f"trainer.warm_start.demonstrations={config.trainer.warm_start.demonstrations}, but scripts act by "
             "coordinates; set demonstrations to 0, or browser.marks=false"
         )
+    if browser.farm:
+        _check_farm_settings(config)
     executable = browser.executable
     if executable and not shutil.which(executable):
         raise ConfigError(
             f"browser.executable={executable} is not an executable file; leave it empty to search for Chromium"
+        )
+
+
+def farm_addresses(text: str) -> tuple[str, ...]:
+    """The addresses of a setting, separated by commas. Raises ConfigError."""
+    found = []
+    for part in text.split(","):
+        address = part.strip().rstrip("/")
+        try:
+            parts = urlsplit(address)
+            plain = parts.scheme in ("http", "https") and parts.hostname and not (parts.path or parts.query)
+            plain = plain and (parts.port is None or parts.port > 0)
+        except ValueError:
+            plain = False
+        if not plain:
+            raise ConfigError(f"{part.strip()!r} is not an address such as http://node7:8700 (browser.farm)")
+        found.append(address)
+    return tuple(found)
+
+
+def _check_farm_settings(config: Config) -> None:
+    """With a farm some settings are those of its nodes: here they would have no effect. Raises ConfigError."""
+    farm_addresses(config.browser.farm)
+    usual = BrowserConfig()
+    for name in _OF_NODES:
+        if (value := getattr(config.browser, name)) != getattr(usual, name):
+            raise ConfigError(
+                f"browser.{name}={value} has no effect with browser.farm={config.browser.farm}: its nodes have "
+                "settings of their own; leave it out"
+            )
+    if config.tasks.latency != LatencyConfig():
+        raise ConfigError(
+            f"tasks.latency has no effect with browser.farm={config.browser.farm}: give it to the nodes instead"
         )
 
 

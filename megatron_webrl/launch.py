@@ -64,14 +64,8 @@ class Role:
         code = self.process.poll()
         if code is None or code == 0:
             return None
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        return f"{self.name} {how}; its last words: {self.last_words()} (log: {self.log})"
-
-    def last_words(self) -> str:
-        """The last line of its log that says something."""
-        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines()[-200:] if line.strip()]
-        errors = [line for line in lines if "ERROR" in line]
-        return (errors or lines or ["none"])[-1][:500]
+        words = processes.last_words(self.log)
+        return f"{self.name} {processes.how_it_ended(code)}; its last words: {words} (log: {self.log})"
 
 
 @dataclass

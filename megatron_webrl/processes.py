@@ -28,6 +28,7 @@ OWNER = "WEBRL_OWNER"
 ROLE = "WEBRL_ROLE"
 SCRATCH = "webrl-"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+KILL_SECONDS = 10.0  # for killed processes to be gone
 _PAUSE = 0.02  # seconds between looks at processes that were signalled
 
 # Runs between fork and the role's program, in an interpreter of its own: Python code in a forked copy of a
@@ -135,7 +136,7 @@ def kill_descendants(seconds: float, roles: Sequence[subprocess.Popen[bytes]] = 
         time.sleep(_PAUSE)
 
 
-def kill_group(leader: int, seconds: float = 10.0) -> None:
+def kill_group(leader: int, seconds: float = KILL_SECONDS) -> None:
     """Kill the processes of a group, within `seconds`; its resource tracker is left half of that to end by itself."""
     _kill(lambda: [process for process in psutil.process_iter() if _group(process.pid) == leader], seconds)
 
@@ -190,6 +191,33 @@ def _group(pid: int) -> int:
 def _runs(process: psutil.Process) -> bool:
     """Whether it still is that process, and no zombie."""
     return process.is_running() and is_alive(process.pid, start_time(process.pid))
+
+
+def end_tree(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Ask a process that leads a group to end; after `seconds` it, its descendants and its group are killed."""
+    family: list[psutil.Process] = []
+    with suppress(psutil.NoSuchProcess):
+        family = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    kill_group(process.pid)
+    _kill(lambda: family, KILL_SECONDS)
+    process.wait(KILL_SECONDS)
+
+
+def last_words(log: Path) -> str:
+    """The last line of a log that says something, of errors if there are any."""
+    if not log.is_file():
+        return "none"
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()[-200:] if line.strip()]
+    errors = [line for line in lines if "ERROR" in line]
+    return (errors or lines or ["none"])[-1][:500]
+
+
+def how_it_ended(code: int) -> str:
+    """What an exit code says."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
 def scratch_folder() -> Path:

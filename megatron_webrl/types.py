@@ -39,13 +39,14 @@ class Task:
     """A goal on a site. For MiniWoB++ the page itself makes the instruction from the seed."""
 
     id: str
-    source: str  # "miniwob" or "sites"
+    source: str  # "miniwob", "sites", or "web" for any page
     environment: str  # page within the source, e.g. "click-test"
     seed: int
     max_steps: int
     instruction: str | None = None  # None: the page tells after reset
     difficulty: str = "easy"  # "easy", "medium" or "hard"
     answer: str | None = None  # what the `answer` action must say; None: only the page decides
+    url: str | None = None  # where a task of the source "web" begins; others know it
 
 
 @dataclass(frozen=True)

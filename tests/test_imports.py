@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "rollout": {"judge", "browser", "farm", "tasks", "weights", "model", "ring"},
     "judge": set(),
     "browser": set(),
-    "farm": {"browser", "tasks"},
+    "farm": {"browser", "tasks", "judge"},
     "tasks": set(),
     "weights": {"model"},
     "model": set(),

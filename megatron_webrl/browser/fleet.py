@@ -133,6 +133,15 @@ class Fleet:
             finally:
                 self._do(self._release(carrier, session))
 
+    async def check(self, seconds: float) -> None:
+        """Have a browser answer within `seconds`; one that does not is replaced. Raises BrowserError."""
+        try:
+            async with asyncio.timeout(seconds):
+                if not await self._check(await self._carrier()):
+                    raise BrowserCrashed("Chromium does not answer")
+        except TimeoutError:
+            raise BrowserTimeout(f"no browser answered within {seconds} s") from None
+
     def gauges(self) -> dict[str, float]:
         """How things stand; memory as it was up to LOOK_SECONDS ago, drivers included."""
         everyone = [*self._serving, *self._draining]

@@ -6,12 +6,14 @@ Every path begins with PREFIX. A refusal is a status of 400 and more with an `Er
 from __future__ import annotations
 
 import dataclasses
+import functools
 import struct
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from megatron_webrl.config import BrowserConfig
 from megatron_webrl.types import Action, Observation, Task
 
 PREFIX = "/v1"
@@ -29,6 +31,10 @@ BUSY, EXPIRED, BROWSER_FAILED = 503, 410, 502
 """Statuses that mean something to a client: try again after `Retry-After` seconds; the lease is not or no longer
 known; the browser failed, `Error.outcome` names how."""
 
+SessionState = Literal["idle", "resetting", "waiting", "acting", "crashed"]
+"""Of a lease: no episode, an operation of one kind or the other, the client's turn, the browser has failed."""
+
+_NOTHING_ELSE = ConfigDict(extra="forbid")  # a field that is not known is an error, not something left undone
 T = TypeVar("T")
 
 
@@ -48,6 +54,8 @@ class Error:
 class LeaseRequest:
     """Ask for one browser session at a time, until released or expired."""
 
+    __pydantic_config__ = _NOTHING_ELSE
+
     seconds: float | None = None  # lifetime without renewal; None: the node's default
     owner: str = ""  # for people who read the node's list
 
@@ -65,12 +73,69 @@ class Lease:
 class Reset:
     """Which task to open: a whole one, or environment and seed of a source, or a page of the web."""
 
+    __pydantic_config__ = _NOTHING_ELSE
+
     task: Task | None = None
     source: str | None = None
     environment: str | None = None
     seed: int = 0
     url: str | None = None
     instruction: str | None = None
+
+
+@dataclass(frozen=True)
+class View:
+    """What the sessions of a node show and can do: its settings browser.* of these names."""
+
+    width: int
+    height: int
+    screenshot: str
+    quality: int
+    marks: bool
+    max_marks: int
+    actions: tuple[str, ...]
+    tabs: int
+
+    @classmethod
+    def of(cls, settings: BrowserConfig) -> View:
+        """Those of a node with these settings."""
+        values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(cls)}
+        return cls(**values | {"actions": tuple(sorted(settings.actions))})
+
+    def differences(self, expected: View) -> str:
+        """Each setting that is another one than expected; empty if there is none."""
+        names = [field.name for field in dataclasses.fields(self)]
+        found = [(name, getattr(self, name), getattr(expected, name)) for name in names]
+        return ", ".join(f"browser.{name}={have} instead of {want}" for name, have, want in found if have != want)
+
+
+@dataclass(frozen=True)
+class Step(Action):
+    """An action to carry out, with the fields of `types.Action`."""
+
+    __pydantic_config__ = _NOTHING_ELSE
+
+
+@dataclass(frozen=True)
+class LeaseState:
+    """What a node knows of a lease that it has given."""
+
+    state: SessionState
+    seconds_left: float  # until it expires unless used or renewed
+    owner: str
+    task: Task | None = None  # of the latest episode
+    url: str | None = None  # of its latest observation, and so the title
+    title: str | None = None
+    steps: int = 0
+    outcome: str | None = None  # how the browser failed, if it did
+    refused: dict[str, int] = field(default_factory=dict)  # requests of the episode's pages, by reason
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """What can be opened: environments by source."""
+
+    sources: dict[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -81,17 +146,47 @@ class NodeState:
     boot: str  # another one each time that the node starts
     sessions: int  # that may be leased at a time
     free: int
+    view: View
     leases: tuple[str, ...] = ()
     sources: dict[str, tuple[str, ...]] = field(default_factory=dict)  # environments by source
 
 
+@dataclass(frozen=True)
+class KnownNode:
+    """What a router knows of a node."""
+
+    url: str
+    boot: str
+    alive: bool
+    silent_seconds: float  # since it last announced itself
+    sessions: int
+    free: int  # as announced, less what was placed since
+    leases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RouterState:
+    """What a router says of itself; sessions, free places and leases are those of live nodes."""
+
+    sessions: int
+    free: int
+    leases: int
+    nodes: tuple[KnownNode, ...]
+
+
 task_adapter, action_adapter = TypeAdapter(Task), TypeAdapter(Action)
 _observation_adapter = TypeAdapter(Observation)
+_fields = TypeAdapter(dict[str, Any])
 
 
 def dump(value: Any) -> bytes:
     """A dataclass of this module or of `types` as JSON; not for observations."""
-    return TypeAdapter(type(value)).dump_json(value)
+    return _adapter(cast(Any, type(value))).dump_json(value)
+
+
+@functools.cache
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def load(adapter: TypeAdapter[T], text: bytes) -> T:
@@ -123,7 +218,7 @@ def unframe(body: bytes) -> Observation:
     end = _LENGTH.size + length
     if len(body) < end:
         raise WireError(f"a frame of {len(body)} bytes speaks of {length} bytes of JSON")
-    seen = load(TypeAdapter(dict[str, Any]), body[_LENGTH.size : end])
+    seen = load(_fields, body[_LENGTH.size : end])
     try:
         return _observation_adapter.validate_python(seen | {"screenshot": body[end:]})
     except ValidationError as error:

@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass, field
 
 from megatron_webrl.browser.errors import BrowserError
-from megatron_webrl.browser.session import Session
 from megatron_webrl.config import RolloutConfig
+from megatron_webrl.farm.client import RemoteSession
 from megatron_webrl.judge import environment as judge
 from megatron_webrl.model.processing import Processor
 from megatron_webrl.rollout.actions import parse
@@ -33,7 +33,7 @@ class _Episode:
 
 
 async def run_episode(
-    responder: Responder, session: Session, processor: Processor, task: Task, settings: RolloutConfig,
+    responder: Responder, session: RemoteSession, processor: Processor, task: Task, settings: RolloutConfig,
     *, ticket: int, index: int, group_size: int, incarnation: int, toolset: Toolset = COORDINATES,
 ) -> Trajectory:  # fmt: skip
     """Run `task` in a fresh session and judge it. `toolset`: what the session can do.
@@ -65,7 +65,7 @@ async def run_episode(
 
 
 async def _play(
-    episode: _Episode, responder: Responder, session: Session, processor: Processor, task: Task, toolset: Toolset,
+    episode: _Episode, responder: Responder, session: RemoteSession, processor: Processor, task: Task, toolset: Toolset,
     step_seconds: float,
 ) -> str:  # fmt: skip
     """Observe, answer, act, until the page, the agent or the step limit ends it; returns which."""
@@ -103,7 +103,7 @@ def _parse(generation: Generation, processor: Processor, toolset: Toolset) -> tu
 
 
 async def _respond(
-    responder: Responder, session: Session, prompt: Prompt, context: Context, seconds: float
+    responder: Responder, session: RemoteSession, prompt: Prompt, context: Context, seconds: float
 ) -> Generation:
     images = [context.screenshots[index] for index in prompt.images]
     limit = asyncio.timeout(seconds)

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from playwright.async_api import Page
 
-from megatron_webrl.browser.fleet import Fleet
-from megatron_webrl.browser.session import Session
 from megatron_webrl.config import Config, ConfigError, ContextConfig
+from megatron_webrl.farm.client import Browsers, RemoteSession
 from megatron_webrl.model.processing import Processor
 from megatron_webrl.ring.record import encode
 from megatron_webrl.ring.record_file import RecordFileWriter
 from megatron_webrl.rollout.agent import run_episode
+from megatron_webrl.rollout.browsers import open_browsers
 from megatron_webrl.rollout.generation import Generation, GenerationError
 from megatron_webrl.rollout.prompts import response_text
 from megatron_webrl.rollout.toolset import COORDINATES, Toolset
 from megatron_webrl.tasks.aim import STEP, OracleError
 from megatron_webrl.tasks.registry import further_actions, make_source, scripted_environments
 from megatron_webrl.tasks.source import TaskSource
-from megatron_webrl.types import COORDINATE_RANGE, Action, Task, Trajectory
+from megatron_webrl.types import COORDINATE_RANGE, Action, Trajectory
 
 FIRST_TICKET = 2**40
 """Demonstrations have tickets of their own: no training ticket shares a page seed with them by its number."""
@@ -33,33 +32,28 @@ SESSIONS = 8
 MAX_FAILURES = 20
 """Failed episodes beyond a tenth of those wanted, after which making demonstrations is given up."""
 
-Script = Callable[[Page, Task], Awaitable[Action]]
-"""What to do next on a page for a task, such as `TaskSource.demonstrate`. Raises OracleError."""
-
 
 class ScriptedResponder:
-    """Answers with what the script would do next. One may serve many sessions."""
+    """Answers with what the task's script would do next. One may serve many sessions."""
 
     def __init__(
-        self, script: Script, processor: Processor, settings: ContextConfig, max_new_tokens: int,
+        self, processor: Processor, settings: ContextConfig, max_new_tokens: int,
         toolset: Toolset = COORDINATES, noise: float = 0.0, seed: int = 0,
     ) -> None:  # fmt: skip
         """`toolset` is what the sessions can do.
 
         With probability `noise` an answer has a random coordinate, so that some episodes fail or recover.
         """
-        self._script = script
         self._processor, self._settings, self._max_new_tokens = processor, settings, max_new_tokens
         self._toolset, self._noise, self._random = toolset, noise, random.Random(seed)
 
-    async def respond(self, session: Session, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
+    async def respond(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
         """The oracle's action in the configured response format, certain of itself: log-probabilities are zero.
 
-        Raises GenerationError if the oracle is at a loss or the answer exceeds `max_new_tokens`.
+        Raises GenerationError if the oracle is at a loss or the answer exceeds `max_new_tokens`, BrowserError.
         """
-        assert session.task is not None
         try:
-            action = await self._script(session.page, session.task)
+            action = await session.demonstration()
         except OracleError as error:
             raise GenerationError(str(error)) from error
         text = response_text(self._disturbed(action), self._settings, self._toolset)
@@ -88,19 +82,20 @@ class ScriptedResponder:
 
 
 async def demonstrate(
-    config: Config, count: int, path: str | Path, progress: Callable[[int], None] = lambda done: None
-) -> None:
+    config: Config, count: int, path: str | Path, progress: Callable[[int], None] = lambda done: None,
+    name: str = "demonstrations",
+) -> None:  # fmt: skip
     """Write `count` successful scripted episodes to the record file `path`, several at a time.
 
-    `progress` is told the number of successes so far. Raises ConfigError for an environment without an oracle,
-    BrowserError if there is no browser, RuntimeError if too many episodes fail.
+    `progress` is told the number of successes so far; `name` is told to a farm, and names logs. Raises ConfigError for
+    an environment without an oracle, ProcessError or BrowserError if there is no browser, RuntimeError if too many
+    episodes fail.
     """
     check_oracles(config)
     source = make_source(config.tasks)
     try:
-        fleet = Fleet(config.browser, {config.tasks.source: source}, SESSIONS, config.rollout.step_seconds)
-        async with fleet:
-            await _Demonstrations(config, source, fleet, count, progress).write(path)
+        async with open_browsers(config, min(SESSIONS, count), name) as browsers:
+            await _Demonstrations(config, source, browsers, count, progress).write(path)
     finally:
         source.close()
 
@@ -128,14 +123,14 @@ class _Demonstrations:
     """Runs episodes until enough have succeeded."""
 
     def __init__(
-        self, config: Config, source: TaskSource, fleet: Fleet, count: int, progress: Callable[[int], None]
+        self, config: Config, source: TaskSource, browsers: Browsers, count: int, progress: Callable[[int], None]
     ) -> None:
-        self._config, self._source, self._fleet = config, source, fleet
+        self._config, self._source, self._browsers = config, source, browsers
         self._count, self._progress = count, progress
         self._processor = Processor.load(config.model.path)
         self._toolset = Toolset.of(config.browser)
         self._responder = ScriptedResponder(
-            source.demonstrate, self._processor, config.rollout.context, config.rollout.max_new_tokens, self._toolset
+            self._processor, config.rollout.context, config.rollout.max_new_tokens, self._toolset
         )
         self._taken = self._succeeded = 0
         self._failures: list[str] = []
@@ -164,10 +159,10 @@ class _Demonstrations:
 
     async def _episode(self, ticket: int) -> Trajectory:
         task = self._source.task(self._config.run.seed, ticket)
-        async with self._fleet.session() as session:
+        async with self._browsers.session() as session:
             return await run_episode(
                 self._responder, session, self._processor, task, self._config.rollout,
-                ticket=ticket, index=0, group_size=1, incarnation=0, toolset=Toolset.of(self._config.browser),
+                ticket=ticket, index=0, group_size=1, incarnation=0, toolset=self._toolset,
             )  # fmt: skip
 
     def _failed(self, trajectory: Trajectory) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from megatron_webrl.browser.session import Session
+    from megatron_webrl.farm.client import RemoteSession
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,9 @@ class Engine:
             raise
         return engine
 
-    async def respond(self, session: Session | None, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
+    async def respond(
+        self, session: RemoteSession | None, token_ids: np.ndarray, images: Sequence[bytes]
+    ) -> Generation:
         """Answer one prompt: int32 tokens with one placeholder per image. `session` is not looked at.
 
         Raises GenerationError for a prompt that cannot be answered or an answer that takes longer than

@@ -9,10 +9,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from megatron_webrl.browser.errors import BrowserError
-from megatron_webrl.browser.fleet import Fleet
 from megatron_webrl.config import Config
+from megatron_webrl.farm.client import Browsers
 from megatron_webrl.model.processing import Processor
 from megatron_webrl.rollout.agent import run_episode
+from megatron_webrl.rollout.browsers import open_browsers
 from megatron_webrl.rollout.generation import Responder
 from megatron_webrl.rollout.toolset import Toolset
 from megatron_webrl.tasks.registry import make_source
@@ -28,20 +29,18 @@ class Episodes:
 
     config: Config
     source: TaskSource
-    fleet: Fleet
+    browsers: Browsers
     processor: Processor
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, config: Config, processor: Processor) -> AsyncIterator[Episodes]:
-        """Start the task source and the browsers; both end with the context."""
+    async def open(cls, config: Config, processor: Processor, name: str) -> AsyncIterator[Episodes]:
+        """Open the task source and the browsers of the worker `name`; both end with the context."""
         source = make_source(config.tasks)
         sessions = config.rollout.groups_in_flight * config.rollout.group_size
         try:
-            async with Fleet(
-                config.browser, {config.tasks.source: source}, sessions, config.rollout.step_seconds
-            ) as fleet:
-                yield cls(config, source, fleet, processor)
+            async with open_browsers(config, sessions, name) as browsers:
+                yield cls(config, source, browsers, processor)
         finally:
             source.close()
 
@@ -49,7 +48,7 @@ class Episodes:
         """One episode of a ticket's group. Without a browser it is masked, not raised."""
         task, started = self.source.task(self.config.run.seed, ticket), time.monotonic()
         try:
-            async with self.fleet.session() as session:
+            async with self.browsers.session() as session:
                 return await run_episode(
                     responder, session, self.processor, task, self.config.rollout,
                     ticket=ticket, index=index, group_size=self.config.rollout.group_size, incarnation=incarnation,

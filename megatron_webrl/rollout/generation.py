@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    from megatron_webrl.browser.session import Session
+    from megatron_webrl.farm.client import RemoteSession
 
 
 class GenerationError(RuntimeError):
@@ -30,9 +30,9 @@ class Generation:
 
 
 class Responder(Protocol):
-    """Answers one prompt. `session` is for scripted responders that look at the page."""
+    """Answers one prompt. `session` is for responders that ask it for a demonstration."""
 
-    async def respond(self, session: Session, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
+    async def respond(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
         """Answer the prompt `token_ids` (int32, one placeholder per image) with its encoded images.
 
         Raises GenerationError.

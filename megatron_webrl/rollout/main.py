@@ -43,7 +43,7 @@ async def _run(config: Config, control: Control, worker: int, life: int, ring: R
     try:
         engine = await _start_engine(config, control, worker, life)
         await demonstrations
-        async with Episodes.open(config, engine.processor) as episodes:
+        async with Episodes.open(config, engine.processor, control.role) as episodes:
             refresh = Refresh(config, control, engine, worker, name)
             await Pool(config, control, ring, engine, episodes, refresh, name).run()
     except Stopped:
@@ -89,7 +89,11 @@ async def _demonstrate(config: Config, control: Control, worker: int) -> None:
         return
     started = time.monotonic()
     await demonstrate(
-        config, count, config.demonstrations_path, lambda done: control.report(f"demonstrations, {done} of {count}")
+        config,
+        count,
+        config.demonstrations_path,
+        lambda done: control.report(f"demonstrations, {done} of {count}"),
+        f"{control.role}-demonstrations",
     )
     log.info("%d demonstrations in %.1f s", count, time.monotonic() - started)
     control.put("demonstrations/ready", True)

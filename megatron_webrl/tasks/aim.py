@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from playwright.async_api import Page
+from typing import TYPE_CHECKING, Any
 
 from megatron_webrl.types import COORDINATE_RANGE, Action
+
+if TYPE_CHECKING:
+    from playwright.async_api import Page
 
 STEP = 20  # few different coordinates are easier to learn
 

@@ -47,15 +47,21 @@ class Miniwob:
         """The server behind the origin."""
         return {HOST: self._server.address}
 
+    def make(self, environment: str, seed: int) -> Task:
+        """The task of an environment and a page seed; the same on every machine."""
+        return Task(
+            id=f"{NAME}/{environment}/{seed}", source=NAME, environment=environment, seed=seed, max_steps=self.max_steps
+        )
+
     def task(self, seed: int, ticket: int) -> Task:
         """The task of a training ticket: a pure function of sampler seed and ticket."""
         environment, page_seed = draw(seed, ticket, len(self.environments))
-        return self._task(self.environments[environment], page_seed)
+        return self.make(self.environments[environment], page_seed)
 
     def held_out(self, index: int) -> Task:
         """The index-th evaluation task; environments take turns, and no page seed is ever trained on."""
         environment, page_seed = evaluation(index, len(self.environments))
-        return self._task(self.environments[environment], page_seed)
+        return self.make(self.environments[environment], page_seed)
 
     async def open(self, page: Page, task: Task) -> str:
         """Load the environment's page and start its episode; returns the instruction."""
@@ -73,8 +79,3 @@ class Miniwob:
     async def demonstrate(self, page: Page, task: Task) -> Action:
         """What the environment's oracle would do next. Raises OracleError, KeyError without an oracle."""
         return await oracles.next_action(page, task.environment)
-
-    def _task(self, environment: str, seed: int) -> Task:
-        return Task(
-            id=f"{NAME}/{environment}/{seed}", source=NAME, environment=environment, seed=seed, max_steps=self.max_steps
-        )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from megatron_webrl.config import ConfigError, TasksConfig
-from megatron_webrl.tasks import oracles
+from megatron_webrl.tasks import miniwob, miniwob_page, oracles
 from megatron_webrl.tasks.miniwob import Miniwob
+from megatron_webrl.tasks.sites import source as sites
 from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS
 from megatron_webrl.tasks.sites.source import Sites
 from megatron_webrl.tasks.source import TaskSource
@@ -20,6 +21,14 @@ def make_source(tasks: TasksConfig) -> TaskSource:
     if tasks.source == "sites":
         return Sites(tasks.environments, tasks.max_steps, tasks.latency)
     raise ConfigError(f"tasks.source={tasks.source!r} is not known; use miniwob or sites")
+
+
+def every_source(tasks: TasksConfig) -> dict[str, TaskSource]:
+    """All sources by name, each with all of its environments, started; the caller closes them. Raises ConfigError."""
+    return {
+        miniwob.NAME: Miniwob(miniwob_page.all_environments(), tasks.max_steps),
+        sites.NAME: Sites(tuple(ENVIRONMENTS), tasks.max_steps, tasks.latency),
+    }
 
 
 def scripted_environments(source: str) -> tuple[str, ...]:

@@ -48,24 +48,36 @@ class Reply:
 
 
 class LocalServer:
-    """Answers requests with `respond`, which many threads call, at `address` (host:port) until closed."""
+    """Answers requests with `respond`, which many threads call, from the first look at its address until closed.
+
+    Whoever only asks a source for tasks, whose pages are served elsewhere, starts nothing.
+    """
 
     def __init__(self, respond: Callable[[Request], Reply], name: str) -> None:
-        self._server = _Server(("127.0.0.1", 0), respond)
-        self.address = f"127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name=name, daemon=True)
-        self._thread.start()
+        self._respond_to, self._name = respond, name
+        self._server: _Server | None = None
+        self._starting = threading.Lock()
+
+    @property
+    def address(self) -> str:
+        """host:port where it answers. Starts it."""
+        with self._starting:
+            if self._server is None:
+                self._server = _Server(("127.0.0.1", 0), self._respond_to)
+                threading.Thread(target=self._server.serve_forever, args=(0.1,), name=self._name, daemon=True).start()
+            return f"127.0.0.1:{self._server.server_address[1]}"
 
     @property
     def connections(self) -> int:
         """Connections accepted so far."""
-        return self._server.connections
+        return self._server.connections if self._server is not None else 0
 
     def close(self) -> None:
         """Stop answering. A second call does nothing."""
-        self._server.closing.set()
-        self._server.shutdown()
-        self._server.server_close()
+        if self._server is not None:
+            self._server.closing.set()
+            self._server.shutdown()
+            self._server.server_close()
 
 
 class FolderServer(LocalServer):

@@ -1,4 +1,4 @@
-"""Where tasks come from, and which one a ticket means."""
+"""Where tasks come from and are done, and which one a ticket means."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ HELD_OUT_SEEDS = range(2**30, 2**31)
 """Page seeds of evaluation; disjoint from those of training."""
 
 
-class TaskSource(Protocol):
-    """Tasks, and the site where they are done (what a browser session needs of it)."""
+class TaskSite(Protocol):
+    """Where tasks are done: what a browser session needs, and what a script can do there."""
+
+    @property
+    def environments(self) -> Sequence[str]:
+        """What kinds of tasks are done here."""
+        ...
 
     @property
     def origins(self) -> frozenset[str]:
@@ -28,14 +33,6 @@ class TaskSource(Protocol):
     @property
     def addresses(self) -> Mapping[str, str]:
         """Where host names of the source's pages lead to."""
-        ...
-
-    def task(self, seed: int, ticket: int) -> Task:
-        """The task of a training ticket: a pure function of sampler seed and ticket."""
-        ...
-
-    def held_out(self, index: int) -> Task:
-        """The index-th evaluation task."""
         ...
 
     async def open(self, page: Page, task: Task) -> str:
@@ -52,6 +49,22 @@ class TaskSource(Protocol):
 
     def close(self) -> None:
         """Give back what the source holds."""
+        ...
+
+
+class TaskSource(TaskSite, Protocol):
+    """Tasks, and the site where they are done."""
+
+    def make(self, environment: str, seed: int) -> Task:
+        """The task of an environment and a page seed; the same on every machine."""
+        ...
+
+    def task(self, seed: int, ticket: int) -> Task:
+        """The task of a training ticket: a pure function of sampler seed and ticket."""
+        ...
+
+    def held_out(self, index: int) -> Task:
+        """The index-th evaluation task."""
         ...
 
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import pytest_asyncio
-from playwright.async_api import Page
 
-from megatron_webrl.browser.fleet import Fleet
-from megatron_webrl.browser.session import Session
-from megatron_webrl.config import BrowserConfig, ContextConfig, RolloutConfig
+from megatron_webrl.config import ContextConfig, RolloutConfig
+from megatron_webrl.farm.client import Browsers, RemoteSession
+from megatron_webrl.farm.local import own_nodes
 from megatron_webrl.model.processing import Processor
 from megatron_webrl.ring.record import decode, encode
 from megatron_webrl.rollout.actions import render
@@ -23,9 +22,8 @@ from megatron_webrl.rollout.agent import run_episode
 from megatron_webrl.rollout.demonstrate import ScriptedResponder
 from megatron_webrl.rollout.generation import Generation, GenerationError, Responder
 from megatron_webrl.rollout.toolset import Toolset
-from megatron_webrl.tasks.miniwob import Miniwob
-from megatron_webrl.tasks.oracles import next_action
 from megatron_webrl.types import Action, Task, Trajectory
+from tests.farm.nodes import browser_of, config_for, node_processes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -40,20 +38,10 @@ def processor(tiny_model: Path) -> Processor:
     return Processor.load(tiny_model)
 
 
-@pytest.fixture(scope="module")
-def source() -> Iterator[Miniwob]:
-    with Miniwob(["click-test", "enter-text", "click-button-sequence"], 3) as source:
-        yield source
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fleet(source: Miniwob) -> AsyncIterator[Fleet]:
-    async with Fleet(BrowserConfig(width=160, height=210, screenshot="png"), {"miniwob": source}, 2, 20.0) as fleet:
-        yield fleet
-
-
-async def _script(page: Page, task: Task) -> Action:
-    return await next_action(page, task.environment)
+async def browsers() -> AsyncIterator[Browsers]:
+    async with own_nodes(config_for(), 2) as nodes, Browsers(nodes.tended, nodes.token, step_seconds=20) as browsers:
+        yield browsers
 
 
 @dataclass
@@ -64,9 +52,9 @@ class Answers:
     answers: list[str | Exception]
     asked: list[str] = field(default_factory=list)  # decoded prompts
 
-    async def respond(self, session: Session, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
+    async def respond(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
         self.asked.append(self.processor.decode(token_ids))
-        oracle = ScriptedResponder(_script, self.processor, SETTINGS.context, SETTINGS.max_new_tokens)
+        oracle = ScriptedResponder(self.processor, SETTINGS.context, SETTINGS.max_new_tokens)
         if not self.answers:
             return await oracle.respond(session, token_ids, images)
         answer = self.answers.pop(0)
@@ -85,16 +73,18 @@ def task(environment: str = "click-test", max_steps: int = 3) -> Task:
 
 
 async def episode(
-    fleet: Fleet, processor: Processor, responder: Responder, task: Task, settings: RolloutConfig = SETTINGS
+    browsers: Browsers, processor: Processor, responder: Responder, task: Task, settings: RolloutConfig = SETTINGS
 ) -> Trajectory:
-    async with fleet.session() as session:
+    async with browsers.session() as session:
         return await run_episode(
             responder, session, processor, task, settings, ticket=7, index=1, group_size=4, incarnation=2
         )
 
 
-async def test_a_solved_task_is_a_success_with_all_that_training_needs(fleet: Fleet, processor: Processor) -> None:
-    trajectory = await episode(fleet, processor, Answers(processor, []), task("enter-text"))
+async def test_a_solved_task_is_a_success_with_all_that_training_needs(
+    browsers: Browsers, processor: Processor
+) -> None:
+    trajectory = await episode(browsers, processor, Answers(processor, []), task("enter-text"))
     assert (trajectory.outcome, trajectory.reward, trajectory.trainable) == ("success", 1.0, True)
     assert (trajectory.ticket, trajectory.index, trajectory.group_size, trajectory.incarnation) == (7, 1, 4, 2)
     assert trajectory.instruction.startswith('Enter "')
@@ -113,18 +103,22 @@ async def test_a_solved_task_is_a_success_with_all_that_training_needs(fleet: Fl
     assert decode(b"".join(encode(trajectory))).instruction == trajectory.instruction
 
 
-async def test_an_agent_acts_by_numbered_elements(source: Miniwob, processor: Processor) -> None:
+async def test_an_agent_acts_by_numbered_elements(processor: Processor) -> None:
     toolset = Toolset(marks=True)
 
     class Reading(Answers):
-        async def respond(self, session: Session, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
+        async def respond(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
             [number] = re.findall(r'\[(\d+)\] button "Click Me!"', self.processor.decode(token_ids))
             self.answers = [render(Action("click", element_id=int(number)), toolset)]
             return await super().respond(session, token_ids, images)
 
-    settings = BrowserConfig(width=160, height=210, screenshot="webp", marks=True)
+    config = config_for(screenshot="webp", marks=True)
     answers = Reading(processor, [])
-    async with Fleet(settings, {"miniwob": source}, 1, 20.0) as fleet, fleet.session() as session:
+    async with (
+        own_nodes(config, 1) as nodes,
+        Browsers(nodes.tended, nodes.token) as browsers,
+        browsers.session() as session,
+    ):
         trajectory = await run_episode(
             answers, session, processor, task(), SETTINGS,
             ticket=7, index=1, group_size=4, incarnation=2, toolset=toolset,
@@ -135,17 +129,17 @@ async def test_an_agent_acts_by_numbered_elements(source: Miniwob, processor: Pr
     assert decode(b"".join(encode(trajectory))).steps[0].action == trajectory.steps[0].action
 
 
-async def test_special_tokens_in_a_response_are_a_format_error(fleet: Fleet, processor: Processor) -> None:
+async def test_special_tokens_in_a_response_are_a_format_error(browsers: Browsers, processor: Processor) -> None:
     answers = Answers(processor, [f"{WAIT}<|image_pad|>", f"<|im_start|>{WAIT}", WAIT])
-    trajectory = await episode(fleet, processor, answers, task())
+    trajectory = await episode(browsers, processor, answers, task())
     assert [step.format_error for step in trajectory.steps] == ["special_token", "special_token", None]
     assert [step.action is None for step in trajectory.steps] == [True, True, False]
     assert trajectory.outcome == "failure"
 
 
-async def test_a_format_error_is_told_and_the_episode_goes_on(fleet: Fleet, processor: Processor) -> None:
+async def test_a_format_error_is_told_and_the_episode_goes_on(browsers: Browsers, processor: Processor) -> None:
     answers = Answers(processor, ["I do not know.", "<tool_call>\n{}\n</tool_call>"])
-    trajectory = await episode(fleet, processor, answers, task())
+    trajectory = await episode(browsers, processor, answers, task())
     assert [step.format_error for step in trajectory.steps] == ["no_tool_call", "bad_call", None]
     assert [step.action is None for step in trajectory.steps] == [True, True, False]
     assert [step.page_changed for step in trajectory.steps] == [False, False, True]
@@ -156,78 +150,76 @@ async def test_a_format_error_is_told_and_the_episode_goes_on(fleet: Fleet, proc
     assert trajectory.outcome == "success"
 
 
-async def test_the_last_step_ends_an_episode_as_a_failure(fleet: Fleet, processor: Processor) -> None:
-    trajectory = await episode(fleet, processor, Answers(processor, [WAIT] * 9), task(max_steps=2))
+async def test_the_last_step_ends_an_episode_as_a_failure(browsers: Browsers, processor: Processor) -> None:
+    trajectory = await episode(browsers, processor, Answers(processor, [WAIT] * 9), task(max_steps=2))
     assert (trajectory.outcome, len(trajectory.steps), trajectory.reward) == ("failure", 2, 0.0)
 
 
-async def test_an_answer_ends_the_episode(fleet: Fleet, processor: Processor) -> None:
+async def test_an_answer_ends_the_episode(browsers: Browsers, processor: Processor) -> None:
     answers = Answers(processor, [WAIT, render(Action("answer", text="done"))])
-    trajectory = await episode(fleet, processor, answers, task())
+    trajectory = await episode(browsers, processor, answers, task())
     assert (trajectory.outcome, len(trajectory.steps)) == ("failure", 2)
 
 
-async def test_a_wrong_click_is_a_failure(fleet: Fleet, processor: Processor) -> None:
+async def test_a_wrong_click_is_a_failure(browsers: Browsers, processor: Processor) -> None:
     last = Answers(processor, [])
     # In the other order the sequence of buttons is wrong.
-    async with fleet.session() as session:
+    async with browsers.session() as session:
         await session.reset(task("click-button-sequence"))
-        box = await session.page.locator("#subbtn2").bounding_box()
-    assert box is not None
-    second = Action("left_click", coordinate=(int((box["x"] + 20) / 0.16), int((box["y"] + 20) / 0.21)))
+        await session.step(await session.demonstration())
+        second = await session.demonstration()
     last.answers = [render(second), render(second)]
-    trajectory = await episode(fleet, processor, last, task("click-button-sequence"))
+    trajectory = await episode(browsers, processor, last, task("click-button-sequence"))
     assert (trajectory.outcome, trajectory.trainable, len(trajectory.steps)) == ("failure", True, 2)
 
 
-async def test_an_engine_error_masks_the_episode_and_keeps_its_steps(fleet: Fleet, processor: Processor) -> None:
+async def test_an_engine_error_masks_the_episode_and_keeps_its_steps(browsers: Browsers, processor: Processor) -> None:
     answers = Answers(processor, [WAIT, GenerationError("the engine is gone")])
-    trajectory = await episode(fleet, processor, answers, task())
+    trajectory = await episode(browsers, processor, answers, task())
     assert (trajectory.outcome, trajectory.trainable, len(trajectory.steps)) == ("engine_error", False, 1)
 
 
-async def test_an_engine_that_does_not_answer_masks_the_episode(fleet: Fleet, processor: Processor) -> None:
+async def test_an_engine_that_does_not_answer_masks_the_episode(browsers: Browsers, processor: Processor) -> None:
     class Silent:
-        async def respond(self, session: Session, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
+        async def respond(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
             await asyncio.Event().wait()
             raise AssertionError("nobody sets the event")
 
-    trajectory = await episode(fleet, processor, Silent(), task(), replace(SETTINGS, step_seconds=0.3))
+    trajectory = await episode(browsers, processor, Silent(), task(), replace(SETTINGS, step_seconds=0.3))
     assert (trajectory.outcome, trajectory.steps) == ("engine_error", ())
 
 
-async def test_a_crashed_page_masks_the_episode_and_keeps_its_steps(fleet: Fleet, processor: Processor) -> None:
+async def test_a_crashed_browser_masks_the_episode_and_keeps_its_steps(
+    browsers: Browsers, processor: Processor
+) -> None:
     class Crashing(Answers):
-        async def respond(self, session: Session, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
+        async def respond(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
             if len(self.asked) == 1:
-                cdp = await session.page.context.new_cdp_session(session.page)
-                async with session.page.expect_event("crash", timeout=5000):
-                    crash = asyncio.ensure_future(cdp.send("Page.crash"))
-                crash.cancel()
-                await asyncio.gather(crash, return_exceptions=True)
+                [node] = node_processes()
+                browser_of(node).kill()
             return await super().respond(session, token_ids, images)
 
-    trajectory = await episode(fleet, processor, Crashing(processor, [WAIT] * 3), task())
-    assert (trajectory.outcome, trajectory.trainable, len(trajectory.steps)) == ("page_crashed", False, 1)
+    trajectory = await episode(browsers, processor, Crashing(processor, [WAIT] * 3), task())
+    assert (trajectory.outcome, trajectory.trainable, len(trajectory.steps)) == ("browser_crashed", False, 1)
 
 
-async def test_an_episode_over_its_time_limit_is_masked(fleet: Fleet, processor: Processor) -> None:
+async def test_an_episode_over_its_time_limit_is_masked(browsers: Browsers, processor: Processor) -> None:
     wait = render(Action("wait", time=5))
     settings = replace(SETTINGS, episode_seconds=2.0)
-    trajectory = await episode(fleet, processor, Answers(processor, [WAIT, wait]), task(), settings)
+    trajectory = await episode(browsers, processor, Answers(processor, [WAIT, wait]), task(), settings)
     assert (trajectory.outcome, trajectory.trainable) == ("episode_timeout", False)
     assert trajectory.seconds < 5
 
 
-async def test_a_prompt_that_cannot_fit_masks_the_episode(fleet: Fleet, processor: Processor) -> None:
+async def test_a_prompt_that_cannot_fit_masks_the_episode(browsers: Browsers, processor: Processor) -> None:
     settings = replace(SETTINGS, max_model_len=100)
-    trajectory = await episode(fleet, processor, Answers(processor, []), task(), settings)
+    trajectory = await episode(browsers, processor, Answers(processor, []), task(), settings)
     assert (trajectory.outcome, trajectory.steps, trajectory.images) == ("context_overflow", (), ())
 
 
-async def test_earlier_rounds_share_their_screenshots(fleet: Fleet, processor: Processor) -> None:
+async def test_earlier_rounds_share_their_screenshots(browsers: Browsers, processor: Processor) -> None:
     settings = replace(SETTINGS, context=ContextConfig(rounds=3, compact=True))
     answers = Answers(processor, [WAIT, WAIT])
-    trajectory = await episode(fleet, processor, answers, task(), settings)
+    trajectory = await episode(browsers, processor, answers, task(), settings)
     assert [step.images.tolist() for step in trajectory.steps] == [[0], [0, 1], [0, 1, 2]]
     assert len(trajectory.images) == 3

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from playwright.async_api import Page
 
 from megatron_webrl.config import (
     BrowserConfig,
@@ -14,6 +13,7 @@ from megatron_webrl.config import (
     ContextConfig,
     ModelConfig,
     RolloutConfig,
+    RunConfig,
     TasksConfig,
 )
 from megatron_webrl.model.processing import Processor
@@ -21,11 +21,12 @@ from megatron_webrl.ring.record import decode
 from megatron_webrl.ring.record_file import read_record_file
 from megatron_webrl.rollout import demonstrate as module
 from megatron_webrl.rollout.demonstrate import FIRST_TICKET, ScriptedResponder, demonstrate
-from megatron_webrl.types import Action, Task
+from megatron_webrl.types import Action
 
 
-def config_for(model: Path, environments: list[str], max_new_tokens: int = 64) -> Config:
+def config_for(model: Path, folder: Path, environments: list[str], max_new_tokens: int = 64) -> Config:
     return Config(
+        run=RunConfig(directory=str(folder / "runs")),
         model=ModelConfig(path=str(model)),
         rollout=RolloutConfig(
             max_model_len=1024, max_new_tokens=max_new_tokens, step_seconds=20,
@@ -39,7 +40,7 @@ def config_for(model: Path, environments: list[str], max_new_tokens: int = 64) -
 async def test_as_many_successes_as_wanted_are_written(tiny_model: Path, tmp_path: Path) -> None:
     told: list[int] = []
     path = tmp_path / "demonstrations.rec"
-    await demonstrate(config_for(tiny_model, ["click-test", "enter-text"]), 10, path, told.append)
+    await demonstrate(config_for(tiny_model, tmp_path, ["click-test", "enter-text"]), 10, path, told.append)
     trajectories = [decode(record) for record in read_record_file(path)]
     assert told == list(range(1, 11))
     assert [trajectory.outcome for trajectory in trajectories] == ["success"] * 10
@@ -51,7 +52,7 @@ async def test_as_many_successes_as_wanted_are_written(tiny_model: Path, tmp_pat
 
 
 async def test_tasks_of_the_sites_are_demonstrated_and_answers_judged(tiny_model: Path, tmp_path: Path) -> None:
-    config = config_for(tiny_model, ["wiki-look-up", "forms-vote"])
+    config = config_for(tiny_model, tmp_path, ["wiki-look-up", "forms-vote"])
     config.tasks.source = "sites"
     config.browser.width, config.browser.height = 640, 480
     path = tmp_path / "demonstrations.rec"
@@ -80,7 +81,7 @@ async def test_further_actions_are_demonstrated_where_they_are_enabled(tiny_mode
 
 
 async def test_an_environment_without_an_oracle_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    config = config_for(tiny_model, ["click-test", "book-flight"])
+    config = config_for(tiny_model, tmp_path, ["click-test", "book-flight"])
     config.trainer.warm_start.demonstrations = 3
     with pytest.raises(ConfigError, match=r"demonstrations=3, but book-flight of tasks.environments has no oracle"):
         await demonstrate(config, 3, tmp_path / "file")
@@ -91,17 +92,14 @@ async def test_too_many_failures_end_the_work_and_leave_no_file(
 ) -> None:
     monkeypatch.setattr(module, "MAX_FAILURES", 2)
     with pytest.raises(RuntimeError, match=r"3 scripted episodes failed, more than 2; last: .*: engine_error"):
-        await demonstrate(config_for(tiny_model, ["click-test"], max_new_tokens=4), 5, tmp_path / "file")
-    assert not list(tmp_path.iterdir())
+        await demonstrate(config_for(tiny_model, tmp_path, ["click-test"], max_new_tokens=4), 5, tmp_path / "file")
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
 def test_noise_replaces_some_coordinates(tiny_model: Path) -> None:
     action = Action("left_click", coordinate=(500, 320))
 
-    async def script(page: Page, task: Task) -> Action:
-        return action
-
-    responder = ScriptedResponder(script, Processor.load(tiny_model), ContextConfig(), 64, noise=0.25, seed=3)
+    responder = ScriptedResponder(Processor.load(tiny_model), ContextConfig(), 64, noise=0.25, seed=3)
     changed = [responder._disturbed(action) for _ in range(400)]
     assert 70 < sum(other != action for other in changed) < 130
     assert all(value % 20 == 0 and 0 <= value <= 1000 for other in changed for value in other.coordinate or ())

@@ -96,15 +96,24 @@ class Sites:
         sites = {ENVIRONMENTS[environment].site.name for environment in self.environments}
         return {host_of(site): self._server.address for site in sites}
 
+    def make(self, environment: str, seed: int) -> Task:
+        """The task of an environment and a page seed; the same on every machine."""
+        wanted = goal(environment, seed)
+        return Task(
+            id=f"{NAME}/{environment}/{seed}", source=NAME, environment=environment, seed=seed,
+            max_steps=self.max_steps, instruction=wanted.instruction,
+            difficulty=ENVIRONMENTS[environment].difficulty, answer=wanted.answer,
+        )  # fmt: skip
+
     def task(self, seed: int, ticket: int) -> Task:
         """The task of a training ticket: a pure function of sampler seed and ticket."""
         environment, page_seed = draw(seed, ticket, len(self.environments))
-        return self._task(self.environments[environment], page_seed)
+        return self.make(self.environments[environment], page_seed)
 
     def held_out(self, index: int) -> Task:
         """The index-th evaluation task; environments take turns, and no page seed is ever trained on."""
         environment, page_seed = evaluation(index, len(self.environments))
-        return self._task(self.environments[environment], page_seed)
+        return self.make(self.environments[environment], page_seed)
 
     def begin(self, task: Task) -> Episode:
         """A fresh copy of the task's site; forgotten with the last reference to it. Raises KeyError."""
@@ -145,14 +154,6 @@ class Sites:
         if episode is None or request.host != host_of(episode.site):
             return Reply(403, b"No episode is under way here.", "text/plain; charset=utf-8")
         return episode.respond(request)
-
-    def _task(self, environment: str, seed: int) -> Task:
-        wanted = goal(environment, seed)
-        return Task(
-            id=f"{NAME}/{environment}/{seed}", source=NAME, environment=environment, seed=seed,
-            max_steps=self.max_steps, instruction=wanted.instruction,
-            difficulty=ENVIRONMENTS[environment].difficulty, answer=wanted.answer,
-        )  # fmt: skip
 
 
 def host_of(site: str) -> str:

@@ -1,0 +1,56 @@
+"""Any page of the web as a task: nothing says how far it is done, and no script knows the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from playwright.async_api import Page
+
+from megatron_webrl.types import Action, Task
+
+NAME = "web"
+ENVIRONMENT = "page"
+
+
+class Web:
+    """Opens `Task.url`. Pages reach what the browsers' policy permits; nothing is declared."""
+
+    def __init__(self, max_steps: int) -> None:
+        self.environments = (ENVIRONMENT,)
+        self.max_steps = max_steps
+
+    @property
+    def origins(self) -> frozenset[str]:
+        """None: only public addresses."""
+        return frozenset()
+
+    @property
+    def addresses(self) -> Mapping[str, str]:
+        """None."""
+        return {}
+
+    def page(self, url: str, instruction: str | None = None) -> Task:
+        """The task to do something at `url`."""
+        return Task(
+            id=f"{NAME}/{urlsplit(url).netloc}", source=NAME, environment=ENVIRONMENT, seed=0,
+            max_steps=self.max_steps, instruction=instruction, url=url,
+        )  # fmt: skip
+
+    async def open(self, page: Page, task: Task) -> str:
+        """Load the page; returns the task's instruction. Raises ValueError for a task without an address."""
+        if task.url is None:
+            raise ValueError(f"task {task.id} of the source {NAME} has no url")
+        await page.goto(task.url, wait_until="load")
+        return task.instruction or ""
+
+    async def result(self, page: Page, task: Task) -> tuple[float | None, bool]:
+        """Neither reward nor end: the web tells of none."""
+        return None, False
+
+    async def demonstrate(self, page: Page, task: Task) -> Action:
+        """Raises KeyError: there is no script."""
+        raise KeyError(NAME)
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,65 @@
+"""Real nodes for tests, and the processes below them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+from megatron_webrl.config import BrowserConfig, Config, RolloutConfig
+from megatron_webrl.types import Task
+
+LIMIT = 30.0  # seconds; CI machines are slow
+
+
+def config_for(**browser: Any) -> Config:
+    """Small screenshots; `browser` are settings of BrowserConfig."""
+    chosen = {"width": 160, "height": 210, "screenshot": "png"} | browser
+    return Config(browser=BrowserConfig(**chosen), rollout=RolloutConfig(step_seconds=20))
+
+
+def click_task(environment: str = "click-test") -> Task:
+    """A task of one or two clicks."""
+    return Task(f"miniwob/{environment}/1", "miniwob", environment, seed=1, max_steps=3)
+
+
+def node_processes() -> list[psutil.Process]:
+    """The nodes that this process has started, by their order."""
+    found = [child for child in psutil.Process().children() if "serve" in _words(child)]
+    return sorted(found, key=lambda process: process.create_time())
+
+
+def node_at(address: str) -> psutil.Process:
+    """The one that listens at an address."""
+    port = int(address.rpartition(":")[2])
+    for process in node_processes():
+        if any(c.laddr.port == port and c.status == psutil.CONN_LISTEN for c in process.net_connections("tcp")):
+            return process
+    raise AssertionError(f"none of our nodes listens at {address}")
+
+
+def browser_of(node: psutil.Process) -> psutil.Process:
+    """The Chromium of a node: neither a shell script that started it nor one of its helpers."""
+    for child in node.children(recursive=True):
+        words = _words(child)
+        if "--remote-debugging-pipe" in words and "chrom" in words[0] and not any("--type=" in word for word in words):
+            return child
+    raise AssertionError(f"no browser below {node}")
+
+
+async def until(condition: Callable[[], object], what: str, seconds: float = LIMIT) -> None:
+    """Wait for a condition, in asyncio."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        await asyncio.sleep(0.02)
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []

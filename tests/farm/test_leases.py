@@ -1,0 +1,76 @@
+"""The book of leases, by a clock of the tests' own."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_webrl.farm.leases import Leases, NoPlace, NotHeld
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def book(places: int = 2) -> tuple[Leases[str], Clock]:
+    clock = Clock()
+    return Leases(places, "b007", clock=clock), clock
+
+
+def test_no_more_leases_than_places_are_given_and_a_released_place_is_free_again() -> None:
+    leases, _ = book()
+    first = leases.grant(None, "a", "one")
+    leases.grant(None, "b", "two")
+    with pytest.raises(NoPlace, match="all 2 sessions of this node are leased"):
+        leases.grant(None, "c", "three")
+    assert leases.release(first, "it is over")
+    assert not leases.release(first, "it is over")
+    with pytest.raises(NotHeld, match="it is over"):
+        leases.find(first.id)
+    assert leases.grant(None, "c", "three").place == "three"
+
+
+def test_a_lease_expires_when_not_used_for_its_lifetime_even_before_it_is_swept() -> None:
+    leases, clock = book(1)
+    lease = leases.grant(10.0, "", "one")
+    clock.now += 9.9
+    leases.renew(leases.find(lease.id))
+    clock.now += 9.9
+    assert leases.find(lease.id) is lease
+    assert leases.sweep() == []
+    clock.now += 0.1
+    with pytest.raises(NotHeld, match="neither used nor renewed for 10 s"):
+        leases.find(lease.id)
+    assert leases.free == 0  # until whoever sweeps has closed what belongs to it
+    assert leases.sweep() == [lease]
+    assert leases.free == 1
+    with pytest.raises(NotHeld, match="neither used nor renewed for 10 s"):
+        leases.find(lease.id)
+
+
+def test_an_operation_under_way_keeps_a_lease_alive() -> None:
+    leases, clock = book()
+    lease = leases.grant(10.0, "", "one")
+    lease.busy = True
+    clock.now += 100
+    assert leases.sweep() == []
+    assert leases.seconds_left(lease) == 10.0
+    lease.busy = False
+    assert leases.sweep() == [lease]
+
+
+def test_lifetimes_are_limited_and_ids_cannot_be_guessed() -> None:
+    leases, _ = book(500)
+    for seconds in (0.0, -1.0, 3601.0, float("nan")):
+        with pytest.raises(ValueError, match="is not between 0 and 3600"):
+            leases.grant(seconds, "", "")
+    ids = {leases.grant(3600.0, "", "").id for _ in range(500)}
+    assert len(ids) == 500
+    assert all(name.startswith("b007-") and len(name) >= 5 + 24 for name in ids)
+    with pytest.raises(NotHeld, match="knows no such lease"):
+        leases.find("b007-guess")
