@@ -20,6 +20,7 @@ from playwright.async_api import Page
 from megatron_webrl.browser import fleet as fleet_module
 from megatron_webrl.browser import process as process_module
 from megatron_webrl.browser import session as session_module
+from megatron_webrl.browser.chromium import find_chromium
 from megatron_webrl.browser.errors import BrowserCrashed, BrowserError, BrowserTimeout
 from megatron_webrl.browser.fleet import Fleet
 from megatron_webrl.config import BrowserConfig
@@ -255,6 +256,28 @@ async def test_a_reset_that_fails_by_the_site_is_not_tried_again(counting: Site)
             async with fleet.episode(page_task("stores")):
                 raise AssertionError("there is no such episode")
         assert (counting.openings, fleet.counts.retries) == (1, 0)
+
+
+async def test_a_browser_that_does_not_start_is_named_and_tried_again_later(
+    site: FolderSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "LAUNCH_PAUSE", 0.0)
+    broken, script = tmp_path / "broken", tmp_path / "chromium"
+    script.write_text(f'#!/bin/sh\n[ -e {broken} ] && exit 1\nexec {find_chromium()} "$@"\n')
+    script.chmod(0o755)
+    async with fleet_on(site, executable=str(script), recycle_episodes=2) as fleet:
+        broken.touch()
+        for _ in range(3):  # without a successor the old one goes on
+            async with fleet.episode(page_task("first")) as (_, seen):
+                assert seen.title == "First"
+        await until(lambda: fleet.counts.failed_launches >= 3)
+        os.kill(victims("browser")[0], signal.SIGKILL)
+        await until(lambda: fleet.counts.crashes == 1)
+        with pytest.raises(BrowserCrashed, match="chromium does not start"):
+            await fleet.episode(page_task("first")).__aenter__()
+        broken.unlink()
+        async with fleet.episode(page_task("second")) as (_, seen):
+            assert seen.title == "Second"
 
 
 async def test_a_session_that_nobody_waits_for_any_more_goes_to_the_next_one(site: FolderSite) -> None:
