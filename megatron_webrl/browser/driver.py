@@ -48,17 +48,19 @@ class Driver:
 
     @classmethod
     async def start(cls) -> Driver:
-        """Raises PlaywrightError, BrowserCrashed. Give it a limit: nothing is left if it is cancelled."""
+        """Raises BrowserCrashed. Give it a limit: nothing is left if it is cancelled."""
         folder = processes.scratch_folder()
         token = _environment.set({**processes.owner_environment(), "TMPDIR": str(folder)})
         try:
-            playwright = await async_playwright().start()
-            process = await asyncio.to_thread(_child_with, folder)
-            if process is None:
-                raise BrowserCrashed("the browser's driver ended as soon as it was started")
-            return cls(playwright, process, folder)
+            try:
+                playwright = await async_playwright().start()
+            except Exception as error:  # Playwright has no class of its own for a driver that ends while it starts
+                raise BrowserCrashed(f"the browser's driver does not start: {error}") from error
+            for process in await asyncio.to_thread(_processes, folder):
+                return cls(playwright, process, folder)
+            raise BrowserCrashed("the browser's driver ended as soon as it was started")
         except BaseException:
-            await asyncio.to_thread(_remove, await asyncio.to_thread(_child_with, folder), folder)
+            await asyncio.to_thread(_remove, folder)
             raise
         finally:
             _environment.reset(token)
@@ -79,13 +81,13 @@ class Driver:
         stopping = asyncio.ensure_future(self.playwright.stop())
         try:
             if not gently:
-                await asyncio.to_thread(_kill, self.process)
+                await asyncio.to_thread(_kill, self.folder)
             async with asyncio.timeout(STOP_SECONDS):
                 await stopping
         except (PlaywrightError, TimeoutError) as error:
             log.warning("the browser's driver did not end by itself: %s", error or f"{STOP_SECONDS} s")
         finally:
-            await asyncio.to_thread(_remove, self.process, self.folder)
+            await asyncio.to_thread(_remove, self.folder)
 
     def _woken(self, ended: Callable[[], None]) -> None:
         self._look_away()
@@ -98,27 +100,30 @@ class Driver:
             self._watch = None
 
 
-def _child_with(folder: Path) -> psutil.Process | None:
-    for child in psutil.Process().children():
+def _processes(folder: Path) -> list[psutil.Process]:
+    """The driver and what it has started, as far as they still have the environment that they were given."""
+    found = []
+    for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if child.environ().get("TMPDIR") == str(folder):
-                return child
-    return None
+            if process.environ().get("TMPDIR") == str(folder):
+                found.append(process)
+    return found
 
 
-def _remove(process: psutil.Process | None, folder: Path) -> None:
-    if process is not None:
-        _kill(process)
+def _remove(folder: Path) -> None:
+    _kill(folder)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _kill(driver: psutil.Process) -> None:
+def _kill(folder: Path) -> None:
     """End a driver with all below it."""
-    with suppress(psutil.NoSuchProcess):
-        groups = {_group(child) for child in driver.children(recursive=True)} - {0, os.getpgrp()}
-        driver.kill()
-        for group in groups:
-            processes.kill_group(group)
+    found = _processes(folder)
+    groups = {_group(process) for process in found} - {0, os.getpgrp()}
+    for process in found:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    for group in groups:
+        processes.kill_group(group)
 
 
 def _group(process: psutil.Process) -> int:

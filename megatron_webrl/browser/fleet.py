@@ -79,7 +79,8 @@ class Fleet:
         self._closed_port.bind(("127.0.0.1", 0))
         self._complete()
         await asyncio.gather(*self._launching)
-        self._watching = asyncio.get_running_loop().create_task(self._watch())
+        self._watching = asyncio.get_running_loop().create_task(self._watch(), name="watch")
+        self._watching.add_done_callback(_tell_failure)
 
     async def close(self) -> None:
         """Close everything within a limit; no process is left."""
@@ -241,39 +242,39 @@ class Fleet:
         return True
 
     def _launch_for(self, old: Carrier | None) -> None:
-        task = asyncio.get_running_loop().create_task(self._launch(old))
+        task = asyncio.get_running_loop().create_task(self._launch(old), name="launch of a browser")
         self._launching.add(task)
 
         def launched(task: asyncio.Task[None]) -> None:
             self._launching.discard(task)
-            if not task.cancelled() and task.exception() is not None:
-                log.error("no new browser: %s", task.exception())
+            if task.exception() is None:
+                self._complete()  # others may have ended meanwhile
+            elif old is not None:
+                old.replaced = False  # it goes on for now
 
         task.add_done_callback(launched)
+        task.add_done_callback(_tell_failure)
 
     async def _launch(self, old: Carrier | None) -> None:
-        """Add a browser; `old` leaves when it is there, or when there can be none."""
+        """Add a browser; `old` leaves when it is there. Raises BrowserCrashed."""
         assert self._closed_port is not None, "start() comes before session()"
         arguments = launch_arguments(self._direct, self._closed_port.getsockname()[1])
-        try:
-            for attempt in range(LAUNCH_ATTEMPTS):
-                try:
-                    self.counts.launches += 1
-                    chromium = await Chromium.launch(self._executable, arguments)
-                    break
-                except BrowserCrashed:
-                    self.counts.failed_launches += 1
-                    if attempt == LAUNCH_ATTEMPTS - 1:
-                        raise
-                    await asyncio.sleep(LAUNCH_PAUSE * 2**attempt)
-            carrier = Carrier(chromium, self._warm_each, self._prepare)
-            self._serving.append(carrier)
-            chromium.watch(partial(self._ended, carrier))
-            carrier.refill()
-        finally:
-            if old is not None:
-                self._drain(old)
-            self._complete()
+        for attempt in range(LAUNCH_ATTEMPTS):
+            try:
+                self.counts.launches += 1
+                chromium = await Chromium.launch(self._executable, arguments)
+                break
+            except BrowserCrashed:
+                self.counts.failed_launches += 1
+                if attempt == LAUNCH_ATTEMPTS - 1:
+                    raise
+                await asyncio.sleep(LAUNCH_PAUSE * 2**attempt)
+        carrier = Carrier(chromium, self._warm_each, self._prepare)
+        self._serving.append(carrier)
+        chromium.watch(partial(self._ended, carrier))
+        carrier.refill()
+        if old is not None:
+            self._drain(old)
 
     async def _prepare(self, chromium: Chromium) -> Session:
         access = await self.gateway.admit(self._declared)
@@ -317,8 +318,11 @@ class Fleet:
             return False
         answers = await carrier.answers()
         if not answers and not carrier.failed and (carrier in self._serving or carrier in self._draining):
-            self.counts.hung += 1
-            self._fail(carrier, "Chromium does not answer")
+            if carrier.chromium.alive:
+                self.counts.hung += 1
+                self._fail(carrier, "Chromium does not answer")
+            else:
+                self._ended(carrier, "Chromium or its driver has ended")
         return answers
 
     async def _watch(self) -> None:
@@ -347,6 +351,12 @@ class Fleet:
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+def _tell_failure(task: asyncio.Task[None]) -> None:
+    """Log what ended a task that nobody may be waiting for."""
+    if not task.cancelled() and task.exception() is not None:
+        log.error("the fleet's %s failed: %s", task.get_name(), task.exception())
 
 
 def _measure(browsers: list[Chromium]) -> None:

@@ -34,7 +34,7 @@ class Chromium:
         self.browser, self.pid = browser, pid
         self.mib = self._began_mib = 0.0  # resident memory, driver included, when last measured and after the launch
         self._driver, self._control = driver, control
-        self._driver_runs = True
+        self._reachable = True
         # Debian's chromium is a shell script that stays the leader of the group.
         self._group = os.getpgid(pid)
         self._group_began = processes.start_time(self._group)
@@ -71,7 +71,7 @@ class Chromium:
     @property
     def alive(self) -> bool:
         """Whether driver and browser can be spoken to."""
-        return self._driver_runs and self.browser.is_connected()
+        return self._reachable and self.browser.is_connected()
 
     @property
     def grown_mib(self) -> float:
@@ -82,7 +82,7 @@ class Chromium:
         """Call `ended` with a sentence when browser or driver end; possibly with both."""
 
         def driver_ended() -> None:
-            self._driver_runs = False
+            self._reachable = False
             ended("the browser's driver has ended")
 
         self.browser.on("disconnected", lambda browser: ended("Chromium has ended"))
@@ -99,7 +99,8 @@ class Chromium:
                 return True
             except TimeoutError:
                 continue
-            except PlaywrightError:
+            except PlaywrightError:  # it has ended; the news may come a little later
+                self._reachable = False
                 return False
         return False
 

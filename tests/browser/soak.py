@@ -32,6 +32,7 @@ from megatron_webrl.browser.session import Session
 from megatron_webrl.config import BrowserConfig
 from megatron_webrl.tasks.aim import OracleError
 from megatron_webrl.tasks.miniwob import Miniwob
+from megatron_webrl.tasks.oracles import next_action
 from megatron_webrl.types import Action, Task
 from tests.browser.victims import victims
 
@@ -125,7 +126,7 @@ async def scripted(session: Session, task: Task) -> Action:
     """What the environment's oracle would do; if the page is lost, a step that says so."""
     try:
         async with asyncio.timeout(STEP_SECONDS):
-            return await Miniwob.demonstrate(None, session.page, task)  # type: ignore[arg-type]
+            return await next_action(session.page, task.environment)
     except (PlaywrightError, OracleError, TimeoutError):
         return Action("wait", time=0)
 

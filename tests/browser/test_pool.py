@@ -20,12 +20,14 @@ from playwright.async_api import Page
 from megatron_webrl.browser import fleet as fleet_module
 from megatron_webrl.browser import process as process_module
 from megatron_webrl.browser import session as session_module
+from megatron_webrl.browser.chromium import find_chromium
 from megatron_webrl.browser.errors import BrowserCrashed, BrowserError, BrowserTimeout
 from megatron_webrl.browser.fleet import Fleet
+from megatron_webrl.browser.memory import by_group, resident_mib
 from megatron_webrl.config import BrowserConfig
 from megatron_webrl.tasks.server import LocalServer, Reply, Request
 from megatron_webrl.types import Action, Task
-from tests.browser.conftest import ORIGIN, FolderSite, fleet_on, page_task, write_pages
+from tests.browser.conftest import ORIGIN, FolderSite, fleet_on, page_task
 from tests.browser.victims import alive, victims
 
 SECONDS = 60.0  # limit of a test's waits
@@ -172,7 +174,6 @@ async def test_what_hangs_is_noticed_without_an_operation_too(
 
 
 async def test_a_page_that_never_lets_go_costs_its_own_session_only(site: FolderSite) -> None:
-    write_pages(site.folder, {})
     async with fleet_on(site, sessions=2) as fleet, fleet.session() as other:
         await other.reset(page_task("first"))
         async with fleet.session() as session:
@@ -257,6 +258,28 @@ async def test_a_reset_that_fails_by_the_site_is_not_tried_again(counting: Site)
         assert (counting.openings, fleet.counts.retries) == (1, 0)
 
 
+async def test_a_browser_that_does_not_start_is_named_and_tried_again_later(
+    site: FolderSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "LAUNCH_PAUSE", 0.0)
+    broken, script = tmp_path / "broken", tmp_path / "chromium"
+    script.write_text(f'#!/bin/sh\n[ -e {broken} ] && exit 1\nexec {find_chromium()} "$@"\n')
+    script.chmod(0o755)
+    async with fleet_on(site, executable=str(script), recycle_episodes=2) as fleet:
+        broken.touch()
+        for _ in range(3):  # without a successor the old one goes on
+            async with fleet.episode(page_task("first")) as (_, seen):
+                assert seen.title == "First"
+        await until(lambda: fleet.counts.failed_launches >= 3)
+        os.kill(victims("browser")[0], signal.SIGKILL)
+        await until(lambda: fleet.counts.crashes == 1)
+        with pytest.raises(BrowserCrashed, match="chromium does not start"):
+            await fleet.episode(page_task("first")).__aenter__()
+        broken.unlink()
+        async with fleet.episode(page_task("second")) as (_, seen):
+            assert seen.title == "Second"
+
+
 async def test_a_session_that_nobody_waits_for_any_more_goes_to_the_next_one(site: FolderSite) -> None:
     async with fleet_on(site) as fleet:
         for _ in range(3):
@@ -267,6 +290,19 @@ async def test_a_session_that_nobody_waits_for_any_more_goes_to_the_next_one(sit
         async with fleet.episode(page_task("first")) as (_, seen):
             assert seen.title == "First"
         await until(lambda: fleet.gauges()["sessions_in_use"] == 0)
+
+
+def test_memory_is_what_processes_hold_alone_or_their_share_of() -> None:
+    code = "import time; held = bytearray(64 << 20); print(flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        assert by_group()[holder.pid] == [holder.pid]
+        assert 64 < resident_mib([holder.pid]) < 64 + 40
+        holder.kill()
+        holder.wait()
+        assert resident_mib([holder.pid]) == 0
+        assert holder.pid not in by_group()
 
 
 OWNER = """
