@@ -18,6 +18,7 @@ from megatron_webrl.farm.client import Browsers, RemoteSession, lease_url
 from megatron_webrl.farm.local import OwnNodes, own_nodes
 from megatron_webrl.tasks.aim import OracleError
 from megatron_webrl.types import Action
+from tests.farm.conftest import node, serving
 from tests.farm.nodes import LIMIT, browser_of, click_task, config_for, node_at, node_processes, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -204,3 +205,15 @@ async def test_a_node_whose_sessions_look_otherwise_is_refused(nodes: OwnNodes) 
     async with client(nodes, view=wire.View.of(config_for().browser)) as browsers:
         await browsers.check(LIMIT)
         assert await free(browsers, nodes) == 4
+
+
+async def test_a_client_of_a_router_uses_its_nodes_directly() -> None:
+    with serving("route") as router, node("--router", router.url, sessions=1) as only:
+        async with Browsers(router.url, "", wait_seconds=LIMIT) as browsers:
+            async with browsers.session() as session:  # waits until the node has announced itself
+                assert (session.address, session.lease.node) == (router.url, only.url)
+                assert (await session.reset(click_task())).instruction == "Click the button."
+            view = wire.View.of(config_for().browser)
+            async with Browsers(router.url, "", view=view) as picky:
+                with pytest.raises(ConfigError, match=rf"the node {only.url} has browser.width=320 instead of 160"):
+                    await picky.check(LIMIT)
