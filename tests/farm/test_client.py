@@ -176,7 +176,7 @@ async def test_a_dead_node_fails_fast_and_the_next_session_is_elsewhere(nodes: O
         node_at(first.address).kill()
         with pytest.raises(NodeGone, match=r"127\.0\.0\.1:\d+ cannot be reached"):
             await waiting
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 20  # the step itself may take longer
         assert (await second.step(Action("wait", time=0))).error is None
         # The dead one's session begins again on the other node, or on the same one when it is back.
         assert (await first.reset(click_task())).instruction == "Click the button."
