@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,7 @@ def serving(*arguments: str, folder: Path | None = None, **environment: str) -> 
             finally:
                 process.kill()
                 for child in below:
-                    if child.is_running():
+                    with suppress(psutil.NoSuchProcess):
                         child.kill()
 
 
