@@ -71,7 +71,7 @@ class Http:
 
 
 @contextmanager
-def serving(*arguments: str, folder: Path | None = None, **environment: str) -> Iterator[Server]:
+def serving(*arguments: str, **environment: str) -> Iterator[Server]:
     """`webrl browsers ...` as a process that listens; it and all below it have ended afterwards."""
     with tempfile.TemporaryDirectory() as temporary:
         file, log = Path(temporary) / "address", Path(temporary) / "log"
