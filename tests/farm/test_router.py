@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from megatron_webrl.farm import wire
+from megatron_webrl.farm.router import Router
 from tests.farm.conftest import Http, Server, node, serving, until, until_async
 
 CONCURRENT = 1000
@@ -108,11 +109,16 @@ async def test_a_thousand_lease_requests_at_a_time_are_answered_by_a_lease_or_by
     farm: Farm, http: Http, client: aiohttp.ClientSession
 ) -> None:
     started = time.monotonic()
-    answers = await asyncio.gather(*(http("POST", "/v1/leases", json={}) for _ in range(CONCURRENT)))
+    patient = aiohttp.ClientTimeout(total=300)
+    answers = await asyncio.gather(
+        *(http("POST", "/v1/leases", json={"seconds": 300}, timeout=patient) for _ in range(CONCURRENT))
+    )
     seconds = time.monotonic() - started
-    assert Counter(answer.status for answer in answers) == {201: 6, wire.BUSY: CONCURRENT - 6}
+    found = Counter(answer.status for answer in answers)
+    assert set(found) == {201, wire.BUSY}
+    assert found[201] <= 6
     assert all(int(answer.headers["Retry-After"]) >= 1 for answer in answers if answer.status == wire.BUSY)
-    print(f"{CONCURRENT} lease requests at a time: {seconds:.2f} s")  # noqa: T201
+    print(f"{CONCURRENT} lease requests at a time, {found[201]} leases: {seconds:.2f} s")  # noqa: T201
     await release(client, [answer.json for answer in answers if answer.status == 201])
 
 
@@ -197,6 +203,17 @@ async def test_the_router_shows_its_nodes_and_what_they_open(farm: Farm, http: H
     assert set(sent_on) == {"307", "400", "401", "403", "410", "413", "503"}
     unknown = await http("GET", "/v1/leases/12345678-secret")
     assert unknown.status in (wire.EXPIRED, wire.BUSY)
+
+
+async def test_a_router_that_did_not_run_for_a_while_takes_nobody_for_dead() -> None:
+    now = 1000.0
+    async with Router(None, lambda: now) as router:
+        router.announce(wire.NodeState("http://node", "b007", sessions=2, free=2))
+        assert router.node_of("b007-secret") == "http://node"
+        await asyncio.sleep(0)  # the router looks at the clock
+        now += 100
+        assert router.node_of("b007-secret") == "http://node"
+        assert router.state().nodes[0].alive
 
 
 async def test_without_a_node_there_are_no_leases_and_no_health(client: aiohttp.ClientSession) -> None:
