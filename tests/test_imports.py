@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "megatron_webrl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-BOTTOM = {"config", "config_checks", "control", "processes", "types", "compat"}
+BOTTOM = {"__version__", "config", "config_checks", "control", "processes", "types", "compat"}
 MAY_IMPORT = {
     "trainer": {"weights", "model", "ring", "tracking"},
     "rollout": {"judge", "browser", "farm", "tasks", "weights", "model", "ring"},

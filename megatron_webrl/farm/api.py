@@ -12,7 +12,6 @@ from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from megatron_webrl import __version__
 from megatron_webrl.farm.guard import Guard
 from megatron_webrl.farm.measures import CONTENT_TYPE
 from megatron_webrl.farm.wire import BUSY as BUSY_STATUS
@@ -42,7 +41,9 @@ BUSY = {
 def make_app(title: str, description: str, token: str | None, limits: Mapping[str, int] | None = None) -> FastAPI:
     """An application that answers every error as `wire.Error`, guarded by the token."""
     # The pages of documentation that FastAPI serves load scripts from elsewhere.
-    app = FastAPI(title=title, description=description, version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title=title, description=description, version=PREFIX.removeprefix("/v"), docs_url=None, redoc_url=None
+    )
     app.add_middleware(Guard, token=token, limits=limits or {})
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)

@@ -150,6 +150,7 @@ def _seconds(text: str | None) -> float | None:
 def _probed_socket(address: tuple[Any, ...]) -> socket.socket:
     family, kind, protocol, _, _ = address
     found = socket.socket(family, kind, protocol)
+    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     found.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_SECONDS)
     found.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_PAUSE)

@@ -33,7 +33,7 @@ from megatron_webrl.types import Action, Observation, Task
 log = logging.getLogger(__name__)
 
 WIRE_SECONDS = 15.0  # for an operation beyond its own limit: the way there and back, and what the node adds
-STATE_SECONDS = 15.0  # of one short request: a renewal, a release, the state of a node
+STATE_SECONDS = 15.0  # of one short request: a lease, a renewal, a release, the state of a node
 SUSPECT_SECONDS = 5.0  # an address that failed is asked last for so long
 _lease_adapter, _state_adapter = TypeAdapter(wire.Lease), TypeAdapter(wire.NodeState)
 _lease_state_adapter, _router_adapter = TypeAdapter(wire.LeaseState), TypeAdapter(wire.RouterState)
@@ -69,7 +69,7 @@ class Browsers:
         self._operation_seconds, self._wait_seconds = step_seconds + WIRE_SECONDS, wait_seconds
         self._request = wire.LeaseRequest(lease_seconds, owner)
         self._view = view
-        self._known: set[str] = set()  # nodes whose sessions look as they should
+        self._known: set[str] = set()  # nodes that are there, with sessions that look as they should
         self._held: Counter[str] = Counter()  # leases by the address that gave them
         self._suspects: dict[str, float] = {}  # until when
         self._released = asyncio.Event()
@@ -159,7 +159,7 @@ class Browsers:
 
     def gone(self, session: RemoteSession) -> None:
         """The session's node is not to be asked first for a while, and looked at anew when it is back."""
-        self._suspects[session.address] = time.monotonic() + SUSPECT_SECONDS
+        self._suspects[session.lease.node] = time.monotonic() + SUSPECT_SECONDS
         self._known.discard(session.lease.node)
 
     async def _lease(self) -> tuple[wire.Lease, str]:
@@ -170,7 +170,7 @@ class Browsers:
             for address in asked:
                 asking = self._do(self._ask(address))
                 try:
-                    return await asyncio.shield(asking), address
+                    lease = await asyncio.shield(asking)
                 except asyncio.CancelledError:
                     asking.add_done_callback(self._unwanted)
                     raise
@@ -181,6 +181,9 @@ class Browsers:
                 except BrowserError as error:
                     self._suspects[address] = time.monotonic() + SUSPECT_SECONDS
                     problem = str(error)
+                else:
+                    self._held[address] += 1
+                    return lease, address
             pause = max(next(rising), after * random.uniform(1.0, 1.5))
             if time.monotonic() + pause > deadline:
                 whom = ", ".join(asked) or "nodes that are started"
@@ -195,24 +198,24 @@ class Browsers:
         )
 
     async def _ask(self, address: str) -> wire.Lease:
-        body = await self.calls.call(
-            "POST", f"{address}{wire.PREFIX}/leases", self._operation_seconds, wire.dump(self._request)
-        )
+        url = f"{address}{wire.PREFIX}/leases"
+        body = await self.calls.call("POST", url, STATE_SECONDS, wire.dump(self._request))
         lease = parsed(_lease_adapter, body, address)
         try:
             await self._look_at(lease.node)
         except BaseException:
             await self._drop(lease)
             raise
-        self._held[address] += 1
         return lease
 
     async def _look_at(self, node: str) -> None:
-        """Refuse a node whose sessions are not what is expected. Raises ConfigError."""
-        if self._view is None or node in self._known:
+        """See that a node is there, and refuse it if its sessions are not what is expected; once, and again when it was
+        gone: a router may not have noticed yet. Raises BrowserError, ConfigError.
+        """
+        if node in self._known:
             return
         found = (await self.state(node)).view
-        if different := found.differences(self._view):
+        if self._view is not None and (different := found.differences(self._view)):
             raise ConfigError(
                 f"the node {node} has {different}; start it with the settings of the run, or give the run its"
             )

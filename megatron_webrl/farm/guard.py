@@ -7,6 +7,7 @@ import hmac
 import ipaddress
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -76,11 +77,15 @@ class Guard:
         body = _Body(receive, limit)
         refusal = self._refusal(scope["path"], headers)
         if refusal is None and not body.is_announced_too_long(headers):
-            try:
-                await self._app(scope, body.receive, send)
+
+            async def answer(message: Message) -> None:
+                if not body.is_too_long:  # the application takes the exception for bad input
+                    await send(message)
+
+            with suppress(_TooLong):
+                await self._app(scope, body.receive, answer)
+            if not body.is_too_long:
                 return
-            except _TooLong:
-                pass  # raised while the body was read, before any answer
         await body.drain()
         await _refuse(send, *(refusal or (413, f"the body is longer than {limit} bytes")))
 
@@ -112,13 +117,17 @@ class _Body:
         self._taken = 0
         self._ended = False
 
+    @property
+    def is_too_long(self) -> bool:
+        return self._taken > self._limit
+
     def is_announced_too_long(self, headers: Mapping[bytes, bytes]) -> bool:
         length = headers.get(b"content-length", b"0")
         return not length.isdigit() or len(length) > 18 or int(length) > self._limit
 
     async def receive(self) -> Message:
         message = await self._take()
-        if self._taken > self._limit:
+        if self.is_too_long:
             raise _TooLong
         return message
 

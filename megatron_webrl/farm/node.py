@@ -75,8 +75,8 @@ class Node:
 
     def lease(self, asked: LeaseRequest) -> Lease:
         """Give a place. Raises NoPlace, BadInput."""
-        if len(asked.owner) > MAX_OWNER:
-            raise BadInput(f"owner: {len(asked.owner)} characters are more than {MAX_OWNER}")
+        if len(asked.owner) > MAX_OWNER or not asked.owner.isprintable():
+            raise BadInput(f"owner: not a line of at most {MAX_OWNER} characters")
         try:
             held = self.leases.grant(asked.seconds, asked.owner, Room(self.fleet, self._step_seconds))
         except NoPlace:

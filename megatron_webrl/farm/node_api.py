@@ -30,7 +30,8 @@ from megatron_webrl.tasks.aim import OracleError
 from megatron_webrl.types import Action, Observation
 
 DESCRIPTION = (
-    "Browser sessions by lease. Every request about a lease, and each renewal, begins its lifetime anew. "
+    "Browser sessions by lease. Whatever is done with a lease, and each renewal, begins its lifetime anew; "
+    "to look at it does not. "
     f"Observations come as JSON without the screenshot, or, where the request accepts {wire.FRAME}, as a frame: the "
     "length of the JSON (uint32, little endian), the JSON, the image."
 )

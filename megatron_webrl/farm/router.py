@@ -4,6 +4,7 @@ again within seconds, so it may be restarted at any time.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import time
@@ -33,6 +34,7 @@ from megatron_webrl.farm.wire import (
 
 log = logging.getLogger(__name__)
 
+TICK_SECONDS = 0.25
 LOST_SECONDS = 6.0  # without an announcement, after which a node is taken for dead
 FORGOTTEN_SECONDS = 600.0
 REMEMBERED = 1024  # starts of nodes that are over, to say what became of their leases
@@ -67,6 +69,8 @@ class Router:
         self._nodes: dict[str, _Known] = {}  # by boot, with which ids of leases begin
         self._over: OrderedDict[str, str] = OrderedDict()  # what became of earlier ones
         self._client: aiohttp.ClientSession | None = None
+        self._ticking: asyncio.Task[None] | None = None
+        self._ticked: float | None = None
         self.measures = RouterMeasures()
         self.measures.watch(self.state)
 
@@ -79,9 +83,13 @@ class Router:
             connector=aiohttp.TCPConnector(limit=CONNECTIONS, limit_per_host=CONNECTIONS_PER_NODE),
             timeout=aiohttp.ClientTimeout(total=ASK_SECONDS, sock_connect=CONNECT_SECONDS),
         )
+        self._ticking = asyncio.get_running_loop().create_task(self._tick())
         return self
 
     async def __aexit__(self, *exception: object) -> None:
+        if self._ticking is not None:
+            self._ticking.cancel()
+            await asyncio.gather(self._ticking, return_exceptions=True)
         if self._client is not None:
             await self._client.close()
 
@@ -181,8 +189,23 @@ class Router:
     def _alive(self) -> list[_Known]:
         return [node for node in self._nodes.values() if not self._dead(node)]
 
+    async def _tick(self) -> None:
+        """What is said while this process does not run, for want of a processor or stopped, is heard too late: such
+        time counts as nobody's silence.
+        """
+        while True:
+            self._ticked = self._clock()
+            await asyncio.sleep(TICK_SECONDS)
+            late = self._late()
+            for node in self._nodes.values():
+                node.heard = min(node.heard + late, self._clock())
+
+    def _late(self) -> float:
+        """How late the next tick is."""
+        return 0.0 if self._ticked is None else max(0.0, self._clock() - self._ticked - TICK_SECONDS)
+
     def _dead(self, node: _Known) -> str | None:
-        silent = self._clock() - node.heard
+        silent = self._clock() - node.heard - self._late()
         return node.lost or (f"has not been heard of for {silent:.1f} s" if silent > LOST_SECONDS else None)
 
     def _taken(self) -> str:

@@ -62,7 +62,7 @@ class LeaseRequest:
 
 @dataclass(frozen=True)
 class Lease:
-    """The right to one session on one node. Every request about the lease, and each renewal, begins its life anew."""
+    """The right to one session on one node. Whatever is done with it, and each renewal, begins its life anew."""
 
     id: str
     seconds: float  # until it expires unless renewed

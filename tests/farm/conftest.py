@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ class Http:
 
 
 @contextmanager
-def serving(*arguments: str, folder: Path | None = None, **environment: str) -> Iterator[Server]:
+def serving(*arguments: str, **environment: str) -> Iterator[Server]:
     """`webrl browsers ...` as a process that listens; it and all below it have ended afterwards."""
     with tempfile.TemporaryDirectory() as temporary:
         file, log = Path(temporary) / "address", Path(temporary) / "log"
@@ -96,7 +96,7 @@ def serving(*arguments: str, folder: Path | None = None, **environment: str) -> 
             finally:
                 process.kill()
                 for child in below:
-                    if child.is_running():
+                    with suppress(psutil.NoSuchProcess):
                         child.kill()
 
 

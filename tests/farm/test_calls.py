@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from megatron_webrl.browser.errors import BrowserError, BrowserTimeout, PageCrashed
-from megatron_webrl.config import ConfigError
+from megatron_webrl.config import BrowserConfig, ConfigError
 from megatron_webrl.config_checks import farm_addresses
 from megatron_webrl.farm import wire
 from megatron_webrl.farm.calls import BrowserBusy, NodeGone, browser_failure
@@ -57,6 +57,10 @@ async def test_a_busy_farm_is_asked_again_no_sooner_than_it_says() -> None:
     assert all(later - earlier >= 1.0 for earlier, later in itertools.pairwise(asked))
 
 
+def node_state(url: str) -> web.Response:
+    return web.Response(body=wire.dump(wire.NodeState(url, "boot", 1, 1, wire.View.of(BrowserConfig()))))
+
+
 async def test_who_is_cancelled_while_asking_gives_back_what_comes() -> None:
     asked, answering = asyncio.Event(), asyncio.Event()
     released: list[str] = []
@@ -65,6 +69,8 @@ async def test_who_is_cancelled_while_asking_gives_back_what_comes() -> None:
         if request.method == "DELETE":
             released.append(request.path)
             return web.Response(status=204)
+        if request.path.endswith("/state"):
+            return node_state(f"http://{request.host}")
         asked.set()
         await answering.wait()
         lease = {"id": "a-b", "seconds": 60, "node": f"http://{request.host}"}
@@ -89,6 +95,8 @@ async def test_a_step_is_never_sent_twice_and_a_silent_node_is_not_waited_for() 
         if request.path.endswith("/leases"):
             lease = {"id": "a-b", "seconds": 60, "node": f"http://{request.host}"}
             return web.Response(status=201, text=json.dumps(lease))
+        if request.path.endswith("/state"):
+            return node_state(f"http://{request.host}")
         if request.path.endswith("/step"):
             steps += 1
             if steps == 1:

@@ -18,6 +18,7 @@ from megatron_webrl.farm.client import Browsers, RemoteSession, lease_url
 from megatron_webrl.farm.local import OwnNodes, own_nodes
 from megatron_webrl.tasks.aim import OracleError
 from megatron_webrl.types import Action
+from tests.farm.conftest import node, serving
 from tests.farm.nodes import LIMIT, browser_of, click_task, config_for, node_at, node_processes, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -76,6 +77,16 @@ async def test_an_environment_without_a_script_is_an_oracle_error(nodes: OwnNode
         await session.reset(click_task("book-flight"))
         with pytest.raises(OracleError, match="book-flight"):
             await session.demonstration()
+
+
+async def test_an_answer_does_not_wait_for_acknowledgements_of_its_head(nodes: OwnNodes) -> None:
+    async with client(nodes) as browsers, browsers.session() as session:
+        seconds = []
+        for _ in range(30):
+            begun = time.monotonic()
+            await session.state()
+            seconds.append(time.monotonic() - begun)
+    assert min(seconds) < 0.03  # each would take 0.04 at least, on any machine
 
 
 async def test_sessions_are_spread_over_the_nodes(nodes: OwnNodes) -> None:
@@ -165,7 +176,7 @@ async def test_a_dead_node_fails_fast_and_the_next_session_is_elsewhere(nodes: O
         node_at(first.address).kill()
         with pytest.raises(NodeGone, match=r"127\.0\.0\.1:\d+ cannot be reached"):
             await waiting
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 20  # the step itself may take longer
         assert (await second.step(Action("wait", time=0))).error is None
         # The dead one's session begins again on the other node, or on the same one when it is back.
         assert (await first.reset(click_task())).instruction == "Click the button."
@@ -194,3 +205,15 @@ async def test_a_node_whose_sessions_look_otherwise_is_refused(nodes: OwnNodes) 
     async with client(nodes, view=wire.View.of(config_for().browser)) as browsers:
         await browsers.check(LIMIT)
         assert await free(browsers, nodes) == 4
+
+
+async def test_a_client_of_a_router_uses_its_nodes_directly() -> None:
+    with serving("route") as router, node("--router", router.url, sessions=1) as only:
+        async with Browsers(router.url, "", wait_seconds=LIMIT) as browsers:
+            async with browsers.session() as session:  # waits until the node has announced itself
+                assert (session.address, session.lease.node) == (router.url, only.url)
+                assert (await session.reset(click_task())).instruction == "Click the button."
+            view = wire.View.of(config_for().browser)
+            async with Browsers(router.url, "", view=view) as picky:
+                with pytest.raises(ConfigError, match=rf"the node {only.url} has browser.width=320 instead of 160"):
+                    await picky.check(LIMIT)
