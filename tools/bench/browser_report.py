@@ -85,7 +85,9 @@ def better(row: Sequence[float], peer: Sequence[float], against: str, goal: floa
 
 def show(console: Console, sections: Mapping[str, Section]) -> None:
     """Print one table of all sections, then what they mean."""
-    table = Table(Column(no_wrap=True), "median", "middle half", "", "n", "ratio", title="Browsers", title_justify="left")
+    table = Table(
+        Column(no_wrap=True), "median", "middle half", "", "n", "ratio", title="Browsers", title_justify="left"
+    )
     for column in table.columns[1:3]:
         column.justify = "right"
     for name, section in sections.items():

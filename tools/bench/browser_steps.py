@@ -14,7 +14,7 @@ from typing import Any
 from playwright.async_api import Browser
 
 from megatron_webrl.browser.fleet import Fleet
-from megatron_webrl.browser.pixels import pixels_differ
+from megatron_webrl.browser.pixels import Picture
 from megatron_webrl.browser.session import Session
 from megatron_webrl.config import BrowserConfig
 from megatron_webrl.types import COORDINATE_RANGE, Action
@@ -79,7 +79,7 @@ async def measure_steps(amount: Amount, seed: int) -> Section:
 async def _in_turn(session: Session, bare: Bare, amount: Amount) -> tuple[Samples, Samples]:
     """Milliseconds of each part of a step by kind and contestant, and of comparisons by kind."""
     parts, compared = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
-    before = await bare.look()
+    before = Picture(await bare.look())
     for turn, kind in itertools.product(range(amount.rounds * amount.steps), KINDS):
         for who in turned(("bare", "session"), turn):
             started = time.perf_counter()
@@ -87,9 +87,10 @@ async def _in_turn(session: Session, bare: Bare, amount: Amount) -> tuple[Sample
                 screenshot, seconds = await bare.step(*pixels(KINDS[kind]))
                 total = time.perf_counter() - started
                 started = time.perf_counter()
-                differs = await asyncio.to_thread(pixels_differ, before, screenshot)
+                picture = Picture(screenshot)
+                differs = await asyncio.to_thread(picture.differs, before)
                 compared[kind].append(1e3 * (time.perf_counter() - started))
-                before = screenshot
+                before = picture
             else:
                 seen = await session.step(Action("left_click", KINDS[kind]))
                 total = time.perf_counter() - started
