@@ -14,7 +14,7 @@ import asyncio
 import json
 import os
 import platform
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ GYM = "browsergym"
 PAPER = 150  # columns where the output is no terminal
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a minute at most; figures mean little")
@@ -54,7 +54,7 @@ def main() -> None:
         "--add", type=Path, nargs="+", default=[], metavar="FILE", help="figures of earlier runs, shown too"
     )
     parser.add_argument("--plots", type=Path, metavar="FILE", help="draw the figures as an SVG")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     console = Console()
     if not console.is_terminal:
         console.width = PAPER

@@ -37,10 +37,11 @@ class Amount:
     crowd: int  # sessions that wait
     window: float  # seconds for which they are watched
     pace: float  # their waiting times are multiplied with it
+    pages: int  # kinds that are captured
 
 
-FULL = Amount(5, 4, 10, 2.0, 8, most=32, crowd=64, window=60.0, pace=1.0)
-QUICK = Amount(1, 1, 2, 0.3, 2, most=2, crowd=3, window=0.5, pace=0.02)
+FULL = Amount(5, 4, 10, 2.0, 8, most=32, crowd=64, window=60.0, pace=1.0, pages=5)
+QUICK = Amount(1, 1, 2, 0.3, 2, most=2, crowd=3, window=0.5, pace=0.02, pages=1)
 
 
 REST = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"

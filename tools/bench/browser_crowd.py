@@ -28,6 +28,7 @@ LONG = ("shop-order-list", "forms-renew")
 """Of twice as many steps as any other environment: left out, so that a batch of episodes ends within the run."""
 
 MAX_STEPS = 40  # of an episode; the scripts need 11 at most
+WIDTH, HEIGHT = 640, 480  # pixels, so that two cores suffice for more than waiting
 SITE = LatencyConfig(median=0.5, sigma=1.0, limit=30.0)
 POLICY_MEDIAN, POLICY_SIGMA, POLICY_LIMIT = 3.0, 0.8, 60.0  # seconds, log-normal
 GOAL = 5.0
@@ -190,7 +191,7 @@ async def measure_waiting(amount: Amount, seed: int) -> Section:
     """Steps a second of many sessions on slow sites: free-running, and waiting for each other."""
     latency = LatencyConfig(median=amount.pace * SITE.median, sigma=SITE.sigma, limit=SITE.limit)
     environments = [name for name in ENVIRONMENTS if name not in LONG]
-    settings, watched = BrowserConfig(), dict[str, Watched]()
+    settings, watched = BrowserConfig(width=WIDTH, height=HEIGHT), dict[str, Watched]()
     for name, way in WAYS.items():
         with Sites(environments, MAX_STEPS, latency) as source:
             async with Fleet(settings, {"sites": source}, amount.crowd) as fleet:

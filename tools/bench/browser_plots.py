@@ -28,10 +28,10 @@ class Plot:
     def y(self, value: float) -> float:
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * value / self.most[1]
 
-    def axes(self, across: str, up: str) -> None:
-        """Both axes with ticks and names."""
+    def axes(self, across: str, up: str, label: Callable[[float], float] = lambda value: value) -> None:
+        """Both axes with ticks and names; `label` is what a place across stands for."""
         for value in _ticks(self.most[0]):
-            self.parts.append(_text(self.x(value), HEIGHT - BOTTOM + 16, f"{value:g}", anchor="middle"))
+            self.parts.append(_text(self.x(value), HEIGHT - BOTTOM + 16, f"{label(value):g}", anchor="middle"))
         for value in _ticks(self.most[1]):
             self.parts.append(_line([(LEFT, self.y(value)), (WIDTH - RIGHT, self.y(value))], FAINT, 1))
             self.parts.append(_text(LEFT - 6, self.y(value) + 4, f"{value:g}", anchor="end"))
@@ -50,10 +50,9 @@ class Plot:
         )
 
     def key(self, number: int, words: str, colour: str) -> None:
-        """One line of the key, from the top right downwards."""
-        y = TOP + 12 + 16 * number
-        self.parts.append(_text(WIDTH - RIGHT - 18, y, words, anchor="end"))
-        self.parts.append(_box(WIDTH - RIGHT - 12, y - 9, 10, 10, colour))
+        """One line of the key, from the top left downwards."""
+        y = TOP + 14 + 16 * number
+        self.parts += [_box(LEFT + 8, y - 9, 10, 10, colour), _text(LEFT + 24, y, words)]
 
 
 def draw(sections: Mapping[str, Section]) -> str:
@@ -85,7 +84,13 @@ def _bars(title: str, words: str, unit: str, bars: Sequence[tuple[str, Sequence[
         for size, colour in parts:
             plot.parts.append(_box(left * scale, top + 16, max(size * scale, 1), thick, colour))
             left += size
-        plot.parts.append(_text(left * scale + 6, top + 16 + thick / 2 + 4, f"{left:.3g} {unit}"))
+        plot.parts.append(
+            _text(
+                left * scale + 6,
+                top + 16 + thick / 2 + 4,
+                f"{left:,.0f} {unit}" if left >= 100 else f"{left:.3g} {unit}",
+            )
+        )
     return plot
 
 
@@ -150,7 +155,7 @@ def _encoding(section: Section) -> Plot:
     plot = Plot(
         "Screenshots", f"{len(captures) // len(colours)} kinds of page, 1280x768", (1.1 * most[0], 1.15 * most[1])
     )
-    plot.axes("log10 of kB", "ms a capture")
+    plot.axes("kB", "ms a capture", lambda value: 10**value)
     for found in captures:
         plot.dot(math.log10(found["bytes"] / 1000), found["ms"], colours[found["format"]])
     for number, (name, colour) in enumerate(colours.items()):

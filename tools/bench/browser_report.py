@@ -21,7 +21,9 @@ class Ratio:
     goal: float | None = None
 
     def __str__(self) -> str:
-        wanted = "" if self.goal is None else f" (goal {self.goal:g}: {'met' if self.value >= self.goal else 'missed'})"
+        wanted = (
+            "" if self.goal is None else f" (goal {self.goal:.3g}: {'met' if self.value >= self.goal else 'missed'})"
+        )
         return f"{self.value:.2f} x {self.against}{wanted}"
 
 

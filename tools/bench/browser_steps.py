@@ -27,6 +27,7 @@ LEAST_SHARE = 1 / 1.1
 
 KINDS = {"nothing changes": (700, 700), "the page changes": (100, 100)}  # where a click does that
 PARTS = ("step", "acting", "settling", "capturing")
+PAGES = ("empty", "text", "form", "cards", "picture")
 FORMATS = {"png": "PNG", "jpeg": "JPEG 80", "webp": "WebP 80"}
 
 Step = Callable[[tuple[int, int]], Awaitable[Any]]
@@ -151,7 +152,7 @@ async def measure_encoding(amount: Amount, seed: int) -> Section:
     settings, rows, series = BrowserConfig(), [], []
     with BenchSite(seed) as site:
         async with Fleet(settings, {"bench": site}, 1) as fleet, fleet.session() as session:
-            for page in ("empty", "text", "form", "cards", "picture"):
+            for page in PAGES[-amount.pages :]:
                 bares = {
                     name: await Bare.open(_browser(session), replace(settings, screenshot=name), site)
                     for name in FORMATS
