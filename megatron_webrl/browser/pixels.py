@@ -46,7 +46,9 @@ class Picture:
 
 
 def _digest(image: Image.Image) -> bytes:
-    return hashlib.blake2b(image.convert("RGB").tobytes(), digest_size=16, key=str(image.size).encode()).digest()
+    digest = hashlib.sha256(str(image.size).encode())
+    digest.update((image if image.mode == "RGB" else image.convert("RGB")).tobytes())
+    return digest.digest()
 
 
 def with_marks(screenshot: bytes, elements: Sequence[Element], encoding: str, quality: int) -> bytes:

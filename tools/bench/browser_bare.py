@@ -40,7 +40,7 @@ class Amount:
     pages: int  # kinds that are captured
 
 
-FULL = Amount(5, 4, 10, 2.0, 8, most=32, crowd=64, window=60.0, pace=1.0, pages=5)
+FULL = Amount(5, 4, 10, 2.0, 8, most=32, crowd=64, window=45.0, pace=1.0, pages=5)
 QUICK = Amount(1, 1, 2, 0.3, 2, most=2, crowd=3, window=0.5, pace=0.02, pages=1)
 
 
