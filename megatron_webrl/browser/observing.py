@@ -14,7 +14,7 @@ from megatron_webrl.browser import settle
 from megatron_webrl.browser.access import Access
 from megatron_webrl.browser.marks import Marks, find_marks
 from megatron_webrl.browser.notes import Notes
-from megatron_webrl.browser.pixels import pixels_differ, with_marks
+from megatron_webrl.browser.pixels import Picture, with_marks
 from megatron_webrl.browser.site import Site
 from megatron_webrl.browser.tab import Tab, was_replaced
 from megatron_webrl.browser.tabs import Tabs
@@ -36,7 +36,7 @@ class Eyes:
     def __init__(self, tabs: Tabs, settings: BrowserConfig, notes: Notes, access: Access) -> None:
         self.marks: Marks | None = None
         self._tabs, self._settings, self._notes, self._access = tabs, settings, notes, access
-        self._screenshot: bytes | None = None  # the latest, without numbers
+        self._picture: Picture | None = None  # the latest, without numbers
 
     async def observe(self, site: Site, task: Task, seconds_acting: float, instruction: str | None) -> Observation:
         """Wait until the page is at rest and look at it. Raises PlaywrightError if it is lost."""
@@ -49,8 +49,8 @@ class Eyes:
         screenshot, (reward, done) = await asyncio.gather(
             steadily(lambda: self._capture(tab)), steadily(lambda: site.result(tab.page, task))
         )
-        changed = self._screenshot is not None and await asyncio.to_thread(pixels_differ, self._screenshot, screenshot)
-        self._screenshot = screenshot
+        before, self._picture = self._picture, Picture(screenshot)
+        changed = before is not None and await asyncio.to_thread(self._picture.differs, before)
         elements = self.marks.elements if self.marks else None
         if elements is not None:
             settings = self._settings

@@ -1,0 +1,87 @@
+"""How fast sessions and fleets are, against bare Playwright, BrowserGym and other ways to run many: one table.
+
+    python -m tools.bench.browser [--quick] [--only SECTION ...] [--json FILE] [--plots FILE] [--add FILE ...]
+
+Contestants take turns in rounds, so that noise of the machine meets all alike; ratios are of medians of one run and
+above 1 where ours is better. A run of everything takes about ten minutes; parts of it can be run by themselves and
+put together: `--add` shows what an earlier run wrote with `--json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+from collections.abc import Callable, Coroutine, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from tools.bench.browser_bare import FULL, QUICK, Amount
+from tools.bench.browser_crowd import measure_memory, measure_waiting
+from tools.bench.browser_gym import ABSENT, measure_browsergym
+from tools.bench.browser_plots import draw
+from tools.bench.browser_report import Section, show
+from tools.bench.browser_resets import measure_resets
+from tools.bench.browser_steps import measure_encoding, measure_steps
+
+SECTIONS: dict[str, Callable[[Amount, int], Coroutine[Any, Any, Section]]] = {
+    "reset": measure_resets,
+    "step": measure_steps,
+    "memory": measure_memory,
+    "waiting": measure_waiting,
+    "encoding": measure_encoding,
+}
+GYM = "browsergym"
+PAPER = 150  # columns where the output is no terminal
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a minute at most; figures mean little")
+    parser.add_argument(
+        "--only", nargs="+", choices=[*SECTIONS, GYM], metavar="SECTION", help=", ".join([*SECTIONS, GYM])
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of tasks, pages and waiting times (default: 0)")
+    parser.add_argument("--browsergym-python", type=Path, metavar="PATH", help="interpreter that can import BrowserGym")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument(
+        "--add", type=Path, nargs="+", default=[], metavar="FILE", help="figures of earlier runs, shown too"
+    )
+    parser.add_argument("--plots", type=Path, metavar="FILE", help="draw the figures as an SVG")
+    options = parser.parse_args(arguments)
+    console = Console()
+    if not console.is_terminal:
+        console.width = PAPER
+    sections: dict[str, Section] = {}
+    for file in options.add:
+        for name, found in json.loads(file.read_text())["sections"].items():
+            sections[name] = Section.from_json(found)
+    wanted = options.only or ([] if options.add else [*SECTIONS, GYM])
+    amount = QUICK if options.quick else FULL
+    for name in wanted:
+        console.print(f"{name} ...", style="dim")
+        if name != GYM:
+            sections[name] = asyncio.run(SECTIONS[name](amount, options.seed))
+        elif options.browsergym_python is not None:
+            sections[name] = asyncio.run(measure_browsergym(amount, options.seed, options.browsergym_python))
+    machine = f"{os.cpu_count()} CPUs, {platform.machine()}, load {os.getloadavg()[0]:.1f}"
+    console.print(f"{machine}; load is that of the end\n")
+    show(console, sections)
+    if GYM in wanted and GYM not in sections:
+        console.print(f"\n{ABSENT}", soft_wrap=True)
+    if options.json:
+        figures = {name: section.to_json() for name, section in sections.items()}
+        header = {"machine": machine, "seed": options.seed, "quick": options.quick, "at": datetime.now(UTC).isoformat()}
+        options.json.write_text(json.dumps(header | {"sections": figures}, indent=1) + "\n")
+    if options.plots:
+        options.plots.write_text(draw(sections))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""What a fresh episode costs: a warm context against a new one and against a relaunch of Chromium."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+
+from playwright.async_api import Browser, async_playwright
+
+from megatron_webrl.browser.chromium import find_chromium, launch_arguments, sandboxed
+from megatron_webrl.browser.fleet import Fleet
+from megatron_webrl.config import BrowserConfig
+from megatron_webrl.tasks.miniwob import Miniwob
+from megatron_webrl.types import Action
+from tools.bench.browser_bare import NOWHERE, Amount, Bare, cpu_seconds, direct, turned
+from tools.bench.browser_report import Row, Section, better
+from tools.bench.browser_steps import pixels
+
+PLACES = ((600, 800), (700, 800))  # of an episode's clicks: beside the task, whose page they leave as it is
+ENVIRONMENTS = ("click-test", "click-button", "click-dialog", "focus-text", "click-tab", "enter-text")
+QUANTITIES = ("s to the first screenshot", "s an episode", "CPU s an episode")
+
+Episode = Callable[[str], Awaitable[None]]
+
+
+async def measure_resets(amount: Amount, seed: int) -> Section:
+    """The same episodes in warm contexts, in contexts opened on demand, and in a Chromium of their own."""
+    settings, found = BrowserConfig(), defaultdict[str, list[float]](list)
+    unseen: list[float] = []  # CPU time that goes out of sight with a browser's processes
+    with Miniwob(ENVIRONMENTS, len(PLACES)) as source:
+        tasks = (source.task(seed, ticket) for ticket in itertools.count())
+        arguments = launch_arguments(direct(settings, source), NOWHERE)
+
+        async def launch() -> Browser:
+            return await playwright.chromium.launch(
+                executable_path=find_chromium(), args=arguments, chromium_sandbox=sandboxed()
+            )
+
+        async def new_context(name: str) -> None:
+            await in_browser(standing, name, time.perf_counter())
+
+        async def relaunch(name: str) -> None:
+            started = time.perf_counter()
+            browser = await launch()
+            await in_browser(browser, name, started)
+            used = cpu_seconds()
+            await browser.close()
+            unseen.append(used - cpu_seconds())
+
+        async def in_browser(browser: Browser, name: str, started: float) -> None:
+            bare = await Bare.open(browser, settings, source)
+            await source.open(bare.page, next(tasks))
+            await bare.look()
+            found[f"{QUANTITIES[0]}: {name}"].append(time.perf_counter() - started)
+            for place in PLACES:
+                await bare.step(*pixels(place))
+            await bare.context.close()
+
+        async with async_playwright() as playwright, Fleet(settings, {"miniwob": source}, sessions=1) as fleet:
+            standing = await launch()
+
+            async def warm(name: str) -> None:
+                started = time.perf_counter()
+                async with fleet.session() as session:
+                    await session.reset(next(tasks))
+                    found[f"{QUANTITIES[0]}: {name}"].append(time.perf_counter() - started)
+                    for place in PLACES:
+                        await session.step(Action("left_click", place))
+
+            contestants: dict[str, Episode] = {
+                "Fleet, warm context": warm,
+                "Playwright, new context": new_context,
+                "Playwright, relaunch": relaunch,
+            }
+            await _take_turns(contestants, found, unseen, amount)
+            await standing.close()
+    rows = []
+    for quantity, name in itertools.product(QUANTITIES, contestants):
+        values, peer = found[f"{quantity}: {name}"], found[f"{quantity}: Playwright, relaunch"]
+        ratios = () if values is peer else (better(values, peer, "relaunch"),)
+        rows.append(Row(f"{quantity}: {name}", "s", tuple(values), ratios))
+    return Section(
+        f"an episode of MiniWoB++: a reset and {len(PLACES)} clicks",
+        {"viewport": f"{settings.width}x{settings.height}", "environments": " ".join(ENVIRONMENTS)},
+        rows,
+        [
+            "relaunch starts Chromium for every episode and keeps Playwright's driver, new context keeps both; either "
+            "is bare Playwright, without gateway, limits, tabs, notes and reward",
+            "episodes follow each other at once: closing the context before and preparing the next one takes CPU from "
+            "the fleet's episode under way",
+        ],
+    )
+
+
+async def _take_turns(
+    contestants: dict[str, Episode], found: dict[str, list[float]], unseen: list[float], amount: Amount
+) -> None:
+    for work in contestants.values():
+        await work("before the first turn")
+    for turn in range(amount.rounds):
+        for name in turned(tuple(contestants), turn):
+            unseen.clear()
+            started, used = time.perf_counter(), cpu_seconds()
+            for _ in range(amount.episodes):
+                await contestants[name](name)
+            found[f"{QUANTITIES[1]}: {name}"].append((time.perf_counter() - started) / amount.episodes)
+            found[f"{QUANTITIES[2]}: {name}"].append((cpu_seconds() - used + sum(unseen)) / amount.episodes)
