@@ -221,6 +221,7 @@ class BrowserConfig:
         "Further actions: hover, double_click, right_click, drag, key, select_option, switch_tab, new_tab, close_tab.",
     )
     tabs: int = setting(5, "Tabs open at a time; without switch_tab in browser.actions always one.", low=2)
+    page_mib: int = setting(2048, "Memory that one process of a page may take; a page that wants more crashes.", low=256)
     open_web: bool = setting(
         False, "Let pages reach public addresses; otherwise only the origins that the task source declares."
     )

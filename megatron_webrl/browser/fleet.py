@@ -174,7 +174,7 @@ class Fleet:
         assert self._closed_port is not None, "start() comes before session()"
         arguments = launch_arguments(self._direct, self._closed_port.getsockname()[1])
         self.launches += 1
-        return await Chromium.launch(self._executable, arguments)
+        return await Chromium.launch(self._executable, arguments, self._settings.page_mib)
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -11,7 +11,7 @@ from playwright.async_api import Error as PlaywrightError
 
 from megatron_webrl.browser.notes import shortened
 from megatron_webrl.browser.tab import Tab
-from megatron_webrl.browser.views import Box, Node, Point, Unavailable, View, Views
+from megatron_webrl.browser.views import MAX_FRAMES, Box, Node, Point, Unavailable, View, Views
 from megatron_webrl.types import Element
 
 MAX_NAME = 80  # characters of a name, a value or an option
@@ -83,7 +83,7 @@ class Marks:
 async def find_marks(tab: Tab, size: tuple[int, int], limit: int) -> Marks:
     """The first `limit` elements, in the order of the document, that are in view and not covered.
 
-    Raises PlaywrightError if the page is being replaced.
+    Raises PlaywrightError if the page is being replaced, TooLarge.
     """
     views = await Views.open(tab, size)
     try:
@@ -102,10 +102,15 @@ async def find_marks(tab: Tab, size: tuple[int, int], limit: int) -> Marks:
 
 async def _listed(view: View) -> list[_Candidate]:
     """What a view's accessibility trees and listeners offer, in the order of the document."""
-    trees = await asyncio.gather(*(_tree(view, frame) for frame in view.loaders))
+    frames = list(view.loaders)[:MAX_FRAMES]
+    trees = await asyncio.gather(*(_tree(view, frame) for frame in frames))
+    return await asyncio.to_thread(_offered, view, dict(zip(frames, trees, strict=True)))
+
+
+def _offered(view: View, trees: dict[str, list[dict[str, Any]]]) -> list[_Candidate]:
     found: dict[int, _Candidate] = {}
     described: dict[int, dict[str, Any]] = {}
-    for frame, tree in zip(view.loaders, trees, strict=True):
+    for frame, tree in trees.items():
         for entry in tree:
             node = entry.get("backendDOMNodeId")
             if node is None or node not in view.snapshot.order:

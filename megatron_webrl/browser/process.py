@@ -14,6 +14,7 @@ from playwright.async_api import Error as PlaywrightError
 
 from megatron_webrl.browser.chromium import sandboxed
 from megatron_webrl.browser.errors import BrowserCrashed, BrowserError
+from megatron_webrl.browser.memory import bound_pages
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +32,8 @@ class Chromium:
         self._playwright, self._groups = playwright, groups
 
     @classmethod
-    async def launch(cls, executable: str, arguments: list[str]) -> Chromium:
-        """Start both within START_SECONDS. Raises BrowserCrashed."""
+    async def launch(cls, executable: str, arguments: list[str], page_mib: int) -> Chromium:
+        """Start both within START_SECONDS; a page's process gets `page_mib` at most. Raises BrowserCrashed."""
         started = time.monotonic()
         playwright = await async_playwright().start()
         try:
@@ -44,7 +45,7 @@ class Chromium:
                     handle_sigint=False, handle_sigterm=False, handle_sighup=False,  # the worker closes it
                     timeout=START_SECONDS * 1000,
                 )  # fmt: skip
-                groups = await _process_groups(browser)
+                groups = await _process_groups(browser, page_mib)
         except BaseException as error:
             await playwright.stop()
             if not isinstance(error, PlaywrightError | TimeoutError):
@@ -73,12 +74,15 @@ class Chromium:
                 _kill(group)
 
 
-async def _process_groups(browser: Browser) -> set[int]:
+async def _process_groups(browser: Browser, page_mib: int) -> set[int]:
     control = await browser.new_browser_cdp_session()
     processes: list[dict[str, Any]] = (await control.send("SystemInfo.getProcessInfo"))["processInfo"]
     await control.detach()
+    browsers = [int(process["id"]) for process in processes if process["type"] == "browser"]
+    for process in browsers:
+        bound_pages(process, page_mib)
     # Debian's chromium is a shell script that stays the leader of the group.
-    return {os.getpgid(int(process["id"])) for process in processes if process["type"] == "browser"} - {os.getpgrp()}
+    return {os.getpgid(process) for process in browsers} - {os.getpgrp()}
 
 
 def _kill(group: int) -> None:

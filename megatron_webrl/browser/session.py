@@ -19,10 +19,12 @@ from megatron_webrl.browser.notes import Notes
 from megatron_webrl.browser.observing import Eyes, steadily
 from megatron_webrl.browser.site import Site
 from megatron_webrl.browser.tabs import Tabs
+from megatron_webrl.browser.watch import end_endless_scripts
 from megatron_webrl.config import BrowserConfig
 from megatron_webrl.types import Action, Observation, Task
 
 CLOSE_SECONDS = 10.0
+PATIENCE = 0.25  # of an operation's time, twice: a page that is silent for so long has its script ended
 NEWS_SECONDS = 1.0  # the reason of a failure may become known a little later
 T = TypeVar("T")
 
@@ -86,16 +88,8 @@ class Session:
 
     async def reset(self, task: Task) -> Observation:
         """Open the task's page; `instruction` is set. Raises BrowserError, KeyError for an unknown source."""
-        site, started = self._sites[task.source], time.monotonic()
         self.task = task
-        instruction = await self._bounded(f"reset of {task.id}", site.open(self.page, task))
-        self._notes.clear()
-        # Going back must not lead out of the task, to the empty page before it.
-        cdp = self._tabs.active.cdp
-        reset_history = steadily(lambda: cdp.send("Page.resetNavigationHistory"))
-        await self._bounded("reset of the history", reset_history)
-        acting = time.monotonic() - started
-        return await self._bounded("observation", self._eyes.observe(site, task, acting, instruction))
+        return await self._bounded(f"reset of {task.id}", self._open(self._sites[task.source], task))
 
     async def step(self, action: Action) -> Observation:
         """Carry out an action and wait until the page has come to rest.
@@ -106,10 +100,7 @@ class Session:
         if self.task is None:
             raise ValueError("reset comes before step")
         self._intrusions.next_step()
-        started = time.monotonic()
-        await self._bounded(action.kind, self._hands.act(action, self._eyes.marks))
-        seen = self._eyes.observe(self._sites[self.task.source], self.task, time.monotonic() - started, None)
-        return await self._bounded(f"observation after {action.kind}", seen)
+        return await self._bounded(action.kind, self._act(self._sites[self.task.source], self.task, action))
 
     async def close(self) -> None:
         """Close the context; what a crashed browser cannot close is gone already."""
@@ -125,9 +116,24 @@ class Session:
         finally:
             await self.access.close()
 
+    async def _open(self, site: Site, task: Task) -> Observation:
+        started = time.monotonic()
+        instruction = await site.open(self.page, task)
+        self._notes.clear()
+        # Going back must not lead out of the task, to the empty page before it.
+        cdp = self._tabs.active.cdp
+        await steadily(lambda: cdp.send("Page.resetNavigationHistory"))
+        return await self._eyes.observe(site, task, time.monotonic() - started, instruction)
+
+    async def _act(self, site: Site, task: Task, action: Action) -> Observation:
+        started = time.monotonic()
+        await self._hands.act(action, self._eyes.marks)
+        return await self._eyes.observe(site, task, time.monotonic() - started, None)
+
     async def _bounded(self, name: str, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, or a BrowserError after `step_seconds` or as soon as the page is lost."""
         running = asyncio.ensure_future(work)
+        watching = asyncio.ensure_future(end_endless_scripts(self._tabs, self._notes, self._step_seconds * PATIENCE))
         either: set[asyncio.Future[Any]] = {running, self._lost}
         try:
             await asyncio.wait(either, timeout=self._step_seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -142,9 +148,9 @@ class Session:
                 raise self._lost.result() from error
             raise BrowserError(f"{name} failed: {_first_line(error)}") from error
         finally:
-            if not running.done():
-                running.cancel()
-                await asyncio.gather(running, return_exceptions=True)
+            running.cancel()
+            watching.cancel()
+            await asyncio.gather(running, watching, return_exceptions=True)
 
     def _browser_ended(self, browser: Browser) -> None:
         self._lose(BrowserCrashed("Chromium has ended"))
