@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+from megatron_webrl.browser.archive import check_archives
 from megatron_webrl.browser.chromium import find_chromium, launch_arguments, proxy_settings
 from megatron_webrl.browser.errors import BrowserCrashed
 from megatron_webrl.browser.gateway import Gateway
@@ -38,6 +39,7 @@ class Fleet:
         self, settings: BrowserConfig, sites: Mapping[str, Site], sessions: int, step_seconds: float = 120.0
     ) -> None:
         """`sites` by the name of the task source. Raises BrowserMissing, ConfigError."""
+        check_archives(settings)
         self._executable = find_chromium(settings.executable)
         self._settings, self._sites, self._step_seconds = settings, sites, step_seconds
         self._limit = asyncio.Semaphore(sessions)
@@ -52,7 +54,8 @@ class Fleet:
         self._declared: dict[Endpoint, Endpoint] = {}
         for site in sites.values():
             self._declared |= declared_endpoints(site.origins, site.addresses)
-        self._direct = direct_endpoints(self._declared, self.gateway.policy)
+        # Past the gateway nothing would hold a replayed page back.
+        self._direct = {} if settings.replay else direct_endpoints(self._declared, self.gateway.policy)
         self.launches = 0
 
     async def start(self) -> None:

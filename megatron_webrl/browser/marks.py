@@ -15,6 +15,9 @@ from megatron_webrl.browser.views import MAX_FRAMES, Box, Node, Point, Unavailab
 from megatron_webrl.types import Element
 
 MAX_NAME = 80  # characters of a name, a value or an option
+TREE_NODES = 20_000
+"""The elements of a larger document are told by their markup: its accessibility tree takes seconds to read."""
+
 CANDIDATES_PER_MARK = 4
 """Candidates that are looked at for each element that may be numbered; the rest of a gigantic page is left out."""
 
@@ -102,9 +105,20 @@ async def find_marks(tab: Tab, size: tuple[int, int], limit: int) -> Marks:
 
 async def _listed(view: View) -> list[_Candidate]:
     """What a view's accessibility trees and listeners offer, in the order of the document."""
+    if len(view.snapshot.order) > TREE_NODES:
+        return await asyncio.to_thread(_offered, view, _from_markup(view))
     frames = list(view.loaders)[:MAX_FRAMES]
     trees = await asyncio.gather(*(_tree(view, frame) for frame in frames))
     return await asyncio.to_thread(_offered, view, dict(zip(frames, trees, strict=True)))
+
+
+def _from_markup(view: View) -> dict[str, list[dict[str, Any]]]:
+    """By frame, what stands in for its accessibility tree."""
+    trees: dict[str, list[dict[str, Any]]] = {}
+    for found in view.snapshot.likely():
+        entry = {"backendDOMNodeId": found.node, "role": {"value": found.role}, "name": {"value": found.name}}
+        trees.setdefault(found.frame, []).append(entry)
+    return trees
 
 
 def _offered(view: View, trees: dict[str, list[dict[str, Any]]]) -> list[_Candidate]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Coroutine, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from playwright.async_api import Browser, BrowserContext, Page, ProxySettings
@@ -13,6 +15,7 @@ from playwright.async_api import Error as PlaywrightError
 from megatron_webrl.browser import settle
 from megatron_webrl.browser.access import Access
 from megatron_webrl.browser.acting import Hands
+from megatron_webrl.browser.archive import Recording, Replay
 from megatron_webrl.browser.errors import BrowserCrashed, BrowserError, BrowserTimeout
 from megatron_webrl.browser.intrusions import Intrusions
 from megatron_webrl.browser.notes import Notes
@@ -22,6 +25,8 @@ from megatron_webrl.browser.tabs import Tabs
 from megatron_webrl.browser.watch import end_endless_scripts
 from megatron_webrl.config import BrowserConfig
 from megatron_webrl.types import Action, Observation, Task
+
+log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 10.0
 PATIENCE = 0.25  # of an operation's time, twice: a page that is silent for so long has its script ended
@@ -41,7 +46,8 @@ class Session:
     ) -> None:  # fmt: skip
         self.access = access
         self.task: Task | None = None
-        self._context, self._sites, self._step_seconds = context, sites, step_seconds
+        self._context, self._settings, self._sites, self._step_seconds = context, settings, sites, step_seconds
+        self._recording: Recording | None = None
         self._notes = Notes()
         self._lost: asyncio.Future[BrowserError] = asyncio.get_running_loop().create_future()
         self._intrusions = Intrusions(context, self._notes)
@@ -110,6 +116,7 @@ class Session:
         self._tabs.close()
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
+                await self._save_recording()
                 await self._context.close()
         except (PlaywrightError, TimeoutError) as error:
             self._lose(BrowserError(f"a context did not close within {CLOSE_SECONDS} s: {_first_line(error)}"))
@@ -118,6 +125,11 @@ class Session:
 
     async def _open(self, site: Site, task: Task) -> Observation:
         started = time.monotonic()
+        if self._settings.replay:
+            await Replay.start(self._context, Path(self._settings.replay), task, self.access)
+        elif self._settings.record:
+            self._recording = Recording(self._context, Path(self._settings.record), task)
+            await self._recording.start()
         instruction = await site.open(self.page, task)
         self._notes.clear()
         # Going back must not lead out of the task, to the empty page before it.
@@ -129,6 +141,15 @@ class Session:
         started = time.monotonic()
         await self._hands.act(action, self._eyes.marks)
         return await self._eyes.observe(site, task, time.monotonic() - started, None)
+
+    async def _save_recording(self) -> None:
+        if self._recording is None:
+            return
+        recording, self._recording = self._recording, None
+        try:
+            log.debug("recorded %s", await recording.save())
+        except (PlaywrightError, OSError) as error:
+            log.warning("an episode was not recorded: %s", _first_line(error))
 
     async def _bounded(self, name: str, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, or a BrowserError after `step_seconds` or as soon as the page is lost."""

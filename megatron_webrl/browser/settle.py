@@ -12,7 +12,7 @@ QUIET_LIMIT_MS = 1000
 """A page that never rests (an animation without end) is taken as it is after so long."""
 
 READY_LIMIT_MS = 10_000
-"""A document that is not loaded by then is taken as it is; one that was cut off is not complete after QUIET_LIMIT_MS."""
+"""A document that is not loaded by then is taken as it is; one that was cut off, after QUIET_LIMIT_MS."""
 
 TRAFFIC_SECONDS = 3.0
 """Requests that are under way when all else is at rest are waited for so long, all together."""
@@ -48,8 +48,8 @@ _SETTLE = f"""(quietLimit, readyLimit) => new Promise((resolve) => {{
     observer.disconnect();
     removeEventListener("scroll", mark, true);
     const root = native("scrollingElement") || native("documentElement");
-    resolve([native("title").slice(0, {MAX_TITLE}), location.href.slice(0, {MAX_URL}), Math.round(scrollX), Math.round(scrollY),
-             root ? root.scrollHeight : 0]);
+    resolve([native("title").slice(0, {MAX_TITLE}), location.href.slice(0, {MAX_URL}),
+             Math.round(scrollX), Math.round(scrollY), root ? root.scrollHeight : 0]);
   }};
   const next = () => {{
     let called = false;

@@ -118,7 +118,10 @@ class Views:
 
     @classmethod
     async def open(cls, tab: Tab, size: tuple[int, int]) -> Views:
-        """Look at a tab whose viewport has `size` in pixels. Raises PlaywrightError if it is being replaced, TooLarge."""
+        """Look at a tab whose viewport has `size` in pixels.
+
+        Raises PlaywrightError if it is being replaced, TooLarge.
+        """
         views = cls(tab, size)
         await views.main.refresh()
         frames = tab.page.frames[1 : MAX_FRAMES + 1]

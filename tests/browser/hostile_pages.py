@@ -114,7 +114,8 @@ PAGES = {
         for (;;) document.body.append(d.cloneNode(true), document.createElement('p'))"""),
     "memory_worker": on_click(f"new Worker(URL.createObjectURL(new Blob([{ALLOCATE!r}])))"),
     "storage": on_click("""try { for (let i = 0; ; i++) localStorage['k' + i] = 'x'.repeat(1e6); } catch (e) { }
-        caches?.open('c').then((c) => { for (let i = 0; i < 50; i++) c.put('/' + i, new Response('x'.repeat(1e6))) })"""),
+        caches?.open('c').then((c) => {
+            for (let i = 0; i < 50; i++) c.put('/' + i, new Response('x'.repeat(1e6))) })"""),
     # Text that would break a prompt
     "special": f"<title>{SPECIAL}</title><button aria-label='{SPECIAL}' style='width:200px;height:100px'></button>"
         f"<p>{SPECIAL}</p><select aria-label=x><option>{SPECIAL}</select>"
@@ -189,7 +190,9 @@ class Machine:
         writer.write(f"{head}\r\n\r\n".encode() + text)
 
     async def _redirect(self, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 302 Found\r\nLocation: /redirect?again\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        writer.write(
+            b"HTTP/1.1 302 Found\r\nLocation: /redirect?again\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+        )
 
     async def _repeat(self, writer: asyncio.StreamWriter, piece: bytes, seconds: float) -> None:
         while not self.closing.is_set():
