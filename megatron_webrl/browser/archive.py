@@ -127,7 +127,7 @@ class Replay:
 
     async def _answer(self, route: Route) -> None:
         request = route.request
-        content_type = (await request.all_headers()).get("content-type", "")
+        content_type = request.headers.get("content-type", "")
         answer = self._next(key_of(request.method, request.url, content_type, request.post_data_buffer))
         for _ in range(MAX_REDIRECTS):
             if answer is None or answer.location is None or request.is_navigation_request():
@@ -195,7 +195,8 @@ def _read(place: Path) -> dict[Key, list[Answer]]:
         found: dict[Key, list[Answer]] = {}
         for entry in entries:
             request, response = entry["request"], entry["response"]
-            if response["status"] > 0:  # else it was broken off
+            # One that was broken off has no status; that nothing has changed is of no use without what was there.
+            if response["status"] > 0 and response["status"] != 304:
                 posted = request.get("postData", {})
                 body = posted.get("text", "").encode()
                 key = key_of(request["method"], request["url"], posted.get("mimeType", ""), body)
@@ -213,8 +214,10 @@ def _answer_of(url: str, response: dict[str, Any]) -> Answer:
             headers[name] += "\n" + value
         elif name not in _FRAMING and not name.startswith(":"):
             headers[name] = value
-    text = response["content"].get("text", "")
-    encoded = response["content"].get("encoding") == "base64"
+    content = response.get("content", {})
+    text, encoded = content.get("text", ""), content.get("encoding") == "base64"
+    if text and not encoded and "content-type" in headers:  # it was decoded, and is written anew
+        headers["content-type"] = headers["content-type"].split(";")[0] + "; charset=utf-8"
     redirected = 300 <= response["status"] < 400 and "location" in headers
     return Answer(
         response["status"], headers, base64.b64decode(text) if encoded else text.encode(),

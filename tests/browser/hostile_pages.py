@@ -9,6 +9,7 @@ import asyncio
 import struct
 import zlib
 from collections.abc import Awaitable, Callable
+from functools import cache
 
 SIDE = 20_000  # pixels of a gigantic image
 
@@ -95,7 +96,6 @@ PAGES = {
     "frames_nested": at_once("if (window.frames.length < 3) document.write('<iframe src=frames_nested?'"
                              " + Math.random() + '></iframe>'.repeat(1))"),
     "image": "<title>Page</title><img src=gigantic.png width=200>",
-    "image_itself": "",
     "canvas": at_once("""for (let i = 0; i < 30; i++) { const c = document.createElement('canvas');
         c.width = c.height = 8000; c.getContext('2d').fillRect(0, 0, 8000, 8000); document.body.append(c); }"""),
     "tall": "<title>Page</title><div style='width:30000000px;height:30000000px;background:red'></div>",
@@ -134,6 +134,7 @@ PAGES = {
 }  # fmt: skip
 
 
+@cache
 def gigantic_png() -> bytes:
     """An image of SIDE x SIDE pixels in some 50 kB."""
     squeeze = zlib.compressobj(9)
@@ -171,14 +172,14 @@ class Machine:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         try:
-            while head := await reader.readuntil(b"\r\n\r\n"):
-                name = head.split(b" ")[1].decode("latin-1")[1:].partition("?")[0]
-                if name in self._special:
-                    await self._special[name](writer)
-                    return
-                page = PAGES.get(name)
-                self._answer(writer, "404 Not Found" if page is None else "200 OK", page or "")
-                await writer.drain()
+            head = await reader.readuntil(b"\r\n\r\n")
+            name = head.split(b" ")[1].decode("latin-1")[1:].partition("?")[0]
+            if name in self._special:
+                await self._special[name](writer)
+                return
+            page = PAGES.get(name)
+            self._answer(writer, "404 Not Found" if page is None else "200 OK", page or "")
+            await writer.drain()
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
         finally:
@@ -187,7 +188,8 @@ class Machine:
     def _answer(self, writer: asyncio.StreamWriter, code: str, page: str) -> None:
         text = f"<!DOCTYPE html>{page.replace('PORT', str(self.port))}".encode()
         head = f"HTTP/1.1 {code}\r\nContent-Type: text/html\r\nCache-Control: no-store\r\nContent-Length: {len(text)}"
-        writer.write(f"{head}\r\n\r\n".encode() + text)
+        # A connection for each request: names are looked up anew.
+        writer.write(f"{head}\r\nConnection: close\r\n\r\n".encode() + text)
 
     async def _redirect(self, writer: asyncio.StreamWriter) -> None:
         writer.write(
@@ -230,7 +232,7 @@ class Machine:
         writer.write(bytes(range(256)) * 20)
 
     async def _bomb(self, writer: asyncio.StreamWriter) -> None:
-        """A page of 1 GiB in 1 MB."""
+        """A page of 64 MiB in 200 kB."""
         squeeze = zlib.compressobj(9, zlib.DEFLATED, 31)
         text = b"".join([squeeze.compress(b"<p>more</p>" * 95_325) for _ in range(64)]) + squeeze.flush()
         head = f"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Encoding: gzip\r\nContent-Length: {len(text)}"
