@@ -226,6 +226,7 @@ class BrowserConfig:
         "Further actions: hover, double_click, right_click, drag, key, select_option, switch_tab, new_tab, close_tab.",
     )
     tabs: int = setting(5, "Tabs open at a time; without switch_tab in browser.actions always one.", low=2)
+    page_mib: int = setting(2048, "Memory that a page's process may take; one that wants more crashes.", low=512)
     open_web: bool = setting(
         False, "Let pages reach public addresses; otherwise only the origins that the task source declares."
     )
@@ -234,6 +235,8 @@ class BrowserConfig:
     )
     deny: list[str] = setting([], "Hosts and addresses that pages may not reach, whatever else permits them.")
     ports: list[int] = setting([80, 443], "Ports of public hosts that pages may reach.")
+    record: str = setting("", "Folder to which every episode's answers are recorded; empty: none.")
+    replay: str = setting("", "Folder of recorded episodes that pages come from instead of the network; empty: none.")
     max_requests: int = setting(5000, "Requests of one episode; a TLS connection counts as one.", low=1)
     max_mib: int = setting(512, "Bytes that one episode may move, both directions together.", low=1)
     request_seconds: float = setting(60.0, "Limit of one plain HTTP request from its head to its last byte.", above=0)

@@ -239,7 +239,10 @@ class Conversation:
             ("Cache-Control", "no-store"), ("Connection", "close"),
         ]  # fmt: skip
         self._writer.write(written(f"HTTP/1.1 {code} {reason}", headers) + text)
-        self._writer.write_eof()
+        try:
+            self._writer.write_eof()
+        except OSError:
+            return  # the browser has hung up already
         # To close before everything is read would reset the connection, and the page would be lost.
         try:
             async with asyncio.timeout(LINGER_SECONDS):

@@ -31,5 +31,11 @@ class BrowserTimeout(BrowserError):
     outcome = "browser_timeout"
 
 
+class NotRecorded(BrowserError):
+    """A task is to be replayed that was not recorded."""
+
+    outcome = "not_recorded"
+
+
 class Unreachable(Exception):
     """A server that cannot be connected to, though policy permits it. The message is one sentence."""

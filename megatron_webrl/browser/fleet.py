@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from megatron_webrl import processes
+from megatron_webrl.browser.archive import check_archives
 from megatron_webrl.browser.carrier import Carrier
 from megatron_webrl.browser.chromium import find_chromium, launch_arguments, proxy_settings
 from megatron_webrl.browser.counts import FleetCounts
@@ -50,6 +51,7 @@ class Fleet:
         self, settings: BrowserConfig, sites: Mapping[str, Site], sessions: int, step_seconds: float = 120.0
     ) -> None:
         """`sites` by the name of the task source. Raises BrowserMissing, ConfigError."""
+        check_archives(settings)
         self._executable = find_chromium(settings.executable)
         self._settings, self._sites, self._step_seconds = settings, sites, step_seconds
         self._limit = asyncio.Semaphore(sessions)
@@ -66,7 +68,8 @@ class Fleet:
         self._declared: dict[Endpoint, Endpoint] = {}
         for site in sites.values():
             self._declared |= declared_endpoints(site.origins, site.addresses)
-        self._direct = direct_endpoints(self._declared, self.gateway.policy)
+        # Past the gateway nothing would hold a replayed page back.
+        self._direct = {} if settings.replay else direct_endpoints(self._declared, self.gateway.policy)
         self.counts = FleetCounts()
 
     async def start(self) -> None:
@@ -262,7 +265,7 @@ class Fleet:
         for attempt in range(LAUNCH_ATTEMPTS):
             try:
                 self.counts.launches += 1
-                chromium = await Chromium.launch(self._executable, arguments)
+                chromium = await Chromium.launch(self._executable, arguments, self._settings.page_mib)
                 break
             except BrowserCrashed:
                 self.counts.failed_launches += 1

@@ -21,7 +21,7 @@ from megatron_webrl.browser.access import Access
 from megatron_webrl.browser.conversation import Conversation, Upstream
 from megatron_webrl.browser.errors import Unreachable
 from megatron_webrl.browser.http1 import HEAD_BYTES
-from megatron_webrl.browser.policy import Endpoint, Policy
+from megatron_webrl.browser.policy import Endpoint, Policy, Refused
 from megatron_webrl.config import BrowserConfig
 
 log = logging.getLogger(__name__)
@@ -69,6 +69,8 @@ class Gateway:
 
     async def connect(self, access: Access, endpoint: Endpoint) -> Upstream:
         """A connection to an address that policy permits. Raises Refused, Unreachable."""
+        if self._settings.replay:
+            raise Refused("replay", f"{endpoint} is not reached: pages come from archives (browser.replay)")
         access.policy.check_endpoint(endpoint, access.declared)
         target = access.declared.get(endpoint, endpoint)
         try:

@@ -11,10 +11,13 @@ from playwright.async_api import Error as PlaywrightError
 
 from megatron_webrl.browser.notes import shortened
 from megatron_webrl.browser.tab import Tab
-from megatron_webrl.browser.views import Box, Node, Point, Unavailable, View, Views
+from megatron_webrl.browser.views import MAX_FRAMES, Box, Node, Point, Unavailable, View, Views
 from megatron_webrl.types import Element
 
 MAX_NAME = 80  # characters of a name, a value or an option
+TREE_NODES = 20_000
+"""The elements of a larger document are told by their markup: its accessibility tree takes seconds to read."""
+
 CANDIDATES_PER_MARK = 4
 """Candidates that are looked at for each element that may be numbered; the rest of a gigantic page is left out."""
 
@@ -83,7 +86,7 @@ class Marks:
 async def find_marks(tab: Tab, size: tuple[int, int], limit: int) -> Marks:
     """The first `limit` elements, in the order of the document, that are in view and not covered.
 
-    Raises PlaywrightError if the page is being replaced.
+    Raises PlaywrightError if the page is being replaced, TooLarge.
     """
     views = await Views.open(tab, size)
     try:
@@ -102,10 +105,26 @@ async def find_marks(tab: Tab, size: tuple[int, int], limit: int) -> Marks:
 
 async def _listed(view: View) -> list[_Candidate]:
     """What a view's accessibility trees and listeners offer, in the order of the document."""
-    trees = await asyncio.gather(*(_tree(view, frame) for frame in view.loaders))
+    if len(view.snapshot.order) > TREE_NODES:
+        return await asyncio.to_thread(_offered, view, _from_markup(view))
+    frames = list(view.loaders)[:MAX_FRAMES]
+    trees = await asyncio.gather(*(_tree(view, frame) for frame in frames))
+    return await asyncio.to_thread(_offered, view, dict(zip(frames, trees, strict=True)))
+
+
+def _from_markup(view: View) -> dict[str, list[dict[str, Any]]]:
+    """By frame, what stands in for its accessibility tree."""
+    trees: dict[str, list[dict[str, Any]]] = {}
+    for found in view.snapshot.likely():
+        entry = {"backendDOMNodeId": found.node, "role": {"value": found.role}, "name": {"value": found.name}}
+        trees.setdefault(found.frame, []).append(entry)
+    return trees
+
+
+def _offered(view: View, trees: dict[str, list[dict[str, Any]]]) -> list[_Candidate]:
     found: dict[int, _Candidate] = {}
     described: dict[int, dict[str, Any]] = {}
-    for frame, tree in zip(view.loaders, trees, strict=True):
+    for frame, tree in trees.items():
         for entry in tree:
             node = entry.get("backendDOMNodeId")
             if node is None or node not in view.snapshot.order:

@@ -18,6 +18,7 @@ from megatron_webrl.browser.pixels import Picture, with_marks
 from megatron_webrl.browser.site import Site
 from megatron_webrl.browser.tab import Tab, was_replaced
 from megatron_webrl.browser.tabs import Tabs
+from megatron_webrl.browser.views import TooLarge
 from megatron_webrl.config import BrowserConfig
 from megatron_webrl.types import Observation, StepSeconds, Task
 
@@ -41,10 +42,11 @@ class Eyes:
     async def observe(self, site: Site, task: Task, seconds_acting: float, instruction: str | None) -> Observation:
         """Wait until the page is at rest and look at it. Raises PlaywrightError if it is lost."""
         started = time.monotonic()
-        rest = await self._rest()
+        until = asyncio.get_running_loop().time() + settle.REST_SECONDS
+        rest = await self._rest(until)
         rested = time.monotonic()
         if self._settings.marks:
-            rest = await self._mark(rest)
+            rest = await self._mark(rest, until)
         tab = self._tabs.active
         screenshot, (reward, done) = await asyncio.gather(
             steadily(lambda: self._capture(tab)), steadily(lambda: site.result(tab.page, task))
@@ -71,12 +73,12 @@ class Eyes:
             seconds=seconds,
         )  # fmt: skip
 
-    async def _rest(self) -> settle.Rest:
+    async def _rest(self, until: float) -> settle.Rest:
         """The active tab at rest, whichever it is then: windows that open on the way become active."""
         while True:
             tab = self._tabs.active
             try:
-                rest = await settle.rest(tab)
+                rest = await settle.rest(tab, until)
             except PlaywrightError:
                 if not await self._tabs.outlived(tab):
                     raise
@@ -85,7 +87,7 @@ class Eyes:
             if tab is self._tabs.active:
                 return rest
 
-    async def _mark(self, rest: settle.Rest) -> settle.Rest:
+    async def _mark(self, rest: settle.Rest, until: float) -> settle.Rest:
         """Number the elements; returns the page at rest as it is then."""
         if self.marks is not None:
             await self.marks.close()
@@ -95,8 +97,11 @@ class Eyes:
             try:
                 self.marks = await find_marks(self._tabs.active, size, self._settings.max_marks)
                 return rest
+            except TooLarge as error:
+                self._notes.add(str(error))
+                return rest
             except PlaywrightError:
-                rest = await self._rest()
+                rest = await self._rest(until)
         self._notes.add("the elements of the page could not be listed")
         return rest
 

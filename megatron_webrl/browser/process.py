@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import psutil
 from playwright.async_api import Browser, CDPSession
 from playwright.async_api import Error as PlaywrightError
 
@@ -16,7 +17,7 @@ from megatron_webrl import processes
 from megatron_webrl.browser.chromium import sandboxed
 from megatron_webrl.browser.driver import Driver
 from megatron_webrl.browser.errors import BrowserCrashed
-from megatron_webrl.browser.memory import by_group, resident_mib
+from megatron_webrl.browser.memory import bound_pages, by_group, resident_mib
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +41,8 @@ class Chromium:
         self._group_began = processes.start_time(self._group)
 
     @classmethod
-    async def launch(cls, executable: str, arguments: list[str]) -> Chromium:
-        """Start both within START_SECONDS. Raises BrowserCrashed."""
+    async def launch(cls, executable: str, arguments: list[str], page_mib: int) -> Chromium:
+        """Start both within START_SECONDS; a page's process gets `page_mib` at most. Raises BrowserCrashed."""
         started, driver = time.monotonic(), None
         try:
             async with asyncio.timeout(START_SECONDS):
@@ -56,12 +57,13 @@ class Chromium:
                 )  # fmt: skip
                 control = await browser.new_browser_cdp_session()
                 chromium = cls(driver, browser, control, await _pid(control))
+                await asyncio.to_thread(bound_pages, chromium.pid, page_mib)
                 chromium.measure(await asyncio.to_thread(by_group))
                 chromium._began_mib = chromium.mib
         except BaseException as error:
             if driver is not None:
                 await driver.stop(gently=False)
-            if not isinstance(error, PlaywrightError | TimeoutError | ProcessLookupError):
+            if not isinstance(error, PlaywrightError | TimeoutError | ProcessLookupError | psutil.NoSuchProcess):
                 raise
             reason = (str(error) or f"not up within {START_SECONDS} s").splitlines()[0]
             raise BrowserCrashed(f"{executable} does not start: {reason}") from error

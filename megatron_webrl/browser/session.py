@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Coroutine, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from playwright.async_api import Browser, BrowserContext, Page, ProxySettings
@@ -13,16 +15,21 @@ from playwright.async_api import Error as PlaywrightError
 from megatron_webrl.browser import settle
 from megatron_webrl.browser.access import Access
 from megatron_webrl.browser.acting import Hands
+from megatron_webrl.browser.archive import Recording, Replay
 from megatron_webrl.browser.errors import BrowserCrashed, BrowserError, BrowserTimeout
 from megatron_webrl.browser.intrusions import Intrusions
 from megatron_webrl.browser.notes import Notes
 from megatron_webrl.browser.observing import Eyes, steadily
 from megatron_webrl.browser.site import Site
 from megatron_webrl.browser.tabs import Tabs
+from megatron_webrl.browser.watch import end_endless_scripts
 from megatron_webrl.config import BrowserConfig
 from megatron_webrl.types import Action, Observation, Task
 
+log = logging.getLogger(__name__)
+
 CLOSE_SECONDS = 10.0
+PATIENCE = 0.25  # of an operation's time, twice: a page that is silent for so long has its script ended
 NEWS_SECONDS = 1.0  # the reason of a failure may become known a little later
 T = TypeVar("T")
 
@@ -39,7 +46,8 @@ class Session:
     ) -> None:  # fmt: skip
         self.access = access
         self.task: Task | None = None
-        self._context, self._sites, self._step_seconds = context, sites, step_seconds
+        self._context, self._settings, self._sites, self._step_seconds = context, settings, sites, step_seconds
+        self._recording: Recording | None = None
         self._notes = Notes()
         self._lost: asyncio.Future[BrowserError] = asyncio.get_running_loop().create_future()
         self._intrusions = Intrusions(context, self._notes)
@@ -91,16 +99,8 @@ class Session:
 
     async def reset(self, task: Task) -> Observation:
         """Open the task's page; `instruction` is set. Raises BrowserError, KeyError for an unknown source."""
-        site, started = self._sites[task.source], time.monotonic()
         self.task = task
-        instruction = await self._bounded(f"reset of {task.id}", site.open(self.page, task))
-        self._notes.clear()
-        # Going back must not lead out of the task, to the empty page before it.
-        cdp = self._tabs.active.cdp
-        reset_history = steadily(lambda: cdp.send("Page.resetNavigationHistory"))
-        await self._bounded("reset of the history", reset_history)
-        acting = time.monotonic() - started
-        return await self._bounded("observation", self._eyes.observe(site, task, acting, instruction))
+        return await self._bounded(f"reset of {task.id}", self._open(self._sites[task.source], task))
 
     async def step(self, action: Action) -> Observation:
         """Carry out an action and wait until the page has come to rest.
@@ -111,10 +111,7 @@ class Session:
         if self.task is None:
             raise ValueError("reset comes before step")
         self._intrusions.next_step()
-        started = time.monotonic()
-        await self._bounded(action.kind, self._hands.act(action, self._eyes.marks))
-        seen = self._eyes.observe(self._sites[self.task.source], self.task, time.monotonic() - started, None)
-        return await self._bounded(f"observation after {action.kind}", seen)
+        return await self._bounded(action.kind, self._act(self._sites[self.task.source], self.task, action))
 
     def lose(self, error: BrowserError) -> None:
         """End what is going on, and whatever comes, by an error; the first one counts."""
@@ -129,6 +126,7 @@ class Session:
         self._tabs.close()
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
+                await self._save_recording()
                 await self._context.close()
         except TimeoutError:
             self.lose(BrowserError(f"a context did not close within {CLOSE_SECONDS} s"))
@@ -139,9 +137,38 @@ class Session:
             await self.access.close()
         return True
 
+    async def _open(self, site: Site, task: Task) -> Observation:
+        started = time.monotonic()
+        if self._settings.replay:
+            await Replay.start(self._context, Path(self._settings.replay), task, self.access)
+        elif self._settings.record:
+            self._recording = Recording(self._context, Path(self._settings.record), task)
+            await self._recording.start()
+        instruction = await site.open(self.page, task)
+        self._notes.clear()
+        # Going back must not lead out of the task, to the empty page before it.
+        cdp = self._tabs.active.cdp
+        await steadily(lambda: cdp.send("Page.resetNavigationHistory"))
+        return await self._eyes.observe(site, task, time.monotonic() - started, instruction)
+
+    async def _act(self, site: Site, task: Task, action: Action) -> Observation:
+        started = time.monotonic()
+        await self._hands.act(action, self._eyes.marks)
+        return await self._eyes.observe(site, task, time.monotonic() - started, None)
+
+    async def _save_recording(self) -> None:
+        if self._recording is None:
+            return
+        recording, self._recording = self._recording, None
+        try:
+            log.debug("recorded %s", await recording.save())
+        except (PlaywrightError, OSError) as error:
+            log.warning("an episode was not recorded: %s", _first_line(error))
+
     async def _bounded(self, name: str, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, or a BrowserError after `step_seconds` or as soon as the page is lost."""
         running = asyncio.ensure_future(work)
+        watching = asyncio.ensure_future(end_endless_scripts(self._tabs, self._notes, self._step_seconds * PATIENCE))
         either: set[asyncio.Future[Any]] = {running, self._lost}
         try:
             await asyncio.wait(either, timeout=self._step_seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -158,9 +185,9 @@ class Session:
                 raise self._lost.result() from error
             raise BrowserError(f"{name} failed: {_first_line(error)}") from error
         finally:
-            if not running.done():
-                running.cancel()
-                await asyncio.gather(running, return_exceptions=True)
+            running.cancel()
+            watching.cancel()
+            await asyncio.gather(running, watching, return_exceptions=True)
 
     def _browser_ended(self, browser: Browser) -> None:
         self.lose(BrowserCrashed("Chromium has ended"))

@@ -12,13 +12,16 @@ QUIET_LIMIT_MS = 1000
 """A page that never rests (an animation without end) is taken as it is after so long."""
 
 READY_LIMIT_MS = 10_000
-"""A document that is not loaded by then is taken as it is."""
+"""A document that is not loaded by then is taken as it is; one that was cut off, after QUIET_LIMIT_MS."""
 
 TRAFFIC_SECONDS = 3.0
 """Requests that are under way when all else is at rest are waited for so long, all together."""
 
 REST_SECONDS = 15.0
 """A page that is replaced by another one over and over is taken as it is after so long."""
+
+MAX_TITLE = 2000  # characters
+MAX_URL = 4000
 
 # A blinking caret would make two looks at the same page differ.
 STILL_CARET = """
@@ -33,7 +36,7 @@ _NATIVE = "const native = (name) => Object.getOwnPropertyDescriptor(Document.pro
 # Resolves to [title, URL, scrollX, scrollY, page height] once the document is complete and two animation frames in a
 # row have passed without a change of the document or a scroll: the first frame lets handlers run, the second has
 # painted what they did. Timers stand in for frames that do not come, such as those of a page that is being replaced.
-SETTLE = f"""() => new Promise((resolve) => {{
+_SETTLE = f"""(quietLimit, readyLimit) => new Promise((resolve) => {{
   {_NATIVE}
   const start = performance.now();
   let moved = false, quiet = 0;
@@ -45,8 +48,8 @@ SETTLE = f"""() => new Promise((resolve) => {{
     observer.disconnect();
     removeEventListener("scroll", mark, true);
     const root = native("scrollingElement") || native("documentElement");
-    resolve([native("title").slice(0, 2000), location.href.slice(0, 4000), Math.round(scrollX), Math.round(scrollY),
-             root ? root.scrollHeight : 0]);
+    resolve([native("title").slice(0, {MAX_TITLE}), location.href.slice(0, {MAX_URL}),
+             Math.round(scrollX), Math.round(scrollY), root ? root.scrollHeight : 0]);
   }};
   const next = () => {{
     let called = false;
@@ -59,7 +62,7 @@ SETTLE = f"""() => new Promise((resolve) => {{
     const waited = performance.now() - start;
     quiet = ready && !moved ? quiet + 1 : 0;
     moved = false;
-    if (quiet >= 2 || waited > (ready ? {QUIET_LIMIT_MS} : {READY_LIMIT_MS})) finish(); else next();
+    if (quiet >= 2 || waited > (ready ? quietLimit : readyLimit)) finish(); else next();
   }};
   next();
 }})"""
@@ -89,18 +92,23 @@ class Rest:
     loading: bool = False  # it was still loading at the limit
 
 
-async def rest(tab: Tab) -> Rest:
-    """Wait until nothing loads and nothing moves, each within its limit. Raises PlaywrightError."""
+async def rest(tab: Tab, until: float | None = None) -> Rest:
+    """Wait until nothing loads and nothing moves, each within its limit. Raises PlaywrightError.
+
+    `until`, on the loop's clock, is when a page that is replaced over and over is taken as it is; None: REST_SECONDS
+    from the call.
+    """
     clock = asyncio.get_running_loop().time
-    limit, traffic = clock() + REST_SECONDS, TRAFFIC_SECONDS
+    limit, traffic = clock() + REST_SECONDS if until is None else until, TRAFFIC_SECONDS
     while True:
         loaded = await _loaded(tab, min(READY_LIMIT_MS / 1000, max(0.0, limit - clock())))
         try:
-            title, url, *scroll = await tab.evaluate(SETTLE)
+            ready_limit = QUIET_LIMIT_MS if loaded else READY_LIMIT_MS
+            title, url, *scroll = await tab.evaluate(f"() => ({_SETTLE})({QUIET_LIMIT_MS}, {ready_limit})")
         except Replaced:
             if clock() < limit:
                 continue  # the next document is asked
-            return Rest("", tab.page.url, Scroll(0, 0, 0), loading=True)
+            return Rest("", tab.page.url[:MAX_URL], Scroll(0, 0, 0), loading=True)
         if not loaded or clock() >= limit:
             return Rest(title, url, Scroll(*scroll), loading=not loaded)
         if not tab.loaded.is_set():

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 ELEMENT, TEXT = 1, 3  # kinds of nodes
 MAX_OPTIONS = 20
 MAX_CHARACTERS = 400
+_ROLES = {
+    "A": "link", "AREA": "link", "BUTTON": "button", "INPUT": "textbox", "TEXTAREA": "textbox", "SELECT": "combobox",
+    "SUMMARY": "disclosuretriangle",
+}  # fmt: skip
+_NAMING = ("aria-label", "placeholder", "title", "alt", "value")
+
+
+@dataclass(frozen=True)
+class Likely:
+    """What the markup alone tells of an element."""
+
+    node: int
+    frame: str
+    role: str
+    name: str  # or empty
 
 
 class Snapshot:
@@ -50,6 +66,17 @@ class Snapshot:
             return ()
         found = [child for child in self._below(node) if self._names.get(child) == "OPTION"]
         return tuple(self.text(option).strip() for option in found[:MAX_OPTIONS])
+
+    def likely(self) -> Iterator[Likely]:
+        """Elements whose tag or attributes say that they are there to be acted on, in order."""
+        for document in self._documents:
+            frame = self._string(document["frameId"])
+            for node, flat in zip(self._ids(document), document["nodes"].get("attributes", ()), strict=False):
+                attributes = {self._string(name): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
+                role = self._string(attributes.get("role", -1)) or _ROLES.get(self._names[node], "")
+                if role:
+                    name = next((self._string(attributes[key]) for key in _NAMING if key in attributes), "")
+                    yield Likely(node, frame, role, name)
 
     def _read(self, document: dict[str, Any], owner: int | None) -> None:
         nodes, ids = document["nodes"], self._ids(document)

@@ -20,6 +20,9 @@ from megatron_webrl.browser.tab import WORLD, Tab
 MAX_FRAMES = 30
 """Frames that are looked into; a page with more of them is full of advertisements."""
 
+MAX_NODES = 60_000
+"""Documents of more nodes are not looked into: they would take seconds of the machine at each step."""
+
 MIN_SIDE = 2.0  # pixels of an element that can be hit
 Box = tuple[float, float, float, float]  # x, y, width, height in pixels of the viewport
 Point = tuple[float, float]
@@ -27,6 +30,10 @@ Point = tuple[float, float]
 
 class Unavailable(Exception):
     """An element cannot be acted on; the message is for the agent."""
+
+
+class TooLarge(Unavailable):
+    """The elements of a page cannot be told apart; the message is a sentence."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,11 @@ class View:
         self.snapshot = Snapshot({"strings": [], "documents": [_EMPTY]})
 
     async def refresh(self) -> None:
-        """See the documents as they are. Raises PlaywrightError if the renderer or its place on the page has gone."""
+        """See the documents as they are.
+
+        Raises PlaywrightError if the renderer or its place on the page has gone, TooLarge.
+        """
+        await self._check_size()
         tree, captured = await asyncio.gather(
             self.cdp.send("Page.getFrameTree"), self.cdp.send("DOMSnapshot.captureSnapshot", {"computedStyles": []})
         )
@@ -63,6 +74,16 @@ class View:
             x, y = box["model"]["content"][:2]
             self.left, self.top = self.parent.left + x, self.parent.top + y
             self.parent.children[owner] = self
+
+    async def _check_size(self) -> None:
+        if await self._nodes() > MAX_NODES:
+            await self.cdp.send("HeapProfiler.collectGarbage")  # nodes of documents that are gone do not count
+            nodes = await self._nodes()
+            if nodes > MAX_NODES:
+                raise TooLarge(f"elements cannot be found in a page of {nodes} nodes; {MAX_NODES} are the most")
+
+    async def _nodes(self) -> int:
+        return int((await self.cdp.send("Memory.getDOMCounters"))["nodes"])
 
     async def boxes(self, node: int) -> list[Box]:
         """The parts of an element on the page, the largest first; none if it is not shown."""
@@ -97,7 +118,10 @@ class Views:
 
     @classmethod
     async def open(cls, tab: Tab, size: tuple[int, int]) -> Views:
-        """Look at a tab whose viewport has `size` in pixels. Raises PlaywrightError if it is being replaced."""
+        """Look at a tab whose viewport has `size` in pixels.
+
+        Raises PlaywrightError if it is being replaced, TooLarge.
+        """
         views = cls(tab, size)
         await views.main.refresh()
         frames = tab.page.frames[1 : MAX_FRAMES + 1]
@@ -117,8 +141,8 @@ class Views:
             try:
                 await view.refresh()
                 of[frame] = view
-            except PlaywrightError:
-                continue  # it is not shown, or has just gone
+            except (PlaywrightError, TooLarge):
+                continue  # it is not shown, has just gone, or is a world of its own
         return views
 
     async def close(self) -> None:
@@ -155,6 +179,8 @@ class Views:
         try:
             for view in reversed(list(_outwards(node.view))):  # a frame's place follows from that of its parent
                 await view.refresh()
+        except TooLarge:
+            raise Unavailable("cannot be found again: the page has grown too large") from None
         except PlaywrightError:
             raise Unavailable("is gone") from None
         if node.view.loaders.get(node.frame) != node.loader or node.id not in node.view.snapshot.order:

@@ -14,6 +14,7 @@ from PIL import Image
 
 from megatron_webrl.config import ContextConfig
 from megatron_webrl.model.processing import Processor
+from megatron_webrl.rollout import prompts
 from megatron_webrl.rollout.actions import render
 from megatron_webrl.rollout.context import Context, ContextOverflow
 from megatron_webrl.rollout.toolset import Toolset
@@ -242,3 +243,17 @@ def test_every_prompt_fits_and_has_a_placeholder_for_each_image(
     assert (prompt.token_ids == processor.image_token_id).sum() == len(prompt.images)
     assert expanded(processor, context, prompt.token_ids, prompt.images) <= limit
     assert prompt.images[-1] == len(context.screenshots) - 1
+
+
+def test_the_list_of_elements_is_cut_and_the_rest_counted() -> None:
+    """A page with as many and as long elements as a session tells must not push the task out of the prompt."""
+    options = tuple(f"{number} {'o' * 78}" for number in range(20))
+    elements = tuple(
+        Element(number, "combobox", "n" * 80, (0, 0, 9, 9), "v" * 80, ("focused",), options) for number in range(1, 101)
+    )
+    lines = prompts.page_text(elements, (), None).splitlines()
+    assert sum(map(len, lines)) < prompts.MAX_LIST_TEXT + 100
+    assert all(len(line) < prompts.MAX_ELEMENT_TEXT + 20 for line in lines)
+    assert lines[-1] == f"({100 - (len(lines) - 2)} more are not listed)"
+    short = tuple(Element(number, "link", "name", (0, 0, 9, 9)) for number in range(1, 101))
+    assert len(prompts.page_text(short, (), None).splitlines()) == 101
