@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +35,7 @@ def check(report: dict[str, Any], episodes: int) -> None:
 
 
 def test_some_episodes_while_browsers_are_killed(tmp_path: Path) -> None:
-    check(soak(tmp_path, 80, 2, 300), 80)
+    check(soak(tmp_path, 60, 1, 400), 60)
 
 
 @pytest.mark.soak
@@ -43,6 +44,6 @@ def test_two_thousand_episodes_while_browsers_are_killed(tmp_path: Path) -> None
     check(report, 2000)
     assert report["kills"]["browser"] == pytest.approx(100, abs=4 * math.sqrt(95))
     (_, own, browsers), *later = report["memory"]
-    _, own_then, browsers_then = later[-1]
-    assert own_then < 1.2 * own
-    assert browsers_then < 1.2 * browsers
+    # How old the browsers are at a measurement is a matter of chance.
+    assert statistics.median(mib for _, mib, _ in later[-3:]) < 1.2 * own
+    assert statistics.median(mib for _, _, mib in later[-3:]) < 1.2 * browsers
