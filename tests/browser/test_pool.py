@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -47,7 +47,7 @@ STORES = """<!DOCTYPE html><title>...</title><script>(async () => {
 class Site:
     """Pages of a server of its own that counts what it was asked for; `before` may interfere with an opening."""
 
-    def __init__(self, before: Callable[[int], object] = lambda opening: None) -> None:
+    def __init__(self, before: Callable[[Page, int], Awaitable[None]]) -> None:
         self.asked: Counter[str] = Counter()
         self.openings = 0
         self._before = before
@@ -64,7 +64,7 @@ class Site:
 
     async def open(self, page: Page, task: Task) -> str:
         self.openings += 1
-        await asyncio.to_thread(self._before, self.openings)
+        await self._before(page, self.openings)
         await page.goto(f"{ORIGIN}/{task.environment}.html")
         await page.wait_for_function("document.title != '...'")
         return ""
@@ -75,7 +75,10 @@ class Site:
 
 @pytest.fixture
 def counting() -> Iterator[Site]:
-    site = Site()
+    async def nothing(page: Page, opening: int) -> None:
+        pass
+
+    site = Site(nothing)
     yield site
     site.server.close()
 
@@ -220,11 +223,13 @@ async def test_a_browser_that_has_grown_gives_way_to_another_one(
         await until(lambda: not alive(old))
 
 
-@pytest.mark.parametrize("victim", ["browser", "driver", "renderer"])
+@pytest.mark.parametrize("victim", ["browser", "driver", "page"])
 async def test_a_reset_that_fails_by_the_browsers_fault_is_tried_again(victim: str) -> None:
-    def kill(opening: int) -> None:
-        for pid in victims(victim) if opening == 1 else ():
-            os.kill(pid, signal.SIGKILL)
+    async def kill(page: Page, opening: int) -> None:
+        if opening == 1 and victim == "page":
+            await page.goto("chrome://crash")
+        elif opening == 1:
+            os.kill(victims(victim)[0], signal.SIGKILL)
 
     site = Site(kill)
     async with fleet_of(site) as fleet, fleet.episode(page_task("stores")) as (session, seen):
@@ -235,7 +240,7 @@ async def test_a_reset_that_fails_by_the_browsers_fault_is_tried_again(victim: s
 
 
 async def test_a_reset_is_tried_twice_and_named_by_what_happened() -> None:
-    def kill(opening: int) -> None:
+    async def kill(page: Page, opening: int) -> None:
         os.kill(victims("browser")[0], signal.SIGKILL)
 
     site = Site(kill)
