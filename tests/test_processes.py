@@ -251,9 +251,10 @@ def test_scratch_folders_of_dead_processes_are_swept_and_those_of_live_ones_stay
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     mine = processes.scratch_folder()
     code = "from megatron_webrl import processes; (processes.scratch_folder() / 'socket').touch()"
+    code += "; processes.scratch_folder()"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "TMPDIR": str(tmp_path)})
     (tmp_path / "webrl-other-1").mkdir()
     dead = [folder.name for folder in tmp_path.iterdir() if folder not in (mine, tmp_path / "webrl-other-1")]
-    assert len(dead) == 1
-    assert processes.sweep_scratch() == dead
+    assert len(dead) == 2
+    assert processes.sweep_scratch() == sorted(dead)
     assert sorted(tmp_path.iterdir()) == sorted([mine, tmp_path / "webrl-other-1"])

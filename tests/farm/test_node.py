@@ -168,7 +168,7 @@ async def test_two_operations_at_a_time_are_a_conflict_and_a_release_breaks_the_
     second = await http.reset(lease, "click-test")
     assert (second.status, "another operation" in second.json["error"]) == (409, True)
     assert (await http("DELETE", f"/v1/leases/{lease}")).status == 204
-    assert (await waiting).status == 409
+    assert (await waiting).status == 410
 
 
 @pytest.mark.parametrize(

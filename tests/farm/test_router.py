@@ -15,11 +15,13 @@ import aiohttp
 import psutil
 import pytest
 
+from megatron_webrl.config import BrowserConfig
 from megatron_webrl.farm import wire
 from megatron_webrl.farm.router import Router
 from tests.farm.conftest import Http, Server, node, serving, until, until_async
 
 CONCURRENT = 1000
+VIEW = wire.View.of(BrowserConfig())
 
 
 class Farm:
@@ -208,7 +210,7 @@ async def test_the_router_shows_its_nodes_and_what_they_open(farm: Farm, http: H
 async def test_a_router_that_did_not_run_for_a_while_takes_nobody_for_dead() -> None:
     now = 1000.0
     async with Router(None, lambda: now) as router:
-        router.announce(wire.NodeState("http://node", "b007", sessions=2, free=2))
+        router.announce(wire.NodeState("http://node", "b007", sessions=2, free=2, view=VIEW))
         assert router.node_of("b007-secret") == "http://node"
         await asyncio.sleep(0)  # the router looks at the clock
         now += 100
@@ -223,8 +225,9 @@ async def test_without_a_node_there_are_no_leases_and_no_health(client: aiohttp.
             answer = await http(method, path, json={})
             assert answer.status == 503
             assert b"no node has announced itself lately" in answer.body
-        wrong = await http("POST", "/v1/nodes", json={"url": "file:///x", "boot": "1", "sessions": 1, "free": 1})
-        assert wrong.status == 400
+        state = wire.NodeState("file:///x", "1", 1, 1, VIEW)
+        wrong = await http("POST", "/v1/nodes", data=wire.dump(state), headers={"Content-Type": "application/json"})
+        assert (wrong.status, "file:///x" in wrong.json["error"]) == (400, True)
 
 
 def _runs(process: psutil.Process) -> bool:
