@@ -25,6 +25,9 @@ from megatron_webrl.browser.policy import Endpoint, Refused, endpoint_of, split_
 IDLE_SECONDS = 120.0
 """A tunnel through which nothing goes, or a connection without a request, is closed after so long."""
 
+BRAKE_SECONDS = 0.3
+"""A page that has used up what it may is answered no sooner: refusals in a row would keep the whole fleet busy."""
+
 LINGER_SECONDS = 2.0
 
 
@@ -75,6 +78,8 @@ class Conversation:
                 pass
         except Refused as refused:
             self._access.note_refusal(self._host, refused)
+            if refused.reason in ("requests", "bytes"):
+                await asyncio.sleep(BRAKE_SECONDS)
             await self._page(403, "Forbidden", str(refused))
         except Unreachable as error:
             self._access.note_failure(self._host, str(error))

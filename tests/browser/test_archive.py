@@ -41,7 +41,8 @@ class MoodySite:
         if request.path == "/data":
             return Reply(200, f"{count} {request.form.get('ask')} {random_number}".encode(), "text/plain")
         text = f"""<!DOCTYPE html><title>{request.path} {count}</title><p>{random_number}</p>
-            <button style='width:400px;height:100px'>ask</button><script>document.querySelector('button').onclick =
+            <button style='position:absolute;left:0;top:0;width:400px;height:100px'>ask</button>
+            <script>document.querySelector('button').onclick =
               async () => {{ const ask = (word) => fetch('/data', {{method: 'POST',
                   body: new URLSearchParams({{ask: word}})}}).then((answer) => answer.text());
                 document.querySelector('p').textContent = await ask('one') + ' ' + await ask('two') +
