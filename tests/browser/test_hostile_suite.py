@@ -107,7 +107,7 @@ ROWS: list[tuple[str, float, tuple[str, ...]]] = [
     ("endless_head", PATIENT, ("browser_error",)),
     ("silence", PATIENT, ("browser_error",)),
     ("garbage", PATIENT, ("browser_error",)),
-    ("slow_body", PATIENT, (r"took more than 1 s \(browser.request_seconds\)",)),
+    ("slow_body", PATIENT, (r"took more than 1.0 s \(browser.request_seconds\)",)),
     ("endless_body", HASTY, (ON, LATE, CRASHED)),
     ("bomb", HASTY, (ON, LATE, CRASHED)),
     ("hang_up", HASTY, (ON, LATE)),
