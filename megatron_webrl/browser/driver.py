@@ -50,7 +50,8 @@ class Driver:
     async def start(cls) -> Driver:
         """Raises BrowserCrashed. Give it a limit: nothing is left if it is cancelled."""
         folder = processes.scratch_folder()
-        token = _environment.set({**processes.owner_environment(), "TMPDIR": str(folder)})
+        # What pages show must not depend on the machine's time zone.
+        token = _environment.set({**processes.owner_environment(), "TMPDIR": str(folder), "TZ": "UTC"})
         try:
             try:
                 playwright = await async_playwright().start()

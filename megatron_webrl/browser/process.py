@@ -51,7 +51,6 @@ class Chromium:
                     executable_path=executable,
                     args=arguments,
                     chromium_sandbox=sandboxed(),
-                    env={**os.environ, "TZ": "UTC"},  # what pages show must not depend on the machine
                     handle_sigint=False, handle_sigterm=False, handle_sighup=False,  # the worker closes it
                     timeout=START_SECONDS * 1000,
                 )  # fmt: skip

@@ -176,13 +176,17 @@ async def test_what_hangs_is_noticed_without_an_operation_too(
             assert "does not answer" in str(await session.lost)
 
 
+# A script that is ended is followed by the next one.
+ENDLESS = "() => { for (let n = 0; n < 1000; n++) setTimeout(() => { for (;;); }); for (;;); }"
+
+
 async def test_a_page_that_never_lets_go_costs_its_own_session_only(site: FolderSite) -> None:
     async with fleet_on(site, sessions=2) as fleet, fleet.session() as other:
         await other.reset(page_task("first"))
         async with fleet.session() as session:
             await session.reset(page_task("first"))
             before = set(victims("renderer"))
-            running = asyncio.ensure_future(session.page.evaluate("() => { for (;;); }"))
+            running = asyncio.ensure_future(session.page.evaluate(ENDLESS))
             session._step_seconds = 2.0
             with pytest.raises(BrowserTimeout):
                 await session.step(Action("left_click", coordinate=(100, 100)))

@@ -168,7 +168,7 @@ def test_every_environment_is_registered() -> None:
 def test_the_ten_lines_of_the_page_run(farm: OwnNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "browser.md").read_text()
     [_, section] = page.split("## From another framework, in ten lines\n")
-    [code] = re.findall(r"```python\n(.*?)```", section.split("\n## ")[0], re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", section.split("\n## ")[0], re.DOTALL)
     assert len([line for line in code.splitlines() if line.strip()]) <= 10
     script = tmp_path / "ten_lines.py"
     assert "http://127.0.0.1:8700" in code
