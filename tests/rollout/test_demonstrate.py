@@ -67,7 +67,7 @@ async def test_tasks_of_the_sites_are_demonstrated_and_answers_judged(tiny_model
 
 
 async def test_further_actions_are_demonstrated_where_they_are_enabled(tiny_model: Path, tmp_path: Path) -> None:
-    config = config_for(tiny_model, ["drag-circle", "choose-list"], max_new_tokens=128)
+    config = config_for(tiny_model, tmp_path, ["drag-circle", "choose-list"], max_new_tokens=128)
     config.trainer.warm_start.demonstrations = 4
     config.browser.actions = ["drag"]
     with pytest.raises(ConfigError, match=r"the oracle of choose-list needs select_option; add it to browser\.actions"):

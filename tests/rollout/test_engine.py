@@ -224,7 +224,7 @@ async def test_a_response_ends_at_the_end_token_or_at_the_limit(engine: Engine) 
 async def test_a_bad_prompt_is_an_error_and_the_engine_serves_on(engine: Engine) -> None:
     with pytest.raises(GenerationError, match="2 image placeholders and 1 images"):
         await respond(engine, prompt(engine, 2), [picture(0)])
-    with pytest.raises(GenerationError, match="neither PNG nor JPEG"):
+    with pytest.raises(GenerationError, match="are no PNG, JPEG or WebP"):
         await respond(engine, prompt(engine, 1), [b"no image"])
     with pytest.raises(GenerationError, match=r"rollout\.max_model_len=2048"):
         await respond(engine, prompt(engine, 0, "Click " * 2100), [])
