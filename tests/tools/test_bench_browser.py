@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tools.bench import browser
-from tools.bench.browser_report import Ratio, Row, Section, better
+from tools.bench.browsers.report import Ratio, Row, Section, better
 
 
 def table(shown: str) -> str:

@@ -21,13 +21,13 @@ from typing import Any
 
 from rich.console import Console
 
-from tools.bench.browser_bare import FULL, QUICK, Amount
-from tools.bench.browser_crowd import measure_memory, measure_waiting
-from tools.bench.browser_gym import ABSENT, measure_browsergym
-from tools.bench.browser_plots import draw
-from tools.bench.browser_report import Section, show
-from tools.bench.browser_resets import measure_resets
-from tools.bench.browser_steps import measure_encoding, measure_steps
+from tools.bench.browsers.bare import FULL, QUICK, Amount
+from tools.bench.browsers.crowd import measure_memory, measure_waiting
+from tools.bench.browsers.gym import ABSENT, measure_browsergym
+from tools.bench.browsers.plots import draw
+from tools.bench.browsers.report import Section, show
+from tools.bench.browsers.resets import measure_resets
+from tools.bench.browsers.steps import measure_encoding, measure_steps
 
 SECTIONS: dict[str, Callable[[Amount, int], Coroutine[Any, Any, Section]]] = {
     "reset": measure_resets,

@@ -1,6 +1,6 @@
 """BrowserGym at the other end of a pipe; runs in an environment that holds it and nothing of ours.
 
-`browser_gym_driver.py CHROMIUM URL`: orders come as lines of JSON, `{"environment", "seed", "clicks", "waits"}`, and
+`gym_driver.py CHROMIUM URL`: orders come as lines of JSON, `{"environment", "seed", "clicks", "waits"}`, and
 are answered with `{"reset", "steps"}` in seconds. The first line tells the versions.
 """
 

@@ -14,9 +14,9 @@ from megatron_webrl.browser.fleet import Fleet
 from megatron_webrl.config import BrowserConfig
 from megatron_webrl.tasks.miniwob import Miniwob
 from megatron_webrl.types import Action
-from tools.bench.browser_bare import NOWHERE, Amount, Bare, cpu_seconds, direct, turned
-from tools.bench.browser_report import Row, Section, better
-from tools.bench.browser_steps import pixels
+from tools.bench.browsers.bare import NOWHERE, Amount, Bare, cpu_seconds, direct, turned
+from tools.bench.browsers.report import Row, Section, better
+from tools.bench.browsers.steps import pixels
 
 PLACES = ((600, 800), (700, 800))  # of an episode's clicks: beside the task, whose page they leave as it is
 ENVIRONMENTS = ("click-test", "click-button", "click-dialog", "focus-text", "click-tab", "enter-text")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
-from tools.bench.browser_report import Section
+from tools.bench.browsers.report import Section
 
 WIDTH, HEIGHT, GAP = 420, 300, 34  # pixels of a plot and between plots
 COLUMNS = 2

@@ -18,16 +18,16 @@ from megatron_webrl.browser.fleet import Fleet
 from megatron_webrl.config import BrowserConfig
 from megatron_webrl.tasks.miniwob import HOST, Miniwob
 from megatron_webrl.types import COORDINATE_RANGE, Action, Task
-from tools.bench.browser_bare import Amount, turned
-from tools.bench.browser_report import Row, Section, better
-from tools.bench.browser_resets import ENVIRONMENTS
+from tools.bench.browsers.bare import Amount, turned
+from tools.bench.browsers.report import Row, Section, better
+from tools.bench.browsers.resets import ENVIRONMENTS
 
 WIDTH, HEIGHT = 332, 214  # pixels, BrowserGym's viewport for MiniWoB++
 PLACES = ((900, 800), (900, 900))  # beside the task
 EPISODE_SECONDS = 120.0
 END_SECONDS = 30.0
 GOAL = 3.0
-DRIVER = Path(__file__).with_name("browser_gym_driver.py")
+DRIVER = Path(__file__).with_name("gym_driver.py")
 ABSENT = (
     "BrowserGym is left out. --browsergym-python names the interpreter of an environment that holds it, such as "
     "venv/bin/python after `python -m venv venv && venv/bin/pip install browsergym-core browsergym-miniwob`; it uses "
@@ -35,7 +35,7 @@ ABSENT = (
 )
 
 Gym = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
-"""Carries out one order of browser_gym_driver.py."""
+"""Carries out one order of gym_driver.py."""
 
 
 async def measure_browsergym(amount: Amount, seed: int, interpreter: Path) -> Section:

@@ -20,8 +20,8 @@ from megatron_webrl.config import BrowserConfig, LatencyConfig
 from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS
 from megatron_webrl.tasks.sites.source import Sites
 from megatron_webrl.types import Task
-from tools.bench.browser_bare import Amount, cpu_seconds, proportional_mib
-from tools.bench.browser_report import Ratio, Row, Section
+from tools.bench.browsers.bare import Amount, cpu_seconds, proportional_mib
+from tools.bench.browsers.report import Ratio, Row, Section
 
 STEADY_SECONDS = 10.0  # for memory to come to rest
 MAX_STEPS = 40  # of an episode; the scripts of easy and medium tasks need 10 at most

@@ -18,9 +18,9 @@ from megatron_webrl.browser.pixels import Picture
 from megatron_webrl.browser.session import Session
 from megatron_webrl.config import BrowserConfig
 from megatron_webrl.types import COORDINATE_RANGE, Action
-from tools.bench.browser_bare import Amount, Bare, cpu_seconds, turned
-from tools.bench.browser_pages import BenchSite
-from tools.bench.browser_report import Row, Section, better
+from tools.bench.browsers.bare import Amount, Bare, cpu_seconds, turned
+from tools.bench.browsers.pages import BenchSite
+from tools.bench.browsers.report import Row, Section, better
 
 LEAST_SHARE = 1 / 1.1
 """Of bare Playwright's speed: at most 10 % overhead."""
