@@ -124,7 +124,7 @@ def test_a_rank_without_a_vision_tower_decodes_no_image(processor: Processor, co
     assert batch.row.encoded is not None
     assert batch.row.encoded.numel() == 0
     assert batch.row.grids.tolist() == sample.grids.tolist()
-    with pytest.raises(ValueError, match="neither PNG nor JPEG"):
+    with pytest.raises(ValueError, match="are no PNG, JPEG or WebP"):
         build(processor, cost, [broken])
 
 
