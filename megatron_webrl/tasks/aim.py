@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import TYPE_CHECKING, Any
 
 from megatron_webrl.types import COORDINATE_RANGE, Action
@@ -10,6 +12,7 @@ if TYPE_CHECKING:
     from playwright.async_api import Page
 
 STEP = 20  # few different coordinates are easier to learn
+PATIENCE, PAUSE = 2.0, 0.05  # seconds
 
 # Finds the coordinate nearest to the aim that hits the element (its own pixels on top), preferring multiples of STEP;
 # `within` bounds the distance from the aim in pixels. An element outside the viewport is scrolled to. The end of a drag
@@ -73,11 +76,15 @@ async def aim(page: Page, target: str, argument: Any = None) -> Action:
 
     `target` is a JavaScript expression over the page and `argument`: {element}, {element, at: [x, y] in pixels},
     {element, text} to type, {element, kind} with the text or direction of that kind, {element, by: [x, y] in pixels}
-    to drag, or {key}.
+    to drag, or {key}. What the page does not allow yet, in the middle of a movement, is tried for PATIENCE seconds.
     """
     script = _FIND.replace("TARGET", f"({target})")
     asked = {"range": COORDINATE_RANGE, "step": STEP, "argument": argument}
+    deadline = time.monotonic() + PATIENCE
     found: dict[str, Any] = await page.evaluate(script, asked)
+    while "problem" in found and time.monotonic() < deadline:
+        await asyncio.sleep(PAUSE)
+        found = await page.evaluate(script, asked)
     if "problem" in found:
         raise OracleError(str(found["problem"]))
     return Action(

@@ -52,8 +52,8 @@ PAGES = {
     "colours": """<title>Colours</title><div style='height:100px;background:red'
         onclick="this.style.background = 'blue'"></div>""",
     "moving": """<title>Moving</title><div style='height:100px;background:red' onclick="
-        let n = 0; const t = setInterval(() => { this.style.height = 100 + 10 * ++n + 'px';
-        if (n == 20) { clearInterval(t); document.title = 'at rest'; } }, 10)"></div>""",
+        let n = 0; const move = () => { this.style.height = 100 + 10 * ++n + 'px';
+        if (n < 20) requestAnimationFrame(move); else document.title = 'at rest'; }; move()"></div>""",
     "popup": """<title>Popup</title><div style='height:100px;background:red'
         onclick="window.open('second.html')"></div>""",
     "store": """<title>Store</title><script>document.title = localStorage.getItem('seen') || 'fresh';

@@ -47,7 +47,7 @@ ROWS: list[tuple[str, float, tuple[str, ...]]] = [
     ("prompt_long", PATIENT, (r"opened a dialog, .x{90,100}\.\.\.",)),
     ("popups", 6.0, ("a new window was closed", LATE)),
     ("popups_chain", PATIENT, ("a new window was closed",)),
-    ("close", PATIENT, ("browser_error",)),
+    ("close", PATIENT, ("browser_error", ON)),  # Chromium lets a page close itself or not
     ("stay", PATIENT, ("asked whether to leave it; it was left",)),
     ("print", PATIENT, (ON,)),
     ("fullscreen", PATIENT, (ON,)),

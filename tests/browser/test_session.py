@@ -221,6 +221,7 @@ async def test_an_operation_over_its_limit_raises_an_error_that_names_it(site: F
 
 async def test_a_page_that_does_not_open_is_a_browser_error(tmp_path: Path) -> None:
     gone = FolderSite(tmp_path)
+    assert gone.addresses  # the first look at them starts the server
     gone.server.close()
     async with fleet_on(gone) as fleet, fleet.session() as session:
         with pytest.raises(BrowserError, match=r"reset of site/first failed: .*ERR_CONNECTION_REFUSED"):

@@ -73,7 +73,7 @@ def test_a_file_gives_messages_images_in_order_and_the_response(
         ({"messages": [user({"type": "video", "path": "x.mp4"})]}, "neither"),
         ({"messages": [user({"type": "image"})]}, "neither"),
         ({"messages": [user({"type": "image", "path": "lost.png"})]}, "lost.png cannot be read"),
-        ({"messages": [user({"type": "image", "path": "samples.jsonl"})]}, "neither PNG nor JPEG"),
+        ({"messages": [user({"type": "image", "path": "samples.jsonl"})]}, "are no PNG, JPEG or WebP"),
         ({"messages": [{"role": "user", "content": "<|image_pad|>"}]}, "1 image placeholders and 0 images"),
         ({"messages": [QUESTION], "response": "<|image_pad|>"}, "placeholder"),
         ({"messages": [{"role": "user", "content": "word " * 900}]}, "exceed the window"),
