@@ -22,6 +22,9 @@ MAX_STEPS = 30
 SHARES = {"circle-center", "find-midpoint", "bisect-angle", "right-angle"}
 """Their reward is a share: how near a point is to the right one."""
 
+ATTEMPTS = 3
+"""At an episode: on a machine that is too busy a page that moves by timers may look as if it were at rest."""
+
 EXACT = {"highlight-text"}
 """Where a point is wanted that multiples of STEP do not hit in the smallest viewport."""
 
@@ -37,8 +40,27 @@ async def play(
     return seen, actions
 
 
+async def play_well(
+    session: Session, environment: str, seed: int, script: Callable[[], Awaitable[Action]],
+    good: Callable[[float], bool],
+) -> tuple[Observation, list[Action]]:  # fmt: skip
+    for attempt in range(ATTEMPTS):
+        try:
+            played = await play(session, environment, seed, script)
+        except OracleError:
+            if attempt == ATTEMPTS - 1:
+                raise
+            continue
+        if played[0].reward is not None and good(played[0].reward):
+            break
+    return played
+
+
 async def solve(session: Session, environment: str, seed: int) -> tuple[Observation, list[Action]]:
-    return await play(session, environment, seed, lambda: next_action(session.page, environment))
+    least = 0.8 if environment in SHARES else 1.0
+    return await play_well(
+        session, environment, seed, lambda: next_action(session.page, environment), lambda reward: reward >= least
+    )
 
 
 async def blunder(session: Session, environment: str) -> Observation | None:
@@ -46,7 +68,9 @@ async def blunder(session: Session, environment: str) -> Observation | None:
     if environment in CANNOT_FAIL:
         return None
     seed = 4 if environment in {"click-button", "unicode-test"} else 2  # on others their pages have one button alone
-    seen, _ = await play(session, environment, seed, lambda: aim_at(session.page, MISTAKES[environment]))
+    seen, _ = await play_well(
+        session, environment, seed, lambda: aim_at(session.page, MISTAKES[environment]), lambda reward: reward <= 0.0
+    )
     return seen
 
 
