@@ -8,7 +8,7 @@ from playwright.async_api import Page
 
 from megatron_webrl.tasks import miniwob_page, oracles
 from megatron_webrl.tasks.server import FolderServer
-from megatron_webrl.tasks.source import check_environments, draw, evaluation
+from megatron_webrl.tasks.source import ServedTasks, check_environments
 from megatron_webrl.types import Action, Task
 
 NAME = "miniwob"
@@ -16,7 +16,7 @@ HOST = "miniwob.localhost"
 ORIGIN = f"http://{HOST}"
 
 
-class Miniwob:
+class Miniwob(ServedTasks):
     """Tasks drawn uniformly from some environments of MiniWoB++. A context manager; close stops the server."""
 
     def __init__(self, environments: Sequence[str], max_steps: int) -> None:
@@ -24,18 +24,7 @@ class Miniwob:
         folder = miniwob_page.pages_folder()
         miniwob_page.check_playable(environments)
         check_environments("MiniWoB++ has", environments, miniwob_page.all_environments(folder))
-        self.environments, self.max_steps = tuple(environments), max_steps
-        self._server = FolderServer(folder)
-
-    def __enter__(self) -> Miniwob:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stop serving pages."""
-        self._server.close()
+        super().__init__(environments, max_steps, FolderServer(folder))
 
     @property
     def origins(self) -> frozenset[str]:
@@ -52,16 +41,6 @@ class Miniwob:
         return Task(
             id=f"{NAME}/{environment}/{seed}", source=NAME, environment=environment, seed=seed, max_steps=self.max_steps
         )
-
-    def task(self, seed: int, ticket: int) -> Task:
-        """The task of a training ticket: a pure function of sampler seed and ticket."""
-        environment, page_seed = draw(seed, ticket, len(self.environments))
-        return self.make(self.environments[environment], page_seed)
-
-    def held_out(self, index: int) -> Task:
-        """The index-th evaluation task; environments take turns, and no page seed is ever trained on."""
-        environment, page_seed = evaluation(index, len(self.environments))
-        return self.make(self.environments[environment], page_seed)
 
     async def open(self, page: Page, task: Task) -> str:
         """Load the environment's page and start its episode; returns the instruction."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 from playwright.async_api import Page
 
 from megatron_webrl.config import ConfigError
+from megatron_webrl.tasks.server import LocalServer
 from megatron_webrl.types import Action, Task
 
 TRAINING_SEEDS = range(0, 2**30)
@@ -66,6 +68,38 @@ class TaskSource(TaskSite, Protocol):
     def held_out(self, index: int) -> Task:
         """The index-th evaluation task."""
         ...
+
+
+class ServedTasks(ABC):
+    """What sources have in common whose pages this machine serves. A context manager; close stops the server."""
+
+    def __init__(self, environments: Sequence[str], max_steps: int, server: LocalServer) -> None:
+        self.environments, self.max_steps = tuple(environments), max_steps
+        self._server = server
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop serving pages."""
+        self._server.close()
+
+    @abstractmethod
+    def make(self, environment: str, seed: int) -> Task:
+        """The task of an environment and a page seed; the same on every machine."""
+
+    def task(self, seed: int, ticket: int) -> Task:
+        """The task of a training ticket: a pure function of sampler seed and ticket."""
+        environment, page_seed = draw(seed, ticket, len(self.environments))
+        return self.make(self.environments[environment], page_seed)
+
+    def held_out(self, index: int) -> Task:
+        """The index-th evaluation task; environments take turns, and no page seed is ever trained on."""
+        environment, page_seed = evaluation(index, len(self.environments))
+        return self.make(self.environments[environment], page_seed)
 
 
 def draw(seed: int, ticket: int, environments: int) -> tuple[int, int]:

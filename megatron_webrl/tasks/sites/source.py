@@ -17,7 +17,7 @@ from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS, SITES, goal
 from megatron_webrl.tasks.sites.goal import FAILED, Goal, verdict
 from megatron_webrl.tasks.sites.latency import delay
 from megatron_webrl.tasks.sites.moves import Look, Move, look_at, next_action
-from megatron_webrl.tasks.source import check_environments, check_names, draw, evaluation
+from megatron_webrl.tasks.source import ServedTasks, check_environments, check_names
 from megatron_webrl.types import Action, Task
 
 NAME = "sites"
@@ -59,13 +59,13 @@ class Episode:
             return self.goal.script(self._app, look)
 
 
-class Sites:
+class Sites(ServedTasks):
     """Tasks drawn uniformly from some environments of the sites. A context manager; close stops the server."""
 
     def __init__(self, environments: Sequence[str], max_steps: int, latency: LatencyConfig | None = None) -> None:
         """Raises ConfigError for an environment or a site that does not exist."""
         check_environments("the sites have", environments, list(ENVIRONMENTS))
-        self.environments, self.max_steps = tuple(environments), max_steps
+        super().__init__(environments, max_steps, LocalServer(self._respond, "sites-server"))
         self._latency = latency or LatencyConfig()
         _check_latency(self._latency)
         self._lock = threading.Lock()
@@ -73,17 +73,6 @@ class Sites:
         self._episodes: weakref.WeakValueDictionary[str, Episode] = weakref.WeakValueDictionary()
         self._open: weakref.WeakKeyDictionary[BrowserContext, Episode] = weakref.WeakKeyDictionary()
         self._begun: OrderedDict[str, int] = OrderedDict()  # episodes so far by task
-        self._server = LocalServer(self._respond, "sites-server")
-
-    def __enter__(self) -> Sites:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stop serving pages."""
-        self._server.close()
 
     @property
     def origins(self) -> frozenset[str]:
@@ -104,16 +93,6 @@ class Sites:
             max_steps=self.max_steps, instruction=wanted.instruction,
             difficulty=ENVIRONMENTS[environment].difficulty, answer=wanted.answer,
         )  # fmt: skip
-
-    def task(self, seed: int, ticket: int) -> Task:
-        """The task of a training ticket: a pure function of sampler seed and ticket."""
-        environment, page_seed = draw(seed, ticket, len(self.environments))
-        return self.make(self.environments[environment], page_seed)
-
-    def held_out(self, index: int) -> Task:
-        """The index-th evaluation task; environments take turns, and no page seed is ever trained on."""
-        environment, page_seed = evaluation(index, len(self.environments))
-        return self.make(self.environments[environment], page_seed)
 
     def begin(self, task: Task) -> Episode:
         """A fresh copy of the task's site; forgotten with the last reference to it. Raises KeyError."""
