@@ -15,7 +15,7 @@ else
 TORCH_BACKEND := --torch-backend=cpu
 endif
 
-.PHONY: help install system quickstart test test-fast soak lint format docs doctor clean
+.PHONY: help install system quickstart warm-start test test-fast soak lint format docs doctor clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -32,8 +32,13 @@ system:
 $(MODEL)/config.json: tools/make_tiny_model.py tools/tiny_tokenizer.py | $(VENV)/.installed
 	$(BIN)/python -m tools.make_tiny_model $(MODEL) --force
 
-quickstart: install $(MODEL)/config.json ## train a tiny agent on MiniWoB++ in real Chromium, on the CPU
+quickstart: install ## a tiny agent learns MiniWoB++ from rewards, in real Chromium, on the CPU
 	$(BIN)/webrl train configs/quickstart.yaml $(ARGS)
+
+warm-start: install $(MODEL)/config.json ## make models/quickstart anew, the weights that quickstart begins with (half an hour)
+	$(BIN)/webrl demonstrate configs/warm_start.yaml --out runs/warm_start.records
+	$(BIN)/python -m tools.pretrain_tiny_model $(MODEL) runs/warm_start.records models/quickstart
+	$(BIN)/webrl eval models/quickstart configs/warm_start.yaml $(ARGS)
 
 test: install lint ## lint, then run all tests
 	$(BIN)/python -m pytest $(ARGS)

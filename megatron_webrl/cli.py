@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_webrl import __version__
 from megatron_webrl.config import Config, ConfigError, load, read
 from megatron_webrl.farm.commands import add_browsers
+from megatron_webrl.placement_command import add_placement
 
 if TYPE_CHECKING:
     from megatron_webrl.control import Control
@@ -64,8 +65,25 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("overrides", nargs="*", metavar="key=value", help="with --weights: settings to replace")
     doctor.set_defaults(run=_doctor)
 
+    demonstrate = commands.add_parser(
+        "demonstrate",
+        help="write scripted episodes for a warm start",
+        description="Have scripts do the tasks of a configuration, as the agent would see and answer them, and write "
+        "trainer.warm_start.demonstrations successes to a file for trainer.warm_start.file. Ends with 1 if it failed, "
+        "2 for bad input, 130 after Ctrl-C; the file is there when it is complete.",
+        epilog="example: webrl demonstrate my.yaml trainer.warm_start.demonstrations=99 --out my.records",
+    )
+    demonstrate.add_argument("config", help="YAML file")
+    demonstrate.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings that replace those of the file"
+    )
+    demonstrate.add_argument("--out", type=Path, required=True, metavar="FILE", help="where they go")
+    demonstrate.set_defaults(run=_demonstrate)
+
+    _add_eval(commands)
     _add_parity(commands)
     add_browsers(commands)
+    add_placement(commands)
 
     control = commands.add_parser("control", help="the control plane; `train` starts it, and so does a Slurm script")
     _add_config(control)
@@ -79,11 +97,40 @@ def _parser() -> argparse.ArgumentParser:
         role = commands.add_parser(name, help=text)
         _add_config(role)
         role.add_argument("--control", required=True, metavar="HOST:PORT", help="address of the control plane")
+        only = role.add_mutually_exclusive_group()
+        only.add_argument("--weights-only", action="store_true", help="send or take weights and do nothing else")
         if name == "rollout":
             role.add_argument("--worker", type=int, required=True, metavar="N", help="number of this worker, from 0")
-        role.add_argument("--weights-only", action="store_true", help="send or take weights and do nothing else")
+            only.add_argument("--evaluation-only", action="store_true", help="evaluate the weights of model.path alone")
         role.set_defaults(run=run)
     return parser
+
+
+def _add_eval(commands: Any) -> None:
+    evaluation = commands.add_parser(
+        "eval",
+        help="success of a checkpoint on held-out tasks",
+        description="Run the agent with the weights of a checkpoint on tasks that no training has seen, on this "
+        "machine. Ends with 1 if it failed, 2 for bad input, 130 after Ctrl-C. docs/evaluation.md",
+        epilog="example: webrl eval runs/quickstart/checkpoints evaluation.episodes=50 --json result.json",
+    )
+    evaluation.add_argument(
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="Hugging Face folder, or checkpoint of a run, or the run"
+    )
+    evaluation.add_argument(
+        "words",
+        nargs="*",
+        metavar="CONFIG key=value",
+        help="YAML file (default: that of the checkpoint's run), and settings that replace its own",
+    )
+    for option, key, text in (
+        ("--episodes", "episodes", "held-out tasks of each environment"),
+        ("--samples", "samples", "episodes of each task, for pass@k"),
+        ("--temperature", "temperature", "sampling temperature; 0: the likeliest token"),
+    ):
+        evaluation.add_argument(option, metavar="N", help=f"{text} (evaluation.{key})")
+    evaluation.add_argument("--json", type=Path, metavar="FILE", help="write figures and single episodes there, too")
+    evaluation.set_defaults(run=_eval)
 
 
 def _add_parity(commands: Any) -> None:
@@ -178,6 +225,49 @@ def _check_site(config: Config) -> None:
         raise ConfigError(str(error)) from error
 
 
+def _demonstrate(options: argparse.Namespace) -> int:
+    import asyncio
+
+    from rich.console import Console
+
+    from megatron_webrl.rollout.demonstrate import demonstrate
+    from megatron_webrl.tracking.board import progress
+
+    config = load(options.config, options.overrides)
+    count = config.trainer.warm_start.demonstrations
+    if not count:
+        raise ConfigError("trainer.warm_start.demonstrations=0; say how many episodes are wanted")
+    if not options.out.absolute().parent.is_dir():
+        raise ConfigError(f"--out={options.out}: {options.out.absolute().parent} is not a folder")
+    _check_site(config)
+    console = Console()
+    try:
+        with progress(console) as bar:
+            shown = bar.add_task("demonstrations", total=count)
+            asyncio.run(demonstrate(config, count, options.out, lambda done: bar.update(shown, completed=done)))
+    except KeyboardInterrupt:
+        console.print("interrupted; nothing was written")
+        return 130
+    except RuntimeError as error:  # no browsers, or too many failures
+        sys.stderr.write(f"webrl: {error}\n")
+        return 1
+    console.print(f"{options.out}: {count} demonstrations")
+    return 0
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from megatron_webrl.evaluate import Checkpoint, configuration, evaluate
+
+    checkpoint = Checkpoint.find(options.checkpoint)
+    chosen = {key: getattr(options, key) for key in ("episodes", "samples", "temperature")}
+    overrides = [f"evaluation.{key}={value}" for key, value in chosen.items() if value is not None]
+    config = configuration(checkpoint, [*options.words, *overrides])
+    _check_site(config)
+    return evaluate(checkpoint, config, Console(), options.json)
+
+
 def _doctor(options: argparse.Namespace) -> int:
     if options.weights:
         from rich.console import Console
@@ -250,9 +340,8 @@ def _rollout(options: argparse.Namespace) -> int:
     config = _role(options, name)
     from megatron_webrl.rollout.main import run
 
-    return _run_role(
-        options, config, name, lambda control, ring: run(config, control, options.worker, ring, options.weights_only)
-    )
+    only = "weights" if options.weights_only else "evaluation" if options.evaluation_only else None
+    return _run_role(options, config, name, lambda control, ring: run(config, control, options.worker, ring, only))
 
 
 def _role(options: argparse.Namespace, name: str) -> Config:

@@ -17,17 +17,13 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megatron_webrl.config_cluster import ClusterConfig
+from megatron_webrl.config_loss import LossConfig, RewardConfig
+from megatron_webrl.config_setting import setting
+
 
 class ConfigError(ValueError):
     """A configuration that cannot run. The message is one line and says what to change."""
-
-
-def setting(default: Any, help: str, *, low=None, high=None, above=None, choices=None) -> Any:
-    """A configuration field: default, meaning, and inclusive limits (`above` is exclusive)."""
-    limits = {"help": help, "low": low, "high": high, "above": above, "choices": choices}
-    if isinstance(default, list | dict):
-        return field(default_factory=lambda: type(default)(default), metadata=limits)
-    return field(default=default, metadata=limits)
 
 
 @dataclass
@@ -81,23 +77,15 @@ class CheckpointConfig:
 
 
 @dataclass
-class LossConfig:
-    name: str = setting(
-        "decoupled", "decoupled: clipped surrogate; raft: log-likelihood of successes.", choices=("decoupled", "raft")
-    )
-    normaliser: str = setting(
-        "constant", "Weight of a trajectory's tokens.", choices=("constant", "per_trajectory", "token_mean")
-    )
-    k: int = setting(10, "The constant normaliser divides by k steps.", low=1)
-    clip_low: float = setting(0.2, "Ratio is clipped from below at 1 - clip_low.", above=0, high=1)
-    clip_high: float = setting(0.2, "Ratio is clipped from above at 1 + clip_high.", above=0)
-    dual_clip: float = setting(3.0, "Bound of the surrogate where the advantage is negative.", above=1)
-    behaviour_cap: float = setting(5.0, "Tokens whose proximal/behaviour weight exceeds this are masked.", above=1)
-
-
-@dataclass
 class WarmStartConfig:
     demonstrations: int = setting(0, "Scripted episodes to imitate before RL; 0 for none.", low=0)
+    file: str = setting("", "Where they come from, by `webrl demonstrate`; empty: the first worker makes them anew.")
+    haste: float = setting(
+        0.0,
+        "Chance that a step of a demonstration submits at once where the page has a button for it. Failed episodes are "
+        "imitated, too, if it is not 0.",
+        low=0, high=1,
+    )  # fmt: skip
     epochs: int = setting(1, "Passes over the demonstrations.", low=1)
     samples_per_update: int = setting(32, "Steps in one optimiser step.", low=1)
     learning_rate: float = setting(1e-3, "Peak learning rate of the warm start.", above=0)
@@ -112,7 +100,7 @@ class TrainerConfig:
     expert_parallel: int = setting(1, "Ranks that share out the experts, taken from tensor and data parallel.", low=1)
     expert_tensor_parallel: int = setting(1, "Ranks that share each expert.", low=1)
     context_parallel: int = setting(1, "Ranks that share the tokens of each row; in attention, its heads.", low=1)
-    data_parallel: int = setting(1, "Replicas that share each batch.", low=1)
+    data_parallel: int = setting(1, "Replicas that share each batch; 0: as many as cluster.* has GPUs for.", low=0)
     sequence_parallel: bool = setting(
         True, "Share tokens out over tensor-parallel ranks between the split parts of a layer."
     )
@@ -129,13 +117,20 @@ class TrainerConfig:
     attention: str = setting(
         "sdpa", "Attention: PyTorch's, or flash-attn's kernel for packed rows.", choices=("sdpa", "flash")
     )
-    updates: int = setting(5, "Updates in all, those before a resume included.", low=1)
+    updates: int = setting(5, "Updates in all, those before a resume included; 0: the warm start alone.", low=0)
     groups_per_update: int = setting(8, "Groups trained in one update.", low=1)
     epochs: int = setting(1, "Passes over an update's batch.", low=1)
     minibatches: int = setting(1, "Optimiser steps in one pass.", low=1)
     tokens_per_microbatch: int = setting(16384, "Tokens in one packed row.", low=1)
     merge_prefixes: bool = setting(True, "Compute steps whose prompts go on from each other as one sequence.")
     train_vision: bool = setting(True, "Train the vision tower; otherwise it stays as it is.")
+    pixel_workers: int = setting(
+        2,
+        "Processes of each trainer rank that decode and cut screenshots ahead of the rows that need them; 0: the rank "
+        "does it itself, before the first row.",
+        low=0,
+    )
+    pixel_mib: int = setting(512, "Shared memory for screenshots that were cut ahead, of each trainer rank.", low=1)
     zero_variance_groups: str = setting(
         "drop",
         "Groups whose rewards are all equal: drop and replace, or keep (they carry no gradient).",
@@ -144,18 +139,27 @@ class TrainerConfig:
     batch_seconds: float = setting(900.0, "Limit for the groups of one update to arrive.", above=0)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimiser steps of the whole run, at most."""
-        return self.updates * self.epochs * self.minibatches
+        """Optimiser steps of the whole run, at most, and one at least."""
+        return max(1, self.updates * self.epochs * self.minibatches)
 
 
 @dataclass
 class ContextConfig:
-    rounds: int = setting(4, "Latest rounds kept with their screenshots; older ones become summary lines.", low=1)
+    policy: str = setting(
+        "sliding",
+        "sliding: each prompt holds the latest rounds. append: each prompt is the one before, its answer and a new "
+        "turn, until the window is full.",
+        choices=("sliding", "append"),
+    )
+    rounds: int = setting(
+        4, "Rounds that a prompt holds with their screenshots at most; older ones become summary lines.", low=1
+    )
     response_format: str = setting(
         "vanilla",
         "Fields before the tool call: none, Thought and Action, or Progress, Intention and Action.",
@@ -167,7 +171,9 @@ class ContextConfig:
 
 @dataclass
 class RolloutConfig:
-    engines: int = setting(1, "Rollout workers, each with one vLLM engine.", low=1)
+    engines: int = setting(
+        1, "Rollout workers, each with one vLLM engine; 0: as many as cluster.* has GPUs for.", low=0
+    )
     tensor_parallel: int = setting(1, "GPUs (or CPU processes) of one engine that share each layer.", low=1)
     pipeline_parallel: int = setting(1, "Stages of layers of one engine, each on its own GPUs.", low=1)
     expert_parallel: bool = setting(
@@ -178,7 +184,19 @@ class RolloutConfig:
     )
     group_size: int = setting(8, "Episodes that share a baseline.", low=1)
     groups_in_flight: int = setting(4, "Groups that one worker runs at a time.", low=1)
-    max_staleness: int = setting(2, "Versions that the oldest token of a trained group may lag behind.", low=0)
+    mode: str = setting(
+        "async",
+        "async: rollout, update and refresh overlap; one_step_off: each batch is made with fixed weights while the "
+        "one before is trained; sync: collect, update, refresh in turn (docs/rollout.md).",
+        choices=("async", "one_step_off", "sync"),
+    )
+    max_staleness: int = setting(
+        2, "Versions that the oldest token of a trained group may lag behind, in mode async.", low=0
+    )
+    stepping: str = setting(
+        "free", "Agents go on as they have answers, or all of a worker in step.", choices=("free", "lockstep")
+    )
+    retries: int = setting(1, "Times that an episode is tried again after a browser or an engine failed it.", low=0)
     temperature: float = setting(1.0, "Sampling temperature.", above=0)
     max_new_tokens: int = setting(4096, "Response tokens of one step.", low=1)
     max_model_len: int = setting(16384, "Tokens of prompt and response together.", low=16)
@@ -198,10 +216,39 @@ class LatencyConfig:
 
 
 @dataclass
+class SamplerConfig:
+    name: str = setting(
+        "uniform",
+        "How often each environment is drawn: equally often, by given weights, by how much there is to learn from its "
+        "successes and failures, or by how near its pass rate is to a target.",
+        choices=("uniform", "ratio", "curriculum", "near_target"),
+    )
+    weights: dict[str, float] = setting(
+        {}, "ratio: how often environments are drawn relative to others, such as {click-test: 2}; those left out: 1."
+    )
+    difficulty_weights: dict[str, float] = setting(
+        {},
+        "ratio: tickets of a difficulty relative to others, such as {easy: 2, medium: 5, hard: 3}, shared equally by "
+        "its environments; those left out: 1.",
+    )
+    alpha: float = setting(0.3, "Weight of the latest group in the moving average of a pass rate.", above=0, high=1)
+    epsilon: float = setting(0.1, "Share of the tickets that curriculum and near_target draw uniformly.", low=0, high=1)
+    target: float = setting(0.45, "Pass rate that near_target looks for.", low=0, high=1)
+    candidates: int = setting(4, "near_target takes the nearest of so many environments drawn uniformly.", low=1)
+
+
+@dataclass
 class TasksConfig:
     source: str = setting("miniwob", "Where tasks come from.", choices=("miniwob", "sites"))
-    environments: list[str] = setting(["click-test"], "Environments of the source, sampled uniformly.")
+    environments: list[str] = setting(["click-test"], "Environments of the source; tasks.sampler draws them.")
     max_steps: int = setting(10, "Steps of one episode.", low=1)
+    max_steps_by_difficulty: dict[str, int] = setting(
+        {}, "Steps of one episode where they differ, such as {easy: 10, medium: 20, hard: 30}."
+    )
+    evaluation_max_steps_by_difficulty: dict[str, int] = setting(
+        {}, "The same for tasks of evaluation; those left out are as in training."
+    )
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
     latency: LatencyConfig = field(default_factory=LatencyConfig)
 
 
@@ -241,6 +288,12 @@ class BrowserConfig:
     max_mib: int = setting(512, "Bytes that one episode may move, both directions together.", low=1)
     request_seconds: float = setting(60.0, "Limit of one plain HTTP request from its head to its last byte.", above=0)
     browsers: int = setting(0, "Chromiums of one worker; 0: one for every 16 sessions.", low=0)
+    keep_pages: int = setting(
+        0,
+        "Pages kept after their episode for a later one of the same source to begin in, where the source permits it "
+        "(MiniWoB++ starts its pages anew in place): less work than a fresh context. 0: every episode has its own.",
+        low=0,
+    )
     recycle_episodes: int = setting(2000, "Another Chromium takes over after so many episodes.", low=1)
     recycle_mib: int = setting(
         6144,
@@ -248,6 +301,21 @@ class BrowserConfig:
         "open sessions count.",
         low=1,
     )
+
+
+@dataclass
+class EvaluationConfig:
+    episodes: int = setting(30, "Held-out tasks of each environment.", low=1)
+    samples: int = setting(1, "Episodes of each task; more than one for pass@k.", low=1)
+    temperature: float = setting(0.0, "Sampling temperature of evaluations; 0: the likeliest token.", low=0)
+    before: bool = setting(False, "Evaluate what the run starts from.")
+    after: bool = setting(False, "Evaluate what the last update made.")
+    blank_images: bool = setting(
+        False, "With after: once more, every screenshot blank, to see how much the policy goes by the pixels."
+    )
+    every: int = setting(0, "Updates between evaluations beside the training; 0: none.", low=0)
+    slots: int = setting(4, "Episodes of an evaluation that one worker runs at a time beside the training.", low=1)
+    seconds: float = setting(7200.0, "Limit of one evaluation; episodes not done by then count as missing.", above=0)
 
 
 @dataclass
@@ -280,6 +348,9 @@ class TrackingConfig:
     experiment: str = setting("megatron_webrl", "MLflow experiment.")
     uri: str = setting("", "MLflow tracking address; empty: MLFLOW_TRACKING_URI, else SQLite in the run directory.")
     sample_trajectories: int = setting(2, "Trajectories with screenshots stored per update.", low=0)
+    keep_records: bool = setting(
+        False, "Store all groups that each update was trained on in records/ of the run; they are never deleted."
+    )
 
 
 @dataclass
@@ -292,10 +363,12 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     tasks: TasksConfig = field(default_factory=TasksConfig)
     browser: BrowserConfig = field(default_factory=BrowserConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     ring: RingConfig = field(default_factory=RingConfig)
     control: ControlConfig = field(default_factory=ControlConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     @property
     def run_folder(self) -> Path:
@@ -304,8 +377,19 @@ class Config:
 
     @property
     def demonstrations_path(self) -> Path:
-        """Where the first worker leaves the warm start's demonstrations for the trainer."""
-        return self.run_folder / "demonstrations.records"
+        """Where the demonstrations of the warm start are, or where the first worker leaves them for the trainer."""
+        file = self.trainer.warm_start.file
+        return Path(file) if file else self.run_folder / "demonstrations.records"
+
+    @property
+    def records_folder(self) -> Path:
+        """Where the groups of every update are, a file a version, if they are kept."""
+        return self.run_folder / "records"
+
+    @property
+    def reference_path(self) -> Path:
+        """Where the weights that a warm start ended with lie, if the loss refers to them."""
+        return self.run_folder / "reference"
 
     @property
     def tracking_uri(self) -> str:
@@ -317,6 +401,11 @@ class Config:
     def workers(self) -> tuple[str, ...]:
         """Names of the rollout workers."""
         return tuple(f"rollout-{worker}" for worker in range(self.rollout.engines))
+
+    @property
+    def staleness(self) -> int:
+        """Versions that the oldest token of a trained group may lag behind, by mode."""
+        return {"async": self.rollout.max_staleness, "one_step_off": 1, "sync": 0}[self.rollout.mode]
 
     @property
     def engine_ranks(self) -> int:
@@ -364,6 +453,9 @@ def read(path: str | Path | None, overrides: list[str] | None = None) -> Config:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     assert isinstance(config, Config)
+    from megatron_webrl.config_layout import fill_cluster
+
+    fill_cluster(config)
     return config
 
 

@@ -11,7 +11,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from megatron_webrl.config import BrowserConfig, Config, ConfigError, LatencyConfig
+from megatron_webrl.config import (
+    BrowserConfig,
+    Config,
+    ConfigError,
+    LatencyConfig,
+    LossConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
+from megatron_webrl.config_layout import check_layout
+from megatron_webrl.placement import check_cluster
+from megatron_webrl.sampling.checks import check_tasks
 from megatron_webrl.types import EXTRA_KINDS, TAB_KINDS
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -29,18 +40,23 @@ _DIMENSIONS = {
 
 # Settings of browser.* that only the process with the browsers reads.
 _OF_NODES = (
-    "processes", "executable", "open_web", "allow", "deny", "ports", "max_requests", "max_mib", "request_seconds",
+    "processes", "executable", "keep_pages", "open_web", "allow", "deny", "ports", "max_requests", "max_mib",
+    "request_seconds",
 )  # fmt: skip
 
 
 def check(config: Config) -> None:
     """Check every limit and combination that can be known before anything starts. Raises ConfigError."""
-    _check_limits(config, "")
+    check_limits(config, "")
     if not config.run.name or "/" in config.run.name or config.run.name.startswith("."):
         raise ConfigError(f"run.name={config.run.name!r} is not a plain folder name")
-    _check_model(config)
+    check_layout(config, model_description(config.model.path))
+    _check_packages(config.trainer)
+    check_cluster(config)
     _check_start(config)
+    _check_warm_start(config)
     _check_rollout(config)
+    _check_evaluation(config)
     _check_ring(config)
     if config.run.resume and not (config.run_folder / "checkpoints" / "latest").is_file():
         raise ConfigError(
@@ -50,7 +66,7 @@ def check(config: Config) -> None:
 
 def check_farm(config: Config) -> None:
     """The same for what a node of a browser farm takes of a configuration. Raises ConfigError."""
-    _check_limits(config, "")
+    check_limits(config, "")
     _check_browser(config)
 
 
@@ -77,11 +93,12 @@ def model_description(path: str | Path) -> dict[str, Any]:
     return description
 
 
-def _check_limits(config: Any, prefix: str) -> None:
+def check_limits(config: Any, prefix: str) -> None:
+    """Refuse values outside of what their settings allow. Raises ConfigError."""
     for spec in dataclasses.fields(config):
         key, value, limit = prefix + spec.name, getattr(config, spec.name), spec.metadata
         if dataclasses.is_dataclass(value):
-            _check_limits(value, key + ".")
+            check_limits(value, key + ".")
             continue
         if limit.get("choices") and value not in limit["choices"]:
             raise ConfigError(f"{key}={value!r} is not one of {', '.join(limit['choices'])}")
@@ -94,98 +111,13 @@ def _check_limits(config: Any, prefix: str) -> None:
                 raise ConfigError(f"{key}={value} {words} {limit[name]}")
 
 
-def _check_model(config: Config) -> None:
-    description = model_description(config.model.path)
-    text, trainer = description["text_config"], config.trainer
-    sparse = description["model_type"] == "qwen3_vl_moe"
-    text = {"num_experts": text.get("num_local_experts"), **text}  # transformers 5 writes the other name
-    heads = trainer.tensor_parallel * trainer.context_parallel
-    heads_name = "tensor_parallel" if trainer.context_parallel == 1 else "tensor_parallel x context_parallel"
-    divided = [(heads_name, heads, name) for name in ("num_attention_heads", "num_key_value_heads")]
-    if sparse:
-        divided.append(("expert_parallel", trainer.expert_parallel, "num_experts"))
-        divided.append(("expert_tensor_parallel", trainer.expert_tensor_parallel, "moe_intermediate_size"))
-    else:
-        divided.append(("tensor_parallel", trainer.tensor_parallel, "intermediate_size"))
-    for setting_name, size, name in divided:
-        if text[name] % size:
-            raise ConfigError(
-                f"trainer.{setting_name}={size} does not divide {name}={text[name]} of {config.model.path}; "
-                f"choose a divisor of {text[name]}"
-            )
-    _check_parallel(config, text["num_hidden_layers"], sparse)
-    _check_engine_layout(config, text, description["vision_config"], sparse)
-    if config.rollout.max_model_len > text["max_position_embeddings"]:
-        raise ConfigError(
-            f"rollout.max_model_len={config.rollout.max_model_len} exceeds "
-            f"max_position_embeddings={text['max_position_embeddings']} of {config.model.path}"
-        )
-
-
-def _check_parallel(config: Config, layers: int, sparse: bool) -> None:
-    trainer, path = config.trainer, config.model.path
-    chunks = trainer.pipeline_parallel * trainer.virtual_pipeline
-    if trainer.virtual_pipeline > 1 and trainer.pipeline_parallel == 1:
-        raise ConfigError(
-            f"trainer.virtual_pipeline={trainer.virtual_pipeline} needs trainer.pipeline_parallel of at least 2"
-        )
-    if chunks > layers:
-        raise ConfigError(
-            f"trainer.pipeline_parallel x virtual_pipeline = {chunks} exceeds the {layers} layers of {path}; lower them"
-        )
-    experts, ranks = (
-        trainer.expert_parallel * trainer.expert_tensor_parallel,
-        trainer.tensor_parallel * trainer.context_parallel * trainer.data_parallel,
-    )
-    if not sparse and experts > 1:
-        raise ConfigError(
-            f"trainer.expert_parallel={trainer.expert_parallel} and trainer.expert_tensor_parallel="
-            f"{trainer.expert_tensor_parallel} need a mixture of experts, but {path} is dense; set both to 1"
-        )
-    if ranks % experts:
-        raise ConfigError(
-            f"trainer.expert_parallel x expert_tensor_parallel = {experts} does not divide "
-            f"trainer.tensor_parallel x context_parallel x data_parallel = {ranks}, the ranks that share experts out"
-        )
-    if sparse and trainer.tensor_parallel > 1 and not trainer.sequence_parallel:
-        raise ConfigError(
-            f"trainer.sequence_parallel=false with trainer.tensor_parallel={trainer.tensor_parallel} cannot train the "
-            f"mixture of experts {path}; set it to true"
-        )
+def _check_packages(trainer: TrainerConfig) -> None:
     for name, value, wanted, package in (
         ("layers", trainer.layers, "transformer_engine", "transformer_engine"),
         ("attention", trainer.attention, "flash", "flash_attn"),
     ):
         if value == wanted and importlib.util.find_spec(package) is None:
             raise ConfigError(f"trainer.{name}={value} needs the package {package}, which is not installed here")
-
-
-def _check_engine_layout(config: Config, text: dict[str, Any], vision: dict[str, Any], sparse: bool) -> None:
-    """Refuse sizes of an engine that vLLM could not split the model into."""
-    rollout, path = config.rollout, config.model.path
-    size, kv_heads = rollout.tensor_parallel, text["num_key_value_heads"]
-    divided = [("num_attention_heads", text), ("num_heads", vision), ("intermediate_size", vision)]
-    if not sparse:
-        divided.append(("intermediate_size", text))
-    elif rollout.expert_parallel:
-        divided.append(("num_experts", text))
-    else:
-        divided.append(("moe_intermediate_size", text))
-    for name, section in divided:
-        if section[name] % size:
-            raise ConfigError(f"rollout.tensor_parallel={size} does not divide {name}={section[name]} of {path}")
-    if kv_heads % size and size % kv_heads:
-        raise ConfigError(
-            f"rollout.tensor_parallel={size} neither divides num_key_value_heads={kv_heads} of {path} nor is a "
-            "multiple of it"
-        )
-    if rollout.expert_parallel and not sparse:
-        raise ConfigError(f"rollout.expert_parallel=true needs a mixture of experts, but {path} is dense")
-    if rollout.pipeline_parallel > text["num_hidden_layers"]:
-        raise ConfigError(
-            f"rollout.pipeline_parallel={rollout.pipeline_parallel} exceeds the {text['num_hidden_layers']} layers "
-            f"of {path}"
-        )
 
 
 def _check_start(config: Config) -> None:
@@ -236,11 +168,72 @@ def _check_rollout(config: Config) -> None:
             f"trainer.tokens_per_microbatch={trainer.tokens_per_microbatch} cannot hold a sample of "
             f"rollout.max_model_len={rollout.max_model_len} tokens; raise it or lower max_model_len"
         )
-    if rollout.group_size < 2 and trainer.loss.name == "decoupled":
+    if rollout.group_size < 2 and trainer.loss.name != "raft":
         raise ConfigError("rollout.group_size=1 gives no baseline; use at least 2, or trainer.loss.name=raft")
-    if not config.tasks.environments:
-        raise ConfigError("tasks.environments is empty; name at least one environment")
+    _check_loss(config)
+    check_tasks(config.tasks)
+    if rollout.context.policy == "append" and rollout.context.rounds == 1:
+        raise ConfigError(
+            "rollout.context.rounds=1 leaves no room to append to (rollout.context.policy=append); set rounds to at "
+            "least 2, or policy to sliding"
+        )
+    if rollout.mode != "async" and rollout.max_staleness not in (config.staleness, RolloutConfig().max_staleness):
+        raise ConfigError(
+            f"rollout.max_staleness={rollout.max_staleness} has no meaning with rollout.mode={rollout.mode}, whose "
+            f"groups lag {config.staleness} behind; leave it out, or set rollout.mode=async"
+        )
     _check_browser(config)
+
+
+def _check_warm_start(config: Config) -> None:
+    settings = config.trainer.warm_start
+    if settings.haste and config.tasks.source != "miniwob":
+        raise ConfigError(
+            f"trainer.warm_start.haste={settings.haste}, but only scripts of tasks.source=miniwob submit too early; "
+            "set it to 0"
+        )
+    if not settings.file:
+        return
+    if not settings.demonstrations:
+        raise ConfigError("trainer.warm_start.file has no effect with trainer.warm_start.demonstrations=0; set both")
+    if not Path(settings.file).is_file():
+        raise ConfigError(f"trainer.warm_start.file={settings.file} is not a file; write one with `webrl demonstrate`")
+
+
+def _check_loss(config: Config) -> None:
+    loss, reward, usual = config.trainer.loss, config.trainer.reward, LossConfig()
+    if 0 < loss.dual_clip <= 1:
+        raise ConfigError(
+            f"trainer.loss.dual_clip={loss.dual_clip} would clip the ratio 1 itself; set it above 1, or 0 for none"
+        )
+    for name in ("raft_versions", "raft_power", "raft_drop_unchanged"):
+        if loss.name != "raft" and (value := getattr(loss, name)) != getattr(usual, name):
+            raise ConfigError(f"trainer.loss.{name}={value} has no effect with trainer.loss.name={loss.name}; use raft")
+    if reward.length_penalty and reward.length_window > config.rollout.max_new_tokens:
+        raise ConfigError(
+            f"trainer.reward.length_window={reward.length_window} exceeds "
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens}; lower it"
+        )
+    stored = (config.reference_path / "megatron" / "metadata.json").is_file()
+    if config.run.resume and loss.kl_coefficient and config.trainer.warm_start.demonstrations and not stored:
+        raise ConfigError(
+            f"trainer.loss.kl_coefficient={loss.kl_coefficient} refers to the weights after the warm start, but "
+            f"{config.reference_path} does not hold them: a run stores them only if it begins with the penalty; "
+            "set it to 0"
+        )
+
+
+def _check_evaluation(config: Config) -> None:
+    evaluation = config.evaluation
+    if evaluation.samples > 1 and evaluation.temperature == 0:
+        raise ConfigError(
+            f"evaluation.samples={evaluation.samples} with evaluation.temperature=0 repeats the same episode; set "
+            "temperature above 0, or samples=1"
+        )
+    if evaluation.blank_images and not evaluation.after:
+        raise ConfigError(
+            "evaluation.blank_images=true has nothing to be compared with; set evaluation.after=true as well"
+        )
 
 
 def _check_browser(config: Config) -> None:
@@ -254,6 +247,11 @@ def _check_browser(config: Config) -> None:
         raise ConfigError(
             f"trainer.warm_start.demonstrations={config.trainer.warm_start.demonstrations}, but scripts act by "
             "coordinates; set demonstrations to 0, or browser.marks=false"
+        )
+    if browser.keep_pages and (browser.record or browser.replay):
+        name = "record" if browser.record else "replay"
+        raise ConfigError(
+            f"browser.keep_pages={browser.keep_pages}, but with browser.{name} no page serves twice; set it to 0"
         )
     if browser.farm:
         _check_farm_settings(config)

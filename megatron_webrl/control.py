@@ -17,6 +17,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -58,12 +59,13 @@ class Start:
         return self.open_tickets[index] if index < len(self.open_tickets) else position
 
 
-def ticket_limit(version: int, dropped: int, max_staleness: int, groups_per_update: int) -> int:
-    """Tickets that may be taken in all (docs/architecture.md): a group started under this limit is trainable.
+def ticket_limit(version: int, dropped: int, ahead: int, groups_per_update: int) -> int:
+    """Tickets that may be taken in all (docs/rollout.md): a group started under this limit is trainable.
 
-    version: updates made; dropped: tickets closed without training.
+    version: updates made; dropped: tickets closed without training; ahead: updates whose groups may be begun before
+    their turn.
     """
-    return (max_staleness + version + 1) * groups_per_update + dropped
+    return (ahead + version + 1) * groups_per_update + dropped
 
 
 def serve(host: str, port: int, ring_name: str, address_file: Path | None = None, seconds: float | None = None) -> None:
@@ -156,6 +158,10 @@ class Control:
         """Number of this life of the role, from 1: a role that is started again counts on."""
         return int(self.store.add(f"lives/{self.role}", 1))
 
+    def lives(self, role: str) -> int:
+        """How many lives a role has begun."""
+        return int(self._get(f"lives/{role}") or 0)
+
     def request_stop(self) -> None:
         """Ask the trainer to end after the update it is at, with a checkpoint."""
         self.store.set("stop", "1")
@@ -210,16 +216,27 @@ class Control:
         """Trainer: raise the number of tickets that may be taken in all."""
         self.store.set("tickets/limit", str(limit))
 
+    def free_positions(self) -> int:
+        """Worker: how many positions could be taken; others may take them meanwhile."""
+        return max(0, int(self.store.get("tickets/limit")) - self.taken())
+
     def take_position(self) -> int | None:
         """Worker: take the next position of the counter, or None while the limit is reached."""
+        return self.sign("tickets", lambda: int(self.store.get("tickets/limit")), self.role)
+
+    def sign(self, counter: str, limit: Callable[[], int], name: str) -> int | None:
+        """Sign the next position of a counter with a name, or None while its limit is reached.
+
+        <counter>/taken counts the positions, <counter>/<position> holds who signed it.
+        """
         while True:
-            position = self.taken()
-            if position >= int(self.store.get("tickets/limit")):
+            position = int(self.store.get(f"{counter}/taken"))
+            if position >= limit():
                 return None
-            owner = self.store.compare_set(f"tickets/{position}", "", self.role).decode()
+            owner = self.store.compare_set(f"{counter}/{position}", "", name).decode()
             # Whoever signed moves the counter on: the signer may have died before it could.
-            self.store.compare_set("tickets/taken", str(position), str(position + 1))
-            if owner == self.role:
+            self.store.compare_set(f"{counter}/taken", str(position), str(position + 1))
+            if owner == name:
                 return position
 
     def close_position(self, position: int) -> None:

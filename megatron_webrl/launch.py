@@ -19,14 +19,16 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from rich.console import Console
 
 from megatron_webrl import processes
-from megatron_webrl.config import Config, save
+from megatron_webrl.config import Config, ConfigError, save
 from megatron_webrl.control import GOOD_OUTCOMES, Control, JobFailed
+from megatron_webrl.placement import devices
 from megatron_webrl.ring.segment import sweep
-from megatron_webrl.tracking import summary
+from megatron_webrl.tracking import evaluation_table, summary
 from megatron_webrl.tracking.board import LEGEND, Board, accounting_line, updates_table
 
 log = logging.getLogger(__name__)
@@ -78,6 +80,19 @@ class Launcher:
     interrupts: int = 0
     scratch: Path = field(default_factory=processes.scratch_folder)  # sockets and browser profiles of the roles
     weights_only: bool = False  # nothing is trained: the weights go to the engines some times
+    gpus: dict[str, str] = field(
+        init=False
+    )  # CUDA_VISIBLE_DEVICES of each role, where cluster.gpus says there are some
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a configuration of several nodes."""
+        if self.config.cluster.nodes > 1:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            raise ConfigError(
+                f"cluster.nodes={self.config.cluster.nodes}, but all roles are to run on this one machine; set "
+                "cluster.nodes=1 and what follows from it"
+            )
+        self.gpus = devices(self.config)
 
     def run(self) -> int:
         """Run the job; returns the exit code: 0 finished, 1 failed, 130 interrupted."""
@@ -117,6 +132,10 @@ class Launcher:
                 board.show(statuses, summary.read_updates(self.config.run_folder))
                 time.sleep(POLL_SECONDS)
             board.show({}, summary.read_updates(self.config.run_folder))
+        return self._end(control, outcome)
+
+    def _end(self, control: Control, outcome: str) -> str:
+        """Let every role end; returns the outcome, or who did not end well after a good one."""
         if outcome not in GOOD_OUTCOMES:
             self.console.print("ending all roles")
         control.finish(outcome)  # the first outcome counts: this one, if no role has said another
@@ -169,25 +188,38 @@ class Launcher:
                 role.process.wait(KILL_SECONDS)
 
     def _start_roles(self) -> Control:
-        config, folder = self.config, self.config.run_folder
+        config = self.config
+        control, only = self._start_control(), ["--weights-only"] if self.weights_only else []
+        self._start_workers(control, *only)
+        for rank in range(config.trainer_ranks):
+            place = {"RANK": str(rank), "WORLD_SIZE": str(config.trainer_ranks), "LOCAL_RANK": str(rank)}
+            threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
+            self._start(f"trainer-{rank}", ["trainer", *self._where(control), *only], place | threads)
+        return control
+
+    def _start_control(self) -> Control:
+        folder = self.config.run_folder
         address = folder / "control.json"
         address.unlink(missing_ok=True)
         settings = ["--config", str(folder / "config.yaml")]
         self._start("control", ["control", *settings, "--address-file", str(address)], {})
         host, port = self._await_address(address)
-        where = [*settings, "--control", f"{host}:{port}", *(["--weights-only"] if self.weights_only else [])]
-        for worker in range(config.rollout.engines):
-            self._start(f"rollout-{worker}", ["rollout", *where, "--worker", str(worker)], {})
-        for rank in range(config.trainer_ranks):
-            place = {"RANK": str(rank), "WORLD_SIZE": str(config.trainer_ranks), "LOCAL_RANK": str(rank)}
-            threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
-            self._start(f"trainer-{rank}", ["trainer", *where], place | threads)
-        return Control(host, port, "launcher", config.run.lost_seconds)
+        return Control(host, port, "launcher", self.config.run.lost_seconds)
+
+    def _start_workers(self, control: Control, *only: str) -> None:
+        for worker in range(self.config.rollout.engines):
+            arguments = ["rollout", *self._where(control), "--worker", str(worker), *only]
+            self._start(f"rollout-{worker}", arguments, {})
+
+    def _where(self, control: Control) -> list[str]:
+        settings = ["--config", str(self.config.run_folder / "config.yaml")]
+        return [*settings, "--control", f"{control.host}:{control.port}"]
 
     def _start(self, name: str, arguments: list[str], environment: dict[str, str]) -> None:
         path = self.config.run_folder / "logs" / f"{name}.log"
         command = [sys.executable, "-m", "megatron_webrl.cli", *arguments]
-        full = {**os.environ, "TMPDIR": str(self.scratch), **environment}
+        gpus = {"CUDA_VISIBLE_DEVICES": self.gpus[name]} if name in self.gpus else {}
+        full = {**os.environ, "TMPDIR": str(self.scratch), **gpus, **environment}
         self.roles.append(Role.start(name, command, full, path))
 
     def _await_address(self, path: Path) -> tuple[str, int]:
@@ -228,6 +260,7 @@ class Launcher:
         if content["updates"]:
             out.print(updates_table(content["updates"]))
             out.print(LEGEND, style="dim")
+        self._print_evaluation(content["evaluation"])
         if content["accounting"]:
             out.print(accounting_line(content["accounting"]), markup=False, highlight=False)
         if content["checkpoint"]:
@@ -244,6 +277,15 @@ class Launcher:
             return 130
         out.print(outcome, style="bold red", markup=False, soft_wrap=True)
         return 1
+
+    def _print_evaluation(self, evaluation: dict[str, Any]) -> None:
+        if lines := [evaluation[kind] for kind in ("before", "after", "blank_images") if evaluation[kind]]:
+            self.console.print(evaluation_table.table(lines))
+            self.console.print(evaluation_table.LEGEND, style="dim")
+        for name, words in (("gain", "gain of the run"), ("pixels", "with screenshots over blank images")):
+            if evaluation[name]:
+                line = evaluation_table.difference(words, evaluation[name])
+                self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def ring_prefix(config: Config) -> str:

@@ -85,11 +85,14 @@ def owner_environment() -> dict[str, str]:
     return {OWNER: f"{os.getpid()}:{start_time(os.getpid())}"}
 
 
-def start(command: Sequence[str], log: Path, env: Mapping[str, str], name: str) -> subprocess.Popen[bytes]:
+def start(
+    command: Sequence[str], log: Path, env: Mapping[str, str], name: str, pass_fds: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
     """Start a role in a session of its own, its output appended to `log`; the kernel kills it when this process ends.
 
-    `env` is the whole environment, to which owner and role name are added. Raises ProcessError outside the main thread
-    (the kernel would kill the role when the calling thread ends) and for a program that is not there.
+    `env` is the whole environment, to which owner and role name are added; `pass_fds` are open in it, too. Raises
+    ProcessError outside the main thread (the kernel would kill the role when the calling thread ends) and for a program
+    that is not there.
     """
     if threading.current_thread() is not threading.main_thread():
         raise ProcessError(f"{name} must be started from the main thread: it dies with the thread that starts it")
@@ -105,6 +108,7 @@ def start(command: Sequence[str], log: Path, env: Mapping[str, str], name: str) 
             stderr=subprocess.STDOUT,
             env={**env, **owner_environment(), ROLE: name},
             start_new_session=True,
+            pass_fds=pass_fds,
         )
 
 

@@ -30,8 +30,13 @@ EXTRA_KINDS: tuple[ActionKind, ...] = (
 )  # fmt: skip
 """What is offered by either tool where browser.actions names it."""
 
+DIFFICULTIES = ("easy", "medium", "hard")
+
 TRAINABLE_OUTCOMES = frozenset({"success", "failure"})
 """Outcomes that say something about the policy. Every other outcome masks the episode and names the reason."""
+
+ABANDONED = "abandoned"
+"""Masks an episode that was ended because its group could not be trained any more; the whole group is dropped."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class Task:
     seed: int
     max_steps: int
     instruction: str | None = None  # None: the page tells after reset
-    difficulty: str = "easy"  # "easy", "medium" or "hard"
+    difficulty: str = "easy"  # one of DIFFICULTIES
     answer: str | None = None  # what the `answer` action must say; None: only the page decides
     url: str | None = None  # where a task of the source "web" begins; others know it
 
@@ -139,6 +144,7 @@ class Step:
     page_changed: bool = False
     seconds_generation: float = 0.0
     seconds_browser: float = 0.0
+    prompt_cached: int = 0  # tokens of the prompt that the engine took from its prefix cache when it began
 
 
 @dataclass(frozen=True)
@@ -159,11 +165,18 @@ class Trajectory:
     seconds: float  # wall clock of the episode
     finished_at: float = 0.0  # unix time, seconds
     worker: str = ""  # which life of which rollout worker ran it
+    tries: int = 1  # at this episode; those before the last were broken off by the machinery
+    lost_tokens: int = 0  # response tokens of the earlier tries
 
     @property
     def trainable(self) -> bool:
         """Whether the episode counts in its group's statistics and in the loss."""
         return self.outcome in TRAINABLE_OUTCOMES and any(len(s.response_token_ids) for s in self.steps)
+
+    @property
+    def response_tokens(self) -> int:
+        """Of all steps."""
+        return sum(len(step.response_token_ids) for step in self.steps)
 
     @property
     def oldest_version(self) -> int | None:

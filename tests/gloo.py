@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -10,19 +11,18 @@ import pytest
 import torch
 
 from megatron_webrl.model import platform as platforms
+from tests import forks
 
 
 def spawn(run: Callable[..., None], *arguments: Any, ranks: int = 2, seconds: float = 600.0) -> None:
     """Run `run(rank, *arguments)` in processes, each with one thread; fails if they fail or take too long."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("OMP_NUM_THREADS", "1")
-    context = torch.multiprocessing.spawn(run, args=arguments, nprocs=ranks, join=False)
+    context = forks.start(run, *arguments, ranks=ranks)
+    deadline = time.monotonic() + seconds
     try:
-        # join returns after the limit, or when one process has ended; it raises if a process failed.
-        if not any(context.join(timeout=seconds) for _ in range(ranks)):
-            pytest.fail(f"the {ranks} ranks did not finish within their limit")
+        # join returns after its limit, or when one process has ended; it raises if a process failed.
+        if not any(context.join(timeout=max(0.0, deadline - time.monotonic())) for _ in range(ranks)):
+            pytest.fail(f"the {ranks} ranks did not finish within {seconds:.0f} s")
     finally:
-        patch.undo()
         for process in context.processes:
             if process.is_alive():
                 process.kill()

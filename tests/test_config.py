@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
-from megatron_webrl.config import Config, ConfigError, flat, load, save
+from megatron_webrl.config import Config, ConfigError, flat, load, read, save
+from megatron_webrl.model.released import sections, size_named
 from tools.write_configuration_page import page
 
 ROOT = Path(__file__).parent.parent
@@ -57,8 +59,21 @@ def test_a_saved_configuration_reads_back_the_same(config_file: Path, tmp_path: 
         ("rollout.max_new_tokens=1024", "leaves no room for a prompt"),
         ("rollout.max_model_len=5000", "max_position_embeddings"),
         ("trainer.tokens_per_microbatch=512", "trainer.tokens_per_microbatch=512 cannot hold"),
+        ("trainer.pixel_mib=5", "may not hold a screenshot of rollout.max_model_len=1024 tokens; raise it to 6"),
         ("rollout.group_size=1", "gives no baseline"),
+        ("trainer.loss.dual_clip=0.9", "trainer.loss.dual_clip=0.9 would clip the ratio 1 itself"),
+        ("trainer.loss.raft_versions=3", "raft_versions=3 has no effect with trainer.loss.name=grpo"),
+        ("rollout.context.policy=growing", "rollout.context.policy='growing' is not one of sliding, append"),
+        ("rollout.context={policy: append, rounds: 1}", "rollout.context.rounds=1 leaves no room to append to"),
         ("tasks.environments=[]", "tasks.environments is empty"),
+        ("tasks.sampler.name=random", "tasks.sampler.name='random' is not one of uniform, ratio, curriculum"),
+        ("tasks.sampler.target=1.5", "tasks.sampler.target=1.5 must be at most 1"),
+        ("tasks.sampler.target=-0.1", "tasks.sampler.target=-0.1 must be at least 0"),
+        ("tasks.sampler.weights={click-test: 2}", "tasks.sampler.weights has no effect on tasks.sampler.name=uniform"),
+        ("tasks.sampler.name=ratio", "needs either tasks.sampler.weights or tasks.sampler.difficulty_weights; neither"),
+        ("tasks.max_steps_by_difficulty={easy: 0}", "tasks.max_steps_by_difficulty.easy=0 must be at least 1"),
+        ("tasks.max_steps_by_difficulty={tough: 9}", "'tough' is not one of easy, medium, hard"),
+        ("tasks.evaluation_max_steps_by_difficulty={medum: 9}", "is not one of easy, medium, hard; near: medium"),
         ("browser.executable=no-such-browser", "browser.executable=no-such-browser"),
         ("browser.actions=[hover,juggle]", "browser.actions=juggle is not one of hover, double_click"),
         ("browser.actions=[new_tab]", "browser.actions=new_tab has tabs but no switch_tab; add it"),
@@ -72,7 +87,14 @@ def test_a_saved_configuration_reads_back_the_same(config_file: Path, tmp_path: 
         ("trainer.context_parallel=4", "tensor_parallel x context_parallel=4 does not divide num_key_value_heads=2"),
         ("trainer.expert_parallel=2", "is dense; set both to 1"),
         ("trainer.layers=transformer_engine", "needs the package transformer_engine, which is not installed here"),
+        ("evaluation.samples=4", "evaluation.samples=4 with evaluation.temperature=0 repeats the same episode"),
+        ("evaluation.blank_images=true", "set evaluation.after=true as well"),
+        ("evaluation.temperature=-1", "evaluation.temperature=-1.0 must be at least 0"),
         ("trainer.attention=flash", "needs the package flash_attn, which is not installed here"),
+        ("trainer.data_parallel=0", "trainer.data_parallel=0 asks cluster.* for a number, but cluster.gpus=0"),
+        ("rollout.engines=-1", "rollout.engines=-1 must be at least 0"),
+        ("cluster.nodes=2", "trainer.data_parallel=1 makes 1 ranks, which cluster.nodes=2 do not divide"),
+        ("cluster.gpus=2", "cluster.engine_gpus=0 of cluster.gpus=2 must leave each role at least one GPU"),
     ],
 )
 def test_a_broken_setting_is_named_in_one_line(config_file: Path, override: str, words: str):
@@ -103,9 +125,76 @@ def test_settings_of_a_farms_nodes_have_no_effect_here_and_are_refused(config_fi
     assert load(config_file, [farm, "browser.width=640"]).browser.farm == "http://node7:8700"
 
 
+def test_memory_for_pixels_without_workers_is_refused(config_file: Path) -> None:
+    assert load(config_file, ["trainer.pixel_workers=0"]).trainer.pixel_workers == 0
+    message = error(config_file, "trainer.pixel_workers=0", "trainer.pixel_mib=64")
+    assert "trainer.pixel_mib=64 has no effect with trainer.pixel_workers=0" in message
+
+
+def test_settings_of_another_loss_and_penalties_out_of_reach_are_refused(config_file: Path) -> None:
+    raft = "trainer.loss.name=raft"
+    assert (
+        load(config_file, [raft, "trainer.loss.raft_versions=3", "rollout.group_size=1"]).trainer.loss.raft_power == 1
+    )
+    length = ["trainer.reward.length_penalty=0.1", "trainer.reward.length_window=65"]
+    assert "length_window=65 exceeds rollout.max_new_tokens=64" in error(config_file, *length)
+    assert load(config_file, [length[0], "trainer.reward.length_window=64", "trainer.loss.dual_clip=0"])
+
+
+def test_a_file_of_demonstrations_must_be_there_and_be_used(config_file: Path, tmp_path: Path) -> None:
+    file = f"trainer.warm_start.file={tmp_path / 'absent'}"
+    assert "warm_start.file has no effect" in error(config_file, file)
+    assert "is not a file; write one with `webrl demonstrate`" in error(
+        config_file, file, "trainer.warm_start.demonstrations=3"
+    )
+
+
+def test_only_scripts_of_miniwob_are_hasty(config_file: Path) -> None:
+    haste = "trainer.warm_start.haste=0.5"
+    assert load(config_file, [haste]).trainer.warm_start.haste == 0.5
+    words = error(config_file, haste, "tasks.source=sites", "tasks.environments=[wiki-look-up]")
+    assert "warm_start.haste=0.5, but only scripts of tasks.source=miniwob submit too early" in words
+
+
+def test_a_resumed_run_needs_the_reference_that_its_start_stored(config_file: Path, tmp_path: Path) -> None:
+    run = ["run.resume=true", f"run.directory={tmp_path}", "trainer.warm_start.demonstrations=5"]
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "latest").touch()
+    assert load(config_file, run).run.resume
+    penalty = "trainer.loss.kl_coefficient=0.1"
+    assert "a run stores them only if it begins with the penalty" in error(config_file, *run, penalty)
+    (tmp_path / "run" / "reference" / "megatron").mkdir(parents=True)
+    (tmp_path / "run" / "reference" / "megatron" / "metadata.json").touch()
+    assert load(config_file, [*run, penalty]).trainer.loss.kl_coefficient == 0.1
+
+
+@pytest.mark.parametrize(("mode", "staleness"), [("async", 2), ("one_step_off", 1), ("sync", 0)])
+def test_the_mode_sets_the_staleness_and_another_one_is_refused(config_file: Path, mode: str, staleness: int) -> None:
+    assert load(config_file, [f"rollout.mode={mode}"]).staleness == staleness
+    assert load(config_file, [f"rollout.mode={mode}", f"rollout.max_staleness={staleness}"]).staleness == staleness
+    if mode != "async":
+        message = error(config_file, f"rollout.mode={mode}", "rollout.max_staleness=3")
+        assert f"rollout.max_staleness=3 has no meaning with rollout.mode={mode}" in message
+
+
 def test_scripts_cannot_demonstrate_by_numbered_elements(config_file: Path) -> None:
     words = error(config_file, "browser.marks=true", "trainer.warm_start.demonstrations=5")
     assert "scripts act by coordinates; set demonstrations to 0, or browser.marks=false" in words
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["weights={clik-test: 1}"], "weights: 'clik-test' is not one of tasks.environments; near: click-test"),
+        (["weights={click-test: 0}"], "tasks.sampler.weights is 0 for every one of tasks.environments; raise one"),
+        (["weights={click-test: -1}"], "tasks.sampler.weights.click-test=-1.0 must be a number of at least 0"),
+        (["weights={click-test: .nan}"], "tasks.sampler.weights.click-test=nan must be a number of at least 0"),
+        (["difficulty_weights={esy: 1}"], "difficulty_weights: 'esy' is not one of easy, medium, hard; near: easy"),
+        (["difficulty_weights={easy: 1}", "weights={click-test: 1}"], "difficulty_weights; both are given"),
+    ],
+)
+def test_ratios_that_cannot_be_drawn_by_are_named(config_file: Path, overrides: list[str], words: str) -> None:
+    assert words in error(config_file, "tasks.sampler.name=ratio", *(f"tasks.sampler.{each}" for each in overrides))
 
 
 def test_a_broken_file_is_named(tmp_path: Path):
@@ -128,8 +217,20 @@ def test_every_setting_has_a_meaning_and_the_page_lists_it():
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
-def test_every_configuration_in_the_repository_is_valid(path: Path, tiny_model: Path):
-    assert load(path, [f"model.path={tiny_model}"]).model.path == str(tiny_model)
+def test_every_configuration_in_the_repository_is_valid(path: Path, tiny_model: Path, tmp_path: Path):
+    size = size_named(read(path).model.path)
+    if size is None:
+        assert load(path, [f"model.path={tiny_model}"]).model.path == str(tiny_model)
+        return
+    # Of a released model the shapes are here, of the packages for GPUs nothing.
+    (tmp_path / "config.json").write_text(json.dumps(sections(size)))
+    here = [f"model.path={tmp_path}", "trainer.layers=local", "trainer.attention=sdpa", "ring.mib=64"]
+    assert load(path, here).cluster.described
+
+
+def test_the_kept_model_has_the_tokenizer_of_the_tiny_model(tiny_model: Path):
+    kept = Path(load(ROOT / "configs" / "quickstart.yaml", [f"model.path={ROOT / 'models' / 'quickstart'}"]).model.path)
+    assert (kept / "tokenizer.json").read_bytes() == (tiny_model / "tokenizer.json").read_bytes()
 
 
 def test_mlflow_goes_where_the_setting_or_the_environment_says(

@@ -108,9 +108,19 @@ def test_open_tickets_are_issued_again_before_later_ones():
     assert [start.ticket(n) for n in range(24, 30)] == [20, 22, 25, 27, 28, 29]
 
 
+def test_what_could_be_taken_is_what_the_limit_leaves(address: tuple[str, int]):
+    trainer = connect(address, "trainer-0")
+    trainer.open_job(Start(0, 0, 5, ()), limit=8)
+    assert trainer.free_positions() == 3
+    assert trainer.take_position() == 5
+    assert trainer.free_positions() == 2
+    trainer.set_limit(6)  # never below what is taken in a job, and no error if it were
+    assert trainer.free_positions() == 0
+
+
 def test_the_ticket_limit_keeps_groups_trainable():
-    assert ticket_limit(version=0, dropped=0, max_staleness=0, groups_per_update=8) == 8
-    assert ticket_limit(version=3, dropped=5, max_staleness=2, groups_per_update=8) == 53
+    assert ticket_limit(version=0, dropped=0, ahead=0, groups_per_update=8) == 8
+    assert ticket_limit(version=3, dropped=5, ahead=2, groups_per_update=8) == 53
 
 
 def test_the_first_outcome_counts_and_reaches_every_role(address: tuple[str, int]):

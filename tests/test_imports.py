@@ -11,14 +11,15 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "megatron_webrl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-BOTTOM = {"__version__", "config", "config_checks", "control", "processes", "types", "compat"}
+BOTTOM = {"__version__", "config", "config_checks", "control", "evaluations", "processes", "types", "compat"}
 MAY_IMPORT = {
-    "trainer": {"weights", "model", "ring", "tracking"},
-    "rollout": {"judge", "browser", "farm", "tasks", "weights", "model", "ring"},
+    "trainer": {"weights", "model", "ring", "tracking", "sampling"},
+    "rollout": {"judge", "browser", "farm", "tasks", "weights", "model", "ring", "sampling"},
     "judge": set(),
     "browser": set(),
     "farm": {"browser", "tasks", "judge"},
-    "tasks": set(),
+    "tasks": {"sampling"},
+    "sampling": set(),
     "weights": {"model"},
     "model": set(),
     "ring": set(),

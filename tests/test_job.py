@@ -155,7 +155,11 @@ def job(tmp_path: Path, tiny_model: Path, request: pytest.FixtureRequest) -> Ite
 
 
 def test_a_job_trains_with_tensor_parallel_ranks_after_a_warm_start(job: Job):
-    job.start("trainer.tensor_parallel=2", "trainer.warm_start.demonstrations=12", "trainer.minibatches=2")
+    evaluation = [f"evaluation.{setting}" for setting in ("episodes=1", "every=1", "before=true", "after=true")]
+    job.start(
+        "trainer.tensor_parallel=2", "trainer.warm_start.demonstrations=12", "trainer.minibatches=2",
+        *evaluation, "evaluation.blank_images=true",
+    )  # fmt: skip
     assert job.wait(500) == 0, job.output()
     summary = job.summary()
     assert summary["outcome"] == "finished"
@@ -164,12 +168,20 @@ def test_a_job_trains_with_tensor_parallel_ranks_after_a_warm_start(job: Job):
     assert gaps
     assert max(gaps) <= 1e-3
     assert all(u["seconds"]["rollout"] > 0 and u["staleness_max"] <= 1 for u in summary["updates"])
+    assert all(0 <= u["seconds"]["pixels"] < u["seconds"]["train"] for u in summary["updates"])
     accounting = summary["accounting"]
     assert accounting["matches"]
     assert 0 < accounting["trained"] <= 8  # fewer where an episode of a trained group was masked
     dropped = sum(accounting["dropped"].values())
     assert accounting["finished"] == accounting["trained"] + dropped + accounting["waiting"]
     assert "matches" in job.output()
+    lines = [json.loads(line) for line in (job.run_folder / "evaluations.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["before", "during", "after", "blank_images"]
+    assert all(line["episodes"] + sum(line["abstained"].values()) == 2 and not line["missing"] for line in lines)
+    for name, version in (("before", 0), ("after", 2), ("blank_images", 2)):
+        assert summary["evaluation"][name]["versions"] == [version, version]
+        assert set(summary["evaluation"][name]["tasks"]) == {"click-test", "focus-text"}
+    assert "gain of the run" in job.output()
     assert summary["versions"]["megatron-core"]
     assert Path(summary["checkpoint"], "megatron").is_dir()
     assert_nothing_left(job)
@@ -179,6 +191,7 @@ def test_a_job_trains_with_tensor_parallel_ranks_after_a_warm_start(job: Job):
     assert run.info.status == "FINISHED"
     assert run.data.metrics["reward_mean"] == summary["updates"][-1]["reward_mean"]
     assert run.data.params["trainer.tensor_parallel"] == "2"
+    assert run.data.metrics["evaluation/success"] == summary["evaluation"]["after"]["success"]
     artifacts = {a.path for a in client.list_artifacts(run.info.run_id)}
     assert {"config.yaml", "summary.json", "trajectories"} <= artifacts
     pages = list((job.run_folder / "trajectories").glob("*.html"))

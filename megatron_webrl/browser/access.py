@@ -91,6 +91,12 @@ class Access:
         self.troubles.clear()
         return list(dict.fromkeys(reversed(found)))[:TOLD_TROUBLES]
 
+    def renew(self) -> None:
+        """Count anew, for another episode."""
+        self.requests = self.bytes = 0
+        self.refused.clear()
+        self.troubles.clear()
+
     async def close(self) -> None:
         """End every connection of the episode; its port no longer answers. A second call does nothing."""
         if self.listening is not None:

@@ -20,7 +20,7 @@ class Carrier:
     def __init__(self, chromium: Chromium, warm: int, prepare: Callable[[Chromium], Awaitable[Session]]) -> None:
         """`prepare` makes a session on the Chromium; `warm` of them are kept ready."""
         self.chromium = chromium
-        self.taken = 0  # sessions so far
+        self.served = 0  # episodes so far
         self.load = 0  # sessions in use, those that are still being prepared for somebody included
         self.sessions: set[Session] = set()  # in use
         self.replaced = False  # a successor is on its way, or there
@@ -54,7 +54,6 @@ class Carrier:
             if preparing is not None and not _spoilt(preparing):
                 self._warm.appendleft(preparing)  # who waited for it was cancelled, and the next one gets it
             raise
-        self.taken += 1
         self.sessions.add(session)
         return session
 

@@ -25,6 +25,9 @@ class FleetCounts:
     sessions: int = 0
     """Sessions that were handed out."""
 
+    sessions_renewed: int = 0
+    """Those of them that began in the page of an earlier episode."""
+
     sessions_lost: int = 0
     """Those of them that a crash, a hang or a limit ended."""
 

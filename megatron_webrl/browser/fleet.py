@@ -17,6 +17,7 @@ from megatron_webrl.browser.chromium import find_chromium, launch_arguments, pro
 from megatron_webrl.browser.counts import FleetCounts
 from megatron_webrl.browser.errors import BrowserCrashed, BrowserError, BrowserTimeout, PageCrashed
 from megatron_webrl.browser.gateway import Gateway
+from megatron_webrl.browser.kept import Kept
 from megatron_webrl.browser.memory import by_group
 from megatron_webrl.browser.policy import Endpoint, declared_endpoints, direct_endpoints
 from megatron_webrl.browser.process import Chromium
@@ -57,6 +58,7 @@ class Fleet:
         self._limit = asyncio.Semaphore(sessions)
         self._browsers = settings.browsers or -(-sessions // SESSIONS_PER_BROWSER)
         self._warm_each = -(-sessions // (SESSIONS_PER_WARM * self._browsers))
+        self._kept = Kept(settings.keep_pages)
         self._serving: list[Carrier] = []
         self._draining: set[Carrier] = set()  # they end when their last session does
         self._launching: set[asyncio.Task[None]] = set()
@@ -91,6 +93,8 @@ class Fleet:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
+        for carrier in (*self._serving, *self._draining):
+            self._release_kept(carrier)
         # Left to end by itself: each part of it has a limit, and a driver stopped half-way cannot be stopped again.
         while unfinished := [*self._launching, *self._background]:
             await asyncio.gather(*unfinished, return_exceptions=True)
@@ -124,7 +128,7 @@ class Fleet:
 
     @asynccontextmanager
     async def episode(self, task: Task) -> AsyncIterator[tuple[Session, Observation]]:
-        """A fresh session, and the first observation of the task.
+        """A session, fresh or kept (browser.keep_pages), and the first observation of the task.
 
         Waits while `sessions` are in use. A reset that fails by the browser's fault is tried again in another session,
         RESET_ATTEMPTS times altogether; a limit that the task's site may have missed is nobody's fault. Raises
@@ -135,7 +139,7 @@ class Fleet:
             try:
                 yield session, seen
             finally:
-                self._do(self._release(carrier, session))
+                self._part(carrier, session)
 
     async def check(self, seconds: float) -> None:
         """Have a browser answer within `seconds`; one that does not is replaced. Raises BrowserError."""
@@ -150,7 +154,8 @@ class Fleet:
         """How things stand; memory as it was up to LOOK_SECONDS ago, drivers included."""
         everyone = [*self._serving, *self._draining]
         return {
-            "sessions_in_use": float(sum(carrier.load for carrier in everyone)),
+            "sessions_in_use": float(sum(carrier.load for carrier in everyone) - len(self._kept)),
+            "sessions_kept": float(len(self._kept)),
             "sessions_warm": float(sum(carrier.ready for carrier in self._serving)),
             "browsers": float(len(self._serving)),
             "browsers_leaving": float(len(self._draining)),
@@ -160,6 +165,19 @@ class Fleet:
     # Sessions
 
     async def _begin(self, task: Task) -> tuple[Carrier, Session, Observation]:
+        if kept := self._kept.take(task):
+            try:
+                seen = await kept[1].reset(task)
+            except BaseException as error:
+                self._do(self._release(*kept))
+                if not isinstance(error, BrowserError):
+                    raise
+                self.counts.retries += 1
+                log.warning("reset of %s in a used page is tried again in a fresh one: %s", task.id, error)
+            else:
+                self.counts.sessions_renewed += 1
+                self._count(kept[0])
+                return *kept, seen
         for attempt in range(RESET_ATTEMPTS):
             carrier, session = await self._take()
             try:
@@ -193,13 +211,18 @@ class Fleet:
                 continue
             finally:
                 self._end_if_done(carrier)
-            self.counts.sessions += 1
             session.lost.add_done_callback(partial(self._lost, carrier, session))
-            old = carrier.taken >= self._settings.recycle_episodes and not self._launching
-            if old and self._replace(carrier, f"it has served {carrier.taken} episodes"):
-                self.counts.recycled_by_episodes += 1
+            self._count(carrier)
             return carrier, session
         raise BrowserCrashed(f"no session in {TAKE_ATTEMPTS} attempts; the last one: {reason}") from reason
+
+    def _count(self, carrier: Carrier) -> None:
+        """A session of this browser was handed out."""
+        self.counts.sessions += 1
+        carrier.served += 1
+        old = carrier.served >= self._settings.recycle_episodes and not self._launching
+        if old and self._replace(carrier, f"it has served {carrier.served} episodes"):
+            self.counts.recycled_by_episodes += 1
 
     async def _carrier(self) -> Carrier:
         """The least loaded browser; waits if there is none at the moment. Raises BrowserCrashed."""
@@ -214,6 +237,20 @@ class Fleet:
                 raise failures[0]
         return min(self._serving, key=lambda carrier: (carrier.load, -carrier.ready))
 
+    def _part(self, carrier: Carrier, session: Session) -> None:
+        """An episode is over: keep its session or close it, which takes a while and nobody needs to wait for."""
+        staying = carrier in self._serving and not carrier.replaced and not self._closing
+        if self._settings.keep_pages and staying and session.renewable:
+            for released in self._kept.put(carrier, session):
+                self._do(self._release(*released))
+        else:
+            self._do(self._release(carrier, session))
+
+    def _release_kept(self, carrier: Carrier) -> None:
+        for _, session in self._kept.of(carrier):
+            carrier.sessions.discard(session)  # in use no longer: whatever comes, no episode is lost
+            self._do(self._release(carrier, session))
+
     async def _release(self, carrier: Carrier, session: Session) -> None:
         closed = await carrier.release(session)
         # What does not close takes its renderers along only when the browser ends.
@@ -224,6 +261,9 @@ class Fleet:
     def _lost(self, carrier: Carrier, session: Session, lost: asyncio.Future[BrowserError]) -> None:
         if session not in carrier.sessions:
             return  # it was released before
+        if self._kept.lost(session):
+            self._do(self._release(carrier, session))
+            return
         self.counts.sessions_lost += 1
         if isinstance(lost.result(), BrowserTimeout):
             self._do(self._check(carrier))
@@ -297,6 +337,7 @@ class Fleet:
             self._fail(carrier, reason)
 
     def _fail(self, carrier: Carrier, reason: str) -> None:
+        self._release_kept(carrier)
         log.warning("%s; %d sessions are lost", reason, len(carrier.sessions))
         carrier.fail(reason)
         self._drain(carrier)
@@ -305,6 +346,7 @@ class Fleet:
     def _drain(self, carrier: Carrier) -> None:
         """Give a browser no more sessions; it ends with its last one, or at once if it has failed."""
         carrier.leave()
+        self._release_kept(carrier)
         if carrier in self._serving:
             self._serving.remove(carrier)
             self._draining.add(carrier)

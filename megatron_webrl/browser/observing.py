@@ -39,6 +39,11 @@ class Eyes:
         self._tabs, self._settings, self._notes, self._access = tabs, settings, notes, access
         self._picture: Picture | None = None  # the latest, without numbers
 
+    async def forget(self) -> None:
+        """Compare with nothing seen so far."""
+        self._picture = None
+        await self._drop_marks()
+
     async def observe(self, site: Site, task: Task, seconds_acting: float, instruction: str | None) -> Observation:
         """Wait until the page is at rest and look at it. Raises PlaywrightError if it is lost."""
         started = time.monotonic()
@@ -89,9 +94,7 @@ class Eyes:
 
     async def _mark(self, rest: settle.Rest, until: float) -> settle.Rest:
         """Number the elements; returns the page at rest as it is then."""
-        if self.marks is not None:
-            await self.marks.close()
-            self.marks = None
+        await self._drop_marks()
         size = self._settings.width, self._settings.height
         for _ in range(MARK_ATTEMPTS):
             try:
@@ -104,6 +107,11 @@ class Eyes:
                 rest = await self._rest(until)
         self._notes.add("the elements of the page could not be listed")
         return rest
+
+    async def _drop_marks(self) -> None:
+        if self.marks is not None:
+            await self.marks.close()
+            self.marks = None
 
     async def _capture(self, tab: Tab) -> bytes:
         # What numbers are drawn on is captured without loss.

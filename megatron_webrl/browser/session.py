@@ -49,6 +49,7 @@ class Session:
         self._context, self._settings, self._sites, self._step_seconds = context, settings, sites, step_seconds
         self._recording: Recording | None = None
         self._notes = Notes()
+        self._whole = True  # the last operation was not broken off
         self._lost: asyncio.Future[BrowserError] = asyncio.get_running_loop().create_future()
         self._intrusions = Intrusions(context, self._notes)
         limit = settings.tabs if "switch_tab" in settings.actions else 1
@@ -60,6 +61,19 @@ class Session:
     def lost(self) -> asyncio.Future[BrowserError]:
         """Done once the session is of no more use, with the reason."""
         return self._lost
+
+    @property
+    def renewable(self) -> bool:
+        """Whether `reset` may begin another episode here, in the page as it was left."""
+        settings = self._settings
+        return (
+            self.task is not None
+            and self._sites[self.task.source].renews(self.task)
+            and not (settings.record or settings.replay)
+            and self._whole
+            and not self._lost.done()
+            and self._tabs.single
+        )
 
     @property
     def page(self) -> Page:
@@ -98,9 +112,12 @@ class Session:
             raise BrowserError(f"a context could not be opened: {_first_line(error)}") from error
 
     async def reset(self, task: Task) -> Observation:
-        """Open the task's page; `instruction` is set. Raises BrowserError, KeyError for an unknown source."""
-        self.task = task
-        return await self._bounded(f"reset of {task.id}", self._open(self._sites[task.source], task))
+        """Open the task's page; `instruction` is set. Raises BrowserError, KeyError for an unknown source.
+
+        In a session that had an episode before, in the same browser context, what was counted and seen is forgotten.
+        """
+        again, self.task = self.task is not None, task
+        return await self._bounded(f"reset of {task.id}", self._open(self._sites[task.source], task, again))
 
     async def step(self, action: Action) -> Observation:
         """Carry out an action and wait until the page has come to rest.
@@ -137,8 +154,15 @@ class Session:
             await self.access.close()
         return True
 
-    async def _open(self, site: Site, task: Task) -> Observation:
+    async def _renew(self) -> None:
+        self.access.renew()
+        await self._eyes.forget()
+        await self.page.mouse.move(0, 0)  # what it was left on would be lit
+
+    async def _open(self, site: Site, task: Task, again: bool) -> Observation:
         started = time.monotonic()
+        if again:
+            await self._renew()
         if self._settings.replay:
             await Replay.start(self._context, Path(self._settings.replay), task, self.access)
         elif self._settings.record:
@@ -167,13 +191,16 @@ class Session:
 
     async def _bounded(self, name: str, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, or a BrowserError after `step_seconds` or as soon as the page is lost."""
+        self._whole = False
         running = asyncio.ensure_future(work)
         watching = asyncio.ensure_future(end_endless_scripts(self._tabs, self._notes, self._step_seconds * PATIENCE))
         either: set[asyncio.Future[Any]] = {running, self._lost}
         try:
             await asyncio.wait(either, timeout=self._step_seconds, return_when=asyncio.FIRST_COMPLETED)
             if running.done():
-                return running.result()
+                result = running.result()
+                self._whole = True
+                return result
             if self._lost.done():
                 raise self._lost.result()
             late = BrowserTimeout(f"{name} took more than {self._step_seconds} s (rollout.step_seconds)")

@@ -26,6 +26,10 @@ class Site(Protocol):
         """
         ...
 
+    def renews(self, task: Task) -> bool:
+        """Whether `open` may be given the page of an episode of this task, in its browser context, for another one."""
+        ...
+
     async def open(self, page: Page, task: Task) -> str:
         """Bring the page to the start of the task; returns the instruction."""
         ...

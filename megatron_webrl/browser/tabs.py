@@ -66,6 +66,11 @@ class Tabs:
         if newest is not None and newest in self._tabs:
             await self._activate(newest)
 
+    @property
+    def single(self) -> bool:
+        """Whether there is one tab, and none on its way."""
+        return len(self._tabs) == 1 and not self._announced and not self._adopting
+
     async def outlived(self, tab: Tab) -> bool:
         """Whether a tab that failed to answer has gone and another one is active; the news may come a little later."""
         try:

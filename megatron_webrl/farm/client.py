@@ -283,10 +283,13 @@ class RemoteSession:
         """
         return await self._observation("step", wire.dump(action))
 
-    async def demonstration(self) -> Action:
-        """What the task's script would do next. Raises OracleError, also where there is no script, BrowserError."""
+    async def demonstration(self, hasty: bool = False) -> Action:
+        """What the task's script would do next; `hasty`: what it would do if it submitted too early.
+
+        Raises OracleError, also where there is no script, BrowserError.
+        """
         try:
-            body = await self._call("GET", "/demonstration")
+            body = await self._call("GET", "/demonstration?hasty=true" if hasty else "/demonstration")
         except Refused as refused:
             if refused.status in (404, 409):
                 raise OracleError(refused.error.error) from refused

@@ -23,7 +23,7 @@ def add_browsers(commands: Any) -> None:
         nargs="*",
         metavar="CONFIG key=value",
         help="a configuration file and settings that replace its own, both optional; of the sections browser, tasks "
-        "(max_steps, latency) and of rollout.step_seconds are used",
+        "(step limits, latency) and of rollout.step_seconds are used",
     )
     _add_address(serve, 8700)
     serve.add_argument(

@@ -139,7 +139,7 @@ class Node:
         self.measures.steps.inc()
         return seen
 
-    async def demonstration(self, name: str, gone: Gone) -> Action:
+    async def demonstration(self, name: str, hasty: bool, gone: Gone) -> Action:
         """What a script would do next. Raises BrowserError, NotHeld, NoEpisode, Conflict, OracleError, NoScript."""
         held = self.leases.find(name)
         task = held.place.task
@@ -147,7 +147,7 @@ class Node:
             raise NoEpisode("there is no episode; reset begins one")
         site = self.catalogue.sites[task.source]
         try:
-            return await self._operate(held, lambda room: room.demonstration(site), gone)
+            return await self._operate(held, lambda room: room.demonstration(site, hasty), gone)
         except KeyError:
             raise NoScript(f"there is no script for {task.environment} of {task.source}") from None
 

@@ -127,9 +127,9 @@ def _add_episodes(routes: APIRouter, node: Node) -> None:
         "/leases/{lease}/demonstration", response_model=Action,
         responses={404: {"model": Error, "description": "No script knows this environment"}, **episode},
     )  # fmt: skip
-    async def demonstration(lease: str, request: Request) -> Response:
-        """What a script would do next; 409 also if it is at a loss."""
-        return answer(await node.demonstration(lease, _gone(request)))
+    async def demonstration(lease: str, request: Request, hasty: bool = False) -> Response:
+        """What a script would do next, or one that submits too early; 409 also if it is at a loss."""
+        return answer(await node.demonstration(lease, hasty, _gone(request)))
 
 
 def _seen(request: Request, observation: Observation) -> Response:

@@ -64,13 +64,13 @@ class Room:
         self.steps += 1
         return self.seen
 
-    async def demonstration(self, site: TaskSite) -> Action:
+    async def demonstration(self, site: TaskSite, hasty: bool) -> Action:
         """What a script would do next. Raises BrowserError, NoEpisode, OracleError, KeyError without a script."""
         session, task = self._running(), self.task
         assert task is not None
         try:
             async with asyncio.timeout(self._step_seconds):
-                return await site.demonstrate(session.page, task)
+                return await site.demonstrate(session.page, task, hasty)
         except TimeoutError:
             limit = f"{self._step_seconds} s (rollout.step_seconds)"
             raise BrowserTimeout(f"the script did not look at the page within {limit}") from None

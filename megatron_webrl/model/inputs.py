@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +20,9 @@ class PackedRow:
     every such token is a placeholder.
 
     `pixels` holds the patches of all given images, or of those that `encoded` names, in its order: the images that
-    this rank encodes by `image_shares` (on later pipeline stages, none). Under context parallelism `predict` lists
-    only positions of this rank's `token_share`.
+    this rank encodes by `image_shares` (on later pipeline stages, none). Instead of them it can be what makes them: the
+    ranks that encode images of the row call it once a pass. Under context parallelism `predict` lists only positions
+    of this rank's `token_share`.
 
     Raises ValueError if shapes do not fit together.
     """
@@ -29,7 +30,7 @@ class PackedRow:
     tokens: Tensor  # int64 [T]
     positions: Tensor  # int64 [3, T], m-RoPE (t, h, w), restarting at each sample
     cu_seqlens: Tensor  # int32 [samples + 1], 0 first and T last
-    pixels: Tensor  # float32 [patches, dim], the patches of all given images
+    pixels: Tensor | Callable[[], Tensor]  # float32 [patches, dim], the patches of all given images
     grids: Tensor  # int64 [images, 3], patches (t, h, w) of each given image
     predict: Tensor  # int64 [R], row positions whose next token is scored
     images: Tensor | None = None  # int64 [occurrences], indices into grids
@@ -46,6 +47,8 @@ class PackedRow:
             ("grids", self.grids, (None, 3)),
             ("predict", self.predict, (None,)),
         ):
+            if not isinstance(tensor, Tensor):
+                continue
             found = tuple(tensor.shape)
             fits = len(found) == len(shape) and all(s is None or s == f for s, f in zip(shape, found, strict=True))
             if not fits:
@@ -53,10 +56,14 @@ class PackedRow:
         if self.cu_seqlens.numel() < 2:
             raise ValueError(f"row.cu_seqlens has {self.cu_seqlens.numel()} entries; a row needs at least one sample")
 
+    def patches(self) -> Tensor:
+        """float32 [patches, dim]: `pixels`, made if need be."""
+        return self.pixels if isinstance(self.pixels, Tensor) else self.pixels()
+
     def to(self, device: torch.device) -> PackedRow:
         """The same row on another device."""
         moved: dict[str, Any] = {
-            name: None if tensor is None else tensor.to(device) for name, tensor in vars(self).items()
+            name: tensor.to(device) if isinstance(tensor, Tensor) else tensor for name, tensor in vars(self).items()
         }
         return replace(self, **moved)
 

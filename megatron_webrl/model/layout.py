@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_webrl.model.parameter_map import Entry, is_sparse
+from megatron_webrl.model.split import split_layers
 
 
 @dataclass(frozen=True)
@@ -36,25 +37,6 @@ class Place:
     stage: int = 0
     expert: int = 0
     expert_tensor: int = 0
-
-
-def split_layers(layers: int, chunks: int) -> tuple[range, ...]:
-    """The layers of each of `chunks` model chunks, in order; as even as can be.
-
-    Of what does not divide evenly the middle chunks take one layer more: the first also holds embeddings and
-    vision tower, the last the output layer. Raises ValueError if a chunk would be empty.
-    """
-    if layers < chunks:
-        raise ValueError(f"{chunks} pipeline chunks (pipeline_parallel x virtual_pipeline) exceed {layers} layers")
-    share, left = divmod(layers, chunks)
-    by_distance = sorted(range(chunks), key=lambda chunk: (abs(2 * chunk - chunks + 1), -chunk))
-    larger = set(by_distance[:left])
-    ranges, start = [], 0
-    for chunk in range(chunks):
-        end = start + share + (chunk in larger)
-        ranges.append(range(start, end))
-        start = end
-    return tuple(ranges)
 
 
 def chunk_of_layer(layer: int, layers: int, sizes: Sizes) -> int:

@@ -25,6 +25,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatron_webrl.model.split import is_sparse_layer
+
 Kind = Literal["replicated", "column", "row", "vocabulary", "half", "group"]
 ExpertFormat = Literal["released", "transposed", "separate"]
 """How a folder stores experts. released: one tensor for all, [E, H, 2I] and [E, I, H], the form that is written.
@@ -128,7 +130,7 @@ def is_sparse(text: Any, layer: int) -> bool:
     """Whether this layer of the text model is a mixture of experts."""
     if not getattr(text, "num_experts", 0):
         return False
-    return layer not in text.mlp_only_layers and (layer + 1) % text.decoder_sparse_step == 0
+    return is_sparse_layer(layer, text.mlp_only_layers, text.decoder_sparse_step)
 
 
 def _attention_entries(text: Any, layer: int, source: str, target: str) -> list[Entry]:

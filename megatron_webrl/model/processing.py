@@ -17,6 +17,7 @@ import transformers
 from PIL import Image
 
 from megatron_webrl import compat
+from megatron_webrl.model.patches import Cut, decode_image, open_image
 
 compat.install()  # transformers brings in torchvision when a processor is first asked for
 
@@ -67,6 +68,18 @@ class Processor:
         """
         text = self._processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return self._encode(text)
+
+    def encode_turn(self, message: dict[str, Any]) -> np.ndarray:
+        """Tokens of a user's message up to where the next answer begins: int32 [n].
+
+        They go on from the end token of an answer as `encode_chat` would have them there. The message's text must be
+        neutralised.
+        """
+        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
+        text = self._processor.apply_chat_template([*before, message], add_generation_prompt=True, tokenize=False)
+        end = self.tokenizer.convert_ids_to_tokens(self.eos_token_id)
+        _, turn, opening = text.rsplit(end, 2)  # the ends of the answer and of the message
+        return self._encode(turn + end + opening)
 
     def encode_response(self, text: str) -> np.ndarray:
         """Tokens of a response as the model should produce it, the end token last: int32 [n]."""
@@ -121,6 +134,43 @@ class Processor:
         """The grids that `pixels` would give, from the images' sizes alone: int32 [images, 3]."""
         return np.array([self._grid(data) for data in images], np.int32).reshape(-1, 3)
 
+    @property
+    def cut(self) -> Cut:
+        """How `pixels` cuts images. Raises ValueError for a processor that makes other pixels of the cut patches."""
+        cut = Cut(int(self._image_processor.patch_size), self.merge)
+        side = 2 * cut.patch * cut.merge
+        for height, width in ((side, side), (side - 3, side + 5)):  # as it is, and resized
+            data = _noise(height, width)
+            wanted, grids = self.pixels([data])
+            grid = tuple(grids[0].tolist())
+            patches = np.empty(cut.size(grid), np.uint8)
+            cut.patches(data, grid, patches)
+            if not torch.equal(self.normalised(torch.from_numpy(patches)), wanted):
+                raise ValueError(
+                    f"{type(self._image_processor).__name__} of the model folder makes other pixels than those that "
+                    "can be made ahead; set trainer.pixel_workers=0"
+                )
+        return cut
+
+    def normalised(self, patches: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """What `pixels` gives for patches that were cut (`Cut.patches`): float32 [patches, dim], on their device.
+
+        `out`: where to put it.
+        """
+        settings = self._image_processor
+        frames, inside = int(settings.temporal_patch_size), int(settings.patch_size) ** 2
+        factor = 1.0 / settings.rescale_factor
+        mean, std = (
+            torch.tensor(values, device=patches.device)[:, None] * factor
+            for values in (settings.image_mean, settings.image_std)
+        )
+        values = patches.view(-1, len(mean), inside).to(torch.float32).sub_(mean).div_(std)
+        if out is None:
+            out = values.new_empty(len(values), len(mean) * frames * inside)
+        # A still image stands in all frames of a patch.
+        out.view(-1, len(mean), frames, inside).copy_(values[:, :, None])
+        return out
+
     def neutralise(self, text: str) -> str:
         """Text from a page, changed so that no part of it can become a token with a meaning of its own.
 
@@ -141,7 +191,7 @@ class Processor:
     def _grid(self, data: bytes) -> tuple[int, int, int]:
         from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-        width, height = _open(data).size
+        width, height = open_image(data).size
         patch, limits = self._image_processor.patch_size, self._image_processor.size
         rows, columns = smart_resize(
             height, width, patch * self.merge, min_pixels=limits.shortest_edge, max_pixels=limits.longest_edge
@@ -149,17 +199,8 @@ class Processor:
         return 1, rows // patch, columns // patch
 
 
-def decode_image(data: bytes) -> Image.Image:
-    """Decode PNG, JPEG or WebP to RGB. Raises ValueError for bytes that are no image."""
-    image = _open(data)
-    try:
-        return image.convert("RGB")
-    except OSError as error:
-        raise ValueError(f"image of {len(data)} bytes is cut off or damaged: {error}") from error
-
-
-def _open(data: bytes) -> Image.Image:
-    try:
-        return Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP"))
-    except (OSError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{len(data)} bytes that begin with {data[:8]!r} are no PNG, JPEG or WebP") from error
+def _noise(height: int, width: int) -> bytes:
+    """An image as PNG."""
+    buffer = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()

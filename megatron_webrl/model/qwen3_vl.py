@@ -23,12 +23,12 @@ from megatron_webrl.model.description import describe
 from megatron_webrl.model.groups import place_of, sizes_of
 from megatron_webrl.model.inputs import PackedRow, padded, token_share
 from megatron_webrl.model.layers import block_spec
-from megatron_webrl.model.layout import split_layers
 from megatron_webrl.model.names import canonical_name
 from megatron_webrl.model.parameter_map import Entry, is_sparse, model_map, padded_vocabulary
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.rope import InterleavedRotaryEmbedding
 from megatron_webrl.model.settings import Settings
+from megatron_webrl.model.split import split_layers
 from megatron_webrl.model.text_config import RowParams, TextConfig, text_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from megatron_webrl import compat
@@ -35,11 +37,8 @@ SMALL_VISION = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "de
 VISION = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "deepstack_visual_indexes": [8, 16, 24]}
 
 
-def configuration(name: str) -> Any:
-    """The transformers configuration of a released size. Raises KeyError for any other name."""
-    compat.install()
-    from transformers import Qwen3VLConfig, Qwen3VLMoeConfig
-
+def sections(name: str) -> dict[str, Any]:
+    """What config.json says of a released size, as far as shapes follow from it. Raises KeyError for any other name."""
     sizes = SIZES[name]
     text: dict[str, Any] = {
         "hidden_size": sizes.hidden,
@@ -49,6 +48,7 @@ def configuration(name: str) -> Any:
         "intermediate_size": sizes.inner,
         "head_dim": 128,
         "vocab_size": 151936,
+        "max_position_embeddings": 262144,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
         "tie_word_embeddings": sizes.tied,
     }
@@ -69,5 +69,26 @@ def configuration(name: str) -> Any:
         "num_position_embeddings": 2304,
         "out_hidden_size": sizes.hidden,
     }
-    kind: Any = Qwen3VLMoeConfig if sizes.experts else Qwen3VLConfig
-    return kind(text_config=text, vision_config=vision, tie_word_embeddings=sizes.tied)
+    return {
+        "model_type": "qwen3_vl_moe" if sizes.experts else "qwen3_vl",
+        "text_config": text,
+        "vision_config": vision,
+        "tie_word_embeddings": sizes.tied,
+    }
+
+
+def size_named(path: str) -> str | None:
+    """The released size that a folder's name says it holds, such as 8B of models/Qwen3-VL-8B-Instruct."""
+    match = re.fullmatch(r"Qwen3-VL-(.+?)(-Instruct|-Thinking)?", PurePath(path).name)
+    return match[1] if match and match[1] in SIZES else None
+
+
+def configuration(name: str) -> Any:
+    """The transformers configuration of a released size. Raises KeyError for any other name."""
+    compat.install()
+    from transformers import Qwen3VLConfig, Qwen3VLMoeConfig
+
+    found = sections(name)
+    kind: Any = Qwen3VLMoeConfig if SIZES[name].experts else Qwen3VLConfig
+    del found["model_type"]
+    return kind(**found)

@@ -13,10 +13,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_webrl.model.groups import sizes_of
-from megatron_webrl.model.layout import Sizes, check_sizes, split_layers
+from megatron_webrl.model.layout import Sizes, check_sizes
 from megatron_webrl.model.parameter_map import is_sparse
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.settings import Attention, Settings
+from megatron_webrl.model.split import split_layers
 
 
 @dataclass

@@ -96,9 +96,9 @@ def _pixels(row: PackedRow, mine: list[int]) -> Tensor:
             raise ValueError(
                 f"row.pixels holds the images {row.encoded.tolist()}, but this tensor-parallel rank encodes {mine}"
             )
-        return row.pixels
+        return row.patches()
     patches = row.grids.prod(dim=-1).tolist()
-    parts = row.pixels.split(patches)
+    parts = row.patches().split(patches)
     return torch.cat([parts[i] for i in mine])
 
 

@@ -17,9 +17,10 @@ from rich.console import Console
 from megatron_webrl.config import Config, ConfigError
 from megatron_webrl.config_checks import model_description
 from megatron_webrl.model.description import describe
-from megatron_webrl.model.layout import Sizes, split_layers
+from megatron_webrl.model.layout import Sizes
 from megatron_webrl.model.processing import Processor
 from megatron_webrl.model.settings import Attention, Layers, PartMissing, Settings
+from megatron_webrl.model.split import split_layers
 from megatron_webrl.parity.backends import BackendFailed, Found, run_backend
 from megatron_webrl.parity.report import compare, show, write_json
 from megatron_webrl.parity.samples import Sample, built_in_samples, read_samples

@@ -102,3 +102,15 @@ def read_record_file(path: str | Path) -> Iterator[bytes]:
             raise RecordError(
                 f"{path} is damaged: {count} records, its trailer says {expected}, {size - file.tell()} bytes follow"
             )
+
+
+def count_records(path: str | Path) -> int:
+    """How many records a complete file holds, by its trailer. Raises RecordError for a file without one."""
+    path = Path(path)
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _ENTRY.size))
+        entry = file.read(_ENTRY.size)
+    length, count = _ENTRY.unpack(entry) if len(entry) == _ENTRY.size else (0, 0)
+    if length != _END:
+        raise RecordError(f"{path} is truncated: it has no trailer")
+    return int(count)

@@ -13,8 +13,11 @@ from megatron_webrl.farm.client import RemoteSession
 from megatron_webrl.judge import environment as judge
 from megatron_webrl.model.processing import Processor
 from megatron_webrl.rollout.actions import parse
-from megatron_webrl.rollout.context import Context, ContextOverflow, Prompt
+from megatron_webrl.rollout.contexts.base import Context, ContextOverflow, Prompt
+from megatron_webrl.rollout.contexts.policies import make_context
 from megatron_webrl.rollout.generation import Generation, GenerationError, Responder
+from megatron_webrl.rollout.limit import Limit
+from megatron_webrl.rollout.pace import FreeRunning, Pace
 from megatron_webrl.rollout.toolset import COORDINATES, Toolset
 from megatron_webrl.types import Action, Step, Task, Trajectory
 
@@ -35,23 +38,26 @@ class _Episode:
 async def run_episode(
     responder: Responder, session: RemoteSession, processor: Processor, task: Task, settings: RolloutConfig,
     *, ticket: int, index: int, group_size: int, incarnation: int, toolset: Toolset = COORDINATES,
+    limit: Limit | None = None, pace: Pace | None = None,
 ) -> Trajectory:  # fmt: skip
     """Run `task` in a fresh session and judge it. `toolset`: what the session can do.
 
+    `limit` may end the episode before rollout.episode_seconds are over; `pace` says when it generates.
     A failure of engine or browser, an overflow of the context or a time limit does not raise: the trajectory keeps
     its steps so far, and its outcome names what masks it.
     """
     started = time.monotonic()
-    context = Context(processor, settings.context, settings.max_model_len - settings.max_new_tokens, toolset)
+    context = make_context(processor, settings.context, settings.max_model_len - settings.max_new_tokens, toolset)
     episode = _Episode(context, instruction=task.instruction or "")
-    limit = asyncio.timeout(settings.episode_seconds)
+    limit, pace = limit or Limit(settings.episode_seconds), pace or FreeRunning()
+    scope = None
     try:
-        async with limit:
-            ended = await _play(episode, responder, session, processor, task, toolset, settings.step_seconds)
+        async with limit.scope(limit.seconds) as scope:
+            ended = await _play(episode, responder, session, processor, task, toolset, settings.step_seconds, pace)
     except TimeoutError:
-        if not limit.expired():
+        if scope is None or not scope.expired():
             raise
-        ended = "episode_timeout"
+        ended = limit.outcome
     except (BrowserError, ContextOverflow, GenerationError) as error:
         ended = "engine_error" if isinstance(error, GenerationError) else error.outcome
         log.warning("episode %d of ticket %d, %s, is masked as %s: %s", index, ticket, task.id, ended, error)
@@ -66,7 +72,7 @@ async def run_episode(
 
 async def _play(
     episode: _Episode, responder: Responder, session: RemoteSession, processor: Processor, task: Task, toolset: Toolset,
-    step_seconds: float,
+    step_seconds: float, pace: Pace,
 ) -> str:  # fmt: skip
     """Observe, answer, act, until the page, the agent or the step limit ends it; returns which."""
     observation = await session.reset(task)
@@ -74,8 +80,10 @@ async def _play(
     episode.context.begin(episode.instruction, observation)
     for _ in range(task.max_steps):
         prompt = episode.context.prompt()
-        asked = time.monotonic()
-        generation = await _respond(responder, session, prompt, episode.context, step_seconds)
+        async with pace.turn():
+            asked = time.monotonic()
+            generation = await _respond(responder, session, prompt, episode.context, step_seconds)
+            seconds_generation = time.monotonic() - asked
         answered = time.monotonic()
         action, format_error = _parse(generation, processor, toolset)
         if action is not None:
@@ -83,9 +91,9 @@ async def _play(
         acted = time.monotonic()
         changed = action is not None and observation.page_changed
         episode.steps.append(
-            _step(prompt, generation, action, format_error, changed, answered - asked, acted - answered)
+            _step(prompt, generation, action, format_error, changed, seconds_generation, acted - answered)
         )
-        episode.context.add(generation.text, action, format_error, observation)
+        episode.context.add(generation, action, format_error, observation)
         episode.reward = observation.reward
         if observation.done:
             return judge.DONE
@@ -124,6 +132,7 @@ def _step(
         image_grids=generation.image_grids, finish_reason=generation.finish_reason, action=action,
         format_error=format_error, page_changed=page_changed,
         seconds_generation=seconds_generation, seconds_browser=seconds_browser,
+        prompt_cached=generation.prompt_cached,
     )  # fmt: skip
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +19,10 @@ from megatron_webrl.rollout.browsers import open_browsers
 from megatron_webrl.rollout.generation import Generation, GenerationError
 from megatron_webrl.rollout.prompts import response_text
 from megatron_webrl.rollout.toolset import COORDINATES, Toolset
-from megatron_webrl.tasks.aim import STEP, OracleError
+from megatron_webrl.tasks.aim import OracleError
 from megatron_webrl.tasks.registry import further_actions, make_source, scripted_environments
 from megatron_webrl.tasks.source import TaskSource
-from megatron_webrl.types import COORDINATE_RANGE, Action, Trajectory
+from megatron_webrl.types import Trajectory
 
 FIRST_TICKET = 2**40
 """Demonstrations have tickets of their own: no training ticket shares a page seed with them by its number."""
@@ -33,19 +32,30 @@ MAX_FAILURES = 20
 """Failed episodes beyond a tenth of those wanted, after which making demonstrations is given up."""
 
 
+def certain(processor: Processor, token_ids: np.ndarray, images: Sequence[bytes], text: str) -> Generation:
+    """`text` as the answer to a prompt, all log-probabilities zero. The prompt has one placeholder per image."""
+    response, grids = processor.encode_response(text), processor.grids(images)
+    return Generation(
+        prompt_token_ids=processor.expand(token_ids, grids),
+        response_token_ids=response,
+        logprobs=np.zeros(len(response), np.float32),
+        versions=np.zeros(len(response), np.int32),
+        image_grids=grids,
+        text=text,
+        finish_reason="stop",
+    )
+
+
 class ScriptedResponder:
     """Answers with what the task's script would do next. One may serve many sessions."""
 
     def __init__(
         self, processor: Processor, settings: ContextConfig, max_new_tokens: int,
-        toolset: Toolset = COORDINATES, noise: float = 0.0, seed: int = 0,
+        toolset: Toolset = COORDINATES, haste: float = 0.0, seed: str = "",
     ) -> None:  # fmt: skip
-        """`toolset` is what the sessions can do.
-
-        With probability `noise` an answer has a random coordinate, so that some episodes fail or recover.
-        """
+        """`toolset` is what the sessions can do; `haste` is the chance of a step to submit too early."""
         self._processor, self._settings, self._max_new_tokens = processor, settings, max_new_tokens
-        self._toolset, self._noise, self._random = toolset, noise, random.Random(seed)
+        self._toolset, self._haste, self._random = toolset, haste, random.Random(seed)
 
     async def respond(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
         """The oracle's action in the configured response format, certain of itself: log-probabilities are zero.
@@ -53,43 +63,28 @@ class ScriptedResponder:
         Raises GenerationError if the oracle is at a loss or the answer exceeds `max_new_tokens`, BrowserError.
         """
         try:
-            action = await session.demonstration()
+            action = await session.demonstration(hasty=self._random.random() < self._haste)
         except OracleError as error:
             raise GenerationError(str(error)) from error
-        text = response_text(self._disturbed(action), self._settings, self._toolset)
-        response = self._processor.encode_response(text)
-        if len(response) > self._max_new_tokens:
+        text = response_text(action, self._settings, self._toolset)
+        answer = certain(self._processor, token_ids, images, text)
+        if len(answer.response_token_ids) > self._max_new_tokens:
             raise GenerationError(
-                f"the answer has {len(response)} tokens, the limit is {self._max_new_tokens} (rollout.max_new_tokens)"
+                f"the answer has {len(answer.response_token_ids)} tokens, the limit is {self._max_new_tokens} "
+                "(rollout.max_new_tokens)"
             )
-        grids = self._processor.grids(images)
-        return Generation(
-            prompt_token_ids=self._processor.expand(token_ids, grids),
-            response_token_ids=response,
-            logprobs=np.zeros(len(response), np.float32),
-            versions=np.zeros(len(response), np.int32),
-            image_grids=grids,
-            text=text,
-            finish_reason="stop",
-        )
-
-    def _disturbed(self, action: Action) -> Action:
-        if action.coordinate is None or self._random.random() >= self._noise:
-            return action
-        cells = COORDINATE_RANGE // STEP
-        x, y = (self._random.randint(0, cells) * STEP for _ in range(2))
-        return replace(action, coordinate=(x, y))
+        return answer
 
 
 async def demonstrate(
     config: Config, count: int, path: str | Path, progress: Callable[[int], None] = lambda done: None,
     name: str = "demonstrations",
 ) -> None:  # fmt: skip
-    """Write `count` successful scripted episodes to the record file `path`, several at a time.
+    """Write `count` scripted episodes to the record file `path`, several at a time.
 
-    `progress` is told the number of successes so far; `name` is told to a farm, and names logs. Raises ConfigError for
-    an environment without an oracle, ProcessError or BrowserError if there is no browser, RuntimeError if too many
-    episodes fail.
+    Only successful ones; with trainer.warm_start.haste all that have a verdict. `progress` is told their number so
+    far; `name` is told to a farm, and names logs. Raises ConfigError for an environment without an oracle,
+    ProcessError or BrowserError if there is no browser, RuntimeError if too many episodes fail.
     """
     check_oracles(config)
     source = make_source(config.tasks)
@@ -120,7 +115,7 @@ def check_oracles(config: Config) -> None:
 
 
 class _Demonstrations:
-    """Runs episodes until enough have succeeded."""
+    """Runs episodes until there are enough of those wanted."""
 
     def __init__(
         self, config: Config, source: TaskSource, browsers: Browsers, count: int, progress: Callable[[int], None]
@@ -129,10 +124,8 @@ class _Demonstrations:
         self._count, self._progress = count, progress
         self._processor = Processor.load(config.model.path)
         self._toolset = Toolset.of(config.browser)
-        self._responder = ScriptedResponder(
-            self._processor, config.rollout.context, config.rollout.max_new_tokens, self._toolset
-        )
-        self._taken = self._succeeded = 0
+        self._haste = config.trainer.warm_start.haste
+        self._taken = self._written = 0
         self._failures: list[str] = []
 
     async def write(self, path: str | Path) -> None:
@@ -150,18 +143,22 @@ class _Demonstrations:
             ticket = FIRST_TICKET + self._taken
             self._taken += 1
             trajectory = await self._episode(ticket)
-            if trajectory.outcome == "success":
+            if trajectory.outcome == "success" or (self._haste and trajectory.trainable):
                 file.write(encode(trajectory))
-                self._succeeded += 1
-                self._progress(self._succeeded)
+                self._written += 1
+                self._progress(self._written)
             else:
                 self._failed(trajectory)
 
     async def _episode(self, ticket: int) -> Trajectory:
-        task = self._source.task(self._config.run.seed, ticket)
+        seed, rollout = self._config.run.seed, self._config.rollout
+        task = self._source.task(seed, ticket)
+        responder = ScriptedResponder(
+            self._processor, rollout.context, rollout.max_new_tokens, self._toolset, self._haste, f"{seed}/{ticket}"
+        )
         async with self._browsers.session() as session:
             return await run_episode(
-                self._responder, session, self._processor, task, self._config.rollout,
+                responder, session, self._processor, task, rollout,
                 ticket=ticket, index=0, group_size=1, incarnation=0, toolset=self._toolset,
             )  # fmt: skip
 

@@ -59,7 +59,7 @@ class Engine:
         self.processor = processor
         self._config, self._worker, self._thread = config, worker, thread
         self._llm: Any = llm
-        self._sampling = _sampling(config, processor)
+        self._sampling = _sampling(config, processor, config.rollout.temperature)
         self._numbers = itertools.count()
         self._died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._update = asyncio.Lock()
@@ -91,10 +91,23 @@ class Engine:
             raise
         return engine
 
+    async def serve_folder(self, version: int) -> None:
+        """Serve the weights of model.path as `version`, where no trainer sends others."""
+        self._check_alive()
+        async with asyncio.timeout(_CONTROL_SECONDS):
+            await self._llm.engine_core.set_weight_version_async(str(version))
+        self.version = version
+
     async def respond(
-        self, session: RemoteSession | None, token_ids: np.ndarray, images: Sequence[bytes]
+        self,
+        session: RemoteSession | None,
+        token_ids: np.ndarray,
+        images: Sequence[bytes],
+        temperature: float | None = None,
     ) -> Generation:
         """Answer one prompt: int32 tokens with one placeholder per image. `session` is not looked at.
+
+        `temperature`: another than rollout.temperature; 0 takes the likeliest token.
 
         Raises GenerationError for a prompt that cannot be answered or an answer that takes longer than
         rollout.step_seconds (pauses for updates not counted), EngineDeadError if the engine is gone.
@@ -123,7 +136,10 @@ class Engine:
             prompt["multi_modal_uuids"] = {
                 "image": [hashlib.blake2b(data, digest_size=16).hexdigest() + image_salt for data in images]
             }
-        output = await self._finish(self._generate(prompt))
+        sampling = self._sampling
+        if temperature is not None:
+            sampling = _sampling(self._config, self.processor, temperature)
+        output = await self._finish(self._generate(prompt, sampling))
         return self._generation(output, expanded, grids)
 
     async def join_weights(self, host: str, port: int, name: str, description: dict[str, Any]) -> None:
@@ -234,9 +250,9 @@ class Engine:
             self._check_alive()
             raise WeightsError(f"{what}: {error or type(error).__name__}") from error
 
-    async def _generate(self, prompt: dict[str, Any]) -> RequestOutput:
+    async def _generate(self, prompt: dict[str, Any], sampling: SamplingParams) -> RequestOutput:
         request = f"{self._worker}-{next(self._numbers)}"
-        async for output in self._llm.generate(prompt, self._sampling, request):
+        async for output in self._llm.generate(prompt, sampling, request):
             if output.finished:
                 return output
         raise GenerationError(f"engine {self._worker} gave no output for request {request}")
@@ -294,14 +310,15 @@ class Engine:
             image_grids=grids,
             text=self.processor.decode(tokens),
             finish_reason=answer.finish_reason,
+            prompt_cached=output.num_cached_tokens or 0,
         )
 
 
-def _sampling(config: Config, processor: Processor) -> SamplingParams:
+def _sampling(config: Config, processor: Processor, temperature: float) -> SamplingParams:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
-        temperature=config.rollout.temperature,
+        temperature=temperature,
         top_p=1.0,
         top_k=0,
         max_tokens=config.rollout.max_new_tokens,

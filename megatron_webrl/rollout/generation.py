@@ -27,6 +27,7 @@ class Generation:
     image_grids: np.ndarray  # int32 [images, 3], patches (t, h, w)
     text: str  # response decoded, special tokens removed
     finish_reason: str  # "stop" or "length"
+    prompt_cached: int = 0  # tokens of the prompt from the prefix cache; computing again after an update is not told
 
 
 class Responder(Protocol):

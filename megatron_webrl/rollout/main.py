@@ -12,23 +12,27 @@ from megatron_webrl.ring.ring import Ring
 from megatron_webrl.rollout.demonstrate import demonstrate
 from megatron_webrl.rollout.engine import Engine
 from megatron_webrl.rollout.episodes import Episodes
+from megatron_webrl.rollout.evaluation import Evaluator, serve
 from megatron_webrl.rollout.pool import Pool
 from megatron_webrl.rollout.refresh import Refresh
+from megatron_webrl.sampling.states import PublishedStates
 
 log = logging.getLogger(__name__)
 
 
-def run(config: Config, control: Control, worker: int, ring_name: str, weights_only: bool = False) -> None:
+def run(config: Config, control: Control, worker: int, ring_name: str, only: str | None = None) -> None:
     """Run one worker until the job has ended; raises Stopped if it ends before the pool has begun.
 
-    `weights_only`: no browsers, no episodes, no ring.
+    `only` = "weights": no browsers, no episodes, no ring; "evaluation": no trainer, no training episodes, no ring.
     """
     control.start_heartbeat()
     life = control.begin_life()
     log.info("life %d of this worker", life)
     try:
-        if weights_only:
+        if only == "weights":
             asyncio.run(_take_weights(config, control, worker, life))
+        elif only == "evaluation":
+            asyncio.run(serve(config, control, worker, life))
         else:
             with Ring.create_or_attach(ring_name, config.ring.mib * 2**20, ring_name) as ring:
                 asyncio.run(_run(config, control, worker, life, ring))
@@ -43,9 +47,11 @@ async def _run(config: Config, control: Control, worker: int, life: int, ring: R
     try:
         engine = await _start_engine(config, control, worker, life)
         await demonstrations
-        async with Episodes.open(config, engine.processor, control.role) as episodes:
+        states = PublishedStates.of(config, control)
+        async with Episodes.open(config, engine.processor, control.role, states) as episodes:
             refresh = Refresh(config, control, engine, worker, name)
-            await Pool(config, control, ring, engine, episodes, refresh, name).run()
+            evaluator = Evaluator(config, control, engine, episodes, name)
+            await Pool(config, control, ring, engine, episodes, refresh, evaluator, name).run()
     except Stopped:
         control.put(f"final/rollout-{worker}", {"life": name, "finished": 0, "held": 0})
         raise
@@ -86,6 +92,9 @@ async def _demonstrate(config: Config, control: Control, worker: int) -> None:
     """Make the demonstrations of a fresh run while the engine starts; the first worker makes them for all."""
     count = config.trainer.warm_start.demonstrations
     if worker != 0 or not count or config.run.resume or control.value("demonstrations/ready"):
+        return
+    if config.trainer.warm_start.file:
+        control.put("demonstrations/ready", True)
         return
     started = time.monotonic()
     await demonstrate(

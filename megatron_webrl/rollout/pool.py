@@ -1,6 +1,7 @@
 """The rollout worker: one engine, its agents and browsers. It pulls tickets when it has room.
 
-Agents outlive iterations and weight updates: a group continues while the engine takes new weights.
+Agents outlive iterations: in mode `async` a group goes on while the engine takes new weights; in the other modes the
+trainer offers weights only when no group is wanted any more. docs/rollout.md tells the whole story.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from megatron_webrl.ring.record import encode
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.rollout.engine import Engine
 from megatron_webrl.rollout.episodes import Episodes
+from megatron_webrl.rollout.evaluation import Evaluator
+from megatron_webrl.rollout.group import GroupRun
+from megatron_webrl.rollout.occupancy import Occupancy
 from megatron_webrl.rollout.refresh import Refresh
 from megatron_webrl.types import Trajectory
 
@@ -36,14 +40,22 @@ class Pool:
     engine: Engine
     episodes: Episodes
     refresh: Refresh
+    evaluator: Evaluator
     name: str  # of this life of the worker
     start: Start | None = None
-    finished: int = 0
     written: int = 0
+    _finished: int = 0  # of groups that are done with
     _left: list[int] = field(default_factory=list)  # positions that an earlier life did not close
-    _groups: set[asyncio.Task[None]] = field(default_factory=set)
+    _groups: dict[asyncio.Task[None], GroupRun] = field(default_factory=dict)
     _writes: set[asyncio.Task[None]] = field(default_factory=set)
+    _occupancy: Occupancy = field(default_factory=Occupancy)
+    _newest: int = -1  # version that the trainer has offered
     _ended: bool = False
+
+    @property
+    def finished(self) -> int:
+        """Episodes that came to an end in this life, whatever end."""
+        return self._finished + sum(group.finished for group in self._groups.values())
 
     async def run(self) -> None:
         """Work until the job has ended; then leave unfinished episodes and report the account."""
@@ -51,9 +63,14 @@ class Pool:
             while True:
                 self.control.check(("trainer-0",))
                 self._raise_failed()
-                await self.refresh.step()
-                self._fill()
-                self.control.report(self._status())
+                fresh = await self._take_weights()
+                self._newest = self.refresh.newest()
+                self._abandon_old()
+                self.evaluator.step()
+                await self._make_way()
+                if fresh and not self._waits and not self.evaluator.alone:
+                    self._fill()
+                self._report()
                 await asyncio.sleep(POLL_SECONDS)
         except Stopped:
             pass
@@ -61,40 +78,94 @@ class Pool:
             self._ended = True
             for task in self._groups:
                 task.cancel()
-            await asyncio.gather(*self._groups, *self._writes, return_exceptions=True)
+            await asyncio.gather(self.evaluator.close(), *self._groups, *self._writes, return_exceptions=True)
         # Finished episodes of unfinished groups never reach the ring: the trainer counts them as waiting.
         final = {"life": self.name, "finished": self.finished, "held": self.finished - self.written}
         self.control.put(f"final/{self.control.role}", final)
 
+    def _report(self) -> None:
+        self.control.report(self._status())
+        self.control.put(f"occupancy/{self.control.role}", {"life": self.name} | self._occupancy.sums())
+
     def _status(self) -> str:
         if self.engine.version < 0:
             return "waiting for weights"
-        torn = ", waiting for weights anew" if self.engine.torn else ""
-        return f"version {self.engine.version}{torn}: {len(self._groups)} groups running, {self.finished} episodes done"
+        waits = ", waiting for weights anew" if self._waits else ""
+        groups = f"{len(self._groups)} groups running, {self.finished} episodes done"
+        return f"version {self.engine.version}{waits}: {groups}{self.evaluator.status()}"
+
+    async def _make_way(self) -> None:
+        """Leave the groups in flight to an evaluation that runs alone: after the last update nobody trains on them."""
+        if self.evaluator.alone and self._groups:
+            for task in self._groups:
+                task.cancel()
+            await asyncio.gather(*self._groups, return_exceptions=True)
+            self._finished += sum(group.finished for group in self._groups.values())
+            self._groups.clear()
+
+    async def _take_weights(self) -> bool:
+        """Bring the engine up to date, in modes with fixed weights never with a group in flight; False: not yet done.
+
+        There the trainer offers weights once it has its batch: a group that still runs is one that it has already,
+        run again after a worker's death, or one that it does not want of an engine that missed its weights.
+        """
+        if self.config.rollout.mode != "async" and self.refresh.offered():
+            running = [group for group in self._groups.values() if group.generating]
+            for group in running:
+                self._abandon(group, "weights are offered: the batch is whole without it")
+            if running:
+                return False
+        await self.refresh.step()
+        return True
+
+    @property
+    def _waits(self) -> bool:
+        """Whether what the engine would make could not be trained: it has no whole weights, or too old ones."""
+        return self.engine.version < 0 or self.engine.torn or self._too_old(self.engine.version)
+
+    def _too_old(self, version: int) -> bool:
+        return self._newest - version > self.config.staleness
+
+    def _abandon_old(self) -> None:
+        """End groups that cannot be trained any more: their oldest token is too old already."""
+        for group in self._groups.values():
+            if group.generating and group.oldest is not None and self._too_old(group.oldest):
+                self._abandon(group, f"its oldest token is of version {group.oldest}, the trainer at {self._newest}")
+
+    def _abandon(self, group: GroupRun, why: str) -> None:
+        if not group.abandoned:
+            log.info("ticket %d is abandoned: %s", group.ticket, why)
+            group.abandon()
 
     def _fill(self) -> None:
-        if self.engine.version < 0 or self.engine.torn:
-            return
+        """Take tickets while there is room: at most this worker's share of those that are free, to leave some to
+        other workers; who is fast has room again sooner, and takes more.
+        """
         if self.start is None and (start := self.control.job_start()) is not None:
             self.start, self._left = start, self.control.left_positions(start)
             if self._left:
                 log.info("taking up %d groups that an earlier life of this worker had not finished", len(self._left))
-        while self.start is not None and len(self._groups) < self.config.rollout.groups_in_flight:
-            position = self._left.pop(0) if self._left else self.control.take_position()
+        if self.start is None:
+            return
+        share = -(-self.control.free_positions() // self.config.rollout.engines)
+        while len(self._groups) < self.config.rollout.groups_in_flight and (self._left or share > 0):
+            if self._left:
+                position: int | None = self._left.pop(0)
+            else:
+                position, share = self.control.take_position(), share - 1
             if position is None:
                 return
-            self._groups.add(asyncio.create_task(self._run_group(position, self.start)))
+            self._begin(position, self.start)
 
-    async def _run_group(self, position: int, start: Start) -> None:
-        ticket, size = start.ticket(position), self.config.rollout.group_size
-        episodes = (self._run_episode(ticket, index, start.incarnation) for index in range(size))
-        await self._write(await asyncio.gather(*episodes))
+    def _begin(self, position: int, start: Start) -> None:
+        group = GroupRun(
+            self.episodes, self.engine, start.ticket(position), start.incarnation, self.config.rollout, self._occupancy
+        )
+        self._groups[asyncio.create_task(self._run_group(position, group))] = group
+
+    async def _run_group(self, position: int, group: GroupRun) -> None:
+        await self._write([replace(each, worker=self.name) for each in await group.run()])
         self.control.close_position(position)
-
-    async def _run_episode(self, ticket: int, index: int, incarnation: int) -> Trajectory:
-        trajectory = await self.episodes.run(self.engine, ticket, index, incarnation)
-        self.finished += 1
-        return replace(trajectory, worker=self.name)
 
     async def _write(self, trajectories: Sequence[Trajectory]) -> None:
         for trajectory in trajectories:
@@ -118,5 +189,5 @@ class Pool:
 
     def _raise_failed(self) -> None:
         for task in [t for t in self._groups if t.done()]:
-            self._groups.remove(task)
+            self._finished += self._groups.pop(task).finished
             task.result()

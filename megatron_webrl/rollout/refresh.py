@@ -41,6 +41,15 @@ class Refresh:
         """Names the link that the engine wants or has."""
         return f"{self._name}.{self._links}"
 
+    def offered(self) -> bool:
+        """Whether the trainer offers this engine weights that it has not taken."""
+        return self._linked and self._offer() is not None
+
+    def newest(self) -> int:
+        """The version that the trainer offered last, to whomever; -1 before the first."""
+        offer: Any = self.control.value("weights/offer")
+        return offer["version"] if offer else -1
+
     async def step(self) -> None:
         """Do what is to be done next, if anything. Raises EngineDeadError, JobFailed."""
         trainer = self.control.value("weights/trainer")
@@ -84,10 +93,7 @@ class Refresh:
     async def _take(self) -> None:
         if self.control.value(f"weights/link/{self.life}") is False:
             raise WeightsError(f"the trainer left link weights/{self.life}")
-        offer: Any = self.control.value("weights/offer")
-        if not offer or offer["lives"].get(f"rollout-{self._worker}") != self.life:
-            return
-        if self._transfer == offer["transfer"]:
+        if (offer := self._offer()) is None:
             return
         version = offer["version"]
         paused = await self.engine.receive_weights(version, offer["transfer"])
@@ -95,3 +101,10 @@ class Refresh:
         log.info("version %d in place, engine paused for %.3f s", version, paused)
         taken = {"life": self.life, "version": version, "pause": paused}
         self.control.put(f"weights/taken/rollout-{self._worker}", taken)
+
+    def _offer(self) -> Any:
+        """What is offered to this life of the link and not taken; None: nothing."""
+        offer: Any = self.control.value("weights/offer")
+        if not offer or offer["lives"].get(f"rollout-{self._worker}") != self.life:
+            return None
+        return None if self._transfer == offer["transfer"] else offer

@@ -11,6 +11,14 @@ from megatron_webrl.config import ConfigError
 NOT_PLAYABLE = {"hover-shape": "its page never gives a reward and never ends"}
 """Pages of the package that are no tasks, and why."""
 
+KEEPS_STATE = frozenset({
+    "book-flight", "book-flight-nodelay", "choose-date", "choose-date-easy", "choose-date-medium",
+    "choose-date-nodelay", "copy-paste", "copy-paste-2", "scroll-text", "scroll-text-2", "use-colorwheel",
+    "use-colorwheel-2", "chase-circle", "drag-cube", "moving-items", "simon-says", "stock-market", "terminal",
+})  # fmt: skip
+"""Environments whose page, started anew after an episode, may look otherwise than a fresh one: what was scrolled or
+opened stays so, or movements go on."""
+
 TODAY = "2025-01-01T12:00:00Z"
 """The day on all pages: some show it, or calendars from it. Later than any date that they ask for."""
 
@@ -20,20 +28,27 @@ UNFOLDING_MS = {"click-pie": 3000}
 # Dates are shifted, not stopped: pages measure with them. The reward panel and the trace of clicks would leak into the
 # screenshot, and the cover that waits for START would hide the last state of the page. The page's own time limit is put
 # out of reach: episodes are limited in steps; its countdown would be a change of the page every second. The mark tells
-# an episode from a page that was merely loaded again.
+# an episode from a page that was merely loaded again. All that is done once; what an earlier episode has left, its
+# scrolling and its focus, is taken away.
 START = """async ({seed, today, unfoldingMs}) => {
-  const Real = Date, shift = Real.parse(today) - Real.now(), now = () => Real.now() + shift;
-  window.Date = new Proxy(Real, {
-    construct: (target, given, made) => Reflect.construct(target, given.length ? given : [now()], made),
-    apply: () => new Real(now()).toString(),
-    get: (target, name) => name === "now" ? now : Reflect.get(target, name),
-  });
-  Real.prototype.constructor = window.Date;
-  const style = document.createElement("style");
-  style.textContent =
-    "#reward-display, #reward-reason, #click-canvas, #sync-task-cover { display: none !important; }";
-  document.head.appendChild(style);
-  core.EPISODE_MAX_TIME = 2e9;
+  if (!window.episodeRuns) {
+    const Real = Date, shift = Real.parse(today) - Real.now(), now = () => Real.now() + shift;
+    window.Date = new Proxy(Real, {
+      construct: (target, given, made) => Reflect.construct(target, given.length ? given : [now()], made),
+      apply: () => new Real(now()).toString(),
+      get: (target, name) => name === "now" ? now : Reflect.get(target, name),
+    });
+    Real.prototype.constructor = window.Date;
+    const style = document.createElement("style");
+    style.textContent =
+      "#reward-display, #reward-reason, #click-canvas, #sync-task-cover { display: none !important; }";
+    document.head.appendChild(style);
+    core.EPISODE_MAX_TIME = 2e9;
+  } else {
+    scrollTo(0, 0);
+    getSelection().removeAllRanges();
+    document.activeElement.blur();
+  }
   Math.seedrandom(seed);
   core.startEpisodeReal();
   core.clearTimer();
@@ -52,6 +67,9 @@ START = """async ({seed, today, unfoldingMs}) => {
   observer.disconnect();
   return typeof utterance === "string" ? utterance : utterance.utterance;
 }"""
+
+RUNS = "() => Boolean(window.episodeRuns)"
+"""Whether a page has been started, and not been loaded again since."""
 
 # The reward as the page gives it, before it is reduced by the time that the episode took.
 RESULT = """() => window.episodeRuns && WOB_DONE_GLOBAL ? [WOB_RAW_REWARD_GLOBAL, true] : [null, false]"""
@@ -88,6 +106,11 @@ def path(environment: str) -> str:
     """Where the server has the environment's page."""
     kind, _, name = environment.partition(".")
     return f"/flight/{name}/wrapper.html" if kind == "flight" else f"/miniwob/{environment}.html"
+
+
+def renews(environment: str) -> bool:
+    """Whether a used page of the environment can be started anew and is then like a fresh one."""
+    return environment not in KEEPS_STATE and not environment.startswith("flight.")
 
 
 def arguments(environment: str, seed: int) -> dict[str, object]:

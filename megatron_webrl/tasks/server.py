@@ -56,12 +56,15 @@ class LocalServer:
     def __init__(self, respond: Callable[[Request], Reply], name: str) -> None:
         self._respond_to, self._name = respond, name
         self._server: _Server | None = None
+        self._closed = False
         self._starting = threading.Lock()
 
     @property
     def address(self) -> str:
-        """host:port where it answers. Starts it."""
+        """host:port where it answers, or has answered. Starts it. Raises RuntimeError if it was closed before."""
         with self._starting:
+            if self._server is None and self._closed:
+                raise RuntimeError(f"{self._name} was closed before it was asked for anything; make another one")
             if self._server is None:
                 self._server = _Server(("127.0.0.1", 0), self._respond_to)
                 threading.Thread(target=self._server.serve_forever, args=(0.1,), name=self._name, daemon=True).start()
@@ -74,10 +77,12 @@ class LocalServer:
 
     def close(self) -> None:
         """Stop answering. A second call does nothing."""
-        if self._server is not None:
-            self._server.closing.set()
-            self._server.shutdown()
-            self._server.server_close()
+        with self._starting:
+            if self._server is not None and not self._closed:
+                self._server.closing.set()
+                self._server.shutdown()
+                self._server.server_close()
+            self._closed = True
 
 
 class FolderServer(LocalServer):

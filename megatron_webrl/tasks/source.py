@@ -6,11 +6,13 @@ import difflib
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 from playwright.async_api import Page
 
-from megatron_webrl.config import ConfigError
+from megatron_webrl.config import ConfigError, TasksConfig
+from megatron_webrl.sampling.samplers import draw
 from megatron_webrl.tasks.server import LocalServer
 from megatron_webrl.types import Action, Task
 
@@ -37,6 +39,10 @@ class TaskSite(Protocol):
         """Where host names of the source's pages lead to."""
         ...
 
+    def renews(self, task: Task) -> bool:
+        """Whether `open` may be given the page of an episode of this task, in its browser context, for another one."""
+        ...
+
     async def open(self, page: Page, task: Task) -> str:
         """Bring the page to the start of the task; returns the instruction."""
         ...
@@ -45,8 +51,11 @@ class TaskSite(Protocol):
         """Reward (None while there is none) and whether the task is over."""
         ...
 
-    async def demonstrate(self, page: Page, task: Task) -> Action:
-        """What a script would do next. Raises OracleError if it is at a loss, KeyError without a script."""
+    async def demonstrate(self, page: Page, task: Task, hasty: bool = False) -> Action:
+        """What a script would do next; `hasty`: submit at once where the page has a button for it.
+
+        Raises OracleError if it is at a loss, KeyError without a script.
+        """
         ...
 
     def close(self) -> None:
@@ -61,8 +70,11 @@ class TaskSource(TaskSite, Protocol):
         """The task of an environment and a page seed; the same on every machine."""
         ...
 
-    def task(self, seed: int, ticket: int) -> Task:
-        """The task of a training ticket: a pure function of sampler seed and ticket."""
+    def task(self, seed: int, ticket: int, probabilities: Sequence[float] | None = None) -> Task:
+        """The task of a training ticket: a pure function of sampler seed, ticket and probabilities.
+
+        probabilities: [environments], of the sampler state that the ticket belongs to; None: those of the settings.
+        """
         ...
 
     def held_out(self, index: int) -> Task:
@@ -70,12 +82,33 @@ class TaskSource(TaskSite, Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class StepLimits:
+    """Steps of one episode by difficulty, where they differ from the usual number."""
+
+    training: Mapping[str, int] = field(default_factory=dict)
+    evaluation: Mapping[str, int] = field(default_factory=dict)  # those left out are as in training
+
+    @classmethod
+    def of(cls, tasks: TasksConfig) -> StepLimits:
+        """Those of the settings."""
+        return cls(tasks.max_steps_by_difficulty, tasks.evaluation_max_steps_by_difficulty)
+
+
 class ServedTasks(ABC):
     """What sources have in common whose pages this machine serves. A context manager; close stops the server."""
 
-    def __init__(self, environments: Sequence[str], max_steps: int, server: LocalServer) -> None:
-        self.environments, self.max_steps = tuple(environments), max_steps
-        self._server = server
+    def __init__(
+        self,
+        environments: Sequence[str],
+        max_steps: int,
+        server: LocalServer,
+        probabilities: Sequence[float],
+        limits: StepLimits,
+    ) -> None:
+        """`probabilities`: [environments], by which tickets draw unless they have a sampler state."""
+        self.environments, self.max_steps, self.limits = tuple(environments), max_steps, limits
+        self._server, self._probabilities = server, probabilities
 
     def __enter__(self) -> Self:
         return self
@@ -87,26 +120,34 @@ class ServedTasks(ABC):
         """Stop serving pages."""
         self._server.close()
 
+    def renews(self, task: Task) -> bool:
+        """No: every episode wants a browser context of its own."""
+        return False
+
     @abstractmethod
     def make(self, environment: str, seed: int) -> Task:
         """The task of an environment and a page seed; the same on every machine."""
 
-    def task(self, seed: int, ticket: int) -> Task:
-        """The task of a training ticket: a pure function of sampler seed and ticket."""
-        environment, page_seed = draw(seed, ticket, len(self.environments))
-        return self.make(self.environments[environment], page_seed)
+    def steps(self, difficulty: str) -> int:
+        """Steps of a training episode."""
+        return self.limits.training.get(difficulty, self.max_steps)
+
+    def task(self, seed: int, ticket: int, probabilities: Sequence[float] | None = None) -> Task:
+        """The task of a training ticket: see TaskSource."""
+        environment = draw(self._probabilities if probabilities is None else probabilities, seed, ticket)
+        return self.make(self.environments[environment], training_page(seed, ticket))
 
     def held_out(self, index: int) -> Task:
         """The index-th evaluation task; environments take turns, and no page seed is ever trained on."""
         environment, page_seed = evaluation(index, len(self.environments))
-        return self.make(self.environments[environment], page_seed)
+        task = self.make(self.environments[environment], page_seed)
+        return replace(task, max_steps=self.limits.evaluation.get(task.difficulty, task.max_steps))
 
 
-def draw(seed: int, ticket: int, environments: int) -> tuple[int, int]:
-    """Index of an environment, uniform, and a training page seed; the same on every machine and in every run."""
+def training_page(seed: int, ticket: int) -> int:
+    """The page seed of a ticket; the same on every machine and in every run."""
     digest = hashlib.blake2b(f"{seed}/{ticket}".encode(), digest_size=16).digest()
-    environment = int.from_bytes(digest[:8], "big") % environments
-    return environment, int.from_bytes(digest[8:], "big") % len(TRAINING_SEEDS)
+    return int.from_bytes(digest[8:], "big") % len(TRAINING_SEEDS)
 
 
 def evaluation(index: int, environments: int) -> tuple[int, int]:

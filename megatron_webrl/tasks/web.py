@@ -37,6 +37,10 @@ class Web:
             max_steps=self.max_steps, instruction=instruction, url=url,
         )  # fmt: skip
 
+    def renews(self, task: Task) -> bool:
+        """No: every episode wants a browser context of its own."""
+        return False
+
     async def open(self, page: Page, task: Task) -> str:
         """Load the page; returns the task's instruction. Raises ValueError for a task without an address."""
         if task.url is None:
@@ -48,7 +52,7 @@ class Web:
         """Neither reward nor end: the web tells of none."""
         return None, False
 
-    async def demonstrate(self, page: Page, task: Task) -> Action:
+    async def demonstrate(self, page: Page, task: Task, hasty: bool = False) -> Action:
         """Raises KeyError: there is no script."""
         raise KeyError(NAME)
 

@@ -9,13 +9,20 @@ from typing import Any
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
+
+
+def _success(update: Mapping[str, Any]) -> str:
+    sampled = update["extra"].get("sampled_success")
+    return "-" if sampled is None else f"{sampled:.1%}"
+
 
 COLUMNS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
     ("ver", lambda u: str(u["version"])),
     ("grp", lambda u: str(u["groups"])),
-    ("reward", lambda u: f"{u['reward_mean']:.3f}"),
+    ("success", _success),
     ("steps", lambda u: f"{u['steps_mean']:.2f}"),
     ("tok\n/step", lambda u: f"{u['response_tokens_mean']:.1f}"),
     ("stale\n(max)", lambda u: f"{u['staleness_mean']:.1f} ({u['staleness_max']})"),
@@ -28,9 +35,9 @@ COLUMNS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
     ("wait\ns", lambda u: f"{u['seconds']['wait']:.1f}"),
 )
 LEGEND = (
-    "reward: mean of trainable episodes; tok/step: response tokens; stale: versions, mean (max); clip: share of "
-    "clipped tokens; gap: largest |log p(engine) - log p(trainer)| of tokens made under the same weights; tok/s: "
-    "trained tokens by wall clock; rollout overlaps with train, sync and wait"
+    "success: of all episodes that came, those of dropped groups included; tok/step: response tokens; stale: versions, "
+    "mean (max); clip: share of clipped tokens; gap: largest |log p(engine) - log p(trainer)| of tokens made under the "
+    "same weights; tok/s: trained tokens by wall clock; rollout overlaps with train, sync and wait"
 )
 
 
@@ -42,6 +49,13 @@ def updates_table(updates: Sequence[Mapping[str, Any]]) -> Table:
     for update in updates:
         table.add_row(*(show(update) for _, show in COLUMNS))
     return table
+
+
+def progress(console: Console) -> Progress:
+    """A bar with a count and the time, for work of one kind."""
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+    )
 
 
 def accounting_line(accounting: Mapping[str, Any]) -> str:
@@ -84,7 +98,7 @@ class Board:
             phase = re.split("[:,]", status)[0]
             if phase and self._shown_statuses.get(role) != phase:
                 self._shown_statuses[role] = phase
-                self.console.print(f"[{role}] {status}", markup=False, highlight=False)
+                self.console.print(f"[{role}] {status}", markup=False, highlight=False, soft_wrap=True)
         for update in updates[self._shown_updates :]:
             cells = "  ".join(f"{name.replace(chr(10), ' ')} {show(update)}" for name, show in COLUMNS)
             self.console.print(f"update {cells}", markup=False, highlight=False, soft_wrap=True)

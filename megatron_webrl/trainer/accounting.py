@@ -6,18 +6,41 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_webrl.types import Trajectory
+
+RETRIED = "retried"
+
 
 @dataclass
 class Accounting:
-    """Counts of episodes over the whole run, across restarts."""
+    """Counts of episodes and of their response tokens over the whole run, across restarts."""
 
     trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    tokens_trained: int = 0
+    tokens_dropped: Counter[str] = field(default_factory=Counter)  # those of tries that were replaced: RETRIED
 
     @property
     def closed(self) -> int:
         """Episodes that are done with."""
         return self.trained + sum(self.dropped.values())
+
+    def count(self, trajectory: Trajectory, reason: str | None) -> None:
+        """Close an episode as trained, or as dropped for a reason."""
+        if reason is None:
+            self.trained += 1
+            self.tokens_trained += trajectory.response_tokens
+        else:
+            self.dropped[reason] += 1
+            self.tokens_dropped[reason] += trajectory.response_tokens
+        if trajectory.lost_tokens:
+            self.tokens_dropped[RETRIED] += trajectory.lost_tokens
+
+    def waste(self) -> dict[str, float]:
+        """Share of the response tokens of closed episodes that were not trained, in all and by reason."""
+        total = max(1, self.tokens_trained + sum(self.tokens_dropped.values()))
+        shares = {f"wasted_tokens/{name}": count / total for name, count in self.tokens_dropped.items()}
+        return shares | {"wasted_tokens": sum(shares.values())}
 
     def dropped_line(self) -> str:
         """The dropped episodes by reason, in words."""
@@ -31,13 +54,21 @@ class Accounting:
             "dropped": dict(sorted(self.dropped.items())),
             "waiting": waiting,
             "matches": finished == self.closed + waiting,
+            "tokens": {"trained": self.tokens_trained, "dropped": dict(sorted(self.tokens_dropped.items()))},
         }
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"trained": self.trained, "dropped": dict(self.dropped)}
+        return {
+            "trained": self.trained,
+            "dropped": dict(self.dropped),
+            "tokens_trained": self.tokens_trained,
+            "tokens_dropped": dict(self.tokens_dropped),
+        }
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Accounting:
         """From a checkpoint."""
-        return cls(state["trained"], Counter(state["dropped"]))
+        return cls(
+            state["trained"], Counter(state["dropped"]), state["tokens_trained"], Counter(state["tokens_dropped"])
+        )

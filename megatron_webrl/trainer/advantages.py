@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_webrl.trainer.rewards import Reward, outcome
 from megatron_webrl.types import Group
 
 EPSILON = 1e-6
@@ -20,7 +21,7 @@ def normalised(rewards: Sequence[float]) -> np.ndarray:
     return (values - values.mean()) / (values.std() + EPSILON)
 
 
-def group_advantages(group: Group) -> dict[int, float]:
+def group_advantages(group: Group, reward: Reward = outcome) -> dict[int, float]:
     """Advantage of each trainable trajectory, by its index in the group.
 
     Masked trajectories take no part in mean and deviation and get no advantage.
@@ -28,10 +29,18 @@ def group_advantages(group: Group) -> dict[int, float]:
     trainable = [t for t in group.trajectories if t.trainable]
     if not trainable:
         return {}
-    values = normalised([t.reward for t in trainable])
+    values = normalised([reward(t) for t in trainable])
     return {t.index: float(value) for t, value in zip(trainable, values, strict=True)}
 
 
-def has_variance(group: Group) -> bool:
+def has_variance(group: Group, reward: Reward = outcome) -> bool:
     """Whether the trainable rewards differ, so that the group carries a gradient."""
-    return len({t.reward for t in group.trajectories if t.trainable}) > 1
+    return len({reward(t) for t in group.trajectories if t.trainable}) > 1
+
+
+def common_outcome(group: Group) -> str | None:
+    """all_succeeded or all_failed, of the trainable trajectories; None if they differ or there are none."""
+    outcomes = {t.outcome for t in group.trajectories if t.trainable}
+    if len(outcomes) != 1:
+        return None
+    return "all_succeeded" if outcomes == {"success"} else "all_failed"

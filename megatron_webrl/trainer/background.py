@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import pickle
+import re
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from megatron_webrl.processes import die_with_parent
 
 _PAUSE = 0.01
+_TELL = signal.SIGUSR1  # the copy writes down where it is
+_TELL_SECONDS = 0.3
 
 
 class BackgroundError(RuntimeError):
@@ -32,6 +38,7 @@ class Background:
         """Start `work`, whose result must be picklable. Call from the main thread: the copy dies with the thread."""
         self._deadline, self._seconds = time.monotonic() + seconds, seconds
         self._answer = os.memfd_create("background")  # a pipe would block the copy once it is full
+        self._trace = os.memfd_create("background trace")
         self._status: int | None = None
         parent = os.getpid()
         self.pid = os.fork()
@@ -43,6 +50,7 @@ class Background:
         code = 1
         try:
             die_with_parent(parent=parent)
+            faulthandler.register(_TELL, file=self._trace, all_threads=False)
             gc.disable()  # a collection would run finalisers of objects that belong to the original
             torch.set_num_threads(1)  # the pool of threads was not copied
             try:
@@ -66,11 +74,12 @@ class Background:
             time.sleep(_PAUSE)
         late = not self._reaped()
         if late:
+            where = self._whereabouts()
             os.kill(self.pid, signal.SIGKILL)
             _, self._status = os.waitpid(self.pid, 0)
         try:
             if late:
-                raise BackgroundError(f"not finished within {self._seconds:.0f} s")
+                raise BackgroundError(f"not finished within {self._seconds:.0f} s, {where}")
             if self._status:
                 code = os.waitstatus_to_exitcode(self._status)
                 how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
@@ -80,9 +89,24 @@ class Background:
                 good, value = pickle.load(file)
         finally:
             os.close(self._answer)
+            os.close(self._trace)
         if not good:
             raise BackgroundError(value)
         return value
+
+    def _whereabouts(self) -> str:
+        """What a late copy is at: its innermost calls, or the state that it is in if it does not say."""
+        try:
+            state = psutil.Process(self.pid).status()
+            os.kill(self.pid, _TELL)
+        except (psutil.NoSuchProcess, ProcessLookupError):
+            return "ended just now"
+        time.sleep(_TELL_SECONDS)
+        trace = os.pread(self._trace, 2**14, 0).decode(errors="replace")
+        calls = re.findall(r'File "(.+?)", line (\d+) in (\S+)', trace)[:3]
+        if not calls:
+            return state
+        return f"{state} in " + " of ".join(f"{name} ({Path(file).name}:{line})" for file, line, name in calls)
 
     def _reaped(self) -> bool:
         if self._status is None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
+from megatron_webrl.config import Config
 from megatron_webrl.trainer.advantages import group_advantages
 from megatron_webrl.trainer.loss import BatchSize, token_weight
+from megatron_webrl.trainer.rewards import reward_function
 from megatron_webrl.types import Group, Step, Trajectory
 
 
@@ -34,8 +37,29 @@ class Sample:
         return len(self.prompt) + len(self.response)
 
 
+def training_samples(groups: Sequence[Group], config: Config, version: int) -> list[Sample]:
+    """The samples of an update from policy `version` on, with the advantages that the configured loss wants."""
+    loss = config.trainer.loss
+    if loss.name == "raft":  # where relabelled() shuffles
+        return samples_of(groups, imitation, effective_steps if loss.raft_drop_unchanged else all_steps)
+    samples = samples_of(groups, partial(group_advantages, reward=reward_function(config)))
+    return shuffled(samples, f"advantages/{config.run.seed}/{version}") if loss.shuffle_advantages else samples
+
+
+def all_steps(trajectory: Trajectory) -> Sequence[Step]:
+    """Every step."""
+    return trajectory.steps
+
+
+def effective_steps(trajectory: Trajectory) -> Sequence[Step]:
+    """The steps that changed the page, and the last one: it ended the episode, whatever it left to be seen."""
+    return [step for step in trajectory.steps[:-1] if step.page_changed] + list(trajectory.steps[-1:])
+
+
 def samples_of(
-    groups: Sequence[Group], advantages: Callable[[Group], dict[int, float]] = group_advantages
+    groups: Sequence[Group],
+    advantages: Callable[[Group], dict[int, float]] = group_advantages,
+    steps: Callable[[Trajectory], Sequence[Step]] = all_steps,
 ) -> list[Sample]:
     """The samples of all trainable trajectories that have an advantage, in the order of groups and steps."""
     return [
@@ -44,14 +68,19 @@ def samples_of(
         for values in [advantages(group)]
         for trajectory in group.trajectories
         if trajectory.index in values
-        for step in trajectory.steps
+        for step in steps(trajectory)
         if len(step.response_token_ids)
     ]
 
 
 def imitation(group: Group) -> dict[int, float]:
-    """Advantage 1 for every success and none for the rest: what demonstrations and RAFT train on."""
+    """Advantage 1 for every success and none for the rest: what RAFT trains on."""
     return {t.index: 1.0 for t in group.trajectories if t.trainable and t.reward > 0}
+
+
+def demonstrated(group: Group) -> dict[int, float]:
+    """Advantage 1 for every trainable trajectory, whatever came of it: what a warm start trains on."""
+    return {t.index: 1.0 for t in group.trajectories if t.trainable}
 
 
 def _sample(trajectory: Trajectory, step: Step, advantage: float) -> Sample:
@@ -67,6 +96,30 @@ def _sample(trajectory: Trajectory, step: Step, advantage: float) -> Sample:
         steps=len(trajectory.steps),
         trajectory=(trajectory.ticket, trajectory.index),
     )
+
+
+def shuffled(samples: Sequence[Sample], seed: str) -> list[Sample]:
+    """The samples with their trajectories' advantages dealt out anew at random: a control that cannot learn."""
+    advantages = {sample.trajectory: sample.advantage for sample in samples}
+    keys = sorted(advantages)
+    dealt = random.Random(seed).sample([advantages[key] for key in keys], len(keys))
+    given = dict(zip(keys, dealt, strict=True))
+    return [replace(sample, advantage=given[sample.trajectory]) for sample in samples]
+
+
+def relabelled(groups: Sequence[Group], config: Config, version: int) -> list[Group]:
+    """The groups as RAFT is to take them: with shuffle_advantages, all rewards dealt out anew among the episodes."""
+    loss = config.trainer.loss
+    if loss.name != "raft" or not loss.shuffle_advantages:
+        return list(groups)
+    rewards = [t.reward for group in groups for t in group.trajectories if t.trainable]
+    random.Random(f"rewards/{config.run.seed}/{version}").shuffle(rewards)
+    dealt = iter(rewards)
+
+    def given(trajectory: Trajectory) -> Trajectory:
+        return replace(trajectory, reward=next(dealt)) if trajectory.trainable else trajectory
+
+    return [replace(group, trajectories=tuple(map(given, group.trajectories))) for group in groups]
 
 
 def batch_size(samples: Sequence[Sample]) -> BatchSize:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -17,11 +18,14 @@ from megatron_webrl.model.load import load_hf
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.processing import Processor
 from megatron_webrl.model.settings import Settings
+from megatron_webrl.trainer.arena import Arena
 from megatron_webrl.trainer.checkpoint_state import load_weights
 from megatron_webrl.trainer.cost import Cost
 from megatron_webrl.trainer.distributed import wrap
 from megatron_webrl.trainer.learner import Learner
 from megatron_webrl.trainer.optimizer import check_implementation, optimization
+from megatron_webrl.trainer.patch_pool import PatchPool
+from megatron_webrl.trainer.preparation import Preparation
 from megatron_webrl.trainer.rows import RowBuilder
 
 log = logging.getLogger(__name__)
@@ -77,3 +81,16 @@ def make_builder(config: Config, platform: Platform) -> RowBuilder:
         context_ranks=trainer.context_parallel,
         token_multiple=trainer.tensor_parallel if trainer.sequence_parallel else 1,
     )
+
+
+def with_pixels_ahead(builder: RowBuilder, config: Config, rank: int) -> RowBuilder:
+    """The builder with workers that make its pixels ahead, if it makes any and the configuration wants workers.
+
+    Call from the main thread, with which the workers die. Raises ProcessError.
+    """
+    settings = config.trainer
+    if not settings.pixel_workers or not builder.pixels:
+        return builder
+    arena, log_file = Arena(settings.pixel_mib * 2**20), config.run_folder / "logs" / f"pixels-{rank}.log"
+    pool = PatchPool(settings.pixel_workers, arena, builder.processor.cut, log_file)
+    return replace(builder, preparation=Preparation(builder.processor, pool, arena, builder.device, builder.waiting))

@@ -51,6 +51,7 @@ class TrainerState:
     dropped_tickets: int
     mlflow_run: str | None = None
     updates: list[dict[str, Any]] = field(default_factory=list)
+    sampler: dict[str, Any] | None = None  # of an adaptive sampler: see TaskSampler.state
 
 
 def read_state(checkpoint: Path) -> TrainerState:

@@ -48,14 +48,19 @@ def make_empty(temporary: Path) -> Path:
     return temporary
 
 
+def folder_of(folder: Path, version: int, copy: int = 0) -> Path:
+    """The name of a complete checkpoint in the folder of all; `copy`: how often the version was there before."""
+    return folder / (f"version-{version:06d}" + (f".{copy}" if copy else ""))
+
+
 def publish(temporary: Path, version: int) -> Path:
     """Give a complete folder its name and let `latest` name it; returns it. Its files must be on disk already."""
     folder = temporary.parent
-    target = folder / f"version-{version:06d}"
     copy = 0
+    target = folder_of(folder, version)
     while target.exists():  # what `latest` names is never replaced in place: that takes two steps
         copy += 1
-        target = folder / f"version-{version:06d}.{copy}"
+        target = folder_of(folder, version, copy)
     temporary.rename(target)
     sync(folder)
     pointer = folder / ".latest"

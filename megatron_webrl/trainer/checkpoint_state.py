@@ -34,7 +34,7 @@ _NOT_WEIGHTS = ("optimizer.", "random_states")
 def sharded_state(learner: Learner, *, is_loading: bool, with_random: bool = True) -> dict[str, Any]:
     """The learner's state in Megatron's sharded form. Collective when saving."""
     # Drawing up the optimiser's part fills tensors of the model's part in: both come from one call.
-    models = _sharded_models(learner.chunks)
+    models = sharded_weights(learner.chunks)
     state: dict[str, Any] = {
         "models": models,
         "scheduler": learner.optimization.scheduler.state_dict(),
@@ -79,7 +79,7 @@ def load_weights(path: Path, chunks: list[Any]) -> None:
     """
     folder = path / "megatron"
     with _reading(folder):
-        wanted = _sharded_models(chunks)
+        wanted = sharded_weights(chunks)
         _compare(wanted, _stored(folder), folder)
         loaded = dist_checkpointing.load(wanted, str(folder))
     for name, chunk in zip(_chunk_names(chunks), chunks, strict=True):
@@ -139,7 +139,7 @@ def _chunk_names(chunks: list[Any]) -> list[str]:
     return [f"model{number}" for number in range(len(chunks))]
 
 
-def _sharded_models(chunks: list[Any]) -> dict[str, Any]:
+def sharded_weights(chunks: list[Any]) -> dict[str, Any]:
     states = [chunk.module.sharded_state_dict() for chunk in chunks]
     return dict(zip(_chunk_names(chunks), states, strict=True))
 

@@ -18,6 +18,7 @@ from megatron_webrl.control import Control, JobFailed, Start, ticket_limit
 from megatron_webrl.ring.record import decode
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.tracking import summary
+from megatron_webrl.tracking.episode_log import EpisodeLog
 from megatron_webrl.tracking.metrics import (
     Seconds,
     UpdateRecord,
@@ -26,18 +27,22 @@ from megatron_webrl.tracking.metrics import (
     response_tokens,
 )
 from megatron_webrl.tracking.mlflow_run import Tracker
+from megatron_webrl.trainer import group_files
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint import Checkpoints, TrainerState
 from megatron_webrl.trainer.groups import GroupSource
 from megatron_webrl.trainer.learner import Learner, Metrics
 from megatron_webrl.trainer.parallel import broadcast_object
+from megatron_webrl.trainer.rewards import penalised, reward_function
 from megatron_webrl.trainer.score import Gap
+from megatron_webrl.trainer.task_sampler import TaskSampler
+from megatron_webrl.trainer.utilization import Utilization
 from megatron_webrl.types import Group
 
 log = logging.getLogger(__name__)
 
 FINAL_SECONDS = 60.0
-PER_TOKEN = ("dual_clipped", "capped", "behaviour_weight", "kl")
+PER_TOKEN = ("dual_clipped", "capped", "importance_weight", "behaviour_weight", "kl", "reference_kl")
 
 
 class Interruption(Enum):
@@ -51,19 +56,33 @@ class Coordinator:
     """Life: open_job, then per update collect, record, close and perhaps checkpoint; finish at the end."""
 
     def __init__(
-        self, config: Config, control: Control, ring: Ring, state: TrainerState, tracker: Tracker | None
+        self,
+        config: Config,
+        control: Control,
+        ring: Ring,
+        state: TrainerState,
+        tracker: Tracker | None,
+        on_ready: Callable[[Group], None] = lambda group: None,
     ) -> None:
-        """`tracker` is the first rank's; `state` is a fresh run's or the checkpoint's, with its new incarnation."""
+        """`tracker` is the first rank's; `state` is a fresh run's or the checkpoint's, with its new incarnation.
+
+        `on_ready` is told on the first rank of groups that wait to be trained.
+        """
         self.config, self.control, self.ring, self.tracker = config, control, ring, tracker
         self.accounting = Accounting.from_state(state.accounting)
         self.finished_before = self.accounting.closed
         self.start = Start(state.incarnation, state.version, state.base, state.open_tickets)
         self.dropped_before = state.dropped_tickets
         self.updates = list(state.updates)
-        self.source = GroupSource(ring, config, state.incarnation, self.accounting)
+        self.sampler = TaskSampler(config.tasks, self.start, state.sampler)
+        self.episodes = EpisodeLog(config.run_folder, self.accounting.closed) if self.first else None
+        self.source = GroupSource(
+            ring, config, state.incarnation, self.accounting, self.sampler.note, self.episodes, on_ready
+        )
         self.checkpoints = Checkpoints(
             config.run_folder / "checkpoints", Path(config.model.path), config.trainer.checkpoint
         )
+        self.utilization = Utilization(control, config.workers)
         self._sequences: dict[int, list[int]] = {}
         self._limit = -1
 
@@ -75,8 +94,15 @@ class Coordinator:
     def open_job(self, version: int) -> None:
         """Let the workers take tickets."""
         if self.first:
-            self._limit = self._ticket_limit(version)
+            self._limit = self._ticket_limit(version, self._ahead)
+            self.sampler.open(self.control)
             self.control.open_job(self.start, self._limit)
+            self.utilization.take()
+
+    def open_next(self, version: int) -> None:
+        """Let the workers begin the batch of the update after that from `version` on (mode one_step_off)."""
+        if self.first:
+            self._raise_limit(version, 1)
 
     def collect(self, version: int, newcomers: Callable[[], bool]) -> list[Group] | Interruption:
         """The groups of the next update, on every rank, or what is to be done first.
@@ -113,7 +139,7 @@ class Coordinator:
         seconds: Seconds,
         transfer: dict[str, float],
     ) -> None:
-        """Write the figures of the update that made `version` to updates.jsonl and MLflow.
+        """Write the figures of the update that made `version` to updates.jsonl and MLflow; keep its groups if wanted.
 
         `transfer`: those of the weights' way to the engines, by their MLflow names.
         """
@@ -129,6 +155,10 @@ class Coordinator:
             "entropy": metrics["entropy"] / tokens,
         }
         rates |= {name: metrics[name] / tokens for name in PER_TOKEN if name in metrics}
+        if self.config.trainer.loss.raft_versions:
+            rates["replayed_trajectories"] = metrics["replayed"]
+        if penalised(self.config):
+            rates["reward_shaped_mean"] = mean([*map(reward_function(self.config), trajectories)])
         update = UpdateRecord(
             version=version,
             groups=len(groups),
@@ -142,22 +172,30 @@ class Coordinator:
             logprob_gap_tokens=gap.tokens,
             tokens_per_second=metrics["tokens"] / (seconds.wait + seconds.train + seconds.sync),
             seconds=seconds,
+            finished_at=time.time(),
             extra=rates
             | episode_metrics(groups)
             | self.checkpoints.take_figures()
             | transfer
+            | self.source.take_figures()
+            | self.sampler.figures()
+            | self.utilization.take()
+            | self.accounting.waste()
             | {f"dropped/{k}": float(v) for k, v in self.accounting.dropped.items()},
         )
         self.updates.append(update.to_json())
         summary.write_updates(self.config.run_folder, self.updates)
         self.tracker.log_update(update, groups)
+        if self.config.tracking.keep_records:
+            path = group_files.path_of(self.config.records_folder, version - 1)
+            group_files.write(path, (t for group in groups for t in group.trajectories))
 
     def close(self, groups: Sequence[Group], version: int) -> None:
         """Count the trained groups, free their records, and let the workers take more tickets."""
         if self.first:
             for group in groups:
                 self.source.close_group(group, self._sequences.pop(group.ticket))
-            self._raise_limit(version)
+            self._raise_limit(version, self._ahead)
 
     def checkpoint(self, learner: Learner, version: int) -> None:
         """Complete a checkpoint that has been written, and start one of `version` if it is due. Collective."""
@@ -193,6 +231,8 @@ class Coordinator:
             if not accounting["matches"]:
                 log.error("the accounting does not match: %s", accounting)
             summary.write(self.config.run_folder, outcome, accounting)
+            if self.episodes is not None:
+                self.episodes.close()
             self.tracker.close("FINISHED" if outcome == "finished" else "KILLED")
         torch.distributed.barrier()
         if self.checkpoints.trouble is not None:
@@ -200,7 +240,7 @@ class Coordinator:
 
     def _go_on(self, version: int, ready: int, newcomers: Callable[[], bool]) -> bool:
         self.control.check()
-        self._raise_limit(version)
+        self._raise_limit(version, self._ahead)
         count = self.config.trainer.groups_per_update
         dropped = self.accounting.dropped_line()
         self.control.report(
@@ -213,15 +253,23 @@ class Coordinator:
         failures, trouble = self.checkpoints.failures, self.checkpoints.trouble
         return f"; {failures} checkpoints failed, the last: {trouble}" if trouble else ""
 
-    def _raise_limit(self, version: int) -> None:
-        limit = self._ticket_limit(version)
+    @property
+    def _ahead(self) -> int:
+        """Updates whose groups may be begun before their turn, while groups are collected."""
+        return self.config.rollout.max_staleness if self.config.rollout.mode == "async" else 0
+
+    def _raise_limit(self, version: int, ahead: int) -> None:
+        limit = self._ticket_limit(version, ahead)
         if limit != self._limit:
+            self.sampler.adapt(self.control, self._limit)
             self._limit = limit
             self.control.set_limit(limit)
 
-    def _ticket_limit(self, version: int) -> int:
+    def _ticket_limit(self, version: int, ahead: int) -> int:
+        if version >= self.config.trainer.updates:
+            return max(self._limit, self.start.base)  # no more groups are wanted
         dropped = self.dropped_before + self.source.dropped_tickets
-        return ticket_limit(version, dropped, self.config.rollout.max_staleness, self.config.trainer.groups_per_update)
+        return ticket_limit(version, dropped, ahead, self.config.trainer.groups_per_update)
 
     def _state(self, version: int) -> TrainerState:
         taken = [self.start.ticket(n) for n in range(self.start.base, self.control.taken())] if self.first else []
@@ -234,6 +282,7 @@ class Coordinator:
             dropped_tickets=self.dropped_before + self.source.dropped_tickets,
             mlflow_run=self.tracker.run_id if self.tracker else None,
             updates=self.updates,
+            sampler=self.sampler.state(),
         )
 
     def _final_report(self, worker: str) -> tuple[str, dict[str, int]] | None:

@@ -10,9 +10,12 @@ from collections.abc import Callable
 from megatron_webrl.config import Config
 from megatron_webrl.ring.record import decode
 from megatron_webrl.ring.ring import Ring
+from megatron_webrl.tracking.episode_log import EpisodeLog
 from megatron_webrl.trainer.accounting import Accounting
-from megatron_webrl.trainer.advantages import has_variance
-from megatron_webrl.types import Group, Trajectory
+from megatron_webrl.trainer.advantages import common_outcome, has_variance
+from megatron_webrl.trainer.arrivals import Arrivals
+from megatron_webrl.trainer.rewards import reward_function
+from megatron_webrl.types import ABANDONED, Group, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -32,11 +35,28 @@ class GroupSource:
     Invariant: every record read is in exactly one of partial, ready, handed out, or closed.
     """
 
-    def __init__(self, ring: Ring, config: Config, incarnation: int, accounting: Accounting) -> None:
+    def __init__(
+        self,
+        ring: Ring,
+        config: Config,
+        incarnation: int,
+        accounting: Accounting,
+        on_close: Callable[[Group], None] = lambda group: None,
+        episodes: EpisodeLog | None = None,
+        on_ready: Callable[[Group], None] = lambda group: None,
+    ) -> None:
+        """`on_close` is told of every group that has been trained or dropped, `episodes` of every episode.
+
+        `on_ready` is told of every group that can be trained as soon as it is there.
+        """
+        self._on_close, self._episodes, self._on_ready = on_close, episodes, on_ready
+        self._version = 0  # at which the ring was last looked at
         self.ring, self.config, self.incarnation, self.accounting = ring, config, incarnation, accounting
         self.closed: set[int] = set()  # tickets trained or dropped in this incarnation
         self.dropped_tickets = 0
         self.arrived: Counter[str] = Counter()  # episodes read, by life of their worker
+        self._reward = reward_function(config)
+        self._arrivals = Arrivals(self._reward)
         self._out: set[int] = set()  # tickets handed out and not closed
         self._partial: dict[int, dict[int, int]] = defaultdict(dict)  # ticket -> index -> sequence
         self._ready: dict[int, list[int]] = {}  # ticket -> sequences, in the order of arrival
@@ -70,6 +90,7 @@ class GroupSource:
 
     def poll(self, version: int) -> None:
         """Read what has been committed, and drop what cannot be trained at `version`."""
+        self._version = version
         for sequence in self.ring.committed(self._held):
             self._held.add(sequence)
             self._arrive(sequence, version)
@@ -78,14 +99,16 @@ class GroupSource:
 
     def close_group(self, group: Group, sequences: list[int]) -> None:
         """Count a trained group and free its records."""
-        trained = sum(t.trainable for t in group.trajectories)
-        self.accounting.trained += trained
         for trajectory in group.trajectories:
-            if not trajectory.trainable:
-                self.accounting.dropped[_mask_name(trajectory)] += 1
+            self._count(trajectory, None if trajectory.trainable else _mask_name(trajectory))
         self.closed.add(group.ticket)
         self._out.discard(group.ticket)
         self._acknowledge(sequences)
+        self._on_close(group)
+
+    def take_figures(self) -> dict[str, float]:
+        """Of the groups that became whole since the last call, dropped ones included: see Arrivals."""
+        return self._arrivals.take()
 
     def waiting(self) -> int:
         """Episodes read and neither trained nor dropped."""
@@ -104,7 +127,7 @@ class GroupSource:
             or ticket in self._out
             or trajectory.index in self._partial.get(ticket, {})
         ):
-            self.accounting.dropped["duplicate"] += 1
+            self._count(trajectory, "duplicate")
             self._acknowledge([sequence])
             return
         held = self._partial[ticket]
@@ -114,34 +137,46 @@ class GroupSource:
         sequences = [held[i] for i in sorted(held)]
         del self._partial[trajectory.ticket]
         group = Group(trajectory.ticket, tuple(decode(self.ring.read(s, verify=False)) for s in sequences))
+        self._arrivals.count(group)
         reason = self._reason_to_drop(group, version)
         if reason is not None:
             self._drop(group, sequences, reason)
         else:
             self._groups[group.ticket], self._ready[group.ticket] = group, sequences
+            self._on_ready(group)
 
     def _reason_to_drop(self, group: Group, version: int) -> str | None:
+        if any(t.outcome == ABANDONED for t in group.trajectories):
+            return ABANDONED  # whoever ended before may be fresh enough; without the long ones they would mislead
         if not any(t.trainable for t in group.trajectories):
             return "masked"
         if self._stale(group, version):
             return "stale"
+        common = common_outcome(group)
         if self.config.trainer.loss.name == "raft":
-            return None if any(t.trainable and t.reward > 0 for t in group.trajectories) else "no_success"
-        if self.config.trainer.zero_variance_groups == "drop" and not has_variance(group):
-            return "zero_variance"
+            return "all_failed" if common == "all_failed" else None
+        if self.config.trainer.zero_variance_groups == "drop" and not has_variance(group, self._reward):
+            return common or "zero_variance"  # penalties can make a success worth a failure
         return None
 
     def _stale(self, group: Group, version: int) -> bool:
         oldest = group.oldest_version
-        return oldest is not None and version - oldest > self.config.rollout.max_staleness
+        return oldest is not None and version - oldest > self.config.staleness
 
     def _drop(self, group: Group, sequences: list[int], reason: str) -> None:
         for trajectory in group.trajectories:
-            self.accounting.dropped[reason if trajectory.trainable else _mask_name(trajectory)] += 1
+            self._count(trajectory, reason if trajectory.trainable else _mask_name(trajectory))
         self.closed.add(group.ticket)
         self.dropped_tickets += 1
         self._acknowledge(sequences)
+        self._on_close(group)
         log.info("ticket %d dropped: %s", group.ticket, reason)
+
+    def _count(self, trajectory: Trajectory, reason: str | None) -> None:
+        """Close an episode as trained, or as dropped for a reason."""
+        self.accounting.count(trajectory, reason)
+        if self._episodes is not None:
+            self._episodes.add(trajectory, reason, self._version)
 
     def _acknowledge(self, sequences: list[int]) -> None:
         self.ring.acknowledge(sequences)

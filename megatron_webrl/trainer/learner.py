@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,18 +14,19 @@ from megatron_webrl.config import LossConfig
 from megatron_webrl.model import schedule
 from megatron_webrl.model.groups import last_stage
 from megatron_webrl.model.logprobs import vocab_parallel_logprobs
-from megatron_webrl.trainer.loss import TokenData, decoupled_surrogate, likelihood
+from megatron_webrl.trainer import loss as losses
+from megatron_webrl.trainer.loss import Objective, TokenData
 from megatron_webrl.trainer.optimizer import Optimization
 from megatron_webrl.trainer.parallel import from_last_stage
+from megatron_webrl.trainer.reference import Reference
 from megatron_webrl.trainer.rows import Microbatch
 
 Metrics = dict[str, float]
-Objective = Callable[[Tensor, TokenData], tuple[Tensor, dict[str, Tensor]]]
 
 
 def objective(config: LossConfig) -> Objective:
-    """The loss that the configuration names."""
-    return likelihood if config.name == "raft" else partial(decoupled_surrogate, config=config)
+    """The loss that the configuration names, over this rank's groups."""
+    return losses.objective(config, parallel_state.get_context_parallel_group())
 
 
 @dataclass
@@ -39,6 +39,7 @@ class Learner:
     chunks: list[Any]  # DistributedDataParallel around Qwen3VL, one per virtual pipeline stage of this rank
     vocab_size: int
     optimization: Optimization
+    reference: Reference | None = None  # the policy with which RL began, if the loss refers to it
 
     @property
     def models(self) -> list[Any]:
@@ -58,15 +59,44 @@ class Learner:
             results = schedule.run(self.chunks, [batch.row for batch in rows], scored, forward_only=True)
         return [result["logprobs"] for result in results]
 
+    def score_reference(self, parts: Sequence[Sequence[Microbatch]]) -> list[list[Tensor] | None]:
+        """The same of several minibatches under the weights of the reference; None for each without one."""
+        if self.reference is None:
+            return [None for _ in parts]
+        with self.reference.in_place():
+            return [self.score(rows) for rows in parts]
+
     def step(
-        self, rows: Sequence[Microbatch], proximal: Sequence[Tensor] | None, loss: Objective
+        self,
+        rows: Sequence[Microbatch],
+        proximal: Sequence[Tensor] | None,
+        loss: Objective,
+        reference: Sequence[Tensor] | None = None,
     ) -> tuple[Metrics, list[Tensor]]:
-        """One optimiser step on a minibatch. `proximal`: per row, float32 [tokens]; None: the current policy.
+        """One optimiser step on a minibatch. Takes what `accumulate` takes.
+
+        Returns its figures with "gradient_norm", before clipping, and the log-probabilities before the step, per row.
+        Raises optimizer.BadGradient.
+        """
+        figures, logprobs = self.accumulate(rows, proximal, loss, reference)
+        return figures | {"gradient_norm": self.optimization.step()}, logprobs
+
+    def accumulate(
+        self,
+        rows: Sequence[Microbatch],
+        proximal: Sequence[Tensor] | None,
+        loss: Objective,
+        reference: Sequence[Tensor] | None = None,
+    ) -> tuple[Metrics, list[Tensor]]:
+        """The gradient of a minibatch, in place of any before; the weights stay. See `gradient`.
+
+        `proximal`: per row, float32 [tokens]; None: the current policy.
+
+        `reference`: per row, float32 [tokens], for a loss that looks at it.
 
         The rows' weights make the sum of all losses over rows and data-parallel ranks the objective.
-        Returns sums over all rows ("tokens" with prompts, "response_tokens", "entropy", those of the loss), "loss" and
-        "gradient_norm", and the log-probabilities before the step, per row.
-        Raises optimizer.BadGradient.
+        Returns sums over all rows ("tokens" with prompts, "response_tokens", "entropy", those of the loss) and "loss",
+        and the log-probabilities, per row.
         """
         # Megatron averages the loss over rows and the gradient over data-parallel ranks; the objective is a sum. For
         # context-parallel ranks, each of which scores some of a row's tokens, it adds up.
@@ -75,8 +105,15 @@ class Learner:
         def measured(index: int, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             batch = rows[index]
             current, entropy = self._logprobs(logits, batch)
-            reference = current.detach() if proximal is None else proximal[index]
-            data = TokenData(batch.behaviour, reference, batch.advantage, batch.weight)
+            data = TokenData(
+                behaviour=batch.behaviour,
+                proximal=current.detach() if proximal is None else proximal[index],
+                advantage=batch.advantage,
+                weight=batch.weight,
+                step=batch.step,
+                lengths=batch.lengths,
+                reference=None if reference is None else reference[index],
+            )
             value, sums = loss(current, data)
             counted = (batch.weight > 0).float()
             sums |= {
@@ -92,9 +129,13 @@ class Learner:
             chunk.zero_grad_buffer()
         self.optimization.optimizer.zero_grad()
         results = schedule.run(self.chunks, [batch.row for batch in rows], measured, forward_only=False)
-        norm = self.optimization.step()
         logprobs = [result.pop("logprobs") for result in results]
-        return _reduce(results) | {"gradient_norm": norm}, logprobs
+        return _reduce(results), logprobs
+
+    def gradient(self) -> Tensor:
+        """What `accumulate` left, of all this rank's trained weights in one, float32 [weights]; a copy."""
+        weights = [p for chunk in self.chunks for p in chunk.module.parameters() if p.requires_grad]
+        return torch.cat([weight.main_grad.flatten() for weight in weights])
 
     def _logprobs(self, logits: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
         return vocab_parallel_logprobs(

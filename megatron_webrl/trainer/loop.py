@@ -11,9 +11,12 @@ from megatron_webrl.config import Config
 from megatron_webrl.tracking.metrics import Seconds, rollout_seconds
 from megatron_webrl.trainer import batching
 from megatron_webrl.trainer.coordinator import Coordinator, Interruption
+from megatron_webrl.trainer.evaluation import Evaluation
 from megatron_webrl.trainer.learner import Learner, Metrics, objective
+from megatron_webrl.trainer.parallel import largest
 from megatron_webrl.trainer.publish import Publisher
-from megatron_webrl.trainer.rows import Microbatch, RowBuilder
+from megatron_webrl.trainer.replay import Replay
+from megatron_webrl.trainer.rows import RowBuilder
 from megatron_webrl.trainer.score import Gap, largest_gap
 from megatron_webrl.types import Group
 
@@ -29,6 +32,8 @@ class Trainer:
     builder: RowBuilder
     publisher: Publisher
     coordinator: Coordinator
+    replay: Replay
+    evaluation: Evaluation
     version: int
 
 
@@ -36,6 +41,7 @@ def train(trainer: Trainer) -> None:
     """Run until `trainer.updates` updates are made or an early end is asked for; then write a checkpoint."""
     coordinator, settings = trainer.coordinator, trainer.config.trainer
     trainer.publisher.publish(trainer.version)
+    trainer.evaluation.before(trainer.version, trainer.publisher)
     coordinator.open_job(trainer.version)
     started = time.monotonic()
     while trainer.version < settings.updates:
@@ -46,20 +52,46 @@ def train(trainer: Trainer) -> None:
         if isinstance(groups, Interruption):
             break
         collected = time.monotonic()
-        metrics, gap = update(trainer.learner, trainer.builder, trainer.config, groups, trainer.version)
+        replayed = trainer.replay.draw(trainer.version)
+        fresh = batching.relabelled(groups, trainer.config, trainer.version)
+        fixed = trainer.config.rollout.mode == "one_step_off"
+        sync = _hand_over(trainer) if fixed else 0.0
+        began = time.monotonic()
+        metrics, gap = update(trainer.learner, trainer.builder, trainer.config, [*fresh, *replayed], trainer.version)
+        trainer.replay.add(fresh, trainer.version)
         trained = time.monotonic()
+        waited = largest(trainer.builder.waiting.take(), trainer.builder.device)
         trainer.version += 1
-        sync = trainer.publisher.publish(trainer.version)
+        if not fixed:
+            sync = trainer.publisher.publish(trainer.version)
         seconds = Seconds(
-            rollout_seconds([t for g in groups for t in g.trajectories]), trained - collected, sync, collected - started
+            rollout_seconds([t for g in groups for t in g.trajectories]),
+            trained - began,
+            sync,
+            collected - started,
+            waited,
         )
-        figures = metrics | {"learning_rate": trainer.learner.optimization.learning_rate}
+        figures = metrics | {"learning_rate": trainer.learner.optimization.learning_rate, "replayed": len(replayed)}
         coordinator.record(trainer.version, groups, figures, gap, seconds, trainer.publisher.take_figures())
         coordinator.close(groups, trainer.version)
         coordinator.checkpoint(trainer.learner, trainer.version)
+        trainer.evaluation.beside(trainer.version)
         started = time.monotonic()
     coordinator.final_checkpoint(trainer.learner, trainer.version)
+    trainer.evaluation.after(trainer.version, trainer.publisher)
     coordinator.finish(trainer.version)
+
+
+def _hand_over(trainer: Trainer) -> float:
+    """Between two batches, with nothing in flight: give the engines the newest weights, and the next batch its tickets.
+
+    Returns seconds. The batch is made with these weights while the one before it is trained (mode one_step_off).
+    """
+    version, publisher = trainer.version, trainer.publisher
+    seconds = publisher.publish(version) if publisher.version != version else 0.0
+    if version + 1 < trainer.config.trainer.updates:
+        trainer.coordinator.open_next(version)
+    return seconds
 
 
 def update(
@@ -73,22 +105,23 @@ def update(
     The proximal policy is the policy at the start of the update. With a single optimiser step it is the current
     policy itself, and its scores are those of the step.
     """
-    advantages = batching.imitation if config.trainer.loss.name == "raft" else batching.group_advantages
-    parts = batching.minibatches(
-        batching.samples_of(groups, advantages), config.trainer.minibatches, seed=config.run.seed + version
-    )
-    rows = [builder.build(part, config.trainer.loss.normaliser, config.trainer.loss.k) for part in parts]
-    loss = objective(config.trainer.loss)
-    if config.trainer.epochs * len(rows) == 1:
-        totals, proximal = learner.step(rows[0], None, loss)
+    settings = config.trainer
+    samples = batching.training_samples(groups, config, version)
+    parts = batching.minibatches(samples, settings.minibatches, seed=config.run.seed + version)
+    single = settings.epochs * len(parts) == 1
+    passes = settings.epochs + (not single) + (learner.reference is not None)
+    rows = [builder.build(part, settings.loss.normaliser, settings.loss.k, passes) for part in parts]
+    loss = objective(settings.loss)
+    reference = learner.score_reference(rows)
+    if single:
+        totals, proximal = learner.step(rows[0], None, loss, reference[0])
         return totals, largest_gap(rows[0], proximal, version)
-    references = [learner.score(part) for part in rows]
+    scores = [learner.score(part) for part in rows]
     steps = [
-        learner.step(part, reference, loss)[0]
-        for _ in range(config.trainer.epochs)
-        for part, reference in zip(rows, references, strict=True)
+        learner.step(part, proximal, loss, start)[0]
+        for _ in range(settings.epochs)
+        for part, proximal, start in zip(rows, scores, reference, strict=True)
     ]
     totals = {name: sum(metrics[name] for metrics in steps) for name in steps[0]}
     totals |= {name: totals[name] / len(steps) for name in ("loss", "gradient_norm")}
-    flat: list[Microbatch] = [row for part in rows for row in part]
-    return totals, largest_gap(flat, [scores for part in references for scores in part], version)
+    return totals, largest_gap([row for part in rows for row in part], [s for part in scores for s in part], version)

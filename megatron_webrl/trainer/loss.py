@@ -1,17 +1,24 @@
-"""Losses over the response tokens of one packed row. Pure functions.
+"""Losses over the response tokens of one packed row. Pure functions. docs/algorithm.md puts them together.
 
-Notation: theta is the current policy, prox the proximal policy (at the start of the update), behave the
-policy that produced the token. All tensors are [tokens], log-probabilities at the sampling temperature.
+Notation: theta is the current policy, prox the proximal policy (at the start of the update), behave the policy that
+produced the token, ref the policy with which RL began. All tensors are [tokens] unless said otherwise,
+log-probabilities at the sampling temperature.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_webrl.config import LossConfig
+
+LOG_LIMIT = 20.0
+"""Logarithms of ratios beyond this are cut before exp, whose float32 overflow would turn a zero gradient into NaN."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,13 @@ class TokenData:
     proximal: Tensor  # float32 [tokens]
     advantage: Tensor  # float32 [tokens]
     weight: Tensor  # float32 [tokens], see token_weight; 0 for tokens that only stand in
+    step: Tensor  # int64 [tokens], which of the row's steps a token is of
+    lengths: Tensor  # float32 [steps], response tokens of each step, those on other context-parallel ranks included
+    reference: Tensor | None = None  # float32 [tokens]; None where no loss looks at it
+
+
+Objective = Callable[[Tensor, TokenData], tuple[Tensor, dict[str, Tensor]]]
+"""Current log-probabilities -> the loss, to be summed over rows and ranks, and sums over tokens for metrics."""
 
 
 @dataclass(frozen=True)
@@ -49,35 +63,106 @@ def token_weight(normaliser: str, size: BatchSize, steps: int, k: int) -> float:
     raise ValueError(f"normaliser {normaliser!r} is not one of constant, per_trajectory, token_mean")
 
 
-def decoupled_surrogate(current: Tensor, data: TokenData, config: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Decoupled clipped surrogate with dual clip (arXiv 2505.24298, eq. 5; dual clip: arXiv 1912.09729).
+def objective(config: LossConfig, group: ProcessGroup | None) -> Objective:
+    """The loss that the configuration names, plus kl_coefficient * reference_kl.
 
-    L = - sum weight * w * clip(A, r)    with r = pi_theta / pi_prox and w = pi_prox / pi_behave
-    clip(A, r) = min(r A, clamp(r, 1 - low, 1 + high) A), bounded below by dual_clip * A where A < 0.
-    Tokens with w above `behaviour_cap` are masked.
-
-    Returns the loss (scalar, to be summed over rows and ranks) and sums over tokens for metrics.
+    `group`: the ranks that share a row's tokens out, None for one; with gspo the loss is collective over it.
     """
+    base: Objective = likelihood if config.name == "raft" else partial(surrogate, config=config, group=group)
+    if not config.kl_coefficient:
+        return base
+
+    def penalised(current: Tensor, data: TokenData) -> tuple[Tensor, dict[str, Tensor]]:
+        value, sums = base(current, data)
+        divergence, more = reference_kl(current, data)
+        return value + config.kl_coefficient * divergence, sums | more
+
+    return penalised
+
+
+def surrogate(
+    current: Tensor, data: TokenData, config: LossConfig, group: ProcessGroup | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Clipped surrogate with dual clip, decoupled or not, with ratios per token or per response.
+
+    L = - sum weight * w * f(A, r)
+    f(A, r) = min(r A, clamp(r, 1 - low, 1 + high) A), bounded below by dual_clip * A where A < 0 (arXiv 1912.09729).
+
+    decoupled (arXiv 2505.24298, eq. 5)  r = pi_theta / pi_prox, w = pi_prox / pi_behave, bounded by `behaviour_weight`
+    otherwise (PPO, arXiv 1707.06347)    r = pi_theta / pi_behave, w = 1
+
+    name=gspo (arXiv 2507.18071, eq. 13 to 15): r and w are geometric means over the tokens of a response. In
+    r_t = sg[r] * pi_theta,t / sg[pi_theta,t] the mean needs no gradient, and sum_t r_t has the gradient of |y| r.
+
+    Metrics, as sums over tokens of weight above 0: clipped, dual_clipped (the gradient stops there), capped (w above
+    the cap), importance_weight (r), behaviour_weight (w as it is used), kl (k3 of r per token).
+    """
+    log_ratio = current - (data.proximal if config.decoupled else data.behaviour)
     with torch.no_grad():
-        behaviour_weight = torch.exp(data.proximal - data.behaviour)
-        counted = (data.weight > 0).float()
-        kept = counted * (behaviour_weight <= config.behaviour_cap)
-    ratio = torch.exp(current - data.proximal)
+        counted = (data.weight > 0).to(current.dtype)
+        divergence = _k3(log_ratio)
+        log_weight = data.proximal - data.behaviour if config.decoupled else torch.zeros_like(current)
+    if config.name == "gspo":
+        means = step_means(torch.stack([log_ratio.detach(), log_weight]), data, group)
+        log_ratio, log_weight = means[0] + (current - current.detach()), means[1]
+    with torch.no_grad():
+        weight, over = behaviour_weight(log_weight, config)
+        kept = counted * (1 - over) if config.behaviour_mode == "mask" else counted
+    ratio = torch.exp(_cut(log_ratio))
     unclipped = ratio * data.advantage
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * data.advantage
-    surrogate = torch.minimum(unclipped, clipped)
-    bound = config.dual_clip * data.advantage
-    bounded = torch.where(data.advantage < 0, torch.maximum(surrogate, bound), surrogate)
-    loss = -(data.weight * behaviour_weight * kept * bounded).sum()
+    value = torch.minimum(unclipped, clipped)
+    dual = torch.zeros_like(counted)
+    if config.dual_clip:
+        bound = config.dual_clip * data.advantage
+        dual = ((data.advantage < 0) & (value < bound)).to(current.dtype)
+        value = torch.where(data.advantage < 0, torch.maximum(value, bound), value)
+    loss = -(data.weight * weight * value).sum()
     with torch.no_grad():
         sums = {
             "clipped": (kept * (clipped < unclipped)).sum(),
-            "dual_clipped": (kept * (data.advantage < 0) * (surrogate < bound)).sum(),
-            "capped": (counted - kept).sum(),
-            "behaviour_weight": (behaviour_weight * kept).sum(),
-            "kl": (kept * (ratio - 1 - (current - data.proximal))).sum(),
+            "dual_clipped": (kept * dual).sum(),
+            "capped": (counted * over).sum(),
+            "importance_weight": (counted * ratio).sum(),
+            "behaviour_weight": (counted * weight).sum(),
+            "kl": (counted * divergence).sum(),
         }
     return loss, sums
+
+
+def behaviour_weight(log_weight: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
+    """w = pi_prox / pi_behave as it is used, and where it exceeds the cap (1, else 0).
+
+    mask      w = 0 above the cap
+    truncate  w = min(w, cap)
+    NaN stays NaN, so that the gradient is refused and not the token passed over.
+    """
+    weight = torch.exp(log_weight)
+    over = weight > config.behaviour_cap
+    bound = 0.0 if config.behaviour_mode == "mask" else config.behaviour_cap
+    return torch.where(over, torch.full_like(weight, bound), weight), over.to(weight.dtype)
+
+
+def step_means(values: Tensor, data: TokenData, group: ProcessGroup | None = None) -> Tensor:
+    """For each token the mean over all tokens of its step's response. [n, tokens] -> [n, tokens]. Collective."""
+    sums = values.new_zeros(len(values), len(data.lengths)).index_add(1, data.step, values)
+    if group is not None and group.size() > 1:
+        torch.distributed.all_reduce(sums, group=group)
+    return (sums / data.lengths.to(values.dtype))[:, data.step]
+
+
+def reference_kl(current: Tensor, data: TokenData) -> tuple[Tensor, dict[str, Tensor]]:
+    """sum weight * k3, which estimates the KL divergence of pi_theta from pi_ref (GRPO, arXiv 2402.03300, eq. 4).
+
+    k3 = r - 1 - log r with r = pi_ref / pi_theta. Raises ValueError without a reference.
+    """
+    if data.reference is None:
+        raise ValueError(
+            "trainer.loss.kl_coefficient needs the reference's log-probabilities; Learner.reference is None"
+        )
+    divergence = _k3(data.reference - current)
+    counted = (data.weight > 0).to(current.dtype)
+    return (data.weight * divergence).sum(), {"reference_kl": (counted * divergence.detach()).sum()}
 
 
 def likelihood(current: Tensor, data: TokenData) -> tuple[Tensor, dict[str, Tensor]]:
@@ -86,3 +171,14 @@ def likelihood(current: Tensor, data: TokenData) -> tuple[Tensor, dict[str, Tens
     Demonstrations and RAFT (arXiv 2304.06767): the caller gives the imitated tokens advantage 1 and others 0.
     """
     return -(data.weight * (data.advantage > 0) * current).sum(), {}
+
+
+def _k3(log_ratio: Tensor) -> Tensor:
+    """r - 1 - log r, never negative (Schulman, Approximating KL Divergence, 2020)."""
+    bounded = _cut(log_ratio)
+    return torch.exp(bounded) - 1 - bounded
+
+
+def _cut(log_ratio: Tensor) -> Tensor:
+    """Within LOG_LIMIT, without a gradient beyond. NaN keeps its gradient; that of clamp is zero there."""
+    return torch.where(log_ratio.abs() > LOG_LIMIT, log_ratio.detach().clamp(-LOG_LIMIT, LOG_LIMIT), log_ratio)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 from megatron_webrl import compat
@@ -11,12 +12,16 @@ from megatron_webrl.ring.ring import Ring
 from megatron_webrl.tracking.mlflow_run import Tracker
 from megatron_webrl.trainer import checkpoint, parallel
 from megatron_webrl.trainer.accounting import Accounting
-from megatron_webrl.trainer.build import make_builder, make_learner
+from megatron_webrl.trainer.batching import training_samples
+from megatron_webrl.trainer.build import make_builder, make_learner, with_pixels_ahead
 from megatron_webrl.trainer.checkpoint import TrainerState
 from megatron_webrl.trainer.coordinator import Coordinator
+from megatron_webrl.trainer.evaluation import Evaluation
 from megatron_webrl.trainer.loop import Trainer, train
 from megatron_webrl.trainer.parallel import Rank
 from megatron_webrl.trainer.publish import Publisher
+from megatron_webrl.trainer.reference_files import with_reference
+from megatron_webrl.trainer.replay import Replay
 from megatron_webrl.trainer.warm_start import warm_start
 
 
@@ -28,24 +33,32 @@ def run(config: Config, control: Control, rank: Rank, ring_name: str) -> None:
     state = _state(config)
     platform = parallel.initialize(config, rank, control.store, f"{ring_name}/{state.incarnation}")
     learner = make_learner(config, platform)
-    builder = make_builder(config, platform)
+    builder = with_pixels_ahead(make_builder(config, platform), config, rank.rank)
+    if not config.run.resume and config.trainer.warm_start.demonstrations:
+        learner = warm_start(learner, builder, config, control)
+    learner = with_reference(learner, config)  # before a checkpoint takes the place of the weights that RL began with
     if config.run.resume:
         checkpoint.load(checkpoint.latest(config.run_folder / "checkpoints"), learner)
-    elif config.trainer.warm_start.demonstrations:
-        learner = warm_start(learner, builder, config, control)
     ring = Ring.attach(ring_name, config.run.start_seconds)
     tracker = Tracker(config, state.mlflow_run, builder.processor.decode) if rank.rank == 0 else None
     control.report("waiting for the engines")
     publisher = Publisher(learner.models, config, control, platform)
-    coordinator = Coordinator(config, control, ring, state, tracker)
+    coordinator = Coordinator(
+        config, control, ring, state, tracker, lambda group: builder.foresee(training_samples([group], config, 0))
+    )
+    evaluation = Evaluation(config, control, tracker, state.incarnation, state.version)
+    # Megatron collects garbage for each checkpoint, and would look at every imported module's objects again.
+    gc.collect()
+    gc.freeze()
     try:
-        train(Trainer(config, learner, builder, publisher, coordinator, state.version))
+        train(Trainer(config, learner, builder, publisher, coordinator, Replay(config), evaluation, state.version))
     except BaseException:
         if tracker is not None:
             tracker.close("FAILED")
         raise
     control.close()
     ring.close()
+    builder.close()
     parallel.shutdown()
 
 

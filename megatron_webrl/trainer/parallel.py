@@ -83,6 +83,13 @@ def broadcast_object(value: Value) -> Value:
     return box[0]
 
 
+def largest(value: float, device: torch.device) -> float:
+    """The largest value of all ranks, on every rank. Collective; `device` is the platform's."""
+    tensor = torch.tensor(value, device=device)
+    torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
+    return float(tensor)
+
+
 def from_last_stage(value: Value) -> Value:
     """The value of this rank's peer on the last pipeline stage."""
     group = parallel_state.get_pipeline_model_parallel_group()

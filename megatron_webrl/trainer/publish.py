@@ -50,6 +50,7 @@ class Publisher:
 
     def __init__(self, chunks: Sequence[Qwen3VL], config: Config, control: Control, platform: Platform) -> None:
         self.config, self.control = config, control
+        self.version = -1  # last sent to all engines
         self.lost = 0  # transfers that an engine did not take, so far
         self.failures: Failures = {}  # of the last call
         self._chunks = chunks
@@ -80,6 +81,7 @@ class Publisher:
         again, or if the job has ended.
         """
         started = time.monotonic()
+        self.version = self.version if newcomers_only else version
         if self._plan is None:
             self._make_plan(broadcast_object(self._await_engines() if self._rank == 0 else {}))
         roll: dict[str, Announcement] = broadcast_object(self._roll(newcomers_only) if self._rank == 0 else {})

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -15,9 +15,14 @@ from megatron_webrl.trainer.batching import Sample, weights
 from megatron_webrl.trainer.cost import Cost, distinct_images, images_of
 from megatron_webrl.trainer.merging import Chain, merge, single
 from megatron_webrl.trainer.packing import replica_rows
+from megatron_webrl.trainer.preparation import PixelError, Preparation, RowPixels, Waiting
 
 NO_IMAGE = -1
 """Stands for response tokens where images are looked for: a response may hold the placeholder, and there it is text."""
+
+
+Image = tuple[bytes, tuple[int, int, int]]
+"""Encoded, and the grid that the engine used."""
 
 
 class InputMismatch(ValueError):
@@ -37,6 +42,8 @@ class Microbatch:
     versions: torch.Tensor  # int32 [tokens]
     advantage: torch.Tensor  # float32 [tokens]
     weight: torch.Tensor  # float32 [tokens]
+    step: torch.Tensor  # int64 [tokens], which of the row's steps a token is of
+    lengths: torch.Tensor  # float32 [steps], response tokens of each step of the row, those of other ranks included
     temperature: float
     tokens: int  # of the row, prompts included; 0 for a row that stands in, or that another rank counts
 
@@ -46,7 +53,8 @@ class RowBuilder:
     """Makes this rank's rows of a minibatch.
 
     All ranks of a replica make the same rows, but for the pixels: tensor-parallel ranks share the images of a row
-    out, and ranks that have no vision tower make no pixels.
+    out, and ranks that have no vision tower make no pixels. With a `preparation` the pixels of a row are made ahead of
+    its forward pass; without, all are made at once. `waiting` counts how long that held the rank up.
     """
 
     processor: Processor
@@ -63,13 +71,17 @@ class RowBuilder:
     context_rank: int = 0  # this rank's place among those that share a row's tokens out
     context_ranks: int = 1
     token_multiple: int = 1  # of which the number of tokens of a context-parallel rank is one
+    preparation: Preparation | None = None
+    waiting: Waiting = field(default_factory=Waiting)
 
-    def build(self, samples: Sequence[Sample], normaliser: str, k: int) -> list[Microbatch]:
+    def build(self, samples: Sequence[Sample], normaliser: str, k: int, passes: int = 1) -> list[Microbatch]:
         """The rows of this replica, weighted so that all replicas' rows together make the objective.
+
+        `passes`: how often the rows will be computed, in this order, those of other calls in between.
 
         Every replica gets as many rows as the others (see packing.replica_rows). A row that no sample is left for
         holds the shortest one at weight zero: every replica must take part in every pass.
-        Raises InputMismatch; ValueError for a sample that is longer than a row.
+        Raises InputMismatch; PixelError; ValueError for a sample that is longer than a row.
         """
         chains = merge(samples, self._placeholders) if self.merge else [single(sample) for sample in samples]
         flat = iter(weights([step for chain in chains for step in chain.steps], normaliser, k))
@@ -77,11 +89,25 @@ class RowBuilder:
         shortest = single(min(samples, key=lambda sample: sample.length))
         rows = replica_rows(chains, self.cost, self.limit, self.replicas, self.multiple)[self.replica]
         return [
-            self._row([chains[i] for i in row], [value for i in row for value in values[i]])
+            self._row([chains[i] for i in row], [value for i in row for value in values[i]], passes)
             if row
-            else self._row([shortest], [0.0])
+            else self._row([shortest], [0.0], passes)
             for row in rows
         ]
+
+    def foresee(self, samples: Sequence[Sample]) -> None:
+        """Begin with the pixels of samples that will be built into rows, if they will be this rank's."""
+        if self.preparation is None or self.replicas * self.image_ranks > 1:
+            return
+        for sample in samples:
+            ticket, index = sample.trajectory
+            grids = [(t, h, w) for t, h, w in sample.grids.tolist()]
+            self.preparation.ahead(zip(sample.images, grids, strict=True), f"ticket {ticket}, episode {index}")
+
+    def close(self) -> None:
+        """End what makes pixels ahead."""
+        if self.preparation is not None:
+            self.preparation.close()
 
     @property
     def _placeholders(self) -> tuple[int, int]:
@@ -89,7 +115,7 @@ class RowBuilder:
         video = self.processor.tokenizer.convert_tokens_to_ids("<|video_pad|>")
         return self.processor.image_token_id, int(video)
 
-    def _row(self, chains: Sequence[Chain], values: Sequence[float]) -> Microbatch:
+    def _row(self, chains: Sequence[Chain], values: Sequence[float], passes: int) -> Microbatch:
         """`values`: the token weight of each step."""
         starts = np.concatenate([[0], np.cumsum([chain.length for chain in chains])])
         placed = list(zip(starts[:-1], chains, strict=True))
@@ -109,24 +135,33 @@ class RowBuilder:
 
         counts_here = self.context_rank == 0 and any(values)
         return Microbatch(
-            row=self._packed(chains, starts, tokens, content, scored[mine] - 1),
+            row=self._packed(chains, starts, tokens, content, scored[mine] - 1, passes),
             targets=self._tensor(tokens[scored[mine]]),
             behaviour=self._tensor(np.concatenate([step.behaviour for step in steps])[mine].astype(np.float32)),
             versions=self._tensor(np.concatenate([step.versions for step in steps])[mine].astype(np.int32)),
             advantage=per_token([step.advantage for step in steps]),
             weight=per_token(values),
+            step=self._tensor(np.repeat(np.arange(len(steps)), counts)[mine]),
+            lengths=self._tensor(np.array(counts, np.float32)),
             temperature=chains[0].temperature,
             tokens=len(tokens) if counts_here else 0,
         )
 
     def _packed(
-        self, chains: Sequence[Chain], starts: np.ndarray, tokens: np.ndarray, content: np.ndarray, predict: np.ndarray
+        self,
+        chains: Sequence[Chain],
+        starts: np.ndarray,
+        tokens: np.ndarray,
+        content: np.ndarray,
+        predict: np.ndarray,
+        passes: int,
     ) -> PackedRow:
         unique = distinct_images(chains)
         place = {image: index for index, image in enumerate(unique)}
         grids = np.array([grid for _, grid in unique], np.int64).reshape(-1, 3)
         encoded = image_shares(grids.tolist(), self.image_ranks)[self.image_rank] if self.pixels else []
-        pixels = self._pixels([unique[i] for i in encoded])
+        owners = {image: chain.steps[0].trajectory for chain in reversed(chains) for image in chain.images}
+        names = {image: f"ticket {ticket}, episode {index}" for image, (ticket, index) in owners.items()}
         return PackedRow(
             tokens=self._tensor(tokens),
             positions=torch.cat(
@@ -137,7 +172,7 @@ class RowBuilder:
                 dim=1,
             ).to(self.device),
             cu_seqlens=self._tensor(starts.astype(np.int32)),
-            pixels=pixels.to(self.device),
+            pixels=self._pixels([unique[i] for i in encoded], names, passes),
             grids=self._tensor(grids),
             predict=self._tensor(predict),
             images=self._tensor(
@@ -152,14 +187,26 @@ class RowBuilder:
         grids = torch.from_numpy(chain.grids.astype(np.int64))
         return mrope_positions(torch.from_numpy(content), grids, self.processor.image_token_id, self.processor.merge)
 
-    def _pixels(self, images: Sequence[tuple[bytes, tuple[int, int, int]]]) -> torch.Tensor:
-        """Patches of encoded images, float32 [patches, dim], checked against the grids that the engine used."""
-        pixels, found = self.processor.pixels([data for data, _ in images])
-        made = [tuple(grid) for grid in found.tolist()]
-        if made != [grid for _, grid in images]:
-            engine = [list(grid) for _, grid in images]
-            raise InputMismatch(f"image grids differ: the engine used {engine}, the trainer makes {found.tolist()}")
-        return pixels
+    def _pixels(self, images: Sequence[Image], names: Mapping[bytes, str], passes: int) -> torch.Tensor | RowPixels:
+        """Patches of encoded images, float32 [patches, dim], checked against the grids that the engine used.
+
+        `names`: the episode of each image.
+        """
+        for image, grid in images:
+            try:
+                made = tuple(self.processor.grids([image])[0].tolist())
+            except ValueError as error:
+                raise PixelError(f"a screenshot of {names[image]} cannot be trained on: {error}") from error
+            if made != grid:
+                raise InputMismatch(
+                    f"image grids differ for a screenshot of {names[image]}: the engine used {list(grid)}, the trainer "
+                    f"makes {list(made)}"
+                )
+        if self.preparation is not None and images:
+            return self.preparation.row(images, names, passes)
+        with self.waiting.counted():
+            pixels, _ = self.processor.pixels([data for data, _ in images])
+        return pixels.to(self.device)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)

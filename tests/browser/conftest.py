@@ -32,6 +32,9 @@ class FolderSite:
     def addresses(self) -> dict[str, str]:
         return {"site.localhost": self.server.address}
 
+    def renews(self, task: Task) -> bool:
+        return False
+
     async def open(self, page: Page, task: Task) -> str:
         await page.goto(f"{ORIGIN}/{task.environment}.html")
         return f"instruction of {task.environment}"

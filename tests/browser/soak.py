@@ -140,6 +140,7 @@ async def until(condition: Callable[[], bool], seconds: float) -> None:
 async def soak(episodes: int, seed: int, parts: int) -> Report:
     """Run `episodes`, measuring memory after each of `parts`, which are equal."""
     started, shared = time.monotonic(), set(os.listdir("/dev/shm"))
+    temporary = set(os.listdir(tempfile.gettempdir()))
     with Miniwob(ENVIRONMENTS, MAX_STEPS) as source:
         settings = BrowserConfig(width=160, height=210, browsers=BROWSERS)
         async with Fleet(settings, {"miniwob": source}, SESSIONS, STEP_SECONDS) as fleet:
@@ -151,7 +152,7 @@ async def soak(episodes: int, seed: int, parts: int) -> Report:
             report.counts = dataclasses.asdict(fleet.counts)
     report.left = [f"process {name}" for name in processes.kill_descendants(0.0)]
     report.left += [f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - shared if "chrom" in name]
-    report.left += [f"temporary {name}" for name in os.listdir(tempfile.gettempdir())]
+    report.left += [f"temporary {name}" for name in set(os.listdir(tempfile.gettempdir())) - temporary]
     report.seconds = round(time.monotonic() - started, 1)
     return report
 

@@ -49,6 +49,9 @@ class MoodySite:
                   ' ' + await ask('one') + document.cookie; }}</script>"""
         return Reply(200, text.encode(), headers={"Set-Cookie": f"visit={count}", "Cache-Control": "no-store"})
 
+    def renews(self, task: Task) -> bool:
+        return False
+
     async def open(self, page: Page, task: Task) -> str:
         await page.goto(f"{ORIGIN}/{task.environment}")
         return "look"

@@ -123,6 +123,9 @@ class HostileSite:
     def __init__(self, port: int) -> None:
         self.origin = f"http://hostile.test:{port}"
 
+    def renews(self, task: Task) -> bool:
+        return False
+
     async def open(self, page: Page, task: Task) -> str:
         await page.goto(f"{self.origin}/{task.environment}", wait_until="commit")
         return "look"

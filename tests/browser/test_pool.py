@@ -62,6 +62,9 @@ class Site:
         body = STORES if kind == "text/html" else ""
         return Reply(200, body.encode(), kind, {"Cache-Control": "max-age=3600"})
 
+    def renews(self, task: Task) -> bool:
+        return task.environment == "stores"
+
     async def open(self, page: Page, task: Task) -> str:
         self.openings += 1
         await self._before(page, self.openings)
@@ -98,6 +101,45 @@ async def until(condition: Callable[[], object]) -> None:
 
 def fleet_of(site: Site, **settings: int) -> Fleet:
     return Fleet(BrowserConfig(width=400, height=300, **settings), {"site": site}, 1, 20.0)
+
+
+async def test_a_kept_page_serves_the_next_episode_of_its_source_and_is_counted_anew(counting: Site) -> None:
+    async with fleet_of(counting, keep_pages=1) as fleet:
+        async with fleet.episode(page_task("stores")) as (first, seen):
+            assert not json.loads(seen.title)[0]
+            first.access.count_request()
+            await first.step(Action("left_click", coordinate=(500, 500)))
+        await until(lambda: fleet.gauges()["sessions_in_use"] == 0)
+        assert fleet.gauges()["sessions_kept"] == 1
+        async with fleet.episode(page_task("stores")) as (again, seen):
+            assert again is first
+            assert json.loads(seen.title)[0] == "seen=1"
+            assert (seen.page_changed, fleet.gauges()["sessions_kept"]) == (False, 0)
+            assert again.access.requests == 0
+        async with fleet.episode(page_task("other")) as (last, _):
+            assert last is first
+        async with fleet.episode(page_task("other")) as (fresh, _):  # its source does not let the page be kept
+            assert fresh is not first
+        assert (fleet.counts.sessions, fleet.counts.sessions_renewed) == (4, 2)
+
+
+async def test_a_lost_or_broken_off_session_is_not_kept_and_a_kept_one_that_is_lost_is_let_go(counting: Site) -> None:
+    async with fleet_of(counting, keep_pages=2) as fleet:
+        async with fleet.episode(page_task("stores")) as (session, _):
+            step = asyncio.ensure_future(session.step(Action("wait", time=5.0)))
+            await asyncio.sleep(0)
+            step.cancel()
+            await asyncio.gather(step, return_exceptions=True)
+        await until(lambda: fleet.gauges()["sessions_in_use"] == 0)
+        assert fleet.gauges()["sessions_kept"] == 0
+        async with fleet.episode(page_task("stores")) as (session, _):
+            pass
+        assert fleet.gauges()["sessions_kept"] == 1
+        os.kill(victims("browser")[0], signal.SIGKILL)
+        await until(lambda: fleet.gauges()["sessions_kept"] == 0)
+        async with fleet.episode(page_task("stores")) as (fresh, _):
+            assert fresh is not session
+        assert fleet.counts.sessions_lost == 0
 
 
 async def test_nothing_of_an_episode_is_there_in_the_next_one(counting: Site) -> None:
@@ -177,7 +219,13 @@ async def test_what_hangs_is_noticed_without_an_operation_too(
 
 
 # A script that is ended is followed by the next one.
-ENDLESS = "() => { for (let n = 0; n < 1000; n++) setTimeout(() => { for (;;); }); for (;;); }"
+ENDLESS = "() => { for (let n = 0; n < 1000; n++) setTimeout(() => { for (;;); }); }"
+
+
+async def click_often(session: session_module.Session) -> None:
+    """Between two scripts of an endless page a busy machine may let a step through, but not all of these."""
+    for _ in range(50):
+        await session.step(Action("left_click", coordinate=(100, 100)))
 
 
 async def test_a_page_that_never_lets_go_costs_its_own_session_only(site: FolderSite) -> None:
@@ -186,11 +234,10 @@ async def test_a_page_that_never_lets_go_costs_its_own_session_only(site: Folder
         async with fleet.session() as session:
             await session.reset(page_task("first"))
             before = set(victims("renderer"))
-            running = asyncio.ensure_future(session.page.evaluate(ENDLESS))
+            await session.page.evaluate(ENDLESS)  # the page runs on once it has answered
             session._step_seconds = 2.0
             with pytest.raises(BrowserTimeout):
-                await session.step(Action("left_click", coordinate=(100, 100)))
-        await asyncio.gather(running, return_exceptions=True)  # its context was closed
+                await click_often(session)
         await until(lambda: before - set(victims("renderer")))
         assert (await other.step(Action("wait", time=0))).title == "First"
         assert (fleet.counts.launches, fleet.counts.hung, fleet.counts.sessions_lost) == (1, 0, 1)
@@ -337,9 +384,13 @@ async def test_the_next_fleet_removes_what_a_killed_process_has_left(site: Folde
         os.kill(left[0], signal.SIGSTOP)  # it does not notice that its driver goes
         for pid in [owner.pid, *victims("driver", of=owner.pid)]:
             os.kill(pid, signal.SIGKILL)
-    assert alive(left)
-    assert list(scratch.iterdir())
-    async with fleet_on(site):
-        assert not alive(left)
-        assert [folder.name.split("-")[1] for folder in scratch.iterdir()] == [str(os.getpid())]
-    assert not list(scratch.iterdir())
+    try:
+        assert alive(left)
+        assert list(scratch.iterdir())
+        async with fleet_on(site):
+            assert not alive(left)
+            assert [folder.name.split("-")[1] for folder in scratch.iterdir()] == [str(os.getpid())]
+        assert not list(scratch.iterdir())
+    finally:
+        for pid in alive(left):  # where the fleet did not
+            os.kill(pid, signal.SIGKILL)

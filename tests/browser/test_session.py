@@ -95,7 +95,7 @@ async def test_the_seconds_of_a_step_are_told_by_what_they_went_into(fleet: Flee
     async with opened(fleet, "first") as (session, _):
         seen = await session.step(Action("wait", time=0.3))
         assert seen.seconds is not None
-        assert 0.3 <= seen.seconds.acting < 2
+        assert 0.3 <= seen.seconds.acting < 10
         assert min(seen.seconds.settling, seen.seconds.capturing) > 0
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_webrl.model.layout import Sizes, chunk_of_layer, expert_rank, split_layers, stages
+from megatron_webrl.model.layout import Sizes, chunk_of_layer, expert_rank, stages
 from megatron_webrl.model.parameter_map import model_map
+from megatron_webrl.model.split import split_layers
 from tests.model import tiny
 
 

@@ -56,6 +56,7 @@ def steps(draw: st.DrawFn, images: int) -> Step:
         page_changed=draw(st.booleans()),
         seconds_generation=draw(seconds),
         seconds_browser=draw(seconds),
+        prompt_cached=draw(st.integers(0, prompt)),
     )
 
 
@@ -192,7 +193,7 @@ def test_foreign_bytes_and_other_formats_are_refused_by_name() -> None:
     whole = joined(example())
     with pytest.raises(RecordError, match="not a record: it begins with b'PNG"):
         record.decode(b"PNG" + whole[3:])
-    with pytest.raises(RecordError, match="format 9, this program knows 2"):
+    with pytest.raises(RecordError, match="format 9, this program knows 3"):
         record.decode(whole[:8] + struct.pack("<I", 9) + whole[12:])
     with pytest.raises(RecordError, match="followed by foreign bytes"):
         record.decode(whole + b"x")

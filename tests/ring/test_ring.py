@@ -76,7 +76,7 @@ def test_a_full_ring_holds_the_writer_back_and_never_overwrites(ring: Ring) -> N
         RingFull, match=r"no room for 20000 bytes within 0.2 s: 60096 of 65536 bytes .* 3 unacknowledged"
     ):
         ring.write([payload(3, 20_000)], 0.2)
-    assert 0.2 <= time.monotonic() - begun < 2
+    assert 0.2 <= time.monotonic() - begun < 10
     assert [check(ring.read(sequence)) for sequence in sequences] == [0, 1, 2]
 
 

@@ -151,7 +151,7 @@ def test_attaching_waits_for_the_creator_and_gives_up_at_the_limit(name: str) ->
     begun = time.monotonic()
     with pytest.raises(RingError, match=r"was not there within 0.2 s: nobody made /dev/shm/"):
         Ring.attach(name, 0.2)
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 10
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(Ring.attach, name, 10)
         with Ring.create_or_attach(name, SIZE, RUN), waiting.result(10) as ring:

@@ -22,7 +22,10 @@ from megatron_webrl.rollout.agent import run_episode
 from megatron_webrl.rollout.demonstrate import ScriptedResponder
 from megatron_webrl.rollout.generation import Generation, GenerationError, Responder
 from megatron_webrl.rollout.toolset import Toolset
-from megatron_webrl.types import Action, Task, Trajectory
+from megatron_webrl.tracking.metrics import episode_metrics
+from megatron_webrl.trainer.batching import imitation, samples_of
+from megatron_webrl.trainer.merging import merge
+from megatron_webrl.types import Action, Group, Task, Trajectory
 from tests.farm.nodes import browser_of, config_for, node_processes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -150,6 +153,32 @@ async def test_a_format_error_is_told_and_the_episode_goes_on(browsers: Browsers
     assert trajectory.outcome == "success"
 
 
+async def test_no_answer_whatever_it_holds_stops_an_episode(browsers: Browsers, processor: Processor) -> None:
+    def call(arguments: str) -> str:
+        return f'<tool_call>\n{{"name": "computer_use", "arguments": {arguments}}}\n</tool_call>'
+
+    bad = {
+        "": "no_tool_call",
+        "\x00\ufffd \u202e{[(<": "no_tool_call",
+        "word " * 10_000: "no_tool_call",
+        WAIT + WAIT: "several_tool_calls",
+        f"<tool_call>{WAIT}</tool_call>": "several_tool_calls",
+        WAIT.removesuffix("</tool_call>"): "unclosed_tool_call",
+        call("{'action': 'wait'}"): "bad_json",
+        call('{"action": "left_click", "coordinate": [NaN, 5]}'): "bad_json",
+        call('{"action": "left_click", "coordinate": [1e999, 5]}'): "bad_coordinate",
+        call('{"action": "self_destruct"}'): "unknown_action",
+        call('{"action": ' + "[" * 5000 + "]" * 5000 + "}"): "bad_json",
+    }
+    settings = replace(SETTINGS, context=ContextConfig(rounds=2, compact=True))  # the next prompt quotes the answer
+    answers = Answers(processor, list(bad))
+    trajectory = await episode(browsers, processor, answers, task(max_steps=len(bad)), settings)
+    assert [step.format_error for step in trajectory.steps] == list(bad.values())
+    assert (trajectory.outcome, trajectory.trainable) == ("failure", True)
+    assert episode_metrics([Group(7, (trajectory,))])["format_error_rate"] == 1.0
+    assert len(decode(b"".join(encode(trajectory))).steps) == len(bad)
+
+
 async def test_the_last_step_ends_an_episode_as_a_failure(browsers: Browsers, processor: Processor) -> None:
     trajectory = await episode(browsers, processor, Answers(processor, [WAIT] * 9), task(max_steps=2))
     assert (trajectory.outcome, len(trajectory.steps), trajectory.reward) == ("failure", 2, 0.0)
@@ -215,6 +244,21 @@ async def test_a_prompt_that_cannot_fit_masks_the_episode(browsers: Browsers, pr
     settings = replace(SETTINGS, max_model_len=100)
     trajectory = await episode(browsers, processor, Answers(processor, []), task(), settings)
     assert (trajectory.outcome, trajectory.steps, trajectory.images) == ("context_overflow", (), ())
+
+
+async def test_under_append_a_stretch_of_an_episode_is_one_sequence_of_the_trainer(
+    browsers: Browsers, processor: Processor
+) -> None:
+    settings = replace(SETTINGS, context=ContextConfig(policy="append", rounds=3, compact=True))
+    answers = Answers(processor, [WAIT, "I do not know.", WAIT, f"{WAIT}<|im_start|>", WAIT])
+    trajectory = await episode(browsers, processor, answers, task("enter-text", max_steps=8), settings)
+    assert trajectory.outcome == "success"
+    assert [len(step.images) for step in trajectory.steps] == [1, 2, 3, 1, 1, 2, 3]  # full, then a special token
+    whole = decode(b"".join(encode(trajectory)))
+    chains = merge(samples_of([Group(7, (whole,))], imitation), (processor.image_token_id,))
+    assert sorted([len(chain.steps) for chain in chains]) == [1, 3, 3]
+    assert sum(len(chain.images) for chain in chains) == 7
+    assert "Step 4: no valid tool call -> format error: special_token" in answers.asked[4]
 
 
 async def test_earlier_rounds_share_their_screenshots(browsers: Browsers, processor: Processor) -> None:

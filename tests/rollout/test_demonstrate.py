@@ -16,12 +16,10 @@ from megatron_webrl.config import (
     RunConfig,
     TasksConfig,
 )
-from megatron_webrl.model.processing import Processor
 from megatron_webrl.ring.record import decode
 from megatron_webrl.ring.record_file import read_record_file
 from megatron_webrl.rollout import demonstrate as module
-from megatron_webrl.rollout.demonstrate import FIRST_TICKET, ScriptedResponder, demonstrate
-from megatron_webrl.types import Action
+from megatron_webrl.rollout.demonstrate import FIRST_TICKET, demonstrate
 
 
 def config_for(model: Path, folder: Path, environments: list[str], max_new_tokens: int = 64) -> Config:
@@ -96,11 +94,18 @@ async def test_too_many_failures_end_the_work_and_leave_no_file(
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
-def test_noise_replaces_some_coordinates(tiny_model: Path) -> None:
-    action = Action("left_click", coordinate=(500, 320))
-
-    responder = ScriptedResponder(Processor.load(tiny_model), ContextConfig(), 64, noise=0.25, seed=3)
-    changed = [responder._disturbed(action) for _ in range(400)]
-    assert 70 < sum(other != action for other in changed) < 130
-    assert all(value % 20 == 0 and 0 <= value <= 1000 for other in changed for value in other.coordinate or ())
-    assert responder._disturbed(Action("go_back")) == Action("go_back")
+async def test_with_haste_some_episodes_submit_too_early_and_are_written_all_the_same(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    config = config_for(tiny_model, tmp_path, ["circle-center", "click-test"])
+    config.trainer.warm_start.haste = 0.5
+    await demonstrate(config, 24, tmp_path / "some.rec")
+    found = [decode(record) for record in read_record_file(tmp_path / "some.rec")]
+    hasty = [t for t in found if t.outcome == "failure"]
+    assert {t.task.environment for t in hasty} == {"circle-center"}
+    assert {len(t.steps) for t in hasty} == {1}
+    assert {len(t.steps) for t in found if t.outcome == "success"} == {1, 2}
+    await demonstrate(config, 24, tmp_path / "again.rec")
+    outcomes = {t.ticket: t.outcome for t in found}
+    again = [decode(record) for record in read_record_file(tmp_path / "again.rec")]
+    assert all(outcomes.get(t.ticket, t.outcome) == t.outcome for t in again)

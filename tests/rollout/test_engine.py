@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,11 +29,13 @@ import torch.distributed as dist
 import transformers
 from PIL import Image
 
-from megatron_webrl.config import Config
+from megatron_webrl.config import Config, ContextConfig
 from megatron_webrl.model.layout import Sizes
 from megatron_webrl.model.parameter_map import model_map, parameter_shapes, to_megatron
+from megatron_webrl.rollout.contexts.policies import make_context
 from megatron_webrl.rollout.engine import Engine, EngineDeadError, WeightsError
 from megatron_webrl.rollout.generation import Generation, GenerationError
+from megatron_webrl.types import Action, Observation
 from megatron_webrl.weights import transport
 from megatron_webrl.weights.engine_map import EngineSizes
 from megatron_webrl.weights.plan import Engines, Plan, Trainer
@@ -40,6 +43,7 @@ from megatron_webrl.weights.plan import Engines, Plan, Trainer
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TOLERANCE = 1e-4
+BLOCK = 128  # tokens that vLLM's CPU build caches together
 STAGING = 2**20
 
 
@@ -97,12 +101,18 @@ class Sender:
         self.parameters = {name: torch.zeros(shape) for name, shape in shapes.items()}
         self.link: transport.Link
 
-    async def join(self, engine: Engine, name: str = "weights/test") -> None:
+    async def meet(self, engine: Engine, name: str) -> tuple[transport.Link | BaseException, BaseException | None]:
+        """What the trainer's and the engine's side of forming a link return or raise, each awaited to its end."""
         joining = asyncio.to_thread(transport.join, self.store, name, 0, 2, 30.0, "gloo")
         description = self.plan.to_json() | {"dtype": "float32"}
-        self.link, _ = await asyncio.gather(
-            joining, engine.join_weights("127.0.0.1", self.store.port, name, description)
-        )
+        joined = engine.join_weights("127.0.0.1", self.store.port, name, description)
+        return await asyncio.gather(joining, joined, return_exceptions=True)
+
+    async def join(self, engine: Engine) -> None:
+        link, refusal = await self.meet(engine, "weights/test")
+        assert refusal is None
+        assert isinstance(link, transport.Link)
+        self.link = link
 
     async def send(self, engine: Engine, version: int) -> float:
         state = self.model.state_dict()
@@ -189,6 +199,38 @@ async def test_the_prompt_is_expanded_as_the_processor_does(engine: Engine) -> N
         answer.prompt_token_ids, engine.processor.expand(prompt(engine, 2), answer.image_grids)
     )
     assert answer.text == engine.processor.decode(answer.response_token_ids)
+
+
+async def test_the_engine_tells_what_its_prefix_cache_had(engine: Engine) -> None:
+    tokens = prompt(engine, 1, "Click what has not been clicked before. " * 20)
+    first, again = [await respond(engine, tokens, [picture(7)]) for _ in range(2)]
+    assert first.prompt_cached < len(first.prompt_token_ids) // 2  # at most what all prompts begin with
+    assert len(again.prompt_token_ids) - 128 <= again.prompt_cached < len(again.prompt_token_ids)
+
+
+async def test_an_appended_prompt_comes_from_the_prefix_cache_images_and_answers_included(
+    engine: Engine, reference: torch.nn.Module
+) -> None:
+    settings = ContextConfig(policy="append", rounds=4, compact=True)
+    context = make_context(engine.processor, settings, 2000)
+    pages = [Observation(picture(20 + n, 640, 320), "http://a", "A page", True) for n in range(4)]
+    context.begin("Click it.", pages[0])
+    before = 0  # tokens of the prompt and the answer before
+    for page in pages[1:]:
+        prompt = context.prompt()
+        images = [context.screenshots[i] for i in prompt.images]
+        for _ in range(10):
+            answer = await engine.respond(None, prompt.token_ids, images)
+            if not engine.processor.has_special(answer.response_token_ids):
+                break
+        else:
+            raise AssertionError("ten answers with special tokens in a row")
+        # Whole blocks of what was computed for the answer before; its last token was not.
+        assert (before - 1) // BLOCK * BLOCK <= answer.prompt_cached < len(answer.prompt_token_ids)
+        np.testing.assert_allclose(answer.logprobs, expected(reference, engine, answer, images), atol=TOLERANCE)
+        before = len(answer.prompt_token_ids) + len(answer.response_token_ids)
+        context.add(answer, Action("wait"), None, page)
+    assert len(prompt.images) == 3
 
 
 async def test_the_image_counts(engine: Engine, reference: torch.nn.Module) -> None:
@@ -355,8 +397,10 @@ async def test_a_plan_for_another_model_is_refused_by_name_and_the_engine_serves
     config = transformers.AutoConfig.for_model(**reference.config.to_dict())
     config.text_config.num_hidden_layers += 1
     other = Sender(transformers.AutoModelForImageTextToText.from_config(config))
-    with pytest.raises(WeightsError, match=r"different plans: .*layers\.\d+\.input_layernorm\.weight"):
-        await asyncio.wait_for(other.join(engine, "weights/other"), 40)
+    here, there = await asyncio.wait_for(other.meet(engine, "weights/other"), 40)
+    for refusal, kind in ((here, transport.TransferError), (there, WeightsError)):
+        assert isinstance(refusal, kind)
+        assert re.search(r"different plans: .*layers\.\d+\.input_layernorm\.weight", str(refusal))
     assert len((await respond(engine, prompt(engine, 0), [])).response_token_ids)
 
 

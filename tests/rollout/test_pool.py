@@ -39,7 +39,9 @@ def make_pool(ring: Ring, seconds: float) -> Pool:
     config = Config()
     config.ring.full_seconds = seconds
     unused: Any = None
-    return Pool(config, control=unused, ring=ring, engine=unused, episodes=unused, refresh=unused, name="rollout-0.1")
+    return Pool(
+        config, unused, ring, engine=unused, episodes=unused, refresh=unused, evaluator=unused, name="rollout-0.1"
+    )
 
 
 def test_a_full_ring_holds_a_trajectory_back_until_there_is_room(ring: Ring):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import random
+
+import pytest
 
 from megatron_webrl.browser.session import Session
 from megatron_webrl.config import BrowserConfig
 from megatron_webrl.tasks import miniwob_page
-from megatron_webrl.tasks.miniwob_page import all_environments
+from megatron_webrl.tasks.miniwob_page import all_environments, renews
+from megatron_webrl.types import Action
 from tests.tasks.miniwob_sessions import fleet_of, in_each, task_of
 
 SEED = 3
@@ -61,12 +65,10 @@ async def look(session: Session, environment: str) -> tuple[object, ...]:
 
 
 async def test_every_environment_opens_to_the_same_page_twice() -> None:
-    async def twice(session: Session, environment: str) -> list[tuple[object, ...]]:
-        return [await look(session, environment) for _ in range(2)]
-
     environments = all_environments()
     async with fleet_of(environments, *SIZE) as fleet:
-        found = await in_each(fleet, environments, twice)
+        first, second = [await in_each(fleet, environments, look) for _ in range(2)]
+    found = {name: (first[name], second[name]) for name in environments}
     default = BrowserConfig()
     for name, looks in found.items():
         for what, *values in zip(("instruction", "document", "pixels", "extent"), *looks, strict=True):
@@ -94,3 +96,25 @@ async def test_pages_show_times_of_one_zone_and_text_beyond_ascii() -> None:
         seen = await session.reset(task_of("unicode-test", SEED))
         zone = await session.page.evaluate("Intl.DateTimeFormat().resolvedOptions().timeZone")
     assert (zone, seen.instruction) == ("UTC", 'Click on the "确定" button.')
+
+
+@pytest.mark.parametrize("share", [0, pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak)])
+async def test_a_page_that_is_started_anew_after_an_episode_is_like_a_fresh_one(share: int) -> None:
+    environments = [name for name in all_environments() if renews(name)][share::3]
+
+    async def used(session: Session, environment: str) -> tuple[object, ...]:
+        await session.reset(task_of(environment, SEED + 1))
+        choose = random.Random(environment)
+        for kind in ("left_click", "left_click", "type", "left_click"):
+            place = choose.randrange(1000), choose.randrange(200, 1000)
+            await session.step(Action(kind, coordinate=place, text="some words" if kind == "type" else None))
+        assert session.renewable, environment
+        return (await look(session, environment))[::2]
+
+    async def fresh(session: Session, environment: str) -> tuple[object, ...]:
+        return (await look(session, environment))[::2]
+
+    async with fleet_of(environments, *SIZE) as fleet:
+        first, again = await in_each(fleet, environments, fresh), await in_each(fleet, environments, used)
+    different = [name for name in environments if first[name] != again[name]]
+    assert not different

@@ -34,8 +34,8 @@ def record(version: int, gap: float | None = 1.5e-6) -> UpdateRecord:
         logprob_gap_max=gap,
         logprob_gap_tokens=0 if gap is None else 100,
         tokens_per_second=12345.6,
-        seconds=Seconds(rollout=120.5, train=33.3, sync=1.25, wait=80.0),
-        extra={"entropy": 0.5},
+        seconds=Seconds(rollout=120.5, train=33.3, sync=1.25, wait=80.0, pixels=0.5),
+        extra={"entropy": 0.5, "sampled_success": 0.4375},
     )
 
 
@@ -48,7 +48,7 @@ def shown(width: int, *updates: UpdateRecord) -> str:
 def test_the_table_fits_a_terminal_of_80_columns():
     text = shown(80, record(1), record(100, gap=None))
     assert "…" not in text
-    for cell in ("0.438", "123.4", "1.2 (2)", "1.2%", "2e-06", "12346", "120.5", "33.3", "1.25", "80.0", "100"):
+    for cell in ("43.8%", "123.4", "1.2 (2)", "1.2%", "2e-06", "12346", "120.5", "33.3", "1.25", "80.0", "100"):
         assert cell in text
 
 
@@ -86,6 +86,7 @@ def test_the_summary_holds_what_was_written(tmp_path: Path):
         "dropped": {"stale": 2},
         "waiting": 1,
         "matches": True,
+        "tokens": {"trained": 0, "dropped": {}},
     }
     assert content["versions"]["torch"]
     assert content["checkpoint"] is None
@@ -108,6 +109,14 @@ def test_episode_metrics_leave_masked_episodes_out():
     assert metrics["steps_mean/failure"] == 3
     assert metrics["action_rate/left_click"] == 1.0
     assert metrics["success_rate/click-test"] == 0.5
+
+
+def test_the_hit_rate_of_the_prefix_cache_is_by_tokens():
+    one, two = trajectory(0, 0, prompt=30, reward=1.0), trajectory(0, 1, prompt=10)
+    group = Group(0, (replace(one, steps=(replace(one.steps[0], prompt_cached=16),)), two))
+    metrics = episode_metrics([group])
+    assert metrics["prefix_cache_hit_rate"] == 16 / 40
+    assert metrics["prompt_tokens_per_step"] == 20
 
 
 def test_rollout_time_spans_all_episodes():

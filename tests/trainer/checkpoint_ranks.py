@@ -45,6 +45,7 @@ LAYOUTS = (
     Layout("expert", expert=2),
 )
 EXPERTS, LAYERS = 2, 4
+WRITE_SECONDS = 100.0  # a write that takes longer fails by name, long before the test does
 
 
 @contextlib.contextmanager
@@ -150,10 +151,10 @@ def step(learner: Any) -> None:
 
 def scramble(learner: Any) -> None:
     """Give every element a weight of its own: a function of its place in the whole tensor, whatever the layout."""
-    from megatron_webrl.trainer.checkpoint_state import _sharded_models, _tensors
+    from megatron_webrl.trainer.checkpoint_state import _tensors, sharded_weights
 
     with torch.no_grad():
-        for tensor in _tensors(_sharded_models(learner.chunks)):
+        for tensor in _tensors(sharded_weights(learner.chunks)):
             place = sum(
                 (torch.arange(size) + offset).reshape([-1] + [1] * (tensor.data.dim() - axis - 1)) * 7 ** (axis + 1)
                 for axis, (size, offset) in enumerate(
@@ -180,7 +181,7 @@ def checkpoints_in(folder: Path, **settings: Any) -> Any:
         (model / "config.json").write_text("{}")
         (model / "model.safetensors").write_bytes(b"weights")
     torch.distributed.barrier()
-    return Checkpoints(folder / "checkpoints", model, CheckpointConfig(**settings))
+    return Checkpoints(folder / "checkpoints", model, CheckpointConfig(**{"seconds": WRITE_SECONDS, **settings}))
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
@@ -345,10 +346,10 @@ def _weights_alone(learner: Any, folder: Path) -> dict[str, Any]:
 
     from megatron_webrl.trainer import checkpoint
     from megatron_webrl.trainer.checkpoint import CheckpointError
-    from megatron_webrl.trainer.checkpoint_state import _sharded_models
+    from megatron_webrl.trainer.checkpoint_state import sharded_weights
 
     def write(name: str, change: Any = lambda state: None) -> Path:
-        state = _sharded_models(learner.chunks)
+        state = sharded_weights(learner.chunks)
         change(state["model0"])
         target = folder / name / "megatron"
         target.mkdir(parents=True, exist_ok=True)

@@ -27,13 +27,9 @@ SAVES = 4  # of the first start, to learn how long one takes
 def drive(_: int, folder: str, rounds: int, seed: int) -> None:
     """Start and kill the job `rounds` times, and start it once more; leaves what each start found in rounds.json.
 
-    The ranks are forked from this process, which has imported everything: a start takes one second and not twenty.
+    The ranks are forked from this process, which has everything of `tests.forks`: a start takes one second.
     """
     become_subreaper()  # what outlives a rank becomes a child of this process
-    import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
-
-    from megatron_webrl.trainer import checkpoint, optimizer  # noqa: F401
-
     rng, found = random.Random(seed), []
     for number in range(rounds + 1):
         ranks = [_fork(rank, Path(folder), number) for rank in (0, 1)]

@@ -8,15 +8,21 @@ from typing import Any
 import torch
 
 from megatron_webrl import compat
+from megatron_webrl.config import LossConfig
 from tests import gloo
 from tests.trainer.learner_ranks import VERSION, make_config, make_groups
 
+GSPO = "gspo "
+"""Layouts with ratios per response, whose tokens context-parallel ranks share, and with a reference policy."""
 DENSE: dict[str, dict[str, int]] = {
     "dp2": {"data_parallel": 2},
     "tp2": {"tensor_parallel": 2},
     "cp2": {"context_parallel": 2},
     "pp2": {"pipeline_parallel": 2},
     "pp2 vpp2": {"pipeline_parallel": 2, "virtual_pipeline": 2},
+    "gspo dp2": {"data_parallel": 2},
+    "gspo cp2": {"context_parallel": 2},
+    "gspo pp2": {"pipeline_parallel": 2},
 }
 SPARSE: dict[str, dict[str, int]] = {
     "dp2": {"data_parallel": 2},
@@ -28,6 +34,8 @@ SPARSE: dict[str, dict[str, int]] = {
     "pp2": {"pipeline_parallel": 2},
 }
 LAYOUTS = {"dense": DENSE, "sparse": SPARSE}
+AHEAD = ("pp2 vpp2", "gspo cp2", "gspo pp2")
+"""Layouts whose pixels are made ahead; the others' are made in the ranks."""
 
 
 def run(rank: int, folder: str, models: dict[str, str]) -> None:
@@ -42,6 +50,11 @@ def run(rank: int, folder: str, models: dict[str, str]) -> None:
             config = make_config(models[model])
             for key, value in layout.items():
                 setattr(config.trainer, key, value)
+            if name.startswith(GSPO):
+                config.trainer.loss = LossConfig(
+                    name="gspo", clip_low=1e-3, clip_high=1e-3, behaviour_cap=1e3, kl_coefficient=0.1
+                )
+            config.run.directory, config.trainer.pixel_workers = folder, int(name in AHEAD)
             groups.form(sizes(config), seed=1)
             everyone: list[Any] = [None, None]
             torch.distributed.all_gather_object(everyone, _updates(config, platform))
@@ -54,9 +67,14 @@ def run(rank: int, folder: str, models: dict[str, str]) -> None:
 def _updates(config: Any, platform: Any) -> dict[str, Any]:
     """Two updates of several optimiser steps each; figures, and on the first rank the weights."""
     from megatron_webrl.model.export import hf_tensors
-    from megatron_webrl.trainer.build import make_builder, make_learner
+    from megatron_webrl.trainer.build import make_builder, make_learner, with_pixels_ahead
     from megatron_webrl.trainer.loop import update
+    from megatron_webrl.trainer.reference_files import with_reference
 
-    learner, builder, batch = make_learner(config, platform), make_builder(config, platform), make_groups(config)
-    figures = [update(learner, builder, config, batch, VERSION) for _ in range(2)]
-    return {"figures": figures, "weights": {name: tensor.clone() for name, tensor in hf_tensors(learner.models)}}
+    learner = with_reference(make_learner(config, platform), config)
+    builder = with_pixels_ahead(make_builder(config, platform), config, torch.distributed.get_rank())
+    figures = [update(learner, builder, config, make_groups(config), VERSION) for _ in range(2)]
+    held = None if builder.preparation is None else builder.preparation.used
+    builder.close()
+    weights = {name: tensor.clone() for name, tensor in hf_tensors(learner.models)}
+    return {"figures": figures, "weights": weights, "held": held}

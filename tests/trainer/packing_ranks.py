@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_webrl.config import ContextConfig
 from megatron_webrl.model.processing import Processor
+from megatron_webrl.rollout.actions import render
+from megatron_webrl.rollout.contexts.policies import make_context
+from megatron_webrl.rollout.demonstrate import certain
 from megatron_webrl.trainer.batching import Sample
 from megatron_webrl.trainer.cost import Cost
+from megatron_webrl.types import Action, Observation
 from tests.gloo import join
-from tests.trainer.grown import episode
+from tests.trainer.grown import SIZES, episode, step
+from tests.trajectories import screenshot
 
 LIMIT = 130
 WAYS: dict[str, dict[str, Any]] = {
@@ -23,6 +30,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "packed, three replicas of two rows": {"merge": False, "replicas": 3, "multiple": 2},
     "merged, more rows than samples": {"merge": True, "replicas": 2, "multiple": 4},
 }
+APPENDED_WAYS: dict[str, dict[str, Any]] = {
+    "one by one": {"merge": False, "limit": 1000, "multiple": 5},
+    "merged": {"merge": True, "limit": 1000},
+}
 
 
 def make_samples(processor: Processor) -> list[Sample]:
@@ -30,6 +41,29 @@ def make_samples(processor: Processor) -> list[Sample]:
     first, second = episode(processor, 0, (6, 2, 9)), episode(processor, 1, (3, 8), images=1, advantage=-0.5)
     third, fourth = episode(processor, 2, (5, 1, 4, 2), images=1, advantage=0.3), episode(processor, 3, (7, 7))
     return [*first, *second, *third[:3], fourth[1]]
+
+
+def appended_samples(processor: Processor) -> list[Sample]:
+    """Five steps of an episode whose prompts the rollout's append policy makes: stretches of three and of two."""
+    settings = ContextConfig(policy="append", rounds=3, compact=True)
+    context = make_context(processor, settings, 1000)
+    pages = [Observation(screenshot(n, *SIZES[n % 3]), f"http://a/{n}", f"Page {n}", True) for n in range(6)]
+    context.begin("Click the button.", pages[0])
+    samples = []
+    for number, page in enumerate(pages[1:]):
+        prompt = context.prompt()
+        shown = tuple(context.screenshots[i] for i in prompt.images)
+        click = Action("left_click", (100 * number, 500))
+        said = certain(processor, prompt.token_ids, shown, f"<think>it is {number}</think>\n{render(click)}")
+        if number == 1:  # cut off: it has no end token
+            said = replace(said, response_token_ids=said.response_token_ids[:-1])
+        samples.append(
+            step(
+                said.prompt_token_ids, said.response_token_ids, images=shown, grids=said.image_grids, first=100 * number
+            )
+        )
+        context.add(said, click, None, page)
+    return samples
 
 
 def run(rank: int, folder: str, model: str) -> None:
@@ -44,9 +78,13 @@ def run(rank: int, folder: str, model: str) -> None:
     (chunk,) = build(model, dtype="float32", platform=platform)
     fill(chunk)
     processor, cost = Processor.load(model), Cost.of_model(describe(model))
-    samples = make_samples(processor)
+    samples, appended = make_samples(processor), appended_samples(processor)
     torch.save(
         {name: _examine(chunk, processor, cost, samples, way) for name, way in WAYS.items()}, f"{folder}/found.pt"
+    )
+    torch.save(
+        {name: _examine(chunk, processor, cost, appended, way) for name, way in APPENDED_WAYS.items()},
+        f"{folder}/appended.pt",
     )
     torch.distributed.destroy_process_group()
 

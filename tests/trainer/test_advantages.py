@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_webrl.trainer.advantages import group_advantages, has_variance, normalised
+from megatron_webrl.trainer.advantages import common_outcome, group_advantages, has_variance, normalised
 from megatron_webrl.types import Group
 from tests.trajectories import trajectory
 
@@ -28,3 +28,24 @@ def test_a_masked_episode_takes_no_part_in_its_group():
 
 def test_a_group_of_masked_episodes_has_no_advantages():
     assert group_advantages(Group(0, (trajectory(0, 0, outcome="engine_error"),))) == {}
+
+
+def test_penalties_change_the_statistics_of_a_group():
+    group = Group(0, tuple(trajectory(0, i, reward=r) for i, r in enumerate((1.0, 1.0, 0.0))))
+    values = group_advantages(group, lambda t: t.reward - 0.5 * (t.index == 0))
+    rewards = np.array([0.5, 1.0, 0.0])
+    assert list(values.values()) == pytest.approx(list((rewards - 0.5) / rewards.std()), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "name"),
+    [
+        (("success", "success"), "all_succeeded"),
+        (("failure", "browser_error"), "all_failed"),
+        (("failure", "success"), None),
+        (("browser_error",), None),
+    ],
+)
+def test_a_group_without_contrast_is_named_after_what_its_episodes_share(outcomes: tuple[str, ...], name: str | None):
+    group = Group(0, tuple(trajectory(0, i, outcome=outcome) for i, outcome in enumerate(outcomes)))
+    assert common_outcome(group) == name

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests import forks
 from tests.trainer import crash_ranks
 
 KILLS, SEED = 16, 7
@@ -15,13 +15,8 @@ KILLS, SEED = 16, 7
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_after_a_kill_at_any_moment_the_latest_checkpoint_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    context = torch.multiprocessing.spawn(
-        crash_ranks.drive, args=(str(tmp_path), KILLS, SEED), nprocs=1, join=False, daemon=False
-    )
+def test_after_a_kill_at_any_moment_the_latest_checkpoint_is_whole(tmp_path: Path) -> None:
+    context = forks.start(crash_ranks.drive, str(tmp_path), KILLS, SEED, ranks=1)
     try:
         assert context.join(timeout=570), "the job was not killed and started often enough within its limit"
     finally:

@@ -63,6 +63,14 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(found: Found, size: int)
         assert torch.equal(tensor, result["weights again"][name])
 
 
+@SIZES
+def test_pixels_made_ahead_change_no_bit_and_leave_nothing_behind(found: Found, size: int):
+    assert found[size, 0]["second"] == found[size, 0]["second again"]
+    for rank in (0, 1):
+        assert found[size, rank]["pixels"]["held"] == 0
+        assert found[size, rank]["pixels"]["waited"] > 0  # the worker was only just started
+
+
 def test_training_goes_on_at_another_tensor_parallel_size(found: Found):
     assert_same(found[2, 0]["second"], found[1, 0]["second elsewhere"], rel=1e-3)
 
@@ -71,7 +79,7 @@ def test_training_goes_on_at_another_tensor_parallel_size(found: Found):
 def test_a_checkpoint_keeps_the_rest_of_the_state(found: Found, size: int):
     state = found[size, 0]["state"]
     assert (state.version, state.base, state.open_tickets) == (learner_ranks.VERSION + 1, 4, (5,))
-    assert state.accounting == {"trained": 8, "dropped": {}}
+    assert state.accounting == {"trained": 8, "dropped": {}, "tokens_trained": 0, "tokens_dropped": {}}
     assert state.updates == [{"version": 3}]
 
 

@@ -27,13 +27,17 @@ def found(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, tiny_spars
     }
 
 
-PAIRS = [(model, layout) for model, layouts in layout_ranks.LAYOUTS.items() for layout in layouts if layout != "dp2"]
+REPLICAS = ("dp2", f"{layout_ranks.GSPO}dp2")
+PAIRS = [
+    (model, layout) for model, layouts in layout_ranks.LAYOUTS.items() for layout in layouts if layout not in REPLICAS
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "layout"), PAIRS)
 def test_an_update_does_not_depend_on_the_layout(found: Found, model: str, layout: str) -> None:
-    two_replicas, laid_out = found[model, "dp2"][0], found[model, layout][0]
+    replicas = REPLICAS[layout.startswith(layout_ranks.GSPO)]
+    two_replicas, laid_out = found[model, replicas][0], found[model, layout][0]
     for (metrics, gap), (expected, expected_gap) in zip(laid_out["figures"], two_replicas["figures"], strict=True):
         assert metrics["gradient_norm"] > 0
         assert 0 < metrics["clipped"] < metrics["response_tokens"] < metrics["tokens"]
@@ -50,3 +54,10 @@ def test_an_update_does_not_depend_on_the_layout(found: Found, model: str, layou
 def test_every_rank_sees_the_same_figures(found: Found, model: str, layout: str) -> None:
     first, second = found[model, layout]
     assert first["figures"] == second["figures"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", layout_ranks.AHEAD)
+def test_ranks_that_encode_images_make_them_ahead_and_keep_none(found: Found, layout: str) -> None:
+    held = [rank["held"] for rank in found["dense", layout]]
+    assert held == ([0, None] if "pp2" in layout else [0, 0])  # a later pipeline stage encodes none

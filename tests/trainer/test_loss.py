@@ -1,100 +1,251 @@
-"""The losses against an independent NumPy computation, and their gradients against finite differences."""
+"""The losses against an independent NumPy computation, and their gradients against finite differences of it."""
 
 from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
 from megatron_webrl.config import LossConfig
-from megatron_webrl.trainer.loss import BatchSize, TokenData, decoupled_surrogate, likelihood, token_weight
+from megatron_webrl.trainer.loss import (
+    BatchSize,
+    TokenData,
+    likelihood,
+    objective,
+    reference_kl,
+    surrogate,
+    token_weight,
+)
 
-CONFIG = LossConfig(clip_low=0.2, clip_high=0.28, dual_clip=3.0, behaviour_cap=5.0)
+USUAL = LossConfig(clip_low=0.2, clip_high=0.28, behaviour_cap=2.0)
+VARIANTS = [
+    replace(USUAL, name=name, decoupled=mode != "", behaviour_mode=mode or "mask", dual_clip=dual, kl_coefficient=kl)
+    for name, mode, dual, kl in product(("grpo", "gspo"), ("mask", "truncate", ""), (0.0, 1.5), (0.0, 0.7))
+]
+ARRAYS = ("behaviour", "proximal", "advantage", "weight", "step", "lengths", "reference")
 
 
-def example(seed: int, tokens: int = 200) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def title(config: LossConfig) -> str:
+    kind = f"{config.behaviour_mode}" if config.decoupled else "coupled"
+    return f"{config.name}-{kind}-dual{config.dual_clip}-kl{config.kl_coefficient}"
+
+
+def example(seed: int, lengths: tuple[int, ...] = (9, 1, 14, 6, 3, 20)) -> dict[str, np.ndarray]:
+    """Responses of `lengths` tokens; advantage and weight are a response's, one in five weighs nothing."""
     rng = np.random.default_rng(seed)
+    step, tokens = np.repeat(np.arange(len(lengths)), lengths), sum(lengths)
     proximal = -rng.random(tokens) * 3
-    data = {
-        "behaviour": proximal + rng.normal(0, 1.0, tokens),
+    weight = rng.random(len(lengths)) * (rng.random(len(lengths)) > 0.2)
+    return {
         "proximal": proximal,
-        "advantage": rng.normal(0, 1, tokens),
-        "weight": rng.random(tokens) * (rng.random(tokens) > 0.1),
+        "behaviour": proximal + rng.normal(0, 0.6, tokens) + rng.normal(0, 0.6, len(lengths))[step],
+        "reference": proximal + rng.normal(0, 0.5, tokens),
+        "current": proximal + rng.normal(0, 0.5, tokens) + rng.normal(0, 0.5, len(lengths))[step],
+        "advantage": rng.normal(0, 1, len(lengths))[step],
+        "weight": weight[step],
+        "step": step,
+        "lengths": np.array(lengths, float),
     }
-    return proximal + rng.normal(0, 0.8, tokens), data
 
 
 def tensors(data: dict[str, np.ndarray]) -> TokenData:
-    return TokenData(**{name: torch.from_numpy(value) for name, value in data.items()})
+    return TokenData(**{name: torch.from_numpy(data[name]) for name in ARRAYS})
 
 
-def by_hand(current: np.ndarray, data: dict[str, np.ndarray]) -> float:
+def clipped(advantage: float, ratio: float, config: LossConfig) -> float:
+    bounded = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
+    value = min(ratio * advantage, bounded * advantage)
+    return max(value, config.dual_clip * advantage) if advantage < 0 and config.dual_clip else value
+
+
+def correction(ratio: float, config: LossConfig) -> float:
+    if not config.decoupled:
+        return 1.0
+    if ratio > config.behaviour_cap:
+        return 0.0 if config.behaviour_mode == "mask" else config.behaviour_cap
+    return ratio
+
+
+def by_hand(current: np.ndarray, data: dict[str, np.ndarray], config: LossConfig) -> float:
+    """grpo: a sum over tokens; gspo: a sum over responses, as their papers write them."""
+    old = data["proximal"] if config.decoupled else data["behaviour"]
     total = 0.0
-    for now, behaviour, proximal, advantage, weight in zip(current, *data.values(), strict=True):
-        behaviour_weight = np.exp(proximal - behaviour)
-        if behaviour_weight > CONFIG.behaviour_cap:
-            continue
-        ratio = np.exp(now - proximal)
-        value = min(ratio * advantage, min(max(ratio, 1 - CONFIG.clip_low), 1 + CONFIG.clip_high) * advantage)
-        if advantage < 0:
-            value = max(value, CONFIG.dual_clip * advantage)
-        total -= weight * behaviour_weight * value
+    for response in range(len(data["lengths"])):
+        tokens = [t for t in range(len(current)) if data["step"][t] == response]
+        if config.name == "gspo":
+            ratio = math.prod(math.exp(current[t] - old[t]) for t in tokens) ** (1 / len(tokens))
+            off = math.prod(math.exp(data["proximal"][t] - data["behaviour"][t]) for t in tokens) ** (1 / len(tokens))
+            advantage, weight = data["advantage"][tokens[0]], data["weight"][tokens[0]]
+            total -= len(tokens) * weight * correction(off, config) * clipped(advantage, ratio, config)
+        else:
+            for t in tokens:
+                off = math.exp(data["proximal"][t] - data["behaviour"][t])
+                value = clipped(data["advantage"][t], math.exp(current[t] - old[t]), config)
+                total -= data["weight"][t] * correction(off, config) * value
+        for t in tokens:
+            back = math.exp(data["reference"][t]) / math.exp(current[t])
+            total += config.kl_coefficient * data["weight"][t] * (back - math.log(back) - 1)
     return total
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_the_decoupled_surrogate_equals_a_computation_by_hand(seed: int):
-    current, data = example(seed)
-    loss, sums = decoupled_surrogate(torch.from_numpy(current), tensors(data), CONFIG)
-    assert loss.item() == pytest.approx(by_hand(current, data), rel=1e-10)
-    capped = (np.exp(data["proximal"] - data["behaviour"]) > CONFIG.behaviour_cap) & (data["weight"] > 0)
-    assert sums["capped"].item() == capped.sum() > 0
-    assert sums["clipped"].item() > 0
-    assert sums["dual_clipped"].item() > 0
+@pytest.mark.parametrize("config", VARIANTS, ids=title)
+def test_every_loss_equals_a_computation_by_hand(config: LossConfig) -> None:
+    for seed in range(5):
+        data = example(seed)
+        loss, _ = objective(config, None)(torch.from_numpy(data["current"]), tensors(data))
+        assert loss.item() == pytest.approx(by_hand(data["current"], data, config), rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["decoupled", "likelihood"])
-def test_gradients_equal_finite_differences(name: str):
-    current, data = example(7, tokens=40)
+@pytest.mark.parametrize("config", VARIANTS, ids=title)
+def test_gradients_at_the_logits_equal_finite_differences(config: LossConfig) -> None:
+    data = example(11, (4, 1, 5))
+    rng = np.random.default_rng(5)
+    logits, targets = rng.normal(0, 1.5, (10, 4)), rng.integers(0, 4, 10)
+    logits[np.arange(10), targets] += 1.0
+    places = np.arange(10)
 
-    def loss(values: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(values)
-        return (
-            likelihood(tensor, tensors(data))
-            if name == "likelihood"
-            else decoupled_surrogate(tensor, tensors(data), CONFIG)
-        )[0]
+    def chosen(values: np.ndarray) -> np.ndarray:
+        return values[places, targets] - np.log(np.exp(values).sum(axis=1))
 
-    tensor = torch.from_numpy(current).requires_grad_()
-    value, _ = (
-        likelihood(tensor, tensors(data))
-        if name == "likelihood"
-        else decoupled_surrogate(tensor, tensors(data), CONFIG)
-    )
-    value.backward()
+    near = chosen(logits) - data["current"]  # keep the ratios where the example has them
+    data |= {name: data[name] + near for name in ("proximal", "behaviour", "reference")}
+    tensor = torch.from_numpy(logits).requires_grad_()
+    logprobs = torch.log_softmax(tensor, dim=1)[places, targets]
+    objective(config, None)(logprobs, tensors(data))[0].backward()
     step = 1e-6
-    for i in range(len(current)):
-        bumped = [current + sign * step * (np.arange(len(current)) == i) for sign in (1, -1)]
-        slope = (loss(bumped[0]) - loss(bumped[1])) / (2 * step)
-        assert tensor.grad[i].item() == pytest.approx(slope.item(), abs=1e-5)
+    for place in np.ndindex(*logits.shape):
+        values = []
+        for sign in (1, -1):
+            moved = logits.copy()
+            moved[place] += sign * step
+            values.append(by_hand(chosen(moved), data, config))
+        assert tensor.grad[place].item() == pytest.approx((values[0] - values[1]) / (2 * step), abs=1e-6)
+    assert float(tensor.grad.abs().max()) > 0.01
 
 
-def test_on_policy_the_gradient_is_that_of_the_policy_gradient():
-    current, data = example(3)
-    data["behaviour"] = data["proximal"] = current
-    tensor = torch.from_numpy(current).requires_grad_()
-    decoupled_surrogate(tensor, tensors(data), CONFIG)[0].backward()
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+@pytest.mark.parametrize("mode", ["mask", "truncate"])
+def test_metrics_count_what_the_equations_say(name: str, mode: str) -> None:
+    config = replace(USUAL, name=name, behaviour_mode=mode, dual_clip=1.5, behaviour_cap=1.5)
+    data = example(2, (8, 3, 11, 5, 7, 2, 9, 4) * 8)
+    _, sums = surrogate(torch.from_numpy(data["current"]), tensors(data), config)
+    wanted = dict.fromkeys(("clipped", "dual_clipped", "capped", "importance_weight", "behaviour_weight", "kl"), 0.0)
+    for t in range(len(data["current"])):
+        if data["weight"][t] == 0:
+            continue
+        same = data["step"] == data["step"][t] if name == "gspo" else np.arange(len(data["step"])) == t
+        moved = data["current"] - data["proximal"]
+        ratio = np.exp(moved[same].mean())
+        off = np.exp((data["proximal"] - data["behaviour"])[same].mean())
+        advantage, used = data["advantage"][t], correction(off, config)
+        wanted["capped"] += off > config.behaviour_cap
+        wanted["behaviour_weight"] += used
+        wanted["importance_weight"] += ratio
+        wanted["kl"] += np.exp(moved[t]) - 1 - moved[t]
+        if used > 0:
+            wanted["clipped"] += (advantage > 0 and ratio > 1.28) or (advantage < 0 and ratio < 0.8)
+            wanted["dual_clipped"] += advantage < 0 and ratio > 1.5
+    assert {key: value.item() for key, value in sums.items()} == pytest.approx(wanted)
+    assert all(value > 0 for value in wanted.values())
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+def test_on_policy_the_gradient_is_that_of_the_policy_gradient(name: str) -> None:
+    data = example(3)
+    data["behaviour"] = data["proximal"] = data["current"]
+    tensor = torch.from_numpy(data["current"]).requires_grad_()
+    surrogate(tensor, tensors(data), replace(USUAL, name=name))[0].backward()
     np.testing.assert_allclose(tensor.grad.numpy(), -data["weight"] * data["advantage"], rtol=1e-12)
 
 
-def test_likelihood_ignores_tokens_without_positive_advantage():
-    current, data = example(4)
-    data["advantage"] = np.where(data["advantage"] > 0, 1.0, 0.0)
-    loss, _ = likelihood(torch.from_numpy(current), tensors(data))
-    assert loss.item() == pytest.approx(-(data["weight"] * data["advantage"] * current).sum())
+def test_without_decoupling_fresh_tokens_give_the_same_loss() -> None:
+    data = example(4)
+    data["behaviour"] = data["proximal"]
+    current = torch.from_numpy(data["current"])
+    with_it, without = (surrogate(current, tensors(data), replace(USUAL, decoupled=d)) for d in (True, False))
+    assert with_it[0].item() == without[0].item()
 
 
-def test_normalisers_weigh_trajectories_as_their_equations_say():
+def single(current: float, **values: float) -> tuple[torch.Tensor, TokenData]:
+    """One response of one token, in float32 as in training."""
+    given = {"behaviour": -1.0, "proximal": -1.0, "advantage": 1.0, "weight": 1.0, "reference": -1.0} | values
+    data = {name: torch.tensor([value], dtype=torch.float32) for name, value in given.items()}
+    tensor = torch.tensor([current], dtype=torch.float32, requires_grad=True)
+    return tensor, TokenData(**data, step=torch.zeros(1, dtype=torch.int64), lengths=torch.ones(1))
+
+
+@pytest.mark.parametrize("config", VARIANTS, ids=title)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("far", [150.0, -150.0])
+def test_a_ratio_beyond_all_bounds_leaves_loss_and_gradient_finite(
+    config: LossConfig, advantage: float, far: float
+) -> None:
+    for moved in ({}, {"behaviour": -1.0 - far}, {"reference": -1.0 + far}):
+        tensor, data = single(-1.0 + (far if not moved else 0.1), advantage=advantage, **moved)
+        loss, sums = objective(config, None)(tensor, data)
+        loss.backward()
+        assert torch.isfinite(loss)
+        assert torch.isfinite(tensor.grad).all()
+        assert all(torch.isfinite(value) for value in sums.values())
+
+
+@pytest.mark.parametrize("config", VARIANTS, ids=title)
+def test_tokens_without_weight_or_advantage_have_no_gradient(config: LossConfig) -> None:
+    data = example(6)
+    config = replace(config, kl_coefficient=0.0)
+    for name in ("weight", "advantage"):
+        nothing = tensors(data | {name: np.zeros_like(data[name])})
+        tensor = torch.from_numpy(data["current"]).requires_grad_()
+        loss, sums = objective(config, None)(tensor, nothing)
+        loss.backward()
+        assert loss.item() == 0
+        assert not tensor.grad.any()
+        assert sums["clipped"].item() == sums["dual_clipped"].item() == 0
+
+
+@pytest.mark.parametrize("config", [v for v in VARIANTS if v.kl_coefficient], ids=title)
+@pytest.mark.parametrize("where", ["behaviour", "proximal", "advantage", "weight", "reference"])
+def test_a_number_that_is_none_reaches_the_gradient(config: LossConfig, where: str) -> None:
+    """The optimiser refuses such a gradient; a loss that passed the token over would hide it."""
+    if where == "proximal" and not config.decoupled:
+        return  # it is not looked at
+    tensor, data = single(-1.1, **{where: math.nan})
+    objective(config, None)(tensor, data)[0].backward()
+    assert torch.isnan(tensor.grad).all()
+
+
+def test_a_penalty_without_a_reference_is_refused() -> None:
+    data = replace(tensors(example(0)), reference=None)
+    with pytest.raises(ValueError, match=r"Learner\.reference is None"):
+        objective(replace(USUAL, kl_coefficient=0.1), None)(data.proximal, data)
+
+
+def test_the_divergence_from_the_reference_is_what_sampling_estimates() -> None:
+    """Over all tokens of a small vocabulary, weighted by the policy, k3 adds up to the divergence itself."""
+    rng = np.random.default_rng(0)
+    now, start = (values - np.log(np.exp(values).sum()) for values in rng.normal(0, 1, (2, 50)))
+    data = example(0, (50,)) | {"weight": np.exp(now), "reference": start}
+    value, _ = reference_kl(torch.from_numpy(now), tensors(data))
+    assert value.item() == pytest.approx((np.exp(now) * (now - start)).sum(), rel=1e-9)
+
+
+def test_likelihood_counts_tokens_with_positive_advantage_only() -> None:
+    data = example(4)
+    tensor = torch.from_numpy(data["current"]).requires_grad_()
+    loss, _ = likelihood(tensor, tensors(data))
+    loss.backward()
+    wanted = 0.0
+    for now, weight, advantage in zip(data["current"], data["weight"], data["advantage"], strict=True):
+        wanted -= weight * now if advantage > 0 else 0.0
+    assert loss.item() == pytest.approx(wanted)
+    np.testing.assert_array_equal(tensor.grad.numpy(), -data["weight"] * (data["advantage"] > 0))
+
+
+def test_normalisers_weigh_trajectories_as_their_equations_say() -> None:
     size = BatchSize(trajectories=4, tokens=200)
     assert token_weight("constant", size, steps=12, k=10) == pytest.approx(1 / 40)
     assert token_weight("per_trajectory", size, steps=12, k=10) == pytest.approx(1 / 48)

@@ -17,10 +17,16 @@ OTHERS = pytest.mark.parametrize("way", [name for name in packing_ranks.WAYS if 
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, dict[str, Any]]:
-    """Way of making rows -> what came of it."""
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """Where a process of its own left what it found."""
     folder = tmp_path_factory.mktemp("packing")
     spawn(packing_ranks.run, str(folder), str(tiny_model), ranks=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[str, dict[str, Any]]:
+    """Way of making rows -> what came of it."""
     result: dict[str, dict[str, Any]] = torch.load(folder / "found.pt")
     return result
 
@@ -69,6 +75,20 @@ def test_merging_computes_shared_tokens_and_encodes_shared_images_once(
     assert merged["patches"] == sum(patches(sample) for sample in last)
     distinct = {image: grid for sample in last for image, grid in zip(sample.images, sample.grids, strict=True)}
     assert together["patches"] == sum(int(grid.prod()) for grid in distinct.values()) < merged["patches"]
+
+
+def test_steps_of_the_append_policy_score_the_same_as_one_sequence_a_stretch(folder: Path, tiny_model: Path) -> None:
+    found = torch.load(folder / "appended.pt")
+    alone, merged = found["one by one"], found["merged"]
+    samples = packing_ranks.appended_samples(Processor.load(tiny_model))
+    assert (alone["rows"], merged["rows"]) == ([5], [1])
+    assert alone["tokens"] == sum(sample.length for sample in samples)
+    assert merged["tokens"] == samples[2].length + samples[4].length  # the last of each stretch
+    assert merged["patches"] == sum(patches(samples[i]) for i in (2, 4))
+    assert torch.equal(alone["marks"], merged["marks"])
+    assert (alone["logprobs"] - merged["logprobs"]).abs().max() < 1e-5
+    for name, gradient in alone["gradients"].items():
+        assert (gradient - merged["gradients"][name]).norm() < 1e-5 * gradient.norm(), name
 
 
 def patches(sample: Sample) -> int:

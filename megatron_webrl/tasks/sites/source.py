@@ -10,14 +10,15 @@ from collections.abc import Sequence
 
 from playwright.async_api import BrowserContext, Page
 
-from megatron_webrl.config import ConfigError, LatencyConfig
+from megatron_webrl.config import ConfigError, LatencyConfig, SamplerConfig
+from megatron_webrl.sampling.samplers import fixed
 from megatron_webrl.tasks.aim import OracleError
 from megatron_webrl.tasks.server import LocalServer, Reply, Request
 from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS, SITES, goal
 from megatron_webrl.tasks.sites.goal import FAILED, Goal, verdict
 from megatron_webrl.tasks.sites.latency import delay
 from megatron_webrl.tasks.sites.moves import Look, Move, look_at, next_action
-from megatron_webrl.tasks.source import ServedTasks, check_environments, check_names
+from megatron_webrl.tasks.source import ServedTasks, StepLimits, check_environments, check_names
 from megatron_webrl.types import Action, Task
 
 NAME = "sites"
@@ -60,12 +61,23 @@ class Episode:
 
 
 class Sites(ServedTasks):
-    """Tasks drawn uniformly from some environments of the sites. A context manager; close stops the server."""
+    """Tasks of some environments of the sites. A context manager; close stops the server."""
 
-    def __init__(self, environments: Sequence[str], max_steps: int, latency: LatencyConfig | None = None) -> None:
+    def __init__(
+        self,
+        environments: Sequence[str],
+        max_steps: int,
+        latency: LatencyConfig | None = None,
+        *,
+        limits: StepLimits | None = None,
+        sampler: SamplerConfig | None = None,
+    ) -> None:
         """Raises ConfigError for an environment or a site that does not exist."""
         check_environments("the sites have", environments, list(ENVIRONMENTS))
-        super().__init__(environments, max_steps, LocalServer(self._respond, "sites-server"))
+        difficulties = [ENVIRONMENTS[name].difficulty for name in environments]
+        probabilities = fixed(sampler or SamplerConfig(), environments, difficulties)
+        server = LocalServer(self._respond, "sites-server")
+        super().__init__(environments, max_steps, server, probabilities, limits or StepLimits())
         self._latency = latency or LatencyConfig()
         _check_latency(self._latency)
         self._lock = threading.Lock()
@@ -87,11 +99,11 @@ class Sites(ServedTasks):
 
     def make(self, environment: str, seed: int) -> Task:
         """The task of an environment and a page seed; the same on every machine."""
-        wanted = goal(environment, seed)
+        wanted, difficulty = goal(environment, seed), ENVIRONMENTS[environment].difficulty
         return Task(
             id=f"{NAME}/{environment}/{seed}", source=NAME, environment=environment, seed=seed,
-            max_steps=self.max_steps, instruction=wanted.instruction,
-            difficulty=ENVIRONMENTS[environment].difficulty, answer=wanted.answer,
+            max_steps=self.steps(difficulty), instruction=wanted.instruction, difficulty=difficulty,
+            answer=wanted.answer,
         )  # fmt: skip
 
     def begin(self, task: Task) -> Episode:
@@ -120,8 +132,10 @@ class Sites(ServedTasks):
         """Reward and end by the state of the site, wherever the page is."""
         return self._open[page.context].result()
 
-    async def demonstrate(self, page: Page, task: Task) -> Action:
-        """What the task's script would do next. Raises OracleError."""
+    async def demonstrate(self, page: Page, task: Task, hasty: bool = False) -> Action:
+        """What the task's script would do next. Raises OracleError, KeyError for a hasty one: there is none."""
+        if hasty:
+            raise KeyError(task.environment)
         try:
             return await next_action(page, self._open[page.context].next_move(await look_at(page)))
         except OracleError as error:

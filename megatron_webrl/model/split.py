@@ -1,0 +1,32 @@
+"""How layers are dealt out to the chunks of a pipeline, and which have experts: from numbers alone, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def split_layers(layers: int, chunks: int) -> tuple[range, ...]:
+    """The layers of each of `chunks` model chunks, in order; as even as can be.
+
+    Of what does not divide evenly the middle chunks take one layer more: the first also holds embeddings and
+    vision tower, the last the output layer. Raises ValueError if a chunk would be empty.
+    """
+    if layers < chunks:
+        raise ValueError(f"{chunks} pipeline chunks (pipeline_parallel x virtual_pipeline) exceed {layers} layers")
+    share, left = divmod(layers, chunks)
+    by_distance = sorted(range(chunks), key=lambda chunk: (abs(2 * chunk - chunks + 1), -chunk))
+    larger = set(by_distance[:left])
+    ranges, start = [], 0
+    for chunk in range(chunks):
+        end = start + share + (chunk in larger)
+        ranges.append(range(start, end))
+        start = end
+    return tuple(ranges)
+
+
+def is_sparse_layer(layer: int, dense: Sequence[int], step: int) -> bool:
+    """Whether a layer of a model with experts has them: every `step`th does, but for those that are said to be dense.
+
+    Source: `mlp_only_layers` and `decoder_sparse_step` of config.json's text_config.
+    """
+    return layer not in dense and (layer + 1) % step == 0

@@ -1,0 +1,311 @@
+"""Which process runs where: from a configuration to nodes, ranks, devices, cores, ports and rings.
+
+Pure functions of the configuration: nothing is looked up on a machine, so that every node and every script finds the
+same. docs/slurm.md says how to describe the machines (cluster.*).
+
+Trainer ranks count as Megatron does, "tp-cp-ep-dp-pp", the first fastest. Which node a rank is on is another order:
+a copy of the model, then a stage of it, then a context-parallel and then a tensor-parallel group lies inside a node
+wherever it fits. With a mixture of experts a stage's copy is as many ranks as hold all of its experts. Engines are
+dealt out likewise: whole where they fit, else by pipeline stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
+from typing import Any, Literal
+
+from megatron_webrl.config import Config, ConfigError
+from megatron_webrl.config_cluster import ClusterConfig
+from megatron_webrl.placement_cores import Claims, Cores, deal_cores
+from megatron_webrl.ring.segment import segment_name
+
+Role = Literal["trainer", "rollout"]
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of the train step (a rank) or of the rollout step (a worker with its engine and browsers)."""
+
+    role: Role
+    number: int  # rank, or worker
+    node: int
+    local: int  # number among the processes of its role on the node
+    devices: tuple[int, ...]  # GPUs of the node
+    cores: tuple[int, ...]  # of the node; empty: any
+    nics: tuple[str, ...]  # of its devices; empty: any
+    port: int  # of its own on the node
+    part: int = 0  # of an engine that spans nodes: which of its nodes this is; the worker is on the first
+
+    @property
+    def name(self) -> str:
+        """What logs and the control plane call it."""
+        return f"{self.role}-{self.number}" + (f".part-{self.part}" if self.part else "")
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The ring of one node."""
+
+    node: int
+    name: str
+    workers: tuple[int, ...]  # that write to it
+    ranks: tuple[int, ...]  # that read it
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Sizes, in ranks, of what should lie inside a node, from large to small."""
+
+    copy: int  # the whole model, all experts included
+    stage: int  # one pipeline stage of a copy
+    context: int  # tensor- times context-parallel
+    tensor: int
+
+    @classmethod
+    def of(cls, config: Config) -> Blocks:
+        """Those of the trainer."""
+        trainer = config.trainer
+        context = trainer.tensor_parallel * trainer.context_parallel
+        stage = math.lcm(context, trainer.expert_parallel * trainer.expert_tensor_parallel)
+        return cls(stage * trainer.pipeline_parallel, stage, context, trainer.tensor_parallel)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """All processes of a job, by node; on a node the trainer's come first."""
+
+    nodes: int
+    control_port: int  # of the control plane, on the first node
+    processes: tuple[Process, ...]
+    rings: tuple[Ring, ...]  # of each node
+    blocks: Blocks
+
+    def on(self, node: int) -> tuple[Process, ...]:
+        """The processes of a node."""
+        return self._by_node[node]
+
+    def of(self, role: Role) -> tuple[Process, ...]:
+        """The processes of a role in the order of their numbers."""
+        found = [process for process in self.processes if process.role == role]
+        return tuple(sorted(found, key=lambda process: (process.number, process.part)))
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        return asdict(self) | {"processes": [asdict(each) | {"name": each.name} for each in self.processes]}
+
+    @cached_property
+    def _by_node(self) -> tuple[tuple[Process, ...], ...]:
+        found: list[list[Process]] = [[] for _ in range(self.nodes)]
+        for process in self.processes:
+            found[process.node].append(process)
+        return tuple(map(tuple, found))
+
+
+def place(config: Config) -> Placement:
+    """Place all processes of a configuration. Raises ConfigError, in one line, for what cannot be placed."""
+    cluster = config.cluster
+    _check_machines(config)
+    training, serving = _shares(config)
+    blocks = Blocks.of(config)
+    ranks = _deal(_by_copy(config, blocks), (blocks.copy, blocks.stage, blocks.context), blocks.tensor, training)
+    sizes = (config.engine_ranks,)
+    engines = _deal(range(config.rollout.engines * config.engine_ranks), sizes, config.rollout.tensor_parallel, serving)
+    parts = [_parts(slots, config.engine_ranks) for slots in engines]
+    numbers: dict[int, int] = {}  # of the next part of each engine
+    processes: list[Process] = []
+    for node in range(cluster.nodes):
+        processes += _processes(config, node, ranks[node], parts[node], numbers)
+    control = config.control.port or cluster.port
+    last = max(process.port for process in processes)
+    if last > 65535:
+        raise ConfigError(f"cluster.port={cluster.port} and the processes of a node need ports up to {last}; lower it")
+    if cluster.port < control <= last:
+        raise ConfigError(
+            f"control.port={control} is among the ports {cluster.port + 1} to {last} of the processes (cluster.port); "
+            "set control.port=0"
+        )
+    return Placement(cluster.nodes, control, tuple(processes), tuple(_rings(config, processes)), blocks)
+
+
+def check_cluster(config: Config) -> None:
+    """Refuse described machines on which the configuration cannot be placed. Raises ConfigError."""
+    if config.cluster.described:
+        place(config)
+
+
+def devices(config: Config) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES of each process by name, where cluster.gpus says that there are GPUs."""
+    if not config.cluster.gpus:
+        return {}
+    return {process.name: ",".join(map(str, process.devices)) for process in place(config).processes}
+
+
+def _check_machines(config: Config) -> None:
+    cluster = config.cluster
+    if cluster.trainer_cores and not cluster.cores:
+        raise ConfigError(
+            f"cluster.trainer_cores={cluster.trainer_cores} has no effect without cluster.cores; give both or neither"
+        )
+    if not cluster.gpus:
+        for name in ("engine_gpus", "gpu_numa", "nics", "gpu_gib"):
+            if (value := getattr(cluster, name)) != getattr(ClusterConfig(), name):
+                raise ConfigError(f"cluster.{name}={value} has no effect with cluster.gpus=0; set cluster.gpus too")
+        return
+    if config.model.platform == "cpu":
+        raise ConfigError(
+            f"cluster.gpus={cluster.gpus} with model.platform=cpu: set cluster.gpus=0, or platform to auto"
+        )
+    if not 1 <= cluster.engine_gpus < cluster.gpus:
+        raise ConfigError(
+            f"cluster.engine_gpus={cluster.engine_gpus} of cluster.gpus={cluster.gpus} must leave each role at least "
+            f"one GPU of a node; choose 1 to {cluster.gpus - 1}"
+        )
+    for name, value in (("gpu_numa", cluster.gpu_numa), ("nics", cluster.nics)):
+        if value and len(value) != cluster.gpus:
+            raise ConfigError(
+                f"cluster.{name} has {len(value)} entries for cluster.gpus={cluster.gpus}; give one for each GPU"
+            )
+    if cluster.gpu_numa and not cluster.cores:
+        raise ConfigError("cluster.gpu_numa has no effect without cluster.cores; give the cores of each NUMA node, too")
+    for number in cluster.gpu_numa:
+        if not 0 <= number < len(cluster.cores):
+            raise ConfigError(
+                f"cluster.gpu_numa={number} is not one of the {len(cluster.cores)} NUMA nodes of cluster.cores"
+            )
+
+
+def _shares(config: Config) -> tuple[int, int]:
+    """Ranks of the trainer and of engines on each node. Raises ConfigError if a role does not fill its share."""
+    cluster, trainer, rollout = config.cluster, config.trainer, config.rollout
+    serving = rollout.engines * config.engine_ranks
+    dp, replica = trainer.data_parallel, config.trainer_ranks // trainer.data_parallel
+    for name, ranks, size, share, value in (
+        ("trainer.data_parallel", config.trainer_ranks, replica, cluster.gpus - cluster.engine_gpus, dp),
+        ("rollout.engines", serving, config.engine_ranks, cluster.engine_gpus, rollout.engines),
+    ):
+        if cluster.gpus and ranks != cluster.nodes * share:
+            whole, left = divmod(cluster.nodes * share, size)
+            way = f"set it to {whole}" if whole and not left else "change cluster.engine_gpus or the parallel sizes"
+            raise ConfigError(
+                f"{name}={value} makes {ranks} ranks, but {cluster.nodes} nodes have {share} GPUs each for them, "
+                f"{cluster.nodes * share} in all (cluster.*); {way}"
+            )
+        if ranks % cluster.nodes:
+            raise ConfigError(
+                f"{name}={value} makes {ranks} ranks, which cluster.nodes={cluster.nodes} do not divide; every node "
+                f"must have equally many: choose a multiple of {cluster.nodes // math.gcd(size, cluster.nodes)}"
+            )
+    training, serving = config.trainer_ranks // cluster.nodes, serving // cluster.nodes
+    for name, size, share in (
+        ("trainer.tensor_parallel", trainer.tensor_parallel, training),
+        ("rollout.tensor_parallel", rollout.tensor_parallel, serving),
+    ):
+        if share % size:
+            raise ConfigError(
+                f"{name}={size} does not divide the {share} ranks of its role on a node, so that a tensor-parallel "
+                f"group would span nodes; choose a divisor of {share}"
+            )
+    return training, serving
+
+
+def _by_copy(config: Config, blocks: Blocks) -> list[int]:
+    """All trainer ranks, the ranks of a model copy next to each other, and within it those of a stage."""
+    stages = config.trainer.pipeline_parallel
+    share = config.trainer_ranks // stages  # ranks of a stage, over all copies
+    if share % blocks.stage:
+        raise ConfigError(
+            f"trainer.expert_parallel x expert_tensor_parallel needs {blocks.stage} ranks for each copy of the "
+            f"experts, which do not divide the {share} ranks of a pipeline stage; lower expert_parallel or raise "
+            "data_parallel"
+        )
+    copies = range(0, share, blocks.stage)
+    return [
+        stage * share + first + i for first in copies for stage in range(stages) for i in range(blocks.stage)
+    ]  # fmt: skip
+
+
+def _deal(order: Sequence[int], blocks: Sequence[int], smallest: int, room: int) -> list[list[int]]:
+    """What each node gets of `order`, `room` each: the largest blocks that fit a node whole, the others in parts.
+
+    Each block is a multiple of the next, and `smallest` divides `room`.
+    """
+    held: list[list[int]] = [[] for _ in range(len(order) // room)]
+    left = list(order)
+    for block in (*blocks, smallest):
+        node, rest = 0, []
+        for start in range(0, len(left), block):
+            while node < len(held) and room - len(held[node]) < block:
+                node += 1
+            if node < len(held):
+                held[node] += left[start : start + block]
+            else:
+                rest += left[start : start + block]
+        left = rest
+    return held
+
+
+def _parts(slots: Sequence[int], size: int) -> list[tuple[int, int]]:
+    """(engine, number of its ranks) in the order in which a node holds them."""
+    found: dict[int, int] = {}
+    for slot in slots:
+        found[slot // size] = found.get(slot // size, 0) + 1
+    return list(found.items())
+
+
+def _processes(
+    config: Config, node: int, ranks: Sequence[int], engines: Sequence[tuple[int, int]], parts: dict[int, int]
+) -> Iterator[Process]:
+    """The processes of one node. `parts` counts the nodes that each engine has already."""
+    cluster = config.cluster
+    sizes = tuple(size for _, size in engines)
+    cores = _node_cores(_Shape(tuple(cluster.cores), tuple(cluster.gpu_numa), _claims(config)), len(ranks), sizes)
+
+    def process(role: Role, number: int, local: int, first: int, count: int, part: int = 0) -> Process:
+        held = tuple(range(first, first + count)) if cluster.gpus else ()
+        nics = tuple(dict.fromkeys(cluster.nics[gpu] for gpu in held)) if cluster.nics else ()
+        index = local + (len(ranks) if role == "rollout" else 0)
+        return Process(role, number, node, local, held, cores[index], nics, cluster.port + 1 + index, part)
+
+    for local, rank in enumerate(ranks):
+        yield process("trainer", rank, local, local, 1)
+    first = len(ranks)
+    for local, (engine, size) in enumerate(engines):
+        part = parts.get(engine, 0)
+        parts[engine] = part + 1
+        yield process("rollout", engine, local, first, size, part)
+        first += size
+
+
+def _claims(config: Config) -> Claims:
+    return Claims(config.cluster.gpus, config.cluster.trainer_cores, config.trainer.pixel_workers)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What the cores of a node's processes follow from; nodes are few kinds, so that each is worked out once."""
+
+    cores: tuple[str, ...]
+    gpu_numa: tuple[int, ...]
+    claims: Claims
+
+
+@lru_cache(maxsize=64)
+def _node_cores(shape: _Shape, ranks: int, engines: tuple[int, ...]) -> tuple[Cores, ...]:
+    """Cores of each process of a node: `ranks` of the trainer, then engines of the given numbers of processes."""
+    return deal_cores(shape.cores, shape.gpu_numa, shape.claims, ranks, engines)
+
+
+def _rings(config: Config, processes: Sequence[Process]) -> Iterator[Ring]:
+    nodes = range(config.cluster.nodes)
+    workers: list[list[int]] = [[] for _ in nodes]
+    ranks: list[list[int]] = [[] for _ in nodes]
+    for process in processes:
+        if process.role == "trainer":
+            ranks[process.node].append(process.number)
+        elif process.part == 0:
+            workers[process.node].append(process.number)
+    for node in nodes:
+        yield Ring(node, segment_name(config.run.name, f"node {node}"), tuple(workers[node]), tuple(ranks[node]))

@@ -1,0 +1,1 @@
+"""What each step's prompt holds of the steps before it: docs/context.md."""

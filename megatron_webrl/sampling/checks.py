@@ -1,0 +1,52 @@
+"""What can be known of tasks.* to fail before anything starts."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+
+from megatron_webrl.config import ConfigError, SamplerConfig, TasksConfig
+from megatron_webrl.types import DIFFICULTIES
+
+
+def check_tasks(tasks: TasksConfig) -> None:
+    """Refuse names that do not exist, and samplers that could draw nothing. Raises ConfigError."""
+    if not tasks.environments:
+        raise ConfigError("tasks.environments is empty; name at least one environment")
+    for key in ("max_steps_by_difficulty", "evaluation_max_steps_by_difficulty"):
+        limits = getattr(tasks, key)
+        _check_names(f"tasks.{key}", limits, DIFFICULTIES, ", ".join(DIFFICULTIES))
+        for difficulty, steps in limits.items():
+            if steps < 1:
+                raise ConfigError(f"tasks.{key}.{difficulty}={steps} must be at least 1")
+    _check_sampler(tasks.sampler, tasks.environments)
+
+
+def _check_sampler(sampler: SamplerConfig, environments: Sequence[str]) -> None:
+    for key in ("weights", "difficulty_weights"):
+        weights = getattr(sampler, key)
+        if weights and sampler.name != "ratio":
+            raise ConfigError(
+                f"tasks.sampler.{key} has no effect on tasks.sampler.name={sampler.name}; leave it out, or use ratio"
+            )
+        for name, weight in weights.items():
+            if not (weight >= 0 and math.isfinite(weight)):
+                raise ConfigError(f"tasks.sampler.{key}.{name}={weight} must be a number of at least 0")
+    _check_names("tasks.sampler.weights", sampler.weights, environments, "tasks.environments")
+    _check_names("tasks.sampler.difficulty_weights", sampler.difficulty_weights, DIFFICULTIES, ", ".join(DIFFICULTIES))
+    if sampler.name == "ratio" and bool(sampler.weights) == bool(sampler.difficulty_weights):
+        raise ConfigError(
+            "tasks.sampler.name=ratio needs either tasks.sampler.weights or tasks.sampler.difficulty_weights; "
+            f"{'both are' if sampler.weights else 'neither is'} given"
+        )
+    if not any(sampler.weights.get(name, 1.0) for name in environments):
+        raise ConfigError("tasks.sampler.weights is 0 for every one of tasks.environments; raise one")
+
+
+def _check_names(key: str, given: Mapping[str, object], known: Sequence[str], words: str) -> None:
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=4, cutoff=0.4)
+            hint = f"; near: {', '.join(near)}" if near else ""
+            raise ConfigError(f"{key}: {name!r} is not one of {words}{hint}")

@@ -1,0 +1,89 @@
+"""How sampler states travel from the trainer, which makes them, to the workers, through the control plane.
+
+A state goes with a run of tickets: from its first one to that of the next state. The trainer publishes it before it
+raises the ticket limit above that first ticket, so whoever holds a ticket finds its state, and a state never changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_webrl.config import Config
+from megatron_webrl.control import POLL_SECONDS, Control, JobFailed
+from megatron_webrl.sampling.samplers import ADAPTIVE
+
+_INDEX = "sampler/index"  # first tickets of the states that are there, in order
+
+
+@dataclass(frozen=True)
+class SamplerState:
+    """What decides which environments some tickets draw."""
+
+    first: int  # the first ticket that it applies to
+    probabilities: tuple[float, ...]  # [environments], in the order of tasks.environments
+
+
+def publish(control: Control, states: Sequence[SamplerState], before: Sequence[SamplerState] = ()) -> None:
+    """Trainer: make `states`, oldest first, those that there are; `before` are those that were published last.
+
+    To be called before the ticket limit rises above the first ticket of a state that is new.
+    """
+    for state in states:
+        if state not in before:
+            control.put(_key(state.first), list(state.probabilities))
+    firsts = [state.first for state in states]
+    control.put(_INDEX, firsts)
+    for state in before:
+        if state.first not in firsts:
+            control.store.delete_key(_key(state.first))
+
+
+class PublishedStates:
+    """A worker's view of the states. Each is read once."""
+
+    def __init__(self, control: Control, seconds: float) -> None:
+        """`seconds`: limit of waiting for a state."""
+        self.control, self.seconds = control, seconds
+        self._known: dict[int, tuple[float, ...]] = {}
+
+    @classmethod
+    def of(cls, config: Config, control: Control) -> PublishedStates | None:
+        """None for samplers whose probabilities are known without the trainer."""
+        return cls(control, config.run.start_seconds) if config.tasks.sampler.name in ADAPTIVE else None
+
+    async def probabilities(self, ticket: int) -> tuple[float, ...]:
+        """The probabilities by which a ticket that has been taken draws. Raises JobFailed, Stopped.
+
+        A ticket older than all states has been closed: its worker died before it could say so, and what is run
+        again is dropped as a duplicate. It gets the oldest state that is left.
+        """
+        deadline = time.monotonic() + self.seconds
+        while (found := self._find(ticket)) is None:
+            self.control.check(("trainer-0",))
+            if time.monotonic() > deadline:
+                raise JobFailed(
+                    f"{self.control.role} waited {self.seconds:.0f} s (run.start_seconds) for the sampler state of "
+                    f"ticket {ticket} from trainer-0"
+                )
+            await asyncio.sleep(POLL_SECONDS)
+        return found
+
+    def _find(self, ticket: int) -> tuple[float, ...] | None:
+        index = self.control.value(_INDEX)
+        if not isinstance(index, list) or not index:
+            return None
+        first = max((number for number in index if number <= ticket), default=index[0])
+        self._known = {number: known for number, known in self._known.items() if number in index}
+        if first not in self._known:
+            values = self.control.value(_key(first))
+            if not isinstance(values, list):  # forgotten since the index was read
+                return None
+            self._known[first] = tuple(values)
+        return self._known[first]
+
+
+def _key(first: int) -> str:
+    return f"sampler/{first}"

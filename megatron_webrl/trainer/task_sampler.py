@@ -1,0 +1,110 @@
+"""The trainer's part in task sampling: what it learns of the environments, and the states that tickets draw by."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_webrl.config import TasksConfig
+from megatron_webrl.control import Control, Start
+from megatron_webrl.sampling.samplers import ADAPTIVE, adapted, first_rate, moved_rate
+from megatron_webrl.sampling.states import SamplerState, publish
+from megatron_webrl.types import Group
+
+
+class TaskSampler:
+    """The statistics and states of an adaptive sampler; idle with any other.
+
+    Life: `open` publishes the states before the first ticket is issued. Every group that is closed is noted, whether
+    trained or dropped. Before each rise of the ticket limit `adapt` learns from those noted since, in the order of
+    their tickets, and publishes another state for the tickets above the old limit; those below have been admitted and
+    keep the state that they have.
+
+    Invariants: a ticket counts once in the statistics, when it is closed, so a checkpoint's statistics are those of
+    the tickets that it holds as closed. The states of all tickets that are not closed are there, and no older ones.
+    """
+
+    def __init__(self, tasks: TasksConfig, start: Start, saved: Mapping[str, Any] | None) -> None:
+        """`saved`: what `state` gave for a checkpoint. Its states go if the environments are not the same."""
+        self.settings, self.environments = tasks.sampler, tuple(tasks.environments)
+        self.active = tasks.sampler.name in ADAPTIVE
+        saved = (saved if self.active else None) or {}
+        rates, drawn = saved.get("rates", {}), saved.get("drawn", {})
+        self.rates = {name: rates.get(name, first_rate(self.settings)) for name in self.environments}
+        self.drawn = Counter({name: drawn.get(name, 0) for name in self.environments})  # tickets that are closed
+        self.states = [SamplerState(0, self._probabilities())]
+        if tuple(saved.get("environments", ())) == self.environments:
+            self.states = [SamplerState(first, tuple(values)) for first, values in saved["states"]]
+        self._issued = start.base + len(start.open_tickets)  # tickets from here on were not taken before this life
+        self._oldest = min(start.open_tickets, default=self._issued)  # of the tickets that are not closed
+        self._closed = set(range(self._oldest, self._issued)) - set(start.open_tickets)  # and those closed above it
+        self._noted: dict[int, tuple[str, float | None]] = {}  # ticket -> environment, pass rate of its group
+
+    def open(self, control: Control) -> None:
+        """Publish the states of the tickets that come first."""
+        if self.active:
+            publish(control, self.states)
+
+    def note(self, group: Group) -> None:
+        """A group was trained or dropped."""
+        if self.active:
+            passed = [t.outcome == "success" for t in group.trajectories if t.trainable]
+            rate = sum(passed) / len(passed) if passed else None
+            self._noted[group.ticket] = group.trajectories[0].task.environment, rate
+
+    def adapt(self, control: Control, limit: int) -> None:
+        """Learn, and publish what the tickets from `limit` on draw by. To be called before the limit is raised."""
+        if not self.active:
+            return
+        self._learn()
+        states = [state for state in self.states if state.first < self._first(limit)]
+        latest = SamplerState(self._first(limit), self._probabilities())
+        if not states or states[-1].probabilities != latest.probabilities:
+            states.append(latest)
+        while len(states) > 1 and states[1].first <= self._oldest:
+            del states[0]
+        publish(control, states, self.states)
+        self.states = states
+
+    def figures(self) -> dict[str, float]:
+        """Metrics of an update, by MLflow name: what is known of each environment, and what follows from it."""
+        if not self.active:
+            return {}
+        found: dict[str, float] = {}
+        for name, probability in zip(self.environments, self.states[-1].probabilities, strict=True):
+            found[f"sampler/probability/{name}"] = probability
+            found[f"sampler/pass_rate/{name}"] = self.rates[name]
+            found[f"sampler/drawn/{name}"] = float(self.drawn[name])
+        return found
+
+    def state(self) -> dict[str, Any] | None:
+        """For a checkpoint."""
+        if not self.active:
+            return None
+        self._learn()
+        return {
+            "environments": list(self.environments),
+            "rates": dict(self.rates),
+            "drawn": dict(self.drawn),
+            "states": [[state.first, list(state.probabilities)] for state in self.states],
+        }
+
+    def _first(self, limit: int) -> int:
+        """The first ticket above the limit: after a resume the first positions stand for open tickets."""
+        return max(limit, self._issued)
+
+    def _probabilities(self) -> tuple[float, ...]:
+        return adapted(self.settings, [self.rates[name] for name in self.environments])
+
+    def _learn(self) -> None:
+        for ticket, (name, rate) in sorted(self._noted.items()):
+            if name in self.rates:  # else its ticket is older than a change of tasks.environments
+                self.drawn[name] += 1
+                if rate is not None:
+                    self.rates[name] = moved_rate(self.settings, self.rates[name], rate)
+            self._closed.add(ticket)
+        self._noted.clear()
+        while self._oldest in self._closed:
+            self._closed.remove(self._oldest)
+            self._oldest += 1

@@ -1,0 +1,37 @@
+"""A control plane in a thread, for tests of what travels through it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_webrl.control import Control, serve
+
+
+@contextmanager
+def control_plane(folder: Path, seconds: float = 300.0) -> Iterator[tuple[str, int]]:
+    """Its address; it ends with the context."""
+    path = folder / "control.json"
+    path.unlink(missing_ok=True)
+    thread = threading.Thread(target=serve, args=("127.0.0.1", 0, "ring", path, seconds), daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 60
+    while not path.is_file():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    fields = json.loads(path.read_text())
+    address = fields["host"], fields["port"]
+    yield address
+    last = connect(address, "test")
+    last.finish("finished")
+    last.dismiss()
+    thread.join(60)
+
+
+def connect(address: tuple[str, int], role: str) -> Control:
+    """A role's connection."""
+    return Control(*address, role, lost_seconds=60.0, connect_seconds=60.0)

@@ -1,0 +1,35 @@
+"""What the settings make of a source: step limits and shares of the tickets."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from megatron_webrl.config import ConfigError, SamplerConfig, TasksConfig
+from megatron_webrl.tasks.registry import make_source
+
+
+def test_difficulties_have_step_limits_and_shares_of_the_tickets() -> None:
+    settings = TasksConfig(
+        source="sites", environments=["forms-vote", "forms-apply", "forms-renew", "wiki-watch"], max_steps=12,
+        max_steps_by_difficulty={"medium": 20, "hard": 30}, evaluation_max_steps_by_difficulty={"easy": 50, "hard": 70},
+        sampler=SamplerConfig("ratio", difficulty_weights={"easy": 0.5, "medium": 0.3, "hard": 0.2}),
+    )  # fmt: skip
+    source = make_source(settings)
+    try:
+        training = [source.task(0, ticket) for ticket in range(100)]
+        assert {(task.difficulty, task.max_steps) for task in training} == {("easy", 12), ("medium", 20), ("hard", 30)}
+        counts = Counter(task.environment for task in training)
+        expected = {"forms-vote": 25, "wiki-watch": 25, "forms-apply": 30, "forms-renew": 20}
+        assert all(abs(counts[name] - wanted) <= 3 for name, wanted in expected.items()), counts
+        always = [source.task(0, ticket, (0.0, 0.0, 1.0, 0.0)) for ticket in range(20)]
+        assert {task.environment for task in always} == {"forms-renew"}
+        assert [task.seed for task in always] == [task.seed for task in training[:20]]
+        held_out = [source.held_out(index) for index in range(8)]
+        assert [task.max_steps for task in held_out] == [50, 20, 70, 50] * 2
+    finally:
+        source.close()
+    easy = TasksConfig(sampler=SamplerConfig("ratio", difficulty_weights={"hard": 2.0}))
+    with pytest.raises(ConfigError, match=r"difficulty_weights.hard: none of tasks.environments is hard"):
+        make_source(easy)

@@ -1,0 +1,230 @@
+"""Evaluations through a real control plane: shared out, collected, repeated where a worker is lost, never waited for
+beyond their limit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_webrl import evaluations
+from megatron_webrl.config import Config, save
+from megatron_webrl.control import Control
+from megatron_webrl.evaluations import Collector, Request, Result
+from megatron_webrl.tracking import evaluation_files
+from megatron_webrl.tracking.mlflow_run import Tracker
+from megatron_webrl.trainer.evaluation import Evaluation
+
+LIMIT = 60.0
+SERVER = """
+import sys
+from pathlib import Path
+from megatron_webrl.control import serve
+serve("127.0.0.1", 0, "ring", Path(sys.argv[1]), seconds=120)
+"""
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+    path = tmp_path_factory.mktemp("control") / "control.json"
+    process = subprocess.Popen([sys.executable, "-c", SERVER, str(path)])
+    until(path.is_file, "a control plane")
+    fields = json.loads(path.read_text())
+    yield fields["host"], fields["port"]
+    process.kill()
+    process.wait()
+
+
+def until(condition: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} within {LIMIT} s"
+        time.sleep(0.02)
+
+
+def connect(address: tuple[str, int], role: str) -> Control:
+    return Control(*address, role, lost_seconds=10.0, connect_seconds=10)
+
+
+def request(number: int, tasks: int = 4, samples: int = 2) -> Request:
+    return Request(number, "during", tasks, samples, 1.0, version=0)
+
+
+def result(index: int, sample: int, life: str, outcome: str = "success") -> Result:
+    return Result(index, sample, f"t/{index}", "miniwob", "click-test", "easy", outcome, 1, 5, 0.1, (0, 0), life)
+
+
+def work(control: Control, asked: Request, life: str, count: int) -> list[int]:
+    """Run so many episodes, or all that are left; returns which."""
+    done = []
+    while len(done) < count and (taken := evaluations.take(control, asked, life)):
+        position, episode = taken
+        evaluations.answer(control, asked, position, result(*asked.place(episode), life))
+        done.append(episode)
+    return done
+
+
+def test_episodes_are_shared_out_and_those_of_a_lost_worker_run_again(address: tuple[str, int]):
+    trainer = connect(address, "trainer-0")
+    workers = [connect(address, f"rollout-{number}") for number in range(2)]
+    assert [worker.begin_life() for worker in workers] == [1, 1]
+    asked = request(1001)
+    evaluations.ask(trainer, asked)
+    assert evaluations.asked(workers[0]) == asked
+    collector = Collector(trainer, asked)
+    assert not collector.poll()
+    assert not collector.begun
+    assert work(workers[0], asked, "rollout-0.1", 2) == [0, 1]
+    left = [evaluations.take(workers[0], asked, "rollout-0.1") for _ in range(2)]  # and is never heard of again
+    assert left == [(2, 2), (3, 3)]
+    assert work(workers[1], asked, "rollout-1.1", 100) == [4, 5, 6, 7]
+    assert not collector.poll()
+    assert (collector.begun, collector.missing, collector.repeated) == (True, 2, [])
+    assert workers[0].begin_life() == 2
+    assert not collector.poll()
+    assert collector.repeated == [2, 3]
+    assert sorted(work(workers[0], asked, "rollout-0.2", 1) + work(workers[1], asked, "rollout-1.1", 9)) == [2, 3]
+    evaluations.answer(workers[0], asked, 2, result(2, 0, "rollout-0.1", "failure"))  # too late: it counts once
+    assert collector.poll()
+    assert [(r.index, r.sample) for _, r in sorted(collector.results.items())] == [
+        (index, sample) for sample in range(2) for index in range(4)
+    ]
+    assert all(r.outcome == "success" for r in collector.results.values())
+    evaluations.withdraw(trainer)
+    assert evaluations.asked(workers[0]) is None
+
+
+def test_every_episode_is_taken_once_by_workers_at_the_same_time(address: tuple[str, int]):
+    asked, done = request(1002, tasks=50), [[], [], []]  # type: Request, list[list[int]]
+    evaluations.ask(connect(address, "trainer-0"), asked)
+
+    def run(number: int) -> None:
+        control = connect(address, f"other-{number}")
+        control.begin_life()
+        done[number] += work(control, asked, f"other-{number}.1", 1000)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert sorted(episode for part in done for episode in part) == list(range(100))
+
+
+class Engines:
+    """The trainer's link to the engines, of which a new one comes once."""
+
+    def __init__(self) -> None:
+        self.waiting, self.served, self.version = 1, [], 0  # type: int, list[int], int
+
+    def newcomers(self) -> bool:
+        return self.waiting > 0
+
+    def publish(self, version: int, newcomers_only: bool = False) -> None:
+        if newcomers_only:
+            self.waiting -= 1
+            self.served.append(version)
+        else:
+            self.version = version
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = Config()
+    config.run.directory, config.trainer.updates = str(tmp_path), 4
+    config.evaluation.episodes, config.evaluation.every = 3, 1
+    config.evaluation.before = config.evaluation.after = config.evaluation.blank_images = True
+    config.run_folder.mkdir()
+    save(config, config.run_folder / "config.yaml")
+    return config
+
+
+class Worker(threading.Thread):
+    """Its engine comes when the first evaluation is under way. A later version succeeds at more tasks, none blindly."""
+
+    def __init__(self, address: tuple[str, int], name: str, engines: Engines) -> None:
+        super().__init__(daemon=True)
+        self.engines = engines
+        self.control, self.life = connect(address, name), f"{name}.1"
+        self.control.begin_life()
+        self.kinds: list[str] = []
+
+    def run(self) -> None:
+        deadline = time.monotonic() + LIMIT
+        while "blank_images" not in self.kinds and time.monotonic() < deadline:
+            asked = evaluations.asked(self.control)
+            if asked is not None and not self.engines.waiting and (not self.kinds or asked.kind != self.kinds[-1]):
+                while taken := evaluations.take(self.control, asked, self.life):
+                    index, sample = asked.place(taken[1])
+                    good = asked.version > index and asked.kind != "blank_images"
+                    found = result(index, sample, self.life, "success" if good else "failure")
+                    evaluations.answer(self.control, asked, taken[0], found)
+                self.kinds.append(asked.kind)
+            time.sleep(0.02)
+
+
+def test_a_run_is_evaluated_before_beside_and_after(address: tuple[str, int], config: Config, one_rank: None):
+    tracker = Tracker(config, None, str)
+    engines: Any = Engines()
+    evaluation = Evaluation(config, connect(address, "trainer-0"), tracker, incarnation=0, version=0)
+    worker = Worker(address, "rollout-9", engines)
+    worker.start()
+    evaluation.before(0, engines)
+    assert engines.served == [0]  # an engine that came meanwhile did not wait
+    evaluation.beside(1)
+    until(lambda: "during" in worker.kinds, "evaluation beside the training")
+    evaluation.beside(4)  # writes down the one of version 1; that of the end comes afterwards
+    evaluation.after(4, engines)
+    assert engines.version == 4  # engines that lagged behind are not evaluated
+    worker.join(LIMIT)
+    assert worker.kinds == ["before", "during", "after", "blank_images"]
+    found = evaluation_files.summarise(config.run_folder, 4)
+    assert [found[kind]["success"] for kind in ("before", "after", "blank_images")] == [0.0, 1.0, 0.0]
+    assert (found["gain"]["mean"], found["pixels"]["mean"]) == (1.0, 1.0)
+    lines = evaluation_files.read(config.run_folder)
+    assert [(line["kind"], line["version"], line["success"]) for line in lines][1] == ("during", 1, 1 / 3)
+    history = tracker.client.get_metric_history(tracker.run_id, "evaluation/success/click-test")
+    assert {metric.step: metric.value for metric in history} == {0: 0.0, 1: 1 / 3, 4: 1.0}
+
+    # Going on from version 1: the start is known, and what came after is forgotten.
+    again = Evaluation(config, connect(address, "trainer-0"), tracker, incarnation=1, version=1)
+    again.before(1, engines)
+    assert [line["kind"] for line in evaluation_files.read(config.run_folder)] == ["before", "during"]
+
+
+def test_without_workers_an_evaluation_ends_at_its_limit_and_beside_the_training_at_once(
+    address: tuple[str, int], config: Config, one_rank: None
+):
+    tracker = Tracker(config, None, str)
+    engines: Any = Engines()
+    control = connect(address, "trainer-0")
+    evaluation = Evaluation(config, control, tracker, incarnation=0, version=0)
+    config.evaluation.seconds = 3600.0
+    began = time.monotonic()
+    evaluation.beside(1)
+    evaluation.beside(2)  # finds the one of version 1 under way
+    evaluation.after(3, engines)  # the run was stopped before its last update
+    assert time.monotonic() - began < 10
+    assert evaluation_files.read(config.run_folder) == []
+    assert evaluations.asked(control) is None
+    config.evaluation.seconds, config.evaluation.after, config.evaluation.blank_images = 0.5, False, False
+    evaluation.beside(4)
+    evaluation.after(4, engines)
+    [line] = evaluation_files.read(config.run_folder)
+    assert (line["kind"], line["episodes"], line["missing"], line["success"]) == ("during", 0, 3, None)

@@ -1,0 +1,77 @@
+"""Loss variants through the whole learner, on one gloo process with a tiny Qwen3-VL and images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gloo import spawn
+from tests.trainer import variant_ranks
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("variants")
+    spawn(variant_ranks.run, str(folder), str(tiny_model), ranks=1)
+    return torch.load(folder / "found.pt", weights_only=False)
+
+
+def assert_equal(ones: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    assert all(map(torch.equal, ones, others))
+
+
+def test_the_reference_is_the_policy_after_the_warm_start(found: dict[str, Any]) -> None:
+    reference = found["reference"]
+    assert_equal(reference["start"], reference["reference"])
+    assert reference["moved"] > 0.01
+    assert reference["weights unchanged"]
+
+
+def test_the_divergence_is_zero_at_first_and_grows_as_the_policy_moves(found: dict[str, Any]) -> None:
+    first, *later = [metrics["reference_kl"] for metrics in found["reference"]["figures"]]
+    assert first == 0
+    assert all(value > 1e-4 for value in later)
+
+
+def test_a_strong_penalty_brings_the_policy_back(found: dict[str, Any]) -> None:
+    divergences = found["reference"]["strong"]
+    assert min(divergences[1:]) < 0.7 * divergences[0]
+
+
+def test_a_resumed_run_keeps_the_reference_of_its_start(found: dict[str, Any]) -> None:
+    reference = found["reference"]
+    assert_equal(reference["start"], reference["resumed reference"])
+    assert_equal(reference["at checkpoint"], reference["resumed"])
+
+
+def test_on_policy_nothing_is_clipped_whatever_the_ratios_are_of(found: dict[str, Any]) -> None:
+    variants = found["variants"]
+    for metrics in (variants["grpo"], variants["gspo"]):
+        assert metrics["clipped"] == metrics["dual_clipped"] == 0
+        assert metrics["importance_weight"] == pytest.approx(metrics["response_tokens"])
+    # Weights of the behaviour policy are means over a response, so that the sizes of the steps differ.
+    assert variants["gspo"]["gradient_norm"] != variants["grpo"]["gradient_norm"]
+    assert variants["gspo"]["behaviour_weight"] != variants["grpo"]["behaviour_weight"]
+
+
+def test_without_decoupling_the_same_tokens_are_clipped(found: dict[str, Any]) -> None:
+    """The engine's numbers of these tokens are far from the model's: what the weight corrects for, clipping stops."""
+    decoupled, coupled = found["variants"]["grpo"], found["variants"]["coupled"]
+    assert decoupled["clipped"] == 0 < coupled["clipped"]
+    assert decoupled["behaviour_weight"] == pytest.approx(coupled["importance_weight"], rel=1e-5)
+    assert coupled["behaviour_weight"] == coupled["response_tokens"]
+
+
+def test_shuffled_advantages_make_another_step(found: dict[str, Any]) -> None:
+    plain, shuffled = found["variants"]["grpo"], found["variants"]["shuffled"]
+    assert shuffled["response_tokens"] == plain["response_tokens"]
+    assert shuffled["loss"] != plain["loss"]
+
+
+def test_imitation_makes_successes_likelier(found: dict[str, Any]) -> None:
+    losses = [metrics["loss"] for metrics in found["variants"]["raft"]]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0]

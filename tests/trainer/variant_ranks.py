@@ -1,0 +1,117 @@
+"""What the one process of the test of loss variants does: a learner with a reference policy, GSPO and RAFT."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_webrl import compat
+from megatron_webrl.config import Config
+from tests import gloo
+from tests.trainer.learner_ranks import VERSION, make_config, make_groups
+
+
+def run(rank: int, folder: str, model: str) -> None:
+    """Write found.pt."""
+    compat.install()
+    platform = gloo.join(rank, 1, folder)
+    from megatron_webrl.model import groups
+    from megatron_webrl.model.layout import Sizes
+
+    groups.form(Sizes(), seed=1)
+    found = {"reference": _reference(Path(folder), model, platform), "variants": _variants(model, platform)}
+    torch.save(found, Path(folder) / "found.pt")
+    groups.dissolve()
+    torch.distributed.destroy_process_group()
+
+
+def _reference(folder: Path, model: str, platform: Any) -> dict[str, Any]:
+    """A run whose warm start was one update; three updates with the penalty; a checkpoint; a resumed run."""
+    from megatron_webrl.trainer import checkpoint
+    from megatron_webrl.trainer.accounting import Accounting
+    from megatron_webrl.trainer.build import make_learner
+    from megatron_webrl.trainer.checkpoint import Checkpoints, TrainerState
+    from megatron_webrl.trainer.reference_files import with_reference
+
+    config = make_config(model)
+    config.run.directory = str(folder)
+    config.run_folder.mkdir(parents=True)
+    config.trainer.epochs = config.trainer.minibatches = 1
+    config.trainer.optimizer.schedule, config.trainer.optimizer.warmup_fraction = "constant", 0.0
+    learner = make_learner(config, platform)
+    _update(learner, config, platform)
+    config.trainer.warm_start.demonstrations, config.trainer.loss.kl_coefficient = 1, 0.1
+    rows = _rows(config, platform)
+    found: dict[str, Any] = {"start": learner.score(rows)}
+    learner = with_reference(learner, config)
+    found["figures"] = [_update(learner, config, platform) for _ in range(3)]
+    before, scores = _weights(learner), learner.score(rows)
+    (found["reference"],) = learner.score_reference([rows])
+    found["moved"] = max(float((a - b).abs().max()) for a, b in zip(scores, found["start"], strict=True))
+    found["weights unchanged"] = all(map(torch.equal, before, _weights(learner)))
+    found["strong"] = _divergence(learner, config, platform, 30.0)
+
+    checkpoints = Checkpoints(config.run_folder / "checkpoints", Path(model), config.trainer.checkpoint)
+    checkpoints.begin(learner, TrainerState(VERSION, 0, 0, (), Accounting().state(), 0))
+    checkpoints.close()
+    config.run.resume = True
+    resumed = with_reference(make_learner(config, platform), config)
+    checkpoint.load(checkpoint.latest(config.run_folder / "checkpoints"), resumed)
+    found["resumed"] = resumed.score(rows)
+    found["at checkpoint"] = learner.score(rows)
+    (found["resumed reference"],) = resumed.score_reference([rows])
+    return found
+
+
+def _divergence(learner: Any, config: Config, platform: Any, coefficient: float) -> list[float]:
+    """Mean divergence per token before each of six updates with so strong a penalty."""
+    config.trainer.loss.kl_coefficient = coefficient
+    figures = [_update(learner, config, platform) for _ in range(6)]
+    return [metrics["reference_kl"] / metrics["response_tokens"] for metrics in figures]
+
+
+def _variants(model: str, platform: Any) -> dict[str, Any]:
+    """What several losses make of the same weights, which do not move at a learning rate of 0; and RAFT three times."""
+    from megatron_webrl.trainer.build import make_learner
+
+    found: dict[str, Any] = {}
+    config = make_config(model)
+    config.trainer.optimizer.learning_rate = 0.0
+    still = make_learner(config, platform)
+    for name, changes in {
+        "grpo": {},
+        "gspo": {"name": "gspo"},
+        "coupled": {"decoupled": False},
+        "shuffled": {"shuffle_advantages": True},
+    }.items():
+        config = make_config(model)
+        config.trainer.epochs = config.trainer.minibatches = 1
+        config.trainer.loss = replace(config.trainer.loss, behaviour_cap=1e4, dual_clip=0.0, **changes)
+        found[name] = _update(still, config, platform)
+    config = make_config(model)
+    config.trainer.loss.name = "raft"
+    learner = make_learner(config, platform)
+    found["raft"] = [_update(learner, config, platform) for _ in range(3)]
+    return found
+
+
+def _update(learner: Any, config: Config, platform: Any) -> dict[str, float]:
+    from megatron_webrl.trainer.build import make_builder
+    from megatron_webrl.trainer.loop import update
+
+    return update(learner, make_builder(config, platform), config, make_groups(config), VERSION)[0]
+
+
+def _rows(config: Config, platform: Any) -> Any:
+    from megatron_webrl.trainer import batching
+    from megatron_webrl.trainer.build import make_builder
+
+    samples = batching.samples_of(make_groups(config))
+    return make_builder(config, platform).build(samples, "constant", 10)
+
+
+def _weights(learner: Any) -> list[torch.Tensor]:
+    return [p.detach().clone() for model in learner.models for p in model.parameters()]
