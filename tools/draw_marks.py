@@ -56,6 +56,9 @@ class _Shop:
     def __init__(self, server: FolderServer) -> None:
         self.addresses = {HOST: server.address}
 
+    def renews(self, task: Task) -> bool:
+        return False
+
     async def open(self, page: Page, task: Task) -> str:
         await page.goto(f"http://{HOST}/shop.html")
         return ""

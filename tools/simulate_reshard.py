@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python tool
 from megatron_webrl.model import released
 from megatron_webrl.model.layout import Sizes
 from megatron_webrl.weights.engine_map import EngineSizes
+from tools.arguments import number
 from tools.reshard_links import ITEM_BYTES, Cluster, Layout, broadcast, make_plan, place, shard_to_shard
 
 GIGA = 1e9
@@ -173,21 +174,10 @@ def _text(sizes: Mapping[str, Any]) -> str:
     return "-".join([*parts, *["ep"] * bool(sizes.get("experts"))])
 
 
-def _number(kind: type, low: float, exclusive: bool = False) -> Any:
-    def read(text: str) -> Any:
-        value = kind(text)
-        if value < low or (exclusive and value == low) or not math.isfinite(value):
-            raise argparse.ArgumentTypeError(f"{text} is not {'above' if exclusive else 'at least'} {low}")
-        return value
-
-    read.__name__ = "number"
-    return read
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    count, speed = _number(int, 1), _number(float, 0, exclusive=True)
+    count, speed = number(int, 1), number(float, 0, exclusive=True)
     made.add_argument("--size", action="append", choices=list(released.SIZES), help="may be repeated (default: all)")
     made.add_argument("--nodes", type=count, default=32, metavar="N", help="(default: 32)")
     made.add_argument("--gpus", type=count, default=8, metavar="N", help="of each node (default: 8)")
@@ -199,9 +189,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--nvlink", type=speed, default=450.0, metavar="GB/S", help="a GPU, a direction (default: 450)")
     made.add_argument("--nic", type=speed, default=50.0, metavar="GB/S", help="a NIC, a direction (default: 50)")
     made.add_argument("--efficiency", type=speed, default=0.8, metavar="SHARE", help="of these speeds (default: 0.8)")
-    made.add_argument(
-        "--latency-us", type=_number(float, 0), default=30.0, metavar="US", help="a message (default: 30)"
-    )
+    made.add_argument("--latency-us", type=number(float, 0), default=30.0, metavar="US", help="a message (default: 30)")
     made.add_argument("--staging-mib", type=count, default=512, metavar="MIB", help="memory of a rank (default: 512)")
     made.add_argument("--json", type=Path, metavar="FILE", help="write all figures there as well")
     return made

@@ -10,13 +10,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-import numpy as np
-
 from megatron_webrl.config import ContextConfig
 from megatron_webrl.model.processing import Processor
 from megatron_webrl.parity.pages import draw_page, words
 from megatron_webrl.rollout.actions import render
-from megatron_webrl.rollout.context import Context
+from megatron_webrl.rollout.contexts.sliding import SlidingContext
+from megatron_webrl.rollout.demonstrate import certain
+from megatron_webrl.rollout.generation import Generation
 from megatron_webrl.trainer.batching import Sample
 from megatron_webrl.types import Action, Observation
 
@@ -34,16 +34,17 @@ def make_episodes(processor: Processor, count: int, window: int, seed: int) -> l
 
 def _episode(processor: Processor, number: int, window: int, rng: random.Random) -> list[Sample]:
     steps = rng.choice(STEPS)
-    context = Context(processor, ContextConfig(rounds=4, response_format="vanilla", compact=True), window - 256)
+    context = SlidingContext(processor, ContextConfig(rounds=4, response_format="vanilla", compact=True), window - 256)
     context.begin(words(rng, rng.randint(5, 25)), _observation(rng))
     made = []
     for step in range(steps):
         prompt = context.prompt()
         images = tuple(context.screenshots[i] for i in prompt.images)
         action, response = _answer(rng)
-        made.append(_sample(processor, prompt.token_ids, response, images, steps, (number, 0)))
+        answer = certain(processor, prompt.token_ids, images, response)
+        made.append(as_sample(answer, images, steps, (number, 0)))
         if step + 1 < steps:
-            context.add(response, action, None, _observation(rng))
+            context.add(answer, action, None, _observation(rng))
     return made
 
 
@@ -65,23 +66,15 @@ def _answer(rng: random.Random) -> tuple[Action, str]:
     return action, f"Thought: {thought}.\nAction: {action.kind}\n{render(action)}"
 
 
-def _sample(
-    processor: Processor,
-    prompt: np.ndarray,
-    response: str,
-    images: Sequence[bytes],
-    steps: int,
-    trajectory: tuple[int, int],
-) -> Sample:
-    grids = processor.grids(images)
-    answer = processor.encode_response(response)
+def as_sample(answer: Generation, images: Sequence[bytes], steps: int, trajectory: tuple[int, int]) -> Sample:
+    """A step with its prompt's encoded images as a training sample; `steps`: of its trajectory."""
     return Sample(
-        prompt=processor.expand(prompt, grids),
-        response=answer,
-        behaviour=np.zeros(len(answer), np.float32),
-        versions=np.zeros(len(answer), np.int32),
+        prompt=answer.prompt_token_ids,
+        response=answer.response_token_ids,
+        behaviour=answer.logprobs,
+        versions=answer.versions,
         images=tuple(images),
-        grids=grids,
+        grids=answer.image_grids,
         temperature=1.0,
         advantage=1.0,
         steps=steps,

@@ -56,6 +56,9 @@ class BenchSite:
         """The server behind it."""
         return {HOST: self._server.address}
 
+    def renews(self, task: Task) -> bool:
+        return False
+
     async def open(self, page: Page, task: Task) -> str:
         """Load the page that is the task's environment."""
         await page.goto(f"{ORIGIN}/{task.environment}", wait_until="load")

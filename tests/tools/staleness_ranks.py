@@ -1,0 +1,110 @@
+"""What the process of the staleness bench's test does: three updates of a tiny model that leave a run's files.
+
+Engine and browser are missing: responses are words drawn at random, whose log-probabilities the model itself gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_webrl import compat
+from megatron_webrl.config import Config, save
+from megatron_webrl.tracking import summary
+from megatron_webrl.types import Group, Step, Trajectory
+from tests import gloo
+from tests.trainer.learner_ranks import make_config, make_groups
+
+UPDATES, GROUPS = 3, 3
+
+
+def configuration(folder: Path, model: str) -> Config:
+    """Two minibatches in mode sync, with a rate at which three updates change the policy a good deal."""
+    config = make_config(model)
+    config.run.directory, config.run.name = str(folder), "run"
+    config.trainer.updates, config.trainer.epochs, config.rollout.mode = UPDATES, 1, "sync"
+    config.trainer.optimizer.schedule, config.trainer.optimizer.warmup_fraction = "constant", 0.0
+    config.trainer.optimizer.learning_rate, config.trainer.optimizer.epsilon = 1e-3, 1e-8
+    return config
+
+
+def run(rank: int, folder: str, model: str) -> None:
+    """Leave `run` and found.pt in the folder."""
+    compat.install()
+    platform = gloo.join(rank, 1, folder)
+    from megatron_webrl.model import groups
+    from megatron_webrl.model.layout import Sizes
+
+    groups.form(Sizes(), seed=1)
+    config = configuration(Path(folder), model)
+    config.run_folder.mkdir()
+    save(config, config.run_folder / "config.yaml")
+    torch.save(_train(config, platform), Path(folder) / "found.pt")
+    groups.dissolve()
+    torch.distributed.destroy_process_group()
+
+
+def _train(config: Config, platform: Any) -> dict[str, Any]:
+    """The updates; then the gradient of a batch, whole and as the mean of its groups'."""
+    from megatron_webrl.trainer import group_files
+    from megatron_webrl.trainer.accounting import Accounting
+    from megatron_webrl.trainer.build import make_builder, make_learner
+    from megatron_webrl.trainer.checkpoint import Checkpoints, TrainerState
+    from megatron_webrl.trainer.loop import update
+
+    learner, builder = make_learner(config, platform), make_builder(config, platform)
+    checkpoints = Checkpoints(config.run_folder / "checkpoints", Path(config.model.path), config.trainer.checkpoint)
+    updates, batch = [], make_groups(config, GROUPS)
+    for version in range(UPDATES):
+        batch = [_played(group, version, learner, builder) for group in batch]
+        group_files.write(
+            group_files.path_of(config.records_folder, version), (t for group in batch for t in group.trajectories)
+        )
+        if version == UPDATES - 1:
+            found = _gradients(config, learner, builder, batch, version)
+        metrics, _ = update(learner, builder, config, batch, version)
+        figures = {"gradient_norm": metrics["gradient_norm"]}
+        clipped = metrics["clipped"] / metrics["response_tokens"]
+        updates.append({"version": version + 1, "clip_fraction": clipped, "extra": figures})
+        if version == UPDATES - 2:  # the version that has all groups before it
+            checkpoints.begin(learner, TrainerState(version + 1, 0, 0, (), Accounting().state(), 0))
+    checkpoints.close()
+    summary.write_updates(config.run_folder, updates)
+    return found
+
+
+def _played(group: Group, version: int, learner: Any, builder: Any) -> Group:
+    """The group as policy `version` would have it: its log-probabilities, its number."""
+    return Group(group.ticket, tuple(replace(t, steps=tuple(_steps(t, version, learner, builder)))
+                                     for t in group.trajectories))  # fmt: skip
+
+
+def _steps(trajectory: Trajectory, version: int, learner: Any, builder: Any) -> Iterator[Step]:
+    from megatron_webrl.trainer.batching import demonstrated, samples_of
+
+    samples = samples_of([Group(trajectory.ticket, (trajectory,))], demonstrated)
+    for step, sample in zip(trajectory.steps, samples, strict=True):
+        (logprobs,) = learner.score(builder.build([sample], "token_mean", 1))
+        yield replace(step, logprobs=logprobs.numpy(), versions=np.full(len(logprobs), version, np.int32))
+
+
+def _gradients(config: Config, learner: Any, builder: Any, batch: list[Group], version: int) -> dict[str, Any]:
+    from megatron_webrl.trainer.batching import training_samples
+    from megatron_webrl.trainer.learner import objective
+    from tools.bench.staleness_rank import group_gradients, moments
+
+    found = {}
+    for normaliser in ("constant", "token_mean"):
+        loss = replace(config.trainer.loss, normaliser=normaliser)
+        chosen = replace(config, trainer=replace(config.trainer, loss=loss))
+        rows = builder.build(training_samples(batch, chosen, version), normaliser, loss.k)
+        learner.accumulate(rows, None, objective(loss))
+        whole = learner.gradient().double()
+        mean, trace = moments(group_gradients(learner, builder, chosen, batch, version))
+        found[normaliser] = {"whole": whole, "mean": mean, "trace": trace}
+    return found

@@ -1,0 +1,232 @@
+"""The simulation of rollout and trainer, against sums done by hand and against theory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from tools.cluster.events import Clock, Shared
+from tools.cluster.simulation import Result, simulate
+from tools.cluster.work import Cycle, Episode, GroupWork, Recorded, Settings, Step, core_rate, engine_rate
+
+RESET, GENERATION, BROWSER, STEPS, TOKENS = 1.0, 2.0, 3.0, 4, 15
+EPISODE = RESET + STEPS * (GENERATION + BROWSER)  # seconds
+EVEN = Recorded([GroupWork((Episode(RESET, (Step(GENERATION, BROWSER, 10, 5),) * STEPS),) * 2)])
+GROUP_TOKENS = 2 * STEPS * TOKENS
+
+
+def settings(mode: str, **changes: object) -> Settings:
+    return replace(Settings(mode, groups_per_update=2, groups_in_flight=4, engines=1, updates=9), **changes)  # type: ignore[arg-type]
+
+
+def cycle(train: float, sync: float = 1.0, pause: float = 0.5, other: float = 0.0) -> Cycle:
+    """`train`: seconds of an update of two groups."""
+    return Cycle(train / (2 * GROUP_TOKENS), sync, pause, other)
+
+
+def uneven(seed: int = 0, groups: int = 40) -> Recorded:
+    """Groups of any length; some are dropped, and some episodes masked."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for _ in range(groups):
+        episodes = tuple(
+            Episode(
+                rng.exponential(1.0),
+                tuple(
+                    Step(rng.exponential(1.0), rng.lognormal(0, 1), 10, int(rng.integers(1, 9)), rng.exponential(0.1))
+                    for _ in range(rng.geometric(0.3))
+                ),
+                trainable=rng.random() < 0.9,
+            )
+            for _ in range(3)
+        )
+        made.append(GroupWork(episodes, "all_failed" if rng.random() < 0.3 else None))
+    return Recorded(made)
+
+
+def ends(works: dict[float, float], rate: float, speeds: dict[float, float] | None = None) -> list[float]:
+    """When jobs end that begin at the given times with the given work at a server."""
+    clock, found = Clock(), []
+    server = Shared(clock, engine_rate(rate))
+
+    def begin(work: float) -> None:
+        server.begin(work, lambda: found.append(clock.now))
+
+    for time, work in works.items():
+        clock.at(time, partial(begin, work))
+    for time, speed in (speeds or {}).items():
+        clock.at(time, partial(server.set_speed, speed))
+    clock.run(lambda: len(found) == len(works))
+    return found
+
+
+def test_a_shared_server_gives_everybody_the_same() -> None:
+    assert ends({0.0: 1.0, 0.5: 3.0}, rate=1.0) == pytest.approx([1.5, 4.0])
+    assert ends({0.0: 1.0, 0.5: 3.0}, rate=0.0) == pytest.approx([1.0, 3.5])
+    # Two of half the serial work each take 1.5 times as long: 0.5 + 0.75 for the first; 2.5 then is left of the other.
+    assert ends({0.0: 1.0, 0.5: 3.0}, rate=0.5) == pytest.approx([1.25, 3.75])
+    assert ends({0.0: 1.0}, rate=1.0, speeds={0.25: 0.0, 4.25: 0.5}) == pytest.approx([5.75])
+    assert [core_rate(4)(count) for count in (1, 4, 8)] == [1, 1, 0.5]
+
+
+def test_a_job_that_leaves_makes_room() -> None:
+    clock, found = Clock(), []
+    server = Shared(clock, engine_rate(1.0))
+    server.begin(2.0, lambda: found.append(clock.now))
+    other = server.begin(9.0, lambda: found.append(clock.now))
+    clock.at(1.0, lambda: server.cancel(other))
+    clock.run(lambda: bool(found))
+    assert found == [2.5]
+    assert (server.count, server.busy, server.area, server.accomplished) == (0, 2.5, 3.5, 2.5)
+    server.cancel(other)
+    assert server.count == 0
+    with pytest.raises(RuntimeError, match="nothing is left to happen"):
+        clock.run(lambda: False)
+
+
+@pytest.mark.parametrize("agents", [1, 4, 12])
+def test_a_closed_network_has_the_throughput_of_mean_value_analysis(agents: int) -> None:
+    """A processor-sharing server and a delay: exact for any distribution (Reiser and Lavenberg 1980)."""
+    clock, rng, done = Clock(), np.random.default_rng(agents), [0]
+    server, think = Shared(clock, engine_rate(1.0)), 3.0
+
+    def answered() -> None:
+        done[0] += 1
+        clock.after(rng.exponential(think), ask)
+
+    def ask() -> None:
+        server.begin(float(rng.uniform(0.0, 2.0)), answered)
+
+    for _ in range(agents):
+        ask()
+    clock.run(lambda: done[0] >= 12_000)
+    queue = throughput = 0.0
+    for number in range(1, agents + 1):
+        residence = 1.0 * (1 + queue)
+        throughput = number / (residence + think)
+        queue = throughput * residence
+    assert done[0] / clock.now == pytest.approx(throughput, rel=0.03)
+
+
+def test_each_mode_takes_as_long_as_its_parts() -> None:
+    sync = simulate(settings("sync"), EVEN, [cycle(12)])
+    assert sync.updates_per_hour == pytest.approx(3600 / (EPISODE + 12 + 1))
+    assert sync.per_hour == pytest.approx(4 * sync.updates_per_hour)
+    assert (sync.waiting, sync.training) == pytest.approx((EPISODE / (EPISODE + 13), 12 / (EPISODE + 13)))
+    assert sync.engines_idle == pytest.approx(1 - STEPS * GENERATION / (EPISODE + 13))
+    assert (sync.staleness, sync.staleness_max) == (0, 0)
+    for train in (12, 50):
+        off = simulate(settings("one_step_off"), EVEN, [cycle(train)])
+        assert off.updates_per_hour == pytest.approx(3600 / (max(EPISODE, train) + 1))
+        assert (off.staleness, off.staleness_max) == (1, 1)
+    slow = simulate(settings("async"), EVEN, [cycle(50, other=2)])
+    assert slow.updates_per_hour == pytest.approx(3600 / 53)
+    assert (slow.waiting, slow.staleness, slow.staleness_max) == (0, pytest.approx(2, abs=0.2), 2)
+
+
+def test_rollout_sets_the_pace_of_async_where_training_is_quick() -> None:
+    found = simulate(settings("async", groups_in_flight=3, updates=60, max_staleness=4), EVEN, [cycle(0.1, 0.1, 0.0)])
+    assert found.per_hour == pytest.approx(2 * 3 * 3600 / EPISODE, rel=0.02)
+    assert found.dropped == {}
+
+
+def test_what_a_checkpoint_takes_delays_the_trainer_alone() -> None:
+    found = simulate(settings("sync"), EVEN, [cycle(12, other=5)])
+    assert found.updates_per_hour == pytest.approx(3600 / (EPISODE + 13))
+    assert found.waiting == pytest.approx((EPISODE - 5) / (EPISODE + 13))
+
+
+def test_engines_stand_still_while_they_take_weights_and_go_slower_beside_training() -> None:
+    alone = Recorded([GroupWork((Episode(0.0, (Step(10.0, 0.0, 10, 5),)),))])
+    given = Settings("async", 1, 1, 1, updates=40, max_staleness=2)
+    still = simulate(given, alone, [Cycle(0.0, 2.0, 2.0)])
+    assert still.updates_per_hour == pytest.approx(3600 / 12, rel=0.03)  # each request meets one pause
+    slower = simulate(replace(given, overlap=0.5), alone, [Cycle(4.0 / 15, 0.0, 0.0)])
+    assert slower.updates_per_hour == pytest.approx(3600 / 12, rel=0.03)  # and 4 s at half the speed
+
+
+def test_in_step_everybody_waits_for_the_slowest() -> None:
+    one = Episode(1.0, (Step(1.0, 1.0, 1, 1), Step(2.0, 3.0, 1, 1)))
+    other = Episode(4.0, (Step(2.0, 2.0, 1, 1), Step(1.0, 1.0, 1, 1)))
+    work, given = Recorded([GroupWork((one, other))]), Settings("sync", 1, 1, 1, updates=3)
+    free = simulate(given, work, [Cycle(0.0, 0.0, 0.0)])
+    assert free.updates_per_hour == pytest.approx(3600 / 10)
+    step = simulate(replace(given, stepping="lockstep"), work, [Cycle(0.0, 0.0, 0.0)])
+    # The reset of 4, rounds of 2 and 2, actions of 2 and of 3.
+    assert step.updates_per_hour == pytest.approx(3600 / 13)
+
+
+@pytest.mark.parametrize("stepping", ["free", "lockstep"])
+@pytest.mark.parametrize("mode", ["async", "one_step_off", "sync"])
+def test_every_episode_is_accounted_for_and_none_is_too_stale(mode: str, stepping: str) -> None:
+    for seed in range(3):
+        given = settings(
+            mode, stepping=stepping, engines=3, serial=0.3, nodes=2, cores=2, updates=25, groups_in_flight=2
+        )
+        found = simulate(given, uneven(), [cycle(5), cycle(9, other=1)], seed)
+        closed = found.trained + sum(found.dropped.values())
+        assert closed + found.waiting_episodes + found.running_episodes == found.begun
+        assert found.staleness_max <= given.staleness
+        assert found.dropped["all_failed"] > 0
+        assert found.dropped["masked"] > 0
+        assert 0 < found.wasted < 1
+        shares = found.waiting + found.training + found.syncing
+        assert 0.8 < shares <= 1 + 1e-9
+        if mode != "async":
+            assert found.staleness == given.staleness
+            assert found.waiting_episodes == found.running_episodes == 0
+        assert found == simulate(given, uneven(), [cycle(5), cycle(9, other=1)], seed)
+
+
+def test_a_group_that_has_become_too_old_is_abandoned_and_replaced() -> None:
+    long = GroupWork((Episode(0.0, (Step(1.0, 1.0, 1, 5),) * 400),) * 2)
+    found = simulate(
+        settings("async", max_staleness=1, updates=30), Recorded([EVEN.groups[0]] * 5 + [long]), [cycle(5)]
+    )
+    assert found.dropped["abandoned"] > 0
+    assert found.staleness_max == 1
+    assert len(found.marks) == 30
+    assert found.begun == sum((found.trained, *found.dropped.values(), found.waiting_episodes, found.running_episodes))
+
+
+def test_more_engines_make_more_where_generation_is_the_bottleneck() -> None:
+    rng = np.random.default_rng(0)
+    plans = [tuple(Step(rng.exponential(2.0), rng.exponential(3.0), 1, 1) for _ in range(4)) for _ in range(120)]
+    work = Recorded([GroupWork((Episode(0.0, one), Episode(0.0, other))) for one, other in pairwise(plans)])
+
+    def run(engines: int) -> Result:
+        groups = 8 // engines  # the same number of agents
+        given = settings("async", engines=engines, groups_in_flight=groups, serial=1.0, max_staleness=8, updates=80)
+        return simulate(given, work, [Cycle(0.0, 0.0, 0.0)])
+
+    found = [run(engines) for engines in (1, 2, 4, 8)]
+    mean = np.mean([step.generation for plan in plans for step in plan])
+    assert found[0].engines_load == pytest.approx(1, abs=0.02)
+    assert found[0].per_hour == pytest.approx(3600 / (4 * mean), rel=0.1)
+    rates = [each.per_hour for each in found]
+    assert rates == sorted(rates)
+    assert rates[1] > 1.6 * rates[0]
+
+
+def test_browsers_share_the_cores_of_their_node() -> None:
+    work = Recorded([GroupWork((Episode(0.0, (Step(1.0, 1.0, 1, 1, cpu=2.0),)),) * 4)])
+    given = Settings("sync", 2, 1, engines=2, updates=3, nodes=1, cores=4)
+    crowded = simulate(given, work, [Cycle(0.0, 0.0, 0.0)])
+    assert crowded.updates_per_hour == pytest.approx(3600 / (1 + 4 + 1))  # eight on four cores
+    apart = simulate(replace(given, nodes=2), work, [Cycle(0.0, 0.0, 0.0)])
+    assert apart.updates_per_hour == pytest.approx(3600 / (1 + 2 + 1))
+
+
+def test_a_batch_that_never_comes_is_not_waited_for() -> None:
+    work = Recorded([GroupWork((Episode(0.0, (Step(1.0, 1.0, 1, 1),)),), "all_failed")])
+    with pytest.raises(RuntimeError, match="10000 groups in a row were dropped, the last as all_failed"):
+        simulate(settings("async"), work, [cycle(1)])
+
+
+def test_a_run_with_nothing_to_count_is_refused() -> None:
+    with pytest.raises(ValueError, match="updates=1 leave none to count after the first 1"):
+        simulate(settings("sync", updates=1), EVEN, [cycle(1)])

@@ -1,0 +1,363 @@
+"""Runs as their files tell of them, simulated and compared; clusters predicted, and the page that shows them."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from megatron_webrl.tracking.episode_log import EpisodeLog
+from tests.tools.traced_run import traced
+from tests.tools.written_runs import Timed, update, write_episode, write_run
+from tools import simulate_cluster
+from tools.cluster import inputs, measured, predicted, report, timeline
+from tools.cluster.events import Clock, Shared
+from tools.cluster.work import Cycle, Episode, GroupWork, Settings, Step, engine_rate
+
+PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
+
+
+def a_synchronous_run(folder: Path, stretch: float = 0.0) -> Path:
+    """Five updates, 25 s apart: 16 s of episodes, 8 s of training and a second of weights; and `stretch` that nobody
+    can explain."""
+    folder.mkdir(exist_ok=True)
+    log, updates = EpisodeLog(folder, 0), []
+    for version in range(5):
+        begin = 1000.0 + version * (25 + stretch)
+        for number in range(4):
+            timed = Timed((2.0,) * 3, (3.0,) * 3, begin + 16, 16.0)
+            write_episode(log, 2 * version + number // 2, number % 2, timed, version, reward=float(number % 2))
+        wait = 15.5 + stretch
+        updates.append(update(version + 1, begin + 25 + stretch, wait=wait, train=8.0, sync=1.0, pause=0.5))
+    log.close()
+    write_run(folder, updates)
+    return folder
+
+
+def test_a_run_is_simulated_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = a_synchronous_run(tmp_path / "even")
+    file = tmp_path / "figures.json"
+    assert simulate_cluster.main(["check", str(run), "--seeds", "2", "--json", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "even: sync, free" in shown
+    assert "all agree" in shown
+    [found] = json.loads(file.read_text())["runs"]
+    rows = {row["name"]: row for row in found["figures"]}
+    assert rows["per_hour"]["measured"] == pytest.approx(4 * 3600 / 25)
+    assert rows["updates_per_hour"]["measured"] == pytest.approx(3600 / 25)
+    assert rows["waiting"]["measured"] == pytest.approx(15.5 / 25)
+    assert rows["staleness"]["measured"] == 0
+    assert rows["staleness"]["ratio"] is None
+    for name in ("per_hour", "updates_per_hour", "waiting"):
+        assert rows[name]["ratio"] == pytest.approx(1)
+
+
+def test_what_the_simulation_does_not_know_of_fails_the_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = a_synchronous_run(tmp_path / "slow", stretch=10.0)
+    assert simulate_cluster.main(["check", str(run), "--seeds", "1"]) == 1
+    shown = capsys.readouterr().out
+    assert "NO" in shown
+    assert "not all agree" in shown
+    assert simulate_cluster.main(["check", str(run), "--seeds", "1", "--tolerance", "0.5"]) == 0
+
+
+def test_one_run_can_be_predicted_from_the_times_of_another(tmp_path: Path) -> None:
+    sync = a_synchronous_run(tmp_path / "sync")
+    run = measured.read(sync)
+    off = replace(run.settings, mode="one_step_off")
+    found, _ = measured.compare(measured.fed_with(replace(run, settings=off), run), 1, 0.15)
+    # 16 s of episodes hide 8 s of training; a second of weights, after which both begin, comes on top.
+    assert {row.name: row.simulated for row in found}["updates_per_hour"] == pytest.approx(3600 / 17)
+    assert simulate_cluster.main(["check", str(sync), "--from", str(sync), "--seeds", "1"]) == 0
+    slow = a_synchronous_run(tmp_path / "slow", stretch=10.0)
+    assert simulate_cluster.main(["check", str(slow), "--from", str(sync), "--seeds", "1"]) == 1
+
+
+def test_groups_keep_their_fates(tmp_path: Path) -> None:
+    run = a_synchronous_run(tmp_path / "fates")
+    log = EpisodeLog(run, 20)
+    timed = Timed((2.0,), (3.0,), 1010.0, 6.0)
+    for ticket, (rewards, reason) in enumerate(
+        [((0.0, 0.0), "all_failed"), ((1.0, 1.0), "stale"), ((0.0, 1.0), "stale"), ((0.0, 0.0), "abandoned")], 20
+    ):
+        for index, reward in enumerate(rewards):
+            write_episode(log, ticket, index, timed, 2, reward=reward, reason=reason)
+    log.close()
+    found = measured.read(run)
+    faults = [group.fault for group in found.workload.groups]
+    assert faults == [None] * 10 + ["all_failed", "zero_variance", None, None]
+    assert found.workload.groups[10].episodes[0].reset == pytest.approx(1.0)
+    assert found.figures == measured.read(a_synchronous_run(tmp_path / "same")).figures
+    assert [(c.sync, c.pause, c.other) for c in found.cycles] == [pytest.approx((1.0, 0.5, 0.5))] * 4
+    assert [c.seconds_per_token for c in found.cycles] == pytest.approx([8 / (4 * 3 * (5 + 3))] * 4)
+
+
+def requests_of_an_engine(serial: float, training: list[timeline.Span]) -> list[Timed]:
+    """Episodes that an engine served, with a token a second for a lone request, half as fast beside training."""
+    clock, rng = Clock(), np.random.default_rng(0)
+    engine = Shared(clock, engine_rate(serial))
+    found: list[Timed] = []
+    for begin, end in training:
+        clock.at(begin, lambda: engine.set_speed(0.5))
+        clock.at(end, lambda: engine.set_speed(1.0))
+
+    def episode(start: float) -> None:
+        generations: list[float] = []
+        browsers = rng.uniform(1, 20, 6).tolist()
+
+        def ask() -> None:
+            begun = clock.now
+            engine.begin(4.0 if len(generations) % 2 else 8.0, lambda: answered(begun))
+
+        def answered(begun: float) -> None:
+            generations.append(clock.now - begun)
+            pause = browsers[len(generations) - 1]
+            if len(generations) < len(browsers):
+                clock.after(pause, ask)
+            else:
+                ended = clock.now + pause
+                found.append(Timed(tuple(generations), tuple(browsers), ended, ended - start))
+
+        clock.at(start + 1.0, ask)
+
+    for number in range(24):
+        episode(float(4 * number))
+    clock.run(lambda: len(found) == 24)
+    return found
+
+
+def test_an_episode_that_starts_later_than_its_group_had_to_wait(tmp_path: Path) -> None:
+    log = EpisodeLog(tmp_path, 0)
+    write_episode(log, 3, 0, Timed((2.0,), (3.0,), 106.0, 6.0), 0)
+    write_episode(log, 3, 1, Timed((2.0,), (3.0,), 110.0, 6.0), 0)  # its browser came 4 s later, or a try was lost
+    log.close()
+    lines = [json.loads(text) for text in (tmp_path / "episodes.jsonl").read_text().splitlines()]
+    first, second = timeline.place(lines, "free")
+    assert (first.reset, first.begins) == (1.0, (101.0,))
+    assert (second.reset, second.begins) == (5.0, (105.0,))
+
+
+@pytest.mark.parametrize("serial", [0.0, 0.3, 1.0])
+def test_contention_is_read_from_the_times_of_requests(tmp_path: Path, serial: float) -> None:
+    training = [(20.0, 50.0), (90.0, 120.0)]
+    log = EpisodeLog(tmp_path, 0)
+    for ticket, timed in enumerate(requests_of_an_engine(serial, training)):
+        write_episode(log, ticket, 0, timed, 0, responses=(8, 4) * 3)
+    log.close()
+    lines = [json.loads(text) for text in (tmp_path / "episodes.jsonl").read_text().splitlines()]
+    placed = timeline.place(lines, "free")
+    assert [one.reset for one in placed] == pytest.approx([1.0] * 24, abs=0.01)
+    found = timeline.fit(placed, training, [])
+    assert (found.serial, found.overlap) == (serial, pytest.approx(0.5))
+    assert found.work == pytest.approx(np.tile([8.0, 4.0], 72), rel=0.02)
+
+
+def test_rounds_are_read_from_a_run_in_step(tmp_path: Path) -> None:
+    # The later reset of 4, rounds of 2 and 2; actions of 2 and of 3 or 1: see the simulation of the same two.
+    run = tmp_path / "step"
+    run.mkdir()
+    log = EpisodeLog(run, 0)
+    for version in range(3):
+        at = 100.0 + 15 * version
+        write_episode(log, version, 0, Timed((1.0, 2.0), (1.0, 3.0), at + 13, 13.0), version, reward=1.0)
+        write_episode(log, version, 1, Timed((2.0, 1.0), (2.0, 1.0), at + 11, 11.0), version)
+    log.close()
+    updates = [update(n + 1, 115.0 + 15 * n, wait=13.0, train=1.0, sync=1.0, pause=1.0) for n in range(3)]
+    write_run(run, updates, {"rollout": {"stepping": "lockstep"}, "trainer": {"groups_per_update": 1}})
+    lines = [json.loads(text) for text in (run / "episodes.jsonl").read_text().splitlines()]
+    for one in timeline.place(lines, "lockstep"):
+        begun = one.line["finished_at"] - one.line["seconds"]
+        assert one.reset == pytest.approx(4.0)
+        assert np.subtract(one.begins, begun) == pytest.approx([4.0, 8.0])
+    rows, _ = measured.compare(measured.read(run), 1, 0.15)
+    assert all(row.agrees for row in rows)
+
+
+class Uneven:
+    """Groups of eight episodes of up to ten steps."""
+
+    def draw(self, ticket: int, rng: np.random.Generator) -> GroupWork:
+        """Any."""
+
+        def step() -> Step:
+            return Step(rng.uniform(0.6, 1.0), rng.lognormal(0.5, 1.0), 5, 20)
+
+        return GroupWork(
+            tuple(
+                Episode(rng.lognormal(0.5, 0.5), tuple(step() for _ in range(min(10, int(rng.geometric(0.2))))))
+                for _ in range(8)
+            )
+        )
+
+
+@pytest.mark.parametrize(
+    ("mode", "stepping", "off"),
+    [
+        ("async", "free", 0.12),
+        ("one_step_off", "free", 0.01),
+        ("sync", "free", 0.01),
+        ("sync", "lockstep", 0.01),
+    ],
+)
+def test_a_run_that_was_simulated_is_read_and_simulated_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, stepping: str, off: float
+) -> None:
+    """From its files alone. Under async, what still ran at the end is in none of them."""
+    given = Settings(mode, 4, 8, engines=1, updates=6, stepping=stepping, serial=0.3, overlap=0.6)
+    cycles = [Cycle(0.001, 0.5, 0.4, 0.3)]
+    result = traced(monkeypatch, tmp_path / "run", given, Uneven(), cycles, seed=100)
+    run = measured.read(tmp_path / "run")
+    for name in ("per_hour", "updates_per_hour", "staleness", "waiting"):
+        assert getattr(run.figures, name) == pytest.approx(getattr(result, name), rel=0.002)
+    assert run.settings.serial == pytest.approx(0.3, abs=0.15)
+    if mode != "sync":  # else nobody generates while the trainer trains
+        assert run.settings.overlap == pytest.approx(0.6, abs=0.1)
+    rows, _ = measured.compare(run, 3, off)
+    assert all(row.agrees for row in rows), rows
+
+
+@pytest.mark.parametrize(
+    ("config", "updates", "message"),
+    [
+        ({"run": {"resume": True}}, 3, r"was resumed \(run.resume\)"),
+        ({"evaluation": {"every": 2}}, 3, r"evaluated beside the training \(evaluation.every=2\)"),
+        ({}, 1, "has 1 updates; the first 1 are not counted: run at least 2"),
+        ({}, 3, "has no trained episodes in episodes.jsonl"),
+    ],
+)
+def test_runs_that_cannot_be_simulated_are_refused_in_one_line(
+    tmp_path: Path, config: dict[str, Any], updates: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [update(n + 1, 100.0 + n, wait=0.1, train=0.1, sync=0.1, pause=0.1) for n in range(updates)]
+    write_run(tmp_path / "run", lines, config)
+    with pytest.raises(ValueError, match=message):
+        measured.read(tmp_path / "run")
+    assert simulate_cluster.main(["check", str(tmp_path / "run")]) == 2
+    assert simulate_cluster.main(["check", str(tmp_path / "missing")]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2
+    assert all(error.startswith("simulate_cluster: ") for error in errors)
+
+
+# -- predictions -----------------------------------------------------------------------------------
+
+TINY = {"gpus": 3, "batch": 8, "agents": 16}
+
+
+@pytest.fixture(scope="module")
+def tiny() -> report.Report:
+    """One node and two, quickly."""
+    given = inputs.changed(inputs.Inputs(), TINY)
+    return report.make(given, (1, 2), ({}, {"drop": 0}), predicted.QUICK, 0, lambda words: None)
+
+
+def test_the_work_is_as_the_inputs_say() -> None:
+    given = inputs.Inputs()
+    drawn = [predicted.Drawn(given).draw(seed, np.random.default_rng(seed)) for seed in range(500)]
+    episodes = [episode for group in drawn for episode in group.episodes]
+    steps = [step for episode in episodes for step in episode.steps]
+    assert np.mean([step.response for step in steps]) == pytest.approx(given.response, rel=0.03)
+    assert np.median([step.browser for step in steps]) == pytest.approx(given.browser, rel=0.06)
+    assert max(step.browser for step in steps) <= given.browser_limit
+    lengths = np.array([len(episode.steps) for episode in episodes])
+    # Failures of 12.5 steps; a geometric length of 5.1 cut off at 10 has a mean of 4.5.
+    assert lengths.mean() == pytest.approx(0.546 * 12.5 + 0.454 * 4.5, rel=0.06)
+    assert {group.fault for group in drawn} == {None, "all_succeeded", "all_failed"}
+    kept = predicted.Drawn(inputs.changed(given, {"drop": 0}))
+    assert {kept.draw(seed, np.random.default_rng(seed)).fault for seed in range(50)} == {None}
+
+
+def test_sizes_follow_the_nodes_and_the_split() -> None:
+    given = inputs.Inputs()
+    halves = [predicted.Split(nodes, 4 * nodes, 4 * nodes) for nodes in (8, 32)]
+    small, large = (predicted.settings_of(given, split, "async", "free", predicted.FULL) for split in halves)
+    assert (small.groups_per_update, large.groups_per_update) == (16, 64)
+    assert (small.groups_in_flight, large.groups_in_flight) == (5, 5)
+    assert [str(split) for split in predicted.splits(8, 8)] == [f"{8 * n}:{64 - 8 * n}" for n in range(7, 0, -1)]
+    lean, rich = (predicted.cycle_of(given, predicted.Split(8, 64 - gpus, gpus)) for gpus in (16, 32))
+    assert lean.seconds_per_token == pytest.approx(2 * rich.seconds_per_token)
+    assert (lean.sync, rich.sync) == pytest.approx((3 * 17.5 / 40, 17.5 / 40))
+    turns = predicted.cycle_of(given, predicted.together(8, 8))
+    assert turns.seconds_per_token == pytest.approx(given.passes / (given.train * 64))
+
+
+def test_the_recommended_split_is_almost_the_fastest_and_has_engines_to_spare(tiny: report.Report) -> None:
+    for size in tiny.sizes:
+        most = max(one.result.per_hour for one in size.splits)
+        good = [one for one in size.splits if one.result.per_hour >= (1 - predicted.MARGIN) * most]
+        assert size.best.split.engines == max(one.split.engines for one in good)
+        assert [len(size.splits), len(size.others)] == [2, 4]
+        assert all(one.result.per_hour < size.best.result.per_hour for one in size.others)
+        assert all(one.result.staleness_max <= one.max_staleness for one in (*size.splits, *size.others))
+
+
+def test_tables_go_between_the_marks_of_a_page(tiny: report.Report, tmp_path: Path) -> None:
+    text = f"before\n\n{report.BEGIN}\nold\n{report.END}\n\nafter\n"
+    page = report.written(text, tiny)
+    assert page.startswith(f"before\n\n{report.BEGIN}\n\nRecommended: 1 nodes: ")
+    assert page.endswith(f"{report.END}\n\nafter\n")
+    assert "old" not in page
+    assert page.count("**" + str(tiny.sizes[0].best.split) + "**") >= 1
+    assert report.written(page, tiny) == page
+    with pytest.raises(ValueError, match="no place for the tables"):
+        report.written("nothing", tiny)
+    root = xml.etree.ElementTree.fromstring(report.draw(tiny))
+    assert len(root.findall(".//{http://www.w3.org/2000/svg}g")) == 4
+
+
+def test_the_command_predicts_draws_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, plot, figures, given = (tmp_path / name for name in ("page.md", "plot.svg", "figures.json", "inputs.yaml"))
+    page.write_text(f"{report.BEGIN}\n{report.END}\n")
+    given.write_text(yaml.safe_dump(TINY))
+    words = ["predict", "--quick", "--nodes", "1", "--inputs", str(given), "--set", "browser=2", "max_staleness=1"]
+    assert simulate_cluster.main([*words, "--write", str(page), "--plot", str(plot), "--json", str(figures)]) == 0
+    assert "not measured" in capsys.readouterr().out
+    found = json.loads(figures.read_text())
+    assert (found["inputs"]["browser"], found["inputs"]["max_staleness"], found["inputs"]["gpus"]) == (2, 1, 3)
+    assert "| 2:1 |" in page.read_text().replace("**", "")
+    assert plot.read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--set", "browsers=1"], "'browsers' is none of gpus, cores"),
+        (["--set", "browser=fast"], "'browser=fast': 'fast' is no number"),
+        (["--set", "browser"], "'browser' is not name=value"),
+        (["--set", "gpus=2.5"], "gpus=2.5 is no whole number"),
+        (["--set", "gpus=1"], "gpus=1 is below 2"),
+        (["--set", "browser=nan"], "browser=nan is not finite"),
+        (["--set", "batch=inf"], "batch=inf is not finite"),
+        (["--set", "batch=12"], "batch=12 is no multiple of group_size=8"),
+        (["--set", "success=1"], "success=1.0 is not between 0 and 1"),
+        (["--set", "hard=0.9"], "medium=0.15 and hard=0.9 are more than all tasks"),
+        (["--inputs", "missing.yaml"], "missing.yaml"),
+        (["--write", "missing.md"], "missing.md"),
+    ],
+)
+def test_inputs_out_of_range_are_refused_in_one_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate_cluster.main(["predict", "--quick", *words]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("simulate_cluster: ")
+    assert message in error
+    assert "\n" not in error
+
+
+def test_the_page_shows_what_the_inputs_give() -> None:
+    text, given = PAGE.read_text(), inputs.Inputs()
+    rows = ["| " + " | ".join(row) + " |" for row in report.input_rows(given)]
+    assert "\n".join(rows) in text, "write docs/scaling.md again: python -m tools.simulate_cluster predict --write ..."
+    # One of the simulations of the page, the quickest.
+    found = predicted.predict(given, predicted.together(8, 8), "sync", "lockstep", predicted.FULL)
+    _, where, rate, *_ = report.mode_row(found, found)
+    assert f"| `sync`, in step | {where} | {rate} |" in text

@@ -1,0 +1,120 @@
+"""Simulated runs that leave a run's files behind, so that reading them can be held against what was simulated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_webrl.tracking import summary
+from megatron_webrl.tracking.episode_log import EpisodeLog
+from tests.tools.written_runs import Timed, update, write_episode
+from tools.cluster import rollout
+from tools.cluster.rollout import Agent, Group
+from tools.cluster.simulation import Result, Simulation
+from tools.cluster.work import Cycle, Settings, Workload
+
+EPOCH = 1000.0  # unix seconds at which the simulated time begins
+
+
+class TracedAgent(Agent):
+    """Notes when it began, asked, was answered, acted and ended."""
+
+    __slots__ = ("acted", "answered", "asked", "begun", "over", "ticket")
+
+    def start(self) -> None:
+        self.begun = self.group.rollout.clock.now
+        self.ticket = self.group.rollout._taken - 1
+        self.asked: list[float] = []
+        self.answered: list[float] = []
+        self.acted: list[float] = []
+        super().start()
+
+    def _generate(self) -> None:
+        self.asked.append(self.group.rollout.clock.now)
+        super()._generate()
+
+    def _generated(self, version: int) -> None:
+        self.answered.append(self.group.rollout.clock.now)
+        super()._generated(version)
+
+    def _act(self) -> None:
+        self.acted.append(self.group.rollout.clock.now)
+        super()._act()
+
+    def _end(self) -> None:
+        self.over = self.group.rollout.clock.now
+        super()._end()
+
+    def timed(self) -> Timed:
+        """As the product counts it: waiting in step is in neither; an answer that did not come is no step."""
+        steps = self.plan.steps[: len(self.answered)]
+        generations = [answered - asked for asked, answered in zip(self.asked, self.answered, strict=False)]
+        return Timed(generations, [step.browser for step in steps], EPOCH + self.over, self.over - self.begun)
+
+
+class TracedSimulation(Simulation):
+    """Writes episodes as they are closed, and updates as they are done."""
+
+    def __init__(self, folder: Path, settings: Settings, workload: Workload, cycles: list[Cycle], seed: int) -> None:
+        super().__init__(settings, workload, cycles, seed)
+        self.log, self.updates = EpisodeLog(folder, 0), list[dict[str, object]]()
+        self._past = (0.0, 0.0, 0.0, 0.0)
+
+    def _write(self, group: Group, reason: str | None, version: int) -> None:
+        for index, agent in enumerate(group.agents):
+            assert isinstance(agent, TracedAgent)
+            timed = agent.timed()
+            write_episode(
+                self.log, agent.ticket, index, timed, version, oldest=agent.oldest or 0, reward=float(index % 2),
+                reason=reason, responses=[step.response for step in agent.plan.steps],
+            )  # fmt: skip
+
+    def _drop(self, group: Group, reason: str) -> None:
+        self._write(group, reason, self._version)
+        super()._drop(group, reason)
+
+    def _record(self, batch: list[Group], cycle: Cycle) -> None:
+        for group in batch:
+            self._write(group, None, self._version - 1)
+        engines = [worker.engine for worker in self._rollout.workers]
+        for engine in engines:
+            engine.advance()
+        area = sum(engine.area for engine in engines) / len(engines)
+        now = (self._clock.now, self._sums.wait, self._sums.train, area)
+        passed, wait, train, requests = (new - old for new, old in zip(now, self._past, strict=True))
+        self._past = now
+        made = update(
+            self._version, EPOCH + self._clock.now, wait=wait, train=train, sync=cycle.sync, pause=cycle.pause
+        )
+        made["extra"]["engine/requests"] = requests / passed
+        self.updates.append(made)
+        super()._record(batch, cycle)
+
+
+def traced(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    settings: Settings,
+    workload: Workload,
+    cycles: list[Cycle],
+    seed: int,
+) -> Result:
+    """Simulate a run into a folder."""
+    folder.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(rollout, "Agent", TracedAgent)
+        simulation = TracedSimulation(folder, settings, workload, cycles, seed)
+        result = simulation.run()
+    simulation.log.close()
+    summary.write_updates(folder, simulation.updates)
+    config = {
+        "rollout": {
+            "mode": settings.mode, "stepping": settings.stepping, "engines": settings.engines,
+            "groups_in_flight": settings.groups_in_flight, "max_staleness": settings.max_staleness,
+        },
+        "trainer": {"groups_per_update": settings.groups_per_update, "zero_variance_groups": "keep"},
+    }  # fmt: skip
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return result

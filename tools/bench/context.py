@@ -1,0 +1,257 @@
+"""What a context policy costs: prompt tokens that the engine computes, and tokens that the trainer computes.
+
+1. Scripts do tasks of the sites in real Chromium, once; what was seen and done is kept.
+2. Each policy makes the prompts of these same episodes. A real vLLM engine with a tiny model answers each one and says
+   how many tokens its prefix cache had; then it is given the script's answer behind the prompt, which leaves in the
+   cache what producing it would have left. Each policy has the cache to itself (a salt of its own), empty at first.
+3. The trainer's prefix merging makes sequences of each policy's steps.
+
+Screenshots have 960 tokens, as those of 1280x768 have for Qwen3-VL; words have more tokens than there, as the tiny
+model's vocabulary is small. What a policy does to success is not measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform as machine
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_webrl.browser.errors import BrowserError
+from megatron_webrl.config import BrowserConfig, Config, ContextConfig, ModelConfig, RunConfig, TasksConfig
+from megatron_webrl.farm.client import Browsers
+from megatron_webrl.rollout.browsers import open_browsers
+from megatron_webrl.rollout.contexts.policies import make_context
+from megatron_webrl.rollout.demonstrate import certain
+from megatron_webrl.rollout.engine import Engine
+from megatron_webrl.rollout.prompts import response_text
+from megatron_webrl.tasks.aim import OracleError
+from megatron_webrl.tasks.registry import make_source, scripted_environments
+from megatron_webrl.trainer.batching import Sample
+from megatron_webrl.trainer.merging import merge
+from megatron_webrl.types import Action, Observation, Task
+from tools.bench.episodes import as_sample
+from tools.make_tiny_model import make_tiny_model
+
+BASE = "sliding, 4 rounds"
+CONTESTANTS = {
+    BASE: ContextConfig(rounds=4),
+    "sliding, 1 round": ContextConfig(rounds=1),
+    "append, 4 rounds": ContextConfig(policy="append", rounds=4),
+    "append, 8 rounds": ContextConfig(policy="append", rounds=8),
+}
+OURS = "append, 4 rounds"
+LENGTHS = ((1, 4), (5, 8), (9, 40))  # steps of episodes that are shown together
+MODEL = {
+    "hidden": 64, "layers": 1, "heads": 1, "kv_heads": 1, "vision_hidden": 64, "vision_layers": 1, "vision_heads": 1,
+}  # fmt: skip
+WINDOW, ANSWER = 16384, 256  # tokens: rollout.max_model_len; of it for the answer
+MAX_STEPS = 40
+SESSIONS = 2
+ATTEMPTS = 4
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What a script saw and did."""
+
+    task: Task
+    instruction: str
+    seen: tuple[Observation, ...]  # one more than actions, or as many if an answer ended it
+    actions: tuple[Action, ...]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One step's prompt, as the engine took it."""
+
+    prompt: int  # tokens
+    cached: int  # of these from the prefix cache
+    images: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """One policy on one episode."""
+
+    task: str
+    asked: tuple[Asked, ...]  # of each step
+    response_tokens: int
+    sequences: int  # of the trainer, after merging
+    trained_tokens: int  # of these sequences
+    alone_tokens: int  # of the steps without merging
+
+    @property
+    def computed(self) -> int:
+        """Prompt tokens that the engine computed."""
+        return sum(step.prompt - step.cached for step in self.asked)
+
+    @property
+    def prompted(self) -> int:
+        """Prompt tokens."""
+        return sum(step.prompt for step in self.asked)
+
+
+def configuration(folder: Path) -> Config:
+    """One engine for all contestants, and the sites at the usual size."""
+    model = make_tiny_model(folder / "model", max_position_embeddings=WINDOW, max_pixels=2**20, **MODEL)  # type: ignore[arg-type]
+    config = Config(
+        run=RunConfig(directory=str(folder), name="context", start_seconds=300.0),
+        model=ModelConfig(path=str(model), platform="cpu", dtype="float32"),
+        browser=BrowserConfig(width=1280, height=768),
+        tasks=TasksConfig(source="sites", environments=list(scripted_environments("sites")), max_steps=MAX_STEPS),
+    )
+    most = max(settings.rounds for settings in CONTESTANTS.values())
+    config.rollout.context = ContextConfig(rounds=most)  # images that the engine takes
+    config.rollout.max_model_len, config.rollout.max_new_tokens, config.rollout.kv_cache_mib = WINDOW, 1, 512
+    config.weights.caches = "salt"
+    return config
+
+
+async def record(config: Config, count: int) -> list[Episode]:
+    """Episodes of held-out tasks, every environment in turn, done by scripts."""
+    source = make_source(config.tasks)
+    tasks = [source.held_out(number) for number in range(count)]
+    try:
+        async with open_browsers(config, SESSIONS, "bench") as browsers:
+            # More of them wait for a session.
+            return await asyncio.gather(*(_played(browsers, task) for task in tasks))
+    finally:
+        source.close()
+
+
+async def _played(browsers: Browsers, task: Task) -> Episode:
+    """An episode; again where a busy machine showed the script a page in movement. Raises BrowserError, OracleError."""
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return await _play(browsers, task)
+        except (BrowserError, OracleError) as error:
+            print(f"{task.id} is done again: {error}", file=sys.stderr)
+    return await _play(browsers, task)
+
+
+async def _play(browsers: Browsers, task: Task) -> Episode:
+    actions: list[Action] = []
+    async with browsers.session() as session:
+        seen = [await session.reset(task)]
+        while not seen[-1].done and len(actions) < task.max_steps:
+            actions.append(await session.demonstration())
+            if actions[-1].kind == "answer":
+                break
+            seen.append(await session.step(actions[-1]))
+    return Episode(task, seen[0].instruction or "", tuple(seen), tuple(actions))
+
+
+async def _replay(engine: Engine, settings: ContextConfig, episode: Episode, number: int) -> Found:
+    processor = engine.processor
+    context = make_context(processor, settings, WINDOW - ANSWER)
+    context.begin(episode.instruction, episode.seen[0])
+    asked: list[Asked] = []
+    samples: list[Sample] = []
+    for step, action in enumerate(episode.actions):
+        prompt = context.prompt()
+        images = [context.screenshots[i] for i in prompt.images]
+        answer = certain(processor, prompt.token_ids, images, response_text(action, settings))
+        met = await engine.respond(None, prompt.token_ids, images)
+        asked.append(Asked(len(met.prompt_token_ids), met.prompt_cached, len(images)))
+        # Of an answer, all but the last token has been computed when it is complete.
+        await engine.respond(None, np.append(prompt.token_ids, answer.response_token_ids[:-1]), images)
+        samples.append(as_sample(answer, images, len(episode.actions), (number, 0)))
+        if step + 1 < len(episode.seen):
+            context.add(answer, action, None, episode.seen[step + 1])
+    video = int(processor.tokenizer.convert_tokens_to_ids("<|video_pad|>"))
+    chains = merge(samples, (processor.image_token_id, video))
+    return Found(
+        task=episode.task.id,
+        asked=tuple(asked),
+        response_tokens=sum(len(sample.response) for sample in samples),
+        sequences=len(chains),
+        trained_tokens=sum(chain.length for chain in chains),
+        alone_tokens=sum(sample.length for sample in samples),
+    )
+
+
+async def measure(config: Config, count: int) -> dict[str, list[Found]]:
+    """What came of each contestant on the same episodes, one after the other."""
+    episodes = await record(config, count)
+    engine = await Engine.start(config, 0)
+    found = {}
+    try:
+        for salt, (name, settings) in enumerate(CONTESTANTS.items()):
+            # With weights.caches=salt no contestant finds what another one left in the cache.
+            engine.version = salt
+            found[name] = [await _replay(engine, settings, episode, i) for i, episode in enumerate(episodes)]
+    finally:
+        await engine.close()
+    return found
+
+
+def show(found: dict[str, list[Found]]) -> None:
+    """Print one line a contestant, ratios to the first; then the ratio by length of episodes."""
+    base = found[BASE]
+    steps = sum(len(each.asked) for each in base)
+    lengths = sorted(len(each.asked) for each in base)
+    print(
+        f"{len(base)} episodes, {steps} steps ({lengths[0]} to {lengths[-1]}, median {lengths[len(lengths) // 2]}), "
+        f"{sum(each.response_tokens for each in base) / steps:.0f} tokens an answer\n"
+    )
+    columns = (
+        "prompt tokens", "of it computed", "hit rate", "fewer computed", "sequences", "trained tokens / answer token",
+        "fewer trained",
+    )  # fmt: skip
+    print("| a trajectory | " + " | ".join(columns) + " |")
+    print("|---|" + "---:|" * len(columns))
+    for name, all_of_it in found.items():
+        prompted, computed, trained = (_total(all_of_it, field) for field in ("prompted", "computed", "trained_tokens"))
+        answers, count = _total(all_of_it, "response_tokens"), len(all_of_it)
+        print(
+            f"| {name} | {prompted / count:.0f} | {computed / count:.0f} | {1 - computed / prompted:.1%} | "
+            f"{_total(base, 'computed') / computed:.2f} | {_total(all_of_it, 'sequences') / count:.1f} | "
+            f"{trained / answers:.1f} | {_total(base, 'trained_tokens') / trained:.2f} |"
+        )
+    print(f"\n| steps | episodes | computed, {BASE} | computed, {OURS} | ratio |")
+    print("|---|" + "---:|" * 4)
+    for low, high in LENGTHS:
+        pairs = [
+            (one.computed, other.computed)
+            for one, other in zip(base, found[OURS], strict=True)
+            if low <= len(one.asked) <= high
+        ]
+        if pairs:
+            one, other = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
+            print(f"| {low} to {high} | {len(pairs)} | {one:.0f} | {other:.0f} | {one / other:.2f} |")
+
+
+def _total(found: Sequence[Found], name: str) -> int:
+    return sum(getattr(each, name) for each in found)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--episodes", type=int, default=30, help="one of each environment in turn (default: 30)")
+    parser.add_argument("--quick", action="store_true", help="six episodes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    options = parser.parse_args(arguments)
+    print(f"{os.cpu_count()} CPUs, {machine.machine()}, load {os.getloadavg()[0]:.1f}\n")
+    with tempfile.TemporaryDirectory(prefix="webrl-bench-") as temporary:
+        config = configuration(Path(temporary))
+        found = asyncio.run(measure(config, 6 if options.quick else options.episodes))
+    show(found)
+    if options.json:
+        figures = {
+            name: [asdict(each) | {"computed": each.computed} for each in all_of_it]
+            for name, all_of_it in found.items()
+        }
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

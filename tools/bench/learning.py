@@ -1,0 +1,204 @@
+"""Does a policy learn from rewards? The quickstart's job beside controls that differ from it in one thing.
+
+    python -m tools.bench.learning [--arms NAME ...] [--seeds N] [--json FILE] [--add FILE ...] [--plots FILE]
+
+Every arm is `webrl train configs/quickstart.yaml`, evaluated greedily on the same held-out tasks before and after. The
+figures of several calls are put together with --add: an hour at a time is enough.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_webrl.tracking import summary
+from megatron_webrl.tracking.learning_plot import smooth
+from megatron_webrl.tracking.plot import LAST, OTHER, OURS, PEER, Plot, page
+from tools.bench.jobs import run_job
+
+CONFIG = Path("configs/quickstart.yaml")
+IMITATED = 2000
+"""Demonstrations of the control that goes on imitating: making and imitating them takes about as long as the RL."""
+
+_GRPO = (
+    "trainer.loss.name=grpo", "trainer.loss.raft_versions=0", "trainer.minibatches=2",
+    "trainer.optimizer.learning_rate=3e-4",
+)  # fmt: skip
+ARMS: dict[str, tuple[str, ...]] = {
+    "rewards": (),
+    "shuffled": ("trainer.loss.shuffle_advantages=true",),
+    "imitation": (
+        "trainer.updates=0",
+        "evaluation.before=false",
+        f"trainer.warm_start.demonstrations={IMITATED}",
+        "trainer.warm_start.haste=0.6",
+        "trainer.warm_start.epochs=2",
+        "trainer.warm_start.samples_per_update=16",
+        "trainer.warm_start.learning_rate=1e-3",
+    ),
+    "constant": (*_GRPO, "trainer.loss.normaliser=constant"),
+    "per_trajectory": (*_GRPO, "trainer.loss.normaliser=per_trajectory"),
+}
+DEFAULT = ("rewards", "shuffled", "imitation")
+COLOURS = dict(zip(ARMS, (OURS, PEER, OTHER, LAST, "#8f5ba8"), strict=True))
+LATE = 5
+"""Updates at the end of a run over which its figures are means."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run of an arm came to. Steps and tokens are means of the last LATE updates; None without updates."""
+
+    arm: str
+    seed: int
+    before: float | None  # greedy success; None where weights were not evaluated before
+    after: float
+    gain: Mapping[str, Any] | None  # mean and 95 % interval
+    pixels: Mapping[str, Any] | None  # the same, over blank images
+    minutes: float  # of the whole job
+    sampled: tuple[tuple[int, float], ...]  # version, success of all episodes that came
+    entropy: tuple[float, float] | None  # of the first and the last updates
+    steps_success: float | None
+    steps_failure: float | None
+    tokens_per_step: float | None
+    clipped: float | None  # share of tokens
+
+
+def outcome(arm: str, seed: int, run: Path, before: float | None, seconds: float) -> Outcome:
+    """What the files of a run say; `before` stands in where it did not evaluate what it began with."""
+    content = summary.read(run)
+    evaluation, updates = content["evaluation"], content["updates"]
+    first, late = updates[:LATE], updates[-LATE:]
+
+    def mean(part: Sequence[Mapping[str, Any]], name: str) -> float | None:
+        values = [u["extra"][name] for u in part if u["extra"].get(name) is not None]
+        return sum(values) / len(values) if values else None
+
+    sampled = [(u["version"] - 1, u["extra"].get("sampled_success")) for u in updates]
+    entropy = mean(first, "entropy"), mean(late, "entropy")
+    return Outcome(
+        arm=arm,
+        seed=seed,
+        before=evaluation["before"]["success"] if evaluation["before"] else before,
+        after=evaluation["after"]["success"],
+        gain=evaluation["gain"],
+        pixels=evaluation["pixels"],
+        minutes=seconds / 60,
+        sampled=tuple((version, rate) for version, rate in sampled if rate is not None),
+        entropy=None if entropy[0] is None or entropy[1] is None else (entropy[0], entropy[1]),
+        steps_success=mean(late, "steps_mean/success"),
+        steps_failure=mean(late, "steps_mean/failure"),
+        tokens_per_step=sum(u["response_tokens_mean"] for u in late) / len(late) if late else None,
+        clipped=sum(u["clip_fraction"] for u in updates) / len(updates) if updates else None,
+    )  # fmt: skip
+
+
+def show(outcomes: Sequence[Outcome], console: Console) -> None:
+    """Print the table."""
+    table = Table(title="Greedy success on held-out tasks", title_justify="left")
+    for column in ("arm", "seed", "before", "after", "gain, 95 %", "over blank images", "sampled, first and last",
+                   "entropy", "steps: success / failure", "minutes"):  # fmt: skip
+        table.add_column(column, justify="left" if column == "arm" else "right")
+    for each in outcomes:
+        rates = [rate for _, rate in each.sampled]
+        table.add_row(
+            each.arm, str(each.seed), _percent(each.before), _percent(each.after), _points(each.gain),
+            _points(each.pixels),
+            f"{_percent(_mean(rates[:LATE]))} {_percent(_mean(rates[-LATE:]))}",
+            "-" if each.entropy is None else f"{each.entropy[0]:.2f} {each.entropy[1]:.2f}",
+            f"{_number(each.steps_success)} / {_number(each.steps_failure)}", f"{each.minutes:.1f}",
+        )  # fmt: skip
+    console.print(table)
+
+
+def draw(outcomes: Sequence[Outcome]) -> str:
+    """Sampled success over versions of every run, as an SVG."""
+    curves = [each for each in outcomes if len(each.sampled) > 1]
+    plot = Plot("Success of sampled episodes", f"means of five updates, {CONFIG.stem}", (_last(curves), 1))
+    plot.axes("version", "share of episodes")
+    by_arm: dict[str, list[Outcome]] = defaultdict(list)
+    for each in curves:
+        by_arm[each.arm].append(each)
+        plot.line(smooth(each.sampled), COLOURS[each.arm])
+    for number, (arm, runs) in enumerate(by_arm.items()):
+        after = sum(run.after for run in runs) / len(runs)
+        plot.key(number, f"{arm}, greedy after: {after:.0%}", COLOURS[arm])
+    return page([plot])
+
+
+def measure(arms: Sequence[str], seeds: int, console: Console) -> list[Outcome]:
+    """Run all arms, one after another. Raises RuntimeError."""
+    found: list[Outcome] = []
+    with tempfile.TemporaryDirectory(prefix="webrl-bench-") as temporary:
+        for seed in range(seeds):
+            for arm in arms:
+                console.print(f"{arm}, seed {seed} ...")
+                overrides = [*ARMS[arm], f"run.seed={seed}", "tracking.sample_trajectories=0"]
+                started = time.monotonic()
+                run = run_job(CONFIG, f"{arm}-{seed}", overrides, Path(temporary))
+                before = next((each.before for each in found if each.before is not None), None)
+                found.append(outcome(arm, seed, run, before, time.monotonic() - started))
+                console.print(f"  greedy success {_percent(found[-1].before)} -> {_percent(found[-1].after)}")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arms", nargs="*", choices=ARMS, default=DEFAULT, metavar="NAME", help=", ".join(ARMS))
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs of each arm (default: 1)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="FILE", help="figures of earlier calls")
+    parser.add_argument("--plots", type=Path, metavar="FILE", help="draw the curves as an SVG")
+    options = parser.parse_args(arguments)
+    console = Console()
+    try:
+        found = [Outcome(**line) for path in options.add for line in json.loads(path.read_text())["runs"]]
+        found += measure(options.arms, options.seeds, console)
+    except (RuntimeError, OSError) as error:
+        sys.exit(f"bench.learning: {error}")
+    show(found, console)
+    if options.plots:
+        options.plots.write_text(draw(found))
+    if options.json:
+        content = {"cpus": os.cpu_count(), "load": os.getloadavg(), "runs": [asdict(each) for each in found]}
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _last(outcomes: Sequence[Outcome]) -> float:
+    return float(max((each.sampled[-1][0] for each in outcomes), default=1))
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _points(gain: Mapping[str, Any] | None) -> str:
+    if gain is None:
+        return "-"
+    low, high = gain["interval"]
+    return f"{100 * gain['mean']:+.0f} ({100 * low:+.0f} to {100 * high:+.0f})"
+
+
+if __name__ == "__main__":
+    main()

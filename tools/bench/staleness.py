@@ -1,0 +1,355 @@
+"""What decoupling does for groups of older policies: tokens that clipping stops, and the variance of the gradient.
+
+    python -m tools.bench.staleness [--quick] [--updates N] [--keep FOLDER] [--json FILE] [--plots FILE]
+    python -m tools.bench.staleness --run FOLDER [--quick] [--json FILE] [--plots FILE]
+
+First a job: the quickstart's tasks and model with GRPO, collecting and updating in turn, which keeps a checkpoint and
+the trained groups of every version. Then, offline: each version that has enough others before it makes its update
+again, with the groups of each of them, once with the decoupled objective and once with ratios against the policy that
+made the groups. Same weights, optimiser, groups and minibatches; only trainer.loss.decoupled differs. --run takes the
+files of a job that has been made before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_webrl.config import Config, ConfigError
+from megatron_webrl.ring.errors import RecordError
+from megatron_webrl.tracking import summary
+from megatron_webrl.tracking.plot import OURS, PEER, Plot, page
+from megatron_webrl.trainer import group_files
+from tools.bench import staleness_rank
+from tools.bench.jobs import run_job
+from tools.bench.learning import ARMS, CONFIG
+from tools.bench.staleness_rank import Arm, Pair, checkpoint_path
+
+GOAL_AT, GOAL = 2, 2.0
+"""At this staleness decoupling is to divide both figures by so much."""
+
+SECONDS = 600.0  # limit of one measurement, and of loading before the first
+SAME_GRADIENT = 1e-3  # relative: without staleness and without clipping both objectives have the same gradient
+SAME_CLIPPED = 0.005  # share of tokens that may lie between a bound seen from the engine's numbers and the trainer's
+SAME_NORM = 0.01  # relative: of an update of the job, made again
+LARGEST_GAP = 0.05  # of log-probabilities: a quarter of what clipping bounds
+
+FIGURES: dict[str, Callable[[Arm], float]] = {
+    "clip-trigger rate": lambda arm: arm.clipped,
+    "gradient variance": lambda arm: arm.variance,
+    "trace of covariance": lambda arm: arm.trace,
+}
+JUDGED, TRACE = ("clip-trigger rate", "gradient variance"), "trace of covariance"
+"""Of FIGURES: those that the goal is about, and one that is shown beside them."""
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How much is done."""
+
+    updates: int
+    staleness: int  # the highest
+
+
+FULL = Amount(updates=13, staleness=8)
+QUICK = Amount(updates=3, staleness=2)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One figure over the versions that were measured."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def overrides(updates: int) -> list[str]:
+    """What the job has other than the quickstart."""
+    return [
+        *ARMS["constant"],
+        "trainer.optimizer.schedule=constant",
+        "rollout.mode=sync",
+        f"trainer.updates={updates}",
+        "trainer.checkpoint.every=1",
+        f"trainer.checkpoint.keep={updates}",
+        "tracking.keep_records=true",
+        "tracking.sample_trajectories=0",
+        *(f"evaluation.{name}=false" for name in ("before", "after", "blank_images")),
+    ]
+
+
+def measure(folder: Path, depth: int, console: Console) -> list[Pair]:
+    """All versions of the run in `folder` that have groups of staleness 0 to `depth`. Raises RuntimeError."""
+    config = staleness_rank.configuration(folder)
+    check_run(config)
+    versions = complete_versions(folder, config, depth)
+    for version in sorted({version - behind for version in versions for behind in range(depth + 1)}):
+        check_records(config, version)
+    updates = {update["version"]: update for update in summary.read_updates(folder)}
+    found: list[Pair] = []
+    for version in versions:
+        with closing(_measured(folder, version, range(depth + 1))) as pairs:
+            for pair in pairs:
+                if pair.staleness == 0:
+                    check_fresh(pair)
+                    check_repeated(pair, updates.get(version + 1), config.trainer.loss.decoupled)
+                found.append(pair)
+                console.print(f"version {version}, staleness {pair.staleness}: done", highlight=False)
+    return found
+
+
+def check_run(config: Config) -> None:
+    """Refuse a run whose updates cannot be made again like this. Raises RuntimeError."""
+    loss, run = config.trainer.loss, config.run_folder
+    if config.rollout.mode != "sync":
+        raise RuntimeError(f"{run} has rollout.mode={config.rollout.mode}: its groups are stale already; use sync")
+    if loss.name == "raft":
+        raise RuntimeError(f"{run} has trainer.loss.name=raft, which clips nothing; use grpo or gspo")
+    if loss.kl_coefficient:
+        raise RuntimeError(f"{run} has trainer.loss.kl_coefficient={loss.kl_coefficient}; use a run without reference")
+    if config.trainer_ranks > 1:
+        raise RuntimeError(f"{run} was trained by {config.trainer_ranks} ranks; use a run of one")
+
+
+def complete_versions(folder: Path, config: Config, depth: int) -> list[int]:
+    """Versions with a checkpoint and with groups of themselves and of the `depth` before. Raises RuntimeError."""
+    paths = config.records_folder.iterdir() if config.records_folder.is_dir() else ()
+    kept = {version for path in paths if (version := group_files.version_of(path)) is not None}
+    found = [
+        version
+        for version in sorted(kept)
+        if kept.issuperset(range(version - depth, version))
+        and (checkpoint_path(folder, version) / "state.json").is_file()
+    ]
+    if not found:
+        raise RuntimeError(
+            f"{folder} has no version with a checkpoint and the groups of {depth + 1} versions in records/ "
+            f"(there: {len(kept)}); run at least {depth + 1} updates with tracking.keep_records=true, "
+            "trainer.checkpoint.every=1 and trainer.checkpoint.keep as high"
+        )
+    return found
+
+
+def check_records(config: Config, version: int) -> None:
+    """All tokens of a version's groups must be made by it, or staleness would not be what it is called."""
+    path = group_files.path_of(config.records_folder, version)
+    trained = [t for group in group_files.read_groups(path) for t in group.trajectories if t.trainable]
+    makers = {int(v) for t in trained for step in t.steps for v in step.versions}
+    if makers != {version}:
+        raise RuntimeError(f"{path} holds tokens of versions {sorted(makers)}, not of {version} alone")
+
+
+def check_fresh(pair: Pair) -> None:
+    """Without staleness decoupling must change nothing. Raises RuntimeError."""
+    where = f"version {pair.version}, staleness 0"
+    if pair.gap is None or not pair.gap <= LARGEST_GAP:
+        raise RuntimeError(f"{where}: behaviour and trainer differ by {pair.gap}, the limit is {LARGEST_GAP}")
+    if not pair.difference <= SAME_GRADIENT:
+        raise RuntimeError(f"{where}: gradients differ by {pair.difference:.2g}, the limit is {SAME_GRADIENT}")
+    one, other = pair.decoupled.clipped, pair.coupled.clipped
+    if not abs(one - other) <= SAME_CLIPPED:
+        raise RuntimeError(f"{where}: {one:.2%} and {other:.2%} of tokens are clipped, the limit is {SAME_CLIPPED:.2%}")
+
+
+def check_repeated(pair: Pair, update: Mapping[str, Any] | None, decoupled: bool) -> None:
+    """Made again from its checkpoint, an update must be the job's own. Raises RuntimeError."""
+    if update is None:
+        raise RuntimeError(f"updates.jsonl does not have the update from version {pair.version} on")
+    arm = pair.decoupled if decoupled else pair.coupled
+    norm, clipped = update["extra"]["gradient_norm"], update["clip_fraction"]
+    if not (abs(arm.gradient_norm - norm) <= SAME_NORM * norm and abs(arm.clipped - clipped) <= SAME_CLIPPED):
+        raise RuntimeError(
+            f"the update from version {pair.version} on is another than the job's: gradient norm {arm.gradient_norm:g} "
+            f"for {norm:g}, {arm.clipped:.2%} clipped for {clipped:.2%}"
+        )
+
+
+def _measured(folder: Path, version: int, staleness: Sequence[int]) -> Generator[Pair]:
+    """By a process of its own. Raises RuntimeError if it ends or takes too long."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    words = theirs, os.getpid(), folder, version, staleness
+    process = context.Process(target=staleness_rank.serve, args=words, daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        for behind in staleness:
+            if not ours.poll(SECONDS):
+                raise RuntimeError(f"version {version}, staleness {behind}: not done within {SECONDS:.0f} s")
+            yield ours.recv()
+    except EOFError:
+        raise RuntimeError(f"the process of version {version} ended; what it wrote stands above") from None
+    finally:
+        ours.close()
+        process.join(5)
+        process.kill()
+
+
+def spread(pairs: Sequence[Pair], staleness: int, arm: str, figure: Callable[[Arm], float]) -> Spread:
+    """A figure of an arm ("decoupled" or "coupled") over all versions."""
+    values = [figure(getattr(pair, arm)) for pair in pairs if pair.staleness == staleness]
+    return Spread(sum(values) / len(values), min(values), max(values))
+
+
+def show(pairs: Sequence[Pair], console: Console) -> None:
+    """Print a table for each figure and what became of the goal."""
+    stale = sorted({pair.staleness for pair in pairs})
+    clipping, variance = (
+        {staleness: _cells(pairs, staleness, name, form) for staleness in stale}
+        for name, form in zip(JUDGED, (_percent, _number), strict=True)
+    )
+    capped = [f"{spread(pairs, staleness, 'decoupled', lambda arm: arm.capped).mean:.2%}" for staleness in stale]
+    traces = [_ratio(*_both(pairs, staleness, TRACE)) for staleness in stale]
+    _print_table("Response tokens clipped, without and with decoupling", clipping, ("above cap", capped), console)
+    _print_table("Variance of the gradient", variance, ("trace ratio", traces), console)
+    for name in JUDGED:
+        console.print(_verdict(pairs, name), highlight=False, soft_wrap=True)
+    console.print(
+        f"versions measured: {len({pair.version for pair in pairs})}, means with lowest and highest; groups of an "
+        f"update: {pairs[0].groups}; variance: trace of the covariance of the groups' gradients by the squared norm of "
+        "their mean; ratio: without / with; above cap: tokens that decoupling leaves out or bounds",
+        soft_wrap=True, highlight=False,
+    )  # fmt: skip
+
+
+def _print_table(
+    title: str, cells: Mapping[int, Sequence[str]], last: tuple[str, Sequence[str]], console: Console
+) -> None:
+    table = Table(title=title, title_justify="left")
+    for column in ("stale", "without", "with", "ratio", last[0]):
+        table.add_column(column, justify="right")
+    for (staleness, texts), more in zip(cells.items(), last[1], strict=True):
+        table.add_row(str(staleness), *texts, more)
+    console.print(table)
+
+
+def draw(pairs: Sequence[Pair]) -> str:
+    """Both figures over staleness, as an SVG: lines through means, a point for each version."""
+    last = max(pair.staleness for pair in pairs)
+    plots = []
+    for name in JUDGED:
+        figure = FIGURES[name]
+        highest = max(figure(arm) for pair in pairs for arm in (pair.decoupled, pair.coupled))
+        plot = Plot(
+            name.capitalize(), "one update, by staleness of its groups", (1.02 * max(1, last), 1.35 * highest or 1)
+        )
+        plot.axes("staleness, versions", "share of response tokens" if name == JUDGED[0] else "trace / squared mean")
+        for number, (arm, words, colour) in enumerate(
+            (("coupled", "without decoupling", PEER), ("decoupled", "with", OURS))
+        ):
+            plot.line([(s, spread(pairs, s, arm, figure).mean) for s in range(last + 1)], colour)
+            for pair in pairs:
+                plot.dot(pair.staleness, figure(getattr(pair, arm)), colour)
+            plot.key(number, words, colour)
+        plots.append(plot)
+    return page(plots)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="three updates, staleness 0 to 2; figures mean little")
+    parser.add_argument("--updates", type=int, metavar="N", help=f"updates of the job (default: {FULL.updates})")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="run the job there and leave its files for --run")
+    parser.add_argument("--run", type=Path, metavar="FOLDER", help="measure this run, and start no job")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument("--plots", type=Path, metavar="FILE", help="draw the figures as an SVG")
+    options = parser.parse_args(arguments)
+    amount = QUICK if options.quick else FULL
+    if options.run and (options.updates is not None or options.keep):
+        parser.error("--run measures a run that is there; --updates and --keep are for a job to be started")
+    updates = amount.updates if options.updates is None else options.updates
+    if updates <= amount.staleness:
+        parser.error(f"--updates={updates}: staleness {amount.staleness} takes at least {amount.staleness + 1}")
+    console = Console()
+    try:
+        if options.run:
+            pairs = measure(options.run, amount.staleness, console)
+        else:
+            pairs = _measure_job(options.keep, updates, amount.staleness, console)
+    except (RuntimeError, OSError, ConfigError, RecordError) as error:
+        sys.exit(f"bench.staleness: {error}")
+    show(pairs, console)
+    if options.plots:
+        options.plots.write_text(draw(pairs))
+    if options.json:
+        options.json.write_text(json.dumps(_figures(pairs), indent=1) + "\n")
+
+
+def _measure_job(keep: Path | None, updates: int, depth: int, console: Console) -> list[Pair]:
+    with tempfile.TemporaryDirectory(prefix="webrl-bench-") as temporary:
+        folder = keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        console.print(f"a job of {updates} updates ...", highlight=False)
+        return measure(run_job(CONFIG, "staleness", overrides(updates), folder), depth, console)
+
+
+def _both(pairs: Sequence[Pair], staleness: int, name: str) -> tuple[Spread, Spread]:
+    """A figure without and with decoupling."""
+    return (
+        spread(pairs, staleness, "coupled", FIGURES[name]),
+        spread(pairs, staleness, "decoupled", FIGURES[name]),
+    )
+
+
+def _cells(pairs: Sequence[Pair], staleness: int, name: str, form: Callable[[Spread], str]) -> tuple[str, str, str]:
+    without, with_it = _both(pairs, staleness, name)
+    return form(without), form(with_it), _ratio(without, with_it)
+
+
+def _verdict(pairs: Sequence[Pair], name: str) -> str:
+    without, with_it = _both(pairs, GOAL_AT, name)
+    met = without.mean > 0 and GOAL * with_it.mean <= without.mean
+    return (
+        f"{name} at staleness {GOAL_AT}, without / with: {_ratio(without, with_it)} "
+        f"(goal: halved at {GOAL_AT}: {'met' if met else 'missed'})"
+    )
+
+
+def _ratio(without: Spread, with_it: Spread) -> str:
+    if not with_it.mean:
+        return "inf" if without.mean else "-"
+    return f"{without.mean / with_it.mean:.2f}"
+
+
+def _percent(figure: Spread) -> str:
+    return f"{figure.mean:.2%} ({100 * figure.low:.1f} to {100 * figure.high:.1f})"
+
+
+def _number(figure: Spread) -> str:
+    return f"{figure.mean:.2f} ({figure.low:.2f} to {figure.high:.2f})"
+
+
+def _figures(pairs: Sequence[Pair]) -> Mapping[str, Any]:
+    means = [
+        {
+            "staleness": staleness,
+            **{name: dict(zip(("without", "with"), map(asdict, _both(pairs, staleness, name)), strict=True))
+               for name in FIGURES},
+        }
+        for staleness in sorted({pair.staleness for pair in pairs})
+    ]  # fmt: skip
+    return {
+        "cpus": os.cpu_count(),
+        "load": os.getloadavg(),
+        "means": means,
+        "verdicts": [_verdict(pairs, name) for name in JUDGED],
+        "pairs": [asdict(pair) for pair in pairs],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""The process of bench.staleness that computes: updates from one version of a run, with groups of versions before it.
+
+One rank on gloo. Before every measurement weights, optimiser and schedule come from the checkpoint anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_webrl import compat, processes
+from megatron_webrl.config import Config, read
+from megatron_webrl.trainer import checkpoint_files, group_files
+from megatron_webrl.types import Group
+
+LIMIT = timedelta(seconds=120)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One update with or without decoupling, and the groups' gradients at the weights with which it began."""
+
+    clipped: float  # share of response tokens whose clipped branch is active, over all minibatches
+    capped: float  # share whose weight exceeds trainer.loss.behaviour_cap
+    gradient_norm: float  # before clipping, mean over optimiser steps
+    trace: float  # of the covariance of the gradient over groups
+    signal: float  # squared norm of the mean gradient
+
+    @property
+    def variance(self) -> float:
+        """trace / signal: the variance of one group's gradient, in units of the mean gradient's squared norm."""
+        return self.trace / self.signal
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same update of the same weights with the same groups, twice."""
+
+    version: int  # of the weights
+    staleness: int  # version less that of the policy that made the groups
+    groups: int
+    gap: float | None  # max |behaviour - start policy| of log-probabilities at staleness 0; None at others
+    decoupled: Arm
+    coupled: Arm
+    difference: float  # norm of the difference of the mean gradients by that of the decoupled one
+
+
+def configuration(folder: Path) -> Config:
+    """That of the run in `folder`, wherever the folder lies by now. Raises ConfigError."""
+    config = read(folder / "config.yaml")
+    config.run.directory, config.run.name = str(folder.absolute().parent), folder.absolute().name
+    config.model.checkpoint = ""  # where the run began: not needed any more, and perhaps gone
+    return config
+
+
+def checkpoint_path(folder: Path, version: int) -> Path:
+    """Where the run in `folder` has its checkpoint of a version."""
+    return checkpoint_files.folder_of(folder / "checkpoints", version)
+
+
+def serve(connection: Connection, parent: int, folder: Path, version: int, staleness: Sequence[int]) -> None:
+    """Body of the process: sends a Pair for each staleness."""
+    processes.die_with_parent(parent=parent)
+    compat.install()
+    config = configuration(folder)
+    learner, builder = _make(config)
+    from megatron_webrl.trainer import checkpoint
+
+    for behind in staleness:
+        groups = group_files.read_groups(group_files.path_of(config.records_folder, version - behind))
+        restore = lambda: checkpoint.load(checkpoint_path(folder, version), learner)  # noqa: E731
+        connection.send(compare(learner, builder, config, groups, version, behind, restore))
+
+
+def compare(
+    learner: Any,
+    builder: Any,
+    config: Config,
+    groups: Sequence[Group],
+    version: int,
+    staleness: int,
+    restore: Callable[[], None],
+) -> Pair:
+    """Update from policy `version` on with both objectives; `restore` brings its weights and optimiser back."""
+    from megatron_webrl.trainer.loop import update
+
+    arms: list[Arm] = []
+    means: list[Tensor] = []
+    for decoupled in (True, False):
+        chosen = with_decoupling(config, decoupled)
+        restore()
+        mean, trace = moments(group_gradients(learner, builder, chosen, groups, version))
+        metrics, gap = update(learner, builder, chosen, groups, version)
+        tokens = metrics["response_tokens"]
+        arms.append(
+            Arm(
+                clipped=metrics["clipped"] / tokens,
+                capped=metrics["capped"] / tokens,
+                gradient_norm=metrics["gradient_norm"],
+                trace=trace,
+                signal=float(mean.dot(mean)),
+            )
+        )
+        means.append(mean)
+    difference = float((means[0] - means[1]).norm() / means[0].norm())
+    return Pair(version, staleness, len(groups), gap.largest, arms[0], arms[1], difference)
+
+
+def with_decoupling(config: Config, decoupled: bool) -> Config:
+    """The configuration with trainer.loss.decoupled set."""
+    loss = replace(config.trainer.loss, decoupled=decoupled)
+    return replace(config, trainer=replace(config.trainer, loss=loss))
+
+
+def group_gradients(
+    learner: Any, builder: Any, config: Config, groups: Sequence[Group], version: int
+) -> Iterator[Tensor]:
+    """Of the objective over the whole batch, at the weights as they are, float32 [weights]: a gradient a group.
+
+    Each is scaled by the number of groups: their mean is the gradient of the batch.
+    """
+    from megatron_webrl.trainer import batching
+    from megatron_webrl.trainer.learner import objective
+
+    loss = config.trainer.loss
+    samples = batching.training_samples(groups, config, version)
+    in_batch = batching.weights(samples, loss.normaliser, loss.k)
+    for group in groups:
+        places = [place for place, sample in enumerate(samples) if sample.trajectory[0] == group.ticket]
+        part = [samples[place] for place in places]
+        # Alone, a group has other totals to be divided by; all its tokens' weights differ by the same factor.
+        factor = in_batch[places[0]] / batching.weights(part, loss.normaliser, loss.k)[0]
+        learner.accumulate(builder.build(part, loss.normaliser, loss.k), None, objective(loss))
+        yield learner.gradient() * (len(groups) * factor)
+
+
+def moments(gradients: Iterable[Tensor]) -> tuple[Tensor, float]:
+    """Mean, float64 [weights], and trace of the unbiased covariance of two gradients or more."""
+    total, squares, count = torch.zeros((), dtype=torch.float64), 0.0, 0
+    for gradient in gradients:
+        exact = gradient.double()
+        total, squares, count = total + exact, squares + float(exact.dot(exact)), count + 1
+    mean = total / count
+    return mean, (squares - count * float(mean.dot(mean))) / (count - 1)
+
+
+def _make(config: Config) -> tuple[Any, Any]:
+    """Learner and row builder of one rank, on the configuration's platform."""
+    from megatron_webrl.model import platform as platforms
+
+    platform = platforms.use(config.model.platform)
+    torch.distributed.init_process_group(
+        platform.backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=LIMIT
+    )
+    # Megatron is imported on the platform that is in use.
+    from megatron_webrl.model import groups
+    from megatron_webrl.model.layout import Sizes
+    from megatron_webrl.trainer.build import make_builder, make_learner
+
+    groups.form(Sizes(), config.run.seed)
+    return make_learner(config, platform), make_builder(config, platform)

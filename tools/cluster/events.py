@@ -1,0 +1,123 @@
+"""A clock of events, and servers that share what they can do among all who are with them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from functools import partial
+
+Call = Callable[[], None]
+
+
+class Clock:
+    """Calls in the order of their times; those of one time in the order in which they were asked for."""
+
+    def __init__(self) -> None:
+        self.now = 0.0  # seconds
+        self._calls: list[tuple[float, int, Call]] = []
+        self._count = 0
+
+    def at(self, time: float, call: Call) -> None:
+        """Call at a time that has not passed."""
+        heapq.heappush(self._calls, (time, self._count, call))
+        self._count += 1
+
+    def after(self, seconds: float, call: Call) -> None:
+        """Call some time from now."""
+        self.at(self.now + seconds, call)
+
+    def run(self, ended: Callable[[], bool]) -> None:
+        """Let time pass until it has `ended`. Raises RuntimeError if nothing more can happen before."""
+        while not ended():
+            if not self._calls:
+                raise RuntimeError(f"nothing is left to happen at {self.now:.3f} s: everybody waits for somebody else")
+            self.now, _, call = heapq.heappop(self._calls)
+            call()
+
+
+class Job:
+    """Work at a server."""
+
+    __slots__ = ("done", "end")
+
+    def __init__(self, end: float, done: Call | None) -> None:
+        self.end, self.done = end, done  # end: in the server's progress; done: None once it is over or given up
+
+    def __lt__(self, other: Job) -> bool:
+        return self.end < other.end
+
+
+class Shared:
+    """Processor sharing: everybody gets on equally fast, the slower the more there are.
+
+    Progress is what somebody who was there from the beginning would have got done. A job that starts at progress p
+    ends at p + its work, so that arrivals and departures change the pace of all in O(log n).
+    """
+
+    def __init__(self, clock: Clock, rate: Callable[[int], float]) -> None:
+        """`rate`: of n jobs at once, what each of them gets done in a second."""
+        self.count = 0
+        self.busy = self.area = self.accomplished = 0.0  # seconds with a job; job-seconds; work done
+        self._clock, self._rate = clock, rate
+        self._jobs: list[Job] = []
+        self._progress, self._since, self._speed = 0.0, 0.0, 1.0
+        self._planned = 0  # number of the last plan; earlier ones are void
+
+    def begin(self, work: float, done: Call) -> Job:
+        """A job joins; `done` is called at its end."""
+        self.advance()
+        job = Job(self._progress + work, done)
+        heapq.heappush(self._jobs, job)
+        self.count += 1
+        self._plan()
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """A job leaves before its end. One that has ended is left alone."""
+        if job.done is None:
+            return
+        self.advance()
+        job.done = None
+        self.count -= 1
+        self._plan()
+
+    def set_speed(self, speed: float) -> None:
+        """From here on everything goes `speed` times as fast as the rate says; 0 stops it."""
+        self.advance()
+        self._speed = speed
+        self._plan()
+
+    def advance(self) -> None:
+        """Bring the sums up to this moment."""
+        passed = self._clock.now - self._since
+        self._since = self._clock.now
+        if self.count and passed:
+            done = passed * self._speed * self._rate(self.count)
+            self._progress += done
+            self.busy += passed
+            self.area += passed * self.count
+            self.accomplished += done * self.count
+
+    def _plan(self) -> None:
+        self._planned += 1
+        while self._jobs and self._jobs[0].done is None:
+            heapq.heappop(self._jobs)
+        if self._jobs and self._speed:
+            seconds = (self._jobs[0].end - self._progress) / (self._speed * self._rate(self.count))
+            self._clock.after(max(0.0, seconds), partial(self._finish, self._planned))
+
+    def _finish(self, plan: int) -> None:
+        if plan != self._planned:
+            return
+        self.advance()
+        self._progress = max(self._progress, self._jobs[0].end)  # rounding must not leave a rest of no length
+        ended: list[Call] = []
+        while self._jobs and self._jobs[0].end <= self._progress:
+            job = heapq.heappop(self._jobs)
+            if job.done is not None:
+                ended.append(job.done)
+                job.done = None
+        self.count -= len(ended)
+        self._plan()
+        for call in ended:
+            call()

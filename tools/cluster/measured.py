@@ -1,0 +1,218 @@
+"""A measured run as what a simulation is fed with, and as the figures that it should give."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+from megatron_webrl.config import Config
+from megatron_webrl.config import read as read_config
+from megatron_webrl.tracking import episode_log, summary
+from tools.cluster import timeline
+from tools.cluster.simulation import Result, simulate
+from tools.cluster.work import Cycle, Episode, GroupWork, Recorded, Settings, Step
+
+UNCOUNTED = 1  # the first update waits for engines and pages to begin
+WITHOUT_VARIANCE = ("all_failed", "all_succeeded", "zero_variance")  # fates
+OUTCOMES = ("success", "failure")  # of episodes that are not masked
+LITTLE = {"staleness": 0.1, "waiting": 0.05}  # versions, share: what differs by less agrees
+
+Update = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What is compared. Of the time from the end of the first update to that of the last."""
+
+    per_hour: float  # trained trajectories
+    staleness: float  # versions, mean over trajectories
+    waiting: float  # share: the trainer waits for groups
+    updates_per_hour: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run."""
+
+    name: str
+    settings: Settings
+    workload: Recorded
+    cycles: tuple[Cycle, ...]
+    figures: Figures
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure, simulated and measured."""
+
+    name: str
+    measured: float
+    simulated: float  # mean over seeds
+    spread: float  # standard deviation over seeds
+    agrees: bool
+
+    @property
+    def ratio(self) -> float | None:
+        """Simulated by measured; None where nothing was measured."""
+        return self.simulated / self.measured if self.measured else None
+
+
+def read(folder: Path) -> Measured:
+    """Read a run's folder. Raises ValueError or OSError for one that cannot be simulated, in one line."""
+    config = read_config(folder / "config.yaml")
+    updates, lines = summary.read_updates(folder), episode_log.read(folder)
+    _refuse(folder, config, updates, lines)
+    placed = timeline.place(lines, config.rollout.stepping)
+    engine = timeline.fit(placed, *_spans(config, updates), _levels(updates))
+    settings = Settings(
+        mode=config.rollout.mode,
+        stepping=config.rollout.stepping,
+        max_staleness=config.rollout.max_staleness,
+        groups_per_update=config.trainer.groups_per_update,
+        groups_in_flight=config.rollout.groups_in_flight,
+        engines=config.rollout.engines,
+        updates=len(updates),
+        serial=engine.serial,
+        overlap=engine.overlap,
+        uncounted=UNCOUNTED,
+    )
+    workload = _workload(placed, engine.work.tolist(), config.trainer.zero_variance_groups == "drop")
+    return Measured(folder.name, settings, workload, _cycles(updates, lines), _figures(updates, lines))
+
+
+def _refuse(folder: Path, config: Config, updates: Sequence[Update], lines: Sequence[timeline.Line]) -> None:
+    if config.run.resume:
+        raise ValueError(f"{folder} was resumed (run.resume): its times have a gap; check a run of one piece")
+    if config.evaluation.every:
+        raise ValueError(
+            f"{folder} evaluated beside the training (evaluation.every={config.evaluation.every}), which is not "
+            "simulated: check a run with evaluation.every=0"
+        )
+    if len(updates) <= UNCOUNTED:
+        raise ValueError(
+            f"{folder} has {len(updates)} updates; the first {UNCOUNTED} are not counted: run at least {UNCOUNTED + 1}"
+        )
+    if not any(line["fate"] == episode_log.TRAINED for line in lines):
+        raise ValueError(f"{folder} has no trained episodes in {episode_log.FILE}: it was made by an older version")
+
+
+def _spans(config: Config, updates: Sequence[Update]) -> tuple[list[timeline.Span], list[timeline.Span]]:
+    """When the trainer trained, and when the engines stood still for weights; unix seconds."""
+    training, pauses = [], []
+    for update in updates:
+        seconds, end = update["seconds"], update["finished_at"]
+        if config.rollout.mode == "one_step_off":  # weights first, with nothing in flight
+            training.append((end - seconds["train"], end))
+        else:
+            begin = end - seconds["sync"]
+            training.append((begin - seconds["train"], begin))
+            pauses.append((end - _pause(update), end))
+    return training, pauses
+
+
+def _levels(updates: Sequence[Update]) -> list[timeline.Level]:
+    """Mean requests in an engine between updates, as far as the workers told."""
+    return [
+        ((before["finished_at"], update["finished_at"]), update["extra"]["engine/requests"])
+        for before, update in pairwise(updates)
+        if "engine/requests" in update["extra"]
+    ]
+
+
+def _pause(update: Update) -> float:
+    sync = update["seconds"]["sync"]
+    return float(min(sync, update["extra"].get("weights/pause_seconds", sync)))
+
+
+def _cycles(updates: Sequence[Update], lines: Sequence[timeline.Line]) -> tuple[Cycle, ...]:
+    tokens: dict[int, int] = defaultdict(int)
+    for line in lines:
+        if line["fate"] == episode_log.TRAINED:
+            tokens[line["version"] + 1] += sum(step["prompt"] + step["response"] for step in line["steps"])
+    cycles = []
+    for before, update in pairwise(updates[UNCOUNTED - 1 :]):
+        seconds = update["seconds"]
+        other = update["finished_at"] - before["finished_at"] - sum(seconds[part] for part in ("wait", "train", "sync"))
+        per_token = seconds["train"] / max(1, tokens[update["version"]])
+        cycles.append(Cycle(per_token, seconds["sync"], _pause(update), max(0.0, other)))
+    return tuple(cycles)
+
+
+def _workload(placed: Sequence[timeline.Placed], work: Sequence[float], drops: bool) -> Recorded:
+    """Whole groups by their tickets: episodes of one task are alike, and share their fate.
+
+    Abandoned episodes count with the steps that they had, for the rest of them is not known.
+    """
+    episodes: dict[int, list[Episode]] = defaultdict(list)
+    fates: dict[int, set[str]] = defaultdict(set)
+    outcomes: dict[int, set[str]] = defaultdict(set)
+    remaining = iter(work)
+    for one in placed:
+        steps = tuple(
+            Step(next(remaining), step["browser"], step["prompt"], step["response"]) for step in one.line["steps"]
+        )
+        if one.line["fate"] == "duplicate":
+            continue
+        trainable = bool(steps) and one.line["outcome"] in (*OUTCOMES, "abandoned")
+        episodes[one.line["ticket"]].append(Episode(one.reset, steps, trainable))
+        fates[one.line["ticket"]].add(one.line["fate"])
+        if trainable:
+            outcomes[one.line["ticket"]].add(one.line["outcome"])
+    tickets = sorted(episodes)
+    groups = [GroupWork(tuple(episodes[t]), _fault(fates[t], outcomes[t], drops)) for t in tickets]
+    return Recorded(groups, {ticket: place for place, ticket in enumerate(tickets)})
+
+
+def _fault(fates: set[str], outcomes: set[str], drops: bool) -> str | None:
+    """Why the group would be dropped whenever it came; None if it would be trained."""
+    if not outcomes:
+        return "masked"
+    if names := sorted(fates & set(WITHOUT_VARIANCE)):
+        return names[0]
+    # Of a group that came too late the trainer did not look at the rewards.
+    return "zero_variance" if drops and "stale" in fates and len(outcomes) == 1 else None
+
+
+def _figures(updates: Sequence[Update], lines: Sequence[timeline.Line]) -> Figures:
+    counted = updates[UNCOUNTED:]
+    seconds = counted[-1]["finished_at"] - updates[UNCOUNTED - 1]["finished_at"]
+    versions = {update["version"] for update in counted}
+    lags = [
+        line["version"] - line["oldest_version"]
+        for line in lines
+        if line["fate"] == episode_log.TRAINED and line["version"] + 1 in versions
+    ]
+    return Figures(
+        per_hour=3600 * len(lags) / seconds,
+        staleness=sum(lags) / len(lags),
+        waiting=sum(update["seconds"]["wait"] for update in counted) / seconds,
+        updates_per_hour=3600 * len(counted) / seconds,
+    )
+
+
+def fed_with(run: Measured, other: Measured) -> Measured:
+    """The mode and the figures of a run, with all times and the work of another."""
+    engine = other.settings
+    return replace(
+        run,
+        settings=replace(run.settings, serial=engine.serial, overlap=engine.overlap),
+        workload=other.workload,
+        cycles=other.cycles,
+    )
+
+
+def compare(run: Measured, seeds: int, tolerance: float) -> tuple[list[Row], list[Result]]:
+    """Simulate a run as often as there are seeds; figures are means. A row agrees within the tolerance, a share."""
+    results = [simulate(run.settings, run.workload, run.cycles, seed) for seed in range(seeds)]
+    rows = []
+    for name, measured in vars(run.figures).items():
+        values = [getattr(result, name) for result in results]
+        simulated = fmean(values)
+        agrees = abs(simulated - measured) <= max(tolerance * measured, LITTLE.get(name, 0.0))
+        rows.append(Row(name, measured, simulated, pstdev(values), agrees))
+    return rows, results

@@ -1,0 +1,204 @@
+"""When the requests of a run were in its engines, and how fast those were: read from its episodes.
+
+episodes.jsonl tells of an episode when it ended, how long it took, and the seconds of each answer and each action in
+their order. What is left of its time is the reset and, in lockstep, waiting for the others. Episodes of a group are
+begun together: how much later than the first of them one starts it has waited for its browser, or been tried before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+SERIAL = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+OVERLAP = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+EQUAL = 1.01  # a fit whose error is within this factor of the least one is as good
+
+Line = Mapping[str, Any]
+Span = tuple[float, float]  # from and to, unix seconds
+Level = tuple[Span, float]  # mean requests in an engine meanwhile
+
+
+@dataclass(frozen=True)
+class Placed:
+    """An episode in time."""
+
+    line: Line
+    reset: float  # seconds before its first answer is asked for, from the start of its group
+    begins: tuple[float, ...]  # unix seconds at which each answer was asked for
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What fits the requests of a run best: tools/cluster/work.py, Settings."""
+
+    serial: float
+    overlap: float
+    work: np.ndarray  # [requests], seconds of an engine with nothing else to do
+
+
+def place(lines: Sequence[Line], stepping: str) -> list[Placed]:
+    """All episodes in time, in no particular order."""
+    starts: dict[int, float] = {}
+    for line in lines:
+        starts[line["ticket"]] = min(_start(line), starts.get(line["ticket"], math.inf))
+    if stepping == "free":
+        return [_free(line, starts) for line in lines]
+    return [placed for cohort in _cohorts(lines) for placed in _in_step(cohort, starts)]
+
+
+def _start(line: Line) -> float:
+    return float(line["finished_at"] - line["seconds"])
+
+
+def _free(line: Line, starts: Mapping[int, float]) -> Placed:
+    reset = max(0.0, line["seconds"] - sum(step["generation"] + step["browser"] for step in line["steps"]))
+    begins, now = [], _start(line) + reset
+    for step in line["steps"]:
+        begins.append(now)
+        now += step["generation"] + step["browser"]
+    return Placed(line, reset + _start(line) - starts[line["ticket"]], tuple(begins))
+
+
+def _cohorts(lines: Sequence[Line]) -> list[list[Line]]:
+    """Episodes of a worker that began before the first of them ended: they share their rounds from the first on."""
+    cohorts: list[list[Line]] = []
+    for line in sorted(lines, key=lambda line: (line["worker"], _start(line))):
+        last = cohorts[-1] if cohorts else []
+        together = last and last[0]["worker"] == line["worker"]
+        if together and _start(line) < min(one["finished_at"] for one in last):
+            last.append(line)
+        else:
+            cohorts.append([line])
+    return cohorts
+
+
+def _in_step(cohort: Sequence[Line], group_starts: Mapping[int, float]) -> list[Placed]:
+    """Rounds end with their slowest, so that only the latest reset shows: it is taken for that of all."""
+    generations = _slowest(cohort, "generation")
+    browsers = _slowest(cohort, "browser")
+    starts = [0.0]  # of rounds, after the first one's
+    for generation, browser in zip(generations, browsers, strict=True):
+        starts.append(starts[-1] + generation + browser)
+    firsts = [
+        line["finished_at"] - line["steps"][-1]["browser"] - generations[len(line["steps"]) - 1]
+        - starts[len(line["steps"]) - 1]
+        for line in cohort
+        if line["steps"]
+    ]  # fmt: skip
+    first = float(np.median(firsts)) if firsts else 0.0
+    placed = []
+    for line in cohort:
+        begun = group_starts[line["ticket"]]
+        reset = max(0.0, first - begun) if line["steps"] else line["finished_at"] - begun
+        placed.append(Placed(line, reset, tuple(first + start for start in starts[: len(line["steps"])])))
+    return placed
+
+
+def _slowest(cohort: Sequence[Line], what: str) -> list[float]:
+    rounds = max(len(line["steps"]) for line in cohort)
+    return [max(line["steps"][n][what] for line in cohort if n < len(line["steps"])) for n in range(rounds)]
+
+
+def fit(
+    episodes: Sequence[Placed], training: Sequence[Span], pauses: Sequence[Span], levels: Sequence[Level] = ()
+) -> Engine:
+    """How much slower requests get by others, and by training on the same processors.
+
+    `training`, `pauses`: when. Of all pairs of Settings.serial and .overlap that is taken under which what the engines
+    did is best explained by a linear function of the tokens of each request, computed prompt and response; among
+    equally good ones the least contention. The work comes in the order of `episodes`, step by step.
+
+    `levels`: what the workers counted. Requests of episodes that still ran at the end of the job are in no file: where
+    the count is above that of `episodes`, those are taken for so many more.
+    """
+    requests = _Requests(episodes, training, pauses, levels)
+    if not len(requests.begins):
+        return Engine(0.0, 1.0, np.zeros(0))
+    trials = [(requests.error(serial, overlap), serial, 1 - overlap) for serial in SERIAL for overlap in OVERLAP]
+    least = min(trials)[0]
+    _, serial, slower = min((trial for trial in trials if trial[0] <= EQUAL * least + 1e-9), key=lambda t: t[1:])
+    return Engine(serial, 1 - slower, requests.work(serial, 1 - slower))
+
+
+class _Requests:
+    """Requests of all engines, and between which moments how many were in which."""
+
+    def __init__(
+        self, episodes: Sequence[Placed], training: Sequence[Span], pauses: Sequence[Span], levels: Sequence[Level]
+    ) -> None:
+        steps = [step for episode in episodes for step in episode.line["steps"]]
+        self.begins = np.array([begin for episode in episodes for begin in episode.begins])
+        self._ends = self.begins + np.array([step["generation"] for step in steps])
+        # [requests, 3]: what a linear function of the tokens is made of
+        self._features = np.array([(1, step["prompt"] - step["cached"], step["response"]) for step in steps], float)
+        by_worker: dict[str, list[int]] = defaultdict(list)
+        for number, worker in enumerate(e.line["worker"] for e in episodes for _ in e.begins):
+            by_worker[worker].append(number)
+        edges = [moment for span in (*training, *pauses, *(span for span, _ in levels)) for moment in span]
+        self._engines = [
+            _Load(np.array(numbers), self.begins, self._ends, edges, training, pauses) for numbers in by_worker.values()
+        ]
+        for span, level in levels:
+            here = sum(engine.area(span) for engine in self._engines) / len(self._engines) / (span[1] - span[0])
+            for engine in self._engines:
+                engine.multiply(span, max(1.0, level / here) if here else 1.0)
+
+    def work(self, serial: float, overlap: float) -> np.ndarray:
+        """[requests]: what the engine did for each while it was there; never nothing."""
+        work = np.zeros(len(self.begins))
+        for engine in self._engines:
+            done = engine.progress(serial, overlap)
+            for sign, moments in ((1, self._ends), (-1, self.begins)):
+                work[engine.numbers] += sign * np.interp(moments[engine.numbers], engine.moments, done)
+        return np.maximum(work, 1e-6)
+
+    def error(self, serial: float, overlap: float) -> float:
+        """Variance of the work that its tokens do not explain, by the square of its mean."""
+        work = self.work(serial, overlap)
+        explained, *_ = np.linalg.lstsq(self._features, work, rcond=None)
+        return float(np.var(work - self._features @ explained) / np.mean(work) ** 2)
+
+
+class _Load:
+    """Of one engine: between consecutive moments nothing changes."""
+
+    def __init__(
+        self, numbers: np.ndarray, begins: np.ndarray, ends: np.ndarray, edges: Sequence[float],
+        training: Sequence[Span], pauses: Sequence[Span],
+    ) -> None:  # fmt: skip
+        self.numbers = numbers
+        begin, end = np.sort(begins[numbers]), np.sort(ends[numbers])
+        inside = [edge for edge in edges if begin[0] < edge < end[-1]]
+        self.moments = np.unique(np.concatenate([begin, end, inside]))
+        self._lengths = np.diff(self.moments)
+        self._middles = (self.moments[:-1] + self.moments[1:]) / 2
+        self._count = (np.searchsorted(begin, self._middles) - np.searchsorted(end, self._middles)).astype(float)
+        self._trains = _within(self._middles, training)
+        self._pauses = _within(self._middles, pauses)
+
+    def area(self, span: Span) -> float:
+        """Request-seconds in a span."""
+        return float((self._count * self._lengths)[_within(self._middles, [span])].sum())
+
+    def multiply(self, span: Span, factor: float) -> None:
+        """There were so many more requests in a span."""
+        self._count[_within(self._middles, [span])] *= factor
+
+    def progress(self, serial: float, overlap: float) -> np.ndarray:
+        """[moments]: what a request that was there from the first moment would have got done."""
+        rates = np.where(self._trains, overlap, 1.0) / (1 + np.maximum(0.0, self._count - 1) * serial)
+        rates[self._pauses] = 0.0
+        return np.concatenate([[0.0], np.cumsum(rates * self._lengths)])
+
+
+def _within(moments: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
+    found = np.zeros(len(moments), bool)
+    for begin, end in spans:
+        found |= (moments > begin) & (moments < end)
+    return found
