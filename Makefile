@@ -40,8 +40,8 @@ warm-start: install $(MODEL)/config.json ## make models/quickstart anew, the wei
 	$(BIN)/python -m tools.pretrain_tiny_model $(MODEL) runs/warm_start.records models/quickstart
 	$(BIN)/webrl eval models/quickstart configs/warm_start.yaml $(ARGS)
 
-test: install lint ## lint, then run all tests
-	$(BIN)/python -m pytest $(ARGS)
+test: install lint ## lint, then run all tests; what fails runs twice more and is listed
+	$(BIN)/python -m pytest --reruns 2 -raR $(ARGS)
 
 test-fast: install ## run the tests that take under a minute each
 	$(BIN)/python -m pytest -m "not slow and not soak" $(ARGS)

@@ -48,6 +48,7 @@ setup(
         "dev": [
             "pytest",
             "pytest-asyncio",
+            "pytest-rerunfailures",
             "pytest-timeout",
             "hypothesis",
             "ruff",
