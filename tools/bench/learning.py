@@ -1,6 +1,6 @@
 """Does a policy learn from rewards? The quickstart's job beside controls that differ from it in one thing.
 
-    python -m tools.bench.learning [--arms NAME ...] [--seeds N] [--json FILE] [--add FILE ...] [--plots FILE]
+    python -m tools.bench.learning [--arms NAME ...] [--seeds N ...] [--json FILE] [--add FILE ...] [--plots FILE]
 
 Every arm is `webrl train configs/quickstart.yaml`, evaluated greedily on the same held-out tasks before and after. The
 figures of several calls are put together with --add: an hour at a time is enough.
@@ -138,11 +138,11 @@ def draw(outcomes: Sequence[Outcome]) -> str:
     return page([plot])
 
 
-def measure(arms: Sequence[str], seeds: int, console: Console) -> list[Outcome]:
+def measure(arms: Sequence[str], seeds: Sequence[int], console: Console) -> list[Outcome]:
     """Run all arms, one after another. Raises RuntimeError."""
     found: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="webrl-bench-") as temporary:
-        for seed in range(seeds):
+        for seed in seeds:
             for arm in arms:
                 console.print(f"{arm}, seed {seed} ...")
                 overrides = [*ARMS[arm], f"run.seed={seed}", "tracking.sample_trajectories=0"]
@@ -158,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", nargs="*", choices=ARMS, default=DEFAULT, metavar="NAME", help=", ".join(ARMS))
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs of each arm (default: 1)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="N", help="one run of each arm for each")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="FILE", help="figures of earlier calls")
     parser.add_argument("--plots", type=Path, metavar="FILE", help="draw the curves as an SVG")
