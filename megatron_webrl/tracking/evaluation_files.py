@@ -41,7 +41,7 @@ def forget_after(folder: Path, version: int) -> None:
         _write(folder, kept)
 
 
-def summarise(folder: Path, version: int | None) -> dict[str, Any]:
+def summarise(folder: Path, version: int) -> dict[str, Any]:
     """The part `evaluation` of summary.json; `version` is the last one that was made. None where nothing was measured.
 
     `before` is the first one of its kind, of what the run started from; the others are those of the last version.

@@ -47,7 +47,7 @@ def write(folder: Path, outcome: str, accounting: dict[str, Any] | None) -> None
         "outcome": outcome,
         "updates": updates,
         "accounting": accounting,
-        "evaluation": evaluation_files.summarise(folder, updates[-1]["version"] if updates else None),
+        "evaluation": evaluation_files.summarise(folder, updates[-1]["version"] if updates else 0),
         "checkpoint": str(folder / "checkpoints" / latest.read_text().strip()) if latest.is_file() else None,
         "config": str(folder / "config.yaml"),
         "versions": versions(),

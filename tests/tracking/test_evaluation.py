@@ -157,6 +157,15 @@ def test_the_summary_takes_the_first_before_and_what_the_last_version_reached(tm
     assert [line["version"] for line in evaluation_files.read(tmp_path)] == [0, 1, 1]
 
 
+def test_a_run_that_makes_no_update_ends_with_what_it_began_with(tmp_path: Path):
+    results = [result(0)]
+    evaluation_files.append(
+        tmp_path, figures(replace(REQUEST, kind="after", version=0, tasks=1), results, 1.0), results
+    )
+    summary.write(tmp_path, "finished", None)
+    assert summary.read(tmp_path)["evaluation"]["after"]["success"] == 1.0
+
+
 def test_the_table_fits_a_terminal_of_80_columns():
     results = [
         result(i, "success" if i % 3 else "failure", environment=f"click-collapsible-{i % 6}") for i in range(60)

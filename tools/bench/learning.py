@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -138,9 +138,8 @@ def draw(outcomes: Sequence[Outcome]) -> str:
     return page([plot])
 
 
-def measure(arms: Sequence[str], seeds: Sequence[int], console: Console) -> list[Outcome]:
-    """Run all arms, one after another. Raises RuntimeError."""
-    found: list[Outcome] = []
+def measure(arms: Sequence[str], seeds: Sequence[int], before: float | None, console: Console) -> Iterator[Outcome]:
+    """Run all arms, one after another. `before`: of the weights that all begin with, if known. Raises RuntimeError."""
     with tempfile.TemporaryDirectory(prefix="webrl-bench-") as temporary:
         for seed in seeds:
             for arm in arms:
@@ -148,10 +147,10 @@ def measure(arms: Sequence[str], seeds: Sequence[int], console: Console) -> list
                 overrides = [*ARMS[arm], f"run.seed={seed}", "tracking.sample_trajectories=0"]
                 started = time.monotonic()
                 run = run_job(CONFIG, f"{arm}-{seed}", overrides, Path(temporary))
-                before = next((each.before for each in found if each.before is not None), None)
-                found.append(outcome(arm, seed, run, before, time.monotonic() - started))
-                console.print(f"  greedy success {_percent(found[-1].before)} -> {_percent(found[-1].after)}")
-    return found
+                found = outcome(arm, seed, run, before, time.monotonic() - started)
+                before = found.before
+                console.print(f"  greedy success {_percent(found.before)} -> {_percent(found.after)}")
+                yield found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -159,22 +158,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", nargs="*", choices=ARMS, default=DEFAULT, metavar="NAME", help=", ".join(ARMS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="N", help="one run of each arm for each")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, after each run")
     parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="FILE", help="figures of earlier calls")
     parser.add_argument("--plots", type=Path, metavar="FILE", help="draw the curves as an SVG")
     options = parser.parse_args(arguments)
     console = Console()
     try:
         found = [Outcome(**line) for path in options.add for line in json.loads(path.read_text())["runs"]]
-        found += measure(options.arms, options.seeds, console)
+        before = next((each.before for each in found if each.before is not None), None)
+        for each in measure(options.arms, options.seeds, before, console):
+            found.append(each)
+            if options.json:  # at once: the next one takes long
+                keep(found, options.json)
+        if options.json:
+            keep(found, options.json)
     except (RuntimeError, OSError) as error:
         sys.exit(f"bench.learning: {error}")
     show(found, console)
     if options.plots:
         options.plots.write_text(draw(found))
-    if options.json:
-        content = {"cpus": os.cpu_count(), "load": os.getloadavg(), "runs": [asdict(each) for each in found]}
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def keep(outcomes: Sequence[Outcome], path: Path) -> None:
+    """Write figures to a file. Raises OSError."""
+    content = {"cpus": os.cpu_count(), "load": os.getloadavg(), "runs": [asdict(each) for each in outcomes]}
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _mean(values: Sequence[float]) -> float | None:
