@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="FILE", help="figures of earlier calls")
     parser.add_argument("--plots", type=Path, metavar="FILE", help="draw the curves as an SVG")
     options = parser.parse_args(arguments)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 140)
     try:
         found = [Outcome(**line) for path in options.add for line in json.loads(path.read_text())["runs"]]
         before = next((each.before for each in found if each.before is not None), None)
