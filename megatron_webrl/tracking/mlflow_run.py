@@ -40,11 +40,10 @@ class Tracker:
         self.client.log_batch(self.run_id, params=parameters)
         self.client.log_artifact(self.run_id, str(config.run_folder / "config.yaml"))
 
-    def log_update(self, record: UpdateRecord, groups: Sequence[Group]) -> None:
-        """Store the figures of an update and a few of its trajectories."""
+    def log_update(self, record: UpdateRecord, trajectories: Sequence[Trajectory]) -> None:
+        """Store the figures of an update and pages of some of its trajectories."""
         self.log_metrics(record.scalars(), record.version)
-        trajectories = [t for g in groups for t in g.trajectories if t.steps]
-        for trajectory in varied(trajectories, self.config.tracking.sample_trajectories):
+        for trajectory in trajectories:
             path = self.pages / f"version-{record.version:06d}-ticket-{trajectory.ticket}-{trajectory.index}.html"
             write_page(path, trajectory, self.decode)
             self.client.log_artifact(self.run_id, str(path), "trajectories")
@@ -72,10 +71,10 @@ class Tracker:
         return self.client.create_experiment(name, artifact_location=artifacts)
 
 
-def varied(trajectories: Sequence[Trajectory], count: int) -> list[Trajectory]:
-    """At most `count` trajectories, outcomes by turns: a page of failures alone says little."""
+def varied(groups: Sequence[Group], count: int) -> list[Trajectory]:
+    """At most `count` trajectories with steps, outcomes by turns: a page of failures alone says little."""
     by_outcome: dict[str, list[Trajectory]] = {}
-    for trajectory in trajectories:
+    for trajectory in (t for group in groups for t in group.trajectories if t.steps):
         by_outcome.setdefault(trajectory.outcome, []).append(trajectory)
     turns = zip_longest(*by_outcome.values())
     return [t for turn in turns for t in turn if t is not None][:count]
