@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -116,4 +116,4 @@ class Shelf:
                 raise WireError(
                     f"{self._nodes.name(sender)} sent a screenshot of {len(image)} bytes that is not the one wanted"
                 )
-            self._held[name] = cast(bytes, image)
+            self._held[name] = bytes(image)  # can be a key, which a view of what came cannot

@@ -9,6 +9,7 @@ A message is a JSON value and blobs. On the wire: magic and length (two int64), 
 from __future__ import annotations
 
 import json
+import re
 import struct
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from torch import Tensor
 from megatron_webrl.trainer.nodes import Nodes
 
 MAGIC = int.from_bytes(b"WEBRLMSG", "little")
+_PLACE = re.compile(r"^\[[^]]*\] ")  # in gloo's source, before its words
 LIMIT_BYTES = 2**34
 """A longer message is an error: something is wrong with it."""
 Blob = bytes | bytearray | memoryview
@@ -118,7 +120,7 @@ class Wire:
         except RuntimeError as error:
             waited = time.monotonic() - begun
             how = f"did not {what} what was due within {limit:g} s" if waited >= 0.99 * left else "is gone"
-            raise WireError(f"{self.nodes.name(peer)} {how}: {str(error).splitlines()[0]}") from error
+            raise WireError(f"{self.nodes.name(peer)} {how}: {_PLACE.sub('', str(error).splitlines()[0])}") from error
 
 
 def pack(content: Any, blobs: Sequence[Blob] = ()) -> bytearray:
@@ -130,7 +132,7 @@ def pack(content: Any, blobs: Sequence[Blob] = ()) -> bytearray:
 
 def unpack(buffer: Blob, name: str) -> Message:
     """The message in bytes that came from `name`. Raises WireError."""
-    view = memoryview(buffer).toreadonly()
+    view = memoryview(bytes(buffer))  # of bytes, so that blobs can be keys
     try:
         size, count = struct.unpack_from("<2q", view)
         lengths = struct.unpack_from(f"<{count}q", view, 16)
