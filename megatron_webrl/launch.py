@@ -27,7 +27,7 @@ from megatron_webrl import processes
 from megatron_webrl.config import Config, ConfigError, save
 from megatron_webrl.control import GOOD_OUTCOMES, Control, JobFailed
 from megatron_webrl.placement import devices
-from megatron_webrl.ring.segment import run_prefix, sweep
+from megatron_webrl.ring.segment import sweep
 from megatron_webrl.tracking import evaluation_table, summary
 from megatron_webrl.tracking.board import LEGEND, Board, accounting_line, updates_table
 
@@ -116,7 +116,7 @@ class Launcher:
             outcome = f"failed: {error}"
         finally:
             left = processes.kill_descendants(KILL_SECONDS, [role.process for role in self.roles])
-            sweep(run_prefix(config.run.name))
+            sweep(ring_prefix(config))
             shutil.rmtree(self.scratch, ignore_errors=True)
             if left:
                 self.console.print(f"could not end: {', '.join(left)}", style="red", markup=False)
@@ -286,6 +286,11 @@ class Launcher:
             if evaluation[name]:
                 line = evaluation_table.difference(words, evaluation[name])
                 self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def ring_prefix(config: Config) -> str:
+    """Beginning of the names of this run's shared-memory segments."""
+    return f"webrl-{config.run.name}-"
 
 
 def prepare_folder(config: Config, console: Console) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
 
 from megatron_webrl.config import Config
-from megatron_webrl.control import POLL_SECONDS, Control, Stopped
+from megatron_webrl.control import POLL_SECONDS, Control, JobFailed, Stopped
 from megatron_webrl.ring.node_ring import NodeRing
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.rollout.demonstrate import demonstrate
@@ -38,9 +39,19 @@ def run(config: Config, control: Control, worker: int, place: NodeRing, only: st
             if life == 1 and (left := place.sweep(config.run.name)):
                 log.info("removed what an earlier job had left: %s", ", ".join(left))
             with place.create_or_attach(config.ring.mib * 2**20) as ring:
-                asyncio.run(_run(config, control, worker, life, ring))
+                try:
+                    asyncio.run(_run(config, control, worker, life, ring))
+                finally:
+                    _forget(ring, control)
     finally:
         control.close()
+
+
+def _forget(ring: Ring, control: Control) -> None:
+    """Remove the ring's name once the job has ended: the trainer, which is attached, still finds what is in it."""
+    with suppress(JobFailed):  # without a control plane the next job removes it
+        if control.end() is not None:
+            ring.unlink()
 
 
 async def _run(config: Config, control: Control, worker: int, life: int, ring: Ring) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from megatron_webrl.trainer.merging import Chain
 from megatron_webrl.trainer.outline import size_of
@@ -17,10 +20,10 @@ Site = frozenset[int]
 
 @dataclass(frozen=True)
 class Sites:
-    """Where each data-parallel replica is, and what it would have to be sent."""
+    """Where each data-parallel replica is, and what is there."""
 
     of_replica: tuple[Site, ...]
-    absent: Callable[[Chain, Site], int]  # bytes of a chain's screenshots that a site lacks
+    has: Callable[[bytes, Site], bool]  # whether a site has the screenshot of this name
 
     @property
     def different(self) -> tuple[Site, ...]:
@@ -39,37 +42,49 @@ def assign(chains: Sequence[Chain], costs: Sequence[float], sites: Sites) -> lis
     chains to the one with the least, as long as that makes the larger load smaller: those first that move the fewest
     bytes for their cost, where a screenshot counts once however many chains need it.
     """
-    places = sites.different
-    share = [len(sites.replicas(site)) for site in places]
-    held: list[set[int]] = [set() for _ in places]
-    loads = [0.0] * len(places)  # for each replica
-
-    def put(index: int, place: int) -> None:
-        held[place].add(index)
-        loads[place] += costs[index] / share[place]
-
-    for index, chain in enumerate(chains):
-        least = min(range(len(places)), key=lambda p: (sites.absent(chain, places[p]), loads[p], p))
-        put(index, least)
-    mean = sum(costs) / sum(share)
-    brought: list[set[bytes]] = [set() for _ in places]
-    while max(loads) > (1 + EVEN) * mean:
-        high = max(range(len(places)), key=lambda p: (loads[p], -p))
-        low = min(range(len(places)), key=lambda p: (loads[p], p))
-        fitting = [i for i in held[high] if loads[low] + costs[i] / share[low] < loads[high]]
-        if not fitting:
+    cost = np.asarray(costs, np.float64)
+    share = np.array([len(sites.replicas(site)) for site in sites.different], np.float64)
+    lacking = _Lacking(chains, sites)
+    loads = np.zeros(len(share))  # for each replica
+    place = np.empty(len(chains), np.int64)  # of each chain
+    for index in range(len(chains)):
+        least = lacking.bytes[:, index]
+        place[index] = min(np.flatnonzero(least == least.min()), key=lambda p: loads[p])
+        loads[place[index]] += cost[index] / share[place[index]]
+    while loads.max() > (1 + EVEN) * cost.sum() / share.sum():
+        high, low = int(loads.argmax()), int(loads.argmin())
+        fitting = np.flatnonzero((place == high) & (loads[low] + cost / share[low] < loads[high]))
+        if not len(fitting):
             break
+        chosen = fitting[np.lexsort((fitting, -cost[fitting], lacking.bytes[low, fitting] / cost[fitting]))[0]]
+        place[chosen] = low
+        loads[high] -= cost[chosen] / share[high]
+        loads[low] += cost[chosen] / share[low]
+        lacking.bring(int(chosen), low)
+    return [np.flatnonzero(place == each).tolist() for each in range(len(share))]
 
-        def price(index: int, low: int = low) -> tuple[float, float, int]:
-            known = brought[low]
-            lacking = sites.absent(chains[index], places[low])
-            if lacking:  # what was brought for another chain is there
-                lacking -= sum(size_of(name) for name in set(chains[index].images) & known)
-            return max(0, lacking) / costs[index], -costs[index], index
 
-        chosen = min(fitting, key=price)
-        held[high].remove(chosen)
-        loads[high] -= costs[chosen] / share[high]
-        put(chosen, low)
-        brought[low].update(chains[chosen].images)
-    return [sorted(indices) for indices in held]
+class _Lacking:
+    """Bytes of each chain's screenshots that each site lacks, less what was brought there for another chain."""
+
+    def __init__(self, chains: Sequence[Chain], sites: Sites) -> None:
+        places = sites.different
+        self._names = [list(dict.fromkeys(map(bytes, chain.images))) for chain in chains]
+        self._users: dict[bytes, list[int]] = defaultdict(list)
+        for index, names in enumerate(self._names):
+            for name in names:
+                self._users[name].append(index)
+        self._missing = {  # name -> bytes at each place
+            name: np.array([0 if sites.has(name, site) else size_of(name) for site in places], np.int64)
+            for name in self._users
+        }
+        self.bytes = np.zeros((len(places), len(chains)), np.int64)
+        for name, users in self._users.items():
+            self.bytes[:, users] += self._missing[name][:, None]
+
+    def bring(self, index: int, place: int) -> None:
+        """The screenshots of a chain are brought to a place."""
+        for name in self._names[index]:
+            if missing := self._missing[name][place]:
+                self.bytes[place, self._users[name]] -= missing
+                self._missing[name][place] = 0

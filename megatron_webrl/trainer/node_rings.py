@@ -97,9 +97,10 @@ class NodeRings(Together):
 
     def _serve(self) -> None:
         """Do what the first rank orders, until it has found what it looked for."""
+        limit = self._wire.patience  # the first rank may have other work before it begins to look
         while True:
-            # The first rank has other work before its last look, and between two updates.
-            order: dict[str, Any] = self._wire.receive(0, self._wire.patience).content
+            order: dict[str, Any] = self._wire.receive(0, limit).content
+            limit = self._wire.seconds
             self._apply(order["done"])
             if order["order"] == "leave":
                 return

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_webrl.trainer.locality import Sites
-from megatron_webrl.trainer.merging import Chain
+from megatron_webrl.trainer.locality import Site, Sites
 from megatron_webrl.trainer.outline import name_of, size_of
 from megatron_webrl.trainer.wire import Wire, WireError
 
@@ -65,7 +64,7 @@ class Shelf:
     @property
     def sites(self) -> Sites:
         """Where replicas are, for the plan of a batch."""
-        return Sites(self._sites, self.absent)
+        return Sites(self._sites, self.has)
 
     def clear(self) -> None:
         """Forget all screenshots."""
@@ -80,9 +79,9 @@ class Shelf:
         if held:
             self._held.update(zip(names, images, strict=True))
 
-    def absent(self, chain: Chain, site: frozenset[int]) -> int:
-        """Bytes of a chain's screenshots that none of the nodes has."""
-        return sum(size_of(name) for name in set(chain.images) if self._homes[name].isdisjoint(site))
+    def has(self, name: bytes, site: Site) -> bool:
+        """Whether a screenshot is on one of the nodes."""
+        return not self._homes[name].isdisjoint(site)
 
     def bring(self, wanted: Wanted) -> Brought:
         """Have each rank hold what it wants. Collective, with the same argument everywhere. Raises WireError."""

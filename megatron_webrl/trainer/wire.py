@@ -86,7 +86,7 @@ class Wire:
         deadline = time.monotonic() + self.seconds
         arriving = {peer: torch.empty(size, dtype=torch.uint8) for peer, size in incoming.items()}
         waits = [(peer, "send", torch.distributed.irecv(t, peer, self._group)) for peer, t in arriving.items()]
-        leaving = {peer: _tensor(b"".join(blobs)) for peer, blobs in outgoing.items()}
+        leaving = {peer: _tensor(bytearray().join(blobs)) for peer, blobs in outgoing.items()}
         waits += [(peer, "take", torch.distributed.isend(t, peer, self._group)) for peer, t in leaving.items()]
         for peer, what, work in waits:
             self._wait(work, peer, what, max(0.001, deadline - time.monotonic()), self.seconds)

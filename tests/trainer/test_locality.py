@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 from hypothesis import given, settings
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_webrl.trainer.locality import EVEN, Site, Sites, assign
 from megatron_webrl.trainer.merging import Chain
-from megatron_webrl.trainer.outline import name_of, size_of
+from megatron_webrl.trainer.outline import name_of
 from megatron_webrl.trainer.packing import replica_rows
 from tests.trainer.test_packing import COST, chain
 
@@ -24,10 +25,7 @@ def shot(number: int) -> bytes:
 
 
 def sites(of_replica: Sequence[Site], homes: Mapping[bytes, int]) -> Sites:
-    def absent(chain: Chain, site: Site) -> int:
-        return sum(size_of(name) for name in set(chain.images) if homes[name] not in site)
-
-    return Sites(tuple(of_replica), absent)
+    return Sites(tuple(of_replica), lambda name, site: homes[name] in site)
 
 
 def at_home(shapes: Sequence[tuple[int, int, float]], nodes: int) -> tuple[list[Chain], dict[bytes, int]]:
@@ -53,6 +51,18 @@ def test_what_is_on_both_nodes_moves_rather_than_what_would_have_to_be_sent() ->
     _, two = assign(chains, [1.0] * 8, sites([ONE, TWO], homes))
     assert {2, 3} < set(two)
     assert len(two) == 4
+
+
+def test_many_sequences_are_assigned_in_no_time() -> None:
+    chains = [
+        chain(100, images=tuple(shot(10 * (i // 10) + max(0, i % 10 - j)) for j in range(4))) for i in range(2000)
+    ]
+    homes = {name: 0 for each in chains for name in each.images}
+    begun = time.process_time()
+    parts = assign(chains, [1.0] * 2000, sites([frozenset({node}) for node in range(32)], homes))
+    assert time.process_time() - begun < 5.0
+    assert max(map(len, parts)) <= 64
+    assert min(map(len, parts)) >= 60
 
 
 def test_sequences_that_share_screenshots_move_together() -> None:
