@@ -224,7 +224,7 @@ def late(rank: int, folder: str, names: Sequence[str]) -> None:
     member = Member(rank, 2, folder, names)
     if rank == 0:
         put(member.ring, [group(t, 0) for t in (0, 1)])
-    seen = []
+    seen: list[list[Any]] = []
     for update in range(3):
         groups = member.share(2)
         seen.append([g.ticket for g in groups])
@@ -235,6 +235,10 @@ def late(rank: int, folder: str, names: Sequence[str]) -> None:
         if rank == 0 and update == 0:
             put(member.ring, [group(5, 0)])
         torch.distributed.barrier()
+    from megatron_webrl.trainer.sharing import Interruption
+
+    told = [member.rings.share(why if rank == 0 else None) for why in (Interruption.NEWCOMERS, Interruption.STOP)]
+    seen.append([why.name for why in told if isinstance(why, Interruption)])
     member.rings.end()
     torch.distributed.barrier()
     torch.save({"seen": seen, "left": member.ring.usage().records}, f"{folder}/late-{rank}.pt")
@@ -284,7 +288,7 @@ def replayed(rank: int, folder: str, names: Sequence[str]) -> None:
 
 def without(rank: int, folder: str, names: Sequence[str], how: str) -> None:
     """One rank ends or stops where others need it; the others write down what they are told, and when."""
-    member = Member(rank, 4, folder, names, exchange_seconds=4.0)
+    member = Member(rank, 4, folder, names, exchange_seconds=8.0)
     if rank == 0:
         put(member.ring, [group(0, 0)])
     member.share(1)

@@ -112,16 +112,17 @@ def test_trained_records_are_freed_in_both_rings(found: Found, layout: str) -> N
 
 
 def test_a_node_that_brings_nothing_for_a_while_holds_nobody_up(names: list[str], tmp_path: Path) -> None:
-    spawn(node_ranks.late, str(tmp_path), names, seconds=120)
+    spawn(node_ranks.late, str(tmp_path), names, seconds=300)
     first, second = (torch.load(tmp_path / f"late-{rank}.pt") for rank in (0, 1))
     assert first["seen"] == second["seen"]
     assert first["seen"][0] == [0, 1]
     assert sorted(first["seen"][1] + first["seen"][2]) == [2, 3, 4, 5]
+    assert first["seen"][3] == ["NEWCOMERS", "STOP"]
     assert first["left"] == second["left"] == 0
 
 
 def test_each_node_stores_its_successes_and_all_train_on_them_again(names: list[str], tmp_path: Path) -> None:
-    spawn(node_ranks.replayed, str(tmp_path), names, ranks=4, seconds=120)
+    spawn(node_ranks.replayed, str(tmp_path), names, ranks=4, seconds=300)
     ranks = [torch.load(tmp_path / f"replayed-{rank}.pt") for rank in range(4)]
     wanted = {ticket: list(node_ranks.group(ticket, 0).trajectories[0].images) for ticket in (0, 20, 21, 22)}
     for rank in ranks:
@@ -144,7 +145,7 @@ def test_each_node_stores_its_successes_and_all_train_on_them_again(names: list[
     ("how", "told"),
     [
         ("killed", {0: "trainer-2 on node 1 is gone: ", 1: "trainer-", 3: "trainer-2 on node 1 is gone: "}),
-        ("stopped", {0: "trainer-2 on node 1 did not take what was due within 4 s: "}),
+        ("stopped", {0: "trainer-2 on node 1 did not take what was due within 8 s: "}),
         ("first", {1: "trainer-0 on node 0 is gone: ", 2: "trainer-0 on node 0 is gone: "}),
     ],
 )
@@ -152,7 +153,7 @@ def test_who_is_missing_is_named_within_the_limit(
     names: list[str], tmp_path: Path, how: str, told: dict[int, str]
 ) -> None:
     context = forks.start(node_ranks.without, str(tmp_path), names, how, ranks=4)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     try:
         while not all((tmp_path / f"told-{rank}").is_file() for rank in told):
             assert time.monotonic() < deadline, sorted(path.name for path in tmp_path.iterdir())
@@ -167,10 +168,10 @@ def test_who_is_missing_is_named_within_the_limit(
         assert kind == "WireError"
         assert text.startswith(words)
         assert "\n" not in text
-        assert float(seconds) < 6.0
+        assert float(seconds) < 14.0
 
 
 def test_ranks_that_leave_a_node_out_are_told_to_name_theirs(tmp_path: Path) -> None:
-    spawn(node_ranks.undecided, str(tmp_path), seconds=120)
+    spawn(node_ranks.undecided, str(tmp_path), seconds=300)
     for rank in (0, 1):
         assert "no trainer rank is on node 1 of cluster.nodes=2" in (tmp_path / f"told-{rank}").read_text()
