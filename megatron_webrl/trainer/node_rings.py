@@ -114,8 +114,9 @@ class NodeRings(Together):
         return sequences, [b"".join(encode(outline(decode(self._ring.read(s))))) for s in sequences]
 
     def _apply(self, done: Sequence[int]) -> None:
-        self._ring.acknowledge(done)
-        self._told.difference_update(done)
+        if done:
+            self._ring.acknowledge(done)
+            self._told.difference_update(done)
 
     # -- on every rank ----------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -55,6 +55,10 @@ class _PlannedRow:
     values: Sequence[float]  # the token weight of each step
 
 
+_Plan = Sequence[Sequence[_PlannedRow]]
+"""The rows of each replica."""
+
+
 @dataclass(frozen=True)
 class RowBuilder:
     """Makes this rank's rows of a minibatch.
@@ -99,12 +103,14 @@ class RowBuilder:
         holds the shortest one at weight zero: every replica must take part in every pass.
         Raises InputMismatch; PixelError; ValueError for a sample that is longer than a row.
         """
-        plans = [self._plan(samples, normaliser, k) for samples in parts]
+        # One after the other: pixels of the first rows are under way while the next minibatch is planned.
+        plans: Iterable[_Plan] = (self._plan(samples, normaliser, k) for samples in parts)
         if self.shelf is not None:
+            plans = list(plans)
             self.shelf.trained += self.shelf.bring(self._wanted(self.shelf, plans))
         return [[self._row(row.chains, row.values, passes) for row in plan[self.replica]] for plan in plans]
 
-    def _plan(self, samples: Sequence[Sample], normaliser: str, k: int) -> list[list[_PlannedRow]]:
+    def _plan(self, samples: Sequence[Sample], normaliser: str, k: int) -> _Plan:
         """The rows of all replicas."""
         chains = merge(samples, self._placeholders) if self.merge else [single(sample) for sample in samples]
         flat = iter(weights([step for chain in chains for step in chain.steps], normaliser, k))
@@ -118,7 +124,7 @@ class RowBuilder:
         plan = replica_rows(chains, self.cost, self.limit, self.replicas, self.multiple, sites)
         return [[planned(row) if row else spare for row in rows] for rows in plan]
 
-    def _wanted(self, shelf: Shelf, plans: Sequence[Sequence[Sequence[_PlannedRow]]]) -> dict[int, list[bytes]]:
+    def _wanted(self, shelf: Shelf, plans: Sequence[_Plan]) -> dict[int, list[bytes]]:
         """Rank -> names of the screenshots that it encodes."""
         wanted: dict[int, list[bytes]] = {}
         for replica in range(self.replicas):
