@@ -15,7 +15,7 @@ from mlflow.tracking import MlflowClient
 from megatron_webrl.config import Config, flat
 from megatron_webrl.tracking.metrics import UpdateRecord
 from megatron_webrl.tracking.trajectory_page import write_page
-from megatron_webrl.types import Group, Trajectory
+from megatron_webrl.types import Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -71,10 +71,10 @@ class Tracker:
         return self.client.create_experiment(name, artifact_location=artifacts)
 
 
-def varied(groups: Sequence[Group], count: int) -> list[Trajectory]:
-    """At most `count` trajectories with steps, outcomes by turns: a page of failures alone says little."""
+def varied(trajectories: Sequence[Trajectory], count: int) -> list[Trajectory]:
+    """At most `count` trajectories, outcomes by turns: a page of failures alone says little."""
     by_outcome: dict[str, list[Trajectory]] = {}
-    for trajectory in (t for group in groups for t in group.trajectories if t.steps):
+    for trajectory in trajectories:
         by_outcome.setdefault(trajectory.outcome, []).append(trajectory)
     turns = zip_longest(*by_outcome.values())
     return [t for turn in turns for t in turn if t is not None][:count]

@@ -128,7 +128,8 @@ class Coordinator:
 
         Collective. `transfer`: those of the weights' way to the engines, by their MLflow names.
         """
-        pages = self.rings.pages(varied(groups, self.config.tracking.sample_trajectories))
+        shown = [t for g in groups for t in g.trajectories if t.steps]
+        pages = self.rings.pages(varied(shown, self.config.tracking.sample_trajectories))
         if self.config.tracking.keep_records and self.rings.stores:
             path = group_files.path_of(self.config.records_folder, version - 1, self.rings.nodes.node)
             group_files.write(path, self.rings.stored_here(groups))
