@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import suppress
 
 from megatron_webrl.config import Config
 from megatron_webrl.control import POLL_SECONDS, Control, JobFailed, Stopped
@@ -39,19 +38,27 @@ def run(config: Config, control: Control, worker: int, place: NodeRing, only: st
             if life == 1 and (left := place.sweep(config.run.name)):
                 log.info("removed what an earlier job had left: %s", ", ".join(left))
             with place.create_or_attach(config.ring.mib * 2**20) as ring:
+                ended = True
                 try:
                     asyncio.run(_run(config, control, worker, life, ring))
+                except Stopped:
+                    raise
+                except BaseException:
+                    ended = _has_ended(control)
+                    raise
                 finally:
-                    _forget(ring, control)
+                    if ended:  # the trainer, which is attached, still finds what is in it
+                        ring.unlink()
     finally:
         control.close()
 
 
-def _forget(ring: Ring, control: Control) -> None:
-    """Remove the ring's name once the job has ended: the trainer, which is attached, still finds what is in it."""
-    with suppress(JobFailed):  # without a control plane the next job removes it
-        if control.end() is not None:
-            ring.unlink()
+def _has_ended(control: Control) -> bool:
+    """Whether the whole job has ended, not this worker alone. Without a control plane: unknown, so no."""
+    try:
+        return control.end() is not None
+    except JobFailed:
+        return False
 
 
 async def _run(config: Config, control: Control, worker: int, life: int, ring: Ring) -> None:
