@@ -18,6 +18,7 @@ from megatron_webrl.placement_command import add_placement
 
 if TYPE_CHECKING:
     from megatron_webrl.control import Control
+    from megatron_webrl.ring.node_ring import NodeRing
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +98,9 @@ def _parser() -> argparse.ArgumentParser:
         role = commands.add_parser(name, help=text)
         _add_config(role)
         role.add_argument("--control", required=True, metavar="HOST:PORT", help="address of the control plane")
+        role.add_argument(
+            "--node", type=int, default=0, metavar="N", help="number of this node, from 0, whose ring the role uses"
+        )
         only = role.add_mutually_exclusive_group()
         only.add_argument("--weights-only", action="store_true", help="send or take weights and do nothing else")
         if name == "rollout":
@@ -351,19 +355,22 @@ def _role(options: argparse.Namespace, name: str) -> Config:
     return read(options.config, options.overrides)
 
 
-def _run_role(options: argparse.Namespace, config: Config, name: str, run: Callable[[Control, str], None]) -> int:
+def _run_role(options: argparse.Namespace, config: Config, name: str, run: Callable[[Control, NodeRing], None]) -> int:
     """Run a role in a job. A trainer's failure ends the job with an error that names it.
 
     A rollout worker's does not: whoever started the worker decides whether to start it again.
     """
     from megatron_webrl.control import Control, JobFailed, Stopped
+    from megatron_webrl.placement import check_node
 
+    check_node(config, options.node)
     host, _, port = options.control.rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(f"--control={options.control!r} is not of the form HOST:PORT")
     control = Control(host, int(port), name, config.run.lost_seconds)
     try:
-        run(control, control.wait_key("job/ring", config.run.start_seconds, "the control plane to name the ring"))
+        job = control.wait_key("job/ring", config.run.start_seconds, "the control plane to name the ring")
+        run(control, _ring(config, options.node, job))
     except Stopped:
         log.info("the job has ended")
     except JobFailed as error:
@@ -380,6 +387,14 @@ def _run_role(options: argparse.Namespace, config: Config, name: str, run: Calla
         log.error("%s", what)  # the last line of the log is what the launcher shows
         return 1
     return 0
+
+
+def _ring(config: Config, node: int, job: str) -> NodeRing:
+    """The ring of a node in the job of that name. A job on one node has one, which is called as the job is."""
+    from megatron_webrl.placement import ring_of
+    from megatron_webrl.ring.node_ring import NodeRing
+
+    return NodeRing(node, ring_of(config, node) if config.cluster.nodes > 1 else job, job)
 
 
 if __name__ == "__main__":

@@ -199,6 +199,9 @@ class EvaluationConfig:
 class RingConfig:
     mib: int = setting(1024, "Size of the shared-memory ring of one node.", low=1)
     full_seconds: float = setting(900.0, "Limit for a writer to wait for room.", above=0)
+    exchange_seconds: float = setting(
+        120.0, "Limit of one message between trainer ranks of several nodes about what their rings hold.", above=0
+    )
 
 
 @dataclass

@@ -71,8 +71,8 @@ def ticket_limit(version: int, dropped: int, ahead: int, groups_per_update: int)
 def serve(host: str, port: int, ring_name: str, address_file: Path | None = None, seconds: float | None = None) -> None:
     """Host the store until the job has ended (plus LINGER_SECONDS) or `seconds` have passed.
 
-    Listens on `host` only. `ring_name` is what the job's rings are called on every node. `address_file` receives
-    {"host", "port", "pid"} once the store accepts connections.
+    Listens on `host` only. `ring_name` tells the job from others; on one node its ring has that name.
+    `address_file` receives {"host", "port", "pid"} once the store accepts connections.
     """
     listener = socket.create_server((host, port))
     port = listener.getsockname()[1]

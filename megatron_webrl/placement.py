@@ -143,6 +143,18 @@ def devices(config: Config) -> dict[str, str]:
     return {process.name: ",".join(map(str, process.devices)) for process in place(config).processes}
 
 
+def ring_of(config: Config, node: int) -> str:
+    """The name of a node's ring, on several nodes. Raises ConfigError for a node that there is not."""
+    check_node(config, node)
+    return segment_name(config.run.name, f"node {node}")
+
+
+def check_node(config: Config, node: int) -> None:
+    """Refuse the number of a node that there is not. Raises ConfigError."""
+    if not 0 <= node < config.cluster.nodes:
+        raise ConfigError(f"--node={node} is not one of the {config.cluster.nodes} nodes (cluster.nodes), from 0")
+
+
 def _check_machines(config: Config) -> None:
     cluster = config.cluster
     if cluster.trainer_cores and not cluster.cores:
@@ -308,4 +320,4 @@ def _rings(config: Config, processes: Sequence[Process]) -> Iterator[Ring]:
         elif process.part == 0:
             workers[process.node].append(process.number)
     for node in nodes:
-        yield Ring(node, segment_name(config.run.name, f"node {node}"), tuple(workers[node]), tuple(ranks[node]))
+        yield Ring(node, ring_of(config, node), tuple(workers[node]), tuple(ranks[node]))

@@ -19,7 +19,7 @@ from rich.console import Console
 from megatron_webrl.cli import main
 from megatron_webrl.config import Config, ConfigError, read
 from megatron_webrl.launch import Launcher
-from megatron_webrl.placement import Placement, devices, place
+from megatron_webrl.placement import Placement, devices, place, ring_of
 from megatron_webrl.placement_cores import format_cores, parse_cores
 
 ROOT = Path(__file__).parent.parent
@@ -281,3 +281,20 @@ def test_placing_and_estimating_need_no_torch() -> None:
     command = [sys.executable, "-c", code, str(ROOT / "configs" / "235b_a22b_32node.yaml")]
     ended = subprocess.run(command, check=True, timeout=120, capture_output=True, cwd=ROOT, text=True)
     assert ended.stdout.splitlines()[-1] == "0 False"
+
+
+@pytest.mark.parametrize(("nodes", "node"), [(1, 1), (2, 2), (2, -1)])
+def test_a_role_on_a_node_that_there_is_not_is_refused(nodes: int, node: int, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"cluster: {{nodes: {nodes}}}\n")
+    words = ["rollout", "--config", str(path), "--control", "127.0.0.1:1", "--worker", "0", f"--node={node}"]
+    command = [sys.executable, "-m", "megatron_webrl.cli", *words]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2
+    assert f"--node={node} is not one of the {nodes} nodes" in ended.stderr
+
+
+def test_each_node_has_a_ring_of_the_name_that_the_placement_draws() -> None:
+    config = made("cluster.nodes=2", "trainer.data_parallel=2", "rollout.engines=2")
+    assert [ring.name for ring in place(config).rings] == [ring_of(config, node) for node in (0, 1)]
+    assert len({ring_of(config, node) for node in (0, 1)}) == 2

@@ -73,9 +73,12 @@ class Ring:
         return cls(segments.create_or_attach(name, size_bytes, run_id, seconds))
 
     @classmethod
-    def attach(cls, name: str, seconds: float = 10.0) -> Ring:
-        """Attach a ring that another process makes, waiting up to `seconds` for it. Raises RingError."""
-        return cls(segments.attach(name, seconds))
+    def attach(cls, name: str, seconds: float = 10.0, run_id: str | None = None) -> Ring:
+        """Attach a ring that another process makes, waiting up to `seconds` for it. Raises RingError.
+
+        With a `run_id` a ring of another run counts as not there.
+        """
+        return cls(segments.attach(name, seconds, run_id))
 
     @property
     def capacity(self) -> int:

@@ -79,8 +79,12 @@ class Segment:
 
 def segment_name(run: str, identity: str) -> str:
     """The name of a run's segment, `webrl-<run>-<short id>`, the same for all who give the same identity."""
-    plain = re.sub(r"[^A-Za-z0-9._-]", "_", run)[:64]
-    return f"webrl-{plain}-{hashlib.blake2s(identity.encode(), digest_size=4).hexdigest()}"
+    return run_prefix(run) + hashlib.blake2s(identity.encode(), digest_size=4).hexdigest()
+
+
+def run_prefix(run: str) -> str:
+    """How the names of a run's segments begin."""
+    return f"webrl-{re.sub(r'[^A-Za-z0-9._-]', '_', run)[:64]}-"
 
 
 def create_or_attach(name: str, size_bytes: int, run_id: str, seconds: float) -> Segment:
@@ -112,18 +116,24 @@ def create_or_attach(name: str, size_bytes: int, run_id: str, seconds: float) ->
     return segment
 
 
-def attach(name: str, seconds: float) -> Segment:
-    """Attach a segment that another process makes, waiting for it up to `seconds`. Raises RingError."""
-    path = _path(name)
+def attach(name: str, seconds: float, run_id: str | None = None) -> Segment:
+    """Attach a segment that another process makes, waiting for it up to `seconds`. Raises RingError.
+
+    With a `run_id` a segment of another run is left alone, not even locked: it may be swept meanwhile.
+    """
+    path, other = _path(name), ""
     for _ in pauses(seconds, longest=0.02):
         try:
             with _opened(path) as opened:
+                if run_id is not None and _is_made(opened.fd) and (found := _run_id(opened.fd)) != run_id:
+                    other = f"; the one at {path} is of another job, {found}"
+                    continue
                 if try_lifetime_lock(opened.fd, fcntl.LOCK_SH) and _is_at(opened.fd, path) and _is_made(opened.fd):
                     opened.keep = True
                     return _map(opened.fd, name)
         except FileNotFoundError:
             pass
-    raise RingError(f"ring {name} was not there within {seconds:g} s: nobody made {path}")
+    raise RingError(f"ring {name} was not there within {seconds:g} s: nobody made {path}{other}")
 
 
 def release(segment: Segment) -> None:
@@ -246,10 +256,14 @@ def _map(fd: int, name: str) -> Segment:
     layout = Layout(capacity, slots)
     if os.fstat(fd).st_size < layout.total:
         raise RingError(f"ring {name} has {os.fstat(fd).st_size} of {layout.total} bytes; remove {FOLDER / name}")
-    length, run_id = struct.unpack("<Q128s", os.pread(fd, 8 + RUN_ID_BYTES, RUN_ID_AT))
     # All pages are mapped at once: taking a fault for each costs as much as copying its content.
     mapping = mmap.mmap(fd, layout.total, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    return Segment(name, run_id[:length].decode(), fd, os.getpid(), mapping, Words(mapping), layout)
+    return Segment(name, _run_id(fd), fd, os.getpid(), mapping, Words(mapping), layout)
+
+
+def _run_id(fd: int) -> str:
+    length, run_id = struct.unpack("<Q128s", os.pread(fd, 8 + RUN_ID_BYTES, RUN_ID_AT))
+    return run_id[:length].decode()
 
 
 def _pid_namespace() -> int:

@@ -7,7 +7,8 @@ import logging
 import time
 
 from megatron_webrl.config import Config
-from megatron_webrl.control import POLL_SECONDS, Control, Stopped
+from megatron_webrl.control import POLL_SECONDS, Control, JobFailed, Stopped
+from megatron_webrl.ring.node_ring import NodeRing
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.rollout.demonstrate import demonstrate
 from megatron_webrl.rollout.engine import Engine
@@ -20,7 +21,7 @@ from megatron_webrl.sampling.states import PublishedStates
 log = logging.getLogger(__name__)
 
 
-def run(config: Config, control: Control, worker: int, ring_name: str, only: str | None = None) -> None:
+def run(config: Config, control: Control, worker: int, place: NodeRing, only: str | None = None) -> None:
     """Run one worker until the job has ended; raises Stopped if it ends before the pool has begun.
 
     `only` = "weights": no browsers, no episodes, no ring; "evaluation": no trainer, no training episodes, no ring.
@@ -34,10 +35,30 @@ def run(config: Config, control: Control, worker: int, ring_name: str, only: str
         elif only == "evaluation":
             asyncio.run(serve(config, control, worker, life))
         else:
-            with Ring.create_or_attach(ring_name, config.ring.mib * 2**20, ring_name) as ring:
-                asyncio.run(_run(config, control, worker, life, ring))
+            if life == 1 and (left := place.sweep(config.run.name)):
+                log.info("removed what an earlier job had left: %s", ", ".join(left))
+            with place.create_or_attach(config.ring.mib * 2**20) as ring:
+                ended = True
+                try:
+                    asyncio.run(_run(config, control, worker, life, ring))
+                except Stopped:
+                    raise
+                except BaseException:
+                    ended = _has_ended(control)
+                    raise
+                finally:
+                    if ended:  # the trainer, which is attached, still finds what is in it
+                        ring.unlink()
     finally:
         control.close()
+
+
+def _has_ended(control: Control) -> bool:
+    """Whether the whole job has ended, not this worker alone. Without a control plane: unknown, so no."""
+    try:
+        return control.end() is not None
+    except JobFailed:
+        return False
 
 
 async def _run(config: Config, control: Control, worker: int, life: int, ring: Ring) -> None:

@@ -15,7 +15,7 @@ from mlflow.tracking import MlflowClient
 from megatron_webrl.config import Config, flat
 from megatron_webrl.tracking.metrics import UpdateRecord
 from megatron_webrl.tracking.trajectory_page import write_page
-from megatron_webrl.types import Group, Trajectory
+from megatron_webrl.types import Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -40,11 +40,10 @@ class Tracker:
         self.client.log_batch(self.run_id, params=parameters)
         self.client.log_artifact(self.run_id, str(config.run_folder / "config.yaml"))
 
-    def log_update(self, record: UpdateRecord, groups: Sequence[Group]) -> None:
-        """Store the figures of an update and a few of its trajectories."""
+    def log_update(self, record: UpdateRecord, trajectories: Sequence[Trajectory]) -> None:
+        """Store the figures of an update and pages of some of its trajectories."""
         self.log_metrics(record.scalars(), record.version)
-        trajectories = [t for g in groups for t in g.trajectories if t.steps]
-        for trajectory in varied(trajectories, self.config.tracking.sample_trajectories):
+        for trajectory in trajectories:
             path = self.pages / f"version-{record.version:06d}-ticket-{trajectory.ticket}-{trajectory.index}.html"
             write_page(path, trajectory, self.decode)
             self.client.log_artifact(self.run_id, str(path), "trajectories")

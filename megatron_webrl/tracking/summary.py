@@ -16,6 +16,8 @@ PACKAGES = (
     "mlflow-skinny", "mlflow", "transformer-engine", "omegaconf", "numpy",
 )  # fmt: skip
 
+SIZES_OF_NODES = ("screenshots_mib", "moved_mib", "other_mib")
+
 
 def versions() -> dict[str, str]:
     """Versions of Python and of those packages that are installed."""
@@ -47,6 +49,7 @@ def write(folder: Path, outcome: str, accounting: dict[str, Any] | None) -> None
         "outcome": outcome,
         "updates": updates,
         "accounting": accounting,
+        "nodes": _between_nodes(updates),
         "evaluation": evaluation_files.summarise(folder, updates[-1]["version"] if updates else 0),
         "checkpoint": str(folder / "checkpoints" / latest.read_text().strip()) if latest.is_file() else None,
         "config": str(folder / "config.yaml"),
@@ -54,6 +57,16 @@ def write(folder: Path, outcome: str, accounting: dict[str, Any] | None) -> None
     }
     _replace(folder / "summary.json", json.dumps(content, indent=1) + "\n")
     learning_plot.write(folder, updates, evaluation_files.read(folder))
+
+
+def _between_nodes(updates: Sequence[dict[str, Any]]) -> dict[str, float] | None:
+    """What went between nodes in all updates, MiB; None for a run on one node."""
+    figures = [update["extra"] for update in updates if "nodes/moved_mib" in update.get("extra", {})]
+    if not figures:
+        return None
+    total = {name: sum(each[f"nodes/{name}"] for each in figures) for name in SIZES_OF_NODES}
+    needed = total["screenshots_mib"]
+    return total | {"local_share": 1 - total["moved_mib"] / needed if needed else 1.0}
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -8,15 +8,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from enum import Enum
 from pathlib import Path
 
 import torch
 
 from megatron_webrl.config import Config
 from megatron_webrl.control import Control, JobFailed, Start, ticket_limit
-from megatron_webrl.ring.record import decode
-from megatron_webrl.ring.ring import Ring
 from megatron_webrl.tracking import summary
 from megatron_webrl.tracking.episode_log import EpisodeLog
 from megatron_webrl.tracking.metrics import (
@@ -26,15 +23,16 @@ from megatron_webrl.tracking.metrics import (
     mean,
     response_tokens,
 )
-from megatron_webrl.tracking.mlflow_run import Tracker
+from megatron_webrl.tracking.mlflow_run import Tracker, varied
 from megatron_webrl.trainer import group_files
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint import Checkpoints, TrainerState
 from megatron_webrl.trainer.groups import GroupSource
 from megatron_webrl.trainer.learner import Learner, Metrics
-from megatron_webrl.trainer.parallel import broadcast_object
+from megatron_webrl.trainer.node_rings import NodeRings
 from megatron_webrl.trainer.rewards import penalised, reward_function
 from megatron_webrl.trainer.score import Gap
+from megatron_webrl.trainer.sharing import Chosen, Interruption, OneRing
 from megatron_webrl.trainer.task_sampler import TaskSampler
 from megatron_webrl.trainer.utilization import Utilization
 from megatron_webrl.types import Group
@@ -45,13 +43,6 @@ FINAL_SECONDS = 60.0
 PER_TOKEN = ("dual_clipped", "capped", "importance_weight", "behaviour_weight", "kl", "reference_kl")
 
 
-class Interruption(Enum):
-    """Why there are no groups yet."""
-
-    STOP = "an early end was asked for"
-    NEWCOMERS = "an engine waits for weights"
-
-
 class Coordinator:
     """Life: open_job, then per update collect, record, close and perhaps checkpoint; finish at the end."""
 
@@ -59,7 +50,7 @@ class Coordinator:
         self,
         config: Config,
         control: Control,
-        ring: Ring,
+        rings: OneRing | NodeRings,
         state: TrainerState,
         tracker: Tracker | None,
         on_ready: Callable[[Group], None] = lambda group: None,
@@ -68,7 +59,7 @@ class Coordinator:
 
         `on_ready` is told on the first rank of groups that wait to be trained.
         """
-        self.config, self.control, self.ring, self.tracker = config, control, ring, tracker
+        self.config, self.control, self.rings, self.tracker = config, control, rings, tracker
         self.accounting = Accounting.from_state(state.accounting)
         self.finished_before = self.accounting.closed
         self.start = Start(state.incarnation, state.version, state.base, state.open_tickets)
@@ -77,7 +68,7 @@ class Coordinator:
         self.sampler = TaskSampler(config.tasks, self.start, state.sampler)
         self.episodes = EpisodeLog(config.run_folder, self.accounting.closed) if self.first else None
         self.source = GroupSource(
-            ring, config, state.incarnation, self.accounting, self.sampler.note, self.episodes, on_ready
+            rings.records, config, state.incarnation, self.accounting, self.sampler.note, self.episodes, on_ready
         )
         self.checkpoints = Checkpoints(
             config.run_folder / "checkpoints", Path(config.model.path), config.trainer.checkpoint
@@ -109,24 +100,18 @@ class Coordinator:
 
         `newcomers` is asked on the first rank. Raises TimeoutError or JobFailed.
         """
-        groups: list[Group] = []
-        chosen: dict[int, list[int]] | Interruption = Interruption.STOP
+        chosen: Chosen | Interruption | None = None
         if self.first:
             count, seconds = self.config.trainer.groups_per_update, self.config.trainer.batch_seconds
             taken = self.source.take(version, count, seconds, lambda ready: self._go_on(version, ready, newcomers))
             if taken is not None:
-                groups = [group for group, _ in taken]
-                chosen = self._sequences = {group.ticket: sequences for group, sequences in taken}
-            elif not self.control.stop_requested():
-                chosen = Interruption.NEWCOMERS
-        shared: dict[int, list[int]] | Interruption = broadcast_object(chosen)
-        if isinstance(shared, Interruption):
-            return shared
-        if not self.first:
-            groups = [
-                Group(ticket, tuple(decode(self.ring.read(s, verify=False)) for s in sequences))
-                for ticket, sequences in shared.items()
-            ]
+                chosen = taken
+                self._sequences = {group.ticket: sequences for group, sequences in taken}
+            else:
+                chosen = Interruption.STOP if self.control.stop_requested() else Interruption.NEWCOMERS
+        groups = self.rings.share(chosen)
+        if isinstance(groups, Interruption):
+            return groups
         self.control.report(f"update {version + 1}: training on {len(groups)} groups{self._trouble()}")
         return groups
 
@@ -141,8 +126,13 @@ class Coordinator:
     ) -> None:
         """Write the figures of the update that made `version` to updates.jsonl and MLflow; keep its groups if wanted.
 
-        `transfer`: those of the weights' way to the engines, by their MLflow names.
+        Collective. `transfer`: those of the weights' way to the engines, by their MLflow names.
         """
+        shown = [t for g in groups for t in g.trajectories if t.steps]
+        pages = self.rings.pages(varied(shown, self.config.tracking.sample_trajectories))
+        if self.config.tracking.keep_records and self.rings.stores:
+            path = group_files.path_of(self.config.records_folder, version - 1, self.rings.nodes.node)
+            group_files.write(path, self.rings.stored_here(groups))
         if self.tracker is None:
             return
         trajectories = [t for g in groups for t in g.trajectories if t.trainable]
@@ -177,6 +167,7 @@ class Coordinator:
             | episode_metrics(groups)
             | self.checkpoints.take_figures()
             | transfer
+            | self.rings.take_figures()
             | self.source.take_figures()
             | self.sampler.figures()
             | self.utilization.take()
@@ -185,10 +176,7 @@ class Coordinator:
         )
         self.updates.append(update.to_json())
         summary.write_updates(self.config.run_folder, self.updates)
-        self.tracker.log_update(update, groups)
-        if self.config.tracking.keep_records:
-            path = group_files.path_of(self.config.records_folder, version - 1)
-            group_files.write(path, (t for group in groups for t in group.trajectories))
+        self.tracker.log_update(update, pages)
 
     def close(self, groups: Sequence[Group], version: int) -> None:
         """Count the trained groups, free their records, and let the workers take more tickets."""
@@ -223,6 +211,7 @@ class Coordinator:
             self.control.finish(outcome)
             final = dict(filter(None, map(self._final_report, self.config.workers)))
             self.source.poll(version)
+            self.rings.end()
             # A worker that died gave no account: what it finished is what came out of the ring.
             died = sum(count for life, count in self.source.arrived.items() if life not in final)
             finished = self.finished_before + died + sum(report["finished"] for report in final.values())
@@ -234,6 +223,8 @@ class Coordinator:
             if self.episodes is not None:
                 self.episodes.close()
             self.tracker.close("FINISHED" if outcome == "finished" else "KILLED")
+        else:
+            self.rings.end()
         torch.distributed.barrier()
         if self.checkpoints.trouble is not None:
             raise JobFailed(f"the final checkpoint, of version {version}, is missing: {self.checkpoints.trouble}")

@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 from megatron_webrl.config import Config
 from megatron_webrl.ring.record import decode
-from megatron_webrl.ring.ring import Ring
 from megatron_webrl.tracking.episode_log import EpisodeLog
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.advantages import common_outcome, has_variance
 from megatron_webrl.trainer.arrivals import Arrivals
 from megatron_webrl.trainer.rewards import reward_function
+from megatron_webrl.trainer.sharing import Records
 from megatron_webrl.types import ABANDONED, Group, Trajectory
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ POLL_SECONDS = 0.1
 
 
 class GroupSource:
-    """Assembles groups from the records of the ring, on the trainer's first rank.
+    """Assembles groups from the records of the ring, or of all nodes' rings, on the trainer's first rank.
 
     Life of a record: read when committed, held by its sequence number until its group is whole, then either
     dropped (acknowledged at once and counted by reason) or handed out by `take`; `close_group` acknowledges it
@@ -37,7 +37,7 @@ class GroupSource:
 
     def __init__(
         self,
-        ring: Ring,
+        ring: Records,
         config: Config,
         incarnation: int,
         accounting: Accounting,

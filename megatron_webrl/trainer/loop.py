@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from megatron_webrl.config import Config
 from megatron_webrl.tracking.metrics import Seconds, rollout_seconds
 from megatron_webrl.trainer import batching
-from megatron_webrl.trainer.coordinator import Coordinator, Interruption
+from megatron_webrl.trainer.coordinator import Coordinator
 from megatron_webrl.trainer.evaluation import Evaluation
 from megatron_webrl.trainer.learner import Learner, Metrics, objective
 from megatron_webrl.trainer.parallel import largest
@@ -18,6 +18,7 @@ from megatron_webrl.trainer.publish import Publisher
 from megatron_webrl.trainer.replay import Replay
 from megatron_webrl.trainer.rows import RowBuilder
 from megatron_webrl.trainer.score import Gap, largest_gap
+from megatron_webrl.trainer.sharing import Interruption
 from megatron_webrl.types import Group
 
 log = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ def update(
     parts = batching.minibatches(samples, settings.minibatches, seed=config.run.seed + version)
     single = settings.epochs * len(parts) == 1
     passes = settings.epochs + (not single) + (learner.reference is not None)
-    rows = [builder.build(part, settings.loss.normaliser, settings.loss.k, passes) for part in parts]
+    rows = builder.build_all(parts, settings.loss.normaliser, settings.loss.k, passes)
     loss = objective(settings.loss)
     reference = learner.score_reference(rows)
     if single:

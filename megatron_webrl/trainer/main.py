@@ -8,7 +8,7 @@ from dataclasses import replace
 from megatron_webrl import compat
 from megatron_webrl.config import Config
 from megatron_webrl.control import Control
-from megatron_webrl.ring.ring import Ring
+from megatron_webrl.ring.node_ring import NodeRing
 from megatron_webrl.tracking.mlflow_run import Tracker
 from megatron_webrl.trainer import checkpoint, parallel
 from megatron_webrl.trainer.accounting import Accounting
@@ -18,6 +18,8 @@ from megatron_webrl.trainer.checkpoint import TrainerState
 from megatron_webrl.trainer.coordinator import Coordinator
 from megatron_webrl.trainer.evaluation import Evaluation
 from megatron_webrl.trainer.loop import Trainer, train
+from megatron_webrl.trainer.node_rings import NodeRings, join_rings
+from megatron_webrl.trainer.nodes import Nodes
 from megatron_webrl.trainer.parallel import Rank
 from megatron_webrl.trainer.publish import Publisher
 from megatron_webrl.trainer.reference_files import with_reference
@@ -25,13 +27,14 @@ from megatron_webrl.trainer.replay import Replay
 from megatron_webrl.trainer.warm_start import warm_start
 
 
-def run(config: Config, control: Control, rank: Rank, ring_name: str) -> None:
+def run(config: Config, control: Control, rank: Rank, place: NodeRing) -> None:
     """Run one trainer rank until the job has ended."""
     compat.install()
     control.start_heartbeat()
     control.report("loading the model")
     state = _state(config)
-    platform = parallel.initialize(config, rank, control.store, f"{ring_name}/{state.incarnation}")
+    platform = parallel.initialize(config, rank, control.store, f"{place.run_id}/{state.incarnation}")
+    nodes = Nodes.meet(place.node, config.cluster.nodes)
     learner = make_learner(config, platform)
     builder = with_pixels_ahead(make_builder(config, platform), config, rank.rank)
     if not config.run.resume and config.trainer.warm_start.demonstrations:
@@ -39,25 +42,28 @@ def run(config: Config, control: Control, rank: Rank, ring_name: str) -> None:
     learner = with_reference(learner, config)  # before a checkpoint takes the place of the weights that RL began with
     if config.run.resume:
         checkpoint.load(checkpoint.latest(config.run_folder / "checkpoints"), learner)
-    ring = Ring.attach(ring_name, config.run.start_seconds)
+    rings = join_rings(place.attach(config.run.start_seconds), nodes, config, builder)
+    if isinstance(rings, NodeRings):
+        builder = replace(builder, shelf=rings.shelf)
     tracker = Tracker(config, state.mlflow_run, builder.processor.decode) if rank.rank == 0 else None
     control.report("waiting for the engines")
     publisher = Publisher(learner.models, config, control, platform)
     coordinator = Coordinator(
-        config, control, ring, state, tracker, lambda group: builder.foresee(training_samples([group], config, 0))
+        config, control, rings, state, tracker, lambda group: builder.foresee(training_samples([group], config, 0))
     )
     evaluation = Evaluation(config, control, tracker, state.incarnation, state.version)
     # Megatron collects garbage for each checkpoint, and would look at every imported module's objects again.
     gc.collect()
     gc.freeze()
     try:
-        train(Trainer(config, learner, builder, publisher, coordinator, Replay(config), evaluation, state.version))
+        replay = Replay(config, rings)
+        train(Trainer(config, learner, builder, publisher, coordinator, replay, evaluation, state.version))
     except BaseException:
         if tracker is not None:
             tracker.close("FAILED")
         raise
     control.close()
-    ring.close()
+    rings.close()
     builder.close()
     parallel.shutdown()
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_webrl.trainer.cost import Cost, images_of
+from megatron_webrl.trainer.locality import Sites, assign
 from megatron_webrl.trainer.merging import Chain
 
 Row = list[int]
@@ -43,14 +44,15 @@ class _Filled:
 
 
 def replica_rows(
-    chains: Sequence[Chain], cost: Cost, limit: int, replicas: int = 1, multiple: int = 1
+    chains: Sequence[Chain], cost: Cost, limit: int, replicas: int = 1, multiple: int = 1, sites: Sites | None = None
 ) -> list[list[Row]]:
     """The rows of each data-parallel replica, of at most `limit` tokens, each chain in one row.
 
     All replicas get the same number of rows, a multiple of `multiple`, as few as are found; where there are fewer
     chains than rows, some rows are empty. Chains of different temperatures share no row, and each temperature's rows
     are dealt out by themselves. A replica's rows come dearest first, so that replicas that wait for each other in
-    every row wait for equals. A pure function of its arguments: every rank finds the same.
+    every row wait for equals. With `sites` that differ, a chain goes to where its screenshots are, as far as that
+    leaves replicas with equally much to do. A pure function of its arguments: every rank finds the same.
     Raises ValueError naming a chain that is longer than a row.
     """
     items = _items(chains, cost)
@@ -63,9 +65,46 @@ def replica_rows(
     result: list[list[Row]] = [[] for _ in range(replicas)]
     for temperature in sorted({chain.temperature for chain in chains}):
         alike = [item for item in items if chains[item.index].temperature == temperature]
-        for rows, dealt in zip(result, _deal(_pack(alike, limit, replicas * multiple), replicas), strict=True):
-            rows += dealt
+        if sites is None or len(sites.different) == 1:
+            dealt = _deal(_pack(alike, limit, replicas * multiple), replicas)
+        else:
+            dealt = _deal_by_site(alike, chains, limit, multiple, sites)
+        for rows, more in zip(result, dealt, strict=True):
+            rows += more
     return result
+
+
+def _deal_by_site(
+    items: Sequence[_Item], chains: Sequence[Chain], limit: int, multiple: int, sites: Sites
+) -> list[list[Row]]:
+    """Rows of each replica, made at each site of its own items, equally many everywhere."""
+    assigned = assign([chains[item.index] for item in items], [item.cost for item in items], sites)
+    held = [sorted((items[i] for i in part), key=lambda item: (-item.cost, item.index)) for part in assigned]
+    places = [sites.replicas(site) for site in sites.different]
+    packed = [
+        _pack(part, limit, len(there) * multiple) if part else [] for part, there in zip(held, places, strict=True)
+    ]
+    each = max(len(rows) // len(there) for rows, there in zip(packed, places, strict=True))
+    while (even := _same(packed, held, limit, [each * len(there) for there in places])) is None:
+        each += multiple
+    dealt: list[list[Row]] = [[] for _ in sites.of_replica]
+    for rows, there in zip(even, places, strict=True):
+        for replica, mine in zip(there, _deal(rows, len(there)), strict=True):
+            dealt[replica] = mine
+    return dealt
+
+
+def _same(
+    packed: Sequence[list[_Filled]], held: Sequence[Sequence[_Item]], limit: int, counts: Sequence[int]
+) -> list[list[_Filled]] | None:
+    """The items of each site in as many rows as `counts` says; None if they do not fit so somewhere."""
+    found = []
+    for rows, items, count in zip(packed, held, counts, strict=True):
+        fitting = rows if len(rows) == count else _place(items, limit, count)
+        if fitting is None:
+            return None
+        found.append(fitting)
+    return found
 
 
 def _items(chains: Sequence[Chain], cost: Cost) -> list[_Item]:

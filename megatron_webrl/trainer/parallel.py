@@ -45,16 +45,20 @@ def initialize(config: Config, rank: Rank, store: TCPStore, incarnation: str) ->
     time that the other ranks may wait for the first one.
     """
     platform = platforms.use(config.model.platform)
-    limit = config.trainer.batch_seconds + config.weights.seconds + config.run.start_seconds
     torch.distributed.init_process_group(
         platform.backend,
         store=PrefixStore(f"trainer/{incarnation}", store),
         rank=rank.rank,
         world_size=rank.world_size,
-        timeout=timedelta(seconds=limit),
+        timeout=timedelta(seconds=collective_seconds(config)),
     )
     groups.form(sizes(config), config.run.seed)
     return platform
+
+
+def collective_seconds(config: Config) -> float:
+    """Limit of a collective: the longest time that other ranks may wait for the first one."""
+    return config.trainer.batch_seconds + config.weights.seconds + config.run.start_seconds
 
 
 def sizes(config: Config) -> Sizes:

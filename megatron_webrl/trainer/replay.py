@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Sequence
-
-import torch
+from pathlib import Path
 
 from megatron_webrl.config import Config
 from megatron_webrl.ring.record import decode
 from megatron_webrl.ring.record_file import count_records, read_record_file
 from megatron_webrl.trainer import group_files
-from megatron_webrl.trainer.parallel import broadcast_object
+from megatron_webrl.trainer.sharing import Together
 from megatron_webrl.types import Group
 
 log = logging.getLogger(__name__)
@@ -29,12 +28,15 @@ def chance(age: int, versions: int, power: float) -> float:
 class Replay:
     """Life: per update `draw` before it and `add` after it, on every rank. Without raft_versions both do nothing.
 
-    The files are written by the first rank and outlive the process: a resumed run draws what its earlier life stored
-    up to its checkpoint, and writes later versions anew. Files stay for raft_versions and two checkpoint intervals;
+    The files, one a version and node, outlive the process: a resumed run draws what its earlier life stored
+    up to its checkpoint, and writes later versions anew. On each node one rank writes what came from its ring, and all
+    draw from that. Files stay for raft_versions and two checkpoint intervals;
     a resume from further back draws from what is left. Episodes were counted when they were trained first.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, rings: Together | None = None) -> None:
+        """`rings`: where the ranks are; None: all on one node."""
+        self.rings = rings or Together()
         loss = config.trainer.loss
         self.folder, self.seed = config.run_folder / "replay", config.run.seed
         self.versions, self.power = loss.raft_versions, loss.raft_power
@@ -43,40 +45,45 @@ class Replay:
     def draw(self, version: int) -> list[Group]:
         """Successes of the versions before `version`, each trajectory a group of its own. Collective.
 
-        The first rank draws. Raises RecordError for a damaged file, OSError where a rank does not see it.
+        One rank of a node draws. Raises RecordError for a damaged file, OSError where a rank does not see it.
         """
         if not self.versions:
             return []
-        chosen = self._choose(version) if torch.distributed.get_rank() == 0 else {}
-        groups = []
-        for earlier, places in broadcast_object(chosen).items():
+        drawn = []
+        for name, places in self.rings.agree(self._choose(version) if self.rings.stores else None) or ():
             wanted = set(places)
-            for place, record in enumerate(read_record_file(group_files.path_of(self.folder, earlier))):
+            for place, record in enumerate(read_record_file(self.folder / name)):
                 if place in wanted:
-                    trajectory = decode(record, copy=True)
-                    groups.append(Group(trajectory.ticket, (trajectory,)))
-        return groups
+                    drawn.append(decode(record, copy=True))
+        return [Group(trajectory.ticket, (trajectory,)) for trajectory in self.rings.offer(drawn)]
 
     def add(self, groups: Sequence[Group], version: int) -> None:
         """Store the successes that the update from `version` on was trained on; delete what is too old."""
-        if not self.versions or torch.distributed.get_rank() != 0:
+        if not self.versions or not self.rings.stores:
             return
-        successes = (t for group in groups for t in group.trajectories if t.trainable and t.reward > 0)
-        group_files.write(group_files.path_of(self.folder, version), successes)
-        for path in self.folder.iterdir():
-            stored = group_files.version_of(path)
-            if stored is not None and stored <= version - self.kept:
-                path.unlink()
+        successes = (t for t in self.rings.stored_here(groups) if t.trainable and t.reward > 0)
+        path = group_files.path_of(self.folder, version, self.rings.nodes.node)
+        group_files.write(path, successes)
+        for stored, other in self._files():
+            if stored <= version - self.kept or (stored == version and other != path):
+                other.unlink()
 
-    def _choose(self, version: int) -> dict[int, list[int]]:
-        """Version -> places of the records that are drawn."""
-        generator = random.Random(f"replay/{self.seed}/{version}")
-        chosen = {}
+    def _choose(self, version: int) -> list[tuple[str, list[int]]]:
+        """Names of this node's files, the latest version first, and places of the records that are drawn."""
+        node = self.rings.nodes.node
+        generator = random.Random(f"replay/{self.seed}/{version}" + (f"/{node}" if node else ""))
+        chosen, files = [], self._files()
         for age in range(1, min(self.versions, version) + 1):
-            path = group_files.path_of(self.folder, version - age)
-            if not path.is_file():
+            paths = [path for stored, path in files if stored == version - age]
+            if not paths:
+                path = group_files.path_of(self.folder, version - age, node)
                 log.warning("%s is missing: successes of version %d are not imitated again", path, version - age)
-                continue
             likely = chance(age, self.versions, self.power)
-            chosen[version - age] = [n for n in range(count_records(path)) if generator.random() < likely]
+            for path in paths:
+                places = [n for n in range(count_records(path)) if generator.random() < likely]
+                chosen.append((path.name, places))
         return chosen
+
+    def _files(self) -> list[tuple[int, Path]]:
+        nodes = self.rings.nodes
+        return group_files.files(self.folder, nodes.node, nodes.count)

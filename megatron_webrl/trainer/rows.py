@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,8 +14,9 @@ from megatron_webrl.model.rope import mrope_positions
 from megatron_webrl.trainer.batching import Sample, weights
 from megatron_webrl.trainer.cost import Cost, distinct_images, images_of
 from megatron_webrl.trainer.merging import Chain, merge, single
-from megatron_webrl.trainer.packing import replica_rows
+from megatron_webrl.trainer.packing import Row, replica_rows
 from megatron_webrl.trainer.preparation import PixelError, Preparation, RowPixels, Waiting
+from megatron_webrl.trainer.shelf import Shelf
 
 NO_IMAGE = -1
 """Stands for response tokens where images are looked for: a response may hold the placeholder, and there it is text."""
@@ -49,6 +50,16 @@ class Microbatch:
 
 
 @dataclass(frozen=True)
+class _PlannedRow:
+    chains: Sequence[Chain]
+    values: Sequence[float]  # the token weight of each step
+
+
+_Plan = Sequence[Sequence[_PlannedRow]]
+"""The rows of each replica."""
+
+
+@dataclass(frozen=True)
 class RowBuilder:
     """Makes this rank's rows of a minibatch.
 
@@ -72,32 +83,61 @@ class RowBuilder:
     context_ranks: int = 1
     token_multiple: int = 1  # of which the number of tokens of a context-parallel rank is one
     preparation: Preparation | None = None
+    shelf: Shelf | None = None  # where samples name their screenshots: who has them
     waiting: Waiting = field(default_factory=Waiting)
 
     def build(self, samples: Sequence[Sample], normaliser: str, k: int, passes: int = 1) -> list[Microbatch]:
         """The rows of this replica, weighted so that all replicas' rows together make the objective.
 
         `passes`: how often the rows will be computed, in this order, those of other calls in between.
+        See build_all.
+        """
+        return self.build_all([samples], normaliser, k, passes)[0]
+
+    def build_all(
+        self, parts: Sequence[Sequence[Sample]], normaliser: str, k: int, passes: int = 1
+    ) -> list[list[Microbatch]]:
+        """The same of several minibatches. With a `shelf` collective over all ranks.
 
         Every replica gets as many rows as the others (see packing.replica_rows). A row that no sample is left for
         holds the shortest one at weight zero: every replica must take part in every pass.
         Raises InputMismatch; PixelError; ValueError for a sample that is longer than a row.
         """
+        # One after the other: pixels of the first rows are under way while the next minibatch is planned.
+        plans: Iterable[_Plan] = (self._plan(samples, normaliser, k) for samples in parts)
+        if self.shelf is not None:
+            plans = list(plans)
+            self.shelf.trained += self.shelf.bring(self._wanted(self.shelf, plans))
+        return [[self._row(row.chains, row.values, passes) for row in plan[self.replica]] for plan in plans]
+
+    def _plan(self, samples: Sequence[Sample], normaliser: str, k: int) -> _Plan:
+        """The rows of all replicas."""
         chains = merge(samples, self._placeholders) if self.merge else [single(sample) for sample in samples]
         flat = iter(weights([step for chain in chains for step in chain.steps], normaliser, k))
         values = [[next(flat) for _ in chain.steps] for chain in chains]
-        shortest = single(min(samples, key=lambda sample: sample.length))
-        rows = replica_rows(chains, self.cost, self.limit, self.replicas, self.multiple)[self.replica]
-        return [
-            self._row([chains[i] for i in row], [value for i in row for value in values[i]], passes)
-            if row
-            else self._row([shortest], [0.0], passes)
-            for row in rows
-        ]
+        spare = _PlannedRow([single(min(samples, key=lambda sample: sample.length))], [0.0])
+        sites = None if self.shelf is None else self.shelf.sites
+
+        def planned(row: Row) -> _PlannedRow:
+            return _PlannedRow([chains[i] for i in row], [value for i in row for value in values[i]])
+
+        plan = replica_rows(chains, self.cost, self.limit, self.replicas, self.multiple, sites)
+        return [[planned(row) if row else spare for row in rows] for rows in plan]
+
+    def _wanted(self, shelf: Shelf, plans: Sequence[_Plan]) -> dict[int, list[bytes]]:
+        """Rank -> names of the screenshots that it encodes."""
+        wanted: dict[int, list[bytes]] = {}
+        for replica in range(self.replicas):
+            ranks = shelf.ranks_of(replica)
+            for row in (row for plan in plans for row in plan[replica]):
+                unique = distinct_images(row.chains)
+                for share, indices in enumerate(image_shares([grid for _, grid in unique], self.image_ranks)):
+                    wanted.setdefault(ranks[share], []).extend(unique[i][0] for i in indices)
+        return wanted
 
     def foresee(self, samples: Sequence[Sample]) -> None:
         """Begin with the pixels of samples that will be built into rows, if they will be this rank's."""
-        if self.preparation is None or self.replicas * self.image_ranks > 1:
+        if self.preparation is None or self.shelf is not None or self.replicas * self.image_ranks > 1:
             return
         for sample in samples:
             ticket, index = sample.trajectory
@@ -192,6 +232,9 @@ class RowBuilder:
 
         `names`: the episode of each image.
         """
+        if self.shelf is not None:
+            names = {self.shelf.find(image): names[image] for image, _ in images}
+            images = [(self.shelf.find(image), grid) for image, grid in images]
         for image, grid in images:
             try:
                 made = tuple(self.processor.grids([image])[0].tolist())

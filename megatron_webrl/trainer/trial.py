@@ -10,6 +10,7 @@ import torch
 from megatron_webrl import compat
 from megatron_webrl.config import Config
 from megatron_webrl.control import Control, JobFailed
+from megatron_webrl.ring.node_ring import NodeRing
 from megatron_webrl.trainer import parallel
 from megatron_webrl.trainer.build import make_learner
 from megatron_webrl.trainer.parallel import Rank
@@ -19,12 +20,12 @@ TRANSFERS = 4
 """The first one includes what is done once; the last ones show the speed."""
 
 
-def run(config: Config, control: Control, rank: Rank, ring_name: str) -> None:
+def run(config: Config, control: Control, rank: Rank, place: NodeRing) -> None:
     """Run one trainer rank of the trial. Raises JobFailed naming an engine that did not take its weights."""
     compat.install()
     control.start_heartbeat()
     control.report("loading the model")
-    platform = parallel.initialize(config, rank, control.store, f"{ring_name}/trial")
+    platform = parallel.initialize(config, rank, control.store, f"{place.run_id}/trial")
     learner = make_learner(config, platform)
     control.report("waiting for the engines")
     publisher = Publisher(learner.models, config, control, platform)

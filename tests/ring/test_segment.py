@@ -158,6 +158,18 @@ def test_attaching_waits_for_the_creator_and_gives_up_at_the_limit(name: str) ->
             assert (ring.run_id, ring.capacity) == (RUN, SIZE)
 
 
+def test_a_ring_of_another_run_counts_as_not_there_and_can_be_swept(name: str) -> None:
+    Ring.create_or_attach(name, 5000, "one").close()
+    with pytest.raises(
+        RingError, match=rf"not there within 0.2 s: .*; the one at /dev/shm/{name} is of another job, one"
+    ):
+        Ring.attach(name, 0.2, "two")
+    assert sweep(name) == [name]
+    with Ring.create_or_attach(name, 5000, "two"), Ring.attach(name, 1, "two") as ring:
+        assert ring.run_id == "two"
+        ring.unlink()
+
+
 def test_a_ring_larger_than_shared_memory_is_refused_before_it_is_used(name: str) -> None:
     free = os.statvfs(FOLDER)
     with pytest.raises(RingError, match=r"needs \d+ bytes, /dev/shm has \d+ free; lower ring.mib"):

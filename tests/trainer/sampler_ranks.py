@@ -101,6 +101,7 @@ class _Run:
         from megatron_webrl.trainer import group_files
         from megatron_webrl.trainer.coordinator import Coordinator
         from megatron_webrl.trainer.score import Gap
+        from megatron_webrl.trainer.sharing import OneRing
 
         ring_name = f"webrl-test-{secrets.token_hex(4)}"
         with ExitStack() as stack:
@@ -111,7 +112,7 @@ class _Run:
             control = _Trainer(*address, "trainer-0", 60.0)
             control.raises = self.raises
             tracker = Tracker(self.config, state.mlflow_run, lambda tokens: "")
-            coordinator = Coordinator(self.config, control, ring, state, tracker)
+            coordinator = Coordinator(self.config, control, OneRing(ring), state, tracker)
             coordinator.open_job(state.version)
             worker = _Worker(self, address, ring, coordinator)
             version, most, trained = state.version, 0, []

@@ -12,6 +12,7 @@ import torch
 
 from megatron_webrl.config import Config
 from megatron_webrl.ring.errors import RecordError
+from megatron_webrl.trainer import group_files
 from megatron_webrl.trainer.replay import Replay, chance
 from megatron_webrl.types import Group
 from tests.trajectories import screenshot, trajectory
@@ -99,6 +100,17 @@ def test_files_stay_for_the_versions_that_a_resume_may_ask_for(tmp_path: Path) -
         replay.add(batch(version), version)
     left = sorted(path.name for path in replay.folder.iterdir())
     assert left == [f"version-{version:06d}.records" for version in range(4, 12)]
+
+
+def test_files_of_nodes_that_there_are_no_more_are_shared_out_and_written_over(tmp_path: Path) -> None:
+    replay = make(tmp_path)
+    for node, ticket in ((0, 1), (1, 20), (2, 30)):
+        path = group_files.path_of(replay.folder, 1, node)
+        group_files.write(path, [t for g in batch(ticket) for t in g.trajectories if t.trainable and t.reward])
+    assert names(replay.draw(2)) == [(ticket, i) for ticket in (1, 20, 30) for i in (0, 1)]
+    assert [path.name for _, path in group_files.files(replay.folder, 1, 2)] == ["version-000001.node-1.records"]
+    replay.add(batch(2), 1)
+    assert names(replay.draw(2)) == [(2, 0), (2, 1)]
 
 
 def test_without_versions_nothing_is_stored(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def serve(connection: Connection, parent: int, folder: Path, version: int, stale
     from megatron_webrl.trainer import checkpoint
 
     for behind in staleness:
-        groups = group_files.read_groups(group_files.path_of(config.records_folder, version - behind))
+        groups = group_files.read_version(config.records_folder, version - behind)
         restore = lambda: checkpoint.load(checkpoint_path(folder, version), learner)  # noqa: E731
         connection.send(compare(learner, builder, config, groups, version, behind, restore))
 

@@ -1,0 +1,134 @@
+"""A resume over two rings that both hold what the killed trainer had not done with."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_webrl.ring.ring import Ring
+from megatron_webrl.tracking import episode_log
+from megatron_webrl.trainer import group_files
+from tests import forks
+from tests.planes import connect, control_plane
+from tests.trainer import node_resume_ranks as ranks
+from tests.trainer.node_ranks import group
+from tests.trainer.test_nodes import make_rings
+
+LIMIT = 120.0
+
+
+@pytest.fixture(scope="module")
+def names() -> Iterator[list[str]]:
+    yield from make_rings()
+
+
+def live(folder: Path, names: list[str], resumed: bool) -> None:
+    """Trainer and workers until the job ends, or until the killed rank has taken the other one with it."""
+    with control_plane(folder, LIMIT) as address:
+        workers = [
+            threading.Thread(target=ranks.work, args=(address, name, node), daemon=True)
+            for node, name in enumerate(names)
+        ]
+        for worker in workers:
+            worker.start()
+        context = forks.start(ranks.life, str(folder), address, names, resumed, ranks=2)
+        deadline = time.monotonic() + LIMIT
+        for process in context.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in context.processes]
+        for process in context.processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGKILL)
+        # In a job whoever watches the ranks says so: here the test does.
+        connect(address, "test").finish("failed: the test ends this life")
+        for worker in workers:
+            worker.join(LIMIT)
+    assert codes == ([0, 0] if resumed else [1, -signal.SIGKILL])
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, names: list[str]) -> dict[str, Any]:
+    """Two lives of one run: what lay in the rings in between and at the end, and what the run wrote down."""
+    folder = tmp_path_factory.mktemp("resume")
+    run = ranks.folder_of(folder)
+    rings = [Ring.attach(name) for name in names]
+    live(folder, names, resumed=False)
+    between = [ring.usage().records for ring in rings]
+    (folder / "rendezvous-2").unlink(missing_ok=True)
+    saved = json.loads((run / "state.json").read_text())
+    live(folder, names, resumed=True)
+    left = [ring.usage().records for ring in rings]
+    for ring in rings:
+        ring.close()
+    return {
+        "between": between, "left": left, "saved": saved, "run": run, "lines": episode_log.read(run),
+        "summary": json.loads((run / "summary.json").read_text()),
+    }  # fmt: skip
+
+
+def test_both_rings_held_groups_that_the_killed_life_had_not_closed(found: dict[str, Any]) -> None:
+    assert min(found["between"]) > 0
+
+
+def test_the_accounting_matches_and_what_is_left_is_what_waits(found: dict[str, Any]) -> None:
+    accounting = found["summary"]["accounting"]
+    assert accounting["matches"], accounting
+    assert accounting["trained"] == 2 * ranks.GROUPS * ranks.UPDATES
+    assert sum(found["left"]) == accounting["waiting"]
+    assert found["summary"]["outcome"] == "finished"
+    assert [update["version"] for update in found["summary"]["updates"]] == list(range(1, ranks.UPDATES + 1))
+
+
+def test_no_group_is_trained_twice_and_every_update_has_its_groups(found: dict[str, Any]) -> None:
+    lines = found["lines"]
+    assert max(Counter((line["ticket"], line["index"]) for line in lines).values()) == 1
+    trained: dict[int, set[int]] = defaultdict(set)
+    for line in lines:
+        if line["fate"] == episode_log.TRAINED:
+            trained[line["version"]].add(line["ticket"])
+    assert {version: len(tickets) for version, tickets in trained.items()} == dict.fromkeys(
+        range(ranks.UPDATES), ranks.GROUPS
+    )
+    assert {line["ticket"] for line in lines if line["fate"] == "all_failed"} == {
+        line["ticket"] for line in lines if not ranks.successes(line["ticket"])
+    }
+
+
+def test_no_ticket_is_skipped_and_those_open_in_the_checkpoint_come_again(found: dict[str, Any]) -> None:
+    closed = {line["ticket"] for line in found["lines"]}
+    assert found["saved"]["open_tickets"]
+    assert len(set(range(max(closed) + 1)) - closed) <= (ranks.AHEAD + 1) * ranks.GROUPS
+    assert closed.issuperset(sorted(found["saved"]["open_tickets"])[: ranks.GROUPS])
+
+
+def test_each_node_kept_what_came_from_its_ring_byte_for_byte(found: dict[str, Any]) -> None:
+    nodes = set()
+    for version in range(ranks.UPDATES):
+        for node in (0, 1):
+            for stored in group_files.read_groups(group_files.path_of(found["run"] / "records", version, node)):
+                wanted = group(stored.ticket, node, ranks.successes(stored.ticket))
+                for one, other in zip(stored.trajectories, wanted.trajectories, strict=True):
+                    assert [bytes(image) for image in one.images] == list(other.images)
+                    assert one.worker == f"rollout-{node}.1"
+                nodes.add(node)
+        groups = group_files.read_version(found["run"] / "records", version)
+        trained = {line["ticket"] for line in found["lines"] if (line["version"], line["fate"]) == (version, "trained")}
+        assert {each.ticket for each in groups} == trained
+    assert nodes == {0, 1}
+
+
+def test_what_went_between_nodes_is_in_the_summary(found: dict[str, Any]) -> None:
+    nodes, updates = found["summary"]["nodes"], found["summary"]["updates"]
+    assert nodes["other_mib"] == pytest.approx(sum(update["extra"]["nodes/other_mib"] for update in updates))
+    assert nodes["other_mib"] > 0
+    assert nodes["screenshots_mib"] == 0  # nothing made pixels: there is no model
+    assert nodes["local_share"] == 1.0

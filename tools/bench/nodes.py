@@ -1,0 +1,256 @@
+"""What it costs to train on the groups of two nodes' rings instead of one: seconds of an update, bytes that move.
+
+Two ranks, made nodes by two rings on this machine, take the same groups in three ways: all from one ring, as on one
+node; from two rings that hold as much each; from two rings of which one holds everything. Connections are loopback.
+
+look      the first rank learns of all records; a job does this bit by bit while it waits for groups
+share     all ranks get the groups that were chosen; one ring: they are told which records to read
+bring     screenshots go where the plan wants them
+send      the same bytes by torch's send and recv alone, for comparison
+
+    python -m tools.bench.nodes [--quick] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_webrl import compat
+from megatron_webrl.config import Config
+from megatron_webrl.model import platform as platforms
+from megatron_webrl.ring.record import encode
+from megatron_webrl.ring.ring import Ring
+from megatron_webrl.ring.segment import segment_name, sweep
+from megatron_webrl.types import Action, Step, Task, Trajectory
+
+RANKS, SECONDS = 2, 300.0
+STEPS, SHOT, WINDOW, TEXT, ANSWER = 10, 150_000, 4, 1000, 200
+"""Of an episode: steps; bytes of a screenshot, screenshots in a prompt, its other tokens, tokens of an answer."""
+PLACEHOLDERS = 960  # tokens of a screenshot of 1280x768
+WAYS = {"one ring": None, "two rings, even": (0, 1), "two rings, one empty": (0, 0)}
+"""Way -> node of even and of odd groups; None: a job on one node."""
+
+
+def episode(ticket: int, index: int, group_size: int) -> Trajectory:
+    """A web agent's: ten steps of a window of four screenshots."""
+    rng = np.random.default_rng((ticket, index))
+    return Trajectory(
+        ticket=ticket,
+        index=index,
+        group_size=group_size,
+        incarnation=0,
+        task=Task(f"bench/{ticket}", "sites", "bench", ticket, STEPS),
+        instruction="Find the price.",
+        steps=tuple(_step(rng, step) for step in range(STEPS)),
+        images=tuple(rng.bytes(SHOT) for _ in range(STEPS)),
+        reward=float(index % 2),
+        outcome="success" if index % 2 else "failure",
+        temperature=1.0,
+        seconds=60.0,
+        finished_at=float(ticket),
+        worker="rollout-0.1",
+    )
+
+
+def _step(rng: np.random.Generator, step: int) -> Step:
+    shots = np.arange(max(0, step - WINDOW + 1), step + 1, dtype=np.int32)
+    return Step(
+        prompt_token_ids=rng.integers(0, 150_000, TEXT + PLACEHOLDERS * len(shots)).astype(np.int32),
+        response_token_ids=rng.integers(0, 150_000, ANSWER).astype(np.int32),
+        logprobs=-rng.random(ANSWER).astype(np.float32),
+        versions=np.zeros(ANSWER, np.int32),
+        images=shots,
+        image_grids=np.tile(np.array([1, 48, 80], np.int32), (len(shots), 1)),
+        finish_reason="stop",
+        action=Action("wait"),
+    )
+
+
+class Bench:
+    """One rank: its rings and what it measures."""
+
+    def __init__(self, rank: int, names: Sequence[str], groups: int, group_size: int) -> None:
+        from megatron_webrl.trainer.nodes import Nodes
+        from megatron_webrl.trainer.wire import Wire
+
+        self.rank, self.groups, self.group_size = rank, groups, group_size
+        self.rings = [Ring.attach(name) for name in names]
+        self.config = Config()
+        self.wire = Wire(Nodes.meet(rank, RANKS), SECONDS, SECONDS)
+
+    def fill(self, homes: tuple[int, int]) -> None:
+        """Write all groups; the first rank writes."""
+        if self.rank == 0:
+            for ticket in range(self.groups):
+                for index in range(self.group_size):
+                    self.rings[homes[ticket % 2]].write(encode(episode(ticket, index, self.group_size)), SECONDS)
+        torch.distributed.barrier()
+
+    def once(self, homes: tuple[int, int] | None) -> dict[str, float]:
+        """One update in one way: seconds of its parts, and bytes."""
+        from megatron_webrl.trainer.accounting import Accounting
+        from megatron_webrl.trainer.groups import GroupSource
+        from megatron_webrl.trainer.node_rings import NodeRings
+        from megatron_webrl.trainer.sharing import OneRing
+        from megatron_webrl.trainer.shelf import Seat, Shelf
+
+        self.fill(homes or (0, 0))
+        rings: OneRing | NodeRings = OneRing(self.rings[0])
+        if homes is not None:
+            rings = NodeRings(self.rings[self.rank], self.wire, Shelf(self.wire, Seat(self.rank, 0)))
+        source = GroupSource(rings.records, self.config, 0, Accounting()) if self.rank == 0 else None
+        begun = time.perf_counter()
+        taken = None if source is None else source.take(0, self.groups, SECONDS, lambda ready: True)
+        looked = time.perf_counter()
+        groups = rings.share(taken)
+        torch.distributed.barrier()
+        shared = time.perf_counter()
+        assert isinstance(groups, list)
+        found = {"look": looked - begun, "share": shared - looked}
+        if isinstance(rings, NodeRings):
+            found |= self._bring(rings, groups)
+        for group, numbers in taken or []:
+            assert source is not None
+            source.close_group(group, numbers)
+        rings.end()
+        torch.distributed.barrier()
+        return found
+
+    def _bring(self, rings: Any, groups: Sequence[Any]) -> dict[str, float]:
+        from megatron_webrl.trainer.batching import training_samples
+        from megatron_webrl.trainer.locality import assign
+        from megatron_webrl.trainer.merging import single
+
+        chains = [single(sample) for sample in training_samples(groups, self.config, 0)]
+        begun = time.perf_counter()
+        parts = assign(chains, [float(chain.length) for chain in chains], rings.shelf.sites)
+        planned = time.perf_counter()
+        wanted = {rank: [bytes(name) for i in part for name in chains[i].images] for rank, part in enumerate(parts)}
+        torch.distributed.barrier()
+        before = time.perf_counter()
+        brought = rings.shelf.bring(wanted)
+        torch.distributed.barrier()
+        after = time.perf_counter()
+        figures = {
+            "plan": planned - begun, "bring": after - before, "moved": float(brought.moved),
+            "local_share": 1 - brought.moved / brought.needed, "other": rings.take_figures()["nodes/other_mib"] * 2**20,
+        }  # fmt: skip
+        return figures | {"send": self._send(brought.moved)}
+
+    def _send(self, size: int) -> float:
+        """Seconds of sending as many bytes from one rank to the other by torch alone."""
+        if not size:
+            return 0.0
+        tensor = torch.zeros(size, dtype=torch.uint8)
+        torch.distributed.barrier()
+        begun = time.perf_counter()
+        if self.rank == 0:
+            torch.distributed.send(tensor, 1)
+        else:
+            torch.distributed.recv(tensor, 0)
+        torch.distributed.barrier()
+        return time.perf_counter() - begun
+
+
+def run(rank: int, folder: str, names: Sequence[str], groups: int, group_size: int, rounds: int) -> None:
+    """Body of a rank; the first one writes medians to found.json."""
+    compat.install()
+    torch.set_num_threads(1)
+    backend = platforms.use("cpu").backend
+    torch.distributed.init_process_group(
+        backend,
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=SECONDS),
+    )
+    bench = Bench(rank, names, groups, group_size)
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    for _ in range(rounds):
+        for way, homes in WAYS.items():
+            found[way].append(bench.once(homes))
+    if rank == 0:
+        medians = {
+            way: {name: statistics.median(each[name] for each in each_round) for name in each_round[0]}
+            for way, each_round in found.items()
+        }
+        Path(folder, "found.json").write_text(json.dumps(medians))
+    torch.distributed.destroy_process_group()
+
+
+def measure(groups: int, group_size: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Way -> medians of its figures: seconds, bytes, shares."""
+    size = 2 * groups * group_size * STEPS * (SHOT + 4 * (TEXT + WINDOW * PLACEHOLDERS + 3 * ANSWER))
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        names = [segment_name("bench-nodes", f"{os.getpid()}/{node}") for node in range(RANKS)]
+        for name in names:
+            ring = stack.enter_context(Ring.create_or_attach(name, size, name))
+            stack.callback(ring.unlink)
+        arguments = (folder, names, groups, group_size, rounds)
+        torch.multiprocessing.start_processes(run, arguments, nprocs=RANKS, start_method="spawn")
+        return json.loads(Path(folder, "found.json").read_text())
+
+
+def table(results: dict[str, dict[str, float]]) -> str:
+    """The figures as a table: milliseconds, MB, and how much an update waits longer than with one ring."""
+    lines = [
+        "| | look ms | share ms | plan ms | bring ms | share + plan + bring, over one ring ms | moved MB | GB/s "
+        "| of send alone | stay local | other MB |",
+        "|---|" + "---:|" * 10,
+    ]
+    base = results["one ring"]["share"]
+    for way, each in results.items():
+        held = each["share"] + each.get("plan", 0.0) + each.get("bring", 0.0)
+        cells = [f"{1e3 * each['look']:.0f}", f"{1e3 * each['share']:.0f}"]
+        if "bring" in each:
+            rate = each["moved"] / each["bring"] / 1e9 if each["moved"] else None
+            ratio = each["send"] / each["bring"] if each["moved"] else None
+            cells += [f"{1e3 * each['plan']:.0f}", f"{1e3 * each['bring']:.0f}", f"{1e3 * (held - base):.0f}"]
+            cells += [f"{each['moved'] / 1e6:.1f}", "" if rate is None else f"{rate:.2f}"]
+            cells += [
+                "" if ratio is None else f"{ratio:.2f}",
+                f"{each['local_share']:.2f}",
+                f"{each['other'] / 1e6:.1f}",
+            ]
+        else:
+            cells += ["", "", "0", "0", "", "", "1.00", "0"]
+        lines.append(f"| {way} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two small groups, one round")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    arguments = parser.parse_args()
+    groups, group_size, rounds = (2, 2, 1) if arguments.quick else (16, 8, 3)
+    sweep("webrl-bench-nodes-")
+    results = measure(groups, group_size, rounds)
+    episodes = groups * group_size
+    size = episodes * STEPS * SHOT / 1e6
+    print(
+        f"{episodes} episodes of {STEPS} steps, {size:.0f} MB of screenshots; median of {rounds}; "
+        f"{os.cpu_count()} CPUs, {platform.machine()}, torch {torch.__version__}\n"
+    )
+    print(table(results))
+    if arguments.json:
+        content = {"groups": groups, "group_size": group_size, "rounds": rounds, "results": results}
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
