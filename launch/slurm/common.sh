@@ -1,0 +1,99 @@
+# Sourced by the scripts of this folder, which sbatch runs on the first node of a job. docs/slurm.md tells the whole story.
+#
+# CONFIG      YAML file; each script has its own default. Arguments of the script are overrides: trainer.updates=10
+# PYTHON      the Python that has this package (default: .venv/bin/python)
+# MODULES     modules to load first, separated by spaces
+# CONTAINER   an image to run everything in: *.sif by apptainer, anything else by pyxis/enroot
+# MOUNTS      further folders for the container, A:B,C:D (the folder of submission is always there)
+# PREFLIGHT   0: take all nodes as good without looking at them
+# MIN_GIB     GiB/s that an all-reduce over all nodes must reach (default: 0, any)
+# DRY_RUN     1: print each process with its place and command, and start nothing; needs no Slurm
+# REHEARSE    a command that takes the place of every trainer rank and rollout worker, on the same cores and devices
+set -euo pipefail
+
+for module in ${MODULES:-}; do module load "$module"; done
+PYTHON=${PYTHON:-$PWD/.venv/bin/python}
+CONTROL_SECONDS=${CONTROL_SECONDS:-120} # for both steps to end after the job has
+
+say() { echo "job: $*"; }
+
+# webrl ARGUMENTS: on this node, in the container where apptainer runs it.
+webrl() { "${CONTAINER_COMMAND[@]}" "$PYTHON" -m megatron_webrl.cli "$@"; }
+
+# on "NODES" ARGUMENTS: webrl once on each of these nodes, as one step of the job.
+on() {
+    local nodes count
+    read -ra nodes <<<"$1"
+    count=${#nodes[@]}
+    shift
+    # The placement binds: Slurm must not. All steps share the nodes, GPUs and memory included.
+    srun --overlap ${GROUP:+--het-group="$GROUP"} --nodes="$count" --ntasks="$count" --ntasks-per-node=1 \
+        --nodelist="$(IFS=,; echo "${nodes[*]}")" --cpu-bind=none --mem-bind=none --mpi=none --kill-on-bad-exit=1 \
+        --unbuffered "${CONTAINER_OPTIONS[@]}" \
+        "${CONTAINER_COMMAND[@]}" "$PYTHON" -m megatron_webrl.cli "$@"
+}
+
+# A step of the job in the background; if it fails, the job ends with that reason, unless it has ended before.
+step() {
+    local role=$1 code=0
+    on "$NODES" node "$role" "$SETTINGS" "${SEAM[@]}" || code=$?
+    [ "$code" = 0 ] || on "$FIRST" node stop "$SETTINGS" --failed "the $role step ended with code $code"
+}
+
+address_of() {
+    local found
+    found=$(scontrol show node --oneliner "$1" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
+    echo "${found:-$1}"
+}
+
+# job CONFIG OVERRIDES: the whole job, on the nodes that Slurm gave.
+job() {
+    local allocated
+    SEAM=(${REHEARSE:+--rehearse "$REHEARSE"})
+    if [ -n "${DRY_RUN:-}" ]; then
+        webrl node commands "$@" "${SEAM[@]}"
+        return
+    fi
+    mapfile -t allocated < <(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}")
+    say "${SLURM_JOB_ID} on ${#allocated[@]} nodes: ${SLURM_JOB_NODELIST}"
+    SETTINGS=$(on "${allocated[0]}" node prepare "$@" "${SEAM[@]}" | tail -n 1)
+    say "configuration: $SETTINGS"
+    local unchecked=()
+    if [ "${PREFLIGHT:-1}" = 0 ]; then
+        unchecked=(--unchecked)
+    else
+        on "${allocated[*]}" node check "$SETTINGS" --first "$(address_of "${allocated[0]}")" \
+            --minimum "${MIN_GIB:-0}" "${allocated[@]}" || say "the check did not end well on every node"
+    fi
+    NODES=$(on "${allocated[0]}" node choose "$SETTINGS" "${allocated[@]}" "${unchecked[@]}")
+    FIRST=${NODES%% *}
+    say "nodes: $NODES"
+    on "$FIRST" node control "$SETTINGS" --host "$(address_of "$FIRST")" &
+    local control=$!
+    step rollout &
+    local rollout=$!
+    step trainer &
+    local trainer=$! outcome=0 since=$SECONDS
+    wait "$control" || outcome=$?
+    since=$SECONDS
+    while { kill -0 "$rollout" || kill -0 "$trainer"; } 2>/dev/null; do
+        if ((SECONDS - since > CONTROL_SECONDS)); then
+            say "a step did not end within $CONTROL_SECONDS s and is killed"
+            break
+        fi
+        sleep 1
+    done
+    return "$outcome" # what still runs is ended by Slurm with the script
+}
+
+case ${CONTAINER:-} in
+    "") CONTAINER_COMMAND=() CONTAINER_OPTIONS=() ;;
+    *.sif)
+        CONTAINER_COMMAND=(apptainer exec --nv --bind "$PWD${MOUNTS:+,$MOUNTS}" --pwd "$PWD" "$CONTAINER")
+        CONTAINER_OPTIONS=()
+        ;;
+    *)
+        CONTAINER_COMMAND=()
+        CONTAINER_OPTIONS=(--container-image="$CONTAINER" --container-mounts="$PWD:$PWD${MOUNTS:+,$MOUNTS}" --container-workdir="$PWD")
+        ;;
+esac

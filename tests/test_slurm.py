@@ -1,0 +1,159 @@
+"""Whole jobs on a real Slurm of virtual nodes: sbatch of the scripts in launch/slurm/."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_webrl.config import read
+from megatron_webrl.placement import place
+from megatron_webrl.placement_cores import parse_cores
+from tests.virtual_slurm import Cluster, virtual_slurm, why_not
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = ROOT / "launch" / "slurm"
+PAYLOAD = f"{sys.executable} -I -S {Path(__file__).with_name('slurm_payload.py')}"
+REHEARSAL_SECONDS = 180.0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1]) % 20000 + 30000
+
+
+def submit(
+    cluster: Cluster, folder: Path, script: str, *arguments: str, options: tuple[str, ...] = (), **environment: str
+) -> str:
+    """sbatch of a script as a user would, its log in `folder`; returns the number of the job."""
+    return cluster.submit(
+        f"--chdir={ROOT}", f"--output={folder}/job.log", *options, str(SCRIPTS / script), *arguments,
+        **{"PYTHON": sys.executable, "SLURM_SUBMIT_DIR": str(ROOT), **environment},
+    )  # fmt: skip
+
+
+def overrides(folder: Path, name: str) -> tuple[str, ...]:
+    return (f"run.directory={folder}", f"run.name={name}", f"cluster.port={free_port()}")
+
+
+def log(folder: Path) -> str:
+    path = folder / "job.log"
+    return path.read_text() if path.is_file() else "no log"
+
+
+def rings(name: str) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"webrl-{name}-*"))
+
+
+@pytest.fixture(autouse=True)
+def _from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Cluster]:
+    with virtual_slurm(4, gpus=8, cores=112) as cluster:
+        yield cluster
+
+
+def test_a_job_of_32_nodes_and_256_gpus_is_placed_as_planned(tmp_path: Path) -> None:
+    name = f"rehearsal{os.getpid()}"
+    with virtual_slurm(32, gpus=8, cores=112) as cluster:
+        began = time.monotonic()
+        job = submit(cluster, tmp_path, "train_32node.sh", *overrides(tmp_path, name), REHEARSE=PAYLOAD, PREFLIGHT="0")
+        state = cluster.wait(job, REHEARSAL_SECONDS)
+        seconds = time.monotonic() - began
+    assert state == "COMPLETED", log(tmp_path)
+    assert seconds < REHEARSAL_SECONDS
+    found = json.loads((tmp_path / name / "rehearsal.json").read_text())
+    _check_all(found, tmp_path / name / "config.yaml")
+    print(f"from sbatch to the end of the job: {seconds:.1f} s")  # noqa: T201
+    assert not rings(name)
+
+
+def _check_all(found: list[dict[str, Any]], settings: Path) -> None:
+    """What the processes of a job have found of themselves, held against the machines of the configuration."""
+    config = read(settings)
+    cluster = config.cluster
+    assert (cluster.nodes, cluster.gpus, len(found)) == (32, 8, 256)
+    for role, count in (("trainer", 128), ("rollout", 128)):
+        assert sorted(each["number"] for each in found if each["role"] == role) == list(range(count))
+    everything = sorted(core for text in cluster.cores for core in parse_cores(text))
+    nodes: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for each in found:
+        nodes[each["node"]].append(each)
+    assert sorted(nodes) == list(range(32))
+    for node, here in nodes.items():
+        assert sorted(device for each in here for device in each["devices"]) == list(range(8))  # disjoint, and complete
+        assert sorted(core for each in here for core in each["cores"]) == everything
+        assert {tuple(each["slurm"]) for each in here} == {(node, f"n{node + 1}")}
+        workers = [each for each in here if each["role"] == "rollout"]
+        assert len({each["meeting"][1] for each in workers}) == len(workers)
+        assert len({each["ring"] for each in here}) == 1
+    assert len({here[0]["ring"] for here in nodes.values()}) == 32
+    assert {each["world"] for each in found if each["role"] == "trainer"} == {128}
+    assert len({tuple(each["meeting"]) for each in found if each["role"] == "trainer"}) == 1
+    assert len({each["pid"] for each in found}) == 256
+    assert {ring.name for ring in place(config).rings} == {each["ring"] for each in found}
+
+
+def test_a_role_that_fails_ends_the_job_with_its_name(four: Cluster, tmp_path: Path) -> None:
+    name = f"failing{os.getpid()}"
+    job = submit(
+        four, tmp_path, "train_32node.sh", *overrides(tmp_path, name), "cluster.nodes=4", options=("--nodes=4",),
+        REHEARSE=f"{PAYLOAD} --fail trainer-9", PREFLIGHT="0",
+    )  # fmt: skip
+    assert four.wait(job, 120) == "FAILED", log(tmp_path)
+    outcome = json.loads((tmp_path / name / "summary.json").read_text())["outcome"]
+    assert outcome.startswith("failed: trainer-9 exited with code 1; its last words: it fails on purpose")
+    assert outcome in log(tmp_path)
+    for path in rings(name):
+        path.unlink()  # of the payload, which nobody told to tidy up
+
+
+def test_a_bad_configuration_is_refused_before_anything_starts(four: Cluster, tmp_path: Path) -> None:
+    job = submit(
+        four, tmp_path, "train_32node.sh", *overrides(tmp_path, "bad"), "trainer.tensor_parallel=3",
+        options=("--nodes=4",), REHEARSE=PAYLOAD,
+    )  # fmt: skip
+    assert four.wait(job, 60) == "FAILED"
+    assert "trainer.tensor_parallel=3" in log(tmp_path)
+    assert not (tmp_path / "bad").exists()
+
+
+def test_a_job_with_too_few_nodes_says_so(four: Cluster, tmp_path: Path) -> None:
+    job = submit(
+        four, tmp_path, "train_32node.sh", *overrides(tmp_path, "few"), options=("--nodes=2",), REHEARSE=PAYLOAD,
+        PREFLIGHT="0",
+    )  # fmt: skip
+    assert four.wait(job, 60) == "FAILED"
+    assert "cluster.nodes=32, but the job has 2 nodes" in log(tmp_path)
+
+
+@pytest.mark.parametrize("script", ["train_32node.sh", "train_1node.sh", "train_cpu.sh"])
+def test_a_dry_run_shows_every_process_without_a_cluster(script: str) -> None:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
+    done = subprocess.run(
+        ["bash", str(SCRIPTS / script)],
+        env={**environment, "DRY_RUN": "1", "PYTHON": sys.executable},
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    config = read({"train_32node.sh": "configs/8b_32node.yaml", "train_1node.sh": "configs/8b_1node.yaml"}.get(
+        script, "configs/quickstart.yaml"))  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("node ")]
+    assert len(lines) == len(place(config).processes)
+    for process in place(config).processes:
+        line = next(line for line in lines if line.startswith(f"node {process.node} {process.name}: "))
+        assert f"-m megatron_webrl.cli {process.role} --config runs/{config.run.name}/config.yaml" in line
+        assert not process.devices or f"CUDA_VISIBLE_DEVICES={process.devices[0]} " in line
