@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megatron_webrl.config import read
 from megatron_webrl.placement import place
 from megatron_webrl.placement_cores import parse_cores
+from tests.test_job import SETTINGS
 from tests.virtual_slurm import Cluster, virtual_slurm, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
@@ -128,7 +130,7 @@ def test_a_bad_configuration_is_refused_before_anything_starts(four: Cluster, tm
         options=("--nodes=4",), REHEARSE=PAYLOAD,
     )  # fmt: skip
     assert four.wait(job, 60) == "FAILED"
-    assert "trainer.tensor_parallel=3" in log(tmp_path)
+    assert "webrl: trainer.data_parallel=0: 32 x 4 GPUs" in log(tmp_path)
     assert not (tmp_path / "bad").exists()
 
 
@@ -139,6 +141,27 @@ def test_a_job_with_too_few_nodes_says_so(four: Cluster, tmp_path: Path) -> None
     )  # fmt: skip
     assert four.wait(job, 60) == "FAILED"
     assert "cluster.nodes=32, but the job has 2 nodes" in log(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_job_on_one_node_trains_to_its_end(four: Cluster, tmp_path: Path, tiny_model: Path) -> None:
+    name, path = f"trained{os.getpid()}", tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({**SETTINGS, "model": {"path": str(tiny_model)}}))
+    before = set(os.listdir("/dev/shm"))
+    job = submit(
+        four, tmp_path, "train_cpu.sh", *overrides(tmp_path, name), options=("--nodes=1",), CONFIG=str(path),
+        MLFLOW_TRACKING_URI="", PREFLIGHT="0",
+    )  # fmt: skip
+    assert four.wait(job, 500) == "COMPLETED", log(tmp_path)
+    summary = json.loads((tmp_path / name / "summary.json").read_text())
+    assert summary["outcome"] == "finished"
+    assert [update["version"] for update in summary["updates"]] == [1, 2]
+    assert summary["accounting"]["matches"]
+    assert "job: update 2 of 2" in log(tmp_path)
+    for role in ("control", "trainer-0", "rollout-0"):
+        assert (tmp_path / name / "logs" / "node-0" / f"{role}.log").is_file()
+    assert {entry for entry in os.listdir("/dev/shm") if entry.startswith("webrl-")} <= before
 
 
 @pytest.mark.parametrize("script", ["train_32node.sh", "train_1node.sh", "train_cpu.sh"])

@@ -6,7 +6,7 @@
 # CONTAINER   an image to run everything in: *.sif by apptainer, anything else by pyxis/enroot
 # MOUNTS      further folders for the container, A:B,C:D (the folder of submission is always there)
 # PREFLIGHT   0: take all nodes as good without looking at them
-# MIN_GIB     GiB/s that an all-reduce over all nodes must reach (default: 0, any)
+# MIN_GIB     GiB/s that a node must exchange with a neighbour to be good (default: 0, any)
 # DRY_RUN     1: print each process with its place and command, and start nothing; needs no Slurm
 # REHEARSE    a command that takes the place of every trainer rank and rollout worker, on the same cores and devices
 set -euo pipefail
@@ -28,8 +28,8 @@ on() {
     shift
     # The placement binds: Slurm must not. All steps share the nodes, GPUs and memory included.
     srun --overlap ${GROUP:+--het-group="$GROUP"} --nodes="$count" --ntasks="$count" --ntasks-per-node=1 \
-        --nodelist="$(IFS=,; echo "${nodes[*]}")" --cpu-bind=none --mem-bind=none --mpi=none --kill-on-bad-exit=1 \
-        --unbuffered "${CONTAINER_OPTIONS[@]}" \
+        --nodelist="$(IFS=,; echo "${nodes[*]}")" --cpu-bind=none --mem-bind=none --mpi=none --unbuffered \
+        ${ON_OPTIONS:---kill-on-bad-exit=1} "${CONTAINER_OPTIONS[@]}" \
         "${CONTAINER_COMMAND[@]}" "$PYTHON" -m megatron_webrl.cli "$@"
 }
 
@@ -62,7 +62,8 @@ job() {
     if [ "${PREFLIGHT:-1}" = 0 ]; then
         unchecked=(--unchecked)
     else
-        on "${allocated[*]}" node check "$SETTINGS" --first "$(address_of "${allocated[0]}")" \
+        # A check that hangs or breaks off must not end those of the other nodes.
+        ON_OPTIONS="--kill-on-bad-exit=0 --time=20" on "${allocated[*]}" node check "$SETTINGS" --first "$(address_of "${allocated[0]}")" \
             --minimum "${MIN_GIB:-0}" "${allocated[@]}" || say "the check did not end well on every node"
     fi
     NODES=$(on "${allocated[0]}" node choose "$SETTINGS" "${allocated[@]}" "${unchecked[@]}")

@@ -35,6 +35,11 @@ def add_node(commands: Any) -> None:
     choose.add_argument("nodes", nargs="+", metavar="NODE", help="the nodes of the job, in Slurm's order")
     choose.add_argument("--unchecked", action="store_true", help="take them as good without a check")
 
+    check = _add_part(parts, "check", "look at this node, together with all others of the job: is it fit?", _check)
+    check.add_argument("nodes", nargs="+", metavar="NODE", help="the nodes of the job; this is one of them")
+    check.add_argument("--first", required=True, metavar="ADDRESS", help="address of the first node")
+    check.add_argument("--minimum", type=float, default=0.0, metavar="G", help="GiB/s that two nodes must exchange")
+
     control = _add_part(parts, "control", "host the control plane and tell how the job goes", _control)
     control.add_argument("--host", default=socket.gethostname(), help="address of this node (default: its name)")
 
@@ -77,6 +82,12 @@ def _commands(options: argparse.Namespace) -> int:
 
     sys.stdout.write("\n".join(shown(options.config, options.overrides, options.rehearse)) + "\n")
     return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    from megatron_webrl.node.check import run
+
+    return run(read(options.config), options.nodes, options.first, options.minimum)
 
 
 def _choose(options: argparse.Namespace) -> int:

@@ -44,7 +44,7 @@ def prepare(path: str, overrides: list[str], rehearse: bool, tell: Callable[[str
         log_folder(config, node).mkdir(exist_ok=True)
     (config.run_folder / "placement.json").write_text(json.dumps(found.to_json(), indent=1) + "\n")
     findings.folder(config).mkdir(exist_ok=True)
-    for old in findings.folder(config).glob("*.json"):
+    for old in findings.folder(config).iterdir():
         old.unlink()
     roles.address_file(config).unlink(missing_ok=True)
     return roles.settings_file(config)

@@ -123,7 +123,7 @@ class Step:
                 if end["outcome"] in GOOD_OUTCOMES and role.name in self.config.workers:
                     self.excused.add(role.name)  # it changes nothing: what it finished is accounted for
                     return True
-                self._tell(failure)
+                self._tell(f"{role.name} ended with the job")
                 return False
             return self._revived(role, control, failure)
         except JobFailed:
