@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ from megatron_webrl.config import read
 from megatron_webrl.placement import place
 from megatron_webrl.placement_cores import parse_cores
 from tests.test_job import SETTINGS
-from tests.virtual_slurm import Cluster, virtual_slurm, why_not
+from tests.virtual_slurm import Cluster, free_ports, virtual_slurm, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 
@@ -28,11 +27,6 @@ ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "launch" / "slurm"
 PAYLOAD = f"{sys.executable} -I -S {Path(__file__).with_name('slurm_payload.py')}"
 REHEARSAL_SECONDS = 180.0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1]) % 20000 + 30000
 
 
 def submit(
@@ -46,7 +40,7 @@ def submit(
 
 
 def overrides(folder: Path, name: str) -> tuple[str, ...]:
-    return (f"run.directory={folder}", f"run.name={name}", f"cluster.port={free_port()}")
+    return (f"run.directory={folder}", f"run.name={name}", f"cluster.port={free_ports(20)}")
 
 
 def log(folder: Path) -> str:
@@ -162,6 +156,24 @@ def test_a_job_on_one_node_trains_to_its_end(four: Cluster, tmp_path: Path, tiny
     for role in ("control", "trainer-0", "rollout-0"):
         assert (tmp_path / name / "logs" / "node-0" / f"{role}.log").is_file()
     assert {entry for entry in os.listdir("/dev/shm") if entry.startswith("webrl-")} <= before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_job_trains_with_browsers_on_nodes_of_their_own(four: Cluster, tmp_path: Path, tiny_model: Path) -> None:
+    name, path = f"split{os.getpid()}", tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({**SETTINGS, "model": {"path": str(tiny_model)}}))
+    cpu = ("--nodes=1", "--gpus-per-node=0")
+    job = four.submit(
+        f"--chdir={ROOT}", f"--output={tmp_path}/job.log", *cpu, ":", *cpu, str(SCRIPTS / "train_split.sh"),
+        *overrides(tmp_path, name), "trainer.updates=1", PYTHON=sys.executable, SLURM_SUBMIT_DIR=str(ROOT),
+        CONFIG=str(path), MLFLOW_TRACKING_URI="", PREFLIGHT="0", FARM_PORT=str(free_ports(2)),
+    )  # fmt: skip
+    assert four.wait(job, 500) == "COMPLETED", log(tmp_path)
+    summary = json.loads((tmp_path / name / "summary.json").read_text())
+    assert (summary["outcome"], len(summary["updates"]), summary["accounting"]["matches"]) == ("finished", 1, True)
+    assert "job: browsers on 1 nodes" in log(tmp_path)
+    assert not list((tmp_path / name / "logs").glob("*browsers*"))  # of own nodes
 
 
 @pytest.mark.parametrize("script", ["train_32node.sh", "train_1node.sh", "train_cpu.sh"])

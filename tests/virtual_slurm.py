@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import shutil
 import signal
 import socket
@@ -154,7 +155,7 @@ def _start(folder: Path, nodes: int, gpus: int, cores: int) -> None:
 
 def _configuration(folder: Path, sock: Path, nodes: int, names: str, gpus: int, cores: int) -> str:
     host = socket.gethostname()
-    port = _free_ports(nodes + 1)
+    port = free_ports(nodes + 1)
     lines = [
         "ClusterName=virtual", f"SlurmctldHost={host}(127.0.0.1)", f"SlurmctldPort={port}", "SlurmUser=root",
         "SlurmdUser=root", "AuthType=auth/munge", f"AuthInfo=socket={sock},cred_expire=10", "CredType=cred/munge",
@@ -194,12 +195,14 @@ def _await_nodes(cluster: Cluster, ended: threading.Event) -> None:
         time.sleep(0.2)
 
 
-def _free_ports(count: int) -> int:
-    """The first of so many ports in a row that nobody listens at."""
-    for first in range(21000, 29000, count):
+def free_ports(count: int) -> int:
+    """The first of so many ports in a row that nobody has, out of the range that outgoing connections use."""
+    starts = list(range(21000, 32000, count))
+    random.SystemRandom().shuffle(starts)  # others may be looking, too
+    for first in starts:
         try:
             for port in range(first, first + count):
-                socket.create_server(("127.0.0.1", port)).close()
+                socket.create_server(("", port)).close()
         except OSError:
             continue
         return first

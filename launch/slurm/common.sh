@@ -7,6 +7,7 @@
 # MOUNTS      further folders for the container, A:B,C:D (the folder of submission is always there)
 # PREFLIGHT   0: take all nodes as good without looking at them
 # MIN_GIB     GiB/s that a node must exchange with a neighbour to be good (default: 0, any)
+# FARM_PORT   train_split.sh: the browsers' router listens there, their nodes at the next (default: 8700)
 # DRY_RUN     1: print each process with its place and command, and start nothing; needs no Slurm
 # REHEARSE    a command that takes the place of every trainer rank and rollout worker, on the same cores and devices
 set -euo pipefail
@@ -46,6 +47,20 @@ address_of() {
     echo "${found:-$1}"
 }
 
+# farm CONFIG OVERRIDES: the job's browsers, on the nodes of the second part of a heterogeneous job.
+farm() {
+    local nodes port=${FARM_PORT:-8700}
+    [ -z "${DRY_RUN:-}" ] || return 0
+    mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1")
+    export WEBRL_BROWSERS_TOKEN=${WEBRL_BROWSERS_TOKEN:-$(head -c 24 /dev/urandom | base64)}
+    local address
+    address=$(address_of "${nodes[0]}")
+    FARM=http://$address:$port
+    say "browsers on ${#nodes[@]} nodes: $SLURM_JOB_NODELIST_HET_GROUP_1, router $FARM"
+    GROUP=1 on "${nodes[0]}" browsers route --die-with-parent --host "$address" --port "$port" &
+    GROUP=1 on "${nodes[*]}" node browsers "$@" --router "$FARM" --port $((port + 1)) --nodes "${#nodes[@]}" &
+}
+
 # job CONFIG OVERRIDES: the whole job, on the nodes that Slurm gave.
 job() {
     local allocated
@@ -56,7 +71,7 @@ job() {
     fi
     mapfile -t allocated < <(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}")
     say "${SLURM_JOB_ID} on ${#allocated[@]} nodes: ${SLURM_JOB_NODELIST}"
-    SETTINGS=$(on "${allocated[0]}" node prepare "$@" "${SEAM[@]}" | tail -n 1)
+    SETTINGS=$(on "${allocated[0]}" node prepare "$@" "${SEAM[@]}" ${FARM:+--farm "$FARM"} | tail -n 1)
     say "configuration: $SETTINGS"
     local unchecked=()
     if [ "${PREFLIGHT:-1}" = 0 ]; then

@@ -28,8 +28,17 @@ def add_node(commands: Any) -> None:
     for part, run in ((prepare, _prepare), (shown, _commands)):
         part.add_argument("config", help="YAML file, such as configs/8b_32node.yaml")
         part.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
+        part.add_argument("--farm", metavar="URL", help="take the browsers of this farm in the place of own ones")
         _add_rehearse(part)
         part.set_defaults(run=run)
+
+    browsers = parts.add_parser("browsers", help="this node's share of a job's browsers, as a node of a farm")
+    browsers.add_argument("config", help="YAML file of the job")
+    browsers.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
+    browsers.add_argument("--router", required=True, metavar="URL", help="the farm's router")
+    browsers.add_argument("--port", type=int, default=8700, help="where to listen (default: 8700)")
+    browsers.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes that share the sessions out")
+    browsers.set_defaults(run=_browsers)
 
     choose = _add_part(parts, "choose", "print the nodes to use: the first good ones", _choose)
     choose.add_argument("nodes", nargs="+", metavar="NODE", help="the nodes of the job, in Slurm's order")
@@ -73,15 +82,27 @@ def _prepare(options: argparse.Namespace) -> int:
     def tell(words: str) -> None:
         sys.stderr.write(f"job: {words}\n")
 
-    sys.stdout.write(f"{prepare(options.config, options.overrides, bool(options.rehearse), tell)}\n")
+    sys.stdout.write(f"{prepare(options.config, _overrides(options), bool(options.rehearse), tell)}\n")
     return 0
 
 
 def _commands(options: argparse.Namespace) -> int:
     from megatron_webrl.node.preparing import shown
 
-    sys.stdout.write("\n".join(shown(options.config, options.overrides, options.rehearse)) + "\n")
+    sys.stdout.write("\n".join(shown(options.config, _overrides(options), options.rehearse)) + "\n")
     return 0
+
+
+def _overrides(options: argparse.Namespace) -> list[str]:
+    from megatron_webrl.node.preparing import farm_overrides
+
+    return options.overrides + (farm_overrides(options.farm) if options.farm else [])
+
+
+def _browsers(options: argparse.Namespace) -> int:
+    from megatron_webrl.node.farm import serve
+
+    return serve(options.config, options.overrides, options.router, options.port, options.nodes)
 
 
 def _check(options: argparse.Namespace) -> int:

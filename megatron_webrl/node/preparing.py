@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_webrl import roles
-from megatron_webrl.config import Config, ConfigError, load, read
-from megatron_webrl.config_checks import check_limits
+from megatron_webrl.config import BrowserConfig, Config, ConfigError, load, read
+from megatron_webrl.config_checks import OF_NODES, check_limits
 from megatron_webrl.config_layout import check_layout
 from megatron_webrl.config_site import check_site
 from megatron_webrl.node import findings
@@ -48,6 +48,12 @@ def prepare(path: str, overrides: list[str], rehearse: bool, tell: Callable[[str
         old.unlink()
     roles.address_file(config).unlink(missing_ok=True)
     return roles.settings_file(config)
+
+
+def farm_overrides(url: str) -> list[str]:
+    """What makes a configuration with browsers of its own one that uses a farm, whose nodes keep its other settings."""
+    usual = BrowserConfig()
+    return [f"browser.farm={url}", *(f"browser.{name}={json.dumps(getattr(usual, name))}" for name in OF_NODES)]
 
 
 def shown(path: str, overrides: list[str], rehearse: str) -> list[str]:
