@@ -279,3 +279,18 @@ def test_cores_that_are_not_there_are_refused(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "cluster.cores names core 5000, but the step may use" in done.stderr
+
+
+def test_a_job_is_stopped_in_order_or_as_failed(tmp_path: Path) -> None:
+    config = read(None, [f"run.directory={tmp_path}", "run.name=here"])
+    config.run_folder.mkdir()
+    save(config, roles.settings_file(config))
+    command = [sys.executable, "-m", "megatron_webrl.cli", "node", "stop", str(roles.settings_file(config))]
+    with control_plane(config.run_folder) as address:
+        control = connect(address, "test")
+        assert not control.stop_requested()
+        subprocess.run(command, cwd=ROOT, timeout=60, check=True)
+        assert control.stop_requested()
+        assert control.end() is None
+        subprocess.run([*command, "--failed", "n3 is on fire"], cwd=ROOT, timeout=60, check=True)
+        assert (control.end() or {})["outcome"] == "failed: n3 is on fire"

@@ -176,6 +176,19 @@ def test_a_job_trains_with_browsers_on_nodes_of_their_own(four: Cluster, tmp_pat
     assert not list((tmp_path / name / "logs").glob("*browsers*"))  # of own nodes
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_model_is_evaluated_on_a_node(four: Cluster, tmp_path: Path, tiny_model: Path) -> None:
+    path, result = tmp_path / "config.yaml", tmp_path / "result.json"
+    path.write_text(yaml.safe_dump(SETTINGS))
+    job = submit(
+        four, tmp_path, "eval.sh", str(tiny_model), str(path), *overrides(tmp_path, "evaluated"), "--episodes", "1",
+        "--json", str(result), MLFLOW_TRACKING_URI="",
+    )  # fmt: skip
+    assert four.wait(job, 400) == "COMPLETED", log(tmp_path)
+    assert len(json.loads(result.read_text())["episodes"]) == 2  # of two environments
+
+
 @pytest.mark.parametrize("script", ["train_32node.sh", "train_1node.sh", "train_cpu.sh"])
 def test_a_dry_run_shows_every_process_without_a_cluster(script: str) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}

@@ -16,13 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed import (
     DistNetworkError,
     DistStoreError,
     PrefixStore,
-    ProcessGroup,
     ProcessGroupGloo,
     Store,
     TCPStore,
@@ -214,7 +214,9 @@ def all_of(store: Store) -> Store:
     return PrefixStore("all", store)
 
 
-def _group(store: Store, rank: int, size: int, cuda: bool, seconds: float) -> ProcessGroup:
+def _group(
+    store: Store, rank: int, size: int, cuda: bool, seconds: float
+) -> Any:  # gloo's or NCCL's, which a CPU build of torch has not
     if cuda:
         torch.cuda.set_device(0)
         options = torch.distributed.ProcessGroupNCCL.Options()
