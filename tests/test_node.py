@@ -17,7 +17,7 @@ from megatron_webrl import roles
 from megatron_webrl.config import Config, ConfigError, load, read, save
 from megatron_webrl.node.commands import number_of
 from megatron_webrl.node.farm import own_address, sessions
-from megatron_webrl.node.preparing import farm_overrides, planned, prepare
+from megatron_webrl.node.preparing import farm_overrides, planned, prepare, resuming
 from megatron_webrl.node.starts import Start, starts, visible
 from megatron_webrl.placement import place
 from megatron_webrl.placement_cores import format_cores
@@ -150,6 +150,20 @@ def test_preparing_makes_the_folder_once_and_keeps_the_earlier_one(tmp_path: Pat
     with pytest.raises(ConfigError, match=r"model.path=/nowhere"):
         prepare(str(empty), [*more, "model.path=/nowhere"], False, told.append)
     assert not (tmp_path / "here.2").exists()
+
+
+def test_a_job_that_slurm_starts_again_goes_on_from_its_checkpoint(tmp_path: Path, tiny_model: Path) -> None:
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("{}\n")
+    more, again = settings(tmp_path, tiny_model, "tasks.environments=[click-test]"), {"SLURM_RESTART_COUNT": "1"}
+    folder = prepare(str(empty), more, False, print).parent
+    assert resuming(str(empty), more, again) == []
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "latest").write_text("version-000001\n")
+    assert resuming(str(empty), more, {"SLURM_RESTART_COUNT": "0"}) == []
+    added = resuming(str(empty), more, again)
+    assert load(prepare(str(empty), [*more, *added], False, print)).run.resume
+    assert (folder / "checkpoints" / "latest").is_file()
 
 
 def test_a_farm_takes_the_place_of_own_browsers(tmp_path: Path, tiny_model: Path) -> None:

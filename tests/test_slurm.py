@@ -63,6 +63,7 @@ def four() -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.mark.slow
 def test_a_job_of_32_nodes_and_256_gpus_is_placed_as_planned(tmp_path: Path) -> None:
     name = f"rehearsal{os.getpid()}"
     with virtual_slurm(32, gpus=8, cores=112) as cluster:
@@ -104,6 +105,7 @@ def _check_all(found: list[dict[str, Any]], settings: Path) -> None:
     assert {ring.name for ring in place(config).rings} == {each["ring"] for each in found}
 
 
+@pytest.mark.slow
 def test_a_role_that_fails_ends_the_job_with_its_name(four: Cluster, tmp_path: Path) -> None:
     name = f"failing{os.getpid()}"
     job = submit(
@@ -205,3 +207,27 @@ def test_a_dry_run_shows_every_process_without_a_cluster(script: str) -> None:
         line = next(line for line in lines if line.startswith(f"node {process.node} {process.name}: "))
         assert f"-m megatron_webrl.cli {process.role} --config runs/{config.run.name}/config.yaml" in line
         assert not process.devices or f"CUDA_VISIBLE_DEVICES={process.devices[0]} " in line
+
+
+def test_modules_and_an_apptainer_image_are_used_for_every_command(tmp_path: Path) -> None:
+    """Neither is here: what is called in their place writes down how."""
+    calls = tmp_path / "calls"
+    program = tmp_path / "apptainer"
+    program.write_text(
+        f'#!/bin/bash\necho "$@" >>{calls}\nwhile [ "$1" != my.sif ]; do shift; done\nshift\nexec "$@"\n'
+    )
+    program.chmod(0o755)
+    environment = {
+        **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "DRY_RUN": "1", "PYTHON": sys.executable,
+        "CONTAINER": "my.sif", "MOUNTS": "/data:/data", "MODULES": "cuda/12.8 gcc/13",
+        "BASH_FUNC_module%%": f'() {{ echo "module $*" >>{calls}; }}',
+    }  # fmt: skip
+    command = ["bash", str(SCRIPTS / "train_cpu.sh"), "run.name=contained"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert "node 0 trainer-0: " in done.stdout
+    *modules, call = calls.read_text().splitlines()
+    assert modules == ["module load cuda/12.8", "module load gcc/13"]
+    assert call.startswith(
+        f"exec --nv --bind {ROOT},/data:/data --pwd {ROOT} my.sif {sys.executable} -m megatron_webrl"
+    )
+    assert call.endswith("run.name=contained")

@@ -10,9 +10,12 @@
 # FARM_PORT   train_split.sh: the browsers' router listens there, their nodes at the next (default: 8700)
 # DRY_RUN     1: print each process with its place and command, and start nothing; needs no Slurm
 # REHEARSE    a command that takes the place of every trainer rank and rollout worker, on the same cores and devices
+if [ -n "${MODULES:-}" ] && ! type module >/dev/null 2>&1; then
+    for file in /etc/profile.d/{lmod,z00_lmod,modules}.sh; do [ ! -r "$file" ] || source "$file"; done
+fi
+for module in ${MODULES:-}; do module load "$module" || exit; done
 set -euo pipefail
 
-for module in ${MODULES:-}; do module load "$module"; done
 PYTHON=${PYTHON:-$PWD/.venv/bin/python}
 CONTROL_SECONDS=${CONTROL_SECONDS:-120} # for both steps to end after the job has
 

@@ -77,12 +77,14 @@ def _add_rehearse(part: argparse.ArgumentParser) -> None:
 
 
 def _prepare(options: argparse.Namespace) -> int:
-    from megatron_webrl.node.preparing import prepare
+    from megatron_webrl.node.preparing import prepare, resuming
 
     def tell(words: str) -> None:
         sys.stderr.write(f"job: {words}\n")
 
-    sys.stdout.write(f"{prepare(options.config, _overrides(options), bool(options.rehearse), tell)}\n")
+    overrides = _overrides(options)
+    overrides += resuming(options.config, overrides, os.environ)
+    sys.stdout.write(f"{prepare(options.config, overrides, bool(options.rehearse), tell)}\n")
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_webrl import roles
@@ -48,6 +48,14 @@ def prepare(path: str, overrides: list[str], rehearse: bool, tell: Callable[[str
         old.unlink()
     roles.address_file(config).unlink(missing_ok=True)
     return roles.settings_file(config)
+
+
+def resuming(path: str, overrides: list[str], environment: Mapping[str, str]) -> list[str]:
+    """What a job that Slurm has started again adds to its overrides: to go on from its newest checkpoint, if any."""
+    if environment.get("SLURM_RESTART_COUNT", "0") == "0":
+        return []
+    latest = read(path, overrides).run_folder / "checkpoints" / "latest"
+    return ["run.resume=true"] if latest.is_file() else []
 
 
 def farm_overrides(url: str) -> list[str]:
