@@ -8,10 +8,11 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -207,6 +208,45 @@ def test_a_dry_run_shows_every_process_without_a_cluster(script: str) -> None:
         line = next(line for line in lines if line.startswith(f"node {process.node} {process.name}: "))
         assert f"-m megatron_webrl.cli {process.role} --config runs/{config.run.name}/config.yaml" in line
         assert not process.devices or f"CUDA_VISIBLE_DEVICES={process.devices[0]} " in line
+
+
+def test_a_cluster_and_its_jobs_die_with_the_process_that_started_it(tmp_path: Path) -> None:
+    marker = f"30{os.getpid()}"  # seconds that a job of this test sleeps
+    program = (
+        "import sys; from tests.virtual_slurm import virtual_slurm\n"
+        "with virtual_slurm(2) as cluster:\n"
+        f"    cluster.submit('--nodes=2', '--output=/dev/null', '--wrap=srun --nodes=2 --ntasks=2 sleep {marker}')\n"
+        "    print(cluster.folder, flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", program]
+    test = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert test.stdout is not None
+    folder = test.stdout.readline().strip()
+    until(lambda: len(running("sleep", marker)) == 2, "both tasks to run", 30)
+    assert len(running("slurmd", folder)) == 2
+    test.kill()
+    test.wait(10)
+    until(
+        lambda: not (running("sleep", marker) or running("slurm", folder) or running("munged", folder)), "the end", 40
+    )
+
+
+def running(program: str, word: str) -> list[psutil.Process]:
+    """Processes whose command line begins with a program whose path has such a name, and has a word in it."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if program in line.split(" ")[0] and word in line and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}"
+        time.sleep(0.1)
 
 
 def test_modules_and_an_apptainer_image_are_used_for_every_command(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ import socket
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -81,7 +80,7 @@ class Cluster:
 @contextmanager
 def virtual_slurm(nodes: int, gpus: int = 0, cores: int = 2) -> Iterator[Cluster]:
     """A cluster for a test; it and its jobs end with the context. Raises AssertionError if it does not start."""
-    folder = Path(tempfile.mkdtemp(prefix="webrl-slurm."))
+    folder = processes.scratch_folder()  # which the next start of anything sweeps, should this process be killed
     command = [sys.executable, "-m", "tests.virtual_slurm", str(folder), "--nodes", str(nodes)]
     command += ["--gpus", str(gpus), "--cores", str(cores)]
     process = processes.start(command, folder / "cluster.log", os.environ, "virtual-slurm")

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 #SBATCH --job-name=webrl
 #SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --output=webrl-%j.log
 # A tiny Qwen3-VL on any number of nodes without GPUs, one engine and one trainer rank on each:
 #   sbatch --nodes=2 launch/slurm/train_cpu.sh trainer.updates=10
