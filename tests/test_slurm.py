@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -245,6 +246,23 @@ def until(condition: Callable[[], bool], what: str, seconds: float) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}"
         time.sleep(0.1)
+
+
+def test_a_node_whose_name_means_loopback_on_itself_is_reached_by_its_address(tmp_path: Path) -> None:
+    program = tmp_path / "scontrol"
+    for told, expected in (
+        ("127.0.0.1", r"127\.0\.0\.1"),
+        ("localhost", r"(?!127\.)[\d.]+"),
+        ("10.1.2.3", r"10\.1\.2\.3"),
+    ):
+        program.write_text(f"#!/bin/sh\necho NodeName=n1 NodeAddr={told} NodeHostName=n1\n")
+        program.chmod(0o755)
+        done = subprocess.run(
+            ["bash", "-c", "source launch/slurm/common.sh; address_of n1"],
+            env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+            capture_output=True, text=True, timeout=20, check=True,
+        )  # fmt: skip
+        assert re.fullmatch(expected, done.stdout.strip()), done.stdout
 
 
 def test_modules_and_an_apptainer_image_are_used_for_every_command(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@
 # MOUNTS      further folders for the container, A:B,C:D (the folder of submission is always there)
 # PREFLIGHT   0: take all nodes as good without looking at them
 # MIN_GIB     GiB/s that a node must exchange with a neighbour to be good (default: 0, any)
+# CONTROL_SECONDS  limit for both steps to end after the job has (default: 120)
 # FARM_PORT   train_split.sh: the browsers' router listens there, their nodes at the next (default: 8700)
 # DRY_RUN     1: print each process with its place and command, and start nothing; needs no Slurm
 # REHEARSE    a command that takes the place of every trainer rank and rollout worker, on the same cores and devices
@@ -17,7 +18,7 @@ for module in ${MODULES:-}; do module load "$module" || exit; done
 set -euo pipefail
 
 PYTHON=${PYTHON:-$PWD/.venv/bin/python}
-CONTROL_SECONDS=${CONTROL_SECONDS:-120} # for both steps to end after the job has
+CONTROL_SECONDS=${CONTROL_SECONDS:-120}
 
 say() { echo "job: $*"; }
 
@@ -44,10 +45,16 @@ step() {
     [ "$code" = 0 ] || on "$FIRST" node stop "$SETTINGS" --failed "the $role step ended with code $code"
 }
 
+# address_of NODE: the address by which other nodes reach it.
 address_of() {
-    local found
+    local found ip
     found=$(scontrol show node --oneliner "$1" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
-    echo "${found:-$1}"
+    found=${found:-$1}
+    ip=$(getent ahostsv4 "$found" | awk 'NR == 1 { print $1 }')
+    if [[ $ip == 127.* && $found != 127.* ]]; then # this node itself, as /etc/hosts has it on some systems
+        ip=$(hostname -I | awk '{ print $1 }')
+    fi
+    echo "${ip:-$found}"
 }
 
 # farm CONFIG OVERRIDES: the job's browsers, on the nodes of the second part of a heterogeneous job.
@@ -81,8 +88,8 @@ job() {
         unchecked=(--unchecked)
     else
         # A check that hangs or breaks off must not end those of the other nodes.
-        ON_OPTIONS="--kill-on-bad-exit=0 --time=20" on "${allocated[*]}" node check "$SETTINGS" --first "$(address_of "${allocated[0]}")" \
-            --minimum "${MIN_GIB:-0}" "${allocated[@]}" || say "the check did not end well on every node"
+        ON_OPTIONS="--kill-on-bad-exit=0 --time=20" on "${allocated[*]}" node check "$SETTINGS" "${allocated[@]}" \
+            --first "$(address_of "${allocated[0]}")" --minimum "${MIN_GIB:-0}" || say "the check did not end well on every node"
     fi
     NODES=$(on "${allocated[0]}" node choose "$SETTINGS" "${allocated[@]}" "${unchecked[@]}")
     FIRST=${NODES%% *}
@@ -92,9 +99,9 @@ job() {
     step rollout &
     local rollout=$!
     step trainer &
-    local trainer=$! outcome=0 since=$SECONDS
+    local trainer=$! outcome=0
     wait "$control" || outcome=$?
-    since=$SECONDS
+    local since=$SECONDS
     while { kill -0 "$rollout" || kill -0 "$trainer"; } 2>/dev/null; do
         if ((SECONDS - since > CONTROL_SECONDS)); then
             say "a step did not end within $CONTROL_SECONDS s and is killed"
