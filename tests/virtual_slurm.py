@@ -123,6 +123,8 @@ def main() -> int:
         _start(folder, options.nodes, options.gpus, options.cores)
         _await_nodes(Cluster(folder, options.nodes), ended)
         (folder / "ready").touch()
+        sys.stdout.write(f"up; use it with: export SLURM_CONF={folder}/slurm.conf\n")
+        sys.stdout.flush()
         ended.wait()
     finally:
         left = processes.kill_descendants(20.0)
