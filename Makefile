@@ -15,7 +15,7 @@ else
 TORCH_BACKEND := --torch-backend=cpu
 endif
 
-.PHONY: help install system quickstart warm-start test test-fast soak lint format docs doctor clean
+.PHONY: help install system slurm quickstart warm-start test test-fast soak lint format docs doctor clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -40,11 +40,14 @@ warm-start: install $(MODEL)/config.json ## make models/quickstart anew, the wei
 	$(BIN)/python -m tools.pretrain_tiny_model $(MODEL) runs/warm_start.records models/quickstart
 	$(BIN)/webrl eval models/quickstart configs/warm_start.yaml $(ARGS)
 
-test: install lint ## lint, then run all tests; what fails runs twice more and is listed
+test: install slurm lint ## lint, then run all tests; what fails runs twice more and is listed
 	$(BIN)/python -m pytest --reruns 2 -raR $(ARGS)
 
-test-fast: install ## run the tests that take under a minute each
+test-fast: install slurm ## run the tests that take under a minute each
 	$(BIN)/python -m pytest -m "not slow and not soak" $(ARGS)
+
+slurm: # for tests of jobs on virtual nodes
+	@tools/install_slurm.sh
 
 soak: install ## what tests leave out for its length: kills by the dozen, more models
 	$(BIN)/python -m pytest -m soak --timeout=3000 $(ARGS)

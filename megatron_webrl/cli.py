@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_webrl import __version__
 from megatron_webrl.config import Config, ConfigError, load, read
+from megatron_webrl.config_site import check_site
 from megatron_webrl.farm.commands import add_browsers
+from megatron_webrl.node.commands import add_node
 from megatron_webrl.placement_command import add_placement
 
 if TYPE_CHECKING:
@@ -85,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_parity(commands)
     add_browsers(commands)
     add_placement(commands)
+    add_node(commands)
 
     control = commands.add_parser("control", help="the control plane; `train` starts it, and so does a Slurm script")
     _add_config(control)
@@ -196,7 +199,7 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 def _train(options: argparse.Namespace) -> int:
     config = load(options.config, options.overrides)
-    _check_site(config)
+    check_site(config)
     if options.check:
         import dataclasses
 
@@ -209,24 +212,6 @@ def _train(options: argparse.Namespace) -> int:
     from megatron_webrl.launch import launch
 
     return launch(config, Console())
-
-
-def _check_site(config: Config) -> None:
-    """Refuse tasks and browsers that are not there, before anything starts. Raises ConfigError."""
-    from megatron_webrl.browser.chromium import find_chromium
-    from megatron_webrl.browser.errors import BrowserMissing
-    from megatron_webrl.rollout.demonstrate import check_oracles
-    from megatron_webrl.tasks.registry import make_source
-
-    make_source(config.tasks).close()
-    if config.trainer.warm_start.demonstrations:
-        check_oracles(config)
-    if config.browser.farm:
-        return  # the browsers are elsewhere
-    try:
-        find_chromium(config.browser.executable)
-    except BrowserMissing as error:
-        raise ConfigError(str(error)) from error
 
 
 def _demonstrate(options: argparse.Namespace) -> int:
@@ -243,7 +228,7 @@ def _demonstrate(options: argparse.Namespace) -> int:
         raise ConfigError("trainer.warm_start.demonstrations=0; say how many episodes are wanted")
     if not options.out.absolute().parent.is_dir():
         raise ConfigError(f"--out={options.out}: {options.out.absolute().parent} is not a folder")
-    _check_site(config)
+    check_site(config)
     console = Console()
     try:
         with progress(console) as bar:
@@ -268,7 +253,7 @@ def _eval(options: argparse.Namespace) -> int:
     chosen = {key: getattr(options, key) for key in ("episodes", "samples", "temperature")}
     overrides = [f"evaluation.{key}={value}" for key, value in chosen.items() if value is not None]
     config = configuration(checkpoint, [*options.words, *overrides])
-    _check_site(config)
+    check_site(config)
     return evaluate(checkpoint, config, Console(), options.json)
 
 

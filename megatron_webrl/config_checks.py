@@ -39,7 +39,7 @@ _DIMENSIONS = {
 
 
 # Settings of browser.* that only the process with the browsers reads.
-_OF_NODES = (
+OF_NODES = (
     "processes", "executable", "keep_pages", "open_web", "allow", "deny", "ports", "max_requests", "max_mib",
     "request_seconds",
 )  # fmt: skip
@@ -283,7 +283,7 @@ def _check_farm_settings(config: Config) -> None:
     """With a farm some settings are those of its nodes: here they would have no effect. Raises ConfigError."""
     farm_addresses(config.browser.farm)
     usual = BrowserConfig()
-    for name in _OF_NODES:
+    for name in OF_NODES:
         if (value := getattr(config.browser, name)) != getattr(usual, name):
             raise ConfigError(
                 f"browser.{name}={value} has no effect with browser.farm={config.browser.farm}: its nodes have "

@@ -8,13 +8,9 @@ even that.
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,51 +19,16 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_webrl import processes
-from megatron_webrl.config import Config, ConfigError, save
+from megatron_webrl import processes, roles
+from megatron_webrl.config import Config, ConfigError
 from megatron_webrl.control import GOOD_OUTCOMES, Control, JobFailed
 from megatron_webrl.placement import devices
 from megatron_webrl.ring.segment import sweep
+from megatron_webrl.roles import GRACE_SECONDS, HURRY_SECONDS, KILL_SECONDS, Role, StartError
 from megatron_webrl.tracking import evaluation_table, summary
 from megatron_webrl.tracking.board import LEGEND, Board, accounting_line, updates_table
 
-log = logging.getLogger(__name__)
-
 POLL_SECONDS = 0.25
-GRACE_SECONDS = 60.0  # for roles to end after a good outcome: the last records, the checkpoint's artifacts
-HURRY_SECONDS = 5.0  # after another outcome: a role that waits for one that is gone will not end by itself
-KILL_SECONDS = 8.0
-
-
-@dataclass
-class Role:
-    """One process of the job."""
-
-    name: str
-    command: list[str]
-    environment: dict[str, str]
-    log: Path
-    process: subprocess.Popen[bytes]
-    restarts: int = 0
-
-    @classmethod
-    def start(cls, name: str, command: list[str], environment: dict[str, str], log: Path) -> Role:
-        """Start the process."""
-        return cls(name, command, environment, log, processes.start(command, log, environment, name))
-
-    def restart(self) -> None:
-        """Start the process again; what is left of the one before is killed."""
-        processes.kill_group(self.process.pid)  # it led one of its own
-        self.process = processes.start(self.command, self.log, self.environment, self.name)
-        self.restarts += 1
-
-    def failure(self) -> str | None:
-        """How it ended, if it ended badly."""
-        code = self.process.poll()
-        if code is None or code == 0:
-            return None
-        words = processes.last_words(self.log)
-        return f"{self.name} {processes.how_it_ended(code)}; its last words: {words} (log: {self.log})"
 
 
 @dataclass
@@ -107,16 +68,16 @@ class Launcher:
     def _run(self) -> int:
         config, folder = self.config, self.config.run_folder
         self._clean_up_after_others()
-        prepare_folder(config, self.console)
+        roles.prepare_folder(config, lambda words: self.console.print(words, markup=False))
         processes.become_subreaper()
         outcome = "failed"
         try:
             outcome = self._supervise()
-        except JobFailed as error:
+        except (JobFailed, StartError) as error:
             outcome = f"failed: {error}"
         finally:
             left = processes.kill_descendants(KILL_SECONDS, [role.process for role in self.roles])
-            sweep(ring_prefix(config))
+            sweep(roles.ring_prefix(config))
             shutil.rmtree(self.scratch, ignore_errors=True)
             if left:
                 self.console.print(f"could not end: {', '.join(left)}", style="red", markup=False)
@@ -162,18 +123,10 @@ class Launcher:
 
     def _restart(self, role: Role, control: Control, failure: str) -> bool:
         """Start a rollout worker again, unless that is pointless or was done too often."""
-        if role.name not in self.config.workers or role.restarts >= self.config.run.restarts:
+        told = roles.revive(role, self.config, control, failure)
+        if told is None:
             return False
-        killed = (role.process.poll() or 0) < 0
-        if not killed and control.value(f"weights/taken/{role.name}") is None:
-            return False  # it never came up, and would not the next time
-        control.forget(role.name)
-        role.restart()
-        log.warning("%s; started again, time %d of %d", failure, role.restarts, self.config.run.restarts)
-        self.console.print(
-            f"{failure}; started again, time {role.restarts} of {self.config.run.restarts}",
-            style="yellow", markup=False, soft_wrap=True,
-        )  # fmt: skip
+        self.console.print(told, style="yellow", markup=False, soft_wrap=True)
         return True
 
     def _end_silent_workers(self, control: Control) -> None:
@@ -192,18 +145,12 @@ class Launcher:
         control, only = self._start_control(), ["--weights-only"] if self.weights_only else []
         self._start_workers(control, *only)
         for rank in range(config.trainer_ranks):
-            place = {"RANK": str(rank), "WORLD_SIZE": str(config.trainer_ranks), "LOCAL_RANK": str(rank)}
-            threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
-            self._start(f"trainer-{rank}", ["trainer", *self._where(control), *only], place | threads)
+            place = roles.rank_environment(rank, config.trainer_ranks, rank, os.environ)
+            self._start(f"trainer-{rank}", ["trainer", *self._where(control), *only], place)
         return control
 
     def _start_control(self) -> Control:
-        folder = self.config.run_folder
-        address = folder / "control.json"
-        address.unlink(missing_ok=True)
-        settings = ["--config", str(folder / "config.yaml")]
-        self._start("control", ["control", *settings, "--address-file", str(address)], {})
-        host, port = self._await_address(address)
+        host, port = roles.start_control(self.config, lambda name, arguments: self._start(name, arguments, {}))
         return Control(host, port, "launcher", self.config.run.lost_seconds)
 
     def _start_workers(self, control: Control, *only: str) -> None:
@@ -212,26 +159,14 @@ class Launcher:
             self._start(f"rollout-{worker}", arguments, {})
 
     def _where(self, control: Control) -> list[str]:
-        settings = ["--config", str(self.config.run_folder / "config.yaml")]
-        return [*settings, "--control", f"{control.host}:{control.port}"]
+        return roles.where(self.config, f"{control.host}:{control.port}")
 
-    def _start(self, name: str, arguments: list[str], environment: dict[str, str]) -> None:
+    def _start(self, name: str, arguments: list[str], environment: dict[str, str]) -> Role:
         path = self.config.run_folder / "logs" / f"{name}.log"
-        command = [sys.executable, "-m", "megatron_webrl.cli", *arguments]
         gpus = {"CUDA_VISIBLE_DEVICES": self.gpus[name]} if name in self.gpus else {}
-        full = {**os.environ, "TMPDIR": str(self.scratch), **gpus, **environment}
-        self.roles.append(Role.start(name, command, full, path))
-
-    def _await_address(self, path: Path) -> tuple[str, int]:
-        deadline = time.monotonic() + self.config.run.start_seconds
-        while not path.is_file():
-            if failure := self.roles[0].failure():
-                raise JobFailed(failure)
-            if time.monotonic() > deadline:
-                raise JobFailed(f"the control plane did not come up within {self.config.run.start_seconds:.0f} s")
-            time.sleep(0.02)
-        fields = json.loads(path.read_text())
-        return fields["host"], fields["port"]
+        full = {**roles.role_environment(self.scratch), **gpus, **environment}
+        self.roles.append(Role.start(name, roles.webrl(arguments), full, path))
+        return self.roles[-1]
 
     def _await_roles(self, outcome: str) -> str | None:
         """Give every role but the control plane time to end; returns who did not end well, if anyone."""
@@ -286,24 +221,6 @@ class Launcher:
             if evaluation[name]:
                 line = evaluation_table.difference(words, evaluation[name])
                 self.console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def ring_prefix(config: Config) -> str:
-    """Beginning of the names of this run's shared-memory segments."""
-    return f"webrl-{config.run.name}-"
-
-
-def prepare_folder(config: Config, console: Console) -> None:
-    """Make the run's folder and store the configuration; the files of an earlier run of this name are kept aside."""
-    folder = config.run_folder
-    if not config.run.resume and folder.exists():
-        number = next(n for n in range(1, 1_000_000) if not folder.with_name(f"{folder.name}.{n}").exists())
-        aside = folder.with_name(f"{folder.name}.{number}")
-        folder.rename(aside)
-        console.print(f"the earlier run of this name is kept as {aside}", markup=False)
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
-    (folder / "summary.json").unlink(missing_ok=True)
-    save(config, folder / "config.yaml")
 
 
 def launch(config: Config, console: Console) -> int:

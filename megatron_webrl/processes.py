@@ -35,7 +35,13 @@ _PAUSE = 0.02  # seconds between looks at processes that were signalled
 # process with threads (preexec_fn) can block for ever on a lock that another thread held at the fork.
 _BOOTSTRAP = """
 import ctypes, os, signal, sys
-parent, command = int(sys.argv[1]), sys.argv[2:]
+parent, cores, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+if cores:
+    try:
+        os.sched_setaffinity(0, map(int, cores.split(",")))
+    except OSError as error:
+        sys.stderr.write(f"cannot be bound to cores {cores}: {error.strerror}\\n")
+        os._exit(126)
 if ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0) or os.getppid() != parent:
     os._exit(125)
 try:
@@ -86,11 +92,17 @@ def owner_environment() -> dict[str, str]:
 
 
 def start(
-    command: Sequence[str], log: Path, env: Mapping[str, str], name: str, pass_fds: Sequence[int] = ()
+    command: Sequence[str],
+    log: Path,
+    env: Mapping[str, str],
+    name: str,
+    pass_fds: Sequence[int] = (),
+    cores: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Start a role in a session of its own, its output appended to `log`; the kernel kills it when this process ends.
 
-    `env` is the whole environment, to which owner and role name are added; `pass_fds` are open in it, too. Raises
+    `env` is the whole environment, to which owner and role name are added; `pass_fds` are open in it, too. It may run
+    on `cores` only, if any are given: those of them that this machine has, and it ends at once if it has none. Raises
     ProcessError outside the main thread (the kernel would kill the role when the calling thread ends) and for a program
     that is not there.
     """
@@ -99,7 +111,7 @@ def start(
     if not shutil.which(command[0], path=env.get("PATH", os.defpath)):
         raise ProcessError(f"{name}: {command[0]!r} is not a program in PATH={env.get('PATH', os.defpath)}")
     log.parent.mkdir(parents=True, exist_ok=True)
-    bootstrap = [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, str(os.getpid())]
+    bootstrap = [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, str(os.getpid()), ",".join(map(str, cores))]
     with log.open("ab") as output:
         return subprocess.Popen(
             [*bootstrap, *command],

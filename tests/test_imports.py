@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +26,19 @@ MAY_IMPORT = {
     "model": set(),
     "ring": set(),
     "tracking": set(),
+    "node": {
+        "roles",
+        "placement",
+        "placement_cores",
+        "placement_page",
+        "config_checks",
+        "config_layout",
+        "config_site",
+        "browser",
+        "farm",
+        "ring",
+        "tracking",
+    },
     "parity": {"trainer", "rollout", "model"},
 }
 ONLY = {
@@ -71,6 +86,11 @@ def test_the_weights_take_of_the_model_only_what_needs_no_megatron():
         assert modules - {"megatron_webrl.model"} <= data, path
     for name in ("parameter_map", "layout"):
         assert not [found for found in imports(PACKAGE / "model" / f"{name}.py") if found.startswith("megatron.")]
+
+
+def test_what_starts_the_processes_of_a_node_imports_torch_only_where_something_failed():
+    code = "import sys, megatron_webrl.node.step, megatron_webrl.node.preparing; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, check=False).returncode == 0
 
 
 def test_the_types_import_nothing_of_ours():

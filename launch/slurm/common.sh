@@ -1,0 +1,125 @@
+# Sourced by the scripts of this folder, which sbatch runs on the first node of a job. docs/slurm.md tells the whole story.
+#
+# CONFIG      YAML file; each script has its own default. Arguments of the script are overrides: trainer.updates=10
+# PYTHON      the Python that has this package (default: .venv/bin/python)
+# MODULES     modules to load first, separated by spaces
+# CONTAINER   an image to run everything in: *.sif by apptainer, anything else by pyxis/enroot
+# MOUNTS      further folders for the container, A:B,C:D (the folder of submission is always there)
+# PREFLIGHT   0: take all nodes as good without looking at them
+# MIN_GIB     GiB/s that a node must exchange with a neighbour to be good (default: 0, any)
+# CONTROL_SECONDS  limit for both steps to end after the job has (default: 120)
+# FARM_PORT   train_split.sh: the browsers' router listens there, their nodes at the next (default: 8700)
+# DRY_RUN     1: print each process with its place and command, and start nothing; needs no Slurm
+# REHEARSE    a command that takes the place of every trainer rank and rollout worker, on the same cores and devices
+if [ -n "${MODULES:-}" ] && ! type module >/dev/null 2>&1; then
+    for file in /etc/profile.d/{lmod,z00_lmod,modules}.sh; do [ ! -r "$file" ] || source "$file"; done
+fi
+for module in ${MODULES:-}; do module load "$module" || exit; done
+set -euo pipefail
+
+PYTHON=${PYTHON:-$PWD/.venv/bin/python}
+CONTROL_SECONDS=${CONTROL_SECONDS:-120}
+
+say() { echo "job: $*"; }
+
+# webrl ARGUMENTS: on this node, in the container where apptainer runs it.
+webrl() { "${CONTAINER_COMMAND[@]}" "$PYTHON" -m megatron_webrl.cli "$@"; }
+
+# on "NODES" ARGUMENTS: webrl once on each of these nodes, as one step of the job.
+on() {
+    local nodes count
+    read -ra nodes <<<"$1"
+    count=${#nodes[@]}
+    shift
+    # The placement binds: Slurm must not. All steps share the nodes, GPUs and memory included.
+    srun --overlap ${GROUP:+--het-group="$GROUP"} --nodes="$count" --ntasks="$count" --ntasks-per-node=1 \
+        --nodelist="$(IFS=,; echo "${nodes[*]}")" --cpu-bind=none --mem-bind=none --mpi=none --unbuffered \
+        ${ON_OPTIONS:---kill-on-bad-exit=1} "${CONTAINER_OPTIONS[@]}" \
+        "${CONTAINER_COMMAND[@]}" "$PYTHON" -m megatron_webrl.cli "$@"
+}
+
+# A step of the job in the background; if it fails, the job ends with that reason, unless it has ended before.
+step() {
+    local role=$1 code=0
+    on "$NODES" node "$role" "$SETTINGS" "${SEAM[@]}" || code=$?
+    [ "$code" = 0 ] || on "$FIRST" node stop "$SETTINGS" --failed "the $role step ended with code $code"
+}
+
+# address_of NODE: the address by which other nodes reach it.
+address_of() {
+    local found ip
+    found=$(scontrol show node --oneliner "$1" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
+    found=${found:-$1}
+    ip=$(getent ahostsv4 "$found" | awk 'NR == 1 { print $1 }')
+    if [[ $ip == 127.* && $found != 127.* ]]; then # this node itself, as /etc/hosts has it on some systems
+        ip=$(hostname -I | awk '{ print $1 }')
+    fi
+    echo "${ip:-$found}"
+}
+
+# farm CONFIG OVERRIDES: the job's browsers, on the nodes of the second part of a heterogeneous job.
+farm() {
+    local nodes port=${FARM_PORT:-8700}
+    [ -z "${DRY_RUN:-}" ] || return 0
+    mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1")
+    export WEBRL_BROWSERS_TOKEN=${WEBRL_BROWSERS_TOKEN:-$(head -c 24 /dev/urandom | base64)}
+    local address
+    address=$(address_of "${nodes[0]}")
+    FARM=http://$address:$port
+    say "browsers on ${#nodes[@]} nodes: $SLURM_JOB_NODELIST_HET_GROUP_1, router $FARM"
+    GROUP=1 on "${nodes[0]}" browsers route --die-with-parent --host "$address" --port "$port" &
+    GROUP=1 on "${nodes[*]}" node browsers "$@" --router "$FARM" --port $((port + 1)) --nodes "${#nodes[@]}" &
+}
+
+# job CONFIG OVERRIDES: the whole job, on the nodes that Slurm gave.
+job() {
+    local allocated
+    SEAM=(${REHEARSE:+--rehearse "$REHEARSE"})
+    if [ -n "${DRY_RUN:-}" ]; then
+        webrl node commands "$@" "${SEAM[@]}"
+        return
+    fi
+    mapfile -t allocated < <(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}")
+    say "${SLURM_JOB_ID} on ${#allocated[@]} nodes: ${SLURM_JOB_NODELIST}"
+    SETTINGS=$(on "${allocated[0]}" node prepare "$@" "${SEAM[@]}" ${FARM:+--farm "$FARM"} | tail -n 1)
+    say "configuration: $SETTINGS"
+    local unchecked=()
+    if [ "${PREFLIGHT:-1}" = 0 ]; then
+        unchecked=(--unchecked)
+    else
+        # A check that hangs or breaks off must not end those of the other nodes.
+        ON_OPTIONS="--kill-on-bad-exit=0 --time=20" on "${allocated[*]}" node check "$SETTINGS" "${allocated[@]}" \
+            --first "$(address_of "${allocated[0]}")" --minimum "${MIN_GIB:-0}" || say "the check did not end well on every node"
+    fi
+    NODES=$(on "${allocated[0]}" node choose "$SETTINGS" "${allocated[@]}" "${unchecked[@]}")
+    FIRST=${NODES%% *}
+    say "nodes: $NODES"
+    on "$FIRST" node control "$SETTINGS" --host "$(address_of "$FIRST")" &
+    local control=$!
+    step rollout &
+    local rollout=$!
+    step trainer &
+    local trainer=$! outcome=0
+    wait "$control" || outcome=$?
+    local since=$SECONDS
+    while { kill -0 "$rollout" || kill -0 "$trainer"; } 2>/dev/null; do
+        if ((SECONDS - since > CONTROL_SECONDS)); then
+            say "a step did not end within $CONTROL_SECONDS s and is killed"
+            break
+        fi
+        sleep 1
+    done
+    return "$outcome" # what still runs is ended by Slurm with the script
+}
+
+case ${CONTAINER:-} in
+    "") CONTAINER_COMMAND=() CONTAINER_OPTIONS=() ;;
+    *.sif)
+        CONTAINER_COMMAND=(apptainer exec --nv --bind "$PWD${MOUNTS:+,$MOUNTS}" --pwd "$PWD" "$CONTAINER")
+        CONTAINER_OPTIONS=()
+        ;;
+    *)
+        CONTAINER_COMMAND=()
+        CONTAINER_OPTIONS=(--container-image="$CONTAINER" --container-mounts="$PWD:$PWD${MOUNTS:+,$MOUNTS}" --container-workdir="$PWD")
+        ;;
+esac

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=webrl
+#SBATCH --nodes=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --output=webrl-%j.log
+# Qwen3-VL-8B on one node of 8 GPUs, from the root of the repository:
+#   sbatch launch/slurm/train_1node.sh run.name=mine trainer.updates=100
+cd "${SLURM_SUBMIT_DIR:-.}"
+source launch/slurm/common.sh
+job "${CONFIG:-configs/8b_1node.yaml}" "$@"

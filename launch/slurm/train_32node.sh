@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=webrl
+#SBATCH --nodes=32
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --output=webrl-%j.log
+# Qwen3-VL-8B on 32 nodes of 8 GPUs, from the root of the repository:
+#   sbatch launch/slurm/train_32node.sh run.name=mine trainer.updates=100
+#   CONFIG=configs/32b_4node.yaml sbatch --nodes=4 launch/slurm/train_32node.sh
+# Ask for a node or two more than cluster.nodes (sbatch --nodes=34), and bad ones cost no second wait.
+cd "${SLURM_SUBMIT_DIR:-.}"
+source launch/slurm/common.sh
+job "${CONFIG:-configs/8b_32node.yaml}" "$@"

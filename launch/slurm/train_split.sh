@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=webrl
+#SBATCH --nodes=4
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --output=webrl-%j.log
+#SBATCH hetjob
+#SBATCH --nodes=4
+#SBATCH --exclusive
+#SBATCH --mem=0
+# A heterogeneous job: trainer and engines on the nodes of its first part, browsers on those of its second, which need no GPUs:
+#   sbatch --partition=gpu : --partition=cpu launch/slurm/train_split.sh run.name=mine
+cd "${SLURM_SUBMIT_DIR:-.}"
+source launch/slurm/common.sh
+farm "${CONFIG:-configs/8b_4node.yaml}" "$@"
+job "${CONFIG:-configs/8b_4node.yaml}" "$@"

@@ -1,0 +1,155 @@
+"""One node's part of a step: its processes, started where the placement says, watched, and ended together.
+
+A process that ends badly ends the job, with an error that names it; a rollout worker is started again first, at most
+run.restarts times. What is started dies with this process. torch, which takes seconds to import, is imported only when
+something has failed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from megatron_webrl import processes, roles
+from megatron_webrl.config import Config, ConfigError
+from megatron_webrl.node.starts import Start, starts
+from megatron_webrl.placement import Role as RoleName
+from megatron_webrl.placement import place
+from megatron_webrl.placement_cores import format_cores
+from megatron_webrl.ring.segment import sweep
+from megatron_webrl.roles import HURRY_SECONDS, KILL_SECONDS, Role
+
+if TYPE_CHECKING:
+    from megatron_webrl.control import Control
+
+POLL_SECONDS = 0.1
+
+
+@dataclass
+class Step:
+    """The processes of one role on one node."""
+
+    config: Config
+    role: RoleName
+    node: int
+    address: str  # of the control plane, HOST:PORT
+    rehearse: str = ""
+    roles: list[Role] = field(default_factory=list)
+    excused: set[str] = field(default_factory=set)  # workers that failed after the job had ended well
+    ended: int = 0  # the signal that asked for the end
+    scratch: Path = field(default_factory=processes.scratch_folder)
+
+    def run(self) -> int:
+        """Run until all processes have ended; returns the exit code: 0 in good order, 1 failed, 143 ended by SIGTERM.
+
+        Raises ConfigError for a node that does not fit the placement, ProcessError for a program that is not there.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._end)
+        processes.die_with_parent(signal.SIGTERM)
+        processes.become_subreaper()
+        self._sweep()
+        try:
+            for start in self._starts():
+                self._start(start)
+            return self._watch()
+        finally:
+            left = processes.kill_descendants(KILL_SECONDS, [role.process for role in self.roles])
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            if self.role == "rollout":  # whose workers made the ring; while others use it, it stays
+                sweep(roles.ring_prefix(self.config))
+            if left:
+                self._tell(f"could not end: {', '.join(left)}")
+
+    def _starts(self) -> list[Start]:
+        found = place(self.config)
+        return starts(self.config, found, self.node, self.role, self.address, os.environ, self.rehearse)
+
+    def _start(self, start: Start) -> None:
+        environment = {**roles.role_environment(self.scratch), **start.environment}
+        cores = self._held(start.cores)
+        self.roles.append(Role.start(start.name, list(start.command), environment, start.log, cores))
+
+    def _held(self, cores: tuple[int, ...]) -> tuple[int, ...]:
+        """The cores to bind to. Raises ConfigError for cores that this node has not; a rehearsal goes on with fewer."""
+        mine = os.sched_getaffinity(0)
+        missing = [core for core in cores if core not in mine]
+        if missing and not self.rehearse:
+            raise ConfigError(
+                f"cluster.cores names core {missing[0]}, but the step may use {len(mine)} cores of "
+                f"{socket.gethostname()} ({format_cores(sorted(mine))}); correct it, or leave it empty"
+            )
+        return tuple(core for core in cores if core in mine)
+
+    def _watch(self) -> int:
+        names = [role.name for role in self.roles]
+        self._tell(f"started {', '.join(names) if len(names) < 4 else f'{names[0]} to {names[-1]}'}")
+        running = True
+        while running:
+            running = any(role.process.poll() is None for role in self.roles)  # before failures are looked for
+            for role in self.roles:
+                if role.name in self.excused or (failure := role.failure()) is None:
+                    continue
+                if not self._goes_on(role, failure):
+                    return 1
+                running = True
+            if self.ended:
+                self._tell(f"ended by {signal.Signals(self.ended).name}")
+                return 128 + self.ended
+            time.sleep(POLL_SECONDS)
+        return 0
+
+    def _goes_on(self, role: Role, failure: str) -> bool:
+        """Whether the node goes on after a failure: the worker is started again, or the job is over anyway.
+
+        Otherwise the job ends, and every other role with it.
+        """
+        from megatron_webrl.control import GOOD_OUTCOMES, Control, JobFailed
+
+        host, _, port = self.address.rpartition(":")
+        name = f"node-{self.node}"
+        try:
+            control = Control(host, int(port), name, self.config.run.lost_seconds, connect_seconds=10.0)
+            end = control.end()
+            if end is not None:
+                if end["outcome"] in GOOD_OUTCOMES and role.name in self.config.workers:
+                    self.excused.add(role.name)  # it changes nothing: what it finished is accounted for
+                    return True
+                self._tell(f"{role.name} ended with the job")
+                return False
+            return self._revived(role, control, failure)
+        except JobFailed:
+            self._tell(f"{failure}; the control plane at {self.address} does not answer")
+            return False
+
+    def _revived(self, role: Role, control: Control, failure: str) -> bool:
+        if told := roles.revive(role, self.config, control, failure):
+            self._tell(told)
+            return True
+        self._tell(failure)
+        control.finish(f"failed: {failure}")
+        deadline = time.monotonic() + HURRY_SECONDS  # the others see it, and end in order
+        while any(other.process.poll() is None for other in self.roles) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        return False
+
+    def _sweep(self) -> None:
+        """Remove what killed runs have left; what others use stays."""
+        found = processes.sweep_orphans() + sweep("webrl-") + processes.sweep_scratch()
+        if found:
+            self._tell(f"removed what a killed run had left: {', '.join(found)}")
+
+    def _tell(self, words: str) -> None:
+        sys.stdout.write(f"node {self.node} ({socket.gethostname()}), {self.role}: {words}\n")
+        sys.stdout.flush()
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        self.ended = number

@@ -1,0 +1,310 @@
+"""What a node of a job starts: commands, environments, and processes that are bound, watched and ended together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_webrl import roles
+from megatron_webrl.config import Config, ConfigError, load, read, save
+from megatron_webrl.node.commands import number_of
+from megatron_webrl.node.farm import own_address, sessions
+from megatron_webrl.node.preparing import farm_overrides, planned, prepare, resuming
+from megatron_webrl.node.starts import Start, starts, visible
+from megatron_webrl.placement import place
+from megatron_webrl.placement_cores import format_cores
+from tests.planes import connect, control_plane
+
+ROOT = Path(__file__).parent.parent
+FOUR = str(ROOT / "configs" / "8b_4node.yaml")
+ADDRESS = "10.0.0.1:29500"
+
+
+def of(config: Config, node: int, role: str, given: dict[str, str] | None = None, rehearse: str = "") -> list[Start]:
+    return starts(config, place(config), node, role, ADDRESS, given or {}, rehearse)  # type: ignore[arg-type]
+
+
+def options(start: Start) -> dict[str, str]:
+    words = start.command[start.command.index("--config") :]
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+# -- pure ---------------------------------------------------------------------------------------------
+
+
+def test_every_process_of_the_placement_is_started_once_with_its_place() -> None:
+    config = read(FOUR)
+    placement = place(config)
+    for node in range(4):
+        here = {start.name: start for role in ("trainer", "rollout") for start in of(config, node, role)}
+        assert list(here) == [process.name for process in placement.on(node)]
+        for process in placement.on(node):
+            start = here[process.name]
+            assert start.command[:3] == (sys.executable, "-m", "megatron_webrl.cli")
+            assert start.command[3] == process.role
+            expected = {"--config": "runs/8b_4node/config.yaml", "--control": ADDRESS, "--node": str(node)}
+            if process.role == "rollout":
+                expected["--worker"] = str(process.number)
+            assert options(start) == expected
+            assert start.cores == process.cores
+            assert start.environment["WEBRL_CORES"] == format_cores(process.cores)
+            assert start.environment["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, process.devices))
+            assert start.log == Path(f"runs/8b_4node/logs/node-{node}/{process.name}.log")
+
+
+def test_a_rank_knows_its_place_and_where_the_ranks_meet() -> None:
+    ranks = of(read(FOUR), 2, "trainer")
+    assert [start.environment["RANK"] for start in ranks] == ["8", "9", "10", "11"]
+    assert [start.environment["LOCAL_RANK"] for start in ranks] == ["0", "1", "2", "3"]
+    for start in ranks:
+        assert start.environment["WORLD_SIZE"] == "16"
+        assert (start.environment["MASTER_ADDR"], start.environment["MASTER_PORT"]) == ("10.0.0.1", "29501")
+    ports = [start.environment["MASTER_PORT"] for start in of(read(FOUR), 2, "rollout")]
+    assert ports == ["29505", "29506", "29507", "29508"]
+
+
+def test_on_one_node_no_node_is_named() -> None:
+    assert "--node" not in options(of(read(None), 0, "trainer")[0])
+
+
+def test_what_the_environment_says_of_threads_and_cards_stays() -> None:
+    cards = read(FOUR, ["cluster.nics=[a,b,c,d,e,f,g,h]"])
+    assert of(cards, 0, "trainer")[1].environment["NCCL_IB_HCA"] == "=b"
+    assert of(cards, 0, "trainer")[1].environment["OMP_NUM_THREADS"] == "1"
+    given = of(cards, 0, "trainer", {"NCCL_IB_HCA": "=all", "OMP_NUM_THREADS": "4"})[1].environment
+    assert not given.keys() & {"NCCL_IB_HCA", "OMP_NUM_THREADS"}
+    assert "NCCL_IB_HCA" not in of(read(FOUR), 0, "trainer")[0].environment
+
+
+def test_devices_are_counted_among_those_that_slurm_gave() -> None:
+    assert visible((1, 3), "", 4) == "1,3"
+    assert visible((1, 3), "4,5,6,7", 4) == "5,7"
+    assert visible((0,), "GPU-a,GPU-b", 2) == "GPU-a"
+    with pytest.raises(ConfigError, match=r"cluster.gpus=4, but Slurm gave this node 2 \(CUDA_VISIBLE_DEVICES=0,1\)"):
+        visible((0,), "0,1", 4)
+
+
+def test_a_rehearsal_replaces_the_program_and_nothing_else() -> None:
+    real, rehearsed = (of(read(FOUR), 1, "rollout", rehearse=command)[0] for command in ("", "python3 my.py --loud"))
+    assert rehearsed.command[:3] == ("python3", "my.py", "--loud")
+    assert rehearsed.command[3:] == real.command[3:]
+    assert (rehearsed.environment, rehearsed.cores, rehearsed.log) == (real.environment, real.cores, real.log)
+
+
+def test_an_engine_that_spans_nodes_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"engine 0 would span nodes"):
+        planned(str(ROOT / "configs" / "235b_a22b_32node.yaml"), [])
+
+
+def test_a_node_takes_its_number_from_slurm_and_checks_it() -> None:
+    config = read(FOUR)
+    slurm = {"SLURM_NODEID": "3", "SLURM_STEP_NUM_NODES": "4"}
+    assert number_of(None, config, slurm) == 3
+    assert number_of(2, config, {}) == 2
+    with pytest.raises(ConfigError, match=r"this is no step of Slurm"):
+        number_of(None, config, {})
+    with pytest.raises(ConfigError, match=r"the step has 5 nodes, but cluster.nodes=4"):
+        number_of(None, config, slurm | {"SLURM_STEP_NUM_NODES": "5"})
+    with pytest.raises(ConfigError, match=r"--node=4 is not one of the 4 nodes"):
+        number_of(4, config, {})
+
+
+def test_browsers_of_a_farm_are_enough_for_all_workers() -> None:
+    many = ["rollout.engines=3", "rollout.groups_in_flight=2", "rollout.group_size=4"]
+    config = read(None, [*many, "evaluation.every=5", "evaluation.slots=1"])
+    assert sessions(config, 2) == 14  # of 27
+    assert own_address("http://127.0.0.1:8700") == "127.0.0.1"
+    with pytest.raises(ConfigError, match=r"--router=http://no such host"):
+        own_address("http://no such host:8700")
+
+
+# -- on this machine ----------------------------------------------------------------------------------
+
+
+def settings(tmp_path: Path, model: Path, *more: str) -> list[str]:
+    sizes = ["rollout.max_model_len=1024", "rollout.max_new_tokens=16", "rollout.kv_cache_mib=32", "ring.mib=16"]
+    return [f"run.directory={tmp_path}", "run.name=here", f"model.path={model}", *sizes, *more]
+
+
+def test_preparing_makes_the_folder_once_and_keeps_the_earlier_one(tmp_path: Path, tiny_model: Path) -> None:
+    told: list[str] = []
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("{}\n")
+    more = settings(tmp_path, tiny_model, "tasks.environments=[click-test]")
+    for _ in range(2):
+        path = prepare(str(empty), more, False, told.append)
+    assert path == tmp_path / "here" / "config.yaml"
+    assert load(path).model.path == str(tiny_model)
+    placed = json.loads((tmp_path / "here" / "placement.json").read_text())
+    assert [each["name"] for each in placed["processes"]] == ["trainer-0", "rollout-0"]
+    assert (tmp_path / "here" / "logs" / "node-0").is_dir()
+    assert told == [f"the earlier run of this name is kept as {tmp_path / 'here.1'}"]
+    with pytest.raises(ConfigError, match=r"model.path=/nowhere"):
+        prepare(str(empty), [*more, "model.path=/nowhere"], False, told.append)
+    assert not (tmp_path / "here.2").exists()
+
+
+def test_a_job_that_slurm_starts_again_goes_on_from_its_checkpoint(tmp_path: Path, tiny_model: Path) -> None:
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("{}\n")
+    more, again = settings(tmp_path, tiny_model, "tasks.environments=[click-test]"), {"SLURM_RESTART_COUNT": "1"}
+    folder = prepare(str(empty), more, False, print).parent
+    assert resuming(str(empty), more, again) == []
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "latest").write_text("version-000001\n")
+    assert resuming(str(empty), more, {"SLURM_RESTART_COUNT": "0"}) == []
+    added = resuming(str(empty), more, again)
+    assert load(prepare(str(empty), [*more, *added], False, print)).run.resume
+    assert (folder / "checkpoints" / "latest").is_file()
+
+
+def test_a_farm_takes_the_place_of_own_browsers(tmp_path: Path, tiny_model: Path) -> None:
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("{}\n")
+    more = settings(tmp_path, tiny_model, "tasks.environments=[click-test]", "browser.processes=2", "browser.width=320")
+    path = prepare(str(empty), [*more, *farm_overrides("http://head:8700")], False, print)
+    browser = load(path).browser
+    assert (browser.farm, browser.processes, browser.width) == ("http://head:8700", 1, 320)
+
+
+# A role that says what it may use, and then waits for the end of the job, or fails.
+ROLE = """
+import os, sys, time
+print(sorted(os.sched_getaffinity(0)), os.environ["WEBRL_ROLE"], os.environ["TMPDIR"], flush=True)
+if os.environ["WEBRL_ROLE"] == os.environ.get("FAILS"):
+    sys.exit("ERROR it fails on purpose")
+time.sleep(600)
+"""
+
+
+def start_step(
+    tmp_path: Path, address: tuple[str, int], role: str, *more: str, **environment: str
+) -> subprocess.Popen[str]:
+    config = read(None, [f"run.directory={tmp_path}", "run.name=here", *more])
+    config.run_folder.mkdir(exist_ok=True)
+    save(config, roles.settings_file(config))
+    program = tmp_path / "role.py"
+    program.write_text(ROLE)
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_webrl.cli",
+        "node",
+        role,
+        str(roles.settings_file(config)),
+        "--node",
+        "0",
+    ]
+    command += ["--control", "{}:{}".format(*address), "--rehearse", f"{sys.executable} {program}"]
+    return subprocess.Popen(
+        command,
+        env={**os.environ, **environment},
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def await_logs(tmp_path: Path, names: list[str]) -> list[str]:
+    paths = [tmp_path / "here" / "logs" / "node-0" / f"{name}.log" for name in names]
+    deadline = time.monotonic() + 60
+    while not all(path.is_file() and path.read_text().count("\n") for path in paths):
+        assert time.monotonic() < deadline, f"no logs of {names}"
+        time.sleep(0.05)
+    return [path.read_text() for path in paths]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_processes_are_bound_to_their_cores_and_die_with_their_node(tmp_path: Path) -> None:
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    cores = f'cluster.cores=["{first},{second}"]'
+    with control_plane(tmp_path) as address:
+        step = start_step(tmp_path, address, "trainer", cores, "cluster.trainer_cores=1")
+        (said,) = await_logs(tmp_path, ["trainer-0"])
+        assert said.startswith(f"[{first}] trainer-0 ")
+        (child,) = psutil.Process(step.pid).children()
+        step.kill()
+        step.wait(10)
+        child.wait(10)
+        step = start_step(tmp_path, address, "rollout", cores, "cluster.trainer_cores=1")
+        (said,) = await_logs(tmp_path, ["rollout-0"])
+        assert said.startswith(f"[{second}] rollout-0 ")
+        scratch = Path(said.split()[-1])
+        step.send_signal(signal.SIGTERM)
+        output, _ = step.communicate(timeout=30)
+    assert step.returncode == 128 + signal.SIGTERM
+    assert "started rollout-0" in output
+    assert "ended by SIGTERM" in output
+    assert not scratch.exists()
+
+
+def test_a_rank_that_fails_ends_the_job_with_its_name(tmp_path: Path) -> None:
+    with control_plane(tmp_path) as address:
+        step = start_step(tmp_path, address, "trainer", "trainer.data_parallel=2", FAILS="trainer-1")
+        output, _ = step.communicate(timeout=90)
+        end = connect(address, "test").end()
+    assert step.returncode == 1
+    assert end is not None
+    assert end["outcome"].startswith("failed: trainer-1 exited with code 1; its last words: ERROR it fails on purpose")
+    assert "trainer-1 exited with code 1; its last words: ERROR it fails on purpose" in output
+
+
+def test_a_worker_that_is_killed_is_started_again(tmp_path: Path) -> None:
+    with control_plane(tmp_path) as address:
+        step = start_step(tmp_path, address, "rollout", "run.restarts=1")
+        await_logs(tmp_path, ["rollout-0"])
+        (child,) = psutil.Process(step.pid).children()
+        child.kill()
+        deadline = time.monotonic() + 60
+        while (tmp_path / "here" / "logs" / "node-0" / "rollout-0.log").read_text().count("\n") < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        (child,) = psutil.Process(step.pid).children()
+        child.kill()
+        output, _ = step.communicate(timeout=60)
+        end = connect(address, "test").end()
+    assert "rollout-0 was killed by SIGKILL" in output
+    assert "started again, time 1 of 1" in output
+    assert end is not None
+    assert end["outcome"].startswith("failed: rollout-0 was killed by SIGKILL")
+
+
+def test_cores_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    config = read(None, [f"run.directory={tmp_path}", "run.name=here", 'cluster.cores=["5000-5009"]'])
+    config.run_folder.mkdir()
+    save(config, roles.settings_file(config))
+    command = [sys.executable, "-m", "megatron_webrl.cli", "node", "trainer", str(roles.settings_file(config))]
+    done = subprocess.run(
+        [*command, "--node", "0", "--control", "127.0.0.1:1"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "cluster.cores names core 5000, but the step may use" in done.stderr
+
+
+def test_a_job_is_stopped_in_order_or_as_failed(tmp_path: Path) -> None:
+    config = read(None, [f"run.directory={tmp_path}", "run.name=here"])
+    config.run_folder.mkdir()
+    save(config, roles.settings_file(config))
+    command = [sys.executable, "-m", "megatron_webrl.cli", "node", "stop", str(roles.settings_file(config))]
+    with control_plane(config.run_folder) as address:
+        control = connect(address, "test")
+        assert not control.stop_requested()
+        subprocess.run(command, cwd=ROOT, timeout=60, check=True)
+        assert control.stop_requested()
+        assert control.end() is None
+        subprocess.run([*command, "--failed", "n3 is on fire"], cwd=ROOT, timeout=60, check=True)
+        assert (control.end() or {})["outcome"] == "failed: n3 is on fire"
