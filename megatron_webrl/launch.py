@@ -86,11 +86,12 @@ class Launcher:
         return self._farewell(outcome)
 
     def _supervise(self) -> str:
-        control = self._start_roles()
+        control, reaper = self._start_roles(), processes.Reaper()
         with Board(self.console, f"run {self.config.run.name}") as board:
             while (outcome := self._outcome(control)) is None:
                 statuses = {role.name: control.status_of(role.name) or "starting" for role in self.roles[1:]}
                 board.show(statuses, summary.read_updates(self.config.run_folder))
+                reaper.reap([role.process for role in self.roles])
                 time.sleep(POLL_SECONDS)
             board.show({}, summary.read_updates(self.config.run_folder))
         return self._end(control, outcome)

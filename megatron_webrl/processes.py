@@ -271,6 +271,22 @@ def _is_orphan(pid: int) -> bool:
     return False
 
 
+class Reaper:
+    """Reaps ended children that were handed to this process after `become_subreaper`, every `seconds` at most.
+
+    Every Chromium hands on some; unreaped, each would hold a process id for as long as the job runs.
+    """
+
+    def __init__(self, seconds: float = 5.0) -> None:
+        self._seconds, self._next = seconds, 0.0
+
+    def reap(self, roles: Sequence[subprocess.Popen[bytes]]) -> None:
+        """Do so if it is time; those in `roles` through their Popen, which keeps their exit code."""
+        if time.monotonic() >= self._next:
+            _reap(roles)
+            self._next = time.monotonic() + self._seconds
+
+
 def _reap(roles: Sequence[subprocess.Popen[bytes]]) -> None:
     for role in roles:
         role.poll()

@@ -173,6 +173,26 @@ def holder(tmp_path: Path) -> tuple[int, Path]:
     return int(pid), Path("/dev/shm/sem." + name.removeprefix("/"))
 
 
+def test_a_subreaper_reaps_what_was_handed_to_it_and_roles_keep_their_exit_codes() -> None:
+    code = """
+import subprocess, time
+import psutil
+from megatron_webrl.processes import Reaper, become_subreaper
+become_subreaper()
+role = subprocess.Popen(["sh", "-c", "exit 7"])
+subprocess.run(["sh", "-c", "sleep 0.1 & sleep 0.1 & sleep 60 &"], check=True)
+reaper, deadline = Reaper(0.05), time.monotonic() + 20
+while len(psutil.Process().children()) > 1 and time.monotonic() < deadline:
+    reaper.reap([role])
+    time.sleep(0.01)
+[left] = psutil.Process().children()
+print(left.name(), role.returncode)
+left.kill()
+"""
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, timeout=60, check=True, text=True)
+    assert done.stdout == "sleep 7\n"
+
+
 def test_a_killed_group_leaves_no_semaphore_behind(tmp_path: Path) -> None:
     code = HOLDER.format(log=str(tmp_path / "held"))
     role = start([sys.executable, "-c", code], tmp_path / "log", os.environ, "worker")

@@ -92,7 +92,7 @@ class Step:
     def _watch(self) -> int:
         names = [role.name for role in self.roles]
         self._tell(f"started {', '.join(names) if len(names) < 4 else f'{names[0]} to {names[-1]}'}")
-        running = True
+        running, reaper = True, processes.Reaper()
         while running:
             running = any(role.process.poll() is None for role in self.roles)  # before failures are looked for
             for role in self.roles:
@@ -104,6 +104,7 @@ class Step:
             if self.ended:
                 self._tell(f"ended by {signal.Signals(self.ended).name}")
                 return 128 + self.ended
+            reaper.reap([role.process for role in self.roles])
             time.sleep(POLL_SECONDS)
         return 0
 
