@@ -143,13 +143,15 @@ def test_a_job_with_too_few_nodes_says_so(four: Cluster, tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_job_on_one_node_trains_to_its_end(four: Cluster, tmp_path: Path, tiny_model: Path) -> None:
+def test_a_job_trains_over_two_nodes_with_two_tensor_parallel_replicas_and_two_engines(
+    four: Cluster, tmp_path: Path, tiny_model: Path
+) -> None:
     name, path = f"trained{os.getpid()}", tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({**SETTINGS, "model": {"path": str(tiny_model)}}))
     before = set(os.listdir("/dev/shm"))
     job = submit(
-        four, tmp_path, "train_cpu.sh", *overrides(tmp_path, name), options=("--nodes=1",), CONFIG=str(path),
-        MLFLOW_TRACKING_URI="", PREFLIGHT="0",
+        four, tmp_path, "train_cpu.sh", *overrides(tmp_path, name), "trainer.tensor_parallel=2",
+        options=("--nodes=2",), CONFIG=str(path), MLFLOW_TRACKING_URI="", PREFLIGHT="0",
     )  # fmt: skip
     assert four.wait(job, 500) == "COMPLETED", log(tmp_path)
     summary = json.loads((tmp_path / name / "summary.json").read_text())
@@ -157,8 +159,15 @@ def test_a_job_on_one_node_trains_to_its_end(four: Cluster, tmp_path: Path, tiny
     assert [update["version"] for update in summary["updates"]] == [1, 2]
     assert summary["accounting"]["matches"]
     assert "job: update 2 of 2" in log(tmp_path)
-    for role in ("control", "trainer-0", "rollout-0"):
-        assert (tmp_path / name / "logs" / "node-0" / f"{role}.log").is_file()
+    assert summary["nodes"]["screenshots_mib"] > 0
+    assert 0 <= summary["nodes"]["local_share"] <= 1
+    for node, names in enumerate(
+        (("control", "trainer-0", "trainer-1", "rollout-0"), ("trainer-2", "trainer-3", "rollout-1"))
+    ):
+        logs = {path.stem for path in (tmp_path / name / "logs" / f"node-{node}").iterdir()}
+        assert set(names) <= logs
+    counted = [json.loads(line) for line in (tmp_path / name / "episodes.jsonl").read_text().splitlines()]
+    assert len(counted) >= summary["accounting"]["trained"] > 0
     assert {entry for entry in os.listdir("/dev/shm") if entry.startswith("webrl-")} <= before
 
 
