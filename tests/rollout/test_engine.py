@@ -108,8 +108,8 @@ class Sender:
         joined = engine.join_weights("127.0.0.1", self.store.port, name, description)
         return await asyncio.gather(joining, joined, return_exceptions=True)
 
-    async def join(self, engine: Engine) -> None:
-        link, refusal = await self.meet(engine, "weights/test")
+    async def join(self, engine: Engine, name: str = "weights/test") -> None:
+        link, refusal = await self.meet(engine, name)
         assert refusal is None
         assert isinstance(link, transport.Link)
         self.link = link

@@ -18,8 +18,10 @@ from tests.planes import connect
 from tests.trainer.node_ranks import Member, group
 from tests.trainer.sampler_ranks import METRICS
 
-UPDATES, GROUPS, SAVED, KILLED, AHEAD = 7, 3, 2, 4, 2
-"""A state is kept of version SAVED; the rank of node 1 dies in the update from version KILLED on."""
+UPDATES, GROUPS, SAVED, KILLED, AHEAD = 12, 3, 2, 4, 2
+"""A state is kept of version SAVED; from version KILLED on the rank of node 1 dies in the first update with groups of
+both nodes, which both rings then hold.
+"""
 
 
 def make_config(folder: str) -> Config:
@@ -59,7 +61,8 @@ def life(rank: int, folder: str, address: tuple[str, int], names: list[str], res
     for version in range(state.version, UPDATES):
         groups = coordinator.collect(version, lambda: False)
         assert isinstance(groups, list)
-        if rank == 1 and version == KILLED and not resumed:
+        workers = {trajectory.worker for each in groups for trajectory in each.trajectories}
+        if rank == 1 and version >= KILLED and len(workers) == 2 and not resumed:
             os.kill(os.getpid(), signal.SIGKILL)
         coordinator.record(version + 1, groups, METRICS, Gap(None, 0), Seconds(1, 1, 1, 1, 0), {})
         coordinator.close(groups, version + 1)
@@ -88,7 +91,7 @@ def work(address: tuple[str, int], name: str, worker: int) -> None:
                         ring.write(encode(replace(each, incarnation=start.incarnation)), 10.0)
                         written += 1
                     control.close_position(position)
-                time.sleep(0.2 * worker + 0.02)
+                time.sleep(0.04 * worker + 0.02)
         except Stopped:
             final = {"life": f"rollout-{worker}.1", "finished": finished, "held": finished - written}
             control.put(f"final/rollout-{worker}", final)
