@@ -1,4 +1,4 @@
-"""A whole job on two nodes, which are this machine twice: each role is told its node, as a cluster's scripts do."""
+"""A whole job on two nodes, which are this machine twice: that of test_slurm.py without Slurm, its files looked at."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_webrl.tracking import episode_log
 from megatron_webrl.trainer import group_files
 from tests.test_job import SETTINGS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(900)]
 
 LIMIT = 700.0
 

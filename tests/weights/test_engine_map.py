@@ -53,11 +53,11 @@ def held_by_engine(folder: Path, sizes: EngineSizes) -> dict[int, dict[str, tupl
 @pytest.mark.parametrize(
     ("model", "sizes"),
     [
-        ({}, EngineSizes(pipeline=2)),
+        pytest.param({}, EngineSizes(pipeline=2), marks=pytest.mark.soak),
         ({"kv_heads": 1, "tie": False}, EngineSizes(tensor=2)),
         ({"experts": 4}, EngineSizes(pipeline=2)),
-        ({"experts": 3, "tie": False}, EngineSizes(tensor=2)),
-        ({"experts": 3, "tie": False}, EngineSizes(tensor=2, experts=True)),
+        pytest.param({"experts": 3, "tie": False}, EngineSizes(tensor=2), marks=pytest.mark.soak),
+        pytest.param({"experts": 3, "tie": False}, EngineSizes(tensor=2, experts=True), marks=pytest.mark.soak),
     ],
     ids=["dense, two stages", "dense, key head on both ranks", "sparse, two stages", "sparse", "whole experts"],
 )
