@@ -274,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     updates = amount.updates if options.updates is None else options.updates
     if updates <= amount.staleness:
         parser.error(f"--updates={updates}: staleness {amount.staleness} takes at least {amount.staleness + 1}")
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 140)
     try:
         if options.run:
             pairs = measure(options.run, amount.staleness, console)
