@@ -23,7 +23,7 @@ from megatron_webrl import processes, roles
 from megatron_webrl.config import Config, ConfigError
 from megatron_webrl.control import GOOD_OUTCOMES, Control, JobFailed
 from megatron_webrl.placement import devices
-from megatron_webrl.ring.segment import sweep
+from megatron_webrl.ring.segment import run_prefix, sweep
 from megatron_webrl.roles import GRACE_SECONDS, HURRY_SECONDS, KILL_SECONDS, Role, StartError
 from megatron_webrl.tracking import evaluation_table, summary
 from megatron_webrl.tracking.board import LEGEND, Board, accounting_line, updates_table
@@ -77,7 +77,7 @@ class Launcher:
             outcome = f"failed: {error}"
         finally:
             left = processes.kill_descendants(KILL_SECONDS, [role.process for role in self.roles])
-            sweep(roles.ring_prefix(config))
+            sweep(run_prefix(config.run.name))
             shutil.rmtree(self.scratch, ignore_errors=True)
             if left:
                 self.console.print(f"could not end: {', '.join(left)}", style="red", markup=False)

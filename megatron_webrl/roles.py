@@ -133,11 +133,6 @@ def await_address(path: Path, seconds: float, failure: Callable[[], str | None] 
     return fields["host"], fields["port"]
 
 
-def ring_prefix(config: Config) -> str:
-    """Beginning of the names of this run's shared-memory segments."""
-    return f"webrl-{config.run.name}-"
-
-
 def prepare_folder(config: Config, tell: Callable[[str], None]) -> None:
     """Make the run's folder and store the configuration; the files of an earlier run of this name are kept aside."""
     folder = config.run_folder

@@ -24,7 +24,7 @@ from megatron_webrl.node.starts import Start, starts
 from megatron_webrl.placement import Role as RoleName
 from megatron_webrl.placement import place
 from megatron_webrl.placement_cores import format_cores
-from megatron_webrl.ring.segment import sweep
+from megatron_webrl.ring.segment import run_prefix, sweep
 from megatron_webrl.roles import HURRY_SECONDS, KILL_SECONDS, Role
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Step:
             left = processes.kill_descendants(KILL_SECONDS, [role.process for role in self.roles])
             shutil.rmtree(self.scratch, ignore_errors=True)
             if self.role == "rollout":  # whose workers made the ring; while others use it, it stays
-                sweep(roles.ring_prefix(self.config))
+                sweep(run_prefix(self.config.run.name))
             if left:
                 self._tell(f"could not end: {', '.join(left)}")
 
