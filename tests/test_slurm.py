@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -149,6 +150,7 @@ def test_a_job_trains_over_two_nodes_with_two_tensor_parallel_replicas_and_two_e
     name, path = f"trained{os.getpid()}", tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({**SETTINGS, "model": {"path": str(tiny_model)}}))
     before = set(os.listdir("/dev/shm"))
+    scratch = set(Path(tempfile.gettempdir()).glob("webrl-*"))
     job = submit(
         four, tmp_path, "train_cpu.sh", *overrides(tmp_path, name), "trainer.tensor_parallel=2",
         options=("--nodes=2",), CONFIG=str(path), MLFLOW_TRACKING_URI="", PREFLIGHT="0",
@@ -169,6 +171,7 @@ def test_a_job_trains_over_two_nodes_with_two_tensor_parallel_replicas_and_two_e
     counted = [json.loads(line) for line in (tmp_path / name / "episodes.jsonl").read_text().splitlines()]
     assert len(counted) >= summary["accounting"]["trained"] > 0
     assert {entry for entry in os.listdir("/dev/shm") if entry.startswith("webrl-")} <= before
+    assert set(Path(tempfile.gettempdir()).glob("webrl-*")) <= scratch
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
 import time
@@ -44,6 +45,7 @@ class Hosting:
             outcome = f"failed: {error}"
         finally:
             processes.kill_descendants(KILL_SECONDS, [role.process for role in self.hosted])
+            shutil.rmtree(self.scratch, ignore_errors=True)
         folder = self.config.run_folder
         if outcome not in GOOD_OUTCOMES or not (folder / "summary.json").is_file():
             summary.write(folder, outcome, None)
