@@ -16,7 +16,7 @@ from tests.test_job import Job, assert_nothing_left, job, owned
 
 __all__ = ["job"]  # the fixture
 
-KILLS, UPDATES, GROUPS, GROUP_SIZE, STALENESS = 20, 24, 2, 2, 1
+KILLS, UPDATES, GROUPS, GROUP_SIZE, STALENESS = 20, 48, 2, 2, 1
 LIMIT = 300.0
 
 
@@ -53,8 +53,7 @@ def test_twenty_kills_lose_no_group_train_none_twice_and_skip_no_task(job: Job) 
     choose = random.Random(0)
     overrides = [f"trainer.updates={UPDATES}", "trainer.checkpoint.every=1"]
     for _ in range(KILLS):
-        if versions(job) >= UPDATES - 1:
-            break
+        assert versions(job) < UPDATES - 1, "it is over before the last kill"
         resume = [f"run.resume={'true' if versions(job) else 'false'}"]
         job.start(*overrides, *resume)
         kill_at_random(job, choose)

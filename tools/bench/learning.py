@@ -34,8 +34,16 @@ IMITATED = 2000
 
 _GRPO = (
     "trainer.loss.name=grpo", "trainer.loss.raft_versions=0", "trainer.minibatches=2",
-    "trainer.optimizer.learning_rate=3e-4",
+    "trainer.optimizer.learning_rate=3e-4", "tasks.max_steps=6", "evaluation.blank_images=false",
 )  # fmt: skip
+"""Of the arms that compare normalisers. Their episodes may be longer: it is by length that normalisers differ."""
+_SHOWN = (
+    "trainer.updates=0", "evaluation.before=false", f"trainer.warm_start.demonstrations={IMITATED}",
+    "trainer.warm_start.epochs=2", "trainer.warm_start.samples_per_update=16",
+    "trainer.warm_start.learning_rate=1e-3", "rollout.context.rounds=4",
+)  # fmt: skip
+"""Of the arms that compare context policies: imitation of careful scripts, the latest four screenshots in a prompt."""
+
 ARMS: dict[str, tuple[str, ...]] = {
     "rewards": (),
     "shuffled": ("trainer.loss.shuffle_advantages=true",),
@@ -50,9 +58,11 @@ ARMS: dict[str, tuple[str, ...]] = {
     ),
     "constant": (*_GRPO, "trainer.loss.normaliser=constant"),
     "per_trajectory": (*_GRPO, "trainer.loss.normaliser=per_trajectory"),
+    "sliding": (*_SHOWN, "rollout.context.policy=sliding"),
+    "append": (*_SHOWN, "rollout.context.policy=append"),
 }
 DEFAULT = ("rewards", "shuffled", "imitation")
-COLOURS = dict(zip(ARMS, (OURS, PEER, OTHER, LAST, "#8f5ba8"), strict=True))
+COLOURS = dict(zip(ARMS, (OURS, PEER, OTHER, LAST, "#8f5ba8", "#7a7a7a", "#b0803a"), strict=True))
 LATE = 5
 """Updates at the end of a run over which its figures are means."""
 
@@ -109,7 +119,7 @@ def show(outcomes: Sequence[Outcome], console: Console) -> None:
     """Print the table."""
     table = Table(title="Greedy success on held-out tasks", title_justify="left")
     for column in ("arm", "seed", "before", "after", "gain, 95 %", "over blank images", "sampled, first and last",
-                   "entropy", "steps: success / failure", "minutes"):  # fmt: skip
+                   "entropy", "steps: success / failure", "tokens a step", "minutes"):  # fmt: skip
         table.add_column(column, justify="left" if column == "arm" else "right")
     for each in outcomes:
         rates = [rate for _, rate in each.sampled]
@@ -118,7 +128,8 @@ def show(outcomes: Sequence[Outcome], console: Console) -> None:
             _points(each.pixels),
             f"{_percent(_mean(rates[:LATE]))} {_percent(_mean(rates[-LATE:]))}",
             "-" if each.entropy is None else f"{each.entropy[0]:.2f} {each.entropy[1]:.2f}",
-            f"{_number(each.steps_success)} / {_number(each.steps_failure)}", f"{each.minutes:.1f}",
+            f"{_number(each.steps_success)} / {_number(each.steps_failure)}", _number(each.tokens_per_step),
+            f"{each.minutes:.1f}",
         )  # fmt: skip
     console.print(table)
 
