@@ -16,7 +16,7 @@ from tests.test_job import Job, assert_nothing_left, job, owned
 
 __all__ = ["job"]  # the fixture
 
-KILLS, UPDATES, GROUPS, GROUP_SIZE, STALENESS = 20, 48, 2, 2, 1
+KILLS, UPDATES, GROUPS, GROUP_SIZE, STALENESS = 20, 100, 2, 2, 1
 LIMIT = 300.0
 
 
@@ -32,7 +32,7 @@ def kill_at_random(job: Job, choose: random.Random) -> None:
     wanted = versions(job) + choose.randrange(3)
     job.until(lambda: job.role("trainer-0") and job.role("rollout-0"), "both roles", LIMIT)
     job.until(lambda: versions(job) >= wanted, f"checkpoint {wanted}", LIMIT)
-    moment = time.monotonic() + choose.uniform(0, 8)
+    moment = time.monotonic() + choose.uniform(0, 5)
     while time.monotonic() < moment and job.process.poll() is None:
         time.sleep(0.01)
     for victim in [job.process.pid] if choose.random() < 0.3 else [job.role("trainer-0"), job.role("rollout-0")]:
