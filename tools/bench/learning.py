@@ -34,7 +34,7 @@ IMITATED = 2000
 
 _GRPO = (
     "trainer.loss.name=grpo", "trainer.loss.raft_versions=0", "trainer.minibatches=2",
-    "trainer.optimizer.learning_rate=3e-4", "tasks.max_steps=6", "evaluation.blank_images=false",
+    "trainer.optimizer.learning_rate=3e-4", "tasks.max_steps=6", "evaluation.blank_images=false", "trainer.updates=30",
 )  # fmt: skip
 """Of the arms that compare normalisers. Their episodes may be longer: it is by length that normalisers differ."""
 _SHOWN = (
