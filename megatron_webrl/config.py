@@ -66,6 +66,9 @@ class RunConfig:
     start_seconds: float = setting(600.0, "Limit for a role to come up.", above=0)
     lost_seconds: float = setting(20.0, "A role that sends no heartbeat for so long is lost.", above=0)
     restarts: int = setting(3, "Times that each rollout worker is started again after it ended badly.", low=0)
+    requeues: int = setting(
+        3, "Times that Slurm may start a job again without a newer checkpoint, before the job fails.", low=0
+    )
 
 
 @dataclass

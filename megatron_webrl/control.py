@@ -31,7 +31,8 @@ POLL_SECONDS = 0.05
 BEAT_SECONDS = 1.0
 LINGER_SECONDS = 10.0  # the control plane stays this long after the end, so that every role reads it
 OPERATION_SECONDS = 30.0
-GOOD_OUTCOMES = ("finished", "stopped")
+STOPPED, PREEMPTED = "stopped", "preempted"  # by the user; because Slurm is about to end the job
+GOOD_OUTCOMES = ("finished", STOPPED, PREEMPTED)
 DONE = "done"  # instead of the signature on a position whose group is in the ring; no role has this name
 _CHUNK = 1000  # positions asked for at once
 
@@ -162,13 +163,23 @@ class Control:
         """How many lives a role has begun."""
         return int(self._get(f"lives/{role}") or 0)
 
-    def request_stop(self) -> None:
-        """Ask the trainer to end after the update it is at, with a checkpoint."""
-        self.store.set("stop", "1")
+    def request_stop(self, outcome: str = STOPPED) -> None:
+        """Ask the trainer to end after the update it is at, with a checkpoint, and with that outcome.
+
+        STOPPED, which the user asks for, takes the place of PREEMPTED, and not the other way round.
+        """
+        if outcome == STOPPED:
+            self.store.set("stop", outcome)
+        else:
+            self.store.compare_set("stop", "", outcome)
 
     def stop_requested(self) -> bool:
         """Whether somebody asked for an early end."""
         return self._get("stop") is not None
+
+    def stop_outcome(self) -> str:
+        """The outcome of a job that ends early: as was asked for."""
+        return self._get("stop") or STOPPED
 
     def finish(self, outcome: str) -> None:
         """End the job for every role; the first outcome counts. Those of GOOD_OUTCOMES are no failure."""

@@ -15,11 +15,11 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from megatron_webrl import processes, roles
 from megatron_webrl.config import Config, ConfigError
+from megatron_webrl.node.signals import Signals
 from megatron_webrl.node.starts import Start, starts
 from megatron_webrl.placement import Role as RoleName
 from megatron_webrl.placement import place
@@ -44,7 +44,7 @@ class Step:
     rehearse: str = ""
     roles: list[Role] = field(default_factory=list)
     excused: set[str] = field(default_factory=set)  # workers that failed after the job had ended well
-    ended: int = 0  # the signal that asked for the end
+    signals: Signals = field(default_factory=Signals)
     scratch: Path = field(default_factory=processes.scratch_folder)
 
     def run(self) -> int:
@@ -52,8 +52,7 @@ class Step:
 
         Raises ConfigError for a node that does not fit the placement, ProcessError for a program that is not there.
         """
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._end)
+        self.signals.listen()
         processes.die_with_parent(signal.SIGTERM)
         processes.become_subreaper()
         self._sweep()
@@ -101,9 +100,10 @@ class Step:
                 if not self._goes_on(role, failure):
                     return 1
                 running = True
-            if self.ended:
-                self._tell(f"ended by {signal.Signals(self.ended).name}")
-                return 128 + self.ended
+            self.signals.look()  # of a notice the first node tells the trainer
+            if self.signals.ended:
+                self._tell(f"ended by {signal.Signals(self.signals.ended).name}")
+                return 128 + self.signals.ended
             reaper.reap([role.process for role in self.roles])
             time.sleep(POLL_SECONDS)
         return 0
@@ -151,6 +151,3 @@ class Step:
     def _tell(self, words: str) -> None:
         sys.stdout.write(f"node {self.node} ({socket.gethostname()}), {self.role}: {words}\n")
         sys.stdout.flush()
-
-    def _end(self, number: int, frame: FrameType | None) -> None:
-        self.ended = number

@@ -207,7 +207,7 @@ class Coordinator:
         Raises JobFailed after that if the final checkpoint could not be written.
         """
         if self.tracker is not None:
-            outcome = "finished" if version >= self.config.trainer.updates else "stopped"
+            outcome = "finished" if version >= self.config.trainer.updates else self.control.stop_outcome()
             self.control.finish(outcome)
             final = dict(filter(None, map(self._final_report, self.config.workers)))
             self.source.poll(version)
