@@ -113,6 +113,7 @@ class Control:
         self.store.set_timeout(timedelta(seconds=OPERATION_SECONDS))
         self._watched: dict[str, tuple[str, float]] = {}  # role -> its last heartbeat, and when it was first seen
         self._beating = threading.Event()
+        self._marks = 0
 
     # -- life and death ---------------------------------------------------------------------------
 
@@ -125,14 +126,29 @@ class Control:
         # A connection of its own: a blocking call of the role must not hold the heartbeat back.
         with suppress(DistNetworkError, DistStoreError):
             store = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False)
-            beats = 0
+            beats = marked = 0
             while self._beating.is_set():
                 beats += 1
                 store.set(f"beat/{self.role}", str(beats))
+                if marked != (marks := self._marks):
+                    store.set(f"progress/{self.role}", f"{os.getpid()}:{marks}")
+                    marked = marks
                 time.sleep(BEAT_SECONDS)
+
+    def mark(self) -> None:
+        """Make a mark that this role gets on, for who looks for roles that hang; `check` and `report` do, too.
+
+        For its main thread, between steps that end by themselves or have a limit: heartbeats go on where it hangs.
+        """
+        self._marks += 1
+
+    def sign_of_life(self, role: str, kind: str) -> str:
+        """What changes while a role lives (kind "beat") or gets on (kind "progress"); empty before the first sign."""
+        return self._get(f"{kind}/{role}") or ""
 
     def check(self, watch: tuple[str, ...] = ()) -> None:
         """Raise Stopped or JobFailed if the job has ended, or JobFailed if a watched role is lost."""
+        self.mark()
         end = self.end()
         if end is not None:
             if end["outcome"] in GOOD_OUTCOMES:
@@ -144,7 +160,7 @@ class Control:
 
     def is_lost(self, role: str) -> bool:
         """Whether a role that was heard of has been silent for `lost_seconds` while this one looked."""
-        beat = self._get(f"beat/{role}") or ""
+        beat = self.sign_of_life(role, "beat")
         seen, since = self._watched.get(role, (None, 0.0))
         if beat != seen:
             self._watched[role] = (beat, time.monotonic())
@@ -152,8 +168,9 @@ class Control:
         return bool(beat) and time.monotonic() - since > self.lost_seconds
 
     def forget(self, role: str) -> None:
-        """Take a role's heartbeat away before it is started again: it is not lost until it has sent another."""
+        """Take a role's signs of life away before it is started again: it is not lost until it has sent another."""
         self.store.delete_key(f"beat/{role}")
+        self.store.delete_key(f"progress/{role}")
 
     def begin_life(self) -> int:
         """Number of this life of the role, from 1: a role that is started again counts on."""
@@ -201,6 +218,7 @@ class Control:
 
     def report(self, status: str) -> None:
         """Tell what this role is doing, in a few words, for the live board."""
+        self.mark()
         self.store.set(f"status/{self.role}", status)
 
     def status_of(self, role: str) -> str:

@@ -96,7 +96,8 @@ def test_a_job_that_will_end_saves_and_goes_on_and_one_that_was_ended_does_not(f
 
     assert five.wait(late.job, 120) == "COMPLETED", late.log
     assert (late.restarts(), late.outcome) == (1, "finished")
-    assert "no checkpoint in time: it goes on from the last one" in late.log
+    assert "job: no checkpoint in the time after SIGUSR1: it goes on from the last one" in late.log
+    assert "the start before ended: failed: no checkpoint in the time after SIGUSR1" in late.log
     assert f"start 2 of job {late.job}, begins anew, as no checkpoint is complete" in late.log
     assert f"the earlier run of this name is kept as {late.run_folder}.1" in late.log
     assert [start.restart for start in requeue.read(late.run_folder)] == [0, 1]

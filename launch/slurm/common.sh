@@ -8,7 +8,7 @@
 # PREFLIGHT   0: take all nodes as good without looking at them
 # MIN_GIB     GiB/s that a node must exchange with a neighbour to be good (default: 0, any)
 # CONTROL_SECONDS  limit for both steps to end after the job has (default: 120)
-# GRACE_SECONDS    limit for the checkpoint after a signal (default: until 30 s before Slurm ends the job, at most an hour)
+# GRACE_SECONDS    limit for the checkpoint after a signal (default: until 45 s before Slurm ends the job, at most an hour)
 # FARM_PORT   train_split.sh: the browsers' router listens there, their nodes at the next (default: 8700)
 # DRY_RUN     1: print each process with its place and command, and start nothing; needs no Slurm
 # REHEARSE    a command that takes the place of every trainer rank and rollout worker, on the same cores and devices
@@ -88,7 +88,7 @@ announce() {
     NOTICE=SIG$1
     now=$(date +%s)
     if end=$(date -d "$(told EndTime)" +%s 2>/dev/null); then
-        seconds=$((end - now - 30))
+        seconds=$((end - now - 45)) # to end all roles, and to ask Slurm for another start
         seconds=$((seconds > 3600 ? 3600 : seconds < 10 ? 10 : seconds))
     fi
     seconds=${GRACE_SECONDS:-$seconds}
@@ -104,6 +104,14 @@ again() {
     say "$1; Slurm is asked to start it again"
     scontrol requeue "$SLURM_JOB_ID" || { say "it does not: submit it again with run.resume=true"; exit 1; }
     exit 0
+}
+
+# late: the update under way is too long for the time that is left.
+late() {
+    local since=$SECONDS words="no checkpoint in the time after $NOTICE"
+    on "$FIRST" node stop "$SETTINGS" --failed "$words" || true
+    while kill -0 "$CONTROL" 2>/dev/null && ((SECONDS - since < 20)); do sleep 1; done # it writes the summary
+    again "$words: it goes on from the last one"
 }
 
 # unfit CODE: no nodes were chosen. A job that Slurm has started again is held, so that it keeps its place.
@@ -150,7 +158,7 @@ job() {
     step trainer &
     local trainer=$! outcome=0
     while kill -0 "$CONTROL" 2>/dev/null; do # `wait` would return at a signal
-        [ -z "$NOTICE" ] || ((SECONDS < LATE)) || again "no checkpoint in time: it goes on from the last one"
+        [ -z "$NOTICE" ] || ((SECONDS < LATE)) || late
         sleep 1
     done
     wait "$CONTROL" || outcome=$?

@@ -64,10 +64,21 @@ def add_node(commands: Any) -> None:
         _add_rehearse(part)
         part.set_defaults(role=role)
 
+    _add_part(parts, "stacks", "have every process of a job write its threads' stacks into its log", _stacks)
+
     stop = _add_part(parts, "stop", "end a job after the update it is at, with a checkpoint", _stop)
     how = stop.add_mutually_exclusive_group()
     how.add_argument("--failed", metavar="REASON", help="end it at once, as failed for this reason")
     how.add_argument("--preempted", action="store_true", help="end it because Slurm will, with the outcome preempted")
+
+
+def _stacks(options: argparse.Namespace) -> int:
+    from megatron_webrl.hangs import order
+
+    config = read(options.config)
+    order(config.run_folder, "the user asked for them")
+    sys.stdout.write(f"asked for; they come within seconds, in {config.run_folder / 'logs'}\n")
+    return 0
 
 
 def _add_part(parts: Any, name: str, text: str, run: Any) -> argparse.ArgumentParser:

@@ -12,6 +12,7 @@ from typing import Any
 from megatron_webrl import processes, roles
 from megatron_webrl.config import Config
 from megatron_webrl.control import GOOD_OUTCOMES, LINGER_SECONDS, PREEMPTED, Control, JobFailed
+from megatron_webrl.hangs import Guard
 from megatron_webrl.node.signals import Signals
 from megatron_webrl.node.starts import log_folder
 from megatron_webrl.placement import place
@@ -60,10 +61,12 @@ class Hosting:
         where = [f"control.host={self.host}", f"control.port={port}"]
         control = Control(*roles.start_control(self.config, self._start, *where), "host", self.config.run.lost_seconds)
         self._tell(f"control plane at {self.host}:{port}")
+        guard = Guard(self.config, control, self._tell)
         while (end := control.end()) is None:
             if failure := self.hosted[0].failure():
                 raise JobFailed(failure)
             self._heed(control)
+            guard.step(self.hosted)
             self._show_updates()
             time.sleep(POLL_SECONDS)
         self._show_updates()

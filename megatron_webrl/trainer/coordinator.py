@@ -71,7 +71,7 @@ class Coordinator:
             rings.records, config, state.incarnation, self.accounting, self.sampler.note, self.episodes, on_ready
         )
         self.checkpoints = Checkpoints(
-            config.run_folder / "checkpoints", Path(config.model.path), config.trainer.checkpoint
+            config.run_folder / "checkpoints", Path(config.model.path), config.trainer.checkpoint, control.mark
         )
         self.utilization = Utilization(control, config.workers)
         self._sequences: dict[int, list[int]] = {}
