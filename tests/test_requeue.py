@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
+from mlflow.tracking import MlflowClient
 
 from megatron_webrl.config import ConfigError, read
 from megatron_webrl.node import requeue
+from megatron_webrl.tracking import episode_log
+from tests.test_job import SETTINGS
 from tests.test_slurm import ROOT, log, overrides, submit
 from tests.virtual_slurm import Cluster, virtual_slurm, why_not
 
@@ -135,3 +142,48 @@ def test_starts_are_counted_by_job_and_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"job 7 was started 2 times at version-000004 .*run.requeues=1"):
         start("7", 4)
     assert json.loads((config.run_folder / "summary.json").read_text())["outcome"].startswith("failed: job 7 was")
+
+
+@on_slurm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_job_with_tensor_parallel_replicas_on_two_nodes_goes_on_where_a_signal_ended_it(
+    five: Cluster, tmp_path: Path, tiny_model: Path
+) -> None:
+    name, updates, path = f"requeued{os.getpid()}", 4, tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({**SETTINGS, "model": {"path": str(tiny_model)}}))
+    before, scratch = segments(), folders()
+    job = submit(
+        five, tmp_path, "train_cpu.sh", *overrides(tmp_path, name), "trainer.tensor_parallel=2",
+        f"trainer.updates={updates}", options=("--nodes=2",), CONFIG=str(path), MLFLOW_TRACKING_URI="", PREFLIGHT="0",
+    )  # fmt: skip
+    until(lambda: "job: update 1 of" in log(tmp_path), lambda: f"an update: {log(tmp_path)}", 300)
+    five.run("scancel", "--batch", "--signal=USR1", job)
+    assert five.wait(job, 400) == "COMPLETED", log(tmp_path)
+    told = log(tmp_path)
+    assert five.show(job)["Restarts"] == "1", told
+    assert "job: preempted; summary: " in told
+    assert re.search(rf"job: start 2 of job {job}, goes on from version-00000[1-3]; the start before ended: pre", told)
+    assert f"job: update {updates} of {updates}" in told
+
+    summary = json.loads((tmp_path / name / "summary.json").read_text())
+    assert (summary["outcome"], summary["accounting"]["matches"]) == ("finished", True)
+    assert [update["version"] for update in summary["updates"]] == list(range(1, updates + 1))
+    lines = [line for line in episode_log.read(tmp_path / name) if line["fate"] != "duplicate"]
+    assert max(Counter((line["ticket"], line["index"]) for line in lines).values()) == 1
+    trained = {(line["version"], line["ticket"]) for line in lines if line["fate"] == episode_log.TRAINED}
+    assert Counter(version for version, _ in trained) == dict.fromkeys(range(updates), 2)
+    client = MlflowClient(read(tmp_path / name / "config.yaml").tracking_uri)
+    (run,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    assert run.info.status == "FINISHED"
+    assert [metric.step for metric in client.get_metric_history(run.info.run_id, "loss")] == list(range(1, updates + 1))
+    assert segments() <= before
+    assert folders() <= scratch
+
+
+def segments() -> set[str]:
+    return {entry for entry in os.listdir("/dev/shm") if entry.startswith("webrl-")}
+
+
+def folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("webrl-*"))
