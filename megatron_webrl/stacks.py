@@ -20,7 +20,7 @@ from megatron_webrl import processes
 SIGNAL = signal.SIGUSR2
 KILL_SECONDS = 10.0  # for a killed role to be gone
 _STDERR = 2
-_QUIET_SECONDS, _LIMIT_SECONDS = 0.1, 2.0  # a log that does not grow for so long is complete; limit of a process
+_QUIET_SECONDS, _LIMIT_SECONDS = 0.1, 5.0  # a log that does not grow for so long is complete; limit of a process
 
 
 def register() -> None:
@@ -31,7 +31,7 @@ def register() -> None:
 def show(leader: int, log: Path, why: str) -> list[str]:
     """Have a role and its descendants write their stacks into its log; returns what could not, and why not.
 
-    `why` is said in the log before them. Takes 2 s at most for each process.
+    `why` is said in the log before them. Takes 5 s at most for each process.
     """
     missing = []
     for pid in _family(leader):

@@ -28,13 +28,14 @@ from megatron_webrl import stacks
 from megatron_webrl.control import Control
 
 def endless_loop_of_this_test():
-    signal.pause()
+    while True:
+        signal.pause()
 
 stacks.register()
 port, name, marks = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 control = Control("127.0.0.1", port, name, 10.0)
 control.start_heartbeat()
-while marks:
+while marks and control.value("halt") is None:
     control.check()
     marks -= 1
     time.sleep(0.1)
@@ -123,9 +124,13 @@ def test_a_worker_that_is_stopped_is_found_by_its_silence_and_started_again(tmp_
 
 def test_of_trainer_ranks_that_wait_for_each_other_the_first_to_stop_is_killed(tmp_path: Path) -> None:
     with machine(tmp_path, "run.hang_seconds=4", "trainer.data_parallel=3", "rollout.engines=0") as here:
-        here.control.open_job(Start(0, 0, 0, ()), 1)
-        others = [here.start("trainer-0", "30"), here.start("trainer-2", "30")]
+        others = [here.start(f"trainer-{rank}", FOR_EVER) for rank in (0, 2)]
         culprit = here.start("trainer-1", "1")
+        here.control.open_job(Start(0, 0, 0, ()), 1)
+        silent = time.monotonic() + 6
+        here.until(lambda: time.monotonic() > silent, "more than the limit, for one rank")
+        assert here.told == []
+        here.control.put("halt", True)
         here.until(lambda: culprit.process.poll() is not None, "the end of trainer-1")
         assert [other.process.poll() for other in others] == [None, None]
         assert all("endless_loop_of_this_test" in other.log.read_text() for other in (*others, culprit))
@@ -200,7 +205,7 @@ def test_a_user_can_ask_for_stacks(tmp_path: Path) -> None:
 
 def test_a_limit_below_what_may_be_silent_is_refused(tmp_path: Path, tiny_model: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(f"model: {{path: {tiny_model}}}\nrollout: {{max_model_len: 1024}}\n")
+    path.write_text(f"model: {{path: {tiny_model}}}\nrollout: {{max_model_len: 1024, max_new_tokens: 16}}\n")
     with pytest.raises(ConfigError, match=r"run.hang_seconds=500 is not above run.start_seconds, 600"):
         load(path, ["run.hang_seconds=500"])
     with pytest.raises(ConfigError, match=r"run.hang_seconds=900 is not above twice weights.seconds, and 60, 1060"):

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from megatron_webrl.config import ConfigError, read
 from megatron_webrl.node import requeue
 from megatron_webrl.tracking import episode_log
 from tests.test_job import SETTINGS
-from tests.test_slurm import ROOT, log, overrides, submit
+from tests.test_slurm import ROOT, log, overrides, rings, submit
 from tests.virtual_slurm import Cluster, virtual_slurm, why_not
 
 on_slurm = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
@@ -152,7 +151,6 @@ def test_a_job_with_tensor_parallel_replicas_on_two_nodes_goes_on_where_a_signal
 ) -> None:
     name, updates, path = f"requeued{os.getpid()}", 4, tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({**SETTINGS, "model": {"path": str(tiny_model)}}))
-    before, scratch = segments(), folders()
     job = submit(
         five, tmp_path, "train_cpu.sh", *overrides(tmp_path, name), "trainer.tensor_parallel=2",
         f"trainer.updates={updates}", options=("--nodes=2",), CONFIG=str(path), MLFLOW_TRACKING_URI="", PREFLIGHT="0",
@@ -177,13 +175,4 @@ def test_a_job_with_tensor_parallel_replicas_on_two_nodes_goes_on_where_a_signal
     (run,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
     assert run.info.status == "FINISHED"
     assert [metric.step for metric in client.get_metric_history(run.info.run_id, "loss")] == list(range(1, updates + 1))
-    assert segments() <= before
-    assert folders() <= scratch
-
-
-def segments() -> set[str]:
-    return {entry for entry in os.listdir("/dev/shm") if entry.startswith("webrl-")}
-
-
-def folders() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("webrl-*"))
+    assert not rings(name)

@@ -76,11 +76,17 @@ farm() {
 told() { scontrol show job --oneliner "$SLURM_JOB_ID" | awk -v field="$1=" 'NR == 1 { for (i = 1; i <= NF; i++)
     if (index($i, field) == 1) print substr($i, length(field) + 1) }'; }
 
+# Whether the job runs in the grace period of a pre-emption.
+preempted() {
+    [ "$(told JobState)" = RUNNING ] || return 1
+    case $(told PreemptTime) in "" | None) return 1 ;; esac
+}
+
 # announce SIGNAL: a trap. The job will end soon: the time limit is near (sbatch --signal), or it is pre-empted. The run is to
 # end before, with a checkpoint. The SIGTERM of scancel and of the time limit itself is the end.
 announce() {
     local end seconds=3600 now
-    if [ "$1" = TERM ] && { [ "$(told JobState)" != RUNNING ] || [ "$(told PreemptTime)" = None ]; }; then
+    if [ "$1" = TERM ] && ! preempted; then
         say "ended by SIGTERM"
         exit 143
     fi
@@ -173,7 +179,7 @@ job() {
     case $outcome in
         0) ;;
         75) again "pre-empted, with a checkpoint" ;;
-        *) [ -z "$NOTICE" ] || again "it failed after $NOTICE" ;;
+        *) if [ -n "$NOTICE" ] || preempted; then again "it failed when Slurm was about to end it"; fi ;;
     esac
     return "$outcome" # what still runs is ended by Slurm with the script
 }
