@@ -16,6 +16,7 @@ import pytest
 import yaml
 from mlflow.tracking import MlflowClient
 
+from megatron_webrl import hangs
 from megatron_webrl.config import ConfigError, read
 from megatron_webrl.node import requeue
 from megatron_webrl.tracking import episode_log
@@ -156,6 +157,10 @@ def test_a_job_with_tensor_parallel_replicas_on_two_nodes_goes_on_where_a_signal
         f"trainer.updates={updates}", options=("--nodes=2",), CONFIG=str(path), MLFLOW_TRACKING_URI="", PREFLIGHT="0",
     )  # fmt: skip
     until(lambda: "job: update 1 of" in log(tmp_path), lambda: f"an update: {log(tmp_path)}", 300)
+    hangs.order(tmp_path / name, "a test wants to see them")  # which disturbs nobody
+    logs = [tmp_path / name / "logs" / f"node-{node}" / f"rollout-{node}.log" for node in (0, 1)]
+    logs += [logs[number // 2].with_name(f"trainer-{number}.log") for number in range(4)]
+    until(lambda: all("-- stacks of" in each.read_text() for each in logs), lambda: f"stacks: {log(tmp_path)}", 60)
     five.run("scancel", "--batch", "--signal=USR1", job)
     assert five.wait(job, 400) == "COMPLETED", log(tmp_path)
     told = log(tmp_path)
@@ -164,6 +169,7 @@ def test_a_job_with_tensor_parallel_replicas_on_two_nodes_goes_on_where_a_signal
     assert re.search(rf"job: start 2 of job {job}, goes on from version-00000[1-3]; the start before ended: pre", told)
     assert f"job: update {updates} of {updates}" in told
 
+    assert all("-- stacks of VLLM::EngineCor" in each.read_text() for each in logs[:2])
     summary = json.loads((tmp_path / name / "summary.json").read_text())
     assert (summary["outcome"], summary["accounting"]["matches"]) == ("finished", True)
     assert [update["version"] for update in summary["updates"]] == list(range(1, updates + 1))
