@@ -167,6 +167,10 @@ class Control:
             return False
         return bool(beat) and time.monotonic() - since > self.lost_seconds
 
+    def watch_anew(self) -> None:
+        """Count the silence of all roles from here on: this one was held up, and could not look."""
+        self._watched.clear()
+
     def forget(self, role: str) -> None:
         """Take a role's signs of life away before it is started again: it is not lost until it has sent another."""
         self.store.delete_key(f"beat/{role}")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 FILE = "stacks.json"
 Sign = tuple[str, str]  # its kind, and what it was, as Control.sign_of_life has them
-LOOK_SECONDS = 1.0
+LOOK_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ class Judge:
             return None
         if now > self._next + 5 * LOOK_SECONDS:  # this process itself was held up, and can say nothing of others
             self._seen.clear()
+            self.control.watch_anew()
         self._next = now + LOOK_SECONDS
         limit, found = self.config.run.hang_seconds, {}  # type: float, dict[str, tuple[str, str]]
         for worker in self.config.workers:

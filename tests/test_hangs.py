@@ -156,14 +156,18 @@ def test_an_order_of_an_earlier_life_of_the_job_is_not_carried_out(tmp_path: Pat
 
 
 def test_a_judge_that_was_held_up_itself_says_nothing_of_others(tmp_path: Path) -> None:
-    config = read(None, [f"run.directory={tmp_path}", "run.hang_seconds=2", "rollout.engines=1"])
+    config = read(None, [f"run.directory={tmp_path}", "run.hang_seconds=2", "run.lost_seconds=2", "rollout.engines=1"])
     config.run_folder.mkdir(parents=True)
     with control_plane(config.run_folder) as address:
-        connect(address, "rollout-0").store.set("progress/rollout-0", "1:1")
-        judge = Judge(config, connect(address, "judge"))
+        worker = connect(address, "rollout-0")
+        for kind in ("beat", "progress"):
+            worker.store.set(f"{kind}/rollout-0", "1:1")
+        judge = Judge(config, Control(*address, "judge", config.run.lost_seconds))
         assert judge.look() is None
         time.sleep(7 * hangs.LOOK_SECONDS)
         assert judge.look() is None
+        time.sleep(2 * hangs.LOOK_SECONDS)
+        assert (judge.look() or hangs.Order(0, "", {})).kill == {"rollout-0": ("beat", "1:1")}
 
 
 def test_browsers_and_other_programs_are_never_signalled(tmp_path: Path) -> None:

@@ -93,7 +93,8 @@ announce() {
     [ -z "$NOTICE" ] || return 0
     NOTICE=SIG$1
     now=$(date +%s)
-    if end=$(date -d "$(told EndTime)" +%s 2>/dev/null); then
+    end=$(told EndTime) # "Unknown" without a limit
+    if [ -n "$end" ] && end=$(date -d "$end" +%s 2>/dev/null); then
         seconds=$((end - now - 45)) # to end all roles, and to ask Slurm for another start
         seconds=$((seconds > 3600 ? 3600 : seconds < 10 ? 10 : seconds))
     fi
