@@ -160,7 +160,7 @@ class Control:
 
     def is_lost(self, role: str) -> bool:
         """Whether a role that was heard of has been silent for `lost_seconds` while this one looked."""
-        beat = self.sign_of_life(role, "beat")
+        beat = self._get(f"beat/{role}") or ""
         seen, since = self._watched.get(role, (None, 0.0))
         if beat != seen:
             self._watched[role] = (beat, time.monotonic())

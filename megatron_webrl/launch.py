@@ -130,11 +130,8 @@ class Launcher:
         told = roles.revive(role, self.config, control, failure)
         if told is None:
             return False
-        self._warn(told)
+        self.console.print(told, style="yellow", markup=False, soft_wrap=True)
         return True
-
-    def _warn(self, words: str) -> None:
-        self.console.print(words, style="yellow", markup=False, soft_wrap=True)
 
     def _start_roles(self) -> Control:
         config = self.config
@@ -150,6 +147,9 @@ class Launcher:
         control = Control(host, port, "launcher", self.config.run.lost_seconds)
         self.guard = Guard(self.config, control, self._warn)
         return control
+
+    def _warn(self, words: str) -> None:
+        self.console.print(words, style="yellow", markup=False, soft_wrap=True)
 
     def _start_workers(self, control: Control, *only: str) -> None:
         for worker in range(self.config.rollout.engines):
