@@ -132,7 +132,6 @@ class Supervisor:
         if (given := last_order(self.folder)) is None:
             return
         running = [role for role in roles if role.process.poll() is None]
-        self.tell(f"{given.why}: all roles show their stacks in their logs")
         for role in running:
             for missing in stacks.show(role.process.pid, role.log, given.why):
                 self.tell(f"{role.name}: {missing}")
@@ -175,10 +174,11 @@ class Guard:
 
     def __init__(self, config: Config, control: Control, tell: Callable[[str], None]) -> None:
         """See Judge and Supervisor."""
-        self._control, self._judge = control, Judge(config, control)
+        self._control, self._judge, self._tell = control, Judge(config, control), tell
         self._supervisor = Supervisor(config.run_folder, tell)
 
     def step(self, roles: Sequence[Role]) -> None:
         """Look for roles of the job that hang, and do what was ordered for those given."""
-        self._judge.look()
+        if given := self._judge.look():
+            self._tell(f"{given.why}: all roles show their stacks in their logs")
         self._supervisor.step(roles, lambda: self._control)
