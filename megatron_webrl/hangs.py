@@ -55,7 +55,7 @@ def last_order(folder: Path) -> Order | None:
     if not path.is_file():
         return None
     fields = json.loads(path.read_text())
-    return Order(fields["number"], fields["why"], {role: tuple(sign) for role, sign in fields["kill"].items()})
+    return Order(fields["number"], fields["why"], {role: (kind, sign) for role, (kind, sign) in fields["kill"].items()})
 
 
 class Judge:
@@ -77,7 +77,8 @@ class Judge:
             self._seen.clear()
             self.control.watch_anew()
         self._next = now + LOOK_SECONDS
-        limit, found = self.config.run.hang_seconds, {}  # type: float, dict[str, tuple[str, str]]
+        limit = self.config.run.hang_seconds
+        found: dict[str, tuple[str, str]] = {}  # by role: the kind of sign that is missing, and what to say
         for worker in self.config.workers:
             if self.control.is_lost(worker):
                 found[worker] = "beat", f"sent no heartbeat for {self.config.run.lost_seconds:g} s (run.lost_seconds)"

@@ -33,7 +33,7 @@ class Hosting:
         self.hosted: list[Role] = []
         self.signals = Signals()
         self.stopping = ""  # the outcome of an early end that was asked for
-        self.shown = 0  # updates told
+        self.shown = time.time()  # updates that were finished until then are told, or were made before this start
 
     def run(self) -> int:
         """Host until the job has ended; returns the exit code: 0 if in good order, PREEMPTED_CODE to go on later."""
@@ -93,10 +93,10 @@ class Hosting:
         return role
 
     def _show_updates(self) -> None:
-        updates = summary.read_updates(self.config.run_folder)
-        for update in updates[self.shown :]:
-            self._tell(f"update {update['version']} of {self.config.trainer.updates}{_figures(update)}")
-        self.shown = len(updates)
+        for update in summary.read_updates(self.config.run_folder):
+            if update["finished_at"] > self.shown:
+                self._tell(f"update {update['version']} of {self.config.trainer.updates}{_figures(update)}")
+                self.shown = update["finished_at"]
 
     def _tell(self, words: str) -> None:
         sys.stdout.write(f"job: {words}\n")
