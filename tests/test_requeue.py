@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -17,8 +18,12 @@ import yaml
 from mlflow.tracking import MlflowClient
 
 from megatron_webrl import hangs
-from megatron_webrl.config import ConfigError, read
-from megatron_webrl.node import requeue
+from megatron_webrl.cli import main
+from megatron_webrl.config import ConfigError, read, save
+from megatron_webrl.node import findings, requeue
+from megatron_webrl.node.commands import UNFIT_CODE
+from megatron_webrl.node.signals import is_notice
+from megatron_webrl.roles import settings_file
 from megatron_webrl.tracking import episode_log
 from tests.test_job import SETTINGS
 from tests.test_slurm import ROOT, log, overrides, rings, submit
@@ -120,6 +125,27 @@ def test_a_job_that_will_end_saves_and_goes_on_and_one_that_was_ended_does_not(f
     words = f"failed: job {barren.job} was started 2 times at no checkpoint and made no newer one (run.requeues=1)"
     assert barren.outcome.startswith(words)
     assert words.removeprefix("failed: ") in barren.log
+
+
+def test_too_few_fit_nodes_are_told_by_a_code_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = read(None, [f"run.directory={tmp_path}", "run.name=here", "cluster.nodes=2"])
+    findings.folder(config).mkdir(parents=True)
+    save(config, settings_file(config))
+    findings.write(config, findings.Findings("n1"))
+    findings.write(config, findings.Findings("n2", {"browser": "it shows no page"}))
+    choose = ["node", "choose", str(settings_file(config))]
+    assert main([*choose, "n1", "n2"]) == UNFIT_CODE  # by which launch/slurm/common.sh holds a job
+    assert "1 of 2 nodes are fit" in capsys.readouterr().err
+    assert main([*choose, "n1"]) == 2  # no other node would help
+    findings.write(config, findings.Findings("n3"))
+    assert main([*choose, "n1", "n2", "n3"]) == 0
+    assert capsys.readouterr().out == "n1 n3\n"
+
+
+def test_only_what_slurm_announces_is_a_notice() -> None:
+    assert is_notice(signal.SIGUSR1, {})
+    assert not is_notice(signal.SIGTERM, {})  # no job of Slurm
+    assert not is_notice(signal.SIGINT, {"SLURM_JOB_ID": "1"})
 
 
 def test_starts_are_counted_by_job_and_checkpoint(tmp_path: Path) -> None:
