@@ -285,7 +285,7 @@ def test_a_notice_ends_no_node_and_an_order_kills_the_worker_that_it_names(tmp_p
         step.send_signal(signal.SIGUSR1)
         hangs.order(tmp_path / "here", "it is a test", {"rollout-0": ("beat", "")})
         log = tmp_path / "here" / "logs" / "node-0" / "rollout-0.log"
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while log.read_text().count("] rollout-0 ") < 2:
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)

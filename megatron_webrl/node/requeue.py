@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_webrl.config import Config, ConfigError
-from megatron_webrl.tracking import summary
 
 FILE = "starts.jsonl"
 UNKNOWN = "no summary: it was killed, or a node was lost"
@@ -68,7 +67,8 @@ def begin(config: Config, environment: Mapping[str, str]) -> list[JobStart]:
     job, restart = environment["SLURM_JOB_ID"], int(environment.get("SLURM_RESTART_COUNT", "0"))
     before = None
     if restart:
-        before = summary.read(folder)["outcome"] if (folder / "summary.json").is_file() else UNKNOWN
+        path = folder / "summary.json"
+        before = json.loads(path.read_text())["outcome"] if path.is_file() else UNKNOWN
     start = JobStart(job, restart, checkpoint(folder), before, time.time())
     same = [each for each in earlier if (each.job, each.checkpoint) == (job, start.checkpoint)]
     if restart and len(same) > config.run.requeues:
@@ -77,6 +77,8 @@ def begin(config: Config, environment: Mapping[str, str]) -> list[JobStart]:
             f"job {job} was started {len(same)} times at {start.checkpoint or 'no checkpoint'} and made no newer one "
             f"(run.requeues={config.run.requeues}); its starts ended: {ends}. Logs: {folder / 'logs'}"
         )
+        from megatron_webrl.tracking import summary  # with it comes torch
+
         summary.write(folder, f"failed: {words}", None)
         raise ConfigError(f"{words}. It goes on when it is submitted again with run.resume=true")
     return [*earlier, start]
