@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_webrl import __version__
+from megatron_webrl import __version__, stacks
 from megatron_webrl.config import Config, ConfigError, load, read
 from megatron_webrl.config_site import check_site
 from megatron_webrl.farm.commands import add_browsers
@@ -30,6 +30,7 @@ LOG_FORMAT = "%(asctime)s {role} %(levelname)s %(name)s: %(message)s"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     options = _parser().parse_args(arguments)
+    stacks.register()
     try:
         return options.run(options)
     except ConfigError as error:

@@ -65,7 +65,16 @@ class RunConfig:
     resume: bool = setting(False, "Continue from the newest checkpoint of this run; without one, refuse.")
     start_seconds: float = setting(600.0, "Limit for a role to come up.", above=0)
     lost_seconds: float = setting(20.0, "A role that sends no heartbeat for so long is lost.", above=0)
+    hang_seconds: float = setting(
+        900.0,
+        "A rollout worker that makes no progress for so long, or the trainer once no rank of it does, hangs: all roles "
+        "show their stacks in their logs, and it is killed; 0: never.",
+        low=0,
+    )
     restarts: int = setting(3, "Times that each rollout worker is started again after it ended badly.", low=0)
+    requeues: int = setting(
+        3, "Times that Slurm may start a job again without a newer checkpoint, before the job fails.", low=0
+    )
 
 
 @dataclass

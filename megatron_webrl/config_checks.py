@@ -54,6 +54,7 @@ def check(config: Config) -> None:
     _check_packages(config.trainer)
     check_cluster(config)
     _check_start(config)
+    _check_hang(config)
     _check_warm_start(config)
     _check_rollout(config)
     _check_evaluation(config)
@@ -62,6 +63,17 @@ def check(config: Config) -> None:
         raise ConfigError(
             f"run.resume=true but {config.run_folder}/checkpoints holds no complete checkpoint; set run.resume=false"
         )
+
+
+def _check_hang(config: Config) -> None:
+    """What may last long must not look like a hang."""
+    joining = 2 * config.weights.seconds + 60  # twice the limit: a link is formed, then both sides compare their plans
+    for name, seconds in (("run.start_seconds", config.run.start_seconds), ("twice weights.seconds, and 60", joining)):
+        if 0 < config.run.hang_seconds <= seconds:
+            raise ConfigError(
+                f"run.hang_seconds={config.run.hang_seconds:g} is not above {name}, {seconds:g}, for which a role may "
+                "be silent; raise it, or set it to 0 for no limit"
+            )
 
 
 def check_farm(config: Config) -> None:

@@ -31,7 +31,8 @@ POLL_SECONDS = 0.05
 BEAT_SECONDS = 1.0
 LINGER_SECONDS = 10.0  # the control plane stays this long after the end, so that every role reads it
 OPERATION_SECONDS = 30.0
-GOOD_OUTCOMES = ("finished", "stopped")
+STOPPED, PREEMPTED = "stopped", "preempted"  # by the user; because Slurm is about to end the job
+GOOD_OUTCOMES = ("finished", STOPPED, PREEMPTED)
 DONE = "done"  # instead of the signature on a position whose group is in the ring; no role has this name
 _CHUNK = 1000  # positions asked for at once
 
@@ -112,6 +113,7 @@ class Control:
         self.store.set_timeout(timedelta(seconds=OPERATION_SECONDS))
         self._watched: dict[str, tuple[str, float]] = {}  # role -> its last heartbeat, and when it was first seen
         self._beating = threading.Event()
+        self._marks = 0
 
     # -- life and death ---------------------------------------------------------------------------
 
@@ -124,14 +126,29 @@ class Control:
         # A connection of its own: a blocking call of the role must not hold the heartbeat back.
         with suppress(DistNetworkError, DistStoreError):
             store = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False)
-            beats = 0
+            beats = marked = 0
             while self._beating.is_set():
                 beats += 1
                 store.set(f"beat/{self.role}", str(beats))
+                if marked != (marks := self._marks):
+                    store.set(f"progress/{self.role}", f"{os.getpid()}:{marks}")
+                    marked = marks
                 time.sleep(BEAT_SECONDS)
+
+    def mark(self) -> None:
+        """Make a mark that this role gets on, for who looks for roles that hang; `check` and `report` do, too.
+
+        For its main thread, between steps that end by themselves or have a limit: heartbeats go on where it hangs.
+        """
+        self._marks += 1
+
+    def sign_of_life(self, role: str, kind: str) -> str:
+        """What changes while a role lives (kind "beat") or gets on (kind "progress"); empty before the first sign."""
+        return self._get(f"{kind}/{role}") or ""
 
     def check(self, watch: tuple[str, ...] = ()) -> None:
         """Raise Stopped or JobFailed if the job has ended, or JobFailed if a watched role is lost."""
+        self.mark()
         end = self.end()
         if end is not None:
             if end["outcome"] in GOOD_OUTCOMES:
@@ -150,9 +167,14 @@ class Control:
             return False
         return bool(beat) and time.monotonic() - since > self.lost_seconds
 
+    def watch_anew(self) -> None:
+        """Count the silence of all roles from here on: this one was held up, and could not look."""
+        self._watched.clear()
+
     def forget(self, role: str) -> None:
-        """Take a role's heartbeat away before it is started again: it is not lost until it has sent another."""
+        """Take a role's signs of life away before it is started again: it is not lost until it has sent another."""
         self.store.delete_key(f"beat/{role}")
+        self.store.delete_key(f"progress/{role}")
 
     def begin_life(self) -> int:
         """Number of this life of the role, from 1: a role that is started again counts on."""
@@ -162,13 +184,23 @@ class Control:
         """How many lives a role has begun."""
         return int(self._get(f"lives/{role}") or 0)
 
-    def request_stop(self) -> None:
-        """Ask the trainer to end after the update it is at, with a checkpoint."""
-        self.store.set("stop", "1")
+    def request_stop(self, outcome: str = STOPPED) -> None:
+        """Ask the trainer to end after the update it is at, with a checkpoint, and with that outcome.
+
+        STOPPED, which the user asks for, takes the place of PREEMPTED, and not the other way round.
+        """
+        if outcome == STOPPED:
+            self.store.set("stop", outcome)
+        else:
+            self.store.compare_set("stop", "", outcome)
 
     def stop_requested(self) -> bool:
         """Whether somebody asked for an early end."""
         return self._get("stop") is not None
+
+    def stop_outcome(self) -> str:
+        """The outcome of a job that ends early: as was asked for."""
+        return self._get("stop") or STOPPED
 
     def finish(self, outcome: str) -> None:
         """End the job for every role; the first outcome counts. Those of GOOD_OUTCOMES are no failure."""
@@ -190,6 +222,7 @@ class Control:
 
     def report(self, status: str) -> None:
         """Tell what this role is doing, in a few words, for the live board."""
+        self.mark()
         self.store.set(f"status/{self.role}", status)
 
     def status_of(self, role: str) -> str:

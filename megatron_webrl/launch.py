@@ -22,6 +22,7 @@ from rich.console import Console
 from megatron_webrl import processes, roles
 from megatron_webrl.config import Config, ConfigError
 from megatron_webrl.control import GOOD_OUTCOMES, Control, JobFailed
+from megatron_webrl.hangs import Guard
 from megatron_webrl.placement import devices
 from megatron_webrl.ring.segment import run_prefix, sweep
 from megatron_webrl.roles import GRACE_SECONDS, HURRY_SECONDS, KILL_SECONDS, Role, StartError
@@ -41,6 +42,7 @@ class Launcher:
     interrupts: int = 0
     scratch: Path = field(default_factory=processes.scratch_folder)  # sockets and browser profiles of the roles
     weights_only: bool = False  # nothing is trained: the weights go to the engines some times
+    guard: Guard | None = None  # once there is a control plane
     gpus: dict[str, str] = field(
         init=False
     )  # CUDA_VISIBLE_DEVICES of each role, where cluster.gpus says there are some
@@ -112,7 +114,8 @@ class Launcher:
         for role in self.roles:
             if (failure := role.failure()) and not self._restart(role, control, failure):
                 return f"failed: {failure}"
-        self._end_silent_workers(control)
+        if self.guard is not None:
+            self.guard.step(self.roles)
         if self.interrupts > 1:
             return "interrupted"
         if self.interrupts == 1 and not control.stop_requested():
@@ -130,17 +133,6 @@ class Launcher:
         self.console.print(told, style="yellow", markup=False, soft_wrap=True)
         return True
 
-    def _end_silent_workers(self, control: Control) -> None:
-        """Kill rollout workers that hang, so that they are started again."""
-        for role in self.roles:
-            if role.name in self.config.workers and role.process.poll() is None and control.is_lost(role.name):
-                self.console.print(
-                    f"{role.name} sent no heartbeat for {self.config.run.lost_seconds:.0f} s and is killed",
-                    style="yellow", markup=False, soft_wrap=True,
-                )  # fmt: skip
-                role.process.kill()
-                role.process.wait(KILL_SECONDS)
-
     def _start_roles(self) -> Control:
         config = self.config
         control, only = self._start_control(), ["--weights-only"] if self.weights_only else []
@@ -152,7 +144,12 @@ class Launcher:
 
     def _start_control(self) -> Control:
         host, port = roles.start_control(self.config, lambda name, arguments: self._start(name, arguments, {}))
-        return Control(host, port, "launcher", self.config.run.lost_seconds)
+        control = Control(host, port, "launcher", self.config.run.lost_seconds)
+        self.guard = Guard(self.config, control, self._warn)
+        return control
+
+    def _warn(self, words: str) -> None:
+        self.console.print(words, style="yellow", markup=False, soft_wrap=True)
 
     def _start_workers(self, control: Control, *only: str) -> None:
         for worker in range(self.config.rollout.engines):

@@ -68,6 +68,11 @@ def is_alive(pid: int, started: int) -> bool:
     return bool(fields) and int(fields[19]) == started and fields[0] not in ("Z", "X")
 
 
+def state(pid: int) -> str:
+    """The kernel's letter for what a process does, such as "T" for one that is stopped; empty if there is none."""
+    return _stat(pid)[0] if _stat(pid) else ""
+
+
 def die_with_parent(signal_number: int = signal.SIGKILL, parent: int | None = None) -> None:
     """Let the kernel signal this process when its parent ends.
 

@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "megatron_webrl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-BOTTOM = {"__version__", "config", "config_checks", "control", "evaluations", "processes", "types", "compat"}
+BOTTOM = {"__version__", "config", "config_checks", "control", "evaluations", "processes", "stacks", "types", "compat"}
 MAY_IMPORT = {
     "trainer": {"weights", "model", "ring", "tracking", "sampling"},
     "rollout": {"judge", "browser", "farm", "tasks", "weights", "model", "ring", "sampling"},
@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "tracking": set(),
     "node": {
         "roles",
+        "hangs",
         "placement",
         "placement_cores",
         "placement_page",

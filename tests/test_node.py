@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_webrl import roles
+from megatron_webrl import hangs, roles
 from megatron_webrl.config import Config, ConfigError, load, read, save
 from megatron_webrl.node.commands import number_of
 from megatron_webrl.node.farm import own_address, sessions
@@ -276,6 +276,25 @@ def test_a_worker_that_is_killed_is_started_again(tmp_path: Path) -> None:
     assert "started again, time 1 of 1" in output
     assert end is not None
     assert end["outcome"].startswith("failed: rollout-0 was killed by SIGKILL")
+
+
+def test_a_notice_ends_no_node_and_an_order_kills_the_worker_that_it_names(tmp_path: Path) -> None:
+    with control_plane(tmp_path) as address:
+        step = start_step(tmp_path, address, "rollout", "run.restarts=1")
+        await_logs(tmp_path, ["rollout-0"])
+        step.send_signal(signal.SIGUSR1)
+        hangs.order(tmp_path / "here", "it is a test", {"rollout-0": ("beat", "")})
+        log = tmp_path / "here" / "logs" / "node-0" / "rollout-0.log"
+        deadline = time.monotonic() + 120
+        while log.read_text().count("] rollout-0 ") < 2:
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        step.send_signal(signal.SIGTERM)
+        output, _ = step.communicate(timeout=60)
+    assert "does not show its stacks yet" in output  # the program has no handler, and lived on
+    assert "rollout-0 was killed by SIGKILL; its last words: ERROR rollout-0 is killed, for: it is a test" in output
+    assert "started again, time 1 of 1" in output
+    assert step.returncode == 128 + signal.SIGTERM
 
 
 def test_cores_that_are_not_there_are_refused(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_a_job_with_too_few_nodes_says_so(four: Cluster, tmp_path: Path) -> None
     assert "cluster.nodes=32, but the job has 2 nodes" in log(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # test_requeue.py has the same job, and ends it in the middle
 @pytest.mark.timeout(600)
 def test_a_job_trains_over_two_nodes_with_two_tensor_parallel_replicas_and_two_engines(
     four: Cluster, tmp_path: Path, tiny_model: Path

@@ -8,6 +8,7 @@
 # PREFLIGHT   0: take all nodes as good without looking at them
 # MIN_GIB     GiB/s that a node must exchange with a neighbour to be good (default: 0, any)
 # CONTROL_SECONDS  limit for both steps to end after the job has (default: 120)
+# GRACE_SECONDS    limit for the checkpoint after a signal (default: until 45 s before Slurm ends the job, at most an hour)
 # FARM_PORT   train_split.sh: the browsers' router listens there, their nodes at the next (default: 8700)
 # DRY_RUN     1: print each process with its place and command, and start nothing; needs no Slurm
 # REHEARSE    a command that takes the place of every trainer rank and rollout worker, on the same cores and devices
@@ -71,16 +72,78 @@ farm() {
     GROUP=1 on "${nodes[*]}" node browsers "$@" --router "$FARM" --port $((port + 1)) --nodes "${#nodes[@]}" &
 }
 
+# told FIELD: what Slurm says of this job.
+told() { scontrol show job --oneliner "$SLURM_JOB_ID" | awk -v field="$1=" 'NR == 1 { for (i = 1; i <= NF; i++)
+    if (index($i, field) == 1) print substr($i, length(field) + 1) }'; }
+
+# Whether the job runs in the grace period of a pre-emption.
+preempted() {
+    [ "$(told JobState)" = RUNNING ] || return 1
+    case $(told PreemptTime) in "" | None) return 1 ;; esac
+}
+
+# announce SIGNAL: a trap. The job will end soon: the time limit is near (sbatch --signal), or it is pre-empted. The run is to
+# end before, with a checkpoint. The SIGTERM of scancel and of the time limit itself is the end.
+announce() {
+    local end seconds=3600 now
+    if [ "$1" = TERM ] && ! preempted; then
+        say "ended by SIGTERM"
+        exit 143
+    fi
+    [ -z "$NOTICE" ] || return 0
+    NOTICE=SIG$1
+    now=$(date +%s)
+    end=$(told EndTime) # "Unknown" without a limit
+    if [ -n "$end" ] && end=$(date -d "$end" +%s 2>/dev/null); then
+        seconds=$((end - now - 45)) # to end all roles, and to ask Slurm for another start
+        seconds=$((seconds > 3600 ? 3600 : seconds < 10 ? 10 : seconds))
+    fi
+    seconds=${GRACE_SECONDS:-$seconds}
+    LATE=$((SECONDS + seconds))
+    say "$NOTICE: the job will end, and has $seconds s for a checkpoint"
+    [ -z "${CONTROL:-}" ] || on "$FIRST" node stop "$SETTINGS" --preempted &
+}
+
+# again WHY: have Slurm start the job again, which goes on from the newest checkpoint; what still runs ends with this.
+again() {
+    trap '' USR1 TERM
+    [ "$(told JobState)" = RUNNING ] || exit 1 # it was cancelled
+    say "$1; Slurm is asked to start it again"
+    scontrol requeue "$SLURM_JOB_ID" || { say "it does not: submit it again with run.resume=true"; exit 1; }
+    exit 0
+}
+
+# late: the update under way is too long for the time that is left.
+late() {
+    local since=$SECONDS words="no checkpoint in the time after $NOTICE"
+    on "$FIRST" node stop "$SETTINGS" --failed "$words" || true
+    while kill -0 "$CONTROL" 2>/dev/null && ((SECONDS - since < 20)); do sleep 1; done # it writes the summary
+    again "$words: it goes on from the last one"
+}
+
+# unfit CODE: no nodes were chosen. A job that Slurm has started again is held, so that it keeps its place.
+unfit() {
+    if [ "$1" = 76 ] && [ "${SLURM_RESTART_COUNT:-0}" != 0 ]; then
+        trap '' USR1 TERM
+        say "held: scontrol update JobId=$SLURM_JOB_ID ExcNodeList=NODES; scontrol release $SLURM_JOB_ID"
+        scontrol requeuehold "$SLURM_JOB_ID" && exit 0
+    fi
+    exit "$1"
+}
+
 # job CONFIG OVERRIDES: the whole job, on the nodes that Slurm gave.
 job() {
-    local allocated
+    local allocated restarts=${SLURM_RESTART_COUNT:-0}
     SEAM=(${REHEARSE:+--rehearse "$REHEARSE"})
     if [ -n "${DRY_RUN:-}" ]; then
         webrl node commands "$@" "${SEAM[@]}"
         return
     fi
     mapfile -t allocated < <(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}")
-    say "${SLURM_JOB_ID} on ${#allocated[@]} nodes: ${SLURM_JOB_NODELIST}"
+    NOTICE="" LATE=0
+    trap 'announce USR1' USR1
+    trap 'announce TERM' TERM
+    say "${SLURM_JOB_ID} on ${#allocated[@]} nodes: ${SLURM_JOB_NODELIST}$( ((restarts == 0)) || echo ", started again, time $restarts")"
     SETTINGS=$(on "${allocated[0]}" node prepare "$@" "${SEAM[@]}" ${FARM:+--farm "$FARM"} | tail -n 1)
     say "configuration: $SETTINGS"
     local unchecked=()
@@ -91,24 +154,34 @@ job() {
         ON_OPTIONS="--kill-on-bad-exit=0 --time=20" on "${allocated[*]}" node check "$SETTINGS" "${allocated[@]}" \
             --first "$(address_of "${allocated[0]}")" --minimum "${MIN_GIB:-0}" || say "the check did not end well on every node"
     fi
-    NODES=$(on "${allocated[0]}" node choose "$SETTINGS" "${allocated[@]}" "${unchecked[@]}")
+    NODES=$(on "${allocated[0]}" node choose "$SETTINGS" "${allocated[@]}" "${unchecked[@]}") || unfit "$?"
     FIRST=${NODES%% *}
     say "nodes: $NODES"
+    [ -z "$NOTICE" ] || again "nothing has begun"
     on "$FIRST" node control "$SETTINGS" --host "$(address_of "$FIRST")" &
-    local control=$!
+    CONTROL=$!
     step rollout &
     local rollout=$!
     step trainer &
     local trainer=$! outcome=0
-    wait "$control" || outcome=$?
+    while kill -0 "$CONTROL" 2>/dev/null; do # `wait` would return at a signal
+        [ -z "$NOTICE" ] || ((SECONDS < LATE)) || late
+        sleep 1
+    done
+    wait "$CONTROL" || outcome=$?
     local since=$SECONDS
     while { kill -0 "$rollout" || kill -0 "$trainer"; } 2>/dev/null; do
-        if ((SECONDS - since > CONTROL_SECONDS)); then
-            say "a step did not end within $CONTROL_SECONDS s and is killed"
+        if ((SECONDS - since > CONTROL_SECONDS)) || { [ -n "$NOTICE" ] && ((SECONDS >= LATE)); }; then
+            say "a step did not end within $((SECONDS - since)) s and is killed"
             break
         fi
         sleep 1
     done
+    case $outcome in
+        0) ;;
+        75) again "pre-empted, with a checkpoint" ;;
+        *) if [ -n "$NOTICE" ] || preempted; then again "it failed when Slurm was about to end it"; fi ;;
+    esac
     return "$outcome" # what still runs is ended by Slurm with the script
 }
 

@@ -5,6 +5,9 @@
 #SBATCH --exclusive
 #SBATCH --mem=0
 #SBATCH --output=webrl-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@300
 # Qwen3-VL-8B on 32 nodes of 8 GPUs, from the root of the repository:
 #   sbatch launch/slurm/train_32node.sh run.name=mine trainer.updates=100
 #   CONFIG=configs/32b_4node.yaml sbatch --nodes=4 launch/slurm/train_32node.sh

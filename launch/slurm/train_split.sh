@@ -5,6 +5,9 @@
 #SBATCH --exclusive
 #SBATCH --mem=0
 #SBATCH --output=webrl-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@300
 #SBATCH hetjob
 #SBATCH --nodes=4
 #SBATCH --exclusive

@@ -1,10 +1,12 @@
 """Runs first in every Python subprocess of an engine, before any of its own code.
 
-The process dies with its parent, so that a worker killed outright leaves no engine behind, and gets the
-same import cure as the parent. Then the environment's own sitecustomize, which this one hides, runs.
+The process dies with its parent, so that a worker killed outright leaves no engine behind, shows its stacks at SIGUSR2
+as every role does (megatron_webrl/stacks.py), and gets the same import cure as the parent. Then the environment's own
+sitecustomize, which this one hides, runs.
 """
 
 import ctypes
+import faulthandler
 import importlib.machinery
 import importlib.util
 import os
@@ -55,5 +57,6 @@ def chain() -> None:
 
 
 die_with_parent()
+faulthandler.register(signal.SIGUSR2, 2, all_threads=True)
 cure_imports()
 chain()

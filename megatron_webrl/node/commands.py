@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from megatron_webrl.placement import Role
 
 
+UNFIT_CODE = 76  # of `choose`: too few nodes are fit
+
+
 def add_node(commands: Any) -> None:
     """Add the command with its parts to `webrl`."""
     node = commands.add_parser("node", help="the parts of a job on many nodes: what launch/slurm/ runs")
@@ -61,8 +64,21 @@ def add_node(commands: Any) -> None:
         _add_rehearse(part)
         part.set_defaults(role=role)
 
+    _add_part(parts, "stacks", "have every process of a job write its threads' stacks into its log", _stacks)
+
     stop = _add_part(parts, "stop", "end a job after the update it is at, with a checkpoint", _stop)
-    stop.add_argument("--failed", metavar="REASON", help="end it at once, as failed for this reason")
+    how = stop.add_mutually_exclusive_group()
+    how.add_argument("--failed", metavar="REASON", help="end it at once, as failed for this reason")
+    how.add_argument("--preempted", action="store_true", help="end it because Slurm will, with the outcome preempted")
+
+
+def _stacks(options: argparse.Namespace) -> int:
+    from megatron_webrl.hangs import order
+
+    config = read(options.config)
+    order(config.run_folder, "the user asked for them")
+    sys.stdout.write(f"asked for; they come within seconds, in {config.run_folder / 'logs'}\n")
+    return 0
 
 
 def _add_part(parts: Any, name: str, text: str, run: Any) -> argparse.ArgumentParser:
@@ -84,7 +100,7 @@ def _prepare(options: argparse.Namespace) -> int:
 
     overrides = _overrides(options)
     overrides += resuming(options.config, overrides, os.environ)
-    sys.stdout.write(f"{prepare(options.config, overrides, bool(options.rehearse), tell)}\n")
+    sys.stdout.write(f"{prepare(options.config, overrides, bool(options.rehearse), tell, os.environ)}\n")
     return 0
 
 
@@ -115,13 +131,17 @@ def _check(options: argparse.Namespace) -> int:
 
 def _choose(options: argparse.Namespace) -> int:
     from megatron_webrl.node.findings import bad_nodes
-    from megatron_webrl.node.preparing import choose
+    from megatron_webrl.node.preparing import TooFewNodes, choose
 
     config = read(options.config)
     bad = {} if options.unchecked else bad_nodes(config, options.nodes)
     for node, reason in bad.items():
         sys.stderr.write(f"job: {node} is left out: {reason}\n")
-    sys.stdout.write(f"{' '.join(choose(config, options.nodes, bad))}\n")
+    try:
+        sys.stdout.write(f"{' '.join(choose(config, options.nodes, bad))}\n")
+    except TooFewNodes as error:
+        sys.stderr.write(f"webrl: {error}\n")
+        return UNFIT_CODE
     return 0
 
 
@@ -145,15 +165,17 @@ def _step(options: argparse.Namespace) -> int:
 
 
 def _stop(options: argparse.Namespace) -> int:
-    from megatron_webrl.control import Control
+    from megatron_webrl.control import PREEMPTED, STOPPED, Control
     from megatron_webrl.roles import address_file, await_address
 
     config = read(options.config)
-    control = Control(*await_address(address_file(config), 1.0), "stop", config.run.lost_seconds, connect_seconds=10.0)
+    seconds = config.run.start_seconds if options.preempted else 1.0  # a job whose end is near may just begin
+    address = await_address(address_file(config), seconds)
+    control = Control(*address, "stop", config.run.lost_seconds, connect_seconds=10.0)
     if options.failed:
         control.finish(f"failed: {options.failed}")
     else:
-        control.request_stop()
+        control.request_stop(PREEMPTED if options.preempted else STOPPED)
     return 0
 
 

@@ -7,18 +7,20 @@ import signal
 import sys
 import time
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from megatron_webrl import processes, roles
 from megatron_webrl.config import Config
-from megatron_webrl.control import GOOD_OUTCOMES, LINGER_SECONDS, Control, JobFailed
+from megatron_webrl.control import GOOD_OUTCOMES, LINGER_SECONDS, PREEMPTED, Control, JobFailed
+from megatron_webrl.hangs import Guard
+from megatron_webrl.node.signals import Signals
 from megatron_webrl.node.starts import log_folder
 from megatron_webrl.placement import place
 from megatron_webrl.roles import KILL_SECONDS, Role, StartError
 from megatron_webrl.tracking import summary
 
 POLL_SECONDS = 0.5
+PREEMPTED_CODE = 75  # of a job that Slurm is to start again
 
 
 class Hosting:
@@ -29,13 +31,13 @@ class Hosting:
         self.config, self.host = config, host
         self.scratch = processes.scratch_folder()
         self.hosted: list[Role] = []
-        self.ended = 0
-        self.shown = 0  # updates told
+        self.signals = Signals()
+        self.stopping = ""  # the outcome of an early end that was asked for
+        self.shown = time.time()  # updates that were finished until then are told, or were made before this start
 
     def run(self) -> int:
-        """Host until the job has ended; returns the exit code: 0 if in good order."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._end)
+        """Host until the job has ended; returns the exit code: 0 if in good order, PREEMPTED_CODE to go on later."""
+        self.signals.listen()
         processes.die_with_parent(signal.SIGTERM)
         processes.become_subreaper()
         outcome = "failed"
@@ -50,6 +52,8 @@ class Hosting:
         if outcome not in GOOD_OUTCOMES or not (folder / "summary.json").is_file():
             summary.write(folder, outcome, None)
         self._tell(f"{outcome}; summary: {folder / 'summary.json'}, logs: {log_folder(self.config, 0).parent}")
+        if outcome == PREEMPTED:
+            return PREEMPTED_CODE
         return 0 if outcome in GOOD_OUTCOMES else 1
 
     def _host(self) -> str:
@@ -57,11 +61,12 @@ class Hosting:
         where = [f"control.host={self.host}", f"control.port={port}"]
         control = Control(*roles.start_control(self.config, self._start, *where), "host", self.config.run.lost_seconds)
         self._tell(f"control plane at {self.host}:{port}")
+        guard = Guard(self.config, control, self._tell)
         while (end := control.end()) is None:
             if failure := self.hosted[0].failure():
                 raise JobFailed(failure)
-            if self.ended:
-                control.finish(f"interrupted by {signal.Signals(self.ended).name}")
+            self._heed(control)
+            guard.step(self.hosted)
             self._show_updates()
             time.sleep(POLL_SECONDS)
         self._show_updates()
@@ -70,6 +75,17 @@ class Hosting:
             time.sleep(POLL_SECONDS)
         return end["outcome"]
 
+    def _heed(self, control: Control) -> None:
+        """Do what signals ask for, and tell of an early end."""
+        self.signals.look()
+        if self.signals.noticed and not control.stop_requested():
+            control.request_stop(PREEMPTED)
+        if self.signals.ended:
+            control.finish(f"interrupted by {signal.Signals(self.signals.ended).name}")
+        elif control.stop_requested() and self.stopping != (asked := control.stop_outcome()):
+            self.stopping = asked
+            self._tell(f"to be {asked}: it ends after the update under way, with a checkpoint")
+
     def _start(self, name: str, arguments: list[str]) -> Role:
         path: Path = log_folder(self.config, 0) / f"{name}.log"
         role = Role.start(name, roles.webrl(arguments), roles.role_environment(self.scratch), path)
@@ -77,17 +93,14 @@ class Hosting:
         return role
 
     def _show_updates(self) -> None:
-        updates = summary.read_updates(self.config.run_folder)
-        for update in updates[self.shown :]:
-            self._tell(f"update {update['version']} of {self.config.trainer.updates}{_figures(update)}")
-        self.shown = len(updates)
+        for update in summary.read_updates(self.config.run_folder):
+            if update["finished_at"] > self.shown:
+                self._tell(f"update {update['version']} of {self.config.trainer.updates}{_figures(update)}")
+                self.shown = update["finished_at"]
 
     def _tell(self, words: str) -> None:
         sys.stdout.write(f"job: {words}\n")
         sys.stdout.flush()
-
-    def _end(self, number: int, frame: FrameType | None) -> None:
-        self.ended = number
 
 
 def _figures(update: dict[str, Any]) -> str:

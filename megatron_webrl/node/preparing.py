@@ -11,7 +11,7 @@ from megatron_webrl.config import BrowserConfig, Config, ConfigError, load, read
 from megatron_webrl.config_checks import OF_NODES, check_limits
 from megatron_webrl.config_layout import check_layout
 from megatron_webrl.config_site import check_site
-from megatron_webrl.node import findings
+from megatron_webrl.node import findings, requeue
 from megatron_webrl.node.starts import check_engines, log_folder, starts
 from megatron_webrl.placement import Placement, place
 from megatron_webrl.placement_page import describe, print_placement
@@ -29,17 +29,27 @@ def planned(path: str, overrides: list[str]) -> tuple[Config, Placement]:
     return config, found
 
 
-def prepare(path: str, overrides: list[str], rehearse: bool, tell: Callable[[str], None]) -> Path:
+def prepare(
+    path: str,
+    overrides: list[str],
+    rehearse: bool,
+    tell: Callable[[str], None],
+    environment: Mapping[str, str] | None = None,
+) -> Path:
     """Make the run's folder with config.yaml, placement.json and folders for logs; returns the path of config.yaml.
 
-    A rehearsal, which starts neither trainer nor engines, needs neither model nor packages. Raises ConfigError before
-    anything is made.
+    `environment`: that of a job of Slurm. A rehearsal, which starts neither trainer nor engines, needs neither
+    model nor packages. Raises ConfigError before anything is made.
     """
     config, found = planned(path, overrides)
     if not rehearse:
         config = load(path, overrides)
         check_site(config, browsers=False)
+    begun = requeue.begin(config, environment or {})
+    if begun and begun[-1].words:
+        tell(begun[-1].words)
     roles.prepare_folder(config, tell)
+    requeue.write(config.run_folder, begun)
     for node in range(found.nodes):
         log_folder(config, node).mkdir(exist_ok=True)
     (config.run_folder / "placement.json").write_text(json.dumps(found.to_json(), indent=1) + "\n")
@@ -54,8 +64,7 @@ def resuming(path: str, overrides: list[str], environment: Mapping[str, str]) ->
     """What a job that Slurm has started again adds to its overrides: to go on from its newest checkpoint, if any."""
     if environment.get("SLURM_RESTART_COUNT", "0") == "0":
         return []
-    latest = read(path, overrides).run_folder / "checkpoints" / "latest"
-    return ["run.resume=true"] if latest.is_file() else []
+    return ["run.resume=true"] if requeue.checkpoint(read(path, overrides).run_folder) else []
 
 
 def farm_overrides(url: str) -> list[str]:
@@ -84,8 +93,15 @@ def shown(path: str, overrides: list[str], rehearse: str) -> list[str]:
     return lines
 
 
+class TooFewNodes(ConfigError):
+    """Of a job's nodes not enough are fit."""
+
+
 def choose(config: Config, allocated: Sequence[str], bad: dict[str, str]) -> list[str]:
-    """The first cluster.nodes of the allocated nodes that are not bad. Raises ConfigError naming what is missing."""
+    """The first cluster.nodes of the allocated nodes that are not bad.
+
+    Raises ConfigError naming what is missing, TooFewNodes where other nodes would do.
+    """
     good = [node for node in allocated if node not in bad]
     if len(good) >= config.cluster.nodes:
         return good[: config.cluster.nodes]
@@ -95,7 +111,7 @@ def choose(config: Config, allocated: Sequence[str], bad: dict[str, str]) -> lis
             "sbatch --nodes, or lower cluster.nodes"
         )
     reasons = "; ".join(f"{node}: {reason}" for node, reason in bad.items())
-    raise ConfigError(
+    raise TooFewNodes(
         f"{len(good)} of {len(allocated)} nodes are fit for a job of cluster.nodes={config.cluster.nodes}: {reasons}. "
         f"Submit it again with --exclude={','.join(bad)}, or with more nodes than it needs"
     )

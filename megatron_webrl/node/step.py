@@ -15,11 +15,12 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from megatron_webrl import processes, roles
 from megatron_webrl.config import Config, ConfigError
+from megatron_webrl.hangs import Supervisor
+from megatron_webrl.node.signals import Signals
 from megatron_webrl.node.starts import Start, starts
 from megatron_webrl.placement import Role as RoleName
 from megatron_webrl.placement import place
@@ -44,7 +45,7 @@ class Step:
     rehearse: str = ""
     roles: list[Role] = field(default_factory=list)
     excused: set[str] = field(default_factory=set)  # workers that failed after the job had ended well
-    ended: int = 0  # the signal that asked for the end
+    signals: Signals = field(default_factory=Signals)
     scratch: Path = field(default_factory=processes.scratch_folder)
 
     def run(self) -> int:
@@ -52,8 +53,7 @@ class Step:
 
         Raises ConfigError for a node that does not fit the placement, ProcessError for a program that is not there.
         """
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._end)
+        self.signals.listen()
         processes.die_with_parent(signal.SIGTERM)
         processes.become_subreaper()
         self._sweep()
@@ -93,6 +93,7 @@ class Step:
         names = [role.name for role in self.roles]
         self._tell(f"started {', '.join(names) if len(names) < 4 else f'{names[0]} to {names[-1]}'}")
         running, reaper = True, processes.Reaper()
+        supervisor = Supervisor(self.config.run_folder, self._tell)
         while running:
             running = any(role.process.poll() is None for role in self.roles)  # before failures are looked for
             for role in self.roles:
@@ -101,9 +102,11 @@ class Step:
                 if not self._goes_on(role, failure):
                     return 1
                 running = True
-            if self.ended:
-                self._tell(f"ended by {signal.Signals(self.ended).name}")
-                return 128 + self.ended
+            supervisor.step(self.roles, self._control)
+            self.signals.look()  # of a notice the first node tells the trainer
+            if self.signals.ended:
+                self._tell(f"ended by {signal.Signals(self.signals.ended).name}")
+                return 128 + self.signals.ended
             reaper.reap([role.process for role in self.roles])
             time.sleep(POLL_SECONDS)
         return 0
@@ -113,12 +116,10 @@ class Step:
 
         Otherwise the job ends, and every other role with it.
         """
-        from megatron_webrl.control import GOOD_OUTCOMES, Control, JobFailed
+        from megatron_webrl.control import GOOD_OUTCOMES, JobFailed
 
-        host, _, port = self.address.rpartition(":")
-        name = f"node-{self.node}"
         try:
-            control = Control(host, int(port), name, self.config.run.lost_seconds, connect_seconds=10.0)
+            control = self._control()
             end = control.end()
             if end is not None:
                 if end["outcome"] in GOOD_OUTCOMES and role.name in self.config.workers:
@@ -130,6 +131,12 @@ class Step:
         except JobFailed:
             self._tell(f"{failure}; the control plane at {self.address} does not answer")
             return False
+
+    def _control(self) -> Control:
+        from megatron_webrl.control import Control
+
+        host, _, port = self.address.rpartition(":")
+        return Control(host, int(port), f"node-{self.node}", self.config.run.lost_seconds, connect_seconds=10.0)
 
     def _revived(self, role: Role, control: Control, failure: str) -> bool:
         if told := roles.revive(role, self.config, control, failure):
@@ -151,6 +158,3 @@ class Step:
     def _tell(self, words: str) -> None:
         sys.stdout.write(f"node {self.node} ({socket.gethostname()}), {self.role}: {words}\n")
         sys.stdout.flush()
-
-    def _end(self, number: int, frame: FrameType | None) -> None:
-        self.ended = number

@@ -88,9 +88,14 @@ class Checkpoints:
     have written; `finish` waits for that. A save that fails is logged and counted, and the next one is tried.
     """
 
-    def __init__(self, folder: Path, model: Path, settings: CheckpointConfig) -> None:
-        """`folder`: the run's checkpoints; `model`: the Hugging Face folder whose description goes along."""
-        self.folder, self.model, self.settings = folder, model, settings
+    def __init__(
+        self, folder: Path, model: Path, settings: CheckpointConfig, progress: Callable[[], None] = lambda: None
+    ) -> None:
+        """`folder`: the run's checkpoints; `model`: the Hugging Face folder whose description goes along.
+
+        `progress` is called while one is waited for.
+        """
+        self.folder, self.model, self.settings, self._progress = folder, model, settings, progress
         self.newest: tuple[int, Path] | None = None  # version and folder of the newest that this process completed
         self.failures = 0
         self.trouble: str | None = None  # why the last save failed; None if it did not
@@ -143,6 +148,7 @@ class Checkpoints:
         if (save := self._current) is not None:
             started = time.monotonic()
             while not self._all_ended(save):  # no rank waits long in one collective, which has a limit of its own
+                self._progress()
                 time.sleep(_PAUSE)
             save.held += time.monotonic() - started
             self._complete(save)

@@ -71,7 +71,7 @@ class Coordinator:
             rings.records, config, state.incarnation, self.accounting, self.sampler.note, self.episodes, on_ready
         )
         self.checkpoints = Checkpoints(
-            config.run_folder / "checkpoints", Path(config.model.path), config.trainer.checkpoint
+            config.run_folder / "checkpoints", Path(config.model.path), config.trainer.checkpoint, control.mark
         )
         self.utilization = Utilization(control, config.workers)
         self._sequences: dict[int, list[int]] = {}
@@ -207,7 +207,7 @@ class Coordinator:
         Raises JobFailed after that if the final checkpoint could not be written.
         """
         if self.tracker is not None:
-            outcome = "finished" if version >= self.config.trainer.updates else "stopped"
+            outcome = "finished" if version >= self.config.trainer.updates else self.control.stop_outcome()
             self.control.finish(outcome)
             final = dict(filter(None, map(self._final_report, self.config.workers)))
             self.source.poll(version)

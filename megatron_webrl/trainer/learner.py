@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,7 @@ class Learner:
     vocab_size: int
     optimization: Optimization
     reference: Reference | None = None  # the policy with which RL began, if the loss refers to it
+    progress: Callable[[], None] = lambda: None  # called for each row on the last pipeline stage
 
     @property
     def models(self) -> list[Any]:
@@ -50,6 +51,7 @@ class Learner:
         """Log-probabilities of the response tokens of each row under the current weights, float32 [tokens]."""
 
         def scored(index: int, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            self.progress()
             logprobs, _ = self._logprobs(logits, rows[index])
             return logprobs.sum(), {"logprobs": logprobs}
 
@@ -103,6 +105,7 @@ class Learner:
         scale = len(rows) * parallel_state.get_data_parallel_world_size()
 
         def measured(index: int, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            self.progress()
             batch = rows[index]
             current, entropy = self._logprobs(logits, batch)
             data = TokenData(

@@ -35,7 +35,7 @@ def run(config: Config, control: Control, rank: Rank, place: NodeRing) -> None:
     state = _state(config)
     platform = parallel.initialize(config, rank, control.store, f"{place.run_id}/{state.incarnation}")
     nodes = Nodes.meet(place.node, config.cluster.nodes)
-    learner = make_learner(config, platform)
+    learner = replace(make_learner(config, platform), progress=control.mark)
     builder = with_pixels_ahead(make_builder(config, platform), config, rank.rank)
     if not config.run.resume and config.trainer.warm_start.demonstrations:
         learner = warm_start(learner, builder, config, control)

@@ -1,0 +1,210 @@
+"""How jobs end early on a real Slurm of virtual nodes, and what starts again: by signal, by time, by the user."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from mlflow.tracking import MlflowClient
+
+from megatron_webrl import hangs
+from megatron_webrl.cli import main
+from megatron_webrl.config import ConfigError, read, save
+from megatron_webrl.node import findings, requeue
+from megatron_webrl.node.commands import UNFIT_CODE
+from megatron_webrl.node.signals import is_notice
+from megatron_webrl.roles import settings_file
+from megatron_webrl.tracking import episode_log
+from tests.test_job import SETTINGS
+from tests.test_slurm import ROOT, log, overrides, rings, submit
+from tests.virtual_slurm import Cluster, virtual_slurm, why_not
+
+on_slurm = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+WAITING = f"{sys.executable} -I -S {Path(__file__).with_name('slurm_waiting.py')}"
+
+
+@pytest.fixture(autouse=True)
+def _from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(scope="module")
+def five() -> Iterator[Cluster]:
+    with virtual_slurm(5) as cluster:
+        yield cluster
+
+
+class Waiting:
+    """A job on one node that makes no update until it is ended."""
+
+    def __init__(self, cluster: Cluster, folder: Path, kind: str = "", *settings: str, **environment: str) -> None:
+        folder.mkdir()
+        self.cluster, self.folder, self.name = cluster, folder, f"{folder.name}{os.getpid()}"
+        self.run_folder = folder / self.name
+        self.job = submit(
+            cluster, folder, "train_cpu.sh", *overrides(folder, self.name), *settings, options=("--nodes=1",),
+            REHEARSE=f"{WAITING} {kind}", PREFLIGHT="0", **environment,
+        )  # fmt: skip
+
+    @property
+    def log(self) -> str:
+        return log(self.folder)
+
+    @property
+    def outcome(self) -> str:
+        return json.loads((self.run_folder / "summary.json").read_text())["outcome"]
+
+    def until_it_runs(self) -> None:
+        until(lambda: self.log.count("started ") >= 2, lambda: f"both steps to start: {self.log}", 90)
+
+    def signal(self) -> None:
+        self.cluster.run("scancel", "--batch", "--signal=USR1", self.job)
+
+    def restarts(self) -> int:
+        return int(self.cluster.show(self.job)["Restarts"])
+
+
+def until(condition: Callable[[], bool], what: Callable[[], str], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what()}"
+        time.sleep(0.2)
+
+
+@on_slurm
+@pytest.mark.slow
+def test_a_job_that_will_end_saves_and_goes_on_and_one_that_was_ended_does_not(five: Cluster, tmp_path: Path) -> None:
+    signalled = Waiting(five, tmp_path / "signalled")
+    late = Waiting(five, tmp_path / "late", "--deaf", GRACE_SECONDS="3")
+    stopped = Waiting(five, tmp_path / "stopped")
+    cancelled = Waiting(five, tmp_path / "cancelled")
+    barren = Waiting(five, tmp_path / "barren", "--barren", "run.requeues=1")
+    for job in (signalled, late, stopped, cancelled):
+        job.until_it_runs()
+    signalled.signal()
+    late.signal()
+    stop = [sys.executable, "-m", "megatron_webrl.cli", "node", "stop", str(stopped.run_folder / "config.yaml")]
+    subprocess.run(stop, check=True, timeout=60)
+    five.run("scancel", cancelled.job)
+
+    assert five.wait(signalled.job, 120) == "COMPLETED", signalled.log
+    assert (signalled.restarts(), signalled.outcome) == (1, "finished")
+    assert "job: SIGUSR1: the job will end, and has 3600 s for a checkpoint" in signalled.log
+    assert "job: to be preempted: it ends after the update under way, with a checkpoint" in signalled.log
+    assert "job: preempted; summary: " in signalled.log
+    words = f"job: start 2 of job {signalled.job}, goes on from version-000001; the start before ended: preempted"
+    assert words in signalled.log
+    assert read(signalled.run_folder / "config.yaml").run.resume
+
+    assert five.wait(late.job, 120) == "COMPLETED", late.log
+    assert (late.restarts(), late.outcome) == (1, "finished")
+    assert "job: no checkpoint in the time after SIGUSR1: it goes on from the last one" in late.log
+    assert "the start before ended: failed: no checkpoint in the time after SIGUSR1" in late.log
+    assert f"start 2 of job {late.job}, begins anew, as no checkpoint is complete" in late.log
+    assert f"the earlier run of this name is kept as {late.run_folder}.1" in late.log
+    assert [start.restart for start in requeue.read(late.run_folder)] == [0, 1]
+
+    assert five.wait(stopped.job, 60) == "COMPLETED", stopped.log
+    assert (stopped.restarts(), stopped.outcome) == (0, "stopped")
+
+    assert five.wait(cancelled.job, 60) == "CANCELLED", cancelled.log
+    assert cancelled.restarts() == 0
+
+    assert five.wait(barren.job, 120) == "FAILED", barren.log
+    assert barren.restarts() == 2
+    words = f"failed: job {barren.job} was started 2 times at no checkpoint and made no newer one (run.requeues=1)"
+    assert barren.outcome.startswith(words)
+    assert words.removeprefix("failed: ") in barren.log
+
+
+def test_too_few_fit_nodes_are_told_by_a_code_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = read(None, [f"run.directory={tmp_path}", "run.name=here", "cluster.nodes=2"])
+    findings.folder(config).mkdir(parents=True)
+    save(config, settings_file(config))
+    findings.write(config, findings.Findings("n1"))
+    findings.write(config, findings.Findings("n2", {"browser": "it shows no page"}))
+    choose = ["node", "choose", str(settings_file(config))]
+    assert main([*choose, "n1", "n2"]) == UNFIT_CODE  # by which launch/slurm/common.sh holds a job
+    assert "1 of 2 nodes are fit" in capsys.readouterr().err
+    assert main([*choose, "n1"]) == 2  # no other node would help
+    findings.write(config, findings.Findings("n3"))
+    assert main([*choose, "n1", "n2", "n3"]) == 0
+    assert capsys.readouterr().out == "n1 n3\n"
+
+
+def test_only_what_slurm_announces_is_a_notice() -> None:
+    assert is_notice(signal.SIGUSR1, {})
+    assert not is_notice(signal.SIGTERM, {})  # no job of Slurm
+    assert not is_notice(signal.SIGINT, {"SLURM_JOB_ID": "1"})
+
+
+def test_starts_are_counted_by_job_and_checkpoint(tmp_path: Path) -> None:
+    config = read(None, [f"run.directory={tmp_path}", "run.name=here", "run.requeues=1"])
+    latest = config.run_folder / "checkpoints" / "latest"
+    latest.parent.mkdir(parents=True)
+
+    def start(job: str, restart: int) -> str:
+        begun = requeue.begin(config, {"SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": str(restart)})
+        requeue.write(config.run_folder, begun)
+        return begun[-1].words
+
+    assert requeue.begin(config, {}) == []
+    assert start("7", 0) == ""
+    assert "start 2 of job 7, begins anew" in start("7", 1)
+    latest.write_text("version-000004\n")
+    assert requeue.UNKNOWN in start("7", 2)
+    assert "start 4 of job 7, goes on from version-000004" in start("7", 3)
+    assert start("8", 0) == ""  # another job may try as often again
+    with pytest.raises(ConfigError, match=r"job 7 was started 2 times at version-000004 .*run.requeues=1"):
+        start("7", 4)
+    assert json.loads((config.run_folder / "summary.json").read_text())["outcome"].startswith("failed: job 7 was")
+
+
+@on_slurm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_job_with_tensor_parallel_replicas_on_two_nodes_goes_on_where_a_signal_ended_it(
+    five: Cluster, tmp_path: Path, tiny_model: Path
+) -> None:
+    name, updates, path = f"requeued{os.getpid()}", 4, tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({**SETTINGS, "model": {"path": str(tiny_model)}}))
+    job = submit(
+        five, tmp_path, "train_cpu.sh", *overrides(tmp_path, name), "trainer.tensor_parallel=2",
+        f"trainer.updates={updates}", options=("--nodes=2",), CONFIG=str(path), MLFLOW_TRACKING_URI="", PREFLIGHT="0",
+    )  # fmt: skip
+    until(lambda: "job: update 1 of" in log(tmp_path), lambda: f"an update: {log(tmp_path)}", 300)
+    hangs.order(tmp_path / name, "a test wants to see them")  # which disturbs nobody
+    logs = [tmp_path / name / "logs" / f"node-{node}" / f"rollout-{node}.log" for node in (0, 1)]
+    logs += [logs[number // 2].with_name(f"trainer-{number}.log") for number in range(4)]
+    until(lambda: all("-- stacks of" in each.read_text() for each in logs), lambda: f"stacks: {log(tmp_path)}", 60)
+    five.run("scancel", "--batch", "--signal=USR1", job)
+    assert five.wait(job, 400) == "COMPLETED", log(tmp_path)
+    told = log(tmp_path)
+    assert five.show(job)["Restarts"] == "1", told
+    assert "job: preempted; summary: " in told
+    assert re.search(rf"job: start 2 of job {job}, goes on from version-00000[1-3]; the start before ended: pre", told)
+    assert re.findall(rf"job: update (\d) of {updates}", told) == [str(n) for n in range(1, updates + 1)]
+
+    assert all("-- stacks of VLLM::EngineCor" in each.read_text() for each in logs[:2])
+    summary = json.loads((tmp_path / name / "summary.json").read_text())
+    assert (summary["outcome"], summary["accounting"]["matches"]) == ("finished", True)
+    assert [update["version"] for update in summary["updates"]] == list(range(1, updates + 1))
+    lines = [line for line in episode_log.read(tmp_path / name) if line["fate"] != "duplicate"]
+    assert max(Counter((line["ticket"], line["index"]) for line in lines).values()) == 1
+    trained = {(line["version"], line["ticket"]) for line in lines if line["fate"] == episode_log.TRAINED}
+    assert Counter(version for version, _ in trained) == dict.fromkeys(range(updates), 2)
+    client = MlflowClient(read(tmp_path / name / "config.yaml").tracking_uri)
+    (run,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    assert run.info.status == "FINISHED"
+    assert [metric.step for metric in client.get_metric_history(run.info.run_id, "loss")] == list(range(1, updates + 1))
+    assert not rings(name)
