@@ -17,6 +17,7 @@ from megatron_webrl.config_site import check_site
 from megatron_webrl.farm.commands import add_browsers
 from megatron_webrl.node.commands import add_node
 from megatron_webrl.placement_command import add_placement
+from megatron_webrl.status.command import add_status
 
 if TYPE_CHECKING:
     from megatron_webrl.control import Control
@@ -87,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_parity(commands)
     add_browsers(commands)
     add_placement(commands)
+    add_status(commands)
     add_node(commands)
 
     control = commands.add_parser("control", help="the control plane; `train` starts it, and so does a Slurm script")

@@ -15,7 +15,6 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from rich.console import Console
 
@@ -25,8 +24,10 @@ from megatron_webrl.control import GOOD_OUTCOMES, Control, JobFailed
 from megatron_webrl.placement import devices
 from megatron_webrl.ring.segment import run_prefix, sweep
 from megatron_webrl.roles import GRACE_SECONDS, HURRY_SECONDS, KILL_SECONDS, Role, StartError
-from megatron_webrl.tracking import evaluation_table, summary
-from megatron_webrl.tracking.board import LEGEND, Board, accounting_line, updates_table
+from megatron_webrl.status.farewell import farewell
+from megatron_webrl.tracking import events, summary
+from megatron_webrl.tracking.board import Board
+from megatron_webrl.tracking.events import Journal
 
 POLL_SECONDS = 0.25
 
@@ -44,6 +45,7 @@ class Launcher:
     gpus: dict[str, str] = field(
         init=False
     )  # CUDA_VISIBLE_DEVICES of each role, where cluster.gpus says there are some
+    journal: Journal = field(init=False)
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a configuration of several nodes."""
@@ -54,6 +56,7 @@ class Launcher:
                 "cluster.nodes=1 and what follows from it"
             )
         self.gpus = devices(self.config)
+        self.journal = Journal(self.config.run_folder)
 
     def run(self) -> int:
         """Run the job; returns the exit code: 0 finished, 1 failed, 130 interrupted."""
@@ -66,9 +69,10 @@ class Launcher:
                 signal.signal(number, handler)
 
     def _run(self) -> int:
-        config, folder = self.config, self.config.run_folder
+        config = self.config
         self._clean_up_after_others()
         roles.prepare_folder(config, lambda words: self.console.print(words, markup=False))
+        self.journal.add(events.JOB, events.STARTED)
         processes.become_subreaper()
         outcome = "failed"
         try:
@@ -81,8 +85,8 @@ class Launcher:
             shutil.rmtree(self.scratch, ignore_errors=True)
             if left:
                 self.console.print(f"could not end: {', '.join(left)}", style="red", markup=False)
-        if outcome not in GOOD_OUTCOMES or not (folder / "summary.json").is_file():
-            summary.write(folder, outcome, None)
+        summary.complete(config.run_folder, outcome)
+        self.journal.add(events.JOB, events.ENDED, outcome)
         return self._farewell(outcome)
 
     def _supervise(self) -> str:
@@ -111,6 +115,7 @@ class Launcher:
             return end["outcome"]
         for role in self.roles:
             if (failure := role.failure()) and not self._restart(role, control, failure):
+                self.journal.add(role.name, events.FAILED, failure, role.log)
                 return f"failed: {failure}"
         self._end_silent_workers(control)
         if self.interrupts > 1:
@@ -127,6 +132,7 @@ class Launcher:
         told = roles.revive(role, self.config, control, failure)
         if told is None:
             return False
+        self.journal.add(role.name, events.RESTARTED, failure, role.log)
         self.console.print(told, style="yellow", markup=False, soft_wrap=True)
         return True
 
@@ -134,10 +140,9 @@ class Launcher:
         """Kill rollout workers that hang, so that they are started again."""
         for role in self.roles:
             if role.name in self.config.workers and role.process.poll() is None and control.is_lost(role.name):
-                self.console.print(
-                    f"{role.name} sent no heartbeat for {self.config.run.lost_seconds:.0f} s and is killed",
-                    style="yellow", markup=False, soft_wrap=True,
-                )  # fmt: skip
+                silence = f"sent no heartbeat for {self.config.run.lost_seconds:.0f} s"
+                self.console.print(f"{role.name} {silence} and is killed", style="yellow", markup=False, soft_wrap=True)
+                self.journal.add(role.name, events.KILLED, silence, role.log)
                 role.process.kill()
                 role.process.wait(KILL_SECONDS)
 
@@ -167,6 +172,7 @@ class Launcher:
         gpus = {"CUDA_VISIBLE_DEVICES": self.gpus[name]} if name in self.gpus else {}
         full = {**roles.role_environment(self.scratch), **gpus, **environment}
         self.roles.append(Role.start(name, roles.webrl(arguments), full, path))
+        self.journal.add(name, events.STARTED, log=path)
         return self.roles[-1]
 
     def _await_roles(self, outcome: str) -> str | None:
@@ -192,36 +198,8 @@ class Launcher:
             self.console.print(f"removed what a killed run had left: {', '.join(found)}", markup=False, soft_wrap=True)
 
     def _farewell(self, outcome: str) -> int:
-        content, out = summary.read(self.config.run_folder), self.console
-        if content["updates"]:
-            out.print(updates_table(content["updates"]))
-            out.print(LEGEND, style="dim")
-        self._print_evaluation(content["evaluation"])
-        if content["accounting"]:
-            out.print(accounting_line(content["accounting"]), markup=False, highlight=False)
-        if content["checkpoint"]:
-            out.print(f"checkpoint: {content['checkpoint']}", markup=False, soft_wrap=True)
-        out.print(f"summary:    {self.config.run_folder / 'summary.json'}", markup=False, soft_wrap=True)
-        if not self.weights_only:
-            command = f"mlflow ui --backend-store-uri {self.config.tracking_uri}"
-            out.print(f"metrics:    {command}", markup=False, highlight=False, soft_wrap=True)
-            out.print("            (mlflow, the whole package, in an environment of its own)", style="dim")
-        if outcome == "finished":
-            return 0
-        if outcome in ("stopped", "interrupted"):
-            out.print(f"{outcome} by the user", style="yellow")
-            return 130
-        out.print(outcome, style="bold red", markup=False, soft_wrap=True)
-        return 1
-
-    def _print_evaluation(self, evaluation: dict[str, Any]) -> None:
-        if lines := [evaluation[kind] for kind in ("before", "after", "blank_images") if evaluation[kind]]:
-            self.console.print(evaluation_table.table(lines))
-            self.console.print(evaluation_table.LEGEND, style="dim")
-        for name, words in (("gain", "gain of the run"), ("pixels", "with screenshots over blank images")):
-            if evaluation[name]:
-                line = evaluation_table.difference(words, evaluation[name])
-                self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        farewell(self.config.run_folder, self.console, table=True)
+        return 0 if outcome == "finished" else 130 if outcome in ("stopped", "interrupted") else 1
 
 
 def launch(config: Config, console: Console) -> int:

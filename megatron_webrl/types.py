@@ -32,6 +32,9 @@ EXTRA_KINDS: tuple[ActionKind, ...] = (
 
 DIFFICULTIES = ("easy", "medium", "hard")
 
+GOOD_OUTCOMES = ("finished", "stopped")
+"""How a job can end in good order: all updates made, or ended early with a checkpoint, as it was asked to."""
+
 TRAINABLE_OUTCOMES = frozenset({"success", "failure"})
 """Outcomes that say something about the policy. Every other outcome masks the episode and names the reason."""
 

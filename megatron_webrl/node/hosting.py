@@ -16,7 +16,9 @@ from megatron_webrl.control import GOOD_OUTCOMES, LINGER_SECONDS, Control, JobFa
 from megatron_webrl.node.starts import log_folder
 from megatron_webrl.placement import place
 from megatron_webrl.roles import KILL_SECONDS, Role, StartError
-from megatron_webrl.tracking import summary
+from megatron_webrl.status.farewell import farewell_lines
+from megatron_webrl.tracking import events, summary
+from megatron_webrl.tracking.events import Journal
 
 POLL_SECONDS = 0.5
 
@@ -31,6 +33,7 @@ class Hosting:
         self.hosted: list[Role] = []
         self.ended = 0
         self.shown = 0  # updates told
+        self.journal = Journal(config.run_folder)
 
     def run(self) -> int:
         """Host until the job has ended; returns the exit code: 0 if in good order."""
@@ -39,6 +42,7 @@ class Hosting:
         processes.die_with_parent(signal.SIGTERM)
         processes.become_subreaper()
         outcome = "failed"
+        self.journal.add(events.JOB, events.STARTED)
         try:
             outcome = self._host()
         except (JobFailed, StartError) as error:
@@ -46,10 +50,10 @@ class Hosting:
         finally:
             processes.kill_descendants(KILL_SECONDS, [role.process for role in self.hosted])
             shutil.rmtree(self.scratch, ignore_errors=True)
-        folder = self.config.run_folder
-        if outcome not in GOOD_OUTCOMES or not (folder / "summary.json").is_file():
-            summary.write(folder, outcome, None)
-        self._tell(f"{outcome}; summary: {folder / 'summary.json'}, logs: {log_folder(self.config, 0).parent}")
+        summary.complete(self.config.run_folder, outcome)
+        self.journal.add(events.JOB, events.ENDED, outcome)
+        for line in farewell_lines(self.config.run_folder):
+            self._tell(line)
         return 0 if outcome in GOOD_OUTCOMES else 1
 
     def _host(self) -> str:
@@ -59,6 +63,7 @@ class Hosting:
         self._tell(f"control plane at {self.host}:{port}")
         while (end := control.end()) is None:
             if failure := self.hosted[0].failure():
+                self.journal.add("control", events.FAILED, failure, self.hosted[0].log)
                 raise JobFailed(failure)
             if self.ended:
                 control.finish(f"interrupted by {signal.Signals(self.ended).name}")
@@ -74,6 +79,7 @@ class Hosting:
         path: Path = log_folder(self.config, 0) / f"{name}.log"
         role = Role.start(name, roles.webrl(arguments), roles.role_environment(self.scratch), path)
         self.hosted.append(role)
+        self.journal.add(name, events.STARTED, log=path)
         return role
 
     def _show_updates(self) -> None:
