@@ -14,7 +14,7 @@ from rich.text import Text
 
 from megatron_webrl.placement_cores import format_cores
 from megatron_webrl.status.progress import Episodes
-from megatron_webrl.status.report import Report
+from megatron_webrl.status.report import Report, RingState
 from megatron_webrl.status.roles import RoleState, plain
 from megatron_webrl.tracking import events as journal
 from megatron_webrl.tracking.board import accounting_line
@@ -63,10 +63,8 @@ def lines(report: Report) -> list[Line]:
         found.append(("groups", f"{tickets.playing} being played, {tickets.taken} begun of {tickets.limit} allowed"))
     if trains:
         found.append(("checkpoint", _checkpoint(report)))
-    for ring in report.rings:
-        share = ring.mib / ring.capacity_mib
-        found.append(("ring", f"node {ring.node}: {ring.mib:.1f} of {ring.capacity_mib:.0f} MiB ({share:.0%}), "
-                              f"{_count(ring.records, 'episode')}"))  # fmt: skip
+    if report.rings:
+        found.append(("ring", _rings(report.rings)))
     if restarts := _restarts(report.roles):
         found.append(("restarts", restarts))
     return found + list(report.places.items())
@@ -137,21 +135,25 @@ def _state(report: Report) -> str:
 
 def _job(report: Report) -> str:
     slurm = f"Slurm {report.slurm}, " if report.slurm else ""
-    names = [f"{kind}{format_cores(list(map(int, numbers)))}" if numbers else kind for kind, numbers in _hosts(report)]
-    hosts = f": {' '.join(names)}" if names else ""
+    hosts = f": {_hosts(report.hosts)}" if report.hosts else ""
     jobs = sum((event.role, event.event) == (journal.JOB, journal.STARTED) for event in report.events)
     again = f"; the {_ordinal(jobs)} of this run" if jobs > 1 else ""
     return f"{slurm}{_count(report.nodes, 'node')}{hosts}{again}"
 
 
-def _hosts(report: Report) -> list[tuple[str, list[str]]]:
-    """(name without its number, numbers) of hosts whose names differ by a number at the end, else (name, [])."""
-    pairs = [re.fullmatch(r"(.*?)(0|[1-9]\d*)?", host) for host in dict.fromkeys(report.hosts)]
-    split = [(pair[1], pair[2]) for pair in pairs if pair is not None]
+def _hosts(hosts: Sequence[str]) -> str:
+    """Names of hosts as Slurm writes them: n[01-04] a b."""
     found = []
-    for kind, group in groupby(split, key=lambda pair: (pair[0], pair[1] is None)):
-        found.append((kind[0], [number for _, number in group if number is not None]))
-    return found
+    pairs = [(match[1], match[2]) for host in dict.fromkeys(hosts) if (match := re.fullmatch(r"(.*?)(\d*)", host))]
+    for prefix, group in groupby(pairs, key=lambda pair: pair[0]):
+        numbers = [number for _, number in group]
+        width = len(numbers[0]) if any(number.startswith("0") for number in numbers) else 0
+        if len(numbers) == 1 or not all(numbers) or (width and {len(number) for number in numbers} != {width}):
+            found += [prefix + number for number in numbers]
+        else:
+            runs = re.split(r"(\d+)", format_cores([int(number) for number in numbers]))
+            found.append(f"{prefix}[{''.join(run.zfill(width) if run.isdigit() else run for run in runs)}]")
+    return " ".join(found)
 
 
 def _update(report: Report) -> str:
@@ -194,6 +196,14 @@ def _checkpoint(report: Report) -> str:
     if found.failures:
         parts.append(f"{_count(found.failures, 'failure')}")
     return ", ".join(parts)
+
+
+def _rings(rings: Sequence[RingState]) -> str:
+    """The fullest one, and how many others are on this machine."""
+    ring = max(rings, key=lambda each: each.mib)
+    share, others = ring.mib / ring.capacity_mib, len(rings) - 1
+    fill = f"{ring.mib:.1f} of {ring.capacity_mib:.0f} MiB ({share:.0%}), {_count(ring.records, 'episode')}"
+    return f"node {ring.node}: {fill}" + (f"; {_count(others, 'other')} here, less full" if others else "")
 
 
 def _restarts(roles: Sequence[RoleState]) -> str:

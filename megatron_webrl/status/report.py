@@ -109,6 +109,9 @@ def look(folder: Path, observer: Observer | None) -> Report:
     names = _names(config, job)
     if ended is None and address is not None and observer is not None:
         answer = observer.ask(address, [name for name, _ in names])
+        if isinstance(answer, str):
+            ended = _summary(folder)  # it may have ended meanwhile
+            job = journal.of_last_job(journal.read(folder))
     live = answer if isinstance(answer, Answer) else None
     last_sign = _last_sign(folder)
     state, why = _state(config, ended, answer, address, job, (now, since, last_sign))
@@ -184,7 +187,8 @@ def _state(
         return (kind, why) if kind in (*GOOD_OUTCOMES, "failed") else _other(outcome)
     if address is None and now - max(since, last_sign) < config.run.start_seconds:
         return "starting", "its control plane is not up yet"
-    where = f" ({job[0].host})" if job and job[0].host else ""
+    host = next((event.host for event in job if event.host), "")
+    where = f" ({host})" if host else ""
     hint = f"; only the machine of the job{where} reaches it" if address is not None and address.local else ""
     return "silent", f"{answer}{hint}"
 

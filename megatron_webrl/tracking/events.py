@@ -42,7 +42,7 @@ class Event:
     role: str  # name of the process, or JOB
     event: str
     node: int = 0
-    host: str = ""
+    host: str = ""  # as Slurm calls it, where there is Slurm
     reason: str = ""
     log: str = ""  # of the process, relative to the run's folder where it lies in it
     slurm: str = ""  # number of the Slurm job, if there is one
@@ -68,7 +68,8 @@ class Journal:
 
     def add_all(self, roles: Sequence[tuple[str, Path | None]], event: str, reason: str = "") -> None:
         """Append the same event for several (role, log) at once."""
-        here, slurm = socket.gethostname(), os.environ.get("SLURM_JOB_ID", "")
+        here = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        slurm = os.environ.get("SLURM_JOB_ID", "")
         lines = [
             Event(time.time(), role, event, self.node, here, reason, self._relative(path), slurm).line()
             for role, path in roles

@@ -8,7 +8,8 @@ from typing import Any
 
 from megatron_webrl import roles
 from megatron_webrl.config import Config, read, save
-from megatron_webrl.tracking import summary
+from megatron_webrl.tracking import events, summary
+from megatron_webrl.tracking.events import Event
 from megatron_webrl.tracking.metrics import Seconds, UpdateRecord
 
 
@@ -18,6 +19,12 @@ def make_run(directory: Path, *overrides: str, name: str = "made", config: str |
     (made.run_folder / "logs").mkdir(parents=True)
     save(made, roles.settings_file(made))
     return made
+
+
+def begin_job(config: Config, seconds: float) -> None:
+    """As if the last job had started so many seconds ago."""
+    with (config.run_folder / events.FILE).open("ab") as file:
+        file.write(Event(time.time() - seconds, events.JOB, events.STARTED).line())
 
 
 def updates(count: int, ended: float, seconds: float = 36.0, wait: float = 9.0, **extra: float) -> list[dict[str, Any]]:

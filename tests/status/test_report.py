@@ -23,7 +23,7 @@ from megatron_webrl.status.report import Report, find, look
 from megatron_webrl.tracking import events, summary
 from megatron_webrl.tracking.events import Journal
 from tests.planes import connect, control_plane
-from tests.status.made_runs import make_run, train
+from tests.status.made_runs import begin_job, make_run, train
 
 ROOT = Path(__file__).parent.parent.parent
 SERVER = (
@@ -44,8 +44,8 @@ def observer() -> Iterator[Observer]:
 
 
 def begin(config: Config) -> Journal:
+    begin_job(config, 3600)
     journal = Journal(config.run_folder)
-    journal.add(events.JOB, events.STARTED)
     for name in ("control", "rollout-0", "trainer-0", "trainer-1"):
         log = config.run_folder / "logs" / f"{name}.log"
         log.write_text(f"of {name}\n")
