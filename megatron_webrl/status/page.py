@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_webrl.placement_cores import format_cores
-from megatron_webrl.status.progress import Episodes
+from megatron_webrl.status.progress import Episodes, Progress
 from megatron_webrl.status.report import Report, RingState
 from megatron_webrl.status.roles import RoleState, plain
 from megatron_webrl.tracking import events as journal
@@ -55,9 +55,9 @@ def lines(report: Report) -> list[Line]:
     if trains := any(role.name.startswith("trainer-") for role in report.roles):
         found.append(("update", _update(report)))
     if report.progress is not None:
-        found += _progress(report)
+        found += _progress(report.progress)
     if report.episodes is not None:
-        found.append(("episodes", _episodes(report.episodes, report.state)))
+        found.append(("episodes", _episodes(report.episodes)))
     if report.tickets is not None:
         tickets = report.tickets
         found.append(("groups", f"{tickets.playing} being played, {tickets.taken} begun of {tickets.limit} allowed"))
@@ -124,9 +124,9 @@ def _grid(report: Report, shown: Sequence[Line]) -> Table:
 def _state(report: Report) -> str:
     why = f": {report.why}" if report.why else ""
     if report.until is not None:
-        return f"{report.state}{why}; from {_clock(report.since, True)} to {_clock(report.until, True)}, " + _span(
-            report.until - report.since
-        )
+        same = time.localtime(report.since)[:3] == time.localtime(report.until)[:3]
+        times = f"{_clock(report.since, True)} to {_clock(report.until, not same)}"
+        return f"{report.state}{why}; {times}, {_span(report.until - report.since)}"
     if report.state == "silent":
         ago = _span(report.at - report.last_sign)
         return f"no sign of life since {_clock(report.last_sign, True)} ({ago} ago){why}"
@@ -158,25 +158,23 @@ def _hosts(hosts: Sequence[str]) -> str:
 
 def _update(report: Report) -> str:
     end = f"; expected end {_clock(report.expected_end, True)}" if report.expected_end is not None else ""
-    return f"{report.version} of {report.updates}{end}"
+    window = report.progress.updates if report.progress is not None else 0
+    means = f"; figures: means of the last {window}" if window > 1 else ""
+    return f"{report.version} of {report.updates}{end}{means}"
 
 
-def _progress(report: Report) -> list[Line]:
-    assert report.progress is not None
-    p = report.progress
-    of = f"(last {p.updates} updates)" if p.updates > 1 else "(last update)"
-    speed = f"{p.updates_per_hour:.1f} updates/h, {p.episodes_per_hour:.0f} trained episodes/h"
-    found = [("speed", f"{speed}, {p.tokens_per_second:.0f} tokens/s {of}")]
-    if p.success is not None:
-        found.append(("success", f"{p.success:.1%} of sampled episodes {of}"))
+def _progress(found: Progress) -> list[Line]:
+    speed = f"{found.updates_per_hour:.1f} updates/h, {found.episodes_per_hour:.0f} trained episodes/h"
+    success = [] if found.success is None else [("success", f"{found.success:.1%} of sampled episodes")]
     return [
-        *found,
-        ("staleness", f"{p.staleness_mean:.1f} versions, at most {p.staleness_max}"),
-        ("waiting", f"the trainer waits for groups {p.waiting:.0%} of its time"),
+        ("speed", f"{speed}, {found.tokens_per_second:.0f} tokens/s"),
+        *success,
+        ("staleness", f"{found.staleness_mean:.1f} versions, at most {found.staleness_max}"),
+        ("waiting", f"the trainer waits for groups {found.waiting:.0%} of its time"),
     ]
 
 
-def _episodes(found: Episodes, state: str) -> str:
+def _episodes(found: Episodes) -> str:
     if found.finished is not None:
         fields = {name: getattr(found, name) for name in ("finished", "trained", "dropped", "waiting", "matches")}
         return accounting_line(fields).removeprefix("episodes: ")

@@ -138,7 +138,7 @@ def test_the_end_of_a_job_is_told_in_the_same_words_wherever_it_ran(tmp_path: Pa
     assert "steps" in told  # of the table of updates
     assert set(logged) <= {line.rstrip() for line in told.splitlines()}
     lines = dict(line.split(":", 1) for line in logged if line.split(":", 1)[0].isalpha())
-    assert lines["state"].strip().startswith("finished; from ")
+    assert lines["state"].strip().startswith("finished; 20")
     assert lines["episodes"].strip() == ("120 finished = 90 trained + 6 dropped (stale 6) + 24 waiting = 120: matches")
     assert lines["restarts"].strip() == "rollout-0 1"
     assert lines["speed"].strip().startswith("100.0 updates/h")
@@ -164,7 +164,7 @@ def test_the_exit_code_says_whether_the_run_is_well(
     made = make_run(tmp_path / "runs")
     summary.complete(made.run_folder, "finished")
     assert main(["status", "made"]) == 0
-    assert "finished; from" in capsys.readouterr().out
+    assert "finished; 20" in capsys.readouterr().out
     assert main(["status", "made", "--watch", "60"]) == 0  # there is nothing more to wait for
     capsys.readouterr()
     summary.complete(made.run_folder, "failed: trainer-0: ValueError")
