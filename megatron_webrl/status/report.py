@@ -134,7 +134,7 @@ def look(folder: Path, observer: Observer | None) -> Report:
         control="" if address is None or ended is not None else _control(address, answer),
         version=version,
         updates=wanted,
-        expected_end=now + found.seconds_per_update * (wanted - version) if running and found else None,
+        expected_end=_expected_end(found, updates, wanted, now) if running and found else None,
         progress=found,
         episodes=episodes(updates, config.rollout.group_size, None if ended is None else ended["accounting"]),
         tickets=None if live is None else live.tickets,
@@ -152,6 +152,12 @@ def _summary(folder: Path) -> dict[str, Any] | None:
 
 def _since(folder: Path, job: Sequence[Event]) -> float:
     return job[0].at if job else (folder / "config.yaml").stat().st_mtime
+
+
+def _expected_end(found: Progress, updates: Sequence[dict[str, Any]], wanted: int, now: float) -> float:
+    """With updates as long as the last ones were; the one under way may take longer than that."""
+    left, each = wanted - updates[-1]["version"], found.seconds_per_update
+    return max(updates[-1]["finished_at"] + each * left, now + each * max(0, left - 1))
 
 
 def _until(folder: Path, job: Sequence[Event]) -> float:

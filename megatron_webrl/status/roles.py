@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from megatron_webrl.tracking.events import Event
 from megatron_webrl.types import GOOD_OUTCOMES
 
 TAIL_BYTES = 8192
+_LOGGED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} \S+ (?:INFO|WARNING|ERROR|CRITICAL) [\w.]+: ")
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,10 @@ def _role(
     path = _log(folder, name, node, events)
     beat = None if live is None else live.beats.get(name)
     state = _state(name, events, live, job, lost)
-    doing = live.doing.get(name, "") if live is not None else ""
+    again = any(event.event == journal.RESTARTED for event in events)
+    doing = ""
+    if live is not None and not (again and state == "starting"):  # what it said in its earlier life
+        doing = live.doing.get(name, "")
     if state == "failed":
         told = next((event.reason for event in reversed(events) if event.event == journal.FAILED), job[1])
         doing = plain(told, name)
@@ -98,8 +103,8 @@ def _state(name: str, events: Sequence[Event], live: Answer | None, job: tuple[s
 
 
 def plain(reason: str, name: str) -> str:
-    """A reason without what is told beside it anyway: whose it is, and where the log is."""
-    words = reason.removeprefix(f"{name} ").removeprefix(f"{name}: ")
+    """A reason without what is told beside it anyway: whose it is, where the log is, and who logged its last words."""
+    words = _LOGGED.sub("", reason.removeprefix(f"{name} ").removeprefix(f"{name}: "))
     return words[: words.rindex(" (log: ")] if words.endswith(")") and " (log: " in words else words
 
 

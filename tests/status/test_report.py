@@ -20,6 +20,7 @@ from megatron_webrl.control import Start
 from megatron_webrl.status import live
 from megatron_webrl.status.live import Address, Answer, Observer
 from megatron_webrl.status.report import Report, find, look
+from megatron_webrl.status.roles import RoleState
 from megatron_webrl.tracking import events, summary
 from megatron_webrl.tracking.events import Journal
 from tests.planes import connect, control_plane
@@ -53,6 +54,10 @@ def begin(config: Config) -> Journal:
     return journal
 
 
+def by_name(report: Report) -> dict[str, RoleState]:
+    return {role.name: role for role in report.roles}
+
+
 def states(report: Report) -> dict[str, str]:
     return {role.name: role.state for role in report.roles}
 
@@ -71,7 +76,10 @@ def test_a_running_job_is_seen_as_its_control_plane_knows_it(config: Config, obs
             worker.take_position()
         worker.close_position(2)
         worker.begin_life()
-        journal.add("rollout-0", events.RESTARTED, "rollout-0 was killed by SIGKILL; its last words: none (log: x.log)")
+        words = "2026-11-22 17:06:42,838 rollout-0 INFO a.module: version 8 in place"
+        journal.add(
+            "rollout-0", events.RESTARTED, f"rollout-0 was killed by SIGKILL; its last words: {words} (log: x.log)"
+        )
         for control in (trainer, worker):
             control.start_heartbeat()
             control.wait_key(f"beat/{control.role}", 10, "a heartbeat")
@@ -81,21 +89,34 @@ def test_a_running_job_is_seen_as_its_control_plane_knows_it(config: Config, obs
         assert (report.state, report.well, report.until) == ("running", True, None)
         assert (report.version, report.updates) == (4, 10)
         assert report.control == "{}:{}".format(*address)
-        assert report.expected_end == pytest.approx(report.at + 6 * 36.0)
+        assert report.expected_end == pytest.approx(report.at + 5.5 * 36.0, abs=18.5)
         assert report.tickets == live.Tickets(taken=7, limit=12, playing=6)
         assert states(report) == {
             "control": "running", "trainer-0": "running", "trainer-1": "starting", "rollout-0": "running",
         }  # fmt: skip
-        by_name = {role.name: role for role in report.roles}
-        assert by_name["trainer-0"].doing == "update 5: waiting for groups, 3 of 8; dropped so far: none"
-        beat = by_name["trainer-0"].beat
+        found = by_name(report)
+        assert found["trainer-0"].doing == "update 5: waiting for groups, 3 of 8; dropped so far: none"
+        beat = found["trainer-0"].beat
         assert beat is not None
         assert beat < 10
-        assert [restart.reason for restart in by_name["rollout-0"].restarts] == [
-            "was killed by SIGKILL; its last words: none"
+        assert [restart.reason for restart in found["rollout-0"].restarts] == [
+            "was killed by SIGKILL; its last words: version 8 in place"
         ]
-        assert by_name["trainer-1"].log == str(config.run_folder / "logs" / "trainer-1.log")
+        assert found["trainer-1"].log == str(config.run_folder / "logs" / "trainer-1.log")
         assert json.loads(json.dumps(report.to_json()))["tickets"]["playing"] == 6
+
+
+def test_a_role_that_is_started_again_does_not_speak_of_its_earlier_life(config: Config, observer: Observer) -> None:
+    journal = begin(config)
+    with control_plane(config.run_folder) as address:
+        worker = connect(address, "rollout-0")
+        worker.report("version 8: 2 groups running")
+        worker.store.set("beat/rollout-0", f"1 {time.time()}")
+        assert by_name(look(config.run_folder, observer))["rollout-0"].doing == "version 8: 2 groups running"
+        worker.forget("rollout-0")
+        journal.add("rollout-0", events.RESTARTED, "rollout-0 exited with code 1")
+        again = by_name(look(config.run_folder, observer))["rollout-0"]
+    assert (again.state, again.doing, len(again.restarts)) == ("starting", "", 1)
 
 
 def test_an_observer_leaves_no_trace_in_the_job(config: Config, observer: Observer) -> None:
@@ -305,10 +326,10 @@ def test_a_step_that_has_not_started_is_shown_beside_those_that_have(tmp_path: P
     Journal(config.run_folder).add(events.JOB, events.STARTED)
     Journal(config.run_folder, 2).add("trainer-8", events.STARTED)  # of the four ranks of node 2
     report = look(config.run_folder, None)
-    by_name = {role.name: role for role in report.roles}
-    assert len(by_name) == 1 + 16 + 16 - 3
-    assert by_name["trainer-8"].node == 2
-    assert by_name["rollout-9"].node == 2
+    found = by_name(report)
+    assert len(found) == 1 + 16 + 16 - 3
+    assert found["trainer-8"].node == 2
+    assert found["rollout-9"].node == 2
 
 
 # -- which run ----------------------------------------------------------------------------------------
