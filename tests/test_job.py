@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from mlflow.tracking import MlflowClient
 from safetensors.torch import load_file
 
 from megatron_webrl.processes import OWNER
+from megatron_webrl.tracking import events
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -323,6 +325,23 @@ def test_a_killed_launcher_takes_its_roles_along_and_the_next_start_sweeps_the_r
     assert job.wait(60) == 130, job.output()
     assert job.summary()["outcome"] == "interrupted"
     assert f"removed what a killed run had left: {left[0].name}, webrl-{killed}-" in job.output()
+    assert_nothing_left(job)
+
+
+def test_a_job_whose_control_plane_cannot_start_says_so_at_its_end(job: Job):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        job.start(f"control.port={taken.getsockname()[1]}")
+        assert job.wait(120) == 1, job.output()
+    outcome = job.summary()["outcome"]
+    assert outcome.startswith("failed: control exited with code 1; its last words: ")
+    assert "Address already in use" in outcome
+    assert f"state:      {outcome}; " in job.output()
+    assert [(event.role, event.event) for event in events.read(job.run_folder)] == [
+        ("job", "started"), ("control", "started"), ("job", "ended"),
+    ]  # fmt: skip
+    code, report = job.status()
+    assert (code, f"{report['state']}: {report['why']}") == (1, outcome)
+    assert [(role["name"], role["state"]) for role in report["roles"]] == [("control", "failed")]
     assert_nothing_left(job)
 
 
