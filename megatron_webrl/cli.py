@@ -6,6 +6,7 @@ import argparse
 import faulthandler
 import logging
 import secrets
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,8 +18,11 @@ from megatron_webrl.config_site import check_site
 from megatron_webrl.farm.commands import add_browsers
 from megatron_webrl.node.commands import add_node
 from megatron_webrl.placement_command import add_placement
+from megatron_webrl.status.command import add_status
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from megatron_webrl.control import Control
     from megatron_webrl.ring.node_ring import NodeRing
 
@@ -74,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         help="write scripted episodes for a warm start",
         description="Have scripts do the tasks of a configuration, as the agent would see and answer them, and write "
         "trainer.warm_start.demonstrations successes to a file for trainer.warm_start.file. Ends with 1 if it failed, "
-        "2 for bad input, 130 after Ctrl-C; the file is there when it is complete.",
+        "2 for bad input, 130 after Ctrl-C, 143 after SIGTERM; the file is there when it is complete.",
         epilog="example: webrl demonstrate my.yaml trainer.warm_start.demonstrations=99 --out my.records",
     )
     demonstrate.add_argument("config", help="YAML file")
@@ -88,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_parity(commands)
     add_browsers(commands)
     add_placement(commands)
+    add_status(commands)
     add_node(commands)
 
     control = commands.add_parser("control", help="the control plane; `train` starts it, and so does a Slurm script")
@@ -230,14 +235,20 @@ def _demonstrate(options: argparse.Namespace) -> int:
     if not options.out.absolute().parent.is_dir():
         raise ConfigError(f"--out={options.out}: {options.out.absolute().parent} is not a folder")
     check_site(config)
-    console = Console()
+    console, asked = Console(), [signal.SIGINT]
+
+    def end(number: int, frame: FrameType | None) -> None:  # SIGTERM ends it as Ctrl-C does: in good order
+        asked.append(signal.Signals(number))
+        signal.raise_signal(signal.SIGINT)
+
+    signal.signal(signal.SIGTERM, end)
     try:
         with progress(console) as bar:
             shown = bar.add_task("demonstrations", total=count)
             asyncio.run(demonstrate(config, count, options.out, lambda done: bar.update(shown, completed=done)))
     except KeyboardInterrupt:
         console.print("interrupted; nothing was written")
-        return 130
+        return 128 + asked[-1]
     except RuntimeError as error:  # no browsers, or too many failures
         sys.stderr.write(f"webrl: {error}\n")
         return 1

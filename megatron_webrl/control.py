@@ -25,14 +25,14 @@ from pathlib import Path
 
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
+from megatron_webrl.types import GOOD_OUTCOMES, STOPPED
+
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
 BEAT_SECONDS = 1.0
 LINGER_SECONDS = 10.0  # the control plane stays this long after the end, so that every role reads it
 OPERATION_SECONDS = 30.0
-STOPPED, PREEMPTED = "stopped", "preempted"  # by the user; because Slurm is about to end the job
-GOOD_OUTCOMES = ("finished", STOPPED, PREEMPTED)
 DONE = "done"  # instead of the signature on a position whose group is in the ring; no role has this name
 _CHUNK = 1000  # positions asked for at once
 
@@ -73,7 +73,7 @@ def serve(host: str, port: int, ring_name: str, address_file: Path | None = None
     """Host the store until the job has ended (plus LINGER_SECONDS) or `seconds` have passed.
 
     Listens on `host` only. `ring_name` tells the job from others; on one node its ring has that name.
-    `address_file` receives {"host", "port", "pid"} once the store accepts connections.
+    `address_file` receives {"host", "port", "pid", "ring"} once the store accepts connections.
     """
     listener = socket.create_server((host, port))
     port = listener.getsockname()[1]
@@ -82,7 +82,7 @@ def serve(host: str, port: int, ring_name: str, address_file: Path | None = None
     store.set("job/ring", ring_name)
     if address_file is not None:
         temporary = address_file.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"host": host, "port": port, "pid": os.getpid()}))
+        temporary.write_text(json.dumps({"host": host, "port": port, "pid": os.getpid(), "ring": ring_name}))
         temporary.rename(address_file)
     log.info("control plane on %s:%d", host, port)
     deadline = None if seconds is None else time.monotonic() + seconds
@@ -129,7 +129,7 @@ class Control:
             beats = marked = 0
             while self._beating.is_set():
                 beats += 1
-                store.set(f"beat/{self.role}", str(beats))
+                store.set(f"beat/{self.role}", f"{beats} {time.time():.1f}")
                 if marked != (marks := self._marks):
                     store.set(f"progress/{self.role}", f"{os.getpid()}:{marks}")
                     marked = marks

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 
 from megatron_webrl import stacks
 from megatron_webrl.config import Config
+from megatron_webrl.tracking import events
+from megatron_webrl.tracking.events import Journal
 
 if TYPE_CHECKING:
     from megatron_webrl.control import Control
@@ -116,9 +118,9 @@ class Judge:
 class Supervisor:
     """Does what orders say, for the roles of one machine."""
 
-    def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
-        """`folder`: the run's; `tell` tells people. Orders that are there already are of an earlier life."""
-        self.folder, self.tell = folder, tell
+    def __init__(self, journal: Journal, tell: Callable[[str], None]) -> None:
+        """`journal`: of these roles; `tell` tells people. Orders that are there already are of an earlier life."""
+        self.folder, self.journal, self.tell = journal.folder, journal, tell
         self._done = self._newest()
         self._next = 0.0
 
@@ -158,6 +160,7 @@ class Supervisor:
             with role.log.open("a") as log:
                 log.write(f"ERROR {words}\n")  # its last words
             self.tell(words)
+            self.journal.add(role.name, events.KILLED, given.why, role.log)
             role.process.kill()
             role.process.wait(stacks.KILL_SECONDS)
 
@@ -173,10 +176,10 @@ class Supervisor:
 class Guard:
     """Both in one, for who has a connection and supervises roles, too."""
 
-    def __init__(self, config: Config, control: Control, tell: Callable[[str], None]) -> None:
+    def __init__(self, config: Config, control: Control, journal: Journal, tell: Callable[[str], None]) -> None:
         """See Judge and Supervisor."""
         self._control, self._judge, self._tell = control, Judge(config, control), tell
-        self._supervisor = Supervisor(config.run_folder, tell)
+        self._supervisor = Supervisor(journal, tell)
 
     def step(self, roles: Sequence[Role]) -> None:
         """Look for roles of the job that hang, and do what was ordered for those given."""

@@ -15,19 +15,21 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from rich.console import Console
 
 from megatron_webrl import processes, roles
 from megatron_webrl.config import Config, ConfigError
-from megatron_webrl.control import GOOD_OUTCOMES, Control, JobFailed
+from megatron_webrl.control import Control, JobFailed
 from megatron_webrl.hangs import Guard
 from megatron_webrl.placement import devices
 from megatron_webrl.ring.segment import run_prefix, sweep
 from megatron_webrl.roles import GRACE_SECONDS, HURRY_SECONDS, KILL_SECONDS, Role, StartError
-from megatron_webrl.tracking import evaluation_table, summary
-from megatron_webrl.tracking.board import LEGEND, Board, accounting_line, updates_table
+from megatron_webrl.status.farewell import farewell
+from megatron_webrl.tracking import events, summary
+from megatron_webrl.tracking.board import Board
+from megatron_webrl.tracking.events import Journal
+from megatron_webrl.types import GOOD_OUTCOMES
 
 POLL_SECONDS = 0.25
 
@@ -46,6 +48,7 @@ class Launcher:
     gpus: dict[str, str] = field(
         init=False
     )  # CUDA_VISIBLE_DEVICES of each role, where cluster.gpus says there are some
+    journal: Journal = field(init=False)
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a configuration of several nodes."""
@@ -56,6 +59,7 @@ class Launcher:
                 "cluster.nodes=1 and what follows from it"
             )
         self.gpus = devices(self.config)
+        self.journal = Journal(self.config.run_folder)
 
     def run(self) -> int:
         """Run the job; returns the exit code: 0 finished, 1 failed, 130 interrupted."""
@@ -68,9 +72,10 @@ class Launcher:
                 signal.signal(number, handler)
 
     def _run(self) -> int:
-        config, folder = self.config, self.config.run_folder
+        config = self.config
         self._clean_up_after_others()
         roles.prepare_folder(config, lambda words: self.console.print(words, markup=False))
+        self.journal.add(events.JOB, events.STARTED)
         processes.become_subreaper()
         outcome = "failed"
         try:
@@ -83,8 +88,8 @@ class Launcher:
             shutil.rmtree(self.scratch, ignore_errors=True)
             if left:
                 self.console.print(f"could not end: {', '.join(left)}", style="red", markup=False)
-        if outcome not in GOOD_OUTCOMES or not (folder / "summary.json").is_file():
-            summary.write(folder, outcome, None)
+        summary.complete(config.run_folder, outcome)
+        self.journal.add(events.JOB, events.ENDED, outcome)
         return self._farewell(outcome)
 
     def _supervise(self) -> str:
@@ -113,6 +118,7 @@ class Launcher:
             return end["outcome"]
         for role in self.roles:
             if (failure := role.failure()) and not self._restart(role, control, failure):
+                self.journal.add(role.name, events.FAILED, failure, role.log)
                 return f"failed: {failure}"
         if self.guard is not None:
             self.guard.step(self.roles)
@@ -130,6 +136,7 @@ class Launcher:
         told = roles.revive(role, self.config, control, failure)
         if told is None:
             return False
+        self.journal.add(role.name, events.RESTARTED, failure, role.log)
         self.console.print(told, style="yellow", markup=False, soft_wrap=True)
         return True
 
@@ -145,7 +152,7 @@ class Launcher:
     def _start_control(self) -> Control:
         host, port = roles.start_control(self.config, lambda name, arguments: self._start(name, arguments, {}))
         control = Control(host, port, "launcher", self.config.run.lost_seconds)
-        self.guard = Guard(self.config, control, self._warn)
+        self.guard = Guard(self.config, control, self.journal, self._warn)
         return control
 
     def _warn(self, words: str) -> None:
@@ -164,6 +171,7 @@ class Launcher:
         gpus = {"CUDA_VISIBLE_DEVICES": self.gpus[name]} if name in self.gpus else {}
         full = {**roles.role_environment(self.scratch), **gpus, **environment}
         self.roles.append(Role.start(name, roles.webrl(arguments), full, path))
+        self.journal.add(name, events.STARTED, log=path)
         return self.roles[-1]
 
     def _await_roles(self, outcome: str) -> str | None:
@@ -189,36 +197,8 @@ class Launcher:
             self.console.print(f"removed what a killed run had left: {', '.join(found)}", markup=False, soft_wrap=True)
 
     def _farewell(self, outcome: str) -> int:
-        content, out = summary.read(self.config.run_folder), self.console
-        if content["updates"]:
-            out.print(updates_table(content["updates"]))
-            out.print(LEGEND, style="dim")
-        self._print_evaluation(content["evaluation"])
-        if content["accounting"]:
-            out.print(accounting_line(content["accounting"]), markup=False, highlight=False)
-        if content["checkpoint"]:
-            out.print(f"checkpoint: {content['checkpoint']}", markup=False, soft_wrap=True)
-        out.print(f"summary:    {self.config.run_folder / 'summary.json'}", markup=False, soft_wrap=True)
-        if not self.weights_only:
-            command = f"mlflow ui --backend-store-uri {self.config.tracking_uri}"
-            out.print(f"metrics:    {command}", markup=False, highlight=False, soft_wrap=True)
-            out.print("            (mlflow, the whole package, in an environment of its own)", style="dim")
-        if outcome == "finished":
-            return 0
-        if outcome in ("stopped", "interrupted"):
-            out.print(f"{outcome} by the user", style="yellow")
-            return 130
-        out.print(outcome, style="bold red", markup=False, soft_wrap=True)
-        return 1
-
-    def _print_evaluation(self, evaluation: dict[str, Any]) -> None:
-        if lines := [evaluation[kind] for kind in ("before", "after", "blank_images") if evaluation[kind]]:
-            self.console.print(evaluation_table.table(lines))
-            self.console.print(evaluation_table.LEGEND, style="dim")
-        for name, words in (("gain", "gain of the run"), ("pixels", "with screenshots over blank images")):
-            if evaluation[name]:
-                line = evaluation_table.difference(words, evaluation[name])
-                self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        farewell(self.config.run_folder, self.console, table=True)
+        return 0 if outcome == "finished" else 130 if outcome in ("stopped", "interrupted") else 1
 
 
 def launch(config: Config, console: Console) -> int:

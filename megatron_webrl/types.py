@@ -32,6 +32,12 @@ EXTRA_KINDS: tuple[ActionKind, ...] = (
 
 DIFFICULTIES = ("easy", "medium", "hard")
 
+STOPPED, PREEMPTED = "stopped", "preempted"
+GOOD_OUTCOMES = ("finished", STOPPED, PREEMPTED)
+"""How a job can end in good order: all updates made, or ended early with a checkpoint, as its user asked it to, or
+because Slurm was about to end it.
+"""
+
 TRAINABLE_OUTCOMES = frozenset({"success", "failure"})
 """Outcomes that say something about the policy. Every other outcome masks the episode and names the reason."""
 

@@ -19,6 +19,7 @@ from megatron_webrl.config import Config, ConfigError, load, read, save
 from megatron_webrl.control import Control, Start
 from megatron_webrl.hangs import Guard, Judge
 from megatron_webrl.roles import Role
+from megatron_webrl.tracking.events import Journal
 from tests.planes import connect, control_plane
 
 ROOT = Path(__file__).parent.parent
@@ -50,7 +51,7 @@ class Machine:
     def __init__(self, config: Config, port: int) -> None:
         self.config, self.told, self.port = config, [], port  # type: ignore[var-annotated]
         self.control = Control("127.0.0.1", port, "launcher", config.run.lost_seconds)
-        self.guard = Guard(config, self.control, self.told.append)
+        self.guard = Guard(config, self.control, Journal(config.run_folder), self.told.append)
         self.roles: list[Role] = []
 
     def start(self, name: str, marks: str) -> Role:
@@ -150,7 +151,7 @@ def test_an_order_of_an_earlier_life_of_the_job_is_not_carried_out(tmp_path: Pat
     folder.mkdir()
     hangs.order(folder, "long ago")
     told: list[str] = []
-    supervisor = hangs.Supervisor(folder, told.append)
+    supervisor = hangs.Supervisor(Journal(folder), told.append)
     supervisor.step([], lambda: pytest.fail("nobody is to be killed"))
     assert told == []
 

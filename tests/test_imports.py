@@ -38,8 +38,10 @@ MAY_IMPORT = {
         "browser",
         "farm",
         "ring",
+        "status",
         "tracking",
     },
+    "status": {"placement", "placement_cores", "ring", "tracking"},
     "parity": {"trainer", "rollout", "model"},
 }
 ONLY = {

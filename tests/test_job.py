@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from mlflow.tracking import MlflowClient
 from safetensors.torch import load_file
 
 from megatron_webrl.processes import OWNER
+from megatron_webrl.tracking import events
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -98,6 +100,12 @@ class Job:
 
     def summary(self) -> dict[str, Any]:
         return json.loads((self.run_folder / "summary.json").read_text())
+
+    def status(self) -> tuple[int, dict[str, Any]]:
+        """Exit code and report of `webrl status`."""
+        command = [sys.executable, "-m", "megatron_webrl.cli", "status", str(self.run_folder), "--json"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, timeout=120, check=False)
+        return done.returncode, json.loads(done.stdout)
 
     def role(self, name: str) -> psutil.Process | None:
         """The process of a role, by what its launcher called it."""
@@ -222,6 +230,17 @@ def test_a_mixture_of_experts_trains_over_two_stages_from_a_converted_checkpoint
 def test_ctrl_c_saves_what_was_learnt_and_the_run_goes_on_from_there(job: Job):
     job.start("trainer.updates=50")
     job.until(job.updates, "a first update")
+    code, report = job.status()
+    assert (code, report["state"], report["until"]) == (0, "running", None)
+    assert report["version"] >= 1
+    assert report["progress"]["updates_per_hour"] > 0
+    assert report["tickets"]["taken"] > 0
+    assert report["rings"][0]["capacity_mib"] == 64
+    states = {role["name"]: role for role in report["roles"]}
+    assert set(states) == {"control", "trainer-0", "rollout-0"}
+    assert {role["state"] for role in states.values()} == {"running"}
+    assert states["trainer-0"]["doing"].startswith("update ")
+    assert all(states[name]["beat"] < 20 for name in ("trainer-0", "rollout-0"))
     assert job.process is not None
     job.process.send_signal(signal.SIGINT)
     assert job.wait(90) == 130, job.output()
@@ -275,6 +294,12 @@ def test_a_worker_that_is_killed_is_started_again_and_takes_up_what_it_had_left(
     assert [u["version"] for u in summary["updates"]] == [1, 2, 3]
     assert summary["accounting"]["matches"], summary["accounting"]
     assert max(u["logprob_gap_max"] or 0.0 for u in summary["updates"]) <= 1e-3  # it never served its old weights
+    code, report = job.status()
+    assert (code, report["state"]) == (0, "finished")
+    restarts = {role["name"]: [each["reason"] for each in role["restarts"]] for role in report["roles"]}
+    assert [reason.split(";")[0] for reason in restarts.pop("rollout-0")] == ["was killed by SIGKILL"]
+    assert not any(restarts.values())
+    assert "restarts:   rollout-0 1" in job.output()
     assert_nothing_left(job)
 
 
@@ -290,6 +315,9 @@ def test_a_killed_launcher_takes_its_roles_along_and_the_next_start_sweeps_the_r
         time.sleep(0.1)
     left, killed = rings(job), job.process.pid
     assert left
+    code, report = job.status()
+    assert (code, report["state"], report["until"]) == (1, "silent", None)
+    assert "does not answer" in report["why"]
     job.start("trainer.updates=1")
     job.until(lambda: not left[0].exists(), "a sweep", 60)
     assert job.process is not None
@@ -297,6 +325,23 @@ def test_a_killed_launcher_takes_its_roles_along_and_the_next_start_sweeps_the_r
     assert job.wait(60) == 130, job.output()
     assert job.summary()["outcome"] == "interrupted"
     assert f"removed what a killed run had left: {left[0].name}, webrl-{killed}-" in job.output()
+    assert_nothing_left(job)
+
+
+def test_a_job_whose_control_plane_cannot_start_says_so_at_its_end(job: Job):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        job.start(f"control.port={taken.getsockname()[1]}")
+        assert job.wait(120) == 1, job.output()
+    outcome = job.summary()["outcome"]
+    assert outcome.startswith("failed: control exited with code 1; its last words: ")
+    assert "Address already in use" in outcome
+    assert f"state:      {outcome}; " in job.output()
+    assert [(event.role, event.event) for event in events.read(job.run_folder)] == [
+        ("job", "started"), ("control", "started"), ("job", "ended"),
+    ]  # fmt: skip
+    code, report = job.status()
+    assert (code, f"{report['state']}: {report['why']}") == (1, outcome)
+    assert [(role["name"], role["state"]) for role in report["roles"]] == [("control", "failed")]
     assert_nothing_left(job)
 
 

@@ -21,6 +21,7 @@ from megatron_webrl.node.preparing import farm_overrides, planned, prepare, resu
 from megatron_webrl.node.starts import Start, starts, visible
 from megatron_webrl.placement import place
 from megatron_webrl.placement_cores import format_cores
+from megatron_webrl.tracking import events
 from tests.planes import connect, control_plane
 
 ROOT = Path(__file__).parent.parent
@@ -276,6 +277,12 @@ def test_a_worker_that_is_killed_is_started_again(tmp_path: Path) -> None:
     assert "started again, time 1 of 1" in output
     assert end is not None
     assert end["outcome"].startswith("failed: rollout-0 was killed by SIGKILL")
+    happened = events.read(tmp_path / "here")
+    assert [(event.role, event.event, event.node) for event in happened] == [
+        ("rollout-0", "started", 0), ("rollout-0", "restarted", 0), ("rollout-0", "failed", 0),
+    ]  # fmt: skip
+    assert all(event.log == "logs/node-0/rollout-0.log" for event in happened)
+    assert all("was killed by SIGKILL" in event.reason for event in happened[1:])
 
 
 def test_a_notice_ends_no_node_and_an_order_kills_the_worker_that_it_names(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import yaml
 from megatron_webrl.config import read
 from megatron_webrl.placement import place
 from megatron_webrl.placement_cores import parse_cores
+from megatron_webrl.tracking import events
 from tests.test_job import SETTINGS
 from tests.virtual_slurm import Cluster, free_ports, virtual_slurm, why_not
 
@@ -161,6 +162,9 @@ def test_a_job_trains_over_two_nodes_with_two_tensor_parallel_replicas_and_two_e
     assert [update["version"] for update in summary["updates"]] == [1, 2]
     assert summary["accounting"]["matches"]
     assert "job: update 2 of 2" in log(tmp_path)
+    assert "job: state:      finished; " in log(tmp_path)
+    started = {event.role: event for event in events.read(tmp_path / name) if event.event == events.STARTED}
+    assert (started["rollout-1"].node, started["rollout-1"].host, started["rollout-1"].slurm) == (1, "n2", job)
     assert summary["nodes"]["screenshots_mib"] > 0
     assert 0 <= summary["nodes"]["local_share"] <= 1
     for node, names in enumerate(

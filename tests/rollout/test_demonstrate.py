@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,7 @@ from megatron_webrl.config import (
     RolloutConfig,
     RunConfig,
     TasksConfig,
+    save,
 )
 from megatron_webrl.ring.record import decode
 from megatron_webrl.ring.record_file import read_record_file
@@ -109,3 +114,27 @@ async def test_with_haste_some_episodes_submit_too_early_and_are_written_all_the
     outcomes = {t.ticket: t.outcome for t in found}
     again = [decode(record) for record in read_record_file(tmp_path / "again.rec")]
     assert all(outcomes.get(t.ticket, t.outcome) == t.outcome for t in again)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_command_and_leaves_no_part_of_a_file(
+    tiny_model: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    config, folder = config_for(tiny_model, tmp_path, ["click-test"]), tmp_path / "out"
+    config.trainer.warm_start.demonstrations = 100_000
+    save(config, tmp_path / "config.yaml")
+    folder.mkdir()
+    command = [sys.executable, "-m", "megatron_webrl.cli", "demonstrate", str(tmp_path / "config.yaml")]
+    process = subprocess.Popen(
+        [*command, "--out", str(folder / "made.records")], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    deadline = time.monotonic() + 120
+    while not any(path.stat().st_size > 16 for path in folder.glob(".*.part")):  # more than its head: episodes
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "interrupted; nothing was written" in output
+    assert not list(folder.iterdir())

@@ -1,0 +1,92 @@
+"""How fast a run goes, from the last of its updates. Pure functions of the lines of updates.jsonl."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+WINDOW = 10
+"""Updates that figures are the mean of, at most: the last ones of the last job."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Means over `updates` updates."""
+
+    updates: int
+    seconds_per_update: float  # wall clock
+    updates_per_hour: float
+    episodes_per_hour: float  # trained
+    tokens_per_second: float  # trained, prompts included
+    success: float | None  # of sampled episodes, those of dropped groups included, by their number
+    staleness_mean: float  # versions
+    staleness_max: int
+    waiting: float  # share of the trainer's time in which it waits for groups
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """What became of the finished episodes, up to the last update."""
+
+    trained: int
+    dropped: dict[str, int]  # by reason
+    waiting: int | None = None  # known at the end only, as are the next two
+    finished: int | None = None
+    matches: bool | None = None
+
+
+def progress(updates: Sequence[Mapping[str, Any]], group_size: int, since: float) -> Progress | None:
+    """The means over the last updates that were made after `since` (unix time); None without one."""
+    numbers = [i for i, update in enumerate(updates) if update["finished_at"] >= since][-WINDOW:]
+    if not numbers:
+        return None
+    chosen = [updates[i] for i in numbers]
+    total = sum(_wall(updates, i, since) for i in numbers)
+    sampled = [(u["extra"]["sampled_success"], u["extra"].get("sampled_episodes", 1.0))
+               for u in chosen if "sampled_success" in u["extra"]]  # fmt: skip
+    weight = sum(count for _, count in sampled)
+    busy = sum(map(_busy, chosen))
+    return Progress(
+        updates=len(chosen),
+        seconds_per_update=total / len(chosen),
+        updates_per_hour=3600 * len(chosen) / total,
+        episodes_per_hour=3600 * sum(_trained(u, group_size) for u in chosen) / total,
+        tokens_per_second=sum(u["tokens_per_second"] * _busy(u) for u in chosen) / total,
+        success=sum(share * count for share, count in sampled) / weight if weight else None,
+        staleness_mean=sum(u["staleness_mean"] for u in chosen) / len(chosen),
+        staleness_max=max(u["staleness_max"] for u in chosen),
+        waiting=sum(u["seconds"]["wait"] for u in chosen) / busy,
+    )
+
+
+def episodes(
+    updates: Sequence[Mapping[str, Any]], group_size: int, accounting: Mapping[str, Any] | None
+) -> Episodes | None:
+    """Of the accounting of summary.json, or, without one, up to the last update; None before the first."""
+    if accounting is not None:
+        fields = ("trained", "dropped", "waiting", "finished", "matches")
+        return Episodes(**{name: accounting[name] for name in fields})
+    if not updates:
+        return None
+    extra = updates[-1]["extra"]
+    dropped = {name.partition("/")[2]: int(count) for name, count in extra.items() if name.startswith("dropped/")}
+    return Episodes(sum(_trained(update, group_size) for update in updates), dict(sorted(dropped.items())))
+
+
+def _trained(update: Mapping[str, Any], group_size: int) -> int:
+    """Episodes of an update's groups, without those that were masked."""
+    return int(update["groups"] * group_size - update["extra"].get("masked_episodes", 0))
+
+
+def _busy(update: Mapping[str, Any]) -> float:
+    """Seconds that the loop says it took; never 0."""
+    seconds = update["seconds"]
+    return max(1e-9, seconds["wait"] + seconds["train"] + seconds["sync"])
+
+
+def _wall(updates: Sequence[Mapping[str, Any]], number: int, since: float) -> float:
+    """Seconds from the update before to this one, checkpoints included; of a job's first one those of the loop."""
+    if number and updates[number - 1]["finished_at"] >= since:
+        return max(1e-9, updates[number]["finished_at"] - updates[number - 1]["finished_at"])
+    return _busy(updates[number])

@@ -1,0 +1,47 @@
+"""Folders of runs as jobs leave them, written by what writes them in a job."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_webrl import roles
+from megatron_webrl.config import Config, read, save
+from megatron_webrl.tracking import events, summary
+from megatron_webrl.tracking.events import Event
+from megatron_webrl.tracking.metrics import Seconds, UpdateRecord
+
+
+def make_run(directory: Path, *overrides: str, name: str = "made", config: str | None = None) -> Config:
+    """The folder with its configuration and folders for logs, as a launcher makes it."""
+    made = read(config, [f"run.directory={directory}", f"run.name={name}", *overrides])
+    (made.run_folder / "logs").mkdir(parents=True)
+    save(made, roles.settings_file(made))
+    return made
+
+
+def begin_job(config: Config, seconds: float) -> None:
+    """As if the last job had started so many seconds ago."""
+    with (config.run_folder / events.FILE).open("ab") as file:
+        file.write(Event(time.time() - seconds, events.JOB, events.STARTED).line())
+
+
+def updates(count: int, ended: float, seconds: float = 36.0, wait: float = 9.0, **extra: float) -> list[dict[str, Any]]:
+    """So many updates of `seconds` each, the last of them at `ended`; a quarter of the time is waited."""
+    return [
+        UpdateRecord(
+            version=version, groups=8, reward_mean=0.5, steps_mean=2.0, response_tokens_mean=8.0, staleness_mean=1.5,
+            staleness_max=2, clip_fraction=0.0, logprob_gap_max=None, logprob_gap_tokens=0, tokens_per_second=1000.0,
+            seconds=Seconds(rollout=20.0, train=seconds - wait - 1.0, sync=1.0, wait=wait, pixels=0.0),
+            finished_at=ended - (count - version) * seconds,
+            extra={"sampled_success": 0.25, "sampled_episodes": 64.0, "masked_episodes": 2.0, "dropped/stale": 6.0,
+                   **extra},
+        ).to_json()
+        for version in range(1, count + 1)
+    ]  # fmt: skip
+
+
+def train(config: Config, count: int, **extra: float) -> None:
+    """Let so many updates be made, the last one this moment."""
+    summary.write_updates(config.run_folder, updates(count, time.time(), **extra))

@@ -1,0 +1,363 @@
+"""What is said of a run: from its files, and from a control plane that is there, gone, hung, or another job's."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_webrl import roles
+from megatron_webrl.config import Config, ConfigError
+from megatron_webrl.control import Start
+from megatron_webrl.status import live
+from megatron_webrl.status.live import Address, Answer, Observer
+from megatron_webrl.status.report import Report, find, look
+from megatron_webrl.status.roles import RoleState
+from megatron_webrl.tracking import events, summary
+from megatron_webrl.tracking.events import Journal
+from tests.planes import connect, control_plane
+from tests.status.made_runs import begin_job, make_run, train
+
+ROOT = Path(__file__).parent.parent.parent
+SERVER = (
+    "import sys; from pathlib import Path; from megatron_webrl.control import serve;"
+    "serve('127.0.0.1', 0, sys.argv[2], Path(sys.argv[1]), seconds=120)"
+)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return make_run(tmp_path, "trainer.data_parallel=2", "trainer.updates=10")
+
+
+@pytest.fixture(scope="module")
+def observer() -> Iterator[Observer]:
+    with Observer() as made:
+        yield made
+
+
+def begin(config: Config) -> Journal:
+    begin_job(config, 3600)
+    journal = Journal(config.run_folder)
+    for name in ("control", "rollout-0", "trainer-0", "trainer-1"):
+        log = config.run_folder / "logs" / f"{name}.log"
+        log.write_text(f"of {name}\n")
+        journal.add(name, events.STARTED, log=log)
+    return journal
+
+
+def by_name(report: Report) -> dict[str, RoleState]:
+    return {role.name: role for role in report.roles}
+
+
+def states(report: Report) -> dict[str, str]:
+    return {role.name: role.state for role in report.roles}
+
+
+# -- while it runs ------------------------------------------------------------------------------------
+
+
+def test_a_running_job_is_seen_as_its_control_plane_knows_it(config: Config, observer: Observer) -> None:
+    journal = begin(config)
+    train(config, 4)
+    with control_plane(config.run_folder) as address:
+        trainer, worker = connect(address, "trainer-0"), connect(address, "rollout-0")
+        trainer.report("update 5: waiting for groups, 3 of 8; dropped so far: none")
+        trainer.open_job(Start(0, 0, 0, ()), limit=12)
+        for _ in range(7):
+            worker.take_position()
+        worker.close_position(2)
+        worker.begin_life()
+        words = "2026-11-22 17:06:42,838 rollout-0 INFO a.module: version 8 in place"
+        journal.add(
+            "rollout-0", events.RESTARTED, f"rollout-0 was killed by SIGKILL; its last words: {words} (log: x.log)"
+        )
+        for control in (trainer, worker):
+            control.start_heartbeat()
+            control.wait_key(f"beat/{control.role}", 10, "a heartbeat")
+        report = look(config.run_folder, observer)
+        for control in (trainer, worker):
+            control.close()
+        assert (report.state, report.well, report.until) == ("running", True, None)
+        assert (report.version, report.updates) == (4, 10)
+        assert report.control == "{}:{}".format(*address)
+        assert report.expected_end == pytest.approx(report.at + 5.5 * 36.0, abs=18.5)
+        assert report.tickets == live.Tickets(taken=7, limit=12, playing=6)
+        assert states(report) == {
+            "control": "running", "trainer-0": "running", "trainer-1": "starting", "rollout-0": "running",
+        }  # fmt: skip
+        found = by_name(report)
+        assert found["trainer-0"].doing == "update 5: waiting for groups, 3 of 8; dropped so far: none"
+        beat = found["trainer-0"].beat
+        assert beat is not None
+        assert beat < 10
+        assert [restart.reason for restart in found["rollout-0"].restarts] == [
+            "was killed by SIGKILL; its last words: version 8 in place"
+        ]
+        assert found["trainer-1"].log == str(config.run_folder / "logs" / "trainer-1.log")
+        assert json.loads(json.dumps(report.to_json()))["tickets"]["playing"] == 6
+
+
+def test_a_role_that_is_started_again_does_not_speak_of_its_earlier_life(config: Config, observer: Observer) -> None:
+    journal = begin(config)
+    with control_plane(config.run_folder) as address:
+        worker = connect(address, "rollout-0")
+        worker.report("version 8: 2 groups running")
+        worker.store.set("beat/rollout-0", f"1 {time.time()}")
+        assert by_name(look(config.run_folder, observer))["rollout-0"].doing == "version 8: 2 groups running"
+        worker.forget("rollout-0")
+        journal.add("rollout-0", events.RESTARTED, "rollout-0 exited with code 1")
+        again = by_name(look(config.run_folder, observer))["rollout-0"]
+    assert (again.state, again.doing, len(again.restarts)) == ("starting", "", 1)
+
+
+def test_an_observer_leaves_no_trace_in_the_job(config: Config, observer: Observer) -> None:
+    with control_plane(config.run_folder) as address:
+        control = connect(address, "test")
+        control.open_job(Start(0, 0, 0, ()), limit=3)
+        before = {key: control.store.get(key) for key in ("tickets/taken", "tickets/limit", "tickets/start")}
+        keys = control.store.num_keys()
+        assert look(config.run_folder, observer).state == "running"
+        assert control.store.num_keys() == keys
+        assert {key: control.store.get(key) for key in before} == before
+
+
+def test_a_role_that_fell_silent_is_named(tmp_path: Path, observer: Observer) -> None:
+    config = make_run(tmp_path, "run.lost_seconds=20")
+    begin(config)
+    with control_plane(config.run_folder) as address:
+        control = connect(address, "test")
+        control.store.set("beat/trainer-0", f"77 {time.time() - 45}")
+        control.store.set("beat/rollout-0", "7")  # of a program that tells no time
+        report = look(config.run_folder, observer)
+    silent, worker = (next(role for role in report.roles if role.name == name) for name in ("trainer-0", "rollout-0"))
+    assert silent.state == "silent"
+    assert silent.beat is not None
+    assert 45 <= silent.beat < 60
+    assert (worker.state, worker.beat) == ("running", None)
+
+
+def test_the_end_of_a_job_is_seen_before_its_processes_are_gone(config: Config, observer: Observer) -> None:
+    begin(config)
+    with control_plane(config.run_folder) as address:
+        connect(address, "trainer-0").finish("failed: trainer-1: RuntimeError: no more memory")
+        report = look(config.run_folder, observer)
+    assert (report.state, report.why) == ("failed", "trainer-1: RuntimeError: no more memory")
+    assert not report.well
+    failed = next(role for role in report.roles if role.state == "failed")
+    assert (failed.name, failed.doing) == ("trainer-1", "RuntimeError: no more memory")
+
+
+def test_a_job_that_is_asked_to_end_says_so(config: Config, observer: Observer) -> None:
+    with control_plane(config.run_folder) as address:
+        control = connect(address, "test")
+        control.request_stop()
+        report = look(config.run_folder, observer)
+        assert (report.state, report.why) == ("starting", "an early end was asked for")
+        control.finish("stopped")
+        report = look(config.run_folder, observer)
+        assert (report.state, report.why, report.well) == ("ending", "it has stopped", True)
+
+
+# -- when nothing answers -----------------------------------------------------------------------------
+
+
+def test_a_job_that_was_killed_shows_no_sign_of_life(config: Config, observer: Observer) -> None:
+    begin(config)
+    train(config, 4)
+    process = serve(config.run_folder, "a-ring")
+    process.kill()
+    process.wait()
+    old = time.time() - 600
+    for path in [*config.run_folder.rglob("*.log"), *config.run_folder.glob("*.*")]:
+        os.utime(path, (old, old))
+    os.utime(config.run_folder / "logs" / "trainer-1.log", (old + 60, old + 60))
+    report = look(config.run_folder, observer)
+    assert (report.state, report.well, report.until) == ("silent", False, None)
+    assert report.last_sign == pytest.approx(old + 60)
+    assert "does not answer (Connection refused)" in report.why
+    assert f"only the machine of the job ({os.uname().nodename}) reaches it" in report.why
+    assert set(states(report).values()) == {"unknown"}
+    assert {role.doing for role in report.roles} >= {"of trainer-0", "of rollout-0"}  # the last lines of their logs
+    assert report.version == 4
+    assert report.expected_end is None
+
+
+def test_a_control_plane_that_hangs_is_waited_for_within_limits(config: Config, observer: Observer) -> None:
+    begin(config)
+    process = serve(config.run_folder, "a-ring")
+    address = Address.read(config.run_folder / "control.json")
+    assert address is not None
+    assert isinstance(observer.ask(address, ["trainer-0"]), Answer)
+    process.send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    assert observer.ask(address, ["trainer-0"], seconds=2.0) == f"127.0.0.1:{address.port} says nothing within 2 s"
+    assert time.monotonic() - began < 10
+    process.send_signal(signal.SIGCONT)
+    assert isinstance(observer.ask(address, ["trainer-0"], seconds=60.0), Answer)
+    process.kill()
+    process.wait()
+
+
+def test_the_control_plane_of_another_job_is_not_taken_for_that_of_this_one(config: Config, observer: Observer) -> None:
+    process = serve(config.run_folder, "another")
+    path = config.run_folder / "control.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"ring": "mine"}))
+    report = look(config.run_folder, observer)
+    process.kill()
+    process.wait()
+    assert report.state == "silent"
+    assert "another job (another) answers at" in report.why
+
+
+def test_a_job_that_is_being_prepared_is_starting_and_not_for_ever(config: Config, observer: Observer) -> None:
+    report = look(config.run_folder, observer)
+    assert (report.state, report.why) == ("starting", "its control plane is not up yet")
+    assert set(states(report).values()) == {"not started"}
+    old = time.time() - 2 * config.run.start_seconds
+    os.utime(config.run_folder / "config.yaml", (old, old))
+    report = look(config.run_folder, observer)
+    assert (report.state, report.why, report.well) == ("silent", "the job has not begun", False)
+
+
+def serve(folder: Path, ring: str) -> subprocess.Popen[bytes]:
+    path = folder / "control.json"
+    process = subprocess.Popen([sys.executable, "-c", SERVER, str(path), ring])
+    deadline = time.monotonic() + 60
+    while not path.is_file():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return process
+
+
+# -- after the end ------------------------------------------------------------------------------------
+
+
+def test_a_run_that_ended_says_how_without_asking_anybody(config: Config) -> None:
+    journal = begin(config)
+    train(config, 10)
+    accounting = {"finished": 330, "trained": 300, "dropped": {"stale": 6}, "waiting": 24, "matches": True}
+    summary.write(config.run_folder, "finished", accounting | {"tokens": {}})
+    journal.add(events.JOB, events.ENDED, "finished")
+    report = look(config.run_folder, None)
+    assert (report.state, report.why, report.well) == ("finished", "", True)
+    assert report.until == pytest.approx(time.time(), abs=60)
+    assert report.episodes is not None
+    assert (report.episodes.waiting, report.episodes.matches) == (24, True)
+    assert set(states(report).values()) == {"ended"}
+    assert report.places["summary"] == str(config.run_folder / "summary.json")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "state", "why", "well"),
+    [
+        ("stopped", "stopped", "", True),
+        ("interrupted", "interrupted", "", False),
+        ("interrupted by SIGTERM", "interrupted", "by SIGTERM", False),
+        ("failed: trainer-1 was killed by SIGKILL", "failed", "trainer-1 was killed by SIGKILL", False),
+        ("failed", "failed", "", False),
+    ],
+)
+def test_every_outcome_is_a_state(config: Config, outcome: str, state: str, why: str, well: bool) -> None:
+    summary.complete(config.run_folder, outcome)
+    report = look(config.run_folder, None)
+    assert (report.state, report.why, report.well) == (state, why, well)
+
+
+def test_a_role_that_failed_says_why_after_the_end(config: Config) -> None:
+    journal = begin(config)
+    failure = "trainer-1 exited with code 1; its last words: ERROR out of memory (log: somewhere/trainer-1.log)"
+    journal.add("trainer-1", events.FAILED, failure, config.run_folder / "logs" / "trainer-1.log")
+    summary.complete(config.run_folder, f"failed: {failure}")
+    report = look(config.run_folder, None)
+    assert states(report) == {"control": "ended", "trainer-0": "ended", "trainer-1": "failed", "rollout-0": "ended"}
+    failed = next(role for role in report.roles if role.state == "failed")
+    assert failed.doing == "exited with code 1; its last words: ERROR out of memory"
+
+
+def test_the_newest_checkpoint_and_what_failed_of_others(config: Config) -> None:
+    folder = config.run_folder / "checkpoints"
+    (folder / ".writing-000006").mkdir(parents=True)
+    (folder / "latest").write_text("version-000004")
+    train(config, 6, **{"checkpoint/failed": 2.0})
+    found = look(config.run_folder, None).checkpoints
+    assert found.latest == str(folder / "version-000004")
+    assert found.at == pytest.approx(time.time(), abs=60)
+    assert (found.failures, found.writing) == (2, True)
+
+
+def test_the_ring_of_this_machine_is_looked_at(config: Config, observer: Observer) -> None:
+    from megatron_webrl.ring.ring import Ring
+
+    name = f"webrl-status-{os.getpid()}"
+    ring = Ring.create_or_attach(name, 2**20, "job")
+    try:
+        ring.write([bytes(2**19)], 1.0)
+        process = serve(config.run_folder, name)
+        (found,) = look(config.run_folder, observer).rings
+        process.kill()
+        process.wait()
+        assert (found.node, found.capacity_mib, found.records) == (0, 1.0, 1)
+        assert found.mib == pytest.approx(0.5)
+    finally:
+        ring.unlink()
+        ring.close()
+
+
+def test_an_evaluation_has_no_trainer(config: Config) -> None:
+    journal = Journal(config.run_folder)
+    journal.add(events.JOB, events.STARTED)
+    for name in ("control", "rollout-0"):
+        journal.add(name, events.STARTED)
+    summary.complete(config.run_folder, "finished")
+    assert set(states(look(config.run_folder, None))) == {"control", "rollout-0"}
+
+
+def test_a_step_that_has_not_started_is_shown_beside_those_that_have(tmp_path: Path) -> None:
+    config = make_run(tmp_path, config=str(ROOT / "configs" / "8b_4node.yaml"))
+    Journal(config.run_folder).add(events.JOB, events.STARTED)
+    Journal(config.run_folder, 2).add("trainer-8", events.STARTED)  # of the four ranks of node 2
+    report = look(config.run_folder, None)
+    found = by_name(report)
+    assert len(found) == 1 + 16 + 16 - 3
+    assert found["trainer-8"].node == 2
+    assert found["rollout-9"].node == 2
+
+
+# -- which run ----------------------------------------------------------------------------------------
+
+
+def test_a_run_is_found_by_folder_and_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_run(tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    assert find("made") == Path("runs/made")
+    assert find(str(made.run_folder)) == made.run_folder
+    assert look(find("made"), None).name == "made"
+    (tmp_path / "runs" / "empty").mkdir()
+    for run, words in (
+        ("mada", r"RUN=mada is neither the folder of a run nor the name of one in runs/; there are made$"),
+        ("runs/empty", r"RUN=runs/empty holds no config.yaml"),
+        ("runs/made/config.yaml", r"is a file; name the folder of a run, such as runs/made"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            find(run)
+
+
+def test_a_run_that_was_moved_aside_is_read_where_it_is(tmp_path: Path) -> None:
+    made = make_run(tmp_path)
+    begin(made)
+    summary.complete(made.run_folder, "stopped")
+    shutil.move(made.run_folder, tmp_path / "made.1")
+    report = look(tmp_path / "made.1", None)
+    assert report.state == "stopped"
+    assert report.places["summary"] == str(tmp_path / "made.1" / "summary.json")
+    assert {Path(role.log).parent for role in report.roles} == {tmp_path / "made.1" / "logs"}
+    assert roles.settings_file(made).parent != tmp_path / "made.1"
