@@ -66,6 +66,12 @@ class RunConfig:
     start_seconds: float = setting(600.0, "Limit for a role to come up.", above=0)
     lost_seconds: float = setting(20.0, "A role that sends no heartbeat for so long is lost.", above=0)
     restarts: int = setting(3, "Times that each rollout worker is started again after it ended badly.", low=0)
+    trainer_restarts: int = setting(
+        3,
+        "Times in a row that all trainer ranks are started again, from the newest checkpoint, after one ended badly; a "
+        "checkpoint that is completed in between lets them count anew. 0: the job ends.",
+        low=0,
+    )
 
 
 @dataclass
@@ -286,6 +292,11 @@ class Config:
     def staleness(self) -> int:
         """Versions that the oldest token of a trained group may lag behind, by mode."""
         return {"async": self.rollout.max_staleness, "one_step_off": 1, "sync": 0}[self.rollout.mode]
+
+    @property
+    def trainer_patience(self) -> float:
+        """Seconds beyond run.lost_seconds that workers give a silent trainer to be started again."""
+        return self.run.start_seconds if self.run.trainer_restarts else 0.0
 
     @property
     def engine_ranks(self) -> int:

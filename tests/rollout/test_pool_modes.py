@@ -30,6 +30,7 @@ from megatron_webrl.rollout.pace import Lockstep
 from megatron_webrl.rollout.pool import Pool
 from megatron_webrl.rollout.refresh import Refresh
 from megatron_webrl.trainer.accounting import Accounting
+from megatron_webrl.trainer.beginning import Beginning
 from megatron_webrl.trainer.groups import GroupSource
 from megatron_webrl.trainer.utilization import Utilization
 
@@ -108,7 +109,7 @@ class Job:
     def __post_init__(self) -> None:
         self.trainer = self.control("trainer-0")
         self.accounting = Accounting()
-        self.source = GroupSource(self.ring, self.config, 0, self.accounting)
+        self.source = GroupSource(self.ring, self.config, Beginning.first(), self.accounting)
         self.trainer.put("weights/trainer", 1)
         self.trainer.put("weights/description", {})
 
@@ -116,7 +117,7 @@ class Job:
         return Control("127.0.0.1", self.store.port, role, LIMIT)
 
     def open(self, limit: int) -> None:
-        self.trainer.open_job(Start(0, 0, 0, ()), limit)
+        self.trainer.open_job(Start(0, 0, 0, (), 0), limit)
 
     async def offer(self, version: int, workers: Sequence[int] | None = None) -> None:
         """Weights to these workers, None for all, once they are linked."""
