@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +22,10 @@ import yaml
 from mlflow.tracking import MlflowClient
 from safetensors.torch import load_file
 
+from megatron_webrl.config import load
 from megatron_webrl.processes import OWNER
+from megatron_webrl.tasks.registry import make_source
+from megatron_webrl.tracking import episode_log
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -145,6 +150,39 @@ def assert_nothing_left(job: Job) -> None:
     assert not list(Path(tempfile.gettempdir()).glob(f"webrl-{job.process.pid}-*"))
 
 
+def assert_each_ticket_counts_once(job: Job, updates: int, open_at_most: int) -> None:
+    """No group is lost, none trained twice, every update has its groups, and each ticket ran its own task.
+
+    `open_at_most`: tickets that may be in flight at the end.
+    """
+    summary = job.summary()
+    assert summary["accounting"]["matches"], summary["accounting"]
+    assert [update["version"] for update in summary["updates"]] == list(range(1, updates + 1))
+    lines = episode_log.read(job.run_folder)
+    assert len(lines) == summary["accounting"]["trained"] + sum(summary["accounting"]["dropped"].values())
+
+    kept = [line for line in lines if line["fate"] != "duplicate"]
+    assert max(Counter((line["ticket"], line["index"]) for line in kept).values()) == 1  # none twice
+    trained: dict[int, set[int]] = defaultdict(set)
+    for line in kept:
+        if line["fate"] == episode_log.TRAINED:
+            trained[line["version"]].add(line["ticket"])
+    groups = SETTINGS["trainer"]["groups_per_update"]
+    assert {version: len(tickets) for version, tickets in trained.items()} == dict.fromkeys(range(updates), groups)
+
+    # Tickets are closed in about their order: what is open at the end is what could be in flight then.
+    closed = {line["ticket"] for line in kept}
+    skipped = set(range(max(closed) + 1)) - closed
+    assert len(skipped) <= open_at_most
+    config = load(job.run_folder / "config.yaml", ["run.resume=false"])
+    source = make_source(config.tasks)
+    try:
+        wanted = {ticket: source.task(config.run.seed, ticket).id for ticket in closed}
+    finally:
+        source.close()
+    assert {line["ticket"]: line["task"] for line in kept} == wanted
+
+
 @pytest.fixture
 def job(tmp_path: Path, tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
     job = Job(tmp_path, tiny_model, name=f"t{os.getpid()}-{abs(hash(request.node.name)) % 10_000}")
@@ -248,12 +286,27 @@ def test_ctrl_c_saves_what_was_learnt_and_the_run_goes_on_from_there(job: Job):
     assert_nothing_left(job)
 
 
-@pytest.mark.parametrize(("role", "overrides"), [("rollout-0", ["run.restarts=0"]), ("trainer-0", [])])
-def test_a_role_that_is_killed_and_not_started_again_ends_the_job_with_its_name(
-    job: Job, role: str, overrides: list[str]
+@pytest.mark.parametrize(
+    ("role", "overrides", "words"),
+    [
+        ("rollout-0", ["run.restarts=0"], "failed: "),
+        (
+            "trainer-0",
+            ["run.trainer_restarts=1"],
+            "failed: the trainer fell 2 times without a checkpoint in between (run.trainer_restarts=1); "
+            "the last time: ",
+        ),
+    ],
+)
+def test_a_role_that_is_killed_too_often_ends_the_job_with_its_name(
+    job: Job, role: str, overrides: list[str], words: str
 ):
     job.start("trainer.updates=1000", *overrides)
     job.until(job.updates, "a first update")
+    if role == "trainer-0":
+        first = job.until(lambda: job.role(role), "a trainer")
+        first.kill()
+        job.until(lambda: (again := job.role(role)) is not None and again != first, "another trainer")
     process = job.role(role)
     assert process is not None
     killed = time.monotonic()
@@ -261,7 +314,7 @@ def test_a_role_that_is_killed_and_not_started_again_ends_the_job_with_its_name(
     assert job.wait(30) == 1, job.output()
     assert time.monotonic() - killed < 30
     assert f"{role} was killed by SIGKILL" in job.output()
-    assert f"{role} was killed by SIGKILL" in job.summary()["outcome"]
+    assert job.summary()["outcome"].startswith(f"{words}{role} was killed by SIGKILL")
     assert_nothing_left(job)
 
 
@@ -275,6 +328,44 @@ def test_a_worker_that_is_killed_is_started_again_and_takes_up_what_it_had_left(
     assert [u["version"] for u in summary["updates"]] == [1, 2, 3]
     assert summary["accounting"]["matches"], summary["accounting"]
     assert max(u["logprob_gap_max"] or 0.0 for u in summary["updates"]) <= 1e-3  # it never served its old weights
+    assert_nothing_left(job)
+
+
+def test_a_trainer_that_is_killed_starts_again_in_its_job_and_takes_over_finished_groups(job: Job):
+    updates = 7
+    job.start(f"trainer.updates={updates}", "trainer.tensor_parallel=2", "trainer.checkpoint.every=2")
+    job.until(lambda: len(job.updates()) >= 3, "three updates")
+    worker = job.until(lambda: job.role("rollout-0"), "a worker")
+    engine = {each.pid for each in worker.children()}
+    job.until(lambda: job.role("trainer-0"), "a trainer").kill()
+    job.until(lambda: "all trainer ranks are started again" in job.output(), "another start", 60)
+    log = job.run_folder / "logs" / "trainer-0.log"
+    went_on = (
+        r"goes on from version (\d+): (\d+) groups in flight, (\d+) adopted, (\d+) to be made again; (\d+) episodes"
+    )
+    found = job.until(lambda: re.search(went_on, log.read_text()), "a take-over")
+    version, in_flight, adopted, _, lost = map(int, found.groups())
+    assert version >= 2
+    assert version % 2 == 0
+    assert adopted >= 1
+    job.until(lambda: len(job.updates()) > version, "an update of the other trainer")
+    assert {each.pid for each in worker.children()} >= engine
+    assert job.wait(400) == 0, job.output()
+    assert "life 2" not in (job.run_folder / "logs" / "rollout-0.log").read_text()
+    assert_each_ticket_counts_once(job, updates, open_at_most=4)
+    summary = job.summary()
+    assert summary["accounting"]["rolled_back"] == lost
+    assert len(episode_log.rolled_back(job.run_folder)) == lost
+    assert [restart["role"] for restart in summary["restarts"]] == ["trainer-0"]
+    assert "was killed by SIGKILL" in summary["restarts"][0]["reason"]
+    assert max(u["logprob_gap_max"] or 0.0 for u in summary["updates"]) <= 1e-3
+    assert min(u["staleness_mean"] for u in summary["updates"]) >= 0
+    assert in_flight + adopted <= 4
+    state = json.loads(Path(summary["checkpoint"], "state.json").read_text())
+    assert state["incarnation"] == 1
+    client = MlflowClient(f"sqlite:///{job.folder / 'runs' / 'mlflow.db'}")
+    runs = client.search_runs([client.get_experiment_by_name("megatron_webrl").experiment_id])
+    assert [run.info.status for run in runs] == ["FINISHED"]
     assert_nothing_left(job)
 
 
