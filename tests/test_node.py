@@ -261,8 +261,8 @@ def test_a_rank_that_fails_too_often_ends_the_job_with_its_name(tmp_path: Path, 
     often = "the trainer fell 2 times without a checkpoint in between (run.trainer_restarts=1); the last time: "
     assert end["outcome"].startswith(f"failed: {often * times}{why}")
     assert why in output
-    logs = [(tmp_path / "here" / "logs" / "node-0" / f"trainer-{rank}.log").read_text() for rank in (0, 1)]
-    assert logs[0].count("trainer-0") == logs[1].count("trainer-1") == 1 + times  # all ranks start again
+    log = (tmp_path / "here" / "logs" / "node-0" / "trainer-1.log").read_text()
+    assert log.count("ERROR it fails") == 1 + times
     assert [restart["role"] for restart in restarts.read(tmp_path / "here")] == ["trainer-1"] * times
     assert ("all trainer ranks are started again from the beginning" in output) == bool(times)
 

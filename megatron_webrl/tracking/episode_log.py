@@ -92,9 +92,9 @@ def identity_of(trajectory: Trajectory) -> Identity:
     return trajectory.ticket, trajectory.index, trajectory.worker, _moment(trajectory)
 
 
-def read(folder: Path) -> list[dict[str, Any]]:
-    """All lines of a run; none without a file."""
-    return _lines(folder / FILE)
+def read(folder: Path, first: int = 0, end: int | None = None) -> list[dict[str, Any]]:
+    """The lines of a run, from `first` on to before `end`; none without a file."""
+    return _lines(folder / FILE, first, end)
 
 
 def rolled_back(folder: Path) -> list[dict[str, Any]]:
@@ -109,7 +109,7 @@ def roll_back(folder: Path, closed: int, there: Container[Identity]) -> list[dic
     """
     lost = rolled_back(folder)
     known = {identity(line) for line in lost}
-    lost += [line for line in read(folder)[closed:] if identity(line) not in known and identity(line) not in there]
+    lost += [line for line in read(folder, closed) if identity(line) not in known and identity(line) not in there]
     temporary = folder / f".{ROLLED_BACK}"
     temporary.write_text("".join(json.dumps(line) + "\n" for line in lost))
     temporary.rename(folder / ROLLED_BACK)
@@ -125,5 +125,8 @@ def _moment(trajectory: Trajectory) -> float:
     return round(trajectory.finished_at, 3)
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(text) for text in path.read_text().splitlines()] if path.is_file() else []
+def _lines(path: Path, first: int = 0, end: int | None = None) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    with path.open() as file:
+        return [json.loads(text) for text in islice(file, first, end)]

@@ -60,14 +60,14 @@ def begin(control: Control, rings: OneRing | NodeRings, state: TrainerState, fol
 def _take_over(control: Control, records: Records, state: TrainerState, folder: Path) -> Beginning:
     fence, starts = control.fence(), control.starts()
     taken = statuses(starts, control.signatures(starts[0].first, fence), fence)  # before the rings
+    closed, before = Accounting.from_state(state.accounting).closed, control.value(_BEFORE)
+    assert isinstance(before, int)
+    counted = episode_log.read(folder, before, closed)
+    known = {identity(line) for line in counted}
+
     found = {number: decode(records.read(number)) for number in records.committed(())}
     fresh = starts[-1].fresh_at(fence)
     survivors, again = divide(taken, state, fresh, whole_groups(found.values()))
-
-    closed, before = Accounting.from_state(state.accounting).closed, control.value(_BEFORE)
-    assert isinstance(before, int)
-    counted = episode_log.read(folder)[before:closed]
-    known = {identity(line) for line in counted}
     # Counted, but not freed: a node hears at the next turn what it is to free, and a kill may come in between.
     left = [n for n, each in found.items() if each.ticket in again or identity_of(each) in known]
     there = {identity_of(each) for n, each in found.items() if n not in left}
