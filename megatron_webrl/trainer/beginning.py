@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
-from megatron_webrl.control import Start
+from megatron_webrl.control import Start, ticket_limit
 from megatron_webrl.types import Trajectory
 
 
@@ -36,6 +36,20 @@ class Beginning:
     def is_closed(self, ticket: int) -> bool:
         """Whether a ticket was trained or dropped before."""
         return ticket < self.start.fresh and ticket not in self.survivors and ticket not in self.start.open_tickets
+
+    def limit(self, closed: int, ahead: int, groups_per_update: int) -> int:
+        """Where the counter of positions may get to once `closed` tickets are closed since; see ticket_limit."""
+        return ticket_limit(self.start.first, len(self.survivors), closed, ahead, groups_per_update)
+
+    def tickets_at(self, taken: int, closed: Set[int]) -> tuple[int, tuple[int, ...]]:
+        """For a checkpoint: how many tickets are closed in the whole run, and which ones are open, in order.
+
+        taken: where the counter stands; closed: those closed since the beginning. Every ticket below the number of both
+        together is closed, or open.
+        """
+        fresh = self.start.fresh_at(taken)
+        open_tickets = self.open.union(range(self.start.fresh, fresh)) - closed
+        return fresh - len(open_tickets), tuple(sorted(open_tickets))
 
     def is_of_job(self, trajectory: Trajectory) -> bool:
         """Whether a record was written in this job; what an earlier one has left does not count."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from megatron_webrl.config import Config
-from megatron_webrl.control import Control, JobFailed, ticket_limit
+from megatron_webrl.control import Control, JobFailed
 from megatron_webrl.tracking import summary
 from megatron_webrl.tracking.episode_log import EpisodeLog
 from megatron_webrl.tracking.metrics import (
@@ -268,16 +268,16 @@ class Coordinator:
             return max(self._limit, self.start.first)  # no more groups are wanted
         count = self.config.trainer.groups_per_update
         closed = (version - self.start.version) * count + self.source.dropped_tickets
-        return ticket_limit(self.start.first, len(self.beginning.survivors), closed, ahead, count)
+        return self.beginning.limit(closed, ahead, count)
 
     def _state(self, version: int) -> TrainerState:
-        fresh = self.start.fresh_at(self.control.taken()) if self.first else self.start.fresh
-        open_tickets = self.beginning.open.union(range(self.start.fresh, fresh)) - self.source.closed
+        taken = self.control.taken() if self.first else self.start.first
+        base, open_tickets = self.beginning.tickets_at(taken, self.source.closed)
         return TrainerState(
             version=version,
             incarnation=self.start.incarnation,
-            base=fresh - len(open_tickets),
-            open_tickets=tuple(sorted(open_tickets)),
+            base=base,
+            open_tickets=open_tickets,
             accounting=self.accounting.state(),
             dropped_tickets=self.dropped_before + self.source.dropped_tickets,
             mlflow_run=self.tracker.run_id if self.tracker else None,

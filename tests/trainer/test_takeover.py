@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -119,6 +120,81 @@ def test_tokens_of_an_earlier_incarnation_are_compared_with_nothing() -> None:
     assert set(old.steps[0].versions.tolist()) == {NO_VERSION}
     assert current is group.trajectories[1]
     assert old.steps[0].logprobs is group.trajectories[0].steps[0].logprobs
+
+
+class _Job:
+    """A job as its signatures: who took which position, and what ring, trainer and checkpoint hold."""
+
+    GROUPS, AHEAD = 3, 2
+
+    def __init__(self, seed: int) -> None:
+        self.choose = random.Random(seed)
+        self.beginning = Beginning.first()
+        self.starts, self.owners = [self.beginning.start], []  # type: list[Start], list[str]
+        self.in_flight: dict[int, int] = {}  # position -> ticket
+        self.ring: list[int] = []
+        self.closed: set[int] = set()  # since the beginning
+        self.all_closed: list[int] = []  # in the timeline that counts
+        self.saved = (TrainerState(0, 0, 0, (), EMPTY, 0), 0)
+        self.wasted = 0
+
+    def take(self) -> None:
+        position = len(self.owners)
+        if position < self.beginning.limit(len(self.closed), self.AHEAD, self.GROUPS):
+            self.owners.append("rollout-0")
+            self.in_flight[position] = start_at(self.starts, position).ticket(position)
+
+    def finish(self) -> None:
+        if self.in_flight:
+            position = self.choose.choice(sorted(self.in_flight))
+            self.ring.append(self.in_flight.pop(position))
+            self.owners[position] = DONE
+
+    def close(self) -> None:
+        if self.ring:
+            ticket = self.ring.pop(self.choose.randrange(len(self.ring)))
+            self.closed.add(ticket)
+            self.all_closed.append(ticket)
+
+    def save(self) -> None:
+        base, open_tickets = self.beginning.tickets_at(len(self.owners), self.closed)
+        assert sorted([*self.all_closed, *open_tickets]) == list(range(base + len(open_tickets)))
+        self.saved = (TrainerState(0, 0, base, open_tickets, EMPTY, 0), len(self.all_closed))
+
+    def fall(self) -> None:
+        state, closed = self.saved
+        fence = len(self.owners)
+        self.owners.append(FENCE)
+        if self.choose.random() < 0.2:  # it dies before it opens the job
+            return
+        self.wasted += len(self.all_closed) - closed
+        del self.all_closed[closed:]
+        taken, fresh = statuses(self.starts, self.owners, fence), self.starts[-1].fresh_at(fence)
+        survivors, again = divide(taken, state, fresh, set(self.ring))
+        assert survivors == {*self.in_flight.values(), *self.ring}
+        start = Start(self.starts[-1].incarnation + 1, 0, fence + 1, again, fresh)
+        self.beginning = Beginning(start, tuple(self.starts), survivors)
+        self.starts, self.closed = [*self.starts, start], set()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_after_any_falls_every_ticket_is_closed_once_and_never_more_are_open_than_may_be(seed: int) -> None:
+    job = _Job(seed)
+    steps, weights = (job.take, job.finish, job.close, job.save, job.fall), (40, 30, 20, 3, 2)
+    for _ in range(1500):
+        job.choose.choices(steps, weights)[0]()
+        under_way = len(job.in_flight) + len(job.ring)
+        assert under_way <= (job.AHEAD + 1) * job.GROUPS
+        assert len({*job.in_flight.values(), *job.ring}) == under_way  # nobody runs a ticket that comes anyway
+    assert len(job.starts) > 5
+    assert job.wasted > 0
+    for _ in range(40):  # what was to be run again, and what is under way
+        for step in (job.take, job.finish, job.close):
+            step()
+    job.save()
+    state, _ = job.saved
+    assert len(job.all_closed) == len(set(job.all_closed)) == state.base
+    assert len(state.open_tickets) <= (job.AHEAD + 1) * job.GROUPS
 
 
 def test_what_was_counted_after_the_checkpoint_is_put_aside_unless_it_is_still_there(tmp_path: Path) -> None:
