@@ -299,7 +299,8 @@ def test_a_worker_that_is_killed_is_started_again_and_takes_up_what_it_had_left(
 def test_a_trainer_that_is_killed_starts_again_in_its_job_and_takes_over_finished_groups(job: Job):
     updates = 7
     job.start(f"trainer.updates={updates}", "trainer.tensor_parallel=2", "trainer.checkpoint.every=2")
-    job.until(lambda: len(job.updates()) >= 3, "three updates")
+    latest = job.run_folder / "checkpoints" / "latest"
+    job.until(lambda: latest.is_file() and len(job.updates()) >= 3, "a checkpoint, and an update after it")
     worker = job.until(lambda: job.role("rollout-0"), "a worker")
     engine = {each.pid for each in worker.children()}
     job.until(lambda: job.role("trainer-0"), "a trainer").kill()

@@ -123,7 +123,8 @@ def test_a_rank_that_is_killed_on_one_node_starts_again_with_that_of_the_other(
     job = NodeJob(tmp_path, tiny_model, updates=updates, checkpoint={"every": 2})
     try:
         job.start_nodes()
-        job.until(lambda: len(summary.read_updates(job.folder)) >= 3, "three updates")
+        latest = job.folder / "checkpoints" / "latest"
+        job.until(lambda: latest.is_file() and len(summary.read_updates(job.folder)) >= 3, "a checkpoint")
         ranks = [job.until(lambda: job.role(f"trainer-{node}"), "a rank") for node in (0, 1)]  # noqa: B023
         workers = [job.until(lambda: job.role(f"rollout-{node}"), "a worker") for node in (0, 1)]  # noqa: B023
         ranks[1].kill()
