@@ -158,8 +158,8 @@ class Step:
         try:
             self.revival = self.revival or Revival(self.config, self._control(), self.roles)
             return self.revival.heard()
-        except JobFailed:  # the job is over, or its ranks will say what they miss
-            self.deaf = True
+        except JobFailed:  # the job is over, or its ranks will say what they miss; a connection is tried for again
+            self.deaf = self.revival is not None
             return None
 
     def _start_again(self, fall: Fall) -> bool:
