@@ -1,6 +1,6 @@
 """Starts the trainer ranks of this machine again, together with those of all others, after any of them has ended badly.
 
-Launcher (one machine) and node (of many) each have one `Revival`, and ask it at every look at their roles. docs: falls.
+Launcher (one machine) and node (of many) each have one `Revival`. falls.py says what they agree on.
 """
 
 from __future__ import annotations
