@@ -112,7 +112,11 @@ def _parser() -> argparse.ArgumentParser:
         )
         only = role.add_mutually_exclusive_group()
         only.add_argument("--weights-only", action="store_true", help="send or take weights and do nothing else")
-        if name == "rollout":
+        if name == "trainer":
+            role.add_argument(
+                "--attempt", type=int, default=0, metavar="N", help="how often the ranks of the job were started before"
+            )
+        else:
             role.add_argument("--worker", type=int, required=True, metavar="N", help="number of this worker, from 0")
             only.add_argument("--evaluation-only", action="store_true", help="evaluate the weights of model.path alone")
         role.set_defaults(run=run)
@@ -332,8 +336,14 @@ def _trainer(options: argparse.Namespace) -> int:
     from megatron_webrl.trainer import main as training
     from megatron_webrl.trainer import trial
 
-    run = trial.run if options.weights_only else training.run
-    return _run_role(options, config, name, lambda control, ring: run(config, control, rank, ring))
+    def run(control: Control, ring: NodeRing) -> None:
+        if options.weights_only:
+            trial.run(config, control, rank, ring)
+        else:
+            training.run(config, control, rank, ring, options.attempt)
+
+    revived = config.run.trainer_restarts > 0 and not options.weights_only
+    return _run_role(options, config, name, run, revived)
 
 
 def _rollout(options: argparse.Namespace) -> int:
@@ -342,7 +352,9 @@ def _rollout(options: argparse.Namespace) -> int:
     from megatron_webrl.rollout.main import run
 
     only = "weights" if options.weights_only else "evaluation" if options.evaluation_only else None
-    return _run_role(options, config, name, lambda control, ring: run(config, control, options.worker, ring, only))
+    return _run_role(
+        options, config, name, lambda control, ring: run(config, control, options.worker, ring, only), revived=True
+    )
 
 
 def _role(options: argparse.Namespace, name: str) -> Config:
@@ -352,10 +364,13 @@ def _role(options: argparse.Namespace, name: str) -> Config:
     return read(options.config, options.overrides)
 
 
-def _run_role(options: argparse.Namespace, config: Config, name: str, run: Callable[[Control, NodeRing], None]) -> int:
-    """Run a role in a job. A trainer's failure ends the job with an error that names it.
+def _run_role(
+    options: argparse.Namespace, config: Config, name: str, run: Callable[[Control, NodeRing], None], revived: bool
+) -> int:
+    """Run a role in a job. A trainer that gives up ends the job with an error that names it.
 
-    A rollout worker's does not: whoever started the worker decides whether to start it again.
+    A role that may be `revived` does not end the job by what else it fails of: whoever started it decides whether to
+    start it again. Nor does a rollout worker that gives up.
     """
     from megatron_webrl.control import Control, JobFailed, Stopped
     from megatron_webrl.placement import check_node
@@ -379,7 +394,7 @@ def _run_role(options: argparse.Namespace, config: Config, name: str, run: Calla
     except Exception as error:
         log.exception("failed")
         what = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
-        if name not in config.workers:
+        if not revived:
             control.finish(f"failed: {name}: {what}")
         log.error("%s", what)  # the last line of the log is what the launcher shows
         return 1

@@ -75,6 +75,12 @@ class RunConfig:
     requeues: int = setting(
         3, "Times that Slurm may start a job again without a newer checkpoint, before the job fails.", low=0
     )
+    trainer_restarts: int = setting(
+        3,
+        "Times in a row that all trainer ranks are started again, from the newest checkpoint, after one ended badly; a "
+        "checkpoint that is completed in between lets them count anew. 0: the job ends.",
+        low=0,
+    )
 
 
 @dataclass
@@ -295,6 +301,11 @@ class Config:
     def staleness(self) -> int:
         """Versions that the oldest token of a trained group may lag behind, by mode."""
         return {"async": self.rollout.max_staleness, "one_step_off": 1, "sync": 0}[self.rollout.mode]
+
+    @property
+    def trainer_patience(self) -> float:
+        """Seconds beyond run.lost_seconds that workers give a silent trainer to be started again."""
+        return self.run.start_seconds if self.run.trainer_restarts else 0.0
 
     @property
     def engine_ranks(self) -> int:

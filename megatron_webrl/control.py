@@ -5,8 +5,9 @@ version, heartbeats, stop. No data passes through it.
 
 Tickets (docs/architecture.md): position n of the counter may be taken while n is under the limit that
 the trainer raises. After a resume the first positions stand for the tickets that were open in the
-checkpoint; every later position is its own ticket. Who takes a position signs it, and marks it once its
-group is in the ring: a worker that is started again finds what its earlier life left undone.
+checkpoint; later positions stand for fresh tickets. Who takes a position signs it, and marks it once its
+group is in the ring: a worker that is started again finds what its earlier life left undone. The counter goes on
+when the trainer is started again within the job: it fences off what was taken before, and opens the job once more.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import json
 import logging
 import os
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -34,6 +36,7 @@ BEAT_SECONDS = 1.0
 LINGER_SECONDS = 10.0  # the control plane stays this long after the end, so that every role reads it
 OPERATION_SECONDS = 30.0
 DONE = "done"  # instead of the signature on a position whose group is in the ring; no role has this name
+FENCE = "fence"  # the signature on a position between the tickets of two incarnations; it stands for no ticket
 _CHUNK = 1000  # positions asked for at once
 
 
@@ -47,26 +50,40 @@ class JobFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Start:
-    """Where the tickets of this incarnation begin."""
+    """What the positions of the counter stand for, from the beginning of an incarnation on."""
 
     incarnation: int
     version: int
-    base: int  # tickets trained or dropped before; the counter starts here
-    open_tickets: tuple[int, ...]  # taken before the checkpoint, neither trained nor dropped
+    first: int  # position from which on it holds
+    open_tickets: tuple[int, ...]  # taken before, to be run again: the first positions stand for them
+    fresh: int  # ticket of the position after those
 
     def ticket(self, position: int) -> int:
-        """The ticket at a position of the counter."""
-        index = position - self.base
-        return self.open_tickets[index] if index < len(self.open_tickets) else position
+        """The ticket at a position of the counter, from `first` on."""
+        index = position - self.first
+        return self.open_tickets[index] if index < len(self.open_tickets) else self.fresh_at(position)
+
+    def fresh_at(self, position: int) -> int:
+        """The lowest ticket that was never taken, where `position` is the next one to be taken."""
+        return self.fresh + max(0, position - self.first - len(self.open_tickets))
 
 
-def ticket_limit(version: int, dropped: int, ahead: int, groups_per_update: int) -> int:
-    """Tickets that may be taken in all (docs/rollout.md): a group started under this limit is trainable.
+def start_at(starts: Sequence[Start], position: int) -> Start:
+    """The one of a job's starts, in their order, that says what a position stands for."""
+    return next(start for start in reversed(starts) if start.first <= position)
 
-    version: updates made; dropped: tickets closed without training; ahead: updates whose groups may be begun before
-    their turn.
+
+def ticket_limit(first: int, survivors: int, closed: int, ahead: int, groups_per_update: int) -> int:
+    """Where the counter of positions may get to (docs/rollout.md): a group started under this limit is trainable.
+
+    first: position from which on the start holds; survivors: tickets taken before that come as they are; closed:
+    tickets trained or dropped since; ahead: updates whose groups may be begun before their turn.
+
+    Where the counter stands at n, (n - first) + survivors - closed tickets are taken and not closed: at most those of
+    the next update and of `ahead` more. Without a restart closed = version * groups_per_update + dropped, and the limit
+    (ahead + version + 1) * groups_per_update + dropped.
     """
-    return (ahead + version + 1) * groups_per_update + dropped
+    return first - survivors + closed + (ahead + 1) * groups_per_update
 
 
 def serve(host: str, port: int, ring_name: str, address_file: Path | None = None, seconds: float | None = None) -> None:
@@ -146,8 +163,8 @@ class Control:
         """What changes while a role lives (kind "beat") or gets on (kind "progress"); empty before the first sign."""
         return self._get(f"{kind}/{role}") or ""
 
-    def check(self, watch: tuple[str, ...] = ()) -> None:
-        """Raise Stopped or JobFailed if the job has ended, or JobFailed if a watched role is lost."""
+    def check(self, watch: tuple[str, ...] = (), patience: float = 0.0) -> None:
+        """Raise Stopped or JobFailed if the job has ended, or JobFailed if a watched role is lost (see is_lost)."""
         self.mark()
         end = self.end()
         if end is not None:
@@ -155,17 +172,21 @@ class Control:
                 raise Stopped
             raise JobFailed(end["outcome"])
         for role in watch:
-            if self.is_lost(role):
-                raise JobFailed(f"{role} is lost: no heartbeat for {self.lost_seconds:.0f} s")
+            if self.is_lost(role, patience):
+                raise JobFailed(f"{role} is lost: no heartbeat for {self.lost_seconds + patience:.0f} s")
 
-    def is_lost(self, role: str) -> bool:
-        """Whether a role that was heard of has been silent for `lost_seconds` while this one looked."""
+    def is_lost(self, role: str, patience: float = 0.0) -> bool:
+        """Whether a role that was heard of has been silent for `lost_seconds` while this one looked.
+
+        With `patience` it has that many seconds more, in which it may be started again; a heartbeat that was taken away
+        is silence, too.
+        """
         beat = self._get(f"beat/{role}") or ""
-        seen, since = self._watched.get(role, (None, 0.0))
-        if beat != seen:
+        seen, since = self._watched.get(role, ("", 0.0))
+        if beat != seen and (beat or not patience):
             self._watched[role] = (beat, time.monotonic())
             return False
-        return bool(beat) and time.monotonic() - since > self.lost_seconds
+        return bool(seen) and time.monotonic() - since > self.lost_seconds + patience
 
     def watch_anew(self) -> None:
         """Count the silence of all roles from here on: this one was held up, and could not look."""
@@ -232,18 +253,41 @@ class Control:
     # -- tickets ----------------------------------------------------------------------------------
 
     def open_job(self, start: Start, limit: int) -> None:
-        """Trainer: publish where tickets begin; from here on workers may take them."""
-        self.store.set("tickets/taken", str(start.base))
+        """Trainer: publish what positions stand for; from here on workers may take them.
+
+        A start beside the first of a job begins behind a fence.
+        """
+        number = self.opened()
+        if number == 0:
+            self.store.set("tickets/taken", str(start.first))
+            self.store.set("tickets/limit", str(limit))
+        self.store.set(f"tickets/start/{number}", json.dumps(asdict(start)))
+        self.store.set("tickets/opened", str(number + 1))
         self.store.set("tickets/limit", str(limit))
-        self.store.set("tickets/start", json.dumps(asdict(start)))
+
+    def opened(self) -> int:
+        """How often the job was opened: 0 until the trainer has done so."""
+        return int(self._get("tickets/opened") or 0)
+
+    def starts(self) -> tuple[Start, ...]:
+        """All starts of the job, in their order."""
+        found = [json.loads(self.store.get(f"tickets/start/{number}")) for number in range(self.opened())]
+        return tuple(Start(**{**fields, "open_tickets": tuple(fields["open_tickets"])}) for fields in found)
 
     def job_start(self) -> Start | None:
-        """Worker: where tickets begin; None until the trainer has opened the job."""
-        text = self._get("tickets/start")
-        if text is None:
-            return None
-        fields = json.loads(text)
-        return Start(fields["incarnation"], fields["version"], fields["base"], tuple(fields["open_tickets"]))
+        """The newest start; None until the trainer has opened the job."""
+        starts = self.starts()
+        return starts[-1] if starts else None
+
+    def fence(self) -> int:
+        """Trainer: let nobody take another position until `open_job`; returns the position of the fence.
+
+        Every position below it is signed, and none above it.
+        """
+        self.set_limit(0)
+        position = self.sign("tickets", lambda: sys.maxsize, FENCE)
+        assert position is not None
+        return position
 
     def set_limit(self, limit: int) -> None:
         """Trainer: raise the number of tickets that may be taken in all."""
@@ -276,14 +320,18 @@ class Control:
         """Worker: the group of a position is in the ring, whole."""
         self.store.set(f"tickets/{position}", DONE)
 
-    def left_positions(self, start: Start) -> list[int]:
-        """Worker: positions that an earlier life of this role took and did not close, in their order."""
-        left: list[int] = []
-        for first in range(start.base, self.taken(), _CHUNK):
-            positions = range(first, min(first + _CHUNK, self.taken()))
-            owners = self.store.multi_get([f"tickets/{position}" for position in positions])
-            left += [p for p, owner in zip(positions, owners, strict=True) if owner.decode() == self.role]
-        return left
+    def left_positions(self, first: int) -> list[int]:
+        """Worker: positions from `first` on that an earlier life of this role took and did not close, in order."""
+        owners = self.signatures(first, self.taken())
+        return [position for position, owner in enumerate(owners, first) if owner == self.role]
+
+    def signatures(self, first: int, end: int) -> list[str]:
+        """Who signed each of the positions in [first, end), all of them taken; or DONE, or FENCE."""
+        found: list[str] = []
+        for at in range(first, end, _CHUNK):
+            keys = [f"tickets/{position}" for position in range(at, min(at + _CHUNK, end))]
+            found += [owner.decode() for owner in self.store.multi_get(keys)]
+        return found
 
     def taken(self) -> int:
         """Positions taken so far."""

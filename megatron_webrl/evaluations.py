@@ -25,7 +25,7 @@ _CHUNK = 1000  # results asked for at once
 class Request:
     """An evaluation: `samples` episodes of each of the first `tasks` held-out tasks."""
 
-    number: int  # from 1
+    number: int  # from 1, each once
     kind: str  # "before", "after", "blank_images", "during" or "checkpoint"
     tasks: int
     samples: int
@@ -71,6 +71,11 @@ class Result:
         fields = json.loads(text)
         versions = fields.pop("versions")
         return cls(**fields, versions=tuple(versions) if versions else None)
+
+
+def next_number(control: Control) -> int:
+    """A number that no other request of the job has."""
+    return int(control.store.add("evaluation/asked_so_far", 1))
 
 
 def ask(control: Control, request: Request) -> None:

@@ -1,9 +1,9 @@
 """Starts control plane, rollout workers and trainer ranks on one machine, as two Slurm steps do on many.
 
 The launcher watches its roles. A rollout worker that ends badly, or sends no heartbeat, is started again, at most
-run.restarts times; any other role that ends badly ends the job with an error that names it. Nothing stays behind:
-roles die with the launcher, what they left is handed to it and killed, and the next start sweeps what survived
-even that.
+run.restarts times; trainer ranks are started again all together, from the newest checkpoint (revival.py); any other
+role that ends badly ends the job with an error that names it. Nothing stays behind: roles die with the launcher, what
+they left is handed to it and killed, and the next start sweeps what survived even that.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from megatron_webrl.config import Config, ConfigError
 from megatron_webrl.control import Control, JobFailed
 from megatron_webrl.hangs import Guard
 from megatron_webrl.placement import devices
+from megatron_webrl.revival import Revival, may_revive
 from megatron_webrl.ring.segment import run_prefix, sweep
 from megatron_webrl.roles import GRACE_SECONDS, HURRY_SECONDS, KILL_SECONDS, Role, StartError
 from megatron_webrl.status.farewell import farewell
@@ -43,6 +44,7 @@ class Launcher:
     roles: list[Role] = field(default_factory=list)
     interrupts: int = 0
     scratch: Path = field(default_factory=processes.scratch_folder)  # sockets and browser profiles of the roles
+    revival: Revival | None = None  # once there are trainer ranks
     weights_only: bool = False  # nothing is trained: the weights go to the engines some times
     guard: Guard | None = None  # once there is a control plane
     gpus: dict[str, str] = field(
@@ -117,7 +119,11 @@ class Launcher:
         if end := control.end():
             return end["outcome"]
         for role in self.roles:
-            if (failure := role.failure()) and not self._restart(role, control, failure):
+            if not (failure := role.failure()):
+                continue
+            if self.revival is not None and may_revive(role, self.config):
+                return self._revive_trainer(self.revival, role, failure)
+            if not self._restart(role, control, failure):
                 self.journal.add(role.name, events.FAILED, failure, role.log)
                 return f"failed: {failure}"
         if self.guard is not None:
@@ -140,6 +146,16 @@ class Launcher:
         self.console.print(told, style="yellow", markup=False, soft_wrap=True)
         return True
 
+    def _revive_trainer(self, revival: Revival, role: Role, failure: str) -> str | None:
+        """Start the ranks again after one ended badly; returns how the job ends if that was done too often."""
+        if end := revival.control.end():  # of which it is only a consequence
+            return end["outcome"]
+        fall = revival.fell(role, failure)
+        if outcome := fall.outcome(self.config):
+            return outcome
+        self._warn(revival.start_again(fall))
+        return None
+
     def _start_roles(self) -> Control:
         config = self.config
         control, only = self._start_control(), ["--weights-only"] if self.weights_only else []
@@ -147,6 +163,7 @@ class Launcher:
         for rank in range(config.trainer_ranks):
             place = roles.rank_environment(rank, config.trainer_ranks, rank, os.environ)
             self._start(f"trainer-{rank}", ["trainer", *self._where(control), *only], place)
+        self.revival = None if self.weights_only else Revival(config, control, self.journal, self.roles)
         return control
 
     def _start_control(self) -> Control:

@@ -51,7 +51,7 @@ def connect(address: tuple[str, int], role: str, lost_seconds: float = 10.0) -> 
 
 def test_each_ticket_is_taken_once_and_none_beyond_the_limit(address: tuple[str, int]):
     trainer = connect(address, "trainer-0")
-    trainer.open_job(Start(0, 0, 10, ()), limit=110)
+    trainer.open_job(Start(0, 0, 10, (), 10), limit=110)
     taken: list[list[int]] = [[], [], []]
 
     def worker(number: int) -> None:
@@ -71,7 +71,7 @@ def test_each_ticket_is_taken_once_and_none_beyond_the_limit(address: tuple[str,
 
 
 def test_a_worker_that_is_started_again_finds_what_its_earlier_life_left(address: tuple[str, int]):
-    start = Start(0, 0, 5, ())
+    start = Start(0, 0, 5, (), 5)
     connect(address, "trainer-0").open_job(start, limit=12)
     first, other = connect(address, "rollout-0"), connect(address, "rollout-1")
     taken = [first.take_position() for _ in range(3)]
@@ -80,13 +80,13 @@ def test_a_worker_that_is_started_again_finds_what_its_earlier_life_left(address
     assert first.begin_life() == 1
     again = connect(address, "rollout-0")
     assert again.begin_life() == 2
-    assert again.left_positions(start) == [5, 7]
-    assert other.left_positions(start) == [8]
+    assert again.left_positions(5) == [5, 7]
+    assert other.left_positions(5) == [8]
     assert again.take_position() == 9
     # An earlier life that died between its signature and moving the counter on: nobody loses the position.
     first.store.set("tickets/10", "rollout-0")
     assert other.take_position() == 11
-    assert again.left_positions(start) == [5, 7, 9, 10]
+    assert again.left_positions(5) == [5, 7, 9, 10]
 
 
 def test_a_forgotten_role_is_not_lost_until_it_has_been_heard_of_again(address: tuple[str, int]):
@@ -104,13 +104,13 @@ def test_a_forgotten_role_is_not_lost_until_it_has_been_heard_of_again(address: 
 
 
 def test_open_tickets_are_issued_again_before_later_ones():
-    start = Start(incarnation=1, version=3, base=24, open_tickets=(20, 22, 25))
+    start = Start(incarnation=1, version=3, first=24, open_tickets=(20, 22, 25), fresh=27)
     assert [start.ticket(n) for n in range(24, 30)] == [20, 22, 25, 27, 28, 29]
 
 
 def test_what_could_be_taken_is_what_the_limit_leaves(address: tuple[str, int]):
     trainer = connect(address, "trainer-0")
-    trainer.open_job(Start(0, 0, 5, ()), limit=8)
+    trainer.open_job(Start(0, 0, 5, (), 5), limit=8)
     assert trainer.free_positions() == 3
     assert trainer.take_position() == 5
     assert trainer.free_positions() == 2
@@ -119,8 +119,11 @@ def test_what_could_be_taken_is_what_the_limit_leaves(address: tuple[str, int]):
 
 
 def test_the_ticket_limit_keeps_groups_trainable():
-    assert ticket_limit(version=0, dropped=0, ahead=0, groups_per_update=8) == 8
-    assert ticket_limit(version=3, dropped=5, ahead=2, groups_per_update=8) == 53
+    assert ticket_limit(first=0, survivors=0, closed=0, ahead=0, groups_per_update=8) == 8
+    assert ticket_limit(first=0, survivors=0, closed=3 * 8 + 5, ahead=2, groups_per_update=8) == 53
+    # Behind a fence: 24 may be open, 10 of them are; four that are closed make room for as many.
+    assert ticket_limit(first=100, survivors=10, closed=0, ahead=2, groups_per_update=8) == 114
+    assert ticket_limit(first=100, survivors=10, closed=4, ahead=2, groups_per_update=8) == 118
 
 
 def test_the_first_outcome_counts_and_reaches_every_role(address: tuple[str, int]):

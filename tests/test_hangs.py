@@ -127,7 +127,7 @@ def test_of_trainer_ranks_that_wait_for_each_other_the_first_to_stop_is_killed(t
     with machine(tmp_path, "run.hang_seconds=4", "trainer.data_parallel=3", "rollout.engines=1") as here:
         others = [here.start(f"trainer-{rank}", FOR_EVER) for rank in (0, 2)]
         culprit = here.start("trainer-1", "1")
-        here.control.open_job(Start(0, 0, 0, ()), 1)
+        here.control.open_job(Start(0, 0, 0, (), 0), 1)
         silent = time.monotonic() + 6
         here.until(lambda: time.monotonic() > silent, "more than the limit, for one rank")
         assert here.told == []

@@ -28,7 +28,9 @@ MAY_IMPORT = {
     "tracking": set(),
     "node": {
         "roles",
+        "falls",
         "hangs",
+        "revival",
         "placement",
         "placement_cores",
         "placement_page",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,7 +23,8 @@ from mlflow.tracking import MlflowClient
 from safetensors.torch import load_file
 
 from megatron_webrl.processes import OWNER
-from megatron_webrl.tracking import events
+from megatron_webrl.tracking import episode_log, events
+from tests.run_checks import wrong_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -267,12 +269,27 @@ def test_ctrl_c_saves_what_was_learnt_and_the_run_goes_on_from_there(job: Job):
     assert_nothing_left(job)
 
 
-@pytest.mark.parametrize(("role", "overrides"), [("rollout-0", ["run.restarts=0"]), ("trainer-0", [])])
-def test_a_role_that_is_killed_and_not_started_again_ends_the_job_with_its_name(
-    job: Job, role: str, overrides: list[str]
+@pytest.mark.parametrize(
+    ("role", "overrides", "words"),
+    [
+        ("rollout-0", ["run.restarts=0"], "failed: "),
+        (
+            "trainer-0",
+            ["run.trainer_restarts=1"],
+            "failed: the trainer fell 2 times without a checkpoint in between (run.trainer_restarts=1); "
+            "the last time: ",
+        ),
+    ],
+)
+def test_a_role_that_is_killed_too_often_ends_the_job_with_its_name(
+    job: Job, role: str, overrides: list[str], words: str
 ):
     job.start("trainer.updates=1000", *overrides)
     job.until(job.updates, "a first update")
+    if role == "trainer-0":
+        first = job.until(lambda: job.role(role), "a trainer")
+        first.kill()
+        job.until(lambda: (again := job.role(role)) is not None and again != first, "another trainer")
     process = job.role(role)
     assert process is not None
     killed = time.monotonic()
@@ -280,7 +297,7 @@ def test_a_role_that_is_killed_and_not_started_again_ends_the_job_with_its_name(
     assert job.wait(30) == 1, job.output()
     assert time.monotonic() - killed < 30
     assert f"{role} was killed by SIGKILL" in job.output()
-    assert f"{role} was killed by SIGKILL" in job.summary()["outcome"]
+    assert job.summary()["outcome"].startswith(f"{words}{role} was killed by SIGKILL")
     assert_nothing_left(job)
 
 
@@ -300,6 +317,45 @@ def test_a_worker_that_is_killed_is_started_again_and_takes_up_what_it_had_left(
     assert [reason.split(";")[0] for reason in restarts.pop("rollout-0")] == ["was killed by SIGKILL"]
     assert not any(restarts.values())
     assert "restarts:   rollout-0 1" in job.output()
+    assert_nothing_left(job)
+
+
+def test_a_trainer_that_is_killed_starts_again_in_its_job_and_takes_over_finished_groups(job: Job):
+    updates = 7
+    job.start(f"trainer.updates={updates}", "trainer.tensor_parallel=2", "trainer.checkpoint.every=2")
+    latest = job.run_folder / "checkpoints" / "latest"
+    job.until(lambda: latest.is_file() and len(job.updates()) >= 3, "a checkpoint, and an update after it")
+    worker = job.until(lambda: job.role("rollout-0"), "a worker")
+    engine = {each.pid for each in worker.children()}
+    job.until(lambda: job.role("trainer-0"), "a trainer").kill()
+    job.until(lambda: "all trainer ranks are started again" in job.output(), "another start", 60)
+    log = job.run_folder / "logs" / "trainer-0.log"
+    went_on = (
+        r"goes on from version (\d+): (\d+) groups in flight, (\d+) adopted, (\d+) to be made again; (\d+) episodes"
+    )
+    found = job.until(lambda: re.search(went_on, log.read_text()), "a take-over")
+    version, in_flight, adopted, _, lost = map(int, found.groups())
+    assert version >= 2
+    assert version % 2 == 0
+    assert adopted >= 1
+    job.until(lambda: len(job.updates()) > version, "an update of the other trainer")
+    assert {each.pid for each in worker.children()} >= engine
+    assert job.wait(400) == 0, job.output()
+    assert "life 2" not in (job.run_folder / "logs" / "rollout-0.log").read_text()
+    assert not wrong_with(job.run_folder, updates, open_at_end=4)
+    summary = job.summary()
+    assert summary["accounting"]["rolled_back"] == lost
+    assert len(episode_log.rolled_back(job.run_folder)) == lost
+    assert [restart["role"] for restart in summary["restarts"]] == ["trainer-0"]
+    assert "was killed by SIGKILL" in summary["restarts"][0]["reason"]
+    assert max(u["logprob_gap_max"] or 0.0 for u in summary["updates"]) <= 1e-3
+    assert min(u["staleness_mean"] for u in summary["updates"]) >= 0
+    assert in_flight + adopted <= 4
+    state = json.loads(Path(summary["checkpoint"], "state.json").read_text())
+    assert state["incarnation"] == 1
+    client = MlflowClient(f"sqlite:///{job.folder / 'runs' / 'mlflow.db'}")
+    runs = client.search_runs([client.get_experiment_by_name("megatron_webrl").experiment_id])
+    assert [run.info.status for run in runs] == ["FINISHED"]
     assert_nothing_left(job)
 
 

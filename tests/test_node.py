@@ -248,15 +248,24 @@ def test_processes_are_bound_to_their_cores_and_die_with_their_node(tmp_path: Pa
     assert not scratch.exists()
 
 
-def test_a_rank_that_fails_ends_the_job_with_its_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("times", [0, 1])
+def test_a_rank_that_fails_too_often_ends_the_job_with_its_name(tmp_path: Path, times: int) -> None:
+    why = "trainer-1 exited with code 1; its last words: ERROR it fails on purpose"
     with control_plane(tmp_path) as address:
-        step = start_step(tmp_path, address, "trainer", "trainer.data_parallel=2", FAILS="trainer-1")
+        more = "trainer.data_parallel=2", f"run.trainer_restarts={times}"
+        step = start_step(tmp_path, address, "trainer", *more, FAILS="trainer-1")
         output, _ = step.communicate(timeout=90)
         end = connect(address, "test").end()
     assert step.returncode == 1
     assert end is not None
-    assert end["outcome"].startswith("failed: trainer-1 exited with code 1; its last words: ERROR it fails on purpose")
-    assert "trainer-1 exited with code 1; its last words: ERROR it fails on purpose" in output
+    often = "the trainer fell 2 times without a checkpoint in between (run.trainer_restarts=1); the last time: "
+    assert end["outcome"].startswith(f"failed: {often * times}{why}")
+    assert why in output
+    log = (tmp_path / "here" / "logs" / "node-0" / "trainer-1.log").read_text()
+    assert log.count("ERROR it fails") == 1 + times
+    happened = [(each.role, each.event) for each in events.read(tmp_path / "here") if each.event != events.STARTED]
+    assert happened == [("trainer-1", events.RESTARTED)] * times + [("trainer-1", events.FAILED)]
+    assert ("all trainer ranks are started again from the beginning" in output) == bool(times)
 
 
 def test_a_worker_that_is_killed_is_started_again(tmp_path: Path) -> None:

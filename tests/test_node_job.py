@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
 from megatron_webrl import processes
 from megatron_webrl.config import load, save
-from megatron_webrl.tracking import episode_log
+from megatron_webrl.tracking import episode_log, summary
 from megatron_webrl.trainer import group_files
+from tests.run_checks import wrong_with
 from tests.test_job import SETTINGS
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(900)]
@@ -27,11 +31,11 @@ LIMIT = 700.0
 class NodeJob:
     """Control plane, a worker and a trainer rank on each of two nodes."""
 
-    def __init__(self, folder: Path, model: Path) -> None:
+    def __init__(self, folder: Path, model: Path, **trainer: Any) -> None:
         name = f"n{os.getpid()}"
         settings: dict[str, Any] = {**SETTINGS, "model": {"path": str(model)}}
         settings["run"] = {"name": name, "directory": str(folder / "runs")}
-        settings["trainer"] = {**SETTINGS["trainer"], "data_parallel": 2}
+        settings["trainer"] = {**SETTINGS["trainer"], "data_parallel": 2, **trainer}
         settings["rollout"] = {**SETTINGS["rollout"], "engines": 2}
         settings["cluster"], settings["tracking"] = {"nodes": 2}, {"keep_records": True}
         (folder / "config.yaml").write_text(yaml.safe_dump(settings))
@@ -61,6 +65,37 @@ class NodeJob:
             place = {"RANK": node, "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
             self.start(f"trainer-{node}", "trainer", *where, **place)
 
+    def start_nodes(self) -> None:
+        """The same through what a Slurm step runs on each node."""
+        path, port = str(self.folder / "config.yaml"), socket.create_server(("127.0.0.1", 0)).getsockname()[1]
+        self.config.control.port = port
+        save(self.config, self.folder / "config.yaml")
+        parts = [("control", ["--host", "127.0.0.1"])]
+        parts += [(role, ["--node", str(node)]) for node in (0, 1) for role in ("rollout", "trainer")]
+        for role, words in parts:
+            name = f"node-{words[-1]}-{role}"
+            command = [sys.executable, "-m", "megatron_webrl.cli", "node", role, path, *words]
+            environment = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
+            self.roles[name] = processes.start(command, self.log(name), environment, name)
+
+    def role(self, name: str) -> psutil.Process | None:
+        """A process that one of the nodes has started."""
+        for node in self.roles.values():
+            with suppress(psutil.NoSuchProcess):
+                for process in psutil.Process(node.pid).children():
+                    if process.environ().get("WEBRL_ROLE") == name:
+                        return process
+        return None
+
+    def until(self, condition: Callable[[], Any], what: str) -> Any:
+        deadline = time.monotonic() + LIMIT
+        while not (found := condition()):
+            codes = {name: role.poll() for name, role in self.roles.items()}
+            assert not any(codes.values()), f"the job ended before {what}: {codes}"
+            assert time.monotonic() < deadline, f"no {what}"
+            time.sleep(0.1)
+        return found
+
     def log(self, name: str) -> Path:
         return self.folder / "logs" / f"{name}.log"
 
@@ -81,15 +116,46 @@ def job(tmp_path: Path, tiny_model: Path) -> Iterator[NodeJob]:
         processes.kill_group(role.pid)
 
 
+def test_a_rank_that_is_killed_on_one_node_starts_again_with_that_of_the_other(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    updates = 6
+    job = NodeJob(tmp_path, tiny_model, updates=updates, checkpoint={"every": 2})
+    try:
+        job.start_nodes()
+        latest = job.folder / "checkpoints" / "latest"
+        job.until(lambda: latest.is_file() and len(summary.read_updates(job.folder)) >= 3, "a checkpoint")
+        ranks = [job.until(lambda: job.role(f"trainer-{node}"), "a rank") for node in (0, 1)]  # noqa: B023
+        workers = [job.until(lambda: job.role(f"rollout-{node}"), "a worker") for node in (0, 1)]  # noqa: B023
+        ranks[1].kill()
+        for node in (0, 1):
+            told = job.log(f"node-{node}-trainer")
+            job.until(lambda: "all trainer ranks are started again" in told.read_text(), "another start")  # noqa: B023
+            assert job.until(lambda: job.role(f"trainer-{node}"), "another rank") != ranks[node]  # noqa: B023
+        job.until(lambda: "goes on from version" in (job.folder / "logs/node-0/trainer-0.log").read_text(), "take-over")
+        assert all(worker.is_running() for worker in workers)
+        codes = job.wait()
+    finally:
+        for role in job.roles.values():
+            processes.end_tree(role, 30.0)
+    assert set(codes.values()) == {0}, codes
+    assert not wrong_with(job.folder, updates, open_at_end=4)
+    found = summary.read(job.folder)
+    assert [restart["role"] for restart in found["restarts"]] == ["trainer-1"]
+    assert found["accounting"]["rolled_back"] == len(episode_log.rolled_back(job.folder))
+    assert {line["worker"] for line in episode_log.read(job.folder)} == {"rollout-0.1", "rollout-1.1"}
+    assert not list(Path("/dev/shm").glob(f"webrl-{job.config.run.name}-*"))
+
+
 def test_a_job_on_two_nodes_trains_on_the_groups_of_both(job: NodeJob) -> None:
     job.start_all()
     codes = job.wait()
     assert set(codes.values()) == {0}, f"{codes}\n" + job.log("trainer-0").read_text()[-3000:]
-    summary = json.loads((job.folder / "summary.json").read_text())
-    assert summary["outcome"] == "finished"
-    assert [update["version"] for update in summary["updates"]] == [1, 2]
-    assert summary["accounting"]["matches"], summary["accounting"]
-    gaps = [u["logprob_gap_max"] for u in summary["updates"] if u["logprob_gap_max"] is not None]
+    content = summary.read(job.folder)
+    assert content["outcome"] == "finished"
+    assert [update["version"] for update in content["updates"]] == [1, 2]
+    assert content["accounting"]["matches"], content["accounting"]
+    gaps = [u["logprob_gap_max"] for u in content["updates"] if u["logprob_gap_max"] is not None]
     assert max(gaps) <= 1e-3
 
     lines = episode_log.read(job.folder)
@@ -105,7 +171,7 @@ def test_a_job_on_two_nodes_trains_on_the_groups_of_both(job: NodeJob) -> None:
         for image in t.images
     )
 
-    nodes = summary["nodes"]
+    nodes = content["nodes"]
     assert nodes["screenshots_mib"] > nodes["moved_mib"] >= 0
     assert nodes["local_share"] == pytest.approx(1 - nodes["moved_mib"] / nodes["screenshots_mib"])
     assert nodes["other_mib"] > 0

@@ -51,7 +51,7 @@ def kill_at_random(job: Job, choose: random.Random) -> None:
 @pytest.mark.timeout(3600)
 def test_twenty_kills_lose_no_group_train_none_twice_and_skip_no_task(job: Job) -> None:
     choose = random.Random(0)
-    overrides = [f"trainer.updates={UPDATES}", "trainer.checkpoint.every=1"]
+    overrides = [f"trainer.updates={UPDATES}", "trainer.checkpoint.every=1", "run.trainer_restarts=0"]
     for _ in range(KILLS):
         assert versions(job) < UPDATES - 1, "it is over before the last kill"
         resume = [f"run.resume={'true' if versions(job) else 'false'}"]

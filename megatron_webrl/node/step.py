@@ -1,8 +1,9 @@
 """One node's part of a step: its processes, started where the placement says, watched, and ended together.
 
 A process that ends badly ends the job, with an error that names it; a rollout worker is started again first, at most
-run.restarts times. What is started dies with this process. torch, which takes seconds to import, is imported only when
-something has failed.
+run.restarts times, and trainer ranks all together, with those of all other nodes (revival.py). What is started dies
+with this process. torch, which takes seconds to import, is imported only when something has failed, or by those who
+must hear of what fails elsewhere.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from megatron_webrl.node.starts import Start, starts
 from megatron_webrl.placement import Role as RoleName
 from megatron_webrl.placement import place
 from megatron_webrl.placement_cores import format_cores
+from megatron_webrl.revival import Revival, may_revive
 from megatron_webrl.ring.segment import run_prefix, sweep
 from megatron_webrl.roles import HURRY_SECONDS, KILL_SECONDS, Role
 from megatron_webrl.tracking import events
@@ -33,6 +35,7 @@ from megatron_webrl.types import GOOD_OUTCOMES
 
 if TYPE_CHECKING:
     from megatron_webrl.control import Control
+    from megatron_webrl.falls import Fall
 
 POLL_SECONDS = 0.1
 
@@ -49,6 +52,8 @@ class Step:
     roles: list[Role] = field(default_factory=list)
     excused: set[str] = field(default_factory=set)  # workers that failed after the job had ended well
     signals: Signals = field(default_factory=Signals)
+    revival: Revival | None = None  # of the trainer ranks, once it is needed
+    deaf: bool = False  # it cannot hear of falls any more
     scratch: Path = field(default_factory=processes.scratch_folder)
 
     def __post_init__(self) -> None:
@@ -109,6 +114,10 @@ class Step:
                 if not self._goes_on(role, failure):
                     return 1
                 running = True
+            if (fall := self._fall_elsewhere()) is not None:
+                if not self._start_again(fall):
+                    return 1
+                running = True
             supervisor.step(self.roles, self._control)
             self.signals.look()  # of a notice the first node tells the trainer
             if self.signals.ended:
@@ -146,13 +155,42 @@ class Step:
         return Control(host, int(port), f"node-{self.node}", self.config.run.lost_seconds, connect_seconds=10.0)
 
     def _revived(self, role: Role, control: Control, failure: str) -> bool:
+        if may_revive(role, self.config) and not self.signals.ended:
+            self.revival = self.revival or Revival(self.config, control, self.journal, self.roles)
+            return self._start_again(self.revival.fell(role, failure))
         if told := roles.revive(role, self.config, control, failure):
             self._tell(told)
             self.journal.add(role.name, events.RESTARTED, failure, role.log)
             return True
         self._tell(failure)
         self.journal.add(role.name, events.FAILED, failure, role.log)
-        control.finish(f"failed: {failure}")
+        return self._fail(control, f"failed: {failure}")
+
+    def _fall_elsewhere(self) -> Fall | None:
+        """How the trainer fell, if a rank of another node has ended badly."""
+        from_others = self.role == "trainer" and self.config.cluster.nodes > 1 and not self.rehearse
+        if not from_others or not self.config.run.trainer_restarts or self.deaf:
+            return None
+        from megatron_webrl.control import JobFailed
+
+        try:
+            self.revival = self.revival or Revival(self.config, self._control(), self.journal, self.roles)
+            return self.revival.heard()
+        except JobFailed:  # the job is over, or its ranks will say what they miss; a connection is tried for again
+            self.deaf = self.revival is not None
+            return None
+
+    def _start_again(self, fall: Fall) -> bool:
+        """Start the ranks again as the next attempt; False if there is none, and the job ends."""
+        assert self.revival is not None
+        if outcome := fall.outcome(self.config):
+            self._tell(outcome.removeprefix("failed: "))
+            return self._fail(self.revival.control, outcome)
+        self._tell(self.revival.start_again(fall))
+        return True
+
+    def _fail(self, control: Control, outcome: str) -> bool:
+        control.finish(outcome)
         deadline = time.monotonic() + HURRY_SECONDS  # the others see it, and end in order
         while any(other.process.poll() is None for other in self.roles) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)

@@ -89,7 +89,7 @@ async def _take_weights(config: Config, control: Control, worker: int, life: int
         refresh = Refresh(config, control, engine, worker, f"rollout-{worker}.{life}")
         told = False
         while True:
-            control.check(("trainer-0",))
+            control.check(("trainer-0",), config.trainer_patience)
             await refresh.step()
             if control.value("weights/asked") == engine.version and not told:
                 found = {"ways": await engine.weight_ways(), "sums": await engine.weight_sums()}

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_webrl.config import Config
-from megatron_webrl.control import POLL_SECONDS, Control, Start, Stopped
+from megatron_webrl.control import POLL_SECONDS, Control, Start, Stopped, start_at
 from megatron_webrl.ring.errors import RingFull
 from megatron_webrl.ring.record import encode
 from megatron_webrl.ring.ring import Ring
@@ -42,7 +42,7 @@ class Pool:
     refresh: Refresh
     evaluator: Evaluator
     name: str  # of this life of the worker
-    start: Start | None = None
+    starts: Sequence[Start] = ()  # of the job, in their order
     written: int = 0
     _finished: int = 0  # of groups that are done with
     _left: list[int] = field(default_factory=list)  # positions that an earlier life did not close
@@ -61,7 +61,7 @@ class Pool:
         """Work until the job has ended; then leave unfinished episodes and report the account."""
         try:
             while True:
-                self.control.check(("trainer-0",))
+                self.control.check(("trainer-0",), self.config.trainer_patience)
                 self._raise_failed()
                 fresh = await self._take_weights()
                 self._newest = self.refresh.newest()
@@ -120,8 +120,12 @@ class Pool:
 
     @property
     def _waits(self) -> bool:
-        """Whether what the engine would make could not be trained: it has no whole weights, or too old ones."""
-        return self.engine.version < 0 or self.engine.torn or self._too_old(self.engine.version)
+        """Whether what the engine would make could not be trained: it has no whole weights, or too old ones.
+
+        Those of a trainer that died are numbered as others are that the trainer which is there makes.
+        """
+        broken = self.engine.version < 0 or self.engine.torn
+        return broken or self.refresh.outlived or self._too_old(self.engine.version)
 
     def _too_old(self, version: int) -> bool:
         return self._newest - version > self.config.staleness
@@ -141,11 +145,11 @@ class Pool:
         """Take tickets while there is room: at most this worker's share of those that are free, to leave some to
         other workers; who is fast has room again sooner, and takes more.
         """
-        if self.start is None and (start := self.control.job_start()) is not None:
-            self.start, self._left = start, self.control.left_positions(start)
+        if not self.starts and (starts := self.control.starts()):
+            self.starts, self._left = starts, self.control.left_positions(starts[0].first)
             if self._left:
                 log.info("taking up %d groups that an earlier life of this worker had not finished", len(self._left))
-        if self.start is None:
+        if not self.starts:
             return
         share = -(-self.control.free_positions() // self.config.rollout.engines)
         while len(self._groups) < self.config.rollout.groups_in_flight and (self._left or share > 0):
@@ -155,11 +159,14 @@ class Pool:
                 position, share = self.control.take_position(), share - 1
             if position is None:
                 return
-            self._begin(position, self.start)
+            self._begin(position)
 
-    def _begin(self, position: int, start: Start) -> None:
+    def _begin(self, position: int) -> None:
+        if self.control.opened() > len(self.starts):  # what the position stands for was published before
+            self.starts = self.control.starts()
+        ticket = start_at(self.starts, position).ticket(position)
         group = GroupRun(
-            self.episodes, self.engine, start.ticket(position), start.incarnation, self.config.rollout, self._occupancy
+            self.episodes, self.engine, ticket, self.starts[-1].incarnation, self.config.rollout, self._occupancy
         )
         self._groups[asyncio.create_task(self._run_group(position, group))] = group
 

@@ -31,9 +31,11 @@ class Refresh:
         self.config, self.control, self.engine = config, control, engine
         self._worker, self._name = worker, name
         self._links = 0
+        self._known: object = None  # the trainer that there was at the last look
         self._trainer: object = None  # the trainer that was announced to; None: nobody
         self._linked = False
         self._transfer = 0  # the last one over this link
+        self._source: object = None  # the trainer that the engine's weights are of
         self._since = time.monotonic()  # of waiting for the trainer
 
     @property
@@ -45,6 +47,11 @@ class Refresh:
         """Whether the trainer offers this engine weights that it has not taken."""
         return self._linked and self._offer() is not None
 
+    @property
+    def outlived(self) -> bool:
+        """Whether another trainer has come than the one that the engine's weights are of."""
+        return self._source is not None and self._known != self._source
+
     def newest(self) -> int:
         """The version that the trainer offered last, to whomever; -1 before the first."""
         offer: Any = self.control.value("weights/offer")
@@ -52,7 +59,7 @@ class Refresh:
 
     async def step(self) -> None:
         """Do what is to be done next, if anything. Raises EngineDeadError, JobFailed."""
-        trainer = self.control.value("weights/trainer")
+        trainer = self._known = self.control.value("weights/trainer")
         try:
             if trainer != self._trainer:
                 self._announce(trainer)
@@ -97,7 +104,7 @@ class Refresh:
             return
         version = offer["version"]
         paused = await self.engine.receive_weights(version, offer["transfer"])
-        self._transfer = offer["transfer"]
+        self._transfer, self._source = offer["transfer"], self._trainer
         log.info("version %d in place, engine paused for %.3f s", version, paused)
         taken = {"life": self.life, "version": version, "pause": paused}
         self.control.put(f"weights/taken/rollout-{self._worker}", taken)

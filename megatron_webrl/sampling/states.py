@@ -41,18 +41,30 @@ def publish(control: Control, states: Sequence[SamplerState], before: Sequence[S
             control.store.delete_key(_key(state.first))
 
 
+def published(control: Control) -> list[SamplerState]:
+    """Trainer: the states that there are, oldest first."""
+    index, found = control.value(_INDEX), []
+    for first in index if isinstance(index, list) else ():
+        values = control.value(_key(first))
+        if isinstance(values, list):
+            found.append(SamplerState(first, tuple(values)))
+    return found
+
+
 class PublishedStates:
     """A worker's view of the states. Each is read once."""
 
-    def __init__(self, control: Control, seconds: float) -> None:
-        """`seconds`: limit of waiting for a state."""
-        self.control, self.seconds = control, seconds
+    def __init__(self, control: Control, seconds: float, patience: float = 0.0) -> None:
+        """`seconds`: limit of waiting for a state; `patience`: that of a silent trainer to be started again."""
+        self.control, self.seconds, self.patience = control, seconds, patience
         self._known: dict[int, tuple[float, ...]] = {}
 
     @classmethod
     def of(cls, config: Config, control: Control) -> PublishedStates | None:
         """None for samplers whose probabilities are known without the trainer."""
-        return cls(control, config.run.start_seconds) if config.tasks.sampler.name in ADAPTIVE else None
+        if config.tasks.sampler.name not in ADAPTIVE:
+            return None
+        return cls(control, config.run.start_seconds, config.trainer_patience)
 
     async def probabilities(self, ticket: int) -> tuple[float, ...]:
         """The probabilities by which a ticket that has been taken draws. Raises JobFailed, Stopped.
@@ -62,7 +74,7 @@ class PublishedStates:
         """
         deadline = time.monotonic() + self.seconds
         while (found := self._find(ticket)) is None:
-            self.control.check(("trainer-0",))
+            self.control.check(("trainer-0",), self.patience)
             if time.monotonic() > deadline:
                 raise JobFailed(
                     f"{self.control.role} waited {self.seconds:.0f} s (run.start_seconds) for the sampler state of "

@@ -175,17 +175,16 @@ def _ask(address: Address, roles: Sequence[str]) -> Answer | str:
 
 
 def _look(control: Control, ring: str, roles: Sequence[str]) -> Answer:
-    from megatron_webrl.control import DONE
+    from megatron_webrl.control import DONE, FENCE
 
-    end, start, tickets = control.end(), control.job_start(), None
-    if start is not None:
+    end, starts, tickets = control.end(), control.starts(), None
+    if starts:
         taken = control.taken()
-        signed = [f"tickets/{n}" for n in range(max(start.base, taken - TICKETS), taken)]
-        owners = control.store.multi_get(signed) if signed else []
-        playing = sum(owner.decode() != DONE for owner in owners)
+        owners = control.signatures(max(starts[0].first, taken - TICKETS), taken)
+        playing = sum(owner not in (DONE, FENCE) for owner in owners)
         tickets = Tickets(taken, int(_text(control, "tickets/limit") or 0), playing)
     now, outcome = time.time(), None if end is None else end["outcome"]
-    found = Answer(outcome, ring, start is not None, control.stop_requested(), tickets)
+    found = Answer(outcome, ring, bool(starts), control.stop_requested(), tickets)
     for role in roles:
         if (beat := _text(control, f"beat/{role}")) is not None:
             found.beats[role] = _age(beat, now)

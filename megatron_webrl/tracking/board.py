@@ -62,11 +62,13 @@ def accounting_line(accounting: Mapping[str, Any]) -> str:
     """The sums of finished episodes in one line."""
     dropped = ", ".join(f"{name} {count}" for name, count in accounting["dropped"].items()) or "none"
     dropped_sum = sum(accounting["dropped"].values())
-    total = accounting["trained"] + dropped_sum + accounting["waiting"]
+    rolled_back = accounting["rolled_back"]
+    total = accounting["trained"] + dropped_sum + accounting["waiting"] + rolled_back
+    lost = f" + {rolled_back} rolled back" if rolled_back else ""
     verdict = "matches" if accounting["matches"] else "DOES NOT MATCH"
     return (
         f"episodes: {accounting['finished']} finished = {accounting['trained']} trained + "
-        f"{dropped_sum} dropped ({dropped}) + {accounting['waiting']} waiting = {total}: {verdict}"
+        f"{dropped_sum} dropped ({dropped}) + {accounting['waiting']} waiting{lost} = {total}: {verdict}"
     )
 
 

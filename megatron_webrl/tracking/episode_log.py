@@ -1,9 +1,14 @@
-"""episodes.jsonl: the accounting of a run, itemised. A line for every episode that was trained or dropped."""
+"""episodes.jsonl: the accounting of a run, itemised. A line for every episode that was trained or dropped.
+
+rolled_back.jsonl has the lines of episodes that were counted after the checkpoint from which the trainer was started
+again within its job: their records are gone, and their tickets are run again.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Container, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,6 +18,7 @@ from megatron_webrl.types import Trajectory
 log = logging.getLogger(__name__)
 
 FILE = "episodes.jsonl"
+ROLLED_BACK = "rolled_back.jsonl"
 TRAINED = "trained"
 
 
@@ -58,7 +64,7 @@ def line(trajectory: Trajectory, reason: str | None, version: int) -> dict[str, 
         "tries": trajectory.tries,
         "worker": trajectory.worker,
         "seconds": round(trajectory.seconds, 4),
-        "finished_at": round(trajectory.finished_at, 3),
+        "finished_at": _moment(trajectory),
         "steps": [
             {
                 "prompt": len(step.prompt_token_ids),
@@ -72,7 +78,55 @@ def line(trajectory: Trajectory, reason: str | None, version: int) -> dict[str, 
     }
 
 
-def read(folder: Path) -> list[dict[str, Any]]:
-    """All lines of a run; none without a file."""
-    path = folder / FILE
-    return [json.loads(text) for text in path.read_text().splitlines()] if path.is_file() else []
+Identity = tuple[int, int, str, float]
+"""Of one run of an episode: its ticket, its index, the life of its worker, and when it ended."""
+
+
+def identity(line: Mapping[str, Any]) -> Identity:
+    """Of the episode that a line tells of."""
+    return line["ticket"], line["index"], line["worker"], line["finished_at"]
+
+
+def identity_of(trajectory: Trajectory) -> Identity:
+    """The same of a trajectory."""
+    return trajectory.ticket, trajectory.index, trajectory.worker, _moment(trajectory)
+
+
+def read(folder: Path, first: int = 0, end: int | None = None) -> list[dict[str, Any]]:
+    """The lines of a run, from `first` on to before `end`; none without a file."""
+    return _lines(folder / FILE, first, end)
+
+
+def rolled_back(folder: Path) -> list[dict[str, Any]]:
+    """The lines that were put aside in the job."""
+    return _lines(folder / ROLLED_BACK)
+
+
+def roll_back(folder: Path, closed: int, there: Container[Identity]) -> list[dict[str, Any]]:
+    """Put the lines aside that follow the first `closed` ones, and whose episodes are not `there` to be counted again.
+
+    Returns all that were put aside in the job. A second call, after a crash, changes nothing.
+    """
+    lost = rolled_back(folder)
+    known = {identity(line) for line in lost}
+    lost += [line for line in read(folder, closed) if identity(line) not in known and identity(line) not in there]
+    temporary = folder / f".{ROLLED_BACK}"
+    temporary.write_text("".join(json.dumps(line) + "\n" for line in lost))
+    temporary.rename(folder / ROLLED_BACK)
+    return lost
+
+
+def forget_rolled_back(folder: Path) -> None:
+    """Another job begins, which knows nothing of what was rolled back before."""
+    (folder / ROLLED_BACK).unlink(missing_ok=True)
+
+
+def _moment(trajectory: Trajectory) -> float:
+    return round(trajectory.finished_at, 3)
+
+
+def _lines(path: Path, first: int = 0, end: int | None = None) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    with path.open() as file:
+        return [json.loads(text) for text in islice(file, first, end)]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.tracking import evaluation_files, learning_plot
+from megatron_webrl.tracking import evaluation_files, events, learning_plot
 from megatron_webrl.types import GOOD_OUTCOMES
 
 PACKAGES = (
@@ -50,6 +50,7 @@ def write(folder: Path, outcome: str, accounting: dict[str, Any] | None) -> None
         "outcome": outcome,
         "updates": updates,
         "accounting": accounting,
+        "restarts": _restarts(folder),
         "nodes": _between_nodes(updates),
         "evaluation": evaluation_files.summarise(folder, updates[-1]["version"] if updates else 0),
         "checkpoint": str(folder / "checkpoints" / latest.read_text().strip()) if latest.is_file() else None,
@@ -64,6 +65,12 @@ def complete(folder: Path, outcome: str) -> None:
     """At the end of a job: write the summary if the trainer has written none, or if the job did not end well."""
     if outcome not in GOOD_OUTCOMES or not (folder / "summary.json").is_file():
         write(folder, outcome, None)
+
+
+def _restarts(folder: Path) -> list[dict[str, Any]]:
+    """What was started again in all jobs of the run."""
+    again = [event for event in events.read(folder) if event.event == events.RESTARTED]
+    return [{"role": event.role, "reason": event.reason, "at": event.at, "node": event.node} for event in again]
 
 
 def _between_nodes(updates: Sequence[dict[str, Any]]) -> dict[str, float] | None:

@@ -1,4 +1,4 @@
-"""Every finished episode is counted in exactly one of: trained, dropped by a named reason, waiting."""
+"""Every finished episode is counted in exactly one of: trained, dropped by a named reason, waiting, rolled back."""
 
 from __future__ import annotations
 
@@ -46,14 +46,19 @@ class Accounting:
         """The dropped episodes by reason, in words."""
         return ", ".join(f"{name} {count}" for name, count in sorted(self.dropped.items())) or "none"
 
-    def summary(self, finished: int, waiting: int) -> dict[str, Any]:
-        """The accounting of summary.json. `finished` is what the workers counted, `waiting` what was found unread."""
+    def summary(self, finished: int, waiting: int, rolled_back: int = 0) -> dict[str, Any]:
+        """The accounting of summary.json.
+
+        `finished` is what the workers counted, `waiting` what was found unread, `rolled_back` what trainers had closed
+        that died afterwards, beyond their last checkpoint.
+        """
         return {
             "finished": finished,
             "trained": self.trained,
             "dropped": dict(sorted(self.dropped.items())),
             "waiting": waiting,
-            "matches": finished == self.closed + waiting,
+            "rolled_back": rolled_back,
+            "matches": finished == self.closed + waiting + rolled_back,
             "tokens": {"trained": self.tokens_trained, "dropped": dict(sorted(self.tokens_dropped.items()))},
         }
 

@@ -15,6 +15,9 @@ from megatron_webrl.trainer.loss import BatchSize, token_weight
 from megatron_webrl.trainer.rewards import reward_function
 from megatron_webrl.types import Group, Step, Trajectory
 
+NO_VERSION = -1
+"""Of tokens whose log-probabilities are no other version's: nothing is to be compared with them."""
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -120,6 +123,21 @@ def relabelled(groups: Sequence[Group], config: Config, version: int) -> list[Gr
         return replace(trajectory, reward=next(dealt)) if trajectory.trainable else trajectory
 
     return [replace(group, trajectories=tuple(map(given, group.trajectories))) for group in groups]
+
+
+def without_lost_versions(groups: Sequence[Group], incarnation: int) -> list[Group]:
+    """The groups, their tokens without a version (NO_VERSION) where an earlier incarnation began the episode.
+
+    A version that was made after the checkpoint is of other weights than the one that has its number now.
+    """
+
+    def known(trajectory: Trajectory) -> Trajectory:
+        if trajectory.incarnation == incarnation:
+            return trajectory
+        steps = [replace(step, versions=np.full_like(step.versions, NO_VERSION)) for step in trajectory.steps]
+        return replace(trajectory, steps=tuple(steps))
+
+    return [replace(group, trajectories=tuple(map(known, group.trajectories))) for group in groups]
 
 
 def batch_size(samples: Sequence[Sample]) -> BatchSize:

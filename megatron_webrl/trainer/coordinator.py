@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from megatron_webrl.config import Config
-from megatron_webrl.control import Control, JobFailed, Start, ticket_limit
+from megatron_webrl.control import Control, JobFailed
 from megatron_webrl.tracking import summary
 from megatron_webrl.tracking.episode_log import EpisodeLog
 from megatron_webrl.tracking.metrics import (
@@ -26,6 +27,7 @@ from megatron_webrl.tracking.metrics import (
 from megatron_webrl.tracking.mlflow_run import Tracker, varied
 from megatron_webrl.trainer import group_files
 from megatron_webrl.trainer.accounting import Accounting
+from megatron_webrl.trainer.beginning import Beginning
 from megatron_webrl.trainer.checkpoint import Checkpoints, TrainerState
 from megatron_webrl.trainer.groups import GroupSource
 from megatron_webrl.trainer.learner import Learner, Metrics
@@ -52,23 +54,26 @@ class Coordinator:
         control: Control,
         rings: OneRing | NodeRings,
         state: TrainerState,
+        beginning: Beginning,
         tracker: Tracker | None,
         on_ready: Callable[[Group], None] = lambda group: None,
     ) -> None:
-        """`tracker` is the first rank's; `state` is a fresh run's or the checkpoint's, with its new incarnation.
+        """`tracker` is the first rank's; `state` is a fresh run's or the checkpoint's, from which it begins.
 
         `on_ready` is told on the first rank of groups that wait to be trained.
         """
         self.config, self.control, self.rings, self.tracker = config, control, rings, tracker
         self.accounting = Accounting.from_state(state.accounting)
-        self.finished_before = self.accounting.closed
-        self.start = Start(state.incarnation, state.version, state.base, state.open_tickets)
+        self.beginning, self.start = beginning, beginning.start
         self.dropped_before = state.dropped_tickets
         self.updates = list(state.updates)
-        self.sampler = TaskSampler(config.tasks, self.start, state.sampler)
-        self.episodes = EpisodeLog(config.run_folder, self.accounting.closed) if self.first else None
+        self.sampler = TaskSampler(config.tasks, self.start.fresh, beginning.open, state.sampler)
+        self.episodes = None
+        if self.first:
+            self.episodes = EpisodeLog(config.run_folder, self.accounting.closed)
+            summary.write_updates(config.run_folder, self.updates)  # without those that are made again
         self.source = GroupSource(
-            rings.records, config, state.incarnation, self.accounting, self.sampler.note, self.episodes, on_ready
+            rings.records, config, beginning, self.accounting, self.sampler.note, self.episodes, on_ready
         )
         self.checkpoints = Checkpoints(
             config.run_folder / "checkpoints", Path(config.model.path), config.trainer.checkpoint, control.mark
@@ -136,7 +141,8 @@ class Coordinator:
         if self.tracker is None:
             return
         trajectories = [t for g in groups for t in g.trajectories if t.trainable]
-        staleness = [version - 1 - t.oldest_version for t in trajectories if t.oldest_version is not None]
+        oldest = map(self.source.oldest_version, trajectories)
+        staleness = [version - 1 - each for each in oldest if each is not None]
         tokens = max(1.0, metrics["response_tokens"])
         rates: dict[str, float] = {
             "loss": metrics["loss"],
@@ -213,10 +219,11 @@ class Coordinator:
             self.source.poll(version)
             self.rings.end()
             # A worker that died gave no account: what it finished is what came out of the ring.
-            died = sum(count for life, count in self.source.arrived.items() if life not in final)
-            finished = self.finished_before + died + sum(report["finished"] for report in final.values())
+            arrived = self.source.arrived + Counter(self.beginning.counted)
+            died = sum(count for life, count in arrived.items() if life not in final)
+            finished = self.beginning.closed + died + sum(report["finished"] for report in final.values())
             waiting = self.source.waiting() + sum(report["held"] for report in final.values())
-            accounting = self.accounting.summary(finished, waiting)
+            accounting = self.accounting.summary(finished, waiting, self.beginning.rolled_back)
             if not accounting["matches"]:
                 log.error("the accounting does not match: %s", accounting)
             summary.write(self.config.run_folder, outcome, accounting)
@@ -252,23 +259,25 @@ class Coordinator:
     def _raise_limit(self, version: int, ahead: int) -> None:
         limit = self._ticket_limit(version, ahead)
         if limit != self._limit:
-            self.sampler.adapt(self.control, self._limit)
+            self.sampler.adapt(self.control, self.start.fresh_at(self._limit))
             self._limit = limit
             self.control.set_limit(limit)
 
     def _ticket_limit(self, version: int, ahead: int) -> int:
         if version >= self.config.trainer.updates:
-            return max(self._limit, self.start.base)  # no more groups are wanted
-        dropped = self.dropped_before + self.source.dropped_tickets
-        return ticket_limit(version, dropped, ahead, self.config.trainer.groups_per_update)
+            return max(self._limit, self.start.first)  # no more groups are wanted
+        count = self.config.trainer.groups_per_update
+        closed = (version - self.start.version) * count + self.source.dropped_tickets
+        return self.beginning.limit(closed, ahead, count)
 
     def _state(self, version: int) -> TrainerState:
-        taken = [self.start.ticket(n) for n in range(self.start.base, self.control.taken())] if self.first else []
+        taken = self.control.taken() if self.first else self.start.first
+        base, open_tickets = self.beginning.tickets_at(taken, self.source.closed)
         return TrainerState(
             version=version,
             incarnation=self.start.incarnation,
-            base=self.start.base + len(self.source.closed),
-            open_tickets=tuple(t for t in taken if t not in self.source.closed),
+            base=base,
+            open_tickets=open_tickets,
             accounting=self.accounting.state(),
             dropped_tickets=self.dropped_before + self.source.dropped_tickets,
             mlflow_run=self.tracker.run_id if self.tracker else None,

@@ -41,11 +41,11 @@ class Evaluation:
         """`tracker` is the first rank's; `version` is the one that this incarnation begins with."""
         self.config, self.control, self.tracker = config, control, tracker
         self.incarnation = incarnation
-        self._asked = 0
         self._collector: Collector | None = None
         self._started = 0.0
         if tracker is not None:
             files.forget_after(config.run_folder, version)
+            evaluations.withdraw(control)  # what a trainer that died had asked for
 
     def before(self, version: int, publisher: Publisher) -> None:
         """Evaluate what the run starts from, unless an earlier incarnation has done so. Collective."""
@@ -104,8 +104,8 @@ class Evaluation:
 
     def _ask(self, kind: str, version: int, alone: bool = False) -> None:
         settings = self.config.evaluation
-        self._asked += 1
-        request = Request(self._asked, kind, self._tasks, settings.samples, settings.temperature, version, alone)
+        number = evaluations.next_number(self.control)
+        request = Request(number, kind, self._tasks, settings.samples, settings.temperature, version, alone)
         evaluations.ask(self.control, request)
         self._collector, self._started = Collector(self.control, request), time.monotonic()
 

@@ -8,11 +8,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from megatron_webrl.config import Config
+from megatron_webrl.control import JobFailed
 from megatron_webrl.ring.record import decode
 from megatron_webrl.tracking.episode_log import EpisodeLog
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.advantages import common_outcome, has_variance
 from megatron_webrl.trainer.arrivals import Arrivals
+from megatron_webrl.trainer.beginning import Beginning
 from megatron_webrl.trainer.rewards import reward_function
 from megatron_webrl.trainer.sharing import Records
 from megatron_webrl.types import ABANDONED, Group, Trajectory
@@ -22,12 +24,16 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.1
 
 
+class NoGroups(JobFailed):
+    """The groups of an update did not come. Another trainer would wait for them as long."""
+
+
 class GroupSource:
     """Assembles groups from the records of the ring, or of all nodes' rings, on the trainer's first rank.
 
     Life of a record: read when committed, held by its sequence number until its group is whole, then either
     dropped (acknowledged at once and counted by reason) or handed out by `take`; `close_group` acknowledges it
-    after the update. A record of another incarnation is acknowledged and not counted: its ticket is run again.
+    after the update. A record of another job is acknowledged and not counted: its ticket is run again.
 
     A record of an episode that is there already (its worker died after writing it, and ran the ticket again) is
     dropped as a duplicate.
@@ -39,7 +45,7 @@ class GroupSource:
         self,
         ring: Records,
         config: Config,
-        incarnation: int,
+        beginning: Beginning,
         accounting: Accounting,
         on_close: Callable[[Group], None] = lambda group: None,
         episodes: EpisodeLog | None = None,
@@ -51,7 +57,7 @@ class GroupSource:
         """
         self._on_close, self._episodes, self._on_ready = on_close, episodes, on_ready
         self._version = 0  # at which the ring was last looked at
-        self.ring, self.config, self.incarnation, self.accounting = ring, config, incarnation, accounting
+        self.ring, self.config, self.beginning, self.accounting = ring, config, beginning, accounting
         self.closed: set[int] = set()  # tickets trained or dropped in this incarnation
         self.dropped_tickets = 0
         self.arrived: Counter[str] = Counter()  # episodes read, by life of their worker
@@ -69,7 +75,7 @@ class GroupSource:
         """The `count` oldest trainable groups with their sequence numbers.
 
         Calls `go_on(groups ready)` at every poll: there the caller reports, raises the ticket limit, and looks for
-        an end; None is returned once it answers False. Raises TimeoutError naming how many groups are missing
+        an end; None is returned once it answers False. Raises NoGroups naming how many groups are missing
         after `seconds`.
         """
         deadline = time.monotonic() + seconds
@@ -82,7 +88,7 @@ class GroupSource:
                 self._out.update(tickets)
                 return [(self._groups.pop(t), self._ready.pop(t)) for t in tickets]
             if time.monotonic() > deadline:
-                raise TimeoutError(
+                raise NoGroups(
                     f"the trainer waited {seconds:.0f} s (trainer.batch_seconds) for groups from rollout: "
                     f"{len(self._ready)} of {count} arrived; episodes dropped: {self.accounting.dropped_line()}"
                 )
@@ -116,13 +122,14 @@ class GroupSource:
 
     def _arrive(self, sequence: int, version: int) -> None:
         trajectory = decode(self.ring.read(sequence))
-        if trajectory.incarnation != self.incarnation:
+        if not self.beginning.is_of_job(trajectory):
             self._acknowledge([sequence])
             return
         self.arrived[trajectory.worker] += 1
         ticket = trajectory.ticket
         if (
             ticket in self.closed
+            or self.beginning.is_closed(ticket)
             or ticket in self._ready
             or ticket in self._out
             or trajectory.index in self._partial.get(ticket, {})
@@ -160,8 +167,14 @@ class GroupSource:
         return None
 
     def _stale(self, group: Group, version: int) -> bool:
-        oldest = group.oldest_version
+        versions = map(self.oldest_version, group.trajectories)
+        oldest = min((each for each in versions if each is not None), default=None)
         return oldest is not None and version - oldest > self.config.staleness
+
+    def oldest_version(self, trajectory: Trajectory) -> int | None:
+        """The version that a trajectory's oldest token counts as, if it is trainable and has one."""
+        fixed = self.config.rollout.mode != "async"
+        return self.beginning.oldest_version(trajectory, fixed) if trajectory.trainable else None
 
     def _drop(self, group: Group, sequences: list[int], reason: str) -> None:
         for trajectory in group.trajectories:

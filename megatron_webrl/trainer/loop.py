@@ -54,7 +54,8 @@ def train(trainer: Trainer) -> None:
             break
         collected = time.monotonic()
         replayed = trainer.replay.draw(trainer.version)
-        fresh = batching.relabelled(groups, trainer.config, trainer.version)
+        known = batching.without_lost_versions(groups, coordinator.start.incarnation)
+        fresh = batching.relabelled(known, trainer.config, trainer.version)
         fixed = trainer.config.rollout.mode == "one_step_off"
         sync = _hand_over(trainer) if fixed else 0.0
         began = time.monotonic()

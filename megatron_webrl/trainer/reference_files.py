@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +62,7 @@ def store(path: Path, chunks: list[Any], model: Path) -> None:
     def complete() -> None:
         write_rest(temporary, plan.common, {}, model)
         plan.finish([results for results, _ in outcomes])
+        shutil.rmtree(path, ignore_errors=True)  # that of a trainer that died before its first checkpoint
         temporary.rename(path)
         files.sync(path.parent)
 

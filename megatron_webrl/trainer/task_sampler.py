@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron_webrl.config import TasksConfig
-from megatron_webrl.control import Control, Start
+from megatron_webrl.control import Control
 from megatron_webrl.sampling.samplers import ADAPTIVE, adapted, first_rate, moved_rate
-from megatron_webrl.sampling.states import SamplerState, publish
+from megatron_webrl.sampling.states import SamplerState, publish, published
 from megatron_webrl.types import Group
 
 
@@ -25,8 +25,13 @@ class TaskSampler:
     the tickets that it holds as closed. The states of all tickets that are not closed are there, and no older ones.
     """
 
-    def __init__(self, tasks: TasksConfig, start: Start, saved: Mapping[str, Any] | None) -> None:
-        """`saved`: what `state` gave for a checkpoint. Its states go if the environments are not the same."""
+    def __init__(
+        self, tasks: TasksConfig, fresh: int, open_tickets: Collection[int], saved: Mapping[str, Any] | None
+    ) -> None:
+        """`saved`: what `state` gave for a checkpoint. Its states go if the environments are not the same.
+
+        `fresh`: the lowest ticket that was never taken; `open_tickets`: those below it that are not closed.
+        """
         self.settings, self.environments = tasks.sampler, tuple(tasks.environments)
         self.active = tasks.sampler.name in ADAPTIVE
         saved = (saved if self.active else None) or {}
@@ -36,15 +41,22 @@ class TaskSampler:
         self.states = [SamplerState(0, self._probabilities())]
         if tuple(saved.get("environments", ())) == self.environments:
             self.states = [SamplerState(first, tuple(values)) for first, values in saved["states"]]
-        self._issued = start.base + len(start.open_tickets)  # tickets from here on were not taken before this life
-        self._oldest = min(start.open_tickets, default=self._issued)  # of the tickets that are not closed
-        self._closed = set(range(self._oldest, self._issued)) - set(start.open_tickets)  # and those closed above it
+        self._issued = fresh
+        self._oldest = min(open_tickets, default=fresh)  # of the tickets that are not closed
+        self._closed = set(range(self._oldest, fresh)).difference(open_tickets)  # and those closed above it
         self._noted: dict[int, tuple[str, float | None]] = {}  # ticket -> environment, pass rate of its group
 
     def open(self, control: Control) -> None:
-        """Publish the states of the tickets that come first."""
+        """Publish the states of the tickets that come first.
+
+        Tickets that were taken from a trainer that died keep the states that it had published for them; what it had
+        published for later ones goes.
+        """
         if self.active:
-            publish(control, self.states)
+            before = published(control)
+            known = self.states[-1].first
+            self.states += [state for state in before if known < state.first < self._issued]
+            publish(control, self.states, before)
 
     def note(self, group: Group) -> None:
         """A group was trained or dropped."""
@@ -54,7 +66,7 @@ class TaskSampler:
             self._noted[group.ticket] = group.trajectories[0].task.environment, rate
 
     def adapt(self, control: Control, limit: int) -> None:
-        """Learn, and publish what the tickets from `limit` on draw by. To be called before the limit is raised."""
+        """Learn, and publish what the tickets from `limit` on draw by. To be called before they may be taken."""
         if not self.active:
             return
         self._learn()
@@ -91,7 +103,7 @@ class TaskSampler:
         }
 
     def _first(self, limit: int) -> int:
-        """The first ticket above the limit: after a resume the first positions stand for open tickets."""
+        """The first ticket above the limit that was not taken before."""
         return max(limit, self._issued)
 
     def _probabilities(self) -> tuple[float, ...]:

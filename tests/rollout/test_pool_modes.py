@@ -21,6 +21,7 @@ from megatron_webrl.config import Config, ModelConfig, RunConfig, TasksConfig
 from megatron_webrl.control import Control, Start
 from megatron_webrl.farm.client import RemoteSession
 from megatron_webrl.model.processing import Processor
+from megatron_webrl.ring.record import decode
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.rollout.demonstrate import ScriptedResponder
 from megatron_webrl.rollout.episodes import Episodes
@@ -30,6 +31,7 @@ from megatron_webrl.rollout.pace import Lockstep
 from megatron_webrl.rollout.pool import Pool
 from megatron_webrl.rollout.refresh import Refresh
 from megatron_webrl.trainer.accounting import Accounting
+from megatron_webrl.trainer.beginning import Beginning
 from megatron_webrl.trainer.groups import GroupSource
 from megatron_webrl.trainer.utilization import Utilization
 
@@ -108,7 +110,7 @@ class Job:
     def __post_init__(self) -> None:
         self.trainer = self.control("trainer-0")
         self.accounting = Accounting()
-        self.source = GroupSource(self.ring, self.config, 0, self.accounting)
+        self.source = GroupSource(self.ring, self.config, Beginning.first(), self.accounting)
         self.trainer.put("weights/trainer", 1)
         self.trainer.put("weights/description", {})
 
@@ -116,7 +118,7 @@ class Job:
         return Control("127.0.0.1", self.store.port, role, LIMIT)
 
     def open(self, limit: int) -> None:
-        self.trainer.open_job(Start(0, 0, 0, ()), limit)
+        self.trainer.open_job(Start(0, 0, 0, (), 0), limit)
 
     async def offer(self, version: int, workers: Sequence[int] | None = None) -> None:
         """Weights to these workers, None for all, once they are linked."""
@@ -315,3 +317,23 @@ async def test_a_browser_acts_while_others_generate_unless_they_go_in_step(
         await job.until(lambda: job.pools[0].written == 2)
     assert engine.answered.total() == 4
     assert job.account()["matches"]
+
+
+async def test_a_worker_waits_for_the_weights_of_a_trainer_that_started_again_and_runs_its_tickets(
+    episodes: Episodes, processor: Processor, ring: Ring
+) -> None:
+    engine = Engine(processor, episodes.config)
+    async with job_of(episodes, ring, engine) as job:
+        await job.offer(3)
+        job.open(limit=1)
+        await job.until(lambda: job.pools[0].written == 2)
+        job.trainer.put("weights/trainer", 2)
+        fence = job.trainer.fence()
+        job.trainer.open_job(Start(1, 2, fence + 1, (0,), 1), limit=fence + 3)
+        announced = lambda: job.trainer.value("engine/rollout-0")["trainer"] == 2  # type: ignore[index]  # noqa: E731
+        await job.until(lambda: announced() and "weights anew" in job.trainer.status_of("rollout-0"))
+        assert (fence, job.trainer.taken()) == (1, 2)
+        await job.offer(2)
+        await job.until(lambda: job.pools[0].written == 6)
+        made = [decode(ring.read(number)) for number in ring.committed()]
+        assert Counter((each.ticket, each.incarnation) for each in made) == {(0, 0): 2, (0, 1): 2, (1, 1): 2}

@@ -71,7 +71,7 @@ def test_a_running_job_is_seen_as_its_control_plane_knows_it(config: Config, obs
     with control_plane(config.run_folder) as address:
         trainer, worker = connect(address, "trainer-0"), connect(address, "rollout-0")
         trainer.report("update 5: waiting for groups, 3 of 8; dropped so far: none")
-        trainer.open_job(Start(0, 0, 0, ()), limit=12)
+        trainer.open_job(Start(0, 0, 0, (), 0), limit=12)
         for _ in range(7):
             worker.take_position()
         worker.close_position(2)
@@ -122,7 +122,7 @@ def test_a_role_that_is_started_again_does_not_speak_of_its_earlier_life(config:
 def test_an_observer_leaves_no_trace_in_the_job(config: Config, observer: Observer) -> None:
     with control_plane(config.run_folder) as address:
         control = connect(address, "test")
-        control.open_job(Start(0, 0, 0, ()), limit=3)
+        control.open_job(Start(0, 0, 0, (), 0), limit=3)
         before = {key: control.store.get(key) for key in ("tickets/taken", "tickets/limit", "tickets/start")}
         keys = control.store.num_keys()
         assert look(config.run_folder, observer).state == "running"

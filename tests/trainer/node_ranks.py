@@ -96,6 +96,7 @@ def _update(config: Config, platform: Any, names: Sequence[str], layout: Layout)
     from megatron_webrl.model.export import hf_tensors
     from megatron_webrl.trainer.accounting import Accounting
     from megatron_webrl.trainer.batching import minibatches, training_samples
+    from megatron_webrl.trainer.beginning import Beginning
     from megatron_webrl.trainer.build import make_builder, make_learner, with_pixels_ahead
     from megatron_webrl.trainer.cost import distinct_images
     from megatron_webrl.trainer.groups import GroupSource
@@ -112,7 +113,7 @@ def _update(config: Config, platform: Any, names: Sequence[str], layout: Layout)
     assert isinstance(rings, NodeRings)
     builder, taken, source = replace(builder, shelf=rings.shelf), None, None
     if rank == 0:
-        source = GroupSource(rings.records, config, 0, Accounting())
+        source = GroupSource(rings.records, config, Beginning.first(), Accounting())
         taken = source.take(VERSION, len(HOMES), 60.0, lambda ready: True)
     groups = rings.share(taken)
     assert isinstance(groups, list)
@@ -189,6 +190,7 @@ class Member:
     ) -> None:
         gloo.join(rank, ranks, folder)
         from megatron_webrl.trainer.accounting import Accounting
+        from megatron_webrl.trainer.beginning import Beginning
         from megatron_webrl.trainer.groups import GroupSource
         from megatron_webrl.trainer.node_rings import NodeRings
         from megatron_webrl.trainer.nodes import Nodes
@@ -201,7 +203,9 @@ class Member:
         nodes = Nodes.meet(rank * len(names) // ranks, len(names))
         wire = Wire(nodes, exchange_seconds, 2 * exchange_seconds)
         self.rings = NodeRings(self.ring, wire, Shelf(wire, Seat(rank, 0)))
-        self.source = GroupSource(self.rings.records, self.config, 0, Accounting()) if rank == 0 else None
+        self.source = (
+            GroupSource(self.rings.records, self.config, Beginning.first(), Accounting()) if rank == 0 else None
+        )
 
     def share(self, count: int, version: int = 0) -> list[Group]:
         """The next groups, closed at once at the first rank."""

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from megatron_webrl.config import Config
-from megatron_webrl.control import JobFailed, Stopped
+from megatron_webrl.control import JobFailed, Stopped, start_at
 from megatron_webrl.ring.record import encode
 from megatron_webrl.ring.ring import Ring
 from tests.planes import connect
@@ -48,6 +48,7 @@ def life(rank: int, folder: str, address: tuple[str, int], names: list[str], res
     from megatron_webrl.trainer.checkpoint import TrainerState, read_state
     from megatron_webrl.trainer.coordinator import Coordinator
     from megatron_webrl.trainer.score import Gap
+    from megatron_webrl.trainer.takeover import begin
 
     config, control = make_config(folder), connect(address, f"trainer-{rank}")
     state = TrainerState(0, 0, 0, (), Accounting().state(), 0)
@@ -55,9 +56,11 @@ def life(rank: int, folder: str, address: tuple[str, int], names: list[str], res
         read = read_state(config.run_folder)
         state = replace(read, incarnation=read.incarnation + 1)
     tracker = Tracker(config, state.mlflow_run, lambda tokens: "") if rank == 0 else None
-    coordinator = Coordinator(config, control, member.rings, state, tracker)
-    control.put("test/version", state.version)
+    beginning = begin(control, member.rings, state, config.run_folder, rank == 0)
+    coordinator = Coordinator(config, control, member.rings, state, beginning, tracker)
     coordinator.open_job(state.version)
+    if rank == 0:
+        control.put("test/version", state.version)
     for version in range(state.version, UPDATES):
         groups = coordinator.collect(version, lambda: False)
         assert isinstance(groups, list)
@@ -80,15 +83,16 @@ def work(address: tuple[str, int], name: str, worker: int) -> None:
         try:
             while True:
                 control.check()
-                start = control.job_start()
-                position = None if start is None else control.take_position()
-                if start is not None and position is not None:
-                    ticket, version = start.ticket(position), control.value("test/version")
+                position = control.take_position() if control.opened() else None
+                if position is not None:
+                    starts, version = control.starts(), control.value("test/version")
+                    ticket = start_at(starts, position).ticket(position)
                     assert isinstance(version, int)
                     made = group(ticket, worker, successes(ticket), version)
                     for each in made.trajectories:
                         finished += 1
-                        ring.write(encode(replace(each, incarnation=start.incarnation)), 10.0)
+                        now = replace(each, incarnation=starts[-1].incarnation, finished_at=time.time())
+                        ring.write(encode(now), 10.0)
                         written += 1
                     control.close_position(position)
                 time.sleep(0.04 * worker + 0.02)

@@ -102,6 +102,7 @@ class _Run:
         from megatron_webrl.trainer.coordinator import Coordinator
         from megatron_webrl.trainer.score import Gap
         from megatron_webrl.trainer.sharing import OneRing
+        from megatron_webrl.trainer.takeover import begin
 
         ring_name = f"webrl-test-{secrets.token_hex(4)}"
         with ExitStack() as stack:
@@ -111,8 +112,10 @@ class _Run:
             stack.callback(ring.unlink)
             control = _Trainer(*address, "trainer-0", 60.0)
             control.raises = self.raises
-            tracker = Tracker(self.config, state.mlflow_run, lambda tokens: "")
-            coordinator = Coordinator(self.config, control, OneRing(ring), state, tracker)
+            tracker, rings = Tracker(self.config, state.mlflow_run, lambda tokens: ""), OneRing(ring)
+            coordinator = Coordinator(
+                self.config, control, rings, state, begin(control, rings, state, self.config.run_folder, True), tracker
+            )
             coordinator.open_job(state.version)
             worker = _Worker(self, address, ring, coordinator)
             version, most, trained = state.version, 0, []
@@ -154,7 +157,7 @@ class _Worker:
         self.run, self.ring, self.coordinator = run, ring, coordinator
         self.control = connect(address, "rollout-0")
         self.states = PublishedStates.of(run.config, self.control)
-        self.start = self.control.job_start()
+        self.start = self.control.starts()[-1]
         self.latest = 0
         self.under_way: deque[list[Any]] = deque()
 

@@ -16,7 +16,8 @@ from megatron_webrl.tracking import episode_log
 from megatron_webrl.tracking.episode_log import EpisodeLog
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.arrivals import KINDS
-from megatron_webrl.trainer.groups import GroupSource
+from megatron_webrl.trainer.beginning import Beginning
+from megatron_webrl.trainer.groups import GroupSource, NoGroups
 from tests.trajectories import trajectory
 
 
@@ -33,7 +34,7 @@ def ring() -> Iterator[Ring]:
 def source(ring: Ring) -> GroupSource:
     config = Config()
     config.rollout.max_staleness = 1
-    return GroupSource(ring, config, incarnation=0, accounting=Accounting())
+    return GroupSource(ring, config, Beginning.first(), accounting=Accounting())
 
 
 def put(ring: Ring, ticket: int, rewards: list[float], **options) -> None:
@@ -64,7 +65,7 @@ def test_groups_come_oldest_first_and_are_freed_when_closed(ring: Ring, source: 
 def test_a_group_waits_until_it_is_whole(ring: Ring, source: GroupSource):
     ring.write(encode(trajectory(0, 1, group_size=2)), 1.0)
     put(ring, 7, [0.0, 0.0])
-    with pytest.raises(TimeoutError, match="0 of 1 arrived; episodes dropped: all_failed 2"):
+    with pytest.raises(NoGroups, match="0 of 1 arrived; episodes dropped: all_failed 2"):
         source.take(0, 1, 0.2, go)
     assert source.waiting() == 1
     ring.write(encode(trajectory(0, 0, reward=1.0, group_size=2)), 1.0)
@@ -117,7 +118,7 @@ def test_a_group_with_an_abandoned_episode_is_dropped_though_the_rest_is_fresh(r
 def test_the_mode_says_how_old_a_group_may_be(ring: Ring, mode: str, kept: int):
     config = Config()
     config.rollout.mode, config.rollout.max_staleness = mode, 2
-    source = GroupSource(ring, config, incarnation=0, accounting=Accounting())
+    source = GroupSource(ring, config, Beginning.first(), accounting=Accounting())
     put(ring, 0, [1.0, 0.0], version=3)
     put(ring, 1, [1.0, 0.0], version=4)
     source.poll(version=5)
@@ -145,7 +146,7 @@ def test_tokens_that_were_made_for_nothing_are_counted_by_reason(ring: Ring, sou
     assert source.accounting.summary(5, 0)["matches"]
 
 
-def test_records_of_another_incarnation_are_freed_and_not_counted(ring: Ring, source: GroupSource):
+def test_records_of_another_job_are_freed_and_not_counted(ring: Ring, source: GroupSource):
     put(ring, 0, [1.0, 0.0], incarnation=1)
     source.poll(version=0)
     assert ring.usage().records == 0
@@ -187,7 +188,7 @@ def test_penalties_decide_whether_a_group_has_variance(ring: Ring):
     config = Config()
     config.trainer.reward.length_penalty, config.trainer.reward.length_window = 1.0, 4
     config.rollout.max_new_tokens = 8
-    source = GroupSource(ring, config, incarnation=0, accounting=Accounting())
+    source = GroupSource(ring, config, Beginning.first(), accounting=Accounting())
     for index, response in enumerate((4, 6)):  # both fail, one of them at length
         ring.write(encode(trajectory(0, index, response=response)), 1.0)
     for index, (reward, response) in enumerate([(0.0, 4), (1.0, 8)]):  # a success that is worth a failure
@@ -223,7 +224,7 @@ def test_what_a_second_life_of_a_worker_writes_again_is_a_duplicate(ring: Ring, 
 
 def test_each_episode_that_is_counted_is_logged_with_its_fate(ring: Ring, tmp_path: Path):
     log = EpisodeLog(tmp_path, 0)
-    source = GroupSource(ring, Config(), incarnation=0, accounting=Accounting(), episodes=log)
+    source = GroupSource(ring, Config(), Beginning.first(), accounting=Accounting(), episodes=log)
     put(ring, 0, [1.0, 0.0])
     put(ring, 1, [0.0, 0.0])
     for group, sequences in source.take(0, 1, 5.0, go) or []:
@@ -237,7 +238,9 @@ def test_each_episode_that_is_counted_is_logged_with_its_fate(ring: Ring, tmp_pa
 
 def test_a_group_is_told_of_as_soon_as_it_can_be_trained(ring: Ring):
     told: list[int] = []
-    source = GroupSource(ring, Config(), 0, Accounting(), on_ready=lambda group: told.append(group.ticket))
+    source = GroupSource(
+        ring, Config(), Beginning.first(), Accounting(), on_ready=lambda group: told.append(group.ticket)
+    )
     put(ring, 0, [1.0, 0.0])
     put(ring, 1, [1.0, 1.0])  # without variance
     ring.write(encode(trajectory(2, 0)), 1.0)  # not whole

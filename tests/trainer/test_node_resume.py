@@ -1,4 +1,7 @@
-"""A resume over two rings that both hold what the killed trainer had not done with."""
+"""A trainer on two nodes is killed while both rings hold what it has not done with; another one goes on.
+
+`resumed`: in another job, from the checkpoint alone. `restarted`: in the same job, whose workers never stop.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +30,9 @@ from tests.trainer.test_nodes import make_rings
 LIMIT = 120.0
 
 
-@pytest.fixture(scope="module")
-def names() -> Iterator[list[str]]:
-    yield from make_rings()
-
-
-def live(folder: Path, names: list[str], resumed: bool) -> None:
-    """Trainer and workers until the job ends, or until the killed rank has taken the other one with it."""
+@contextmanager
+def job(folder: Path, names: list[str]) -> Iterator[tuple[str, int]]:
+    """Control plane and workers; with the context they end."""
     with control_plane(folder, LIMIT) as address:
         workers = [
             threading.Thread(target=ranks.work, args=(address, name, node), daemon=True)
@@ -40,39 +40,68 @@ def live(folder: Path, names: list[str], resumed: bool) -> None:
         ]
         for worker in workers:
             worker.start()
-        context = forks.start(ranks.life, str(folder), address, names, resumed, ranks=2)
-        deadline = time.monotonic() + LIMIT
-        for process in context.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        codes = [process.exitcode for process in context.processes]
-        for process in context.processes:
-            if process.is_alive():
-                os.kill(process.pid, signal.SIGKILL)
+        yield address
         # In a job whoever watches the ranks says so: here the test does.
         connect(address, "test").finish("failed: the test ends this life")
         for worker in workers:
             worker.join(LIMIT)
+
+
+def live(folder: Path, address: tuple[str, int], names: list[str], resumed: bool) -> None:
+    """The trainer until the job ends, or until the killed rank has taken the other one with it."""
+    (folder / "rendezvous-2").unlink(missing_ok=True)
+    context = forks.start(ranks.life, str(folder), address, names, resumed, ranks=2)
+    deadline = time.monotonic() + LIMIT
+    for process in context.processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    codes = [process.exitcode for process in context.processes]
+    for process in context.processes:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
     assert codes == ([0, 0] if resumed else [1, -signal.SIGKILL])
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, names: list[str]) -> dict[str, Any]:
+@pytest.fixture(scope="module", params=["resumed", "restarted"])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """Two lives of one run: what lay in the rings in between and at the end, and what the run wrote down."""
-    folder = tmp_path_factory.mktemp("resume")
-    run = ranks.folder_of(folder)
-    rings = [Ring.attach(name) for name in names]
-    live(folder, names, resumed=False)
-    between = [ring.usage().records for ring in rings]
-    (folder / "rendezvous-2").unlink(missing_ok=True)
-    saved = json.loads((run / "state.json").read_text())
-    live(folder, names, resumed=True)
-    left = [ring.usage().records for ring in rings]
-    for ring in rings:
-        ring.close()
-    return {
-        "between": between, "left": left, "saved": saved, "run": run, "lines": episode_log.read(run),
-        "summary": json.loads((run / "summary.json").read_text()),
-    }  # fmt: skip
+    for names in make_rings():
+        folder = tmp_path_factory.mktemp(request.param)
+        run = ranks.folder_of(folder)
+        with ExitStack() as stack:
+            rings = [stack.enter_context(Ring.attach(name)) for name in names]
+            if request.param == "resumed":
+                with job(folder, names) as address:
+                    live(folder, address, names, resumed=False)
+                between, killed = [ring.usage().records for ring in rings], time.time()
+                with job(folder, names) as address:
+                    live(folder, address, names, resumed=True)
+            else:
+                with job(folder, names) as address:
+                    live(folder, address, names, resumed=False)
+                    between, killed = [ring.usage().records for ring in rings], time.time()
+                    live(folder, address, names, resumed=True)
+            yield {
+                "kind": request.param, "between": between, "left": [ring.usage().records for ring in rings],
+                "killed": killed, "saved": json.loads((run / "state.json").read_text()), "run": run,
+                "lines": episode_log.read(run), "summary": json.loads((run / "summary.json").read_text()),
+            }  # fmt: skip
+
+
+def test_what_was_finished_under_the_dead_trainer_counts_in_its_job_only(found: dict[str, Any]) -> None:
+    saved = found["saved"]["accounting"]
+    before = saved["trained"] + sum(saved["dropped"].values())
+    adopted = [line for line in found["lines"][before:] if line["finished_at"] < found["killed"]]
+    lost = episode_log.rolled_back(found["run"])
+    assert found["summary"]["accounting"]["rolled_back"] == len(lost)
+    if found["kind"] == "resumed":
+        assert not adopted
+        assert not lost
+    else:
+        assert {line["worker"] for line in adopted} == {"rollout-0.1", "rollout-1.1"}
+        # From the saved version on the dead trainer had trained two updates at least.
+        assert len([line for line in lost if line["fate"] == episode_log.TRAINED]) >= 2 * 2 * ranks.GROUPS
+        again = {line["ticket"] for line in found["lines"]} & {line["ticket"] for line in lost}
+        assert len(again) >= 2 * ranks.GROUPS
 
 
 def test_both_rings_held_groups_that_the_killed_life_had_not_closed(found: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_webrl.config import SamplerConfig, TasksConfig
-from megatron_webrl.control import Control, Start
+from megatron_webrl.control import Control
 from megatron_webrl.trainer.task_sampler import TaskSampler
 from megatron_webrl.types import Group
 from tests.gloo import spawn
@@ -93,7 +93,6 @@ def test_the_groups_of_an_update_are_kept_where_that_is_wanted(found, sampler: s
 
 
 TWO = TasksConfig(environments=["a", "b"], sampler=SamplerConfig("curriculum", alpha=0.5, epsilon=0.0))
-FRESH = Start(incarnation=0, version=0, base=0, open_tickets=())
 
 
 @pytest.fixture
@@ -108,7 +107,7 @@ def group(ticket: int, environment: str, *outcomes: str) -> Group:
 
 
 def test_groups_count_in_the_order_of_their_tickets_and_masked_episodes_do_not(control: Control) -> None:
-    sampler = TaskSampler(TWO, FRESH, None)
+    sampler = TaskSampler(TWO, 0, (), None)
     sampler.open(control)
     sampler.note(group(2, "a", "failure", "failure"))
     sampler.note(group(0, "a", "success", "browser_crashed", "failure", "success", "success"))
@@ -121,7 +120,7 @@ def test_groups_count_in_the_order_of_their_tickets_and_masked_episodes_do_not(c
 
 
 def test_a_state_stays_as_long_as_one_of_its_tickets_is_open(control: Control) -> None:
-    sampler = TaskSampler(TWO, FRESH, None)
+    sampler = TaskSampler(TWO, 0, (), None)
     sampler.open(control)
     for limit, ticket in ((4, 1), (5, 3), (6, 2), (7, 4)):
         sampler.note(group(ticket, "a", "success"))
@@ -135,12 +134,12 @@ def test_a_state_stays_as_long_as_one_of_its_tickets_is_open(control: Control) -
 
 
 def test_a_limit_that_is_lower_after_a_resume_redefines_only_what_was_never_issued(control: Control) -> None:
-    sampler = TaskSampler(TWO, FRESH, None)
+    sampler = TaskSampler(TWO, 0, (), None)
     sampler.open(control)
     for ticket, limit in enumerate((6, 9)):
         sampler.note(group(ticket, "a", "success"))
         sampler.adapt(control, limit)
-    resumed = TaskSampler(TWO, Start(1, 2, 2, open_tickets=(2, 3, 4, 5, 6)), sampler.state())
+    resumed = TaskSampler(TWO, 7, (2, 3, 4, 5, 6), sampler.state())
     assert resumed.states == sampler.states
     resumed.open(control)
     resumed.note(group(2, "b", "failure"))
@@ -149,12 +148,12 @@ def test_a_limit_that_is_lower_after_a_resume_redefines_only_what_was_never_issu
 
 
 def test_other_environments_after_a_resume_keep_what_is_known_and_draw_anew(control: Control) -> None:
-    sampler = TaskSampler(TWO, FRESH, None)
+    sampler = TaskSampler(TWO, 0, (), None)
     sampler.open(control)
     sampler.note(group(0, "a", "success"))
     sampler.adapt(control, 4)
     three = replace(TWO, environments=["c", "a", "b"])
-    resumed = TaskSampler(three, Start(1, 1, 1, ()), sampler.state())
+    resumed = TaskSampler(three, 1, (), sampler.state())
     assert resumed.rates == {"c": 0.5, "a": 0.75, "b": 0.5}
     assert resumed.states[0].first == 0
     assert resumed.states[0].probabilities == pytest.approx((0.25 / 0.6875, 0.1875 / 0.6875, 0.25 / 0.6875))
@@ -162,7 +161,7 @@ def test_other_environments_after_a_resume_keep_what_is_known_and_draw_anew(cont
 
 @pytest.mark.parametrize("name", ["uniform", "ratio"])
 def test_a_sampler_without_a_state_publishes_nothing(control: Control, name: str) -> None:
-    sampler = TaskSampler(TasksConfig(sampler=SamplerConfig(name)), FRESH, None)
+    sampler = TaskSampler(TasksConfig(sampler=SamplerConfig(name)), 0, (), None)
     sampler.open(control)
     sampler.note(group(0, "click-test", "success"))
     sampler.adapt(control, 4)

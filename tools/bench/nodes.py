@@ -103,6 +103,7 @@ class Bench:
     def once(self, homes: tuple[int, int] | None) -> dict[str, float]:
         """One update in one way: seconds of its parts, and bytes."""
         from megatron_webrl.trainer.accounting import Accounting
+        from megatron_webrl.trainer.beginning import Beginning
         from megatron_webrl.trainer.groups import GroupSource
         from megatron_webrl.trainer.node_rings import NodeRings
         from megatron_webrl.trainer.sharing import OneRing
@@ -112,7 +113,7 @@ class Bench:
         rings: OneRing | NodeRings = OneRing(self.rings[0])
         if homes is not None:
             rings = NodeRings(self.rings[self.rank], self.wire, Shelf(self.wire, Seat(self.rank, 0)))
-        source = GroupSource(rings.records, self.config, 0, Accounting()) if self.rank == 0 else None
+        source = GroupSource(rings.records, self.config, Beginning.first(), Accounting()) if self.rank == 0 else None
         begun = time.perf_counter()
         taken = None if source is None else source.take(0, self.groups, SECONDS, lambda ready: True)
         looked = time.perf_counter()

@@ -141,7 +141,8 @@ class Simulation:
 
     def _raise_limit(self, ahead: int) -> None:
         if self._version < self._settings.updates:
-            self._limit = ticket_limit(self._version, self._dropped_groups, ahead, self._settings.groups_per_update)
+            count = self._settings.groups_per_update
+            self._limit = ticket_limit(0, 0, self._version * count + self._dropped_groups, ahead, count)
         self._rollout.set_limit(self._limit)
 
     # -- an update ---------------------------------------------------------------------------------
