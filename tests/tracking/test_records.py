@@ -85,6 +85,7 @@ def test_the_summary_holds_what_was_written(tmp_path: Path):
         "trained": 6,
         "dropped": {"stale": 2},
         "waiting": 1,
+        "rolled_back": 0,
         "matches": True,
         "tokens": {"trained": 0, "dropped": {}},
     }
