@@ -123,7 +123,7 @@ def test_a_worker_that_is_stopped_is_found_by_its_silence_and_started_again(tmp_
 
 
 def test_of_trainer_ranks_that_wait_for_each_other_the_first_to_stop_is_killed(tmp_path: Path) -> None:
-    with machine(tmp_path, "run.hang_seconds=4", "trainer.data_parallel=3", "rollout.engines=0") as here:
+    with machine(tmp_path, "run.hang_seconds=4", "trainer.data_parallel=3", "rollout.engines=1") as here:
         others = [here.start(f"trainer-{rank}", FOR_EVER) for rank in (0, 2)]
         culprit = here.start("trainer-1", "1")
         here.control.open_job(Start(0, 0, 0, ()), 1)
