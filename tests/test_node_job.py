@@ -17,7 +17,7 @@ from megatron_webrl import processes
 from megatron_webrl.config import load, save
 from megatron_webrl.tracking import episode_log
 from megatron_webrl.trainer import group_files
-from tests.test_job import SETTINGS
+from tests.tiny_settings import SETTINGS
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(900)]
 

@@ -1,7 +1,8 @@
 """A real Slurm of virtual nodes on this machine: one munged, one slurmctld, and a slurmd with a port for each node.
 
 `python -m tests.virtual_slurm FOLDER --nodes 4` runs one until SIGTERM, or until the process that started it ends;
-`virtual_slurm` is the same for tests. Needs root, and Debian's packages slurm-wlm and munge (tools/install_slurm.sh).
+`virtual_slurm` is the same for tests. Needs root, and Debian's packages slurm-wlm, munge and
+iproute2 (tools/install_slurm.sh).
 Nodes claim cores and GPUs that the machine need not have: Slurm hands them out, and binds nothing.
 
 With `namespaces` the nodes are as apart as machines are (tests/virtual_nodes.py): links can be cut, nodes be lost and
@@ -34,6 +35,7 @@ from tests import virtual_nodes
 
 PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "squeue")
 START_SECONDS = 60.0
+SCRATCH = "virtual-slurm-"
 END_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 
 
@@ -160,7 +162,9 @@ def virtual_slurm(
 
     `shared`: folders of /tmp that nodes in `namespaces` see, beside the current one and the cluster's own.
     """
-    folder = processes.scratch_folder()  # which the next start of anything sweeps, should this process be killed
+    processes.sweep_scratch(SCRATCH)  # of those that were killed
+    # Not one that jobs sweep: they see it, but on nodes in namespaces not who owns it.
+    folder = processes.scratch_folder(SCRATCH)
     command = [sys.executable, "-m", "tests.virtual_slurm", str(folder), "--nodes", str(nodes)]
     command += ["--gpus", str(gpus), "--cores", str(cores), *(["--namespaces"] if namespaces else [])]
     command += [word for path in shared for word in ("--share", str(path))]
