@@ -18,15 +18,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.run_checks import wrong_with
 from tests.virtual_slurm import Cluster, virtual_slurm, why_not
 from tools.drills.faults import DRILLS, Drill
 from tools.drills.run import START_SECONDS, DrillError, Run, left_on
-from tools.make_tiny_model import make_tiny_model
 
 NODES = 4
 BEFORE, AFTER = 2, 4  # updates before the fault, and at least so many after it
-END_SECONDS = 900.0
+END_SECONDS = 1200.0
 LEFT_SECONDS = 30.0  # for processes of a job to be gone after it
 DISK_MIB = 640
 OPEN_AT_END = 4  # tickets in flight: (max_staleness + 1) * groups_per_update of tests/tiny_settings.py
@@ -80,6 +78,8 @@ def main() -> int:
 
 def run_drills(drills: Sequence[Drill], folder: Path) -> list[Result]:
     """Run drills one after another on one cluster, each with a job of its own in `folder`."""
+    from tools.make_tiny_model import make_tiny_model  # takes seconds to import
+
     make_tiny_model(folder / "model", seed=0)
     with small_disk(folder / "disk") as disk, virtual_slurm(NODES, namespaces=True, shared=[folder]) as cluster:
         results = []
@@ -122,6 +122,8 @@ def perform(drill: Drill, cluster: Cluster, folder: Path, model: Path, disk: Pat
 
 
 def _watch(drill: Drill, run: Run, result: Result) -> None:
+    from tests.run_checks import wrong_with
+
     run.await_(lambda: run.saved() >= BEFORE, f"checkpoint of update {BEFORE}", START_SECONDS)
     lives, said, made = run.lives(*drill.same), len(run.log()), run.version()
     struck = time.time()

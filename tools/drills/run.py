@@ -22,7 +22,7 @@ from tests.virtual_slurm import END_STATES, Cluster
 ROOT = Path(__file__).parents[2]
 JOB_NODES = 2
 FIRST, SECOND = "n1", "n2"  # of the job; the first runs the script and the control plane
-START_SECONDS, POLL_SECONDS = 600.0, 0.2
+START_SECONDS, POLL_SECONDS = 900.0, 0.2
 STAY_SECONDS = 5.0  # that a job must have ended for, to be over: one that is requeued shows an end for a moment
 
 
