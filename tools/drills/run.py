@@ -76,6 +76,10 @@ class Run:
         """The newest update."""
         return max((version for version, _ in self.finished()), default=0)
 
+    def finished_after(self, moment: float) -> float:
+        """When the first update after a moment was made, both unix; 0 if there is none."""
+        return min((finished for _, finished in self.finished() if finished > moment), default=0.0)
+
     def saved(self) -> int:
         """The version in the newest complete checkpoint; 0 if there is none."""
         latest = self.run_folder / "checkpoints" / "latest"
