@@ -78,14 +78,11 @@ def main() -> int:
 
 def run_drills(drills: Sequence[Drill], folder: Path) -> list[Result]:
     """Run drills one after another on one cluster, each with a job of its own in `folder`."""
-    from tools.make_tiny_model import make_tiny_model  # takes seconds to import
-
-    make_tiny_model(folder / "model", seed=0)
     with small_disk(folder / "disk") as disk, virtual_slurm(NODES, namespaces=True, shared=[folder]) as cluster:
         results = []
         for drill in drills:
             (folder / drill.name).mkdir()
-            result = perform(drill, cluster, folder / drill.name, folder / "model", disk)
+            result = perform(drill, cluster, folder / drill.name, disk)
             words = "well" if result.well else "; ".join(result.wrong)
             print(f"{drill.name}: {words}", flush=True)
             results.append(result)
@@ -103,10 +100,10 @@ def small_disk(place: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(place)], check=False)
 
 
-def perform(drill: Drill, cluster: Cluster, folder: Path, model: Path, disk: Path) -> Result:
+def perform(drill: Drill, cluster: Cluster, folder: Path, disk: Path) -> Result:
     """One drill, from sbatch to a tidy cluster."""
     result = Result(drill.name, drill.fault)
-    run = Run.submit(cluster, folder, model, sys.executable, BEFORE + AFTER)
+    run = Run.submit(cluster, folder, sys.executable, BEFORE + AFTER)
     try:
         if drill.small_disk:
             run.await_(run.run_folder.is_dir, "folder of the run", START_SECONDS)

@@ -20,6 +20,7 @@ from tests.tiny_settings import SETTINGS
 from tests.virtual_slurm import END_STATES, Cluster
 
 ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "models" / "quickstart"
 JOB_NODES = 2
 FIRST, SECOND = "n1", "n2"  # of the job; the first runs the script and the control plane
 START_SECONDS, POLL_SECONDS = 900.0, 0.2
@@ -41,10 +42,10 @@ class Run:
     updates: int
 
     @classmethod
-    def submit(cls, cluster: Cluster, folder: Path, model: Path, python: str, updates: int) -> Run:
+    def submit(cls, cluster: Cluster, folder: Path, python: str, updates: int) -> Run:
         """sbatch of launch/slurm/train_cpu.sh, as a user would."""
         name = folder.name
-        settings: dict[str, Any] = {**SETTINGS, "model": {"path": str(model)}}
+        settings: dict[str, Any] = {**SETTINGS, "model": {"path": str(MODEL)}}
         settings["run"] = {"name": name, "directory": str(folder)}
         settings["trainer"] = {**SETTINGS["trainer"], "updates": updates, "checkpoint": {"every": 1}}
         (folder / "config.yaml").write_text(yaml.safe_dump(settings))
