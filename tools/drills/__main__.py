@@ -36,7 +36,7 @@ class Result:
 
     drill: str
     fault: str
-    happened: list[str] = field(default_factory=list)  # lines of the job's log after the fault, updates left out
+    happened: list[str] = field(default_factory=list)  # what the logs have told people after the fault
     seconds: float | None = None  # from the fault to the end of the next update
     wrong: list[str] = field(default_factory=list)
 
@@ -122,7 +122,7 @@ def _watch(drill: Drill, run: Run, result: Result) -> None:
     from tests.run_checks import wrong_with
 
     run.await_(lambda: run.saved() >= BEFORE, f"checkpoint of update {BEFORE}", START_SECONDS)
-    lives, said, struck = run.lives(*drill.same), len(run.log()), time.time()
+    lives, said, struck = run.lives(*drill.same), run.sizes(), time.time()
     drill.strike(run)
     since = struck
     if drill.requeued:  # what the job still makes before its end is no recovery
@@ -133,21 +133,15 @@ def _watch(drill: Drill, run: Run, result: Result) -> None:
     if changed := sorted(name for name, begun in run.lives(*drill.same).items() if lives.get(name) != begun):
         result.wrong.append(f"started again: {', '.join(changed)}")
     state = run.wait(END_SECONDS)
-    after = run.log()[said:]
-    result.happened = _events(after)
+    result.happened = run.said_since(said)
     if state != "COMPLETED":
         result.wrong.append(f"the job is {state}: {run.last_words()}")
         return
     result.wrong += wrong_with(run.run_folder, run.updates, OPEN_AT_END)
     if bool(run.restarts()) != drill.requeued:
         result.wrong.append(f"Slurm started the job again {run.restarts()} times")
-    if not re.search(drill.says, after):
+    if not re.search(drill.says, "\n".join(result.happened)):
         result.wrong.append(f"the log does not say: {drill.says}")
-
-
-def _events(text: str) -> list[str]:
-    """What nodes and the script have said, updates left out."""
-    return [line for line in text.splitlines() if line.strip() and not re.match(r"job: update \d", line)]
 
 
 def _left(cluster: Cluster, lost: str) -> list[str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ MODEL = ROOT / "models" / "quickstart"
 JOB_NODES = 2
 FIRST, SECOND = "n1", "n2"  # of the job; the first runs the script and the control plane
 START_SECONDS, POLL_SECONDS = 900.0, 0.2
+USUAL = r"job: update \d|srun: cluster configuration lacks support for cpu binding"
 STAY_SECONDS = 5.0  # that a job must have ended for, to be over: one that is requeued shows an end for a moment
 
 
@@ -117,6 +119,24 @@ class Run:
     def restarts(self) -> int:
         """How often Slurm has started the job again."""
         return int(self.cluster.show(self.job)["Restarts"])
+
+    def sizes(self) -> dict[Path, int]:
+        """How long the logs are: the job's first, then those of its processes."""
+        logs = [self.folder / "job.log", *sorted(self.run_folder.glob("logs/node-*/*.log"))]
+        return {path: path.stat().st_size for path in logs if path.is_file()}
+
+    def said_since(self, sizes: Mapping[Path, int]) -> list[str]:
+        """What people were told since: lines of the job's log, updates left out, and warnings of its processes."""
+        lines = []
+        for path in self.sizes():
+            with path.open("rb") as file:
+                file.seek(sizes.get(path, 0))
+                new = file.read().decode(errors="replace").splitlines()
+            if path.name == "job.log":
+                lines += [line for line in new if line.strip() and not re.match(USUAL, line)]
+            else:
+                lines += [f"{path.stem}: {line}" for line in new if re.search(r"\b(WARNING|ERROR)\b", line)]
+        return lines
 
     def last_words(self) -> str:
         """The last line of the job's log."""
