@@ -18,7 +18,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -26,8 +27,9 @@ PROGRAMS = ("ip", "unshare", "nsenter")
 NETWORK = "10.77"  # of /16: seen by the cluster's own processes only
 BRIDGE, CARD = "bridge", "eth0"
 SETUP_SECONDS = 20.0
-_CLONE_NEWNET = 0x40000000
+_CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x20000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
+_MNT_DETACH = 2
 
 
 def address(number: int) -> str:
@@ -37,10 +39,7 @@ def address(number: int) -> str:
 
 def enter_network() -> None:
     """Take this process into a new network with a bridge; what it starts is there, too. Raises OSError."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(_CLONE_NEWNET):
-        number = ctypes.get_errno()
-        raise OSError(number, f"no network namespace: {os.strerror(number)}")
+    _unshare(_CLONE_NEWNET, "network")
     for words in (
         "link set lo up",
         f"link add {BRIDGE} type bridge",
@@ -48,6 +47,18 @@ def enter_network() -> None:
         f"link set {BRIDGE} up",
     ):
         _ip(words)
+
+
+@contextmanager
+def small_disk(place: Path, mib: int) -> Iterator[None]:
+    """Make a folder a disk of that size, for this process and what it starts; it is gone with them. Raises OSError."""
+    _unshare(_CLONE_NEWNS, "mount")
+    _mount("", "/", flags=_MS_PRIVATE | _MS_REC)
+    _mount("tmpfs", str(place), kind="tmpfs", data=f"size={mib}m")
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).umount2(str(place).encode(), _MNT_DETACH)
 
 
 def command(
@@ -174,10 +185,16 @@ def _empty_tmp(places: Sequence[str]) -> None:
         os.close(descriptor)
 
 
-def _mount(source: str, target: str, kind: str = "", flags: int = 0) -> None:
+def _mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(source.encode(), target.encode(), kind.encode(), flags, None):
+    if libc.mount(source.encode(), target.encode(), kind.encode(), flags, data.encode()):
         raise OSError(ctypes.get_errno(), f"mount {source} {target}: {os.strerror(ctypes.get_errno())}")
+
+
+def _unshare(flags: int, kind: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(flags):
+        raise OSError(ctypes.get_errno(), f"no {kind} namespace: {os.strerror(ctypes.get_errno())}")
 
 
 def _power_off(number: int, frame: FrameType | None) -> None:

@@ -6,23 +6,25 @@ import argparse
 import json
 import re
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from megatron_webrl import processes
+from tests.virtual_nodes import small_disk
 from tests.virtual_slurm import Cluster, virtual_slurm, why_not
 from tools.drills.faults import DRILLS, Drill
 from tools.drills.run import START_SECONDS, DrillError, Run, left_on
 
 NODES = 4
+SCRATCH = "drills-"
 BEFORE, AFTER = 2, 4  # updates before the fault, and at least so many after it
 END_SECONDS = 1200.0
 LEFT_SECONDS = 30.0  # for processes of a job to be gone after it
@@ -62,7 +64,9 @@ def main() -> int:
     if reason := why_not(namespaces=True):
         sys.stderr.write(f"drill: {reason}\n")
         return 2
-    folder = Path(tempfile.mkdtemp(prefix="drills-"))
+    processes.sweep_scratch(SCRATCH)  # of drills that were killed
+    folder = Path(tempfile.mkdtemp(prefix="kept-drills-")) if options.keep else processes.scratch_folder(SCRATCH)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it tidies up, as after Ctrl-C
     try:
         results = run_drills([DRILLS[name] for name in options.names or DRILLS], folder)
     finally:
@@ -78,7 +82,9 @@ def main() -> int:
 
 def run_drills(drills: Sequence[Drill], folder: Path) -> list[Result]:
     """Run drills one after another on one cluster, each with a job of its own in `folder`."""
-    with small_disk(folder / "disk") as disk, virtual_slurm(NODES, namespaces=True, shared=[folder]) as cluster:
+    disk = folder / "disk"
+    disk.mkdir()
+    with small_disk(disk, DISK_MIB), virtual_slurm(NODES, namespaces=True, shared=[folder]) as cluster:
         results = []
         for drill in drills:
             (folder / drill.name).mkdir()
@@ -87,17 +93,6 @@ def run_drills(drills: Sequence[Drill], folder: Path) -> list[Result]:
             print(f"{drill.name}: {words}", flush=True)
             results.append(result)
         return results
-
-
-@contextmanager
-def small_disk(place: Path) -> Iterator[Path]:
-    """A disk that can be filled."""
-    place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(place)], check=True)
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "--lazy", str(place)], check=False)
 
 
 def perform(drill: Drill, cluster: Cluster, folder: Path, disk: Path) -> Result:
