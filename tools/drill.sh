@@ -5,7 +5,7 @@
 #   tools/drill.sh --list                what there is
 #   tools/drill.sh --json result.json --keep
 # Prints a table: the fault, what happened, seconds until training had made its next update, and whether all is well
-# (exit code 0). docs/operations.md has the table of a whole run.
+# (exit code 0). docs/operations.md says what each drill does, and what is looked at afterwards.
 # PYTHON: the Python that has this package (default: .venv/bin/python)
 set -euo pipefail
 cd "$(dirname "$0")/.."
