@@ -241,16 +241,16 @@ def how_it_ended(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
-def scratch_folder() -> Path:
+def scratch_folder(prefix: str = SCRATCH) -> Path:
     """A new folder for temporary files of this process or its roles; `sweep_scratch` knows its owner by its name."""
-    return Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-{start_time(os.getpid())}-"))
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-{start_time(os.getpid())}-"))
 
 
-def sweep_scratch() -> list[str]:
-    """Remove this user's scratch folders whose owner is gone; returns their names."""
+def sweep_scratch(prefix: str = SCRATCH) -> list[str]:
+    """Remove this user's scratch folders of this prefix whose owner is gone; returns their names."""
     removed = []
-    for folder in sorted(Path(tempfile.gettempdir()).glob(f"{SCRATCH}*-*-*")):
-        pid, started, _ = folder.name.removeprefix(SCRATCH).split("-", 2)
+    for folder in sorted(Path(tempfile.gettempdir()).glob(f"{prefix}*-*-*")):
+        pid, started, _ = folder.name.removeprefix(prefix).split("-", 2)
         if not (pid.isdigit() and started.isdigit()) or is_alive(int(pid), int(started)):
             continue
         if folder.is_dir() and not folder.is_symlink() and folder.stat().st_uid == os.getuid():

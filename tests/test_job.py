@@ -25,32 +25,9 @@ from safetensors.torch import load_file
 from megatron_webrl.processes import OWNER
 from megatron_webrl.tracking import episode_log, events
 from tests.run_checks import wrong_with
+from tests.tiny_settings import SETTINGS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-SETTINGS: dict[str, Any] = {
-    "trainer": {
-        "updates": 2,
-        "groups_per_update": 2,
-        "tokens_per_microbatch": 4096,
-        # A policy with random weights never succeeds: its groups are all alike, and still must flow.
-        "zero_variance_groups": "keep",
-        "batch_seconds": 240,
-        "optimizer": {"learning_rate": 1e-4},
-    },
-    "rollout": {
-        "group_size": 2,
-        "groups_in_flight": 2,
-        "max_staleness": 1,
-        "max_new_tokens": 16,
-        "max_model_len": 1024,
-        "kv_cache_mib": 32,
-        "context": {"response_format": "bare", "compact": True},
-    },
-    "tasks": {"environments": ["click-test", "focus-text"], "max_steps": 2},
-    "browser": {"width": 160, "height": 224, "screenshot": "png"},
-    "ring": {"mib": 64},
-}
 
 
 @dataclass

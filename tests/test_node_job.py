@@ -21,7 +21,7 @@ from megatron_webrl.config import load, save
 from megatron_webrl.tracking import episode_log, summary
 from megatron_webrl.trainer import group_files
 from tests.run_checks import wrong_with
-from tests.test_job import SETTINGS
+from tests.tiny_settings import SETTINGS
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(900)]
 

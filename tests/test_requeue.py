@@ -25,8 +25,8 @@ from megatron_webrl.node.commands import UNFIT_CODE
 from megatron_webrl.node.signals import is_notice
 from megatron_webrl.roles import settings_file
 from megatron_webrl.tracking import episode_log
-from tests.test_job import SETTINGS
 from tests.test_slurm import ROOT, log, overrides, rings, submit
+from tests.tiny_settings import SETTINGS
 from tests.virtual_slurm import Cluster, virtual_slurm, why_not
 
 on_slurm = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")

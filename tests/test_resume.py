@@ -5,13 +5,10 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections import Counter, defaultdict
 
 import pytest
 
-from megatron_webrl.config import load
-from megatron_webrl.tasks.registry import make_source
-from megatron_webrl.tracking import episode_log
+from tests.run_checks import wrong_with
 from tests.test_job import Job, assert_nothing_left, job, owned
 
 __all__ = ["job"]  # the fixture
@@ -61,28 +58,5 @@ def test_twenty_kills_lose_no_group_train_none_twice_and_skip_no_task(job: Job) 
     assert job.wait(LIMIT * 4) == 0, job.output()
     assert_nothing_left(job)
 
-    summary = job.summary()
-    assert summary["accounting"]["matches"], summary["accounting"]
-    assert [update["version"] for update in summary["updates"]] == list(range(1, UPDATES + 1))
-    lines = episode_log.read(job.run_folder)
-    assert len(lines) == summary["accounting"]["trained"] + sum(summary["accounting"]["dropped"].values())
-
-    kept = [line for line in lines if line["fate"] != "duplicate"]
-    assert max(Counter((line["ticket"], line["index"]) for line in kept).values()) == 1  # none twice
-    trained: dict[int, set[int]] = defaultdict(set)
-    for line in kept:
-        if line["fate"] == episode_log.TRAINED:
-            trained[line["version"]].add(line["ticket"])
-    assert {version: len(tickets) for version, tickets in trained.items()} == dict.fromkeys(range(UPDATES), GROUPS)
-
-    # Tickets are closed in about their order: what is open at the end is what could be in flight then.
-    closed = {line["ticket"] for line in kept}
-    skipped = set(range(max(closed) + 1)) - closed
-    assert len(skipped) <= (STALENESS + 1) * GROUPS
-    config = load(job.run_folder / "config.yaml", ["run.resume=false"])
-    source = make_source(config.tasks)
-    try:
-        wanted = {ticket: source.task(config.run.seed, ticket).id for ticket in closed}
-    finally:
-        source.close()
-    assert {line["ticket"]: line["task"] for line in kept} == wanted
+    wrong = wrong_with(job.run_folder, UPDATES, open_at_end=(STALENESS + 1) * GROUPS)
+    assert not wrong, wrong

@@ -7,10 +7,10 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from megatron_webrl.config import read
 from megatron_webrl.placement import place
 from megatron_webrl.placement_cores import parse_cores
 from megatron_webrl.tracking import events
-from tests.test_job import SETTINGS
+from tests.tiny_settings import SETTINGS
+from tests.virtual_nodes import address
 from tests.virtual_slurm import Cluster, free_ports, virtual_slurm, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
@@ -52,8 +53,8 @@ def log(folder: Path) -> str:
     return path.read_text() if path.is_file() else "no log"
 
 
-def rings(name: str) -> list[Path]:
-    return list(Path("/dev/shm").glob(f"webrl-{name}-*"))
+def rings(name: str, memory: Path = Path("/dev/shm")) -> list[Path]:
+    return list(memory.glob(f"webrl-{name}-*"))
 
 
 @pytest.fixture(autouse=True)
@@ -145,18 +146,27 @@ def test_a_job_with_too_few_nodes_says_so(four: Cluster, tmp_path: Path) -> None
 
 @pytest.mark.soak  # test_requeue.py has the same job, and ends it in the middle
 @pytest.mark.timeout(600)
-def test_a_job_trains_over_two_nodes_with_two_tensor_parallel_replicas_and_two_engines(
-    four: Cluster, tmp_path: Path, tiny_model: Path
+@pytest.mark.skipif(bool(why_not(namespaces=True)), reason=why_not(namespaces=True) or "-")
+def test_a_job_trains_over_two_machines_with_two_tensor_parallel_replicas_and_two_engines(
+    tmp_path: Path, tiny_model: Path
 ) -> None:
     name, path = f"trained{os.getpid()}", tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({**SETTINGS, "model": {"path": str(tiny_model)}}))
-    before = set(os.listdir("/dev/shm"))
-    scratch = set(Path(tempfile.gettempdir()).glob("webrl-*"))
-    job = submit(
-        four, tmp_path, "train_cpu.sh", *overrides(tmp_path, name), "trainer.tensor_parallel=2",
-        options=("--nodes=2",), CONFIG=str(path), MLFLOW_TRACKING_URI="", PREFLIGHT="0",
-    )  # fmt: skip
-    assert four.wait(job, 500) == "COMPLETED", log(tmp_path)
+    with virtual_slurm(4, namespaces=True, shared=(tmp_path, tiny_model)) as apart:
+        job = submit(
+            apart, tmp_path, "train_cpu.sh", *overrides(tmp_path, name), "trainer.tensor_parallel=2",
+            options=("--nodes=2",), CONFIG=str(path), MLFLOW_TRACKING_URI="",
+        )  # fmt: skip
+        until(lambda: "job: update 1 of 2" in log(tmp_path), "an update", 500)
+        # As machines are: a ring and processes on each, and nothing on those that the job has not.
+        held = {node: rings(name, apart.path(node, "/dev/shm")) for node in ("n1", "n2", "n3", "n4")}
+        assert [len(each) for each in held.values()] == [1, 1, 0, 0]
+        assert held["n1"][0].name != held["n2"][0].name
+        assert apart.wait(job, 200) == "COMPLETED", log(tmp_path)
+        until(lambda: not any(roles_on(apart, node) for node in held), "all processes to end", 30)
+        for node in held:
+            assert not os.listdir(apart.path(node, "/dev/shm"))
+            assert not list(apart.path(node, "/tmp").glob("webrl-*"))
     summary = json.loads((tmp_path / name / "summary.json").read_text())
     assert summary["outcome"] == "finished"
     assert [update["version"] for update in summary["updates"]] == [1, 2]
@@ -165,6 +175,7 @@ def test_a_job_trains_over_two_nodes_with_two_tensor_parallel_replicas_and_two_e
     assert "job: state:      finished; " in log(tmp_path)
     started = {event.role: event for event in events.read(tmp_path / name) if event.event == events.STARTED}
     assert (started["rollout-1"].node, started["rollout-1"].host, started["rollout-1"].slurm) == (1, "n2", job)
+    assert f"job: control plane at {address(1)}:" in log(tmp_path)
     assert summary["nodes"]["screenshots_mib"] > 0
     assert 0 <= summary["nodes"]["local_share"] <= 1
     for node, names in enumerate(
@@ -174,8 +185,17 @@ def test_a_job_trains_over_two_nodes_with_two_tensor_parallel_replicas_and_two_e
         assert set(names) <= logs
     counted = [json.loads(line) for line in (tmp_path / name / "episodes.jsonl").read_text().splitlines()]
     assert len(counted) >= summary["accounting"]["trained"] > 0
-    assert {entry for entry in os.listdir("/dev/shm") if entry.startswith("webrl-")} <= before
-    assert set(Path(tempfile.gettempdir()).glob("webrl-*")) <= scratch
+
+
+def roles_on(cluster: Cluster, node: str) -> list[str]:
+    """Command lines of what a job runs on a node in namespaces."""
+    found = []
+    for process in cluster.processes(node):
+        with suppress(psutil.NoSuchProcess):
+            line = " ".join(process.cmdline())
+            if "megatron_webrl" in line or "chrom" in process.name():
+                found.append(line)
+    return found
 
 
 @pytest.mark.slow

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Install Slurm and munge for the tests that start a cluster of virtual nodes; no service is configured or left running.
+# Install Slurm, munge and iproute2 for the tests that start a cluster of virtual nodes; no service is configured or left running.
 # Without root nothing is done: those tests are skipped, and say so.
 set -euo pipefail
 PATH=$PATH:/usr/sbin:/sbin
 
 missing=""
-for name in munged mungekey slurmctld slurmd sbatch srun scontrol; do
+for name in munged mungekey slurmctld slurmd sbatch srun scontrol ip; do
     command -v "$name" >/dev/null || missing=$name
 done
 [ -n "$missing" ] || exit 0
 if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
-    echo "install: $missing is missing (Debian's packages slurm-wlm and munge): tests of Slurm jobs will be skipped" >&2
+    echo "install: $missing is missing (Debian's packages slurm-wlm, munge and iproute2): tests of Slurm jobs will be skipped" >&2
     exit 0
 fi
 apt-get update -q
@@ -20,4 +20,4 @@ if [ ! -e "$policy" ]; then
     printf '#!/bin/sh\nexit 101\n' >"$policy" && chmod +x "$policy"
     trap 'rm -f "$policy"' EXIT
 fi
-apt-get install -y -q --no-install-recommends slurm-wlm munge
+apt-get install -y -q --no-install-recommends slurm-wlm munge iproute2

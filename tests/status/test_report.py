@@ -123,7 +123,8 @@ def test_an_observer_leaves_no_trace_in_the_job(config: Config, observer: Observ
     with control_plane(config.run_folder) as address:
         control = connect(address, "test")
         control.open_job(Start(0, 0, 0, (), 0), limit=3)
-        before = {key: control.store.get(key) for key in ("tickets/taken", "tickets/limit", "tickets/opened", "tickets/start/0")}
+        names = ("taken", "limit", "opened", "start/0")
+        before = {key: control.store.get(key) for key in (f"tickets/{name}" for name in names)}
         keys = control.store.num_keys()
         assert look(config.run_folder, observer).state == "running"
         assert control.store.num_keys() == keys

@@ -1,0 +1,1 @@
+"""Fault drills: tools/drill.sh."""

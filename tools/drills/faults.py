@@ -1,0 +1,118 @@
+"""The faults, and what the system promises after each."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import psutil
+
+from tools.drills.run import FIRST, SECOND, DrillError, Run
+
+CUT_SECONDS = 20.0
+FULL_FAILURES = 2  # checkpoints that fail for want of room before there is some again
+FAULT_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Drill:
+    """One fault of a running job, and what must have come of it in the end."""
+
+    name: str
+    fault: str  # in words
+    strike: Callable[[Run], None]  # returns when the cause is gone again, or is for good
+    requeued: bool = False  # Slurm starts the job again
+    same: tuple[tuple[str, str], ...] = ()  # (node, role): processes that must not have been started again
+    says: str = ""  # what the log of the job must say of it, as a regular expression
+    small_disk: bool = False  # checkpoints have a disk of their own
+    loses: str = ""  # the node that does not come back
+
+
+def _kill(process: psutil.Process | None, what: str) -> None:
+    if process is None:
+        raise DrillError(f"there is no {what} to kill")
+    process.send_signal(signal.SIGKILL)
+
+
+def engine(run: Run) -> None:
+    """The process of vLLM beneath a worker."""
+    found = [process for process in run.cluster.processes(SECOND) if "EngineCore" in _line(process)]
+    _kill(next(iter(found), None), f"engine on {SECOND}")
+
+
+def browsers(run: Run) -> None:
+    """All Chromiums of a node, and the process that hosts them."""
+    found = [
+        process
+        for process in run.cluster.processes(SECOND)
+        if "chrom" in _line(process).split(" ")[0] or "megatron_webrl.cli browsers serve" in _line(process)
+    ]
+    if not found:
+        raise DrillError(f"there are no browsers on {SECOND}")
+    for process in found:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGKILL)
+
+
+def trainer(run: Run) -> None:
+    """One rank of the trainer."""
+    _kill(run.role(SECOND, "trainer-1"), "trainer-1")
+
+
+def node(run: Run) -> None:
+    """A node of the job, with a trainer rank and an engine."""
+    run.cluster.kill_node(SECOND)
+
+
+def link(run: Run) -> None:
+    """The cable of a node, for a while."""
+    run.cluster.cut(SECOND)
+    try:
+        time.sleep(CUT_SECONDS)
+    finally:
+        run.cluster.mend(SECOND)
+
+
+def disk(run: Run) -> None:
+    """The disk of the checkpoints is full until some could not be written."""
+    filler = run.run_folder / "checkpoints" / "filler"
+    descriptor = os.open(filler, os.O_CREAT | os.O_WRONLY)
+    try:
+        status = os.fstatvfs(descriptor)
+        os.posix_fallocate(descriptor, 0, status.f_bavail * status.f_frsize - 2**20)
+        run.await_(lambda: run.version() - run.saved() > FULL_FAILURES, "update without a checkpoint", FAULT_SECONDS)
+    finally:
+        os.close(descriptor)
+        filler.unlink()
+
+
+def preempt(run: Run) -> None:
+    """What Slurm sends the script of a job that has to make room (#SBATCH --signal)."""
+    run.cluster.run("scancel", "--batch", "--signal=USR1", run.job)
+
+
+TRAINERS = ((FIRST, "trainer-0"), (SECOND, "trainer-1"))
+WORKERS = ((FIRST, "rollout-0"), (SECOND, "rollout-1"))
+
+DRILLS = {
+    drill.name: drill
+    for drill in (
+        Drill("engine", "an engine is killed", engine, same=(*TRAINERS, WORKERS[0]), says="rollout-1 .*started again"),
+        Drill("browsers", "all browsers of a node are killed", browsers, same=(*TRAINERS, *WORKERS)),
+        Drill("trainer", "a trainer rank is killed", trainer, same=WORKERS, says="trainer-1 was killed by SIGKILL"),
+        Drill("node", "a node is lost", node, requeued=True, loses=SECOND),
+        Drill("link", f"a node's link is cut for {CUT_SECONDS:.0f} s", link, same=(*TRAINERS, *WORKERS)),
+        Drill("disk", "the checkpoints' disk is full", disk, same=(*TRAINERS, *WORKERS), small_disk=True),
+        Drill("preempt", "the job is pre-empted", preempt, requeued=True),
+    )
+}
+
+
+def _line(process: psutil.Process) -> str:
+    with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+        return " ".join(process.cmdline())
+    return ""

@@ -1,0 +1,169 @@
+"""A training job on a cluster of virtual nodes, to be watched while something breaks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from megatron_webrl.processes import ROLE
+from megatron_webrl.tracking import summary
+from tests.tiny_settings import SETTINGS
+from tests.virtual_slurm import END_STATES, Cluster
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "models" / "quickstart"
+JOB_NODES = 2
+FIRST, SECOND = "n1", "n2"  # of the job; the first runs the script and the control plane
+START_SECONDS, POLL_SECONDS = 900.0, 0.2
+USUAL = r"job: update \d|srun: cluster configuration lacks support for cpu binding"
+STAY_SECONDS = 5.0  # that a job must have ended for, to be over: one that is requeued shows an end for a moment
+
+
+class DrillError(RuntimeError):
+    """A drill that did not come to its end. The message says what it waited for."""
+
+
+@dataclass
+class Run:
+    """One job: a trainer rank and an engine on each of two nodes, with a checkpoint after every update."""
+
+    cluster: Cluster
+    folder: Path  # its own; the run lies in it
+    name: str
+    job: str
+    updates: int
+
+    @classmethod
+    def submit(cls, cluster: Cluster, folder: Path, python: str, updates: int) -> Run:
+        """sbatch of launch/slurm/train_cpu.sh, as a user would."""
+        name = folder.name
+        settings: dict[str, Any] = {**SETTINGS, "model": {"path": str(MODEL)}}
+        settings["run"] = {"name": name, "directory": str(folder)}
+        settings["trainer"] = {**SETTINGS["trainer"], "updates": updates, "checkpoint": {"every": 1}}
+        (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+        job = cluster.submit(
+            f"--nodes={JOB_NODES}", f"--chdir={ROOT}", f"--output={folder}/job.log", "--open-mode=append", "--requeue",
+            str(ROOT / "launch" / "slurm" / "train_cpu.sh"),
+            CONFIG=str(folder / "config.yaml"), PYTHON=python, SLURM_SUBMIT_DIR=str(ROOT), PREFLIGHT="0",
+            MLFLOW_TRACKING_URI="",
+        )  # fmt: skip
+        return cls(cluster, folder, name, job, updates)
+
+    @property
+    def run_folder(self) -> Path:
+        """Where the job writes."""
+        return self.folder / self.name
+
+    def log(self) -> str:
+        """The job's log so far."""
+        path = self.folder / "job.log"
+        return path.read_text(errors="replace") if path.is_file() else ""
+
+    def finished(self) -> list[tuple[int, float]]:
+        """Version and time (unix) of the updates made so far."""
+        with suppress(json.JSONDecodeError):
+            return [(update["version"], update["finished_at"]) for update in summary.read_updates(self.run_folder)]
+        return []
+
+    def version(self) -> int:
+        """The newest update."""
+        return max((version for version, _ in self.finished()), default=0)
+
+    def finished_after(self, moment: float) -> float:
+        """When the first update after a moment was made, both unix; 0 if there is none."""
+        return min((finished for _, finished in self.finished() if finished > moment), default=0.0)
+
+    def saved(self) -> int:
+        """The version in the newest complete checkpoint; 0 if there is none."""
+        latest = self.run_folder / "checkpoints" / "latest"
+        return int(latest.read_text().strip().removeprefix("version-").partition(".")[0]) if latest.is_file() else 0
+
+    def await_(self, condition: Callable[[], Any], what: str, seconds: float) -> Any:
+        """Wait until the condition holds; returns what it returns. Raises DrillError, at once if the job is over."""
+        deadline, ended = time.monotonic() + seconds, None
+        while not (found := condition()):
+            over = self.state() in END_STATES
+            ended = (ended or time.monotonic()) if over else None
+            if ended and time.monotonic() - ended > STAY_SECONDS:
+                raise DrillError(f"the job ended ({self.state()}) before {what}: {self.last_words()}")
+            if time.monotonic() > deadline:
+                raise DrillError(f"no {what} within {seconds:.0f} s; the job is {self.state()}: {self.last_words()}")
+            time.sleep(POLL_SECONDS)
+        return found
+
+    def wait(self, seconds: float) -> str:
+        """The state in which the job has ended for good. Raises DrillError."""
+        ended: list[float] = []
+
+        def over() -> str:
+            state = self.state()
+            ended[:] = (ended or [time.monotonic()]) if state in END_STATES else []
+            return state if ended and time.monotonic() - ended[0] > STAY_SECONDS / 2 else ""
+
+        return self.await_(over, "end of the job", seconds)
+
+    def state(self) -> str:
+        """What Slurm says of the job."""
+        return self.cluster.show(self.job)["JobState"]
+
+    def restarts(self) -> int:
+        """How often Slurm has started the job again."""
+        return int(self.cluster.show(self.job)["Restarts"])
+
+    def sizes(self) -> dict[Path, int]:
+        """How long the logs are: the job's first, then those of its processes."""
+        logs = [self.folder / "job.log", *sorted(self.run_folder.glob("logs/node-*/*.log"))]
+        return {path: path.stat().st_size for path in logs if path.is_file()}
+
+    def said_since(self, sizes: Mapping[Path, int]) -> list[str]:
+        """What people were told since: lines of the job's log, updates left out, and warnings of its processes."""
+        lines = []
+        for path in self.sizes():
+            with path.open("rb") as file:
+                file.seek(sizes.get(path, 0))
+                new = file.read().decode(errors="replace").splitlines()
+            if path.name == "job.log":
+                lines += [line for line in new if line.strip() and not re.match(USUAL, line)]
+            else:
+                lines += [f"{path.stem}: {line}" for line in new if re.search(r"\b(WARNING|ERROR)\b", line)]
+        return lines
+
+    def last_words(self) -> str:
+        """The last line of the job's log."""
+        return (self.log().strip().splitlines() or ["no log"])[-1][:300]
+
+    def role(self, node: str, name: str) -> psutil.Process | None:
+        """The process of a role, by the name its node gave it: trainer-1."""
+        for process in self.cluster.processes(node):
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                if process.environ().get(ROLE) == name and "megatron_webrl.cli" in " ".join(process.cmdline()):
+                    return process
+        return None
+
+    def lives(self, *roles: tuple[str, str]) -> dict[str, float]:
+        """When these roles, each with its node, were started; those that run."""
+        found = {name: self.role(node, name) for node, name in roles}
+        return {name: process.create_time() for name, process in found.items() if process is not None}
+
+
+def left_on(cluster: Cluster, node: str) -> list[str]:
+    """What a node that is on should not have any more when no job runs: processes, shared memory, files in /tmp."""
+    found = []
+    for process in cluster.processes(node):
+        with suppress(psutil.NoSuchProcess):
+            if "megatron_webrl" in " ".join(process.cmdline()) or "chrom" in process.name():
+                found.append(f"{process.name()} ({process.pid})")
+    memory, files = cluster.path(node, "/dev/shm"), cluster.path(node, "/tmp")
+    found += [f"/dev/shm/{name}" for name in os.listdir(memory)]
+    found += [f"/tmp/{path.name}" for path in files.glob("webrl-*")]
+    return [f"{node}: {each}" for each in found]
