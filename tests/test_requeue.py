@@ -101,7 +101,7 @@ def test_a_job_that_will_end_saves_and_goes_on_and_one_that_was_ended_does_not(f
     assert (signalled.restarts(), signalled.outcome) == (1, "finished")
     assert "job: SIGUSR1: the job will end, and has 3600 s for a checkpoint" in signalled.log
     assert "job: to be preempted: it ends after the update under way, with a checkpoint" in signalled.log
-    assert "job: preempted; summary: " in signalled.log
+    assert "job: state:      preempted; " in signalled.log
     words = f"job: start 2 of job {signalled.job}, goes on from version-000001; the start before ended: preempted"
     assert words in signalled.log
     assert read(signalled.run_folder / "config.yaml").run.resume
@@ -191,7 +191,7 @@ def test_a_job_with_tensor_parallel_replicas_on_two_nodes_goes_on_where_a_signal
     assert five.wait(job, 400) == "COMPLETED", log(tmp_path)
     told = log(tmp_path)
     assert five.show(job)["Restarts"] == "1", told
-    assert "job: preempted; summary: " in told
+    assert "job: state:      preempted; " in told
     assert re.search(rf"job: start 2 of job {job}, goes on from version-0000[012]\d; the start before ended: pre", told)
     assert re.findall(rf"job: update (\d+) of {updates}", told) == [str(n) for n in range(1, updates + 1)]
 

@@ -75,6 +75,7 @@ class Hosting:
             guard.step(self.hosted)
             self._show_updates()
             time.sleep(POLL_SECONDS)
+        self._heed(control)  # a job may end as soon as it is asked to
         self._show_updates()
         deadline = time.monotonic() + LINGER_SECONDS + KILL_SECONDS  # every role reads the end
         while self.hosted[0].process.poll() is None and time.monotonic() < deadline:

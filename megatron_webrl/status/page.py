@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import groupby
 
 from rich import box
@@ -176,8 +177,7 @@ def _progress(found: Progress) -> list[Line]:
 
 def _episodes(found: Episodes) -> str:
     if found.finished is not None:
-        fields = {name: getattr(found, name) for name in ("finished", "trained", "dropped", "waiting", "matches")}
-        return accounting_line(fields).removeprefix("episodes: ")
+        return accounting_line(asdict(found)).removeprefix("episodes: ")
     reasons = ", ".join(f"{name} {count}" for name, count in found.dropped.items())
     dropped = f"{sum(found.dropped.values())} dropped{f' ({reasons})' if reasons else ''}"
     return f"{found.trained} trained, {dropped}, up to the last update"

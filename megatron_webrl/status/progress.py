@@ -34,6 +34,7 @@ class Episodes:
     waiting: int | None = None  # known at the end only, as are the next two
     finished: int | None = None
     matches: bool | None = None
+    rolled_back: int = 0
 
 
 def progress(updates: Sequence[Mapping[str, Any]], group_size: int, since: float) -> Progress | None:
@@ -65,7 +66,7 @@ def episodes(
 ) -> Episodes | None:
     """Of the accounting of summary.json, or, without one, up to the last update; None before the first."""
     if accounting is not None:
-        fields = ("trained", "dropped", "waiting", "finished", "matches")
+        fields = ("trained", "dropped", "waiting", "finished", "matches", "rolled_back")
         return Episodes(**{name: accounting[name] for name in fields})
     if not updates:
         return None

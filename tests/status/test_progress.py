@@ -56,5 +56,6 @@ def test_success_counts_by_episodes() -> None:
 def test_episodes_are_those_of_the_accounting_or_up_to_the_last_update() -> None:
     assert episodes([], 4, None) is None
     assert episodes(updates(3, 1.0), 4, None) == Episodes(trained=90, dropped={"stale": 6})
-    accounting = {"finished": 9, "trained": 4, "dropped": {"stale": 3}, "waiting": 2, "matches": True, "tokens": {}}
-    assert episodes(updates(3, 1.0), 4, accounting) == Episodes(4, {"stale": 3}, 2, 9, True)
+    accounting = {"finished": 9, "trained": 4, "dropped": {"stale": 3}, "waiting": 2, "matches": True}
+    accounting |= {"tokens": {}, "rolled_back": 1}
+    assert episodes(updates(3, 1.0), 4, accounting) == Episodes(4, {"stale": 3}, 2, 9, True, 1)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from megatron_webrl.tracking import summary
+from megatron_webrl.tracking import restarts, summary
 from megatron_webrl.tracking.board import COLUMNS, Board, accounting_line, updates_table
 from megatron_webrl.tracking.metrics import Seconds, UpdateRecord, episode_metrics, rollout_seconds
 from megatron_webrl.tracking.mlflow_run import varied
@@ -75,20 +75,25 @@ def test_the_summary_holds_what_was_written(tmp_path: Path):
     summary.write_updates(tmp_path, [record(1).to_json(), record(2, gap=None).to_json()])
     accounting = Accounting(trained=6)
     accounting.dropped["stale"] = 2
-    summary.write(tmp_path, "finished", accounting.summary(finished=9, waiting=1))
+    restarts.note(tmp_path, "trainer-0", "it was killed")
+    summary.write(tmp_path, "finished", accounting.summary(finished=14, waiting=1, rolled_back=5))
     content = json.loads((tmp_path / "summary.json").read_text())
     assert content["outcome"] == "finished"
     assert [u["version"] for u in content["updates"]] == [1, 2]
     assert content["updates"][1]["logprob_gap_max"] is None
     assert content["accounting"] == {
-        "finished": 9,
+        "finished": 14,
         "trained": 6,
         "dropped": {"stale": 2},
         "waiting": 1,
-        "rolled_back": 0,
+        "rolled_back": 5,
         "matches": True,
         "tokens": {"trained": 0, "dropped": {}},
     }
+    assert "+ 1 waiting + 5 rolled back = 14: matches" in accounting_line(content["accounting"])
+    assert [(each["role"], each["reason"], each["version"]) for each in content["restarts"]] == [
+        ("trainer-0", "it was killed", 2)
+    ]
     assert content["versions"]["torch"]
     assert content["checkpoint"] is None
 
