@@ -152,7 +152,7 @@ class Step:
         from megatron_webrl.control import Control
 
         host, _, port = self.address.rpartition(":")
-        return Control(host, int(port), f"node-{self.node}", self.config.run.lost_seconds)
+        return Control(host, int(port), f"node-{self.node}", self.config.run.lost_seconds, connect_seconds=30.0)
 
     def _revived(self, role: Role, control: Control, failure: str) -> bool:
         if may_revive(role, self.config) and not self.signals.ended:

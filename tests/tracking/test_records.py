@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from megatron_webrl.tracking import restarts, summary
+from megatron_webrl.tracking import events, summary
 from megatron_webrl.tracking.board import COLUMNS, Board, accounting_line, updates_table
+from megatron_webrl.tracking.events import Journal
 from megatron_webrl.tracking.metrics import Seconds, UpdateRecord, episode_metrics, rollout_seconds
 from megatron_webrl.tracking.mlflow_run import varied
 from megatron_webrl.tracking.trajectory_page import write_page
@@ -75,7 +76,7 @@ def test_the_summary_holds_what_was_written(tmp_path: Path):
     summary.write_updates(tmp_path, [record(1).to_json(), record(2, gap=None).to_json()])
     accounting = Accounting(trained=6)
     accounting.dropped["stale"] = 2
-    restarts.note(tmp_path, "trainer-0", "it was killed")
+    Journal(tmp_path, 3).add("trainer-0", events.RESTARTED, "it was killed")
     summary.write(tmp_path, "finished", accounting.summary(finished=14, waiting=1, rolled_back=5))
     content = json.loads((tmp_path / "summary.json").read_text())
     assert content["outcome"] == "finished"
@@ -91,9 +92,8 @@ def test_the_summary_holds_what_was_written(tmp_path: Path):
         "tokens": {"trained": 0, "dropped": {}},
     }
     assert "+ 1 waiting + 5 rolled back = 14: matches" in accounting_line(content["accounting"])
-    assert [(each["role"], each["reason"], each["version"]) for each in content["restarts"]] == [
-        ("trainer-0", "it was killed", 2)
-    ]
+    (again,) = content["restarts"]
+    assert (again["role"], again["reason"], again["node"]) == ("trainer-0", "it was killed", 3)
     assert content["versions"]["torch"]
     assert content["checkpoint"] is None
 
