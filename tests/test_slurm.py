@@ -114,7 +114,8 @@ def _check_all(found: list[dict[str, Any]], settings: Path) -> None:
 def test_a_role_that_fails_ends_the_job_with_its_name(four: Cluster, tmp_path: Path) -> None:
     name = f"failing{os.getpid()}"
     job = submit(
-        four, tmp_path, "train_32node.sh", *overrides(tmp_path, name), "cluster.nodes=4", options=("--nodes=4",),
+        four, tmp_path, "train_32node.sh", *overrides(tmp_path, name), "cluster.nodes=4", "run.trainer_restarts=0",
+        options=("--nodes=4",),
         REHEARSE=f"{PAYLOAD} --fail trainer-9", PREFLIGHT="0",
     )  # fmt: skip
     assert four.wait(job, 120) == "FAILED", log(tmp_path)
