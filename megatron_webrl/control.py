@@ -274,11 +274,6 @@ class Control:
         found = [json.loads(self.store.get(f"tickets/start/{number}")) for number in range(self.opened())]
         return tuple(Start(**{**fields, "open_tickets": tuple(fields["open_tickets"])}) for fields in found)
 
-    def job_start(self) -> Start | None:
-        """The newest start; None until the trainer has opened the job."""
-        starts = self.starts()
-        return starts[-1] if starts else None
-
     def fence(self) -> int:
         """Trainer: let nobody take another position until `open_job`; returns the position of the fence.
 

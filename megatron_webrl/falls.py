@@ -18,6 +18,7 @@ from megatron_webrl.config import Config
 from megatron_webrl.control import Control
 from megatron_webrl.tracking import events
 from megatron_webrl.tracking.events import Journal
+from megatron_webrl.tracking.newest import newest_checkpoint
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ def declare(
 
     `journal`: of who declares it. All ranks start again together, which is one event: that of the first fall.
     """
-    latest = config.run_folder / "checkpoints" / "latest"
-    checkpoint = latest.read_text().strip() if latest.is_file() else ""
+    newest = newest_checkpoint(config.run_folder)
+    checkpoint = newest.name if newest else ""
     before = fall_of(control, attempt - 1)
     in_a_row = before.in_a_row + 1 if before is not None and before.checkpoint == checkpoint else 1
     mine = Fall(role, reason, time.time(), checkpoint, in_a_row)

@@ -86,7 +86,7 @@ class Judge:
                 found[worker] = "beat", f"sent no heartbeat for {self.config.run.lost_seconds:g} s (run.lost_seconds)"
             elif limit and self._silence(worker, now) > limit:
                 found[worker] = "progress", f"made no progress for {limit:g} s (run.hang_seconds)"
-        if limit and self.control.job_start() is not None:
+        if limit and self.control.opened():
             ranks = [f"trainer-{rank}" for rank in range(self.config.trainer_ranks)]
             silent = {rank: self._silence(rank, now) for rank in ranks}
             if min(silent.values()) > limit:

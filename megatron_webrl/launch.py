@@ -132,7 +132,7 @@ class Launcher:
             return "interrupted"
         if self.interrupts == 1 and not control.stop_requested():
             control.request_stop()
-            if control.job_start() is None:  # nothing is trained yet: there is nothing to save
+            if not control.opened():  # nothing is trained yet: there is nothing to save
                 return "interrupted"
             self.console.print("stopping after this update, with a checkpoint; again: at once")
         return None

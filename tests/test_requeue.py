@@ -8,9 +8,8 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ from megatron_webrl.node.commands import UNFIT_CODE
 from megatron_webrl.node.signals import is_notice
 from megatron_webrl.roles import settings_file
 from megatron_webrl.tracking import episode_log
-from tests.test_slurm import ROOT, log, overrides, rings, submit
+from tests.test_slurm import ROOT, log, overrides, rings, submit, until
 from tests.tiny_settings import SETTINGS
 from tests.virtual_slurm import Cluster, virtual_slurm, why_not
 
@@ -72,13 +71,6 @@ class Waiting:
 
     def restarts(self) -> int:
         return int(self.cluster.show(self.job)["Restarts"])
-
-
-def until(condition: Callable[[], bool], what: Callable[[], str], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what()}"
-        time.sleep(0.2)
 
 
 @on_slurm

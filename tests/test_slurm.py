@@ -248,11 +248,16 @@ def test_a_dry_run_shows_every_process_without_a_cluster(script: str) -> None:
         assert not process.devices or f"CUDA_VISIBLE_DEVICES={process.devices[0]} " in line
 
 
-def test_a_cluster_and_its_jobs_die_with_the_process_that_started_it(tmp_path: Path) -> None:
-    marker = f"30{os.getpid()}"  # seconds that a job of this test sleeps
+def test_a_cluster_and_its_jobs_die_with_the_process_that_started_it() -> None:
+    check_that_a_cluster_dies_with_its_starter("virtual_slurm(2)")
+
+
+def check_that_a_cluster_dies_with_its_starter(cluster: str) -> None:
+    """Of two nodes, started by this expression: nothing is left of it and of a job on both."""
+    marker = f"30{os.getpid()}"  # seconds that a task of the job sleeps
     program = (
         "import sys; from tests.virtual_slurm import virtual_slurm\n"
-        "with virtual_slurm(2) as cluster:\n"
+        f"with {cluster} as cluster:\n"
         f"    cluster.submit('--nodes=2', '--output=/dev/null', '--wrap=srun --nodes=2 --ntasks=2 sleep {marker}')\n"
         "    print(cluster.folder, flush=True)\n"
         "    sys.stdin.read()\n"
@@ -278,10 +283,10 @@ def running(program: str, word: str) -> list[psutil.Process]:
     return found
 
 
-def until(condition: Callable[[], bool], what: str, seconds: float) -> None:
+def until(condition: Callable[[], bool], what: str | Callable[[], str], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}"
+        assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what if isinstance(what, str) else what()}"
         time.sleep(0.1)
 
 

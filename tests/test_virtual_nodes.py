@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_slurm import ROOT, running, until
+from tests.test_slurm import check_that_a_cluster_dies_with_its_starter, running, until
 from tests.virtual_nodes import address
 from tests.virtual_slurm import Cluster, virtual_slurm, why_not
 
@@ -84,23 +84,6 @@ def test_a_node_that_is_lost_is_seen_down_and_comes_back_empty() -> None:
 
 
 def test_nothing_of_a_cluster_is_left_when_its_starter_is_killed() -> None:
-    marker = f"32{os.getpid()}"
-    program = (
-        "import sys; from tests.virtual_slurm import virtual_slurm\n"
-        "with virtual_slurm(2, namespaces=True) as cluster:\n"
-        f"    cluster.submit('--nodes=2', '--output=/dev/null', '--wrap=srun --nodes=2 sleep {marker}')\n"
-        "    print(cluster.folder, flush=True)\n"
-        "    sys.stdin.read()\n"
-    )
-    test = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert test.stdout is not None
-    folder = test.stdout.readline().strip()
-    until(lambda: len(running("sleep", marker)) == 2, "both tasks to run", 30)
-    assert len(running("slurmd", folder)) == 2
-    test.kill()
-    test.wait(10)
-    until(lambda: not running("sleep", marker) and not running("", folder), "the end of all", 40)
+    check_that_a_cluster_dies_with_its_starter("virtual_slurm(2, namespaces=True)")
     cards = subprocess.run(["ip", "-brief", "link"], capture_output=True, text=True, check=True).stdout
     assert "to-n1" not in cards  # it was in a network of its own, which is gone

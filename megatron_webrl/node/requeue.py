@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_webrl.config import Config, ConfigError
+from megatron_webrl.tracking.newest import newest_checkpoint
 
 FILE = "starts.jsonl"
 UNKNOWN = "no summary: it was killed, or a node was lost"
@@ -39,8 +40,8 @@ class JobStart:
 
 def checkpoint(folder: Path) -> str | None:
     """The name of the newest complete checkpoint of a run."""
-    latest = folder / "checkpoints" / "latest"
-    return latest.read_text().strip() if latest.is_file() else None
+    newest = newest_checkpoint(folder)
+    return newest.name if newest else None
 
 
 def read(folder: Path) -> list[JobStart]:

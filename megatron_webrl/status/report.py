@@ -18,6 +18,7 @@ from megatron_webrl.status.roles import RoleState, role_states
 from megatron_webrl.tracking import events as journal
 from megatron_webrl.tracking import summary
 from megatron_webrl.tracking.events import Event
+from megatron_webrl.tracking.newest import newest_checkpoint
 from megatron_webrl.types import GOOD_OUTCOMES
 
 LATEST = ("updates.jsonl", "episodes.jsonl", journal.FILE, "control.json", "config.yaml")
@@ -244,14 +245,13 @@ def _control(address: Address, answer: Answer | str) -> str:
 
 
 def _checkpoints(folder: Path, updates: Sequence[dict[str, Any]]) -> Checkpoints:
-    pointer = folder / "checkpoints" / "latest"
-    there = pointer.is_file()
+    newest, folder = newest_checkpoint(folder), folder / "checkpoints"
     failures = int(updates[-1]["extra"].get("checkpoint/failed", 0)) if updates else 0
     return Checkpoints(
-        str(pointer.parent / pointer.read_text().strip()) if there else None,
-        pointer.stat().st_mtime if there else None,
+        str(newest) if newest else None,
+        (folder / "latest").stat().st_mtime if newest else None,
         failures,
-        any(pointer.parent.glob(".writing-*")),
+        any(folder.glob(".writing-*")),
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.tracking import evaluation_files, events, learning_plot
+from megatron_webrl.tracking.newest import newest_checkpoint
 from megatron_webrl.types import GOOD_OUTCOMES
 
 PACKAGES = (
@@ -44,8 +45,7 @@ def read_updates(folder: Path) -> list[dict[str, Any]]:
 
 def write(folder: Path, outcome: str, accounting: dict[str, Any] | None) -> None:
     """Write summary.json and its picture. `accounting` is None where a failure left it unknown."""
-    latest = folder / "checkpoints" / "latest"
-    updates = read_updates(folder)
+    updates, checkpoint = read_updates(folder), newest_checkpoint(folder)
     content = {
         "outcome": outcome,
         "updates": updates,
@@ -53,7 +53,7 @@ def write(folder: Path, outcome: str, accounting: dict[str, Any] | None) -> None
         "restarts": _restarts(folder),
         "nodes": _between_nodes(updates),
         "evaluation": evaluation_files.summarise(folder, updates[-1]["version"] if updates else 0),
-        "checkpoint": str(folder / "checkpoints" / latest.read_text().strip()) if latest.is_file() else None,
+        "checkpoint": str(checkpoint) if checkpoint else None,
         "config": str(folder / "config.yaml"),
         "versions": versions(),
     }

@@ -17,6 +17,7 @@ import yaml
 
 from megatron_webrl.processes import ROLE
 from megatron_webrl.tracking import summary
+from megatron_webrl.tracking.newest import newest_checkpoint
 from tests.tiny_settings import SETTINGS
 from tests.virtual_slurm import END_STATES, Cluster
 
@@ -85,8 +86,8 @@ class Run:
 
     def saved(self) -> int:
         """The version in the newest complete checkpoint; 0 if there is none."""
-        latest = self.run_folder / "checkpoints" / "latest"
-        return int(latest.read_text().strip().removeprefix("version-").partition(".")[0]) if latest.is_file() else 0
+        newest = newest_checkpoint(self.run_folder)
+        return int(newest.name.removeprefix("version-").partition(".")[0]) if newest else 0
 
     def await_(self, condition: Callable[[], Any], what: str, seconds: float) -> Any:
         """Wait until the condition holds; returns what it returns. Raises DrillError, at once if the job is over."""
