@@ -205,6 +205,11 @@ class Control:
         """How many lives a role has begun."""
         return int(self._get(f"lives/{role}") or 0)
 
+    def is_over(self, life: str) -> bool:
+        """Whether a life of a role, named <role>.<number>, is over: the role began another, or is lost (is_lost)."""
+        role, _, number = life.rpartition(".")
+        return self.lives(role) != int(number) or self.is_lost(role)
+
     def request_stop(self, outcome: str = STOPPED) -> None:
         """Ask the trainer to end after the update it is at, with a checkpoint, and with that outcome.
 

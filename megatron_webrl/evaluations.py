@@ -165,8 +165,7 @@ class _Gone(dict[str, bool]):
         self._control = control
 
     def __missing__(self, life: str) -> bool:
-        worker, _, number = life.rpartition(".")
-        self[life] = self._control.is_lost(worker) or self._control.lives(worker) != int(number)
+        self[life] = self._control.is_over(life)
         return self[life]
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_webrl.control import Control, JobFailed, Start, Stopped, ticket_limit
+from tests.waiting import until
 
 SERVER = """
 import sys
@@ -101,6 +102,17 @@ def test_a_forgotten_role_is_not_lost_until_it_has_been_heard_of_again(address: 
     assert not control.is_lost("rollout-0")
     time.sleep(0.3)  # longer than lost_seconds
     assert not control.is_lost("rollout-0")
+
+
+def test_a_life_is_over_once_its_role_has_begun_another_or_is_lost(address: tuple[str, int]):
+    worker, control = connect(address, "rollout-0"), connect(address, "trainer-0", lost_seconds=0.2)
+    assert worker.begin_life() == 1
+    worker.store.set("beat/rollout-0", "7")
+    assert not control.is_over("rollout-0.1")
+    assert worker.begin_life() == 2
+    assert control.is_over("rollout-0.1")
+    assert not control.is_over("rollout-0.2")
+    until(lambda: control.is_over("rollout-0.2"), "its loss")
 
 
 def test_open_tickets_are_issued_again_before_later_ones():

@@ -27,7 +27,7 @@ class Refresh:
     """One engine's side of all weight updates. `step` never blocks for longer than a transfer or the joining."""
 
     def __init__(self, config: Config, control: Control, engine: Engine, worker: int, name: str) -> None:
-        """`name` is that of this life of the worker."""
+        """`name` is that of this life of the worker: <role>.<number>."""
         self.config, self.control, self.engine = config, control, engine
         self._worker, self._name = worker, name
         self._links = 0
@@ -77,8 +77,8 @@ class Refresh:
         self._trainer, self._linked, self._since = trainer, False, time.monotonic()
         rollout, nodes = self.config.rollout, [socket.gethostname()] * self.config.engine_ranks
         sizes = EngineSizes(rollout.tensor_parallel, rollout.pipeline_parallel, rollout.expert_parallel)
-        announcement = {"life": self.life, "trainer": trainer, "nodes": nodes, "sizes": asdict(sizes)}
-        self.control.put(f"engine/rollout-{self._worker}", announcement)
+        announcement = {"life": self.life, "worker": self._name, "trainer": trainer, "nodes": nodes}
+        self.control.put(f"engine/rollout-{self._worker}", announcement | {"sizes": asdict(sizes)})
 
     async def _join(self) -> None:
         if self._trainer is None or self.control.value(f"weights/link/{self.life}") is None:

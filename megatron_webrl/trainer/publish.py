@@ -41,6 +41,7 @@ class Announcement:
     """An engine that wants weights."""
 
     life: str  # names this life of its link
+    worker: str  # names the life of the worker that has it: <role>.<number>
     nodes: tuple[str, ...]  # of its ranks
     sizes: EngineSizes
 
@@ -63,7 +64,7 @@ class Publisher:
         if self._rank == 0:
             control.put("weights/trainer", self._life)
         self._plan: Plan | None = None
-        self._lives: dict[str, str] = {}  # of the linked engines
+        self._linked: dict[str, Announcement] = {}  # the engines with links, by worker
         self._failed: set[str] = set()  # lives that will not come back
         self._strikes: Counter[str] = Counter()  # transfers that a worker's engine failed in a row
         self._links: dict[str, transport.Link] = {}  # those of this rank, by worker
@@ -72,7 +73,7 @@ class Publisher:
 
     def newcomers(self) -> bool:
         """On the first rank: whether an engine waits to be served for the first time in its life."""
-        return any(a.life not in self._lives.values() for a in self._announced().values())
+        return any(self._linked.get(worker) != a for worker, a in self._announced().items())
 
     def publish(self, version: int, newcomers_only: bool = False) -> float:
         """Send the weights as `version` to all engines that are there; returns seconds.
@@ -91,7 +92,7 @@ class Publisher:
             failures |= self._transfer(version, served)
         self.failures = failures
         for worker, reason in failures.items():
-            self._leave(worker, roll[worker].life)
+            self._leave(worker)
             self.lost += 1
             if self._rank == 0:
                 log.warning(
@@ -137,8 +138,9 @@ class Publisher:
             value = self.control.value(f"engine/{worker}")
             if not isinstance(value, dict) or value["trainer"] != self._life or value["life"] in self._failed:
                 continue
-            if self._strikes[worker] < STRIKES and not self.control.is_lost(worker):
-                found[worker] = Announcement(value["life"], tuple(value["nodes"]), EngineSizes(**value["sizes"]))
+            if self._strikes[worker] < STRIKES and not self.control.is_over(value["worker"]):
+                sizes = EngineSizes(**value["sizes"])
+                found[worker] = Announcement(value["life"], value["worker"], tuple(value["nodes"]), sizes)
         return found
 
     def _await_engines(self) -> dict[str, Announcement]:
@@ -154,8 +156,7 @@ class Publisher:
         return found
 
     def _roll(self, newcomers_only: bool) -> dict[str, Announcement]:
-        linked = self._lives.values()
-        return {w: a for w, a in self._announced().items() if not newcomers_only or a.life not in linked}
+        return {w: a for w, a in self._announced().items() if not newcomers_only or self._linked.get(w) != a}
 
     def _make_plan(self, engines: Mapping[str, Announcement]) -> None:
         """Plan for good: an engine that starts again sends and receives what its earlier life did."""
@@ -175,10 +176,10 @@ class Publisher:
     def _join_all(self, roll: Mapping[str, Announcement]) -> Failures:
         failures = {}
         for worker, announcement in roll.items():
-            if self._lives.get(worker) == announcement.life:
+            if self._linked.get(worker) == announcement:
                 continue
-            self._leave(worker, self._lives.get(worker))
-            self._lives[worker] = announcement.life
+            self._leave(worker)
+            self._linked[worker] = announcement
             try:
                 self._join(worker, announcement.life)
             except transport.TransferError as error:
@@ -200,14 +201,13 @@ class Publisher:
                 self._backend,
             )
 
-    def _leave(self, worker: str, life: str | None) -> None:
+    def _leave(self, worker: str) -> None:
         if (link := self._links.pop(worker, None)) is not None:
             link.close()
-        if life is not None:
-            self._failed.add(life)
-            self._lives.pop(worker, None)
+        if (left := self._linked.pop(worker, None)) is not None:
+            self._failed.add(left.life)
             if self._rank == 0:
-                self.control.put(f"weights/link/{life}", False)
+                self.control.put(f"weights/link/{left.life}", False)
 
     # -- a transfer -------------------------------------------------------------------------------
 
@@ -257,10 +257,10 @@ class Publisher:
 
     def _trouble_of(self, worker: str) -> str | None:
         """What is known to be wrong with an engine."""
-        failed = self.control.value(f"weights/failed/{worker}")
-        if isinstance(failed, dict) and failed["life"] == self._lives.get(worker):
+        failed, linked = self.control.value(f"weights/failed/{worker}"), self._linked[worker]
+        if isinstance(failed, dict) and failed["life"] == linked.life:
             return str(failed["reason"])
-        return "it sends no heartbeat" if self.control.is_lost(worker) else None
+        return f"{linked.worker} is over, or sends no heartbeat" if self.control.is_over(linked.worker) else None
 
     def _agree(self, failures: Failures) -> Failures:
         """The failures that any rank has seen, on every rank."""

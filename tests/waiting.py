@@ -1,0 +1,14 @@
+"""Waiting for what another process does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+def until(condition: Callable[[], object], what: str | Callable[[], str], seconds: float = 60.0) -> None:
+    """Wait until the condition holds. Raises AssertionError with `what`, asked for then if it is a function."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds:g} s for {what if isinstance(what, str) else what()}"
+        time.sleep(0.02)
