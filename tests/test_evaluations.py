@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from megatron_webrl.evaluations import Collector, Request, Result
 from megatron_webrl.tracking import evaluation_files
 from megatron_webrl.tracking.mlflow_run import Tracker
 from megatron_webrl.trainer.evaluation import Evaluation
+from tests.waiting import until
 
 LIMIT = 60.0
 SERVER = """
@@ -41,13 +42,6 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int
     yield fields["host"], fields["port"]
     process.kill()
     process.wait()
-
-
-def until(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what} within {LIMIT} s"
-        time.sleep(0.02)
 
 
 def connect(address: tuple[str, int], role: str) -> Control:

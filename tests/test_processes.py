@@ -8,24 +8,16 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron_webrl import processes
 from megatron_webrl.processes import ProcessError, is_alive, start, start_time, sweep_orphans
-from megatron_webrl.ring.locks import pauses
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[1]
 SLEEP = "import time; time.sleep(60)"
-
-
-def until(condition: Callable[[], object], what: str, seconds: float = 20.0) -> None:
-    for _ in pauses(seconds):
-        if condition():
-            return
-    raise AssertionError(f"not within {seconds} s: {what}")
 
 
 def python(code: str, **environment: str) -> subprocess.Popen[bytes]:

@@ -19,6 +19,8 @@ import aiohttp
 import psutil
 import pytest
 
+from tests.waiting import until
+
 ROOT = Path(__file__).parents[2]
 SMALL = ("browser.width=320", "browser.height=240", "browser.screenshot=png")
 LIMIT = 60.0  # seconds, of anything that is waited for
@@ -98,14 +100,6 @@ def serving(*arguments: str, **environment: str) -> Iterator[Server]:
                 for child in below:
                     with suppress(psutil.NoSuchProcess):
                         child.kill()
-
-
-def until(condition: Callable[[], object], what: str, seconds: float = LIMIT) -> None:
-    """Wait for a condition."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.02)
 
 
 async def until_async(condition: Callable[[], Any], what: str, seconds: float = LIMIT) -> Any:

@@ -17,7 +17,8 @@ from megatron_webrl.farm import wire
 from megatron_webrl.tasks import oracles
 from megatron_webrl.tasks.miniwob_page import all_environments
 from megatron_webrl.types import Observation
-from tests.farm.conftest import ROOT, Http, Server, node, until, until_async
+from tests.farm.conftest import ROOT, Http, Server, node, until_async
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")

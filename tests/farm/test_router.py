@@ -18,7 +18,8 @@ import pytest
 from megatron_webrl.config import BrowserConfig
 from megatron_webrl.farm import wire
 from megatron_webrl.farm.router import Router
-from tests.farm.conftest import Http, Server, node, serving, until, until_async
+from tests.farm.conftest import Http, Server, node, serving, until_async
+from tests.waiting import until
 
 CONCURRENT = 1000
 VIEW = wire.View.of(BrowserConfig())

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from megatron_webrl.cli import main
-from tests.farm.conftest import LIMIT, ROOT, SMALL, Http, Server, node, serving, until
+from tests.farm.conftest import LIMIT, ROOT, SMALL, Http, Server, node, serving
+from tests.waiting import until
 
 TOKEN = secrets.token_urlsafe(24)
 BEARER = {"Authorization": f"Bearer {TOKEN}"}

@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from megatron_webrl.trainer.preparation import PixelError, Preparation, RowPixel
 from megatron_webrl.trainer.rows import RowBuilder
 from tests.trainer.grown import episode
 from tests.trajectories import screenshot
+from tests.waiting import until
 
 LIMIT = 120.0
 SIDE = 64
@@ -91,13 +91,6 @@ def encoded(width: int, height: int, kind: str) -> bytes:
     buffer = io.BytesIO()
     Image.open(io.BytesIO(screenshot(width, width, height))).save(buffer, kind)
     return buffer.getvalue()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def killed(pid: int) -> None:
@@ -228,7 +221,7 @@ def test_an_image_that_ends_two_workers_is_named_and_the_others_are_made(make: M
         found.update({job.number: trouble for job, trouble in bench.pool.collect()})
         return len(found) == 2
 
-    until(finished)
+    until(finished, "a finished preparation")
     assert found == {0: "2 worker processes ended while they decoded it; the last one exited with code 1", 1: ""}
 
 
@@ -243,7 +236,7 @@ def test_workers_that_never_live_end_the_job_with_their_last_words(processor: Pr
         return not list(pool.collect()) and False
 
     with pytest.raises(PoolError, match=f"pixel worker 0 ended {IN_A_ROW} times in a row; .*exited with code 1.*Error"):
-        until(collected)
+        until(collected, "a worker that works")
     arena.close()
 
 
@@ -298,9 +291,11 @@ def test_workers_and_their_memory_do_not_outlive_a_killed_parent(tmp_path: Path)
         workers = [(int(pid), start_time(int(pid))) for pid in parent.stdout.readline().split()]
         assert len(workers) == 2
         for pid, _ in workers:
-            until(lambda pid=pid: "webrl-pixels (deleted)" in Path(f"/proc/{pid}/maps").read_text())
+            until(
+                lambda pid=pid: "webrl-pixels (deleted)" in Path(f"/proc/{pid}/maps").read_text(), "the unlinked pixels"
+            )
         parent.kill()
-        until(lambda: not any(is_alive(pid, started) for pid, started in workers))
+        until(lambda: not any(is_alive(pid, started) for pid, started in workers), "dead workers")
     assert not list(Path("/dev/shm").glob("*pixels*"))
 
 
