@@ -23,8 +23,10 @@ from megatron_webrl.node.local_checks import Unfit
 from megatron_webrl.node.meeting import ALONE, Meeting, clock_offset, clock_server, exchange, links, rounds
 from megatron_webrl.node.preparing import choose
 from megatron_webrl.placement import place
-from tests.test_slurm import PAYLOAD, ROOT, log, overrides, submit
+from tests.slurm_jobs import PAYLOAD, ROOT, log, overrides, submit
 from tests.virtual_slurm import virtual_slurm, why_not
+
+pytestmark = pytest.mark.alone  # it looks for free ports, and at speeds
 
 
 def made(*overrides: str) -> Config:

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
-from mlflow.tracking import MlflowClient
 
-from megatron_webrl import hangs
 from megatron_webrl.cli import main
 from megatron_webrl.config import ConfigError, read, save
 from megatron_webrl.node import findings, requeue
 from megatron_webrl.node.commands import UNFIT_CODE
 from megatron_webrl.node.signals import is_notice
 from megatron_webrl.roles import settings_file
-from megatron_webrl.tracking import episode_log
-from tests.test_slurm import ROOT, log, overrides, rings, submit, until
-from tests.tiny_settings import SETTINGS
+from tests.slurm_jobs import ROOT, log, overrides, submit
 from tests.virtual_slurm import Cluster, virtual_slurm, why_not
+from tests.waiting import until
 
+pytestmark = pytest.mark.alone
 on_slurm = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 WAITING = f"{sys.executable} -I -S {Path(__file__).with_name('slurm_waiting.py')}"
 
@@ -160,43 +155,3 @@ def test_starts_are_counted_by_job_and_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"job 7 was started 2 times at version-000004 .*run.requeues=1"):
         start("7", 4)
     assert json.loads((config.run_folder / "summary.json").read_text())["outcome"].startswith("failed: job 7 was")
-
-
-@on_slurm
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_job_with_tensor_parallel_replicas_on_two_nodes_goes_on_where_a_signal_ended_it(
-    five: Cluster, tmp_path: Path, tiny_model: Path
-) -> None:
-    name, updates, path = f"requeued{os.getpid()}", 24, tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump({**SETTINGS, "model": {"path": str(tiny_model)}}))
-    job = submit(
-        five, tmp_path, "train_cpu.sh", *overrides(tmp_path, name), "trainer.tensor_parallel=2",
-        f"trainer.updates={updates}", options=("--nodes=2",), CONFIG=str(path), MLFLOW_TRACKING_URI="", PREFLIGHT="0",
-    )  # fmt: skip
-    until(lambda: "job: update 1 of" in log(tmp_path), lambda: f"an update: {log(tmp_path)}", 300)
-    hangs.order(tmp_path / name, "a test wants to see them")  # which disturbs nobody
-    logs = [tmp_path / name / "logs" / f"node-{node}" / f"rollout-{node}.log" for node in (0, 1)]
-    logs += [logs[number // 2].with_name(f"trainer-{number}.log") for number in range(4)]
-    until(lambda: all("-- stacks of" in each.read_text() for each in logs), lambda: f"stacks: {log(tmp_path)}", 60)
-    five.run("scancel", "--batch", "--signal=USR1", job)
-    assert five.wait(job, 400) == "COMPLETED", log(tmp_path)
-    told = log(tmp_path)
-    assert five.show(job)["Restarts"] == "1", told
-    assert "job: state:      preempted; " in told
-    assert re.search(rf"job: start 2 of job {job}, goes on from version-0000[012]\d; the start before ended: pre", told)
-    assert re.findall(rf"job: update (\d+) of {updates}", told) == [str(n) for n in range(1, updates + 1)]
-
-    assert all("-- stacks of VLLM::EngineCor" in each.read_text() for each in logs[:2])
-    summary = json.loads((tmp_path / name / "summary.json").read_text())
-    assert (summary["outcome"], summary["accounting"]["matches"]) == ("finished", True)
-    assert [update["version"] for update in summary["updates"]] == list(range(1, updates + 1))
-    lines = [line for line in episode_log.read(tmp_path / name) if line["fate"] != "duplicate"]
-    assert max(Counter((line["ticket"], line["index"]) for line in lines).values()) == 1
-    trained = {(line["version"], line["ticket"]) for line in lines if line["fate"] == episode_log.TRAINED}
-    assert Counter(version for version, _ in trained) == dict.fromkeys(range(updates), 2)
-    client = MlflowClient(read(tmp_path / name / "config.yaml").tracking_uri)
-    (run,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
-    assert run.info.status == "FINISHED"
-    assert [metric.step for metric in client.get_metric_history(run.info.run_id, "loss")] == list(range(1, updates + 1))
-    assert not rings(name)

@@ -9,8 +9,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,40 +20,14 @@ import yaml
 from megatron_webrl.config import read
 from megatron_webrl.placement import place
 from megatron_webrl.placement_cores import parse_cores
-from megatron_webrl.tracking import events
+from tests.slurm_jobs import PAYLOAD, ROOT, SCRIPTS, log, overrides, rings, submit
 from tests.tiny_settings import SETTINGS
-from tests.virtual_nodes import address
 from tests.virtual_slurm import Cluster, free_ports, virtual_slurm, why_not
+from tests.waiting import until
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+pytestmark = [pytest.mark.alone, pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")]
 
-ROOT = Path(__file__).parent.parent
-SCRIPTS = ROOT / "launch" / "slurm"
-PAYLOAD = f"{sys.executable} -I -S {Path(__file__).with_name('slurm_payload.py')}"
 REHEARSAL_SECONDS = 180.0
-
-
-def submit(
-    cluster: Cluster, folder: Path, script: str, *arguments: str, options: tuple[str, ...] = (), **environment: str
-) -> str:
-    """sbatch of a script as a user would, its log in `folder`; returns the number of the job."""
-    return cluster.submit(
-        f"--chdir={ROOT}", f"--output={folder}/job.log", *options, str(SCRIPTS / script), *arguments,
-        **{"PYTHON": sys.executable, "SLURM_SUBMIT_DIR": str(ROOT), **environment},
-    )  # fmt: skip
-
-
-def overrides(folder: Path, name: str) -> tuple[str, ...]:
-    return (f"run.directory={folder}", f"run.name={name}", f"cluster.port={free_ports(20)}")
-
-
-def log(folder: Path) -> str:
-    path = folder / "job.log"
-    return path.read_text() if path.is_file() else "no log"
-
-
-def rings(name: str, memory: Path = Path("/dev/shm")) -> list[Path]:
-    return list(memory.glob(f"webrl-{name}-*"))
 
 
 @pytest.fixture(autouse=True)
@@ -145,60 +118,6 @@ def test_a_job_with_too_few_nodes_says_so(four: Cluster, tmp_path: Path) -> None
     assert "cluster.nodes=32, but the job has 2 nodes" in log(tmp_path)
 
 
-@pytest.mark.soak  # test_requeue.py has the same job, and ends it in the middle
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(bool(why_not(namespaces=True)), reason=why_not(namespaces=True) or "-")
-def test_a_job_trains_over_two_machines_with_two_tensor_parallel_replicas_and_two_engines(
-    tmp_path: Path, tiny_model: Path
-) -> None:
-    name, path = f"trained{os.getpid()}", tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump({**SETTINGS, "model": {"path": str(tiny_model)}}))
-    with virtual_slurm(4, namespaces=True, shared=(tmp_path, tiny_model)) as apart:
-        job = submit(
-            apart, tmp_path, "train_cpu.sh", *overrides(tmp_path, name), "trainer.tensor_parallel=2",
-            options=("--nodes=2",), CONFIG=str(path), MLFLOW_TRACKING_URI="",
-        )  # fmt: skip
-        until(lambda: "job: update 1 of 2" in log(tmp_path), "an update", 500)
-        # As machines are: a ring and processes on each, and nothing on those that the job has not.
-        held = {node: rings(name, apart.path(node, "/dev/shm")) for node in ("n1", "n2", "n3", "n4")}
-        assert [len(each) for each in held.values()] == [1, 1, 0, 0]
-        assert held["n1"][0].name != held["n2"][0].name
-        assert apart.wait(job, 200) == "COMPLETED", log(tmp_path)
-        until(lambda: not any(roles_on(apart, node) for node in held), "all processes to end", 30)
-        for node in held:
-            assert not os.listdir(apart.path(node, "/dev/shm"))
-            assert not list(apart.path(node, "/tmp").glob("webrl-*"))
-    summary = json.loads((tmp_path / name / "summary.json").read_text())
-    assert summary["outcome"] == "finished"
-    assert [update["version"] for update in summary["updates"]] == [1, 2]
-    assert summary["accounting"]["matches"]
-    assert "job: update 2 of 2" in log(tmp_path)
-    assert "job: state:      finished; " in log(tmp_path)
-    started = {event.role: event for event in events.read(tmp_path / name) if event.event == events.STARTED}
-    assert (started["rollout-1"].node, started["rollout-1"].host, started["rollout-1"].slurm) == (1, "n2", job)
-    assert f"job: control plane at {address(1)}:" in log(tmp_path)
-    assert summary["nodes"]["screenshots_mib"] > 0
-    assert 0 <= summary["nodes"]["local_share"] <= 1
-    for node, names in enumerate(
-        (("control", "trainer-0", "trainer-1", "rollout-0"), ("trainer-2", "trainer-3", "rollout-1"))
-    ):
-        logs = {path.stem for path in (tmp_path / name / "logs" / f"node-{node}").iterdir()}
-        assert set(names) <= logs
-    counted = [json.loads(line) for line in (tmp_path / name / "episodes.jsonl").read_text().splitlines()]
-    assert len(counted) >= summary["accounting"]["trained"] > 0
-
-
-def roles_on(cluster: Cluster, node: str) -> list[str]:
-    """Command lines of what a job runs on a node in namespaces."""
-    found = []
-    for process in cluster.processes(node):
-        with suppress(psutil.NoSuchProcess):
-            line = " ".join(process.cmdline())
-            if "megatron_webrl" in line or "chrom" in process.name():
-                found.append(line)
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_job_trains_with_browsers_on_nodes_of_their_own(four: Cluster, tmp_path: Path, tiny_model: Path) -> None:
@@ -281,13 +200,6 @@ def running(program: str, word: str) -> list[psutil.Process]:
         if program in line.split(" ")[0] and word in line and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(process)
     return found
-
-
-def until(condition: Callable[[], bool], what: str | Callable[[], str], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what if isinstance(what, str) else what()}"
-        time.sleep(0.1)
 
 
 def test_a_node_whose_name_means_loopback_on_itself_is_reached_by_its_address(tmp_path: Path) -> None:

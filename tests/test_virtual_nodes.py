@@ -10,11 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_slurm import check_that_a_cluster_dies_with_its_starter, running, until
+from tests.test_slurm import check_that_a_cluster_dies_with_its_starter, running
 from tests.virtual_nodes import address
 from tests.virtual_slurm import Cluster, virtual_slurm, why_not
+from tests.waiting import until
 
-pytestmark = pytest.mark.skipif(bool(why_not(namespaces=True)), reason=why_not(namespaces=True) or "-")
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(bool(why_not(namespaces=True)), reason=why_not(namespaces=True) or "-"),
+]
 
 PORT = 21099  # of a network of its own, where nobody else can have it
 
