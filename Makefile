@@ -41,10 +41,10 @@ warm-start: install $(MODEL)/config.json ## make models/quickstart anew, the wei
 	$(BIN)/webrl eval models/quickstart configs/warm_start.yaml $(ARGS)
 
 test: install slurm lint ## lint, then run all tests; what fails runs twice more and is listed
-	$(BIN)/python -m pytest --reruns 2 -raR $(ARGS)
+	PYTHON=$(BIN)/python tools/run_tests.sh "not soak" --reruns 2 $(ARGS)
 
 test-fast: install slurm ## run the tests that take under a minute each
-	$(BIN)/python -m pytest -m "not slow and not soak" $(ARGS)
+	PYTHON=$(BIN)/python tools/run_tests.sh "not slow and not soak" $(ARGS)
 
 slurm: # for tests of jobs on virtual nodes
 	@tools/install_slurm.sh

@@ -50,6 +50,7 @@ setup(
             "pytest-asyncio",
             "pytest-rerunfailures",
             "pytest-timeout",
+            "pytest-xdist",
             "hypothesis",
             "ruff",
             "mypy",

@@ -27,7 +27,7 @@ from megatron_webrl.tracking import episode_log, events
 from tests.run_checks import wrong_with
 from tests.tiny_settings import SETTINGS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @dataclass

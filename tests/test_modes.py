@@ -6,7 +6,7 @@ import pytest
 
 from tests.test_job import Job, job, owned, rings  # noqa: F401
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.alone, pytest.mark.soak, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize(

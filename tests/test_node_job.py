@@ -23,7 +23,7 @@ from megatron_webrl.trainer import group_files
 from tests.run_checks import wrong_with
 from tests.tiny_settings import SETTINGS
 
-pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(900)]
 
 LIMIT = 700.0
 

@@ -44,6 +44,7 @@ def kill_at_random(job: Job, choose: random.Random) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.alone
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_twenty_kills_lose_no_group_train_none_twice_and_skip_no_task(job: Job) -> None:

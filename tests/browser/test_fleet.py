@@ -99,6 +99,7 @@ async def test_an_old_browser_is_replaced_once_its_sessions_have_ended(site: Fol
         assert not old.is_running() or old.status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.alone
 async def test_closing_leaves_no_process_and_nothing_in_shared_memory(site: FolderSite) -> None:
     before, shared = children(), set(os.listdir("/dev/shm"))
     async with fleet_on(site, sessions=4) as fleet:

@@ -35,10 +35,12 @@ def check(report: dict[str, Any], episodes: int) -> None:
     assert not report["left"]
 
 
+@pytest.mark.alone
 def test_some_episodes_while_browsers_are_killed(tmp_path: Path) -> None:
     check(soak(tmp_path, 60, 1, 400), 60)
 
 
+@pytest.mark.alone
 @pytest.mark.soak
 def test_two_thousand_episodes_while_browsers_are_killed(tmp_path: Path) -> None:
     report = soak(tmp_path, 2000, 10, 2800)

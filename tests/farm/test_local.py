@@ -30,6 +30,7 @@ def running(found: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return [process for process in found if is_alive(*process)]
 
 
+@pytest.mark.alone
 async def test_closing_leaves_no_process_no_file_and_nothing_in_shared_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ class Drill:
     says: str = ""  # what the log of the job must say of it, as a regular expression
     small_disk: bool = False  # checkpoints have a disk of their own
     loses: str = ""  # the node that does not come back
+    after: int = 4  # updates after the fault, at least
 
 
 def _kill(process: psutil.Process | None, what: str) -> None:
@@ -107,7 +108,7 @@ DRILLS = {
         Drill("node", "a node is lost", node, requeued=True, loses=SECOND),
         Drill("link", f"a node's link is cut for {CUT_SECONDS:.0f} s", link, same=(*TRAINERS, *WORKERS)),
         Drill("disk", "the checkpoints' disk is full", disk, same=(*TRAINERS, *WORKERS), small_disk=True),
-        Drill("preempt", "the job is pre-empted", preempt, requeued=True),
+        Drill("preempt", "the job is pre-empted", preempt, requeued=True, after=30),  # it goes on until it hears of it
     )
 }
 
