@@ -36,7 +36,9 @@ _GRPO = (
     "trainer.loss.name=grpo", "trainer.loss.raft_versions=0", "trainer.minibatches=2",
     "trainer.optimizer.learning_rate=3e-4", "tasks.max_steps=6", "evaluation.blank_images=false", "trainer.updates=30",
 )  # fmt: skip
-"""Of the arms that compare normalisers. Their episodes may be longer: it is by length that normalisers differ."""
+"""Of the arms that compare normalisers. Their episodes may be longer: it is by length that normalisers differ.
+
+k=2 is about the mean number of steps, so that gradients are of one size in both and clipping leaves them alike."""
 _SHOWN = (
     "trainer.updates=0", "evaluation.before=false", f"trainer.warm_start.demonstrations={IMITATED}",
     "trainer.warm_start.epochs=2", "trainer.warm_start.samples_per_update=16",
@@ -56,7 +58,7 @@ ARMS: dict[str, tuple[str, ...]] = {
         "trainer.warm_start.samples_per_update=16",
         "trainer.warm_start.learning_rate=1e-3",
     ),
-    "constant": (*_GRPO, "trainer.loss.normaliser=constant"),
+    "constant": (*_GRPO, "trainer.loss.normaliser=constant", "trainer.loss.k=2"),
     "per_trajectory": (*_GRPO, "trainer.loss.normaliser=per_trajectory"),
     "sliding": (*_SHOWN, "rollout.context.policy=sliding"),
     "append": (*_SHOWN, "rollout.context.policy=append"),
