@@ -19,8 +19,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.05
 BEAT_SECONDS = 1.0
 LINGER_SECONDS = 10.0  # the control plane stays this long after the end, so that every role reads it
+HELD_SECONDS = 90.0  # and before that, while the trainer does its accounts, at most so long
 OPERATION_SECONDS = 30.0
 DONE = "done"  # instead of the signature on a position whose group is in the ring; no role has this name
 FENCE = "fence"  # the signature on a position between the tickets of two incarnations; it stands for no ticket
@@ -87,7 +88,7 @@ def ticket_limit(first: int, survivors: int, closed: int, ahead: int, groups_per
 
 
 def serve(host: str, port: int, ring_name: str, address_file: Path | None = None, seconds: float | None = None) -> None:
-    """Host the store until the job has ended (plus LINGER_SECONDS) or `seconds` have passed.
+    """Host the store until the job has ended (plus LINGER_SECONDS, and as long as it is held) or `seconds` have passed.
 
     Listens on `host` only. `ring_name` tells the job from others; on one node its ring has that name.
     `address_file` receives {"host", "port", "pid", "ring"} once the store accepts connections.
@@ -108,9 +109,10 @@ def serve(host: str, port: int, ring_name: str, address_file: Path | None = None
             log.warning("control plane ends after %.0f s without an end of the job", seconds)
             return
         time.sleep(POLL_SECONDS * 4)
-    ended = time.monotonic()
-    while time.monotonic() - ended < LINGER_SECONDS and not store.check(["dismissed"]):
-        time.sleep(POLL_SECONDS)
+    for key, limit in (("held", HELD_SECONDS), ("end", LINGER_SECONDS)):
+        since = time.monotonic()
+        while store.check([key]) and time.monotonic() - since < limit and not store.check(["dismissed"]):
+            time.sleep(POLL_SECONDS)
 
 
 class Control:
@@ -237,6 +239,16 @@ class Control:
         """How the job ended, or None while it runs."""
         text = self._get("end")
         return json.loads(text) if text else None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within this context the control plane stays, HELD_SECONDS at most, though the job has ended."""
+        self.store.set("held", self.role)
+        try:
+            yield
+        finally:
+            with suppress(DistNetworkError, DistStoreError):
+                self.store.delete_key("held")
 
     def dismiss(self) -> None:
         """Let the control plane go without lingering."""

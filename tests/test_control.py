@@ -104,6 +104,23 @@ def test_a_forgotten_role_is_not_lost_until_it_has_been_heard_of_again(address: 
     assert not control.is_lost("rollout-0")
 
 
+def test_a_control_plane_that_is_held_outlives_the_end_until_it_is_let_go(tmp_path: Path):
+    program = SERVER.replace(
+        "from megatron_webrl.control import",
+        "from megatron_webrl import control; control.LINGER_SECONDS = 0.2\nfrom megatron_webrl.control import",
+    )
+    path = tmp_path / "control.json"
+    process = subprocess.Popen([sys.executable, "-c", program, str(path)])
+    until(path.is_file, "a control plane")
+    fields = json.loads(path.read_text())
+    trainer = connect((fields["host"], fields["port"]), "trainer-0")
+    with trainer.held():
+        trainer.finish("finished")
+        time.sleep(1.5)  # longer than it stays by itself
+        assert process.poll() is None
+    process.wait(20)
+
+
 def test_a_life_is_over_once_its_role_has_begun_another_or_is_lost(address: tuple[str, int]):
     worker, control = connect(address, "rollout-0"), connect(address, "trainer-0", lost_seconds=0.2)
     assert worker.begin_life() == 1

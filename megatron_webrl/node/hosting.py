@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_webrl import processes, roles
 from megatron_webrl.config import Config
-from megatron_webrl.control import LINGER_SECONDS, Control, JobFailed
+from megatron_webrl.control import HELD_SECONDS, LINGER_SECONDS, Control, JobFailed
 from megatron_webrl.hangs import Guard
 from megatron_webrl.node.signals import Signals
 from megatron_webrl.node.starts import log_folder
@@ -77,7 +77,7 @@ class Hosting:
             time.sleep(POLL_SECONDS)
         self._heed(control)  # a job may end as soon as it is asked to
         self._show_updates()
-        deadline = time.monotonic() + LINGER_SECONDS + KILL_SECONDS  # every role reads the end
+        deadline = time.monotonic() + HELD_SECONDS + LINGER_SECONDS + KILL_SECONDS  # every role reads the end
         while self.hosted[0].process.poll() is None and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         return end["outcome"]

@@ -20,6 +20,8 @@ from megatron_webrl.sampling.states import PublishedStates
 
 log = logging.getLogger(__name__)
 
+LOOK_SECONDS = 1.0  # between looks whether the job has ended, while the engine starts
+
 
 def run(config: Config, control: Control, worker: int, place: NodeRing, only: str | None = None) -> None:
     """Run one worker until the job has ended; raises Stopped if it ends before the pool has begun.
@@ -102,9 +104,17 @@ async def _take_weights(config: Config, control: Control, worker: int, life: int
 
 
 async def _start_engine(config: Config, control: Control, worker: int, life: int) -> Engine:
+    """Raises Stopped or JobFailed if the job ends meanwhile."""
     control.report("starting the engine")
     started = time.monotonic()
-    engine = await Engine.start(config, worker, life)
+    starting = asyncio.create_task(Engine.start(config, worker, life))
+    try:
+        while not (await asyncio.wait({starting}, timeout=LOOK_SECONDS))[0]:
+            if control.end() is not None:
+                control.check()
+    finally:
+        starting.cancel()  # which does nothing to one that is done
+    engine = await starting
     log.info("engine started in %.1f s", time.monotonic() - started)
     return engine
 

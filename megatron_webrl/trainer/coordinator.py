@@ -214,27 +214,33 @@ class Coordinator:
         """
         if self.tracker is not None:
             outcome = "finished" if version >= self.config.trainer.updates else self.control.stop_outcome()
-            self.control.finish(outcome)
-            final = dict(filter(None, map(self._final_report, self.config.workers)))
-            self.source.poll(version)
-            self.rings.end()
-            # A worker that died gave no account: what it finished is what came out of the ring.
-            arrived = self.source.arrived + Counter(self.beginning.counted)
-            died = sum(count for life, count in arrived.items() if life not in final)
-            finished = self.beginning.closed + died + sum(report["finished"] for report in final.values())
-            waiting = self.source.waiting() + sum(report["held"] for report in final.values())
-            accounting = self.accounting.summary(finished, waiting, self.beginning.rolled_back)
-            if not accounting["matches"]:
-                log.error("the accounting does not match: %s", accounting)
-            summary.write(self.config.run_folder, outcome, accounting)
-            if self.episodes is not None:
-                self.episodes.close()
+            with self.control.held():
+                self.control.finish(outcome)
+                self._account(outcome, version)
             self.tracker.close("FINISHED" if outcome == "finished" else "KILLED")
         else:
             self.rings.end()
         torch.distributed.barrier()
         if self.checkpoints.trouble is not None:
             raise JobFailed(f"the final checkpoint, of version {version}, is missing: {self.checkpoints.trouble}")
+
+    def _account(self, outcome: str, version: int) -> None:
+        """Count what has come from all workers, who have stopped, and write the summary."""
+        deadline = time.monotonic() + FINAL_SECONDS
+        final = dict(filter(None, (self._final_report(worker, deadline) for worker in self.config.workers)))
+        self.source.poll(version)
+        self.rings.end()
+        # A worker that died gave no account: what it finished is what came out of the ring.
+        arrived = self.source.arrived + Counter(self.beginning.counted)
+        died = sum(count for life, count in arrived.items() if life not in final)
+        finished = self.beginning.closed + died + sum(report["finished"] for report in final.values())
+        waiting = self.source.waiting() + sum(report["held"] for report in final.values())
+        accounting = self.accounting.summary(finished, waiting, self.beginning.rolled_back)
+        if not accounting["matches"]:
+            log.error("the accounting does not match: %s", accounting)
+        summary.write(self.config.run_folder, outcome, accounting)
+        if self.episodes is not None:
+            self.episodes.close()
 
     def _go_on(self, version: int, ready: int, newcomers: Callable[[], bool]) -> bool:
         self.control.check()
@@ -285,9 +291,8 @@ class Coordinator:
             sampler=self.sampler.state(),
         )
 
-    def _final_report(self, worker: str) -> tuple[str, dict[str, int]] | None:
-        """What the last life of a worker counted, with its name; None if it gave no account."""
-        deadline = time.monotonic() + FINAL_SECONDS
+    def _final_report(self, worker: str, deadline: float) -> tuple[str, dict[str, int]] | None:
+        """What the last life of a worker counted, with its name; None if it gave no account until the deadline."""
         while (report := self.control.value(f"final/{worker}")) is None:
             if self.control.is_lost(worker) or time.monotonic() > deadline:
                 log.warning("%s gave no final account; what came from it is counted", worker)

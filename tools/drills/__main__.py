@@ -82,7 +82,7 @@ def main() -> int:
 
 def run_drills(drills: Sequence[Drill], folder: Path) -> list[Result]:
     """Run drills one after another on one cluster, each with a job of its own in `folder`."""
-    disk = folder / "disk"
+    disk = folder / "small disk"
     disk.mkdir()
     with small_disk(disk, DISK_MIB), virtual_slurm(NODES, namespaces=True, shared=[folder]) as cluster:
         results = []
