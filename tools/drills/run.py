@@ -26,8 +26,13 @@ MODEL = ROOT / "models" / "quickstart"
 JOB_NODES = 2
 FIRST, SECOND = "n1", "n2"  # of the job; the first runs the script and the control plane
 START_SECONDS, POLL_SECONDS = 900.0, 0.2
-USUAL = (
-    r"job: update \d|srun: cluster configuration lacks support for cpu binding|\[W\d"  # the last: of torch's sockets
+USUAL = "|".join(
+    (
+        r"job: update \d",
+        r"job: [a-z]+:  ",  # of the words at its end
+        r"srun: cluster configuration lacks support for cpu binding",
+        r"\[W\d",  # of torch's sockets
+    )
 )
 STAY_SECONDS = 5.0  # that a job must have ended for, to be over: one that is requeued shows an end for a moment
 
