@@ -80,6 +80,7 @@ class Engine:
             processor = await asyncio.to_thread(Processor.load, config.model.path)
             llm = await asyncio.wait_for(asyncio.shield(starting), config.run.start_seconds)
             engine = cls(config, worker, llm, thread, processor)
+            await vllm_environment.make_room(config, llm)
             await engine._llm.engine_core.set_weight_version_async("0")  # what tokens of the folder's weights say
         except BaseException as error:
             _kill_cores()

@@ -110,3 +110,13 @@ def start(config: Config, worker: int, life: int = 1) -> AsyncLLM:
         vllm_config.parallel_config.distributed_executor_backend = "uni"
         executor = UniProcExecutor
     return Client(vllm_config, executor_class=executor, log_stats=False, log_requests=False)
+
+
+async def make_room(config: Config, llm: AsyncLLM) -> None:
+    """Have the later pipeline stages of an engine make room for what the earlier ones send them.
+
+    They do so in their first batch without requests. On a CPU vLLM runs none while it starts: without room, the first
+    request is the engine's end.
+    """
+    if config.rollout.pipeline_parallel > 1 and not on_cuda(config):
+        await llm.collective_rpc("execute_dummy_batch")
