@@ -17,12 +17,13 @@ import socket
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_webrl.config import Config
+from megatron_webrl.control import JobFailed
 from megatron_webrl.model.processing import Processor, decode_image
 from megatron_webrl.rollout import vllm_environment
 from megatron_webrl.rollout.generation import Generation, GenerationError
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 CLOSE_SECONDS = 20.0
 _CONTROL_SECONDS = 30.0
 """Limit of pausing, resuming and the like, beyond the transfer itself."""
+LOOK_SECONDS = 0.5  # between two looks at the parts of an engine on other nodes
 
 
 class EngineDeadError(RuntimeError):
@@ -65,7 +67,9 @@ class Engine:
         self.version = -1  # that it serves; -1: none yet
         self.torn = False
         self.processor = processor
-        self._config, self._worker, self._thread, self._parts = config, worker, thread, parts
+        ranks = config.engine_ranks
+        self.hosts = [socket.gethostname()] * ranks if parts is None else parts.host_of_each_rank(ranks)  # by rank
+        self._config, self._worker, self._thread = config, worker, thread
         self._llm: Any = llm
         self._sampling = _sampling(config, processor, config.rollout.temperature)
         self._numbers = itertools.count()
@@ -73,12 +77,7 @@ class Engine:
         self._update = asyncio.Lock()
         self._paused_seconds, self._paused_since = 0.0, None  # type: float, float | None
         self._closed = False
-
-    @property
-    def hosts(self) -> list[str]:
-        """The name of each rank's host."""
-        ranks = self._config.engine_ranks
-        return [socket.gethostname()] * ranks if self._parts is None else self._parts.host_of_each_rank(ranks)
+        self._watching = asyncio.create_task(self._watch(parts)) if parts is not None else None
 
     @classmethod
     async def start(cls, config: Config, worker: int, life: int = 1, parts: Parts | None = None) -> Engine:
@@ -97,7 +96,7 @@ class Engine:
                 while parts is not None and not starting.done():
                     if lost := parts.lost():
                         raise EngineDeadError(f"engine {worker} did not start: {lost}")
-                    await asyncio.wait((starting,), timeout=1)
+                    await asyncio.wait((starting,), timeout=LOOK_SECONDS)
                 llm = await asyncio.shield(starting)
                 await vllm_environment.make_room(config, llm)
             engine = cls(config, worker, llm, thread, processor, parts)
@@ -243,9 +242,7 @@ class Engine:
         self._thread.shutdown(wait=False)
 
     def check_alive(self) -> None:
-        """Raise EngineDeadError if the engine cannot answer any more, or if a part of it is lost."""
-        if self._parts is not None and not self._died.done() and (lost := self._parts.lost()):
-            self._die(lost)
+        """Raise EngineDeadError if the engine cannot answer any more."""
         if not self._died.done() and self._llm.errored:
             self._die("its engine core ended")
         if self._died.done():
@@ -255,9 +252,24 @@ class Engine:
         if not self._died.done():
             self._died.set_result(reason)
 
+    async def _watch(self, parts: Parts) -> None:
+        """Die with a part of the engine on another node: vLLM would wait for its ranks without limit."""
+        with suppress(JobFailed):  # the worker itself hears of that, too
+            while not self._died.done():
+                if lost := parts.lost():
+                    self._die(lost)
+                await asyncio.wait((self._died,), timeout=LOOK_SECONDS)
+
     async def _on_ranks(self, step: str, info: dict[str, Any] | None = None) -> None:
         """A step of vLLM's weight-transfer protocol on all ranks. Raises RuntimeError with what the ranks say."""
-        said = await self._llm.collective_rpc("webrl_weights", args=(step, info))
+        calling = asyncio.ensure_future(self._llm.collective_rpc("webrl_weights", args=(step, info)))
+        try:
+            await asyncio.wait((calling, self._died), return_when=asyncio.FIRST_COMPLETED)
+            if not calling.done():
+                self.check_alive()
+            said = calling.result()
+        finally:
+            calling.cancel()
         if wrong := [f"rank {rank}: {words}" for rank, words in enumerate(said) if words is not None]:
             raise RuntimeError("; ".join(wrong))
 

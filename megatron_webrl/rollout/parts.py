@@ -18,15 +18,13 @@ import asyncio
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_webrl.config import Config
 from megatron_webrl.control import POLL_SECONDS, Control
 from megatron_webrl.placement import part_name
 from megatron_webrl.rollout.engine import EngineDeadError
-
-LOOK_SECONDS = 0.5  # between two looks at the parts
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,6 @@ class Parts:
     span: Span
     nodes: tuple[int, ...]  # number of each part's node, the worker's first
     hosts: tuple[str, ...]  # its name
-    _looked: float = field(default=0.0)
 
     @classmethod
     async def call(cls, config: Config, control: Control, worker: int, life: int, nodes: Sequence[int]) -> Parts:
@@ -100,10 +97,7 @@ class Parts:
         return cls(control, worker, life, span, tuple(nodes), tuple(hosts))
 
     def lost(self) -> str | None:
-        """Which part is lost, and how. Cheap: it looks every LOOK_SECONDS."""
-        if time.monotonic() < self._looked + LOOK_SECONDS:
-            return None
-        self._looked = time.monotonic()
+        """Which part is lost, and how. Raises JobFailed."""
         if reason := self.control.value(lost_key(self.worker, self.life)):
             return str(reason)
         for part, (node, host) in enumerate(zip(self.nodes, self.hosts, strict=True)):
