@@ -30,8 +30,6 @@ from megatron_webrl.rollout.parts import Span, answer_key, call_key, lost_key, o
 
 log = logging.getLogger(__name__)
 
-END_SECONDS = 10.0  # for vLLM's ranks to end by themselves
-
 
 def run(config: Config, control: Control, worker: int, part: int, parts: int, place: NodeRing) -> None:
     """Be part number `part`, from 1, of `parts` of a worker's engine until the job has ended.
@@ -107,8 +105,9 @@ class _Part:
         log.info("life %d of rollout-%d: its ranks meet at %s:%d", self.answered, self.worker, span.host, span.port)
 
     def _end(self) -> None:
-        if self.process is not None:
-            processes.end_tree(self.process, END_SECONDS)
+        if self.process is not None:  # asked to end, vLLM would wait for ranks that wait for those of the worker
+            processes.kill_group(self.process.pid)
+            self.process.wait()
             self.process = None
 
     def _lost(self, how: str) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import logging
-import signal
 import sys
-from types import FrameType
 
 from megatron_webrl import stacks
 from megatron_webrl.config import read
@@ -23,13 +21,8 @@ def main(settings: str, terms: str) -> int:
     given = json.loads(terms)
     name = part_name(given["worker"], given["span"]["part"])
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s")
-    signal.signal(signal.SIGTERM, _end)
     vllm_environment.serve_part(read(settings), given["worker"], given["life"], Span(**given["span"]))
     return 1  # it is ended from outside
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)
 
 
 if __name__ == "__main__":
