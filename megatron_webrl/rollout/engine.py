@@ -68,7 +68,7 @@ class Engine:
         self.torn = False
         self.processor = processor
         ranks = config.engine_ranks
-        self.hosts = [socket.gethostname()] * ranks if parts is None else parts.host_of_each_rank(ranks)  # by rank
+        self.hosts = parts.host_of_each_rank(ranks) if parts is not None else [socket.gethostname()] * ranks  # names
         self._config, self._worker, self._thread = config, worker, thread
         self._llm: Any = llm
         self._sampling = _sampling(config, processor, config.rollout.temperature)
