@@ -119,6 +119,9 @@ def _parser() -> argparse.ArgumentParser:
             )
         else:
             role.add_argument("--worker", type=int, required=True, metavar="N", help="number of this worker, from 0")
+            only.add_argument(
+                "--part", type=int, default=0, metavar="N", help="run this part, from 1, of the worker's engine alone"
+            )
             only.add_argument("--evaluation-only", action="store_true", help="evaluate the weights of model.path alone")
         role.set_defaults(run=run)
     return parser
@@ -251,11 +254,13 @@ def _control(options: argparse.Namespace) -> int:
 
 
 def _trainer(options: argparse.Namespace) -> int:
+    from megatron_webrl.placement import check_node
     from megatron_webrl.trainer.parallel import Rank
 
     rank = Rank.from_environment()
     name = f"trainer-{rank.rank}"
     config = _role(options, name)
+    check_node(config, options.node)
     from megatron_webrl.trainer import main as training
     from megatron_webrl.trainer import trial
 
@@ -270,14 +275,26 @@ def _trainer(options: argparse.Namespace) -> int:
 
 
 def _rollout(options: argparse.Namespace) -> int:
-    name = f"rollout-{options.worker}"
-    config = _role(options, name)
-    from megatron_webrl.rollout.main import run
+    from megatron_webrl.placement import check_node, engine_nodes, part_name
 
-    only = "weights" if options.weights_only else "evaluation" if options.evaluation_only else None
-    return _run_role(
-        options, config, name, lambda control, ring: run(config, control, options.worker, ring, only), revived=True
-    )
+    worker, number = options.worker, options.part
+    name = part_name(worker, number)
+    config = _role(options, name)
+    check_node(config, options.node)
+    nodes = engine_nodes(config, worker)
+    if not 0 <= number < len(nodes):
+        raise ConfigError(f"--part={number} is not one of the {len(nodes)} parts of engine {worker}, from 0")
+    from megatron_webrl.rollout import main as working
+    from megatron_webrl.rollout import part
+
+    def run(control: Control, ring: NodeRing) -> None:
+        if number:
+            part.run(config, control, worker, number, len(nodes), ring)
+        else:
+            only = "weights" if options.weights_only else "evaluation" if options.evaluation_only else None
+            working.run(config, control, worker, ring, only, nodes)
+
+    return _run_role(options, config, name, run, revived=True)
 
 
 def _role(options: argparse.Namespace, name: str) -> Config:
@@ -296,9 +313,8 @@ def _run_role(
     start it again. Nor does a rollout worker that gives up.
     """
     from megatron_webrl.control import Control, JobFailed, Stopped
-    from megatron_webrl.placement import check_node
+    from megatron_webrl.placement import worker_of
 
-    check_node(config, options.node)
     host, _, port = options.control.rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(f"--control={options.control!r} is not of the form HOST:PORT")
@@ -311,7 +327,7 @@ def _run_role(
     except JobFailed as error:
         # Named already by whoever ended the job, or a wait that this role gave up.
         log.error("%s", error)
-        if name not in config.workers:
+        if worker_of(name) not in config.workers:
             control.finish(f"failed: {error}")
         return 1
     except Exception as error:

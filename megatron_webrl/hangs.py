@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from megatron_webrl import stacks
 from megatron_webrl.config import Config
+from megatron_webrl.placement import rollout_names
 from megatron_webrl.tracking import events
 from megatron_webrl.tracking.events import Journal
 
@@ -66,6 +67,7 @@ class Judge:
     def __init__(self, config: Config, control: Control) -> None:
         """`control`: the connection of the launcher or of the first node."""
         self.config, self.control = config, control
+        self._workers = rollout_names(config)  # parts of their engines included
         self._seen: dict[str, tuple[str, float]] = {}  # by role: its last mark, and since when it is that
         self._ordered: dict[str, Sign] = {}  # by role: with which it was last found hanging
         self._next = 0.0
@@ -81,7 +83,7 @@ class Judge:
         self._next = now + LOOK_SECONDS
         limit = self.config.run.hang_seconds
         found: dict[str, tuple[str, str]] = {}  # by role: the kind of sign that is missing, and what to say
-        for worker in self.config.workers:
+        for worker in self._workers:
             if self.control.is_lost(worker):
                 found[worker] = "beat", f"sent no heartbeat for {self.config.run.lost_seconds:g} s (run.lost_seconds)"
             elif limit and self._silence(worker, now) > limit:

@@ -42,7 +42,7 @@ class Process:
     @property
     def name(self) -> str:
         """What logs and the control plane call it."""
-        return f"{self.role}-{self.number}" + (f".part-{self.part}" if self.part else "")
+        return part_name(self.number, self.part) if self.role == "rollout" else f"{self.role}-{self.number}"
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,33 @@ def ring_of(config: Config, node: int) -> str:
     """The name of a node's ring, on several nodes. Raises ConfigError for a node that there is not."""
     check_node(config, node)
     return segment_name(config.run.name, f"node {node}")
+
+
+def part_name(worker: int, part: int) -> str:
+    """What logs and the control plane call a part of an engine; part 0 is its worker."""
+    return f"rollout-{worker}" + (f".part-{part}" if part else "")
+
+
+def worker_of(name: str) -> str:
+    """The name of the worker to whose engine a rollout process belongs; of other processes their own."""
+    return name.partition(".part-")[0]
+
+
+def rollout_names(config: Config) -> tuple[str, ...]:
+    """The workers, and the parts of engines that lie over several nodes."""
+    if config.cluster.nodes == 1:
+        return config.workers
+    return tuple(process.name for process in place(config).of("rollout"))
+
+
+def engine_nodes(config: Config, worker: int) -> tuple[int, ...]:
+    """The nodes over which the engine of a worker lies; the worker is on the first. Raises ConfigError."""
+    if config.cluster.nodes == 1:
+        return (0,)
+    found = tuple(process.node for process in place(config).of("rollout") if process.number == worker)
+    if not found:
+        raise ConfigError(f"--worker={worker} is not one of the {config.rollout.engines} engines, from 0")
+    return found
 
 
 def check_node(config: Config, node: int) -> None:

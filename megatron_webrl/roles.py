@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from megatron_webrl import processes
 from megatron_webrl.config import Config, save
+from megatron_webrl.placement import worker_of
 
 if TYPE_CHECKING:
     from megatron_webrl.control import Control
@@ -69,11 +70,15 @@ class Role:
 
 
 def revive(role: Role, config: Config, control: Control, failure: str) -> str | None:
-    """Start a rollout worker again, unless that is pointless or was done too often; returns what to tell people."""
-    if role.name not in config.workers or role.restarts >= config.run.restarts:
+    """Start a rollout worker again, or a part of its engine, unless that is pointless or was done too often.
+
+    Returns what to tell people.
+    """
+    worker = worker_of(role.name)
+    if worker not in config.workers or role.restarts >= config.run.restarts:
         return None
     killed = (role.process.poll() or 0) < 0
-    if not killed and control.value(f"weights/taken/{role.name}") is None:
+    if not killed and control.value(f"weights/taken/{worker}") is None:
         return None  # it never came up, and would not the next time
     control.forget(role.name)
     role.restart()

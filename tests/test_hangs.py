@@ -104,20 +104,26 @@ def test_a_worker_that_hangs_though_its_heart_beats_shows_where_and_is_killed(tm
         )
 
 
-def test_a_worker_that_is_stopped_is_found_by_its_silence_and_started_again(tmp_path: Path) -> None:
-    with machine(tmp_path, "run.lost_seconds=3", "rollout.engines=1") as here:
-        role = here.start("rollout-0", FOR_EVER)
+SPANNING = ("cluster.nodes=2", "trainer.data_parallel=2", "rollout.pipeline_parallel=2")
+
+
+@pytest.mark.parametrize(("name", "settings"), [("rollout-0", ()), ("rollout-0.part-1", SPANNING)])
+def test_a_worker_or_a_part_that_is_stopped_is_found_by_its_silence_and_started_again(
+    tmp_path: Path, name: str, settings: tuple[str, ...]
+) -> None:
+    with machine(tmp_path, "run.lost_seconds=3", "rollout.engines=1", *settings) as here:
+        role = here.start(name, FOR_EVER)
         first = role.process.pid
         os.kill(first, signal.SIGSTOP)
-        here.until(lambda: role.process.poll() is not None, "the end of rollout-0")
+        here.until(lambda: role.process.poll() is not None, "the end of the role")
         stopped = f"python ({first}) is stopped and cannot show its stacks"
         assert stopped in role.log.read_text()
-        assert f"rollout-0: {stopped}" in here.told
+        assert f"{name}: {stopped}" in here.told
         failure = role.failure()
         assert failure is not None
         assert "sent no heartbeat for 3 s" in failure
         assert roles.revive(role, here.config, here.control, failure) is not None
-        here.until(lambda: here.control.sign_of_life("rollout-0", "progress").startswith(f"{role.process.pid}:"), "it")
+        here.until(lambda: here.control.sign_of_life(name, "progress").startswith(f"{role.process.pid}:"), "it")
         time.sleep(4)  # its new life is judged by itself
         here.until(lambda: True, "a look")
         assert role.process.poll() is None

@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 BOTTOM = {"__version__", "config", "config_checks", "control", "evaluations", "processes", "stacks", "types", "compat"}
 MAY_IMPORT = {
     "trainer": {"weights", "model", "ring", "tracking", "sampling"},
-    "rollout": {"judge", "browser", "farm", "tasks", "weights", "model", "ring", "sampling"},
+    "rollout": {"judge", "browser", "farm", "tasks", "weights", "model", "ring", "sampling", "placement"},
     "judge": set(),
     "browser": set(),
     "farm": {"browser", "tasks", "judge"},

@@ -16,9 +16,9 @@ from mlflow.tracking import MlflowClient
 
 from megatron_webrl import hangs
 from megatron_webrl.config import read
-from megatron_webrl.tracking import events
+from megatron_webrl.tracking import episode_log, events
 from tests.run_checks import wrong_with
-from tests.slurm_jobs import log, overrides, rings, submit
+from tests.slurm_jobs import ROOT, log, overrides, rings, submit
 from tests.virtual_nodes import address
 from tests.virtual_slurm import Cluster, virtual_slurm, why_not
 from tests.waiting import until
@@ -77,6 +77,29 @@ def test_the_quickstart_trains_over_two_machines_and_goes_on_where_a_signal_ende
     assert found.info.status == "FINISHED"
     steps = [metric.step for metric in client.get_metric_history(found.info.run_id, "loss")]
     assert steps == list(range(1, UPDATES + 1))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_an_engine_over_two_machines_serves_a_job(tmp_path: Path) -> None:
+    name, updates = f"span{os.getpid()}", 5
+    run = tmp_path / name
+    with virtual_slurm(2, namespaces=True, shared=(tmp_path, ROOT)) as cluster:
+        job = submit(
+            cluster, tmp_path, "train_cpu.sh", *overrides(tmp_path, name), *QUICKSTART, f"trainer.updates={updates}",
+            "rollout.engines=1", "rollout.pipeline_parallel=2", options=("--nodes=2",), MLFLOW_TRACKING_URI="",
+        )  # fmt: skip
+        until(lambda: "update 1 of" in log(tmp_path), lambda: f"an update: {log(tmp_path)}", 600)
+        assert [len(rings(name, cluster.path(node, "/dev/shm"))) for node in ("n1", "n2")] == [1, 1]
+        hangs.order(run, "a test wants to see them")
+        part = run / "logs" / "node-1" / "rollout-0.part-1.log"
+        until(lambda: "-- stacks of VLLM" in part.read_text(), lambda: part.read_text()[-2000:], 60)
+        assert cluster.wait(job, 400) == "COMPLETED", log(tmp_path)
+        until(lambda: not any(left_on(cluster, node) for node in ("n1", "n2")), "all to go", 30)
+    assert wrong_with(run, updates, (STALENESS + 1) * GROUPS) == []
+    started = {event.role: event.host for event in events.read(run) if event.event == events.STARTED}
+    assert (started["rollout-0"], started["rollout-0.part-1"]) == ("n1", "n2")
+    assert {line["worker"] for line in episode_log.read(run)} == {"rollout-0.1"}
 
 
 def check_that_nodes_hold_what_is_theirs(cluster: Cluster, name: str) -> None:

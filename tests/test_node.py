@@ -100,9 +100,14 @@ def test_a_rehearsal_replaces_the_program_and_nothing_else() -> None:
     assert (rehearsed.environment, rehearsed.cores, rehearsed.log) == (real.environment, real.cores, real.log)
 
 
-def test_an_engine_that_spans_nodes_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"engine 0 would span nodes"):
-        planned(str(ROOT / "configs" / "235b_a22b_32node.yaml"), [])
+def test_an_engine_that_spans_nodes_has_its_worker_on_the_first_and_a_part_on_the_other() -> None:
+    config, _ = planned(str(ROOT / "configs" / "235b_a22b_32node.yaml"), [])
+    for node, part in ((2, []), (3, ["--part", "1"])):
+        (start,) = of(config, node, "rollout")
+        assert start.name == "rollout-1" + (".part-1" if part else "")
+        words = list(start.command)
+        assert words[words.index("--worker") :] == ["--worker", "1", *part, "--node", str(node)]
+        assert start.environment["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
 
 
 def test_a_node_takes_its_number_from_slurm_and_checks_it() -> None:

@@ -29,14 +29,15 @@ LIMIT = 700.0
 
 
 class NodeJob:
-    """Control plane, a worker and a trainer rank on each of two nodes."""
+    """Control plane, a trainer rank on each of two nodes, and there a worker or a part of an engine."""
 
-    def __init__(self, folder: Path, model: Path, **trainer: Any) -> None:
+    def __init__(self, folder: Path, model: Path, engine_stages: int = 1, **trainer: Any) -> None:
         name = f"n{os.getpid()}"
         settings: dict[str, Any] = {**SETTINGS, "model": {"path": str(model)}}
         settings["run"] = {"name": name, "directory": str(folder / "runs")}
         settings["trainer"] = {**SETTINGS["trainer"], "data_parallel": 2, **trainer}
-        settings["rollout"] = {**SETTINGS["rollout"], "engines": 2}
+        rollout = {"engines": 2 // engine_stages, "pipeline_parallel": engine_stages}
+        settings["rollout"] = {**SETTINGS["rollout"], **rollout}
         settings["cluster"], settings["tracking"] = {"nodes": 2}, {"keep_records": True}
         (folder / "config.yaml").write_text(yaml.safe_dump(settings))
         self.config = load(folder / "config.yaml")
@@ -144,6 +145,34 @@ def test_a_rank_that_is_killed_on_one_node_starts_again_with_that_of_the_other(
     assert [restart["role"] for restart in found["restarts"]] == ["trainer-1"]
     assert found["accounting"]["rolled_back"] == len(episode_log.rolled_back(job.folder))
     assert {line["worker"] for line in episode_log.read(job.folder)} == {"rollout-0.1", "rollout-1.1"}
+    assert not list(Path("/dev/shm").glob(f"webrl-{job.config.run.name}-*"))
+
+
+def test_an_engine_over_both_nodes_serves_a_job_and_comes_back_with_its_part_when_that_is_killed(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    updates, part = 6, "rollout-0.part-1"
+    job = NodeJob(tmp_path, tiny_model, engine_stages=2, updates=updates)
+    try:
+        job.start_nodes()
+        job.until(lambda: len(summary.read_updates(job.folder)) >= 2, "updates")
+        job.until(lambda: job.role(part), "the part").kill()
+        for node in (0, 1):
+            told = job.log(f"node-{node}-rollout")
+            job.until(lambda: "started again" in told.read_text(), "another start")  # noqa: B023
+        codes = job.wait()
+    finally:
+        for role in job.roles.values():
+            processes.end_tree(role, 30.0)
+    assert set(codes.values()) == {0}, codes
+    assert not wrong_with(job.folder, updates, open_at_end=4)
+    found = summary.read(job.folder)
+    assert sorted(restart["role"] for restart in found["restarts"]) == ["rollout-0", part]
+    assert (
+        f"engine 0 is dead: {part} on {socket.gethostname()} was started again" in job.log("node-0-rollout").read_text()
+    )
+    assert max(u["logprob_gap_max"] for u in found["updates"] if u["logprob_gap_max"] is not None) <= 1e-3
+    assert {line["worker"] for line in episode_log.read(job.folder)} == {"rollout-0.1", "rollout-0.2"}
     assert not list(Path("/dev/shm").glob(f"webrl-{job.config.run.name}-*"))
 
 

@@ -12,7 +12,7 @@ from megatron_webrl.config_checks import OF_NODES, check_limits
 from megatron_webrl.config_layout import check_layout
 from megatron_webrl.config_site import check_site
 from megatron_webrl.node import findings, requeue
-from megatron_webrl.node.starts import check_engines, log_folder, starts
+from megatron_webrl.node.starts import log_folder, starts
 from megatron_webrl.placement import Placement, place
 from megatron_webrl.placement_page import describe, print_placement
 
@@ -24,9 +24,7 @@ def planned(path: str, overrides: list[str]) -> tuple[Config, Placement]:
     description = describe(config)
     if description is not None:
         check_layout(config, description)
-    found = place(config)
-    check_engines(found)
-    return config, found
+    return config, place(config)
 
 
 def prepare(

@@ -58,20 +58,11 @@ def log_folder(config: Config, node: int) -> Path:
     return config.run_folder / "logs" / f"node-{node}"
 
 
-def check_engines(placement: Placement) -> None:
-    """Refuse engines that span nodes. Raises ConfigError."""
-    for process in placement.processes:
-        if process.part:
-            raise ConfigError(
-                f"engine {process.number} would span nodes (rollout.tensor_parallel x pipeline_parallel), but an "
-                "engine starts on one node only; lower them to what cluster.engine_gpus of a node hold"
-            )
-
-
 def _arguments(config: Config, process: Process, address: str) -> list[str]:
     arguments = [process.role, *roles.where(config, address)]
     if process.role == "rollout":
         arguments += ["--worker", str(process.number)]
+        arguments += ["--part", str(process.part)] if process.part else []
     return arguments if config.cluster.nodes == 1 else [*arguments, "--node", str(process.node)]
 
 

@@ -24,7 +24,7 @@ from megatron_webrl.hangs import Supervisor
 from megatron_webrl.node.signals import Signals
 from megatron_webrl.node.starts import Start, starts
 from megatron_webrl.placement import Role as RoleName
-from megatron_webrl.placement import place
+from megatron_webrl.placement import place, worker_of
 from megatron_webrl.placement_cores import format_cores
 from megatron_webrl.revival import Revival, may_revive
 from megatron_webrl.ring.segment import run_prefix, sweep
@@ -138,7 +138,7 @@ class Step:
             control = self._control()
             end = control.end()
             if end is not None:
-                if end["outcome"] in GOOD_OUTCOMES and role.name in self.config.workers:
+                if end["outcome"] in GOOD_OUTCOMES and worker_of(role.name) in self.config.workers:
                     self.excused.add(role.name)  # it changes nothing: what it finished is accounted for
                     return True
                 self._tell(f"{role.name} ended with the job")

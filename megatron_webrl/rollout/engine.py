@@ -13,15 +13,17 @@ import hashlib
 import itertools
 import logging
 import multiprocessing
+import socket
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_webrl.config import Config
+from megatron_webrl.control import JobFailed
 from megatron_webrl.model.processing import Processor, decode_image
 from megatron_webrl.rollout import vllm_environment
 from megatron_webrl.rollout.generation import Generation, GenerationError
@@ -32,12 +34,14 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from megatron_webrl.farm.client import RemoteSession
+    from megatron_webrl.rollout.parts import Parts
 
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 20.0
 _CONTROL_SECONDS = 30.0
 """Limit of pausing, resuming and the like, beyond the transfer itself."""
+LOOK_SECONDS = 0.5  # between two looks at the parts of an engine on other nodes
 
 
 class EngineDeadError(RuntimeError):
@@ -52,11 +56,19 @@ class Engine:
     """One vLLM engine. Implements Responder; all methods belong to the event loop that started it."""
 
     def __init__(
-        self, config: Config, worker: int, llm: AsyncLLM, thread: ThreadPoolExecutor, processor: Processor
+        self,
+        config: Config,
+        worker: int,
+        llm: AsyncLLM,
+        thread: ThreadPoolExecutor,
+        processor: Processor,
+        parts: Parts | None = None,
     ) -> None:
         self.version = -1  # that it serves; -1: none yet
         self.torn = False
         self.processor = processor
+        ranks = config.engine_ranks
+        self.hosts = parts.host_of_each_rank(ranks) if parts is not None else [socket.gethostname()] * ranks  # names
         self._config, self._worker, self._thread = config, worker, thread
         self._llm: Any = llm
         self._sampling = _sampling(config, processor, config.rollout.temperature)
@@ -65,35 +77,44 @@ class Engine:
         self._update = asyncio.Lock()
         self._paused_seconds, self._paused_since = 0.0, None  # type: float, float | None
         self._closed = False
+        self._watching = asyncio.create_task(self._watch(parts)) if parts is not None else None
 
     @classmethod
-    async def start(cls, config: Config, worker: int, life: int = 1) -> Engine:
-        """Start vLLM for the given life of the given worker.
+    async def start(cls, config: Config, worker: int, life: int = 1, parts: Parts | None = None) -> Engine:
+        """Start vLLM for the given life of the given worker. `parts`: those of an engine over several nodes.
 
-        Raises EngineDeadError if it is not up within run.start_seconds.
+        Raises EngineDeadError if it is not up within run.start_seconds, or if a part of it is lost.
         """
         # A thread of its own, kept to the end: see vllm_environment.start. The event loop stays free meanwhile.
         thread = ThreadPoolExecutor(1, thread_name_prefix=f"engine-{worker}")
         loop = asyncio.get_running_loop()
-        starting = loop.run_in_executor(thread, vllm_environment.start, config, worker, life)
+        span = None if parts is None else parts.span
+        starting = loop.run_in_executor(thread, vllm_environment.start, config, worker, life, span)
         try:
             processor = await asyncio.to_thread(Processor.load, config.model.path)
-            llm = await asyncio.wait_for(asyncio.shield(starting), config.run.start_seconds)
-            engine = cls(config, worker, llm, thread, processor)
+            async with asyncio.timeout(config.run.start_seconds):
+                while parts is not None and not starting.done():
+                    if lost := parts.lost():
+                        raise EngineDeadError(f"engine {worker} did not start: {lost}")
+                    await asyncio.wait((starting,), timeout=LOOK_SECONDS)
+                llm = await asyncio.shield(starting)
+                await vllm_environment.make_room(config, llm)
+            engine = cls(config, worker, llm, thread, processor, parts)
             await engine._llm.engine_core.set_weight_version_async("0")  # what tokens of the folder's weights say
         except BaseException as error:
             _kill_cores()
             thread.shutdown(wait=False)
             if isinstance(error, TimeoutError):
+                over = f" over {', '.join(parts.hosts)}" if parts is not None else ""
                 raise EngineDeadError(
-                    f"engine {worker} was not up within {config.run.start_seconds:g} s (run.start_seconds)"
+                    f"engine {worker}{over} was not up within {config.run.start_seconds:g} s (run.start_seconds)"
                 ) from error
             raise
         return engine
 
     async def serve_folder(self, version: int) -> None:
         """Serve the weights of model.path as `version`, where no trainer sends others."""
-        self._check_alive()
+        self.check_alive()
         async with asyncio.timeout(_CONTROL_SECONDS):
             await self._llm.engine_core.set_weight_version_async(str(version))
         self.version = version
@@ -112,7 +133,7 @@ class Engine:
         Raises GenerationError for a prompt that cannot be answered or an answer that takes longer than
         rollout.step_seconds (pauses for updates not counted), EngineDeadError if the engine is gone.
         """
-        self._check_alive()
+        self.check_alive()
         try:
             grids = self.processor.grids(images)
             expanded = self.processor.expand(token_ids, grids)
@@ -147,7 +168,7 @@ class Engine:
 
         Raises WeightsError if the link is not formed within weights.seconds, or if the two sides' plans differ.
         """
-        self._check_alive()
+        self.check_alive()
         seconds = self._config.weights.seconds
         info = description | {
             "host": host,
@@ -166,7 +187,7 @@ class Engine:
         Requests in flight are paused and go on afterwards. Raises WeightsError if the transfer fails: the engine stays
         paused. Raises EngineDeadError if nothing can be done with it any more.
         """
-        self._check_alive()
+        self.check_alive()
         info = {"transfer": transfer, "version": version, "verify": self._config.weights.verify}
         limit = self._config.weights.seconds + 3 * _CONTROL_SECONDS
         what = f"engine {self._worker} did not take version {version}"
@@ -192,13 +213,13 @@ class Engine:
 
     async def weight_ways(self) -> list[dict[str, Any]]:
         """How weights reach each rank's parameters: by way, the number of parameters and their bytes. After joining."""
-        self._check_alive()
+        self.check_alive()
         async with asyncio.timeout(_CONTROL_SECONDS):
             return await self._llm.collective_rpc("webrl_ways")
 
     async def weight_sums(self) -> list[list[int | None]]:
         """Of each rank: checksums of the slices as they are in its memory, None for those that its kernels changed."""
-        self._check_alive()
+        self.check_alive()
         async with asyncio.timeout(_CONTROL_SECONDS):
             return await self._llm.collective_rpc("webrl_live_sums")
 
@@ -220,7 +241,8 @@ class Engine:
             _kill_cores()
         self._thread.shutdown(wait=False)
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
+        """Raise EngineDeadError if the engine cannot answer any more."""
         if not self._died.done() and self._llm.errored:
             self._die("its engine core ended")
         if self._died.done():
@@ -230,9 +252,24 @@ class Engine:
         if not self._died.done():
             self._died.set_result(reason)
 
+    async def _watch(self, parts: Parts) -> None:
+        """Die with a part of the engine on another node: vLLM would wait for its ranks without limit."""
+        with suppress(JobFailed):  # the worker itself hears of that, too
+            while not self._died.done():
+                if lost := parts.lost():
+                    self._die(lost)
+                await asyncio.wait((self._died,), timeout=LOOK_SECONDS)
+
     async def _on_ranks(self, step: str, info: dict[str, Any] | None = None) -> None:
         """A step of vLLM's weight-transfer protocol on all ranks. Raises RuntimeError with what the ranks say."""
-        said = await self._llm.collective_rpc("webrl_weights", args=(step, info))
+        calling = asyncio.ensure_future(self._llm.collective_rpc("webrl_weights", args=(step, info)))
+        try:
+            await asyncio.wait((calling, self._died), return_when=asyncio.FIRST_COMPLETED)
+            if not calling.done():
+                self.check_alive()
+            said = calling.result()
+        finally:
+            calling.cancel()
         if wrong := [f"rank {rank}: {words}" for rank, words in enumerate(said) if words is not None]:
             raise RuntimeError("; ".join(wrong))
 
@@ -247,7 +284,7 @@ class Engine:
             self._die(f"{what} within {seconds:g} s")
             raise EngineDeadError(f"{what} within {seconds:g} s") from error
         except Exception as error:
-            self._check_alive()
+            self.check_alive()
             raise WeightsError(f"{what}: {error or type(error).__name__}") from error
 
     async def _generate(self, prompt: dict[str, Any], sampling: SamplingParams) -> RequestOutput:
@@ -271,12 +308,12 @@ class Engine:
                     )
                 await asyncio.wait((task, self._died), timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 if self._died.done():
-                    self._check_alive()
+                    self.check_alive()
             return task.result()
         except (GenerationError, EngineDeadError, asyncio.CancelledError):
             raise
         except Exception as error:
-            self._check_alive()
+            self.check_alive()
             cause = error.__cause__ or error
             raise GenerationError(
                 f"engine {self._worker} failed on a request: {cause or type(cause).__name__}"

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 
 from megatron_webrl.config import Config
-from megatron_webrl.control import POLL_SECONDS, Control, JobFailed, Stopped
+from megatron_webrl.control import POLL_SECONDS, Control, Stopped
 from megatron_webrl.ring.node_ring import NodeRing
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.rollout.demonstrate import demonstrate
 from megatron_webrl.rollout.engine import Engine
 from megatron_webrl.rollout.episodes import Episodes
 from megatron_webrl.rollout.evaluation import Evaluator, serve
+from megatron_webrl.rollout.held_ring import held_ring
+from megatron_webrl.rollout.parts import Parts
 from megatron_webrl.rollout.pool import Pool
 from megatron_webrl.rollout.refresh import Refresh
 from megatron_webrl.sampling.states import PublishedStates
@@ -23,9 +26,17 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0  # between looks whether the job has ended, while the engine starts
 
 
-def run(config: Config, control: Control, worker: int, place: NodeRing, only: str | None = None) -> None:
+def run(
+    config: Config,
+    control: Control,
+    worker: int,
+    place: NodeRing,
+    only: str | None = None,
+    nodes: Sequence[int] = (0,),
+) -> None:
     """Run one worker until the job has ended; raises Stopped if it ends before the pool has begun.
 
+    `nodes`: over which its engine lies, the worker's first; with several, part.py runs on the others.
     `only` = "weights": no browsers, no episodes, no ring; "evaluation": no trainer, no training episodes, no ring.
     """
     control.start_heartbeat()
@@ -33,42 +44,22 @@ def run(config: Config, control: Control, worker: int, place: NodeRing, only: st
     log.info("life %d of this worker", life)
     try:
         if only == "weights":
-            asyncio.run(_take_weights(config, control, worker, life))
+            asyncio.run(_take_weights(config, control, worker, life, nodes))
         elif only == "evaluation":
             asyncio.run(serve(config, control, worker, life))
         else:
-            if life == 1 and (left := place.sweep(config.run.name)):
-                log.info("removed what an earlier job had left: %s", ", ".join(left))
-            with place.create_or_attach(config.ring.mib * 2**20) as ring:
-                ended = True
-                try:
-                    asyncio.run(_run(config, control, worker, life, ring))
-                except Stopped:
-                    raise
-                except BaseException:
-                    ended = _has_ended(control)
-                    raise
-                finally:
-                    if ended:  # the trainer, which is attached, still finds what is in it
-                        ring.unlink()
+            with held_ring(config, control, place, first=life == 1) as ring:
+                asyncio.run(_run(config, control, worker, life, ring, nodes))
     finally:
         control.close()
 
 
-def _has_ended(control: Control) -> bool:
-    """Whether the whole job has ended, not this worker alone. Without a control plane: unknown, so no."""
-    try:
-        return control.end() is not None
-    except JobFailed:
-        return False
-
-
-async def _run(config: Config, control: Control, worker: int, life: int, ring: Ring) -> None:
+async def _run(config: Config, control: Control, worker: int, life: int, ring: Ring, nodes: Sequence[int]) -> None:
     name = f"rollout-{worker}.{life}"
     demonstrations = asyncio.create_task(_demonstrate(config, control, worker))
     engine = None
     try:
-        engine = await _start_engine(config, control, worker, life)
+        engine = await _start_engine(config, control, worker, life, nodes)
         await demonstrations
         states = PublishedStates.of(config, control)
         async with Episodes.open(config, engine.processor, control.role, states) as episodes:
@@ -84,9 +75,9 @@ async def _run(config: Config, control: Control, worker: int, life: int, ring: R
             await engine.close()
 
 
-async def _take_weights(config: Config, control: Control, worker: int, life: int) -> None:
+async def _take_weights(config: Config, control: Control, worker: int, life: int, nodes: Sequence[int]) -> None:
     """Take whatever weights are offered. Raises Stopped at the end of the job."""
-    engine = await _start_engine(config, control, worker, life)
+    engine = await _start_engine(config, control, worker, life, nodes)
     try:
         refresh = Refresh(config, control, engine, worker, f"rollout-{worker}.{life}")
         told = False
@@ -103,11 +94,14 @@ async def _take_weights(config: Config, control: Control, worker: int, life: int
         await engine.close()
 
 
-async def _start_engine(config: Config, control: Control, worker: int, life: int) -> Engine:
+async def _start_engine(config: Config, control: Control, worker: int, life: int, nodes: Sequence[int]) -> Engine:
     """Raises Stopped or JobFailed if the job ends meanwhile."""
+    started, parts = time.monotonic(), None
+    if len(nodes) > 1:
+        control.report(f"waiting for the parts of the engine on nodes {', '.join(map(str, nodes[1:]))}")
+        parts = await Parts.call(config, control, worker, life, nodes)
     control.report("starting the engine")
-    started = time.monotonic()
-    starting = asyncio.create_task(Engine.start(config, worker, life))
+    starting = asyncio.create_task(Engine.start(config, worker, life, parts))
     try:
         while not (await asyncio.wait({starting}, timeout=LOOK_SECONDS))[0]:
             if control.end() is not None:

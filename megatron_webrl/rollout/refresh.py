@@ -10,7 +10,6 @@ An engine whose transfer failed is paused until a whole transfer over another li
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from dataclasses import asdict
 from typing import Any
@@ -59,6 +58,7 @@ class Refresh:
 
     async def step(self) -> None:
         """Do what is to be done next, if anything. Raises EngineDeadError, JobFailed."""
+        self.engine.check_alive()
         trainer = self._known = self.control.value("weights/trainer")
         try:
             if trainer != self._trainer:
@@ -75,7 +75,7 @@ class Refresh:
     def _announce(self, trainer: object) -> None:
         self._links += 1
         self._trainer, self._linked, self._since = trainer, False, time.monotonic()
-        rollout, nodes = self.config.rollout, [socket.gethostname()] * self.config.engine_ranks
+        rollout, nodes = self.config.rollout, self.engine.hosts
         sizes = EngineSizes(rollout.tensor_parallel, rollout.pipeline_parallel, rollout.expert_parallel)
         announcement = {"life": self.life, "worker": self._name, "trainer": trainer, "nodes": nodes}
         self.control.put(f"engine/rollout-{self._worker}", announcement | {"sizes": asdict(sizes)})

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from megatron_webrl.rollout.parts import Span
+
 CPU_KV_CACHE_MIB = 512
 """Left to itself, vLLM's CPU build takes nearly all memory of the machine for its KV cache."""
 _LIFE = 1_000_003  # an engine that starts again does not repeat what it sampled
@@ -26,8 +28,11 @@ def on_cuda(config: Config) -> bool:
     return config.model.platform == "cuda" or (config.model.platform == "auto" and torch.cuda.is_available())
 
 
-def environment(config: Config) -> dict[str, str]:
-    """Environment variables of this process and its engine; to be set before vLLM is imported."""
+def environment(config: Config, span: Span | None = None) -> dict[str, str]:
+    """Environment variables of this process and its engine; to be set before vLLM is imported.
+
+    `span`: of an engine over several nodes.
+    """
     path = [str(compat.SITE_FOLDER), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     variables = {
         "HF_HUB_OFFLINE": "1",
@@ -39,6 +44,8 @@ def environment(config: Config) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
         "WEBRL_ENGINE_PARENT": str(os.getpid()),
     }
+    if span is not None:
+        variables["VLLM_HOST_IP"] = span.own  # left to itself, vLLM takes that of the way to the internet
     if not on_cuda(config):
         # Compiling takes longer than it saves; and vLLM's own binding puts every engine on the same cores.
         variables |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -51,8 +58,11 @@ def _threads(config: Config) -> int:
     return max(1, len(os.sched_getaffinity(0)) // (2 * config.rollout.engines * config.engine_ranks))
 
 
-def arguments(config: Config, worker: int, life: int = 1) -> AsyncEngineArgs:
-    """vLLM's arguments for one engine. `environment` must be in force. Raises ConfigError."""
+def arguments(config: Config, worker: int, life: int = 1, span: Span | None = None) -> AsyncEngineArgs:
+    """vLLM's arguments for one engine, or for its part on one of the nodes of `span`.
+
+    `environment` must be in force. Raises ConfigError.
+    """
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -64,6 +74,8 @@ def arguments(config: Config, worker: int, life: int = 1) -> AsyncEngineArgs:
     extra: dict[str, Any] = {"kv_cache_memory_bytes": cache * 2**20} if cache else {}
     if cuda:
         extra["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+    if span is not None:
+        extra |= {"nnodes": span.parts, "node_rank": span.part, "master_addr": span.host, "master_port": span.port}
     return AsyncEngineArgs(
         model=config.model.path,
         dtype=config.engine_dtype,
@@ -85,13 +97,14 @@ def arguments(config: Config, worker: int, life: int = 1) -> AsyncEngineArgs:
     )
 
 
-def start(config: Config, worker: int, life: int = 1) -> AsyncLLM:
+def start(config: Config, worker: int, life: int = 1, span: Span | None = None) -> AsyncLLM:
     """Start vLLM; blocks until it can serve. The calling thread must live as long as the engine.
 
     The engine's processes ask to die with their parent, and the kernel takes the thread that started them for it.
+    An engine over several nodes can serve once `serve_part` runs on the others.
     """
     compat.install()
-    os.environ.update(environment(config))
+    os.environ.update(environment(config, span))
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor import Executor
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -100,7 +113,7 @@ def start(config: Config, worker: int, life: int = 1) -> AsyncLLM:
         def __del__(self) -> None:
             """Nothing: the engine's `close` ends it; vLLM's own destructor fails when the interpreter is going down."""
 
-    vllm_config = arguments(config, worker, life).create_engine_config()
+    vllm_config = arguments(config, worker, life, span).create_engine_config()
     planning_ahead = "Async" if vllm_config.scheduler_config.async_scheduling else ""
     vllm_config.scheduler_config.scheduler_cls = f"{SCHEDULERS}.Recomputing{planning_ahead}Scheduler"
     executor: type[Executor] = Executor.get_class(vllm_config)
@@ -110,3 +123,28 @@ def start(config: Config, worker: int, life: int = 1) -> AsyncLLM:
         vllm_config.parallel_config.distributed_executor_backend = "uni"
         executor = UniProcExecutor
     return Client(vllm_config, executor_class=executor, log_stats=False, log_requests=False)
+
+
+async def make_room(config: Config, llm: AsyncLLM) -> None:
+    """Have the later pipeline stages of an engine make room for what the earlier ones send them.
+
+    They do so in their first batch without requests. On a CPU vLLM runs none while it starts: without room, the first
+    request is the engine's end.
+    """
+    if config.rollout.pipeline_parallel > 1 and not on_cuda(config):
+        await llm.collective_rpc("execute_dummy_batch")
+
+
+def serve_part(config: Config, worker: int, life: int, span: Span) -> None:
+    """Run vLLM's ranks of one node of an engine, beside the worker's. Returns when one of them has ended.
+
+    As `vllm serve --headless` does. They wait for the ranks of the other nodes, and then for the worker's calls,
+    without limit: who started this process ends it.
+    """
+    compat.install()
+    os.environ.update(environment(config, span))
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    vllm_config = arguments(config, worker, life, span).create_engine_config(headless=True)
+    executor = MultiprocExecutor(vllm_config, monitor_workers=False)
+    executor.start_worker_monitor(inline=True)

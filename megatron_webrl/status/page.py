@@ -220,9 +220,10 @@ def _alike(roles: Sequence[RoleState]) -> list[list[RoleState]]:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """rollout-3 as (rollout, 3)."""
-    kind, _, number = name.rpartition("-")
-    return (kind, number) if kind and number.isdigit() else (name, "")
+    """rollout-3 as (rollout, 3), rollout-3.part-1 as (rollout part-1, 3)."""
+    process, _, part = name.partition(".")
+    kind, _, number = process.rpartition("-")
+    return (f"{kind} {part}".rstrip(), number) if kind and number.isdigit() else (name, "")
 
 
 def _merged(texts: Sequence[str]) -> str:

@@ -440,6 +440,7 @@ def _lives(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.alone  # what other engines have in shared memory looks the same
 async def test_a_dead_engine_core_is_an_error_that_names_the_engine_and_nothing_is_left(
     engine: Engine, shared_memory: set[str]
 ) -> None:

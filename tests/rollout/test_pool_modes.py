@@ -43,7 +43,7 @@ class Engine:
     """Answers by script with tokens of its version; holds answers back, or fails, where the test says so."""
 
     def __init__(self, processor: Processor, config: Config) -> None:
-        self.version, self.torn = -1, False
+        self.version, self.torn, self.hosts = -1, False, ["here"]
         self.answered: Counter[RemoteSession] = Counter()
         self.holds: Callable[[int], bool] = lambda answered: False
         self.failures = 0  # answers that are still to fail
@@ -65,6 +65,8 @@ class Engine:
             self.asking -= 1
         self.answered[session] += 1
         return replace(answer, versions=np.full(len(answer.response_token_ids), self.version, np.int32))
+
+    def check_alive(self) -> None: ...
 
     async def join_weights(self, *arguments: object) -> None: ...
 

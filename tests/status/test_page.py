@@ -66,7 +66,8 @@ def report(tmp_path: Path) -> Report:
 
 
 def test_processes_that_are_alike_share_a_line_and_those_that_differ_are_named() -> None:
-    rows = [line.split() for line in rendered(page.roles_table(cluster()), 200).splitlines()]
+    parts = [role(f"rollout-{n}.part-1", n + 16, f"with life 1 of rollout-{n}") for n in range(16)]
+    rows = [line.split() for line in rendered(page.roles_table([*cluster(), *parts]), 200).splitlines()]
     by_process = {" ".join(row[:2]): row for row in rows if len(row) > 3}
     assert {"trainer 0", "trainer 1-76,78-127", "trainer 77", "rollout 0-39,41-127", "rollout 40"} <= set(by_process)
     assert by_process["trainer 77"][2:5] == ["19", "silent", "31.2"]
@@ -74,7 +75,8 @@ def test_processes_that_are_alike_share_a_line_and_those_that_differ_are_named()
     assert by_process["trainer 1-76,78-127"][2] == "0-31"
     text = " ".join(by_process["rollout 0-39,41-127"])
     assert text.endswith("version 6: 2-4 groups running, 100-227 episodes done")
-    assert len(rows) < 14
+    assert by_process["rollout part-1"][2:5] == ["0-15", "16-31", "running"]
+    assert len(rows) < 15
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -30,6 +30,7 @@ from megatron_webrl.rollout.refresh import Refresh
 from tests.rollout.test_engine import expected, picture, prompt, scorable
 
 SECONDS = 20.0  # limit of one transfer
+TOLERANCE = 1e-4  # of log-probabilities
 
 
 def configuration(folder: Path, model: Path, engines: int = 1, **trainer: int) -> Config:
@@ -193,3 +194,27 @@ async def gap(found: Served, model: torch.nn.Module, prompts: int = 4) -> float:
         scores = expected(model, found.engine, answer, [picture(0), picture(number, 320, 120)])
         largest = max(largest, float(np.abs(answer.logprobs - scores).max()))
     return largest
+
+
+def load(folder: Path) -> torch.nn.Module:
+    """transformers' model of a folder."""
+    return transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def check_answers(found: Served, folders: Sequence[Path], base: Path, newest: int | None = None) -> int:
+    """Every token has the log-probability that its version's weights give; returns how many answers were looked at.
+
+    `newest`: look at so many; None: at all.
+    """
+    models = [load(folder) for folder in (base, *folders)]
+    looked, answers = 0, found.answers if newest is None else found.answers[-newest:]
+    for number, answer in answers:
+        if found.engine.processor.image_token_id in answer.response_token_ids:
+            continue  # transformers would take it for an image
+        for version in set(answer.versions.tolist()):
+            model = models[0 if version == 0 else 1 + (version - 1) % len(folders)]
+            scores = expected(model, found.engine, answer, [picture(number)])
+            mine = answer.versions == version
+            np.testing.assert_allclose(answer.logprobs[mine], scores[mine], atol=TOLERANCE)
+        looked += 1
+    return looked
