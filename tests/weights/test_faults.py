@@ -118,9 +118,7 @@ async def test_an_engine_that_is_killed_holds_up_nobody_and_comes_back_with_whol
         stage.close()
 
 
-async def test_an_engine_whose_worker_was_started_again_between_updates_is_not_waited_for(
-    tmp_path: Path, model: Path
-) -> None:
+async def test_an_engine_whose_worker_is_started_again_is_not_waited_for(tmp_path: Path, model: Path) -> None:
     config = configuration(tmp_path, model)
     config.weights.seconds = config.run.lost_seconds = 300.0
     stage = Stage(tmp_path, config)
@@ -130,8 +128,10 @@ async def test_an_engine_whose_worker_was_started_again_between_updates_is_not_w
             await stage.until(lambda: found.engine.version == 0, "the engine's first weights")
             await stage.until(lambda: stage.control.value("sent/0"), "the end of the first update")
         stage.control.forget("rollout-0")
-        assert stage.connect("rollout-0").begin_life() == 2
+        offered = stage.control.value("weights/offer")
         stage.control.put("go/1", True)
+        await stage.until(lambda: stage.control.value("weights/offer") != offered, "the next offer", 30)
+        assert stage.connect("rollout-0").begin_life() == 2
         sent = await stage.until(lambda: stage.control.value("sent/1"), "an update without the engine", 30)
         assert sent["lost"] == 1
     finally:
