@@ -198,10 +198,15 @@ def test_who_cannot_reach_the_first_node_says_so(tmp_path: Path) -> None:
 def test_who_does_not_come_is_no_member(tmp_path: Path) -> None:
     names = ["n1", "n2", "n3"]
     path = tmp_path / "meeting"
-    found = together(
-        [lambda i=i: Meeting.join(i, names, "127.0.0.1", path).members(ALONE, True, seconds=3) for i in (0, 2)]  # type: ignore[misc]
-    )
-    assert found == [[0, 2], [0, 2]]
+
+    def take_part(number: int) -> list[int]:
+        meeting = Meeting.join(number, names, "127.0.0.1", path)
+        try:
+            return meeting.members(ALONE, True, seconds=3)
+        finally:
+            meeting.leave()
+
+    assert together([lambda: take_part(0), lambda: take_part(2)]) == [[0, 2], [0, 2]]
 
 
 def test_nodes_find_each_other_fit_and_write_it_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

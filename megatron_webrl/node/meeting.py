@@ -92,11 +92,12 @@ class Meeting:
 
     def leave(self) -> None:
         """Say that this node is done; the first stays until all who were heard of are, or a limit has passed."""
-        self.store.set(f"done/{self.number}", "1")
+        if self.number:
+            self.store.set(f"done/{self.number}", "1")  # its last word: the first may be gone after it
+            return
         deadline = time.monotonic() + 4 * GROUP_SECONDS
-        heard = [number for number in range(len(self.names)) if self.store.check([f"{ALONE}/{number}"])]
-        keys = [f"done/{number}" for number in {*heard, self.number}]
-        while self.number == 0 and not self.store.check(keys) and time.monotonic() < deadline:
+        keys = [f"done/{number}" for number in range(1, len(self.names)) if self.store.check([f"{ALONE}/{number}"])]
+        while keys and not self.store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.05)
 
 
