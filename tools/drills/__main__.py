@@ -104,7 +104,7 @@ def perform(drill: Drill, cluster: Cluster, folder: Path, disk: Path) -> Result:
             run.await_(run.run_folder.is_dir, "folder of the run", START_SECONDS)
             (run.run_folder / "checkpoints").symlink_to(disk)
         _watch(drill, run, result)
-    except (DrillError, AssertionError) as error:
+    except (DrillError, AssertionError, OSError) as error:
         result.wrong.append(str(error))
         cluster.run("scancel", run.job)
     result.wrong += _left(cluster, drill.loses)

@@ -83,12 +83,19 @@ def disk(run: Run) -> None:
     filler = run.run_folder / "checkpoints" / "filler"
     descriptor = os.open(filler, os.O_CREAT | os.O_WRONLY)
     try:
-        status = os.fstatvfs(descriptor)
-        os.posix_fallocate(descriptor, 0, status.f_bavail * status.f_frsize - 2**20)
+        run.await_(lambda: _filled(descriptor), "full disk", FAULT_SECONDS)
         run.await_(lambda: run.version() - run.saved() > FULL_FAILURES, "update without a checkpoint", FAULT_SECONDS)
     finally:
         os.close(descriptor)
         filler.unlink()
+
+
+def _filled(descriptor: int) -> bool:
+    status = os.fstatvfs(descriptor)
+    with suppress(OSError):  # a checkpoint that is being written has taken some of that meanwhile
+        os.posix_fallocate(descriptor, 0, status.f_bavail * status.f_frsize - 2**20)
+        return True
+    return False
 
 
 def preempt(run: Run) -> None:
