@@ -73,7 +73,7 @@ class Publisher:
 
     def newcomers(self) -> bool:
         """On the first rank: whether an engine waits to be served for the first time in its life."""
-        return any(self._linked.get(worker) != a for worker, a in self._announced().items())
+        return bool(self._roll(newcomers_only=True))
 
     def publish(self, version: int, newcomers_only: bool = False) -> float:
         """Send the weights as `version` to all engines that are there; returns seconds.
