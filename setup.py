@@ -25,7 +25,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["megatron_webrl", "megatron_webrl.*"]),
-    package_data={"megatron_webrl": ["_site/*.py"]},
+    package_data={"megatron_webrl": ["system/_site/*.py"]},
     install_requires=["numpy", "omegaconf>=2.3", "pyyaml", "rich>=13", "psutil", "pillow"],
     extras_require={
         "trainer": [

@@ -12,19 +12,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_webrl import __version__, stacks
-from megatron_webrl.config import Config, ConfigError, load, read
-from megatron_webrl.config_site import check_site
+from megatron_webrl import __version__
+from megatron_webrl.cluster.placement_command import add_placement
+from megatron_webrl.config.load import parse_config
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.farm.commands import add_browsers
-from megatron_webrl.node.commands import add_node
+from megatron_webrl.launch.task_validation import check_tasks_and_browser
+from megatron_webrl.launch.validation import load_config
 from megatron_webrl.parity.command import add_parity
-from megatron_webrl.placement_command import add_placement
+from megatron_webrl.slurm.commands import add_node
 from megatron_webrl.status.command import add_status
+from megatron_webrl.system import stack_dump
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from megatron_webrl.control import Control
+    from megatron_webrl.control.control_plane import ControlClient
     from megatron_webrl.ring.node_ring import NodeRing
 
 log = logging.getLogger(__name__)
@@ -35,7 +39,7 @@ LOG_FORMAT = "%(asctime)s {role} %(levelname)s %(name)s: %(message)s"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     options = _parser().parse_args(arguments)
-    stacks.register()
+    stack_dump.register_dump_signal()
     try:
         return options.run(options)
     except ConfigError as error:
@@ -78,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         "demonstrate",
         help="write scripted episodes for a warm start",
         description="Have scripts do the tasks of a configuration, as the agent would see and answer them, and write "
-        "trainer.warm_start.demonstrations successes to a file for trainer.warm_start.file. Ends with 1 if it failed, "
+        "trainer.warm_start.demonstrations successes to a file for trainer.warm_start.demonstrations_file. Ends with 1 if it failed, "
         "2 for bad input, 130 after Ctrl-C, 143 after SIGTERM; the file is there when it is complete.",
         epilog="example: webrl demonstrate my.yaml trainer.warm_start.demonstrations=99 --out my.records",
     )
@@ -120,7 +124,11 @@ def _parser() -> argparse.ArgumentParser:
         else:
             role.add_argument("--worker", type=int, required=True, metavar="N", help="number of this worker, from 0")
             only.add_argument(
-                "--part", type=int, default=0, metavar="N", help="run this part, from 1, of the worker's engine alone"
+                "--follower",
+                type=int,
+                default=0,
+                metavar="N",
+                help="run this part, from 1, of the worker's engine alone",
             )
             only.add_argument("--evaluation-only", action="store_true", help="evaluate the weights of model.path alone")
         role.set_defaults(run=run)
@@ -139,7 +147,7 @@ def _add_eval(commands: Any) -> None:
         "checkpoint", type=Path, metavar="CHECKPOINT", help="Hugging Face folder, or checkpoint of a run, or the run"
     )
     evaluation.add_argument(
-        "words",
+        "config_and_overrides",
         nargs="*",
         metavar="CONFIG key=value",
         help="YAML file (default: that of the checkpoint's run), and settings that replace its own",
@@ -160,8 +168,8 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    config = load(options.config, options.overrides)
-    check_site(config)
+    config = load_config(options.config, options.overrides)
+    check_tasks_and_browser(config)
     if options.check:
         import dataclasses
 
@@ -171,7 +179,7 @@ def _train(options: argparse.Namespace) -> int:
         return 0
     from rich.console import Console
 
-    from megatron_webrl.launch import launch
+    from megatron_webrl.launch.local_launcher import launch
 
     return launch(config, Console())
 
@@ -181,16 +189,16 @@ def _demonstrate(options: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from megatron_webrl.rollout.demonstrate import demonstrate
-    from megatron_webrl.tracking.board import progress
+    from megatron_webrl.rollout.demonstrations import write_demonstrations
+    from megatron_webrl.tracking.dashboard import progress_bar
 
-    config = load(options.config, options.overrides)
+    config = load_config(options.config, options.overrides)
     count = config.trainer.warm_start.demonstrations
     if not count:
         raise ConfigError("trainer.warm_start.demonstrations=0; say how many episodes are wanted")
     if not options.out.absolute().parent.is_dir():
         raise ConfigError(f"--out={options.out}: {options.out.absolute().parent} is not a folder")
-    check_site(config)
+    check_tasks_and_browser(config)
     console, asked = Console(), [signal.SIGINT]
 
     def end(number: int, frame: FrameType | None) -> None:  # SIGTERM ends it as Ctrl-C does: in good order
@@ -199,9 +207,11 @@ def _demonstrate(options: argparse.Namespace) -> int:
 
     signal.signal(signal.SIGTERM, end)
     try:
-        with progress(console) as bar:
+        with progress_bar(console) as bar:
             shown = bar.add_task("demonstrations", total=count)
-            asyncio.run(demonstrate(config, count, options.out, lambda done: bar.update(shown, completed=done)))
+            asyncio.run(
+                write_demonstrations(config, count, options.out, lambda done: bar.update(shown, completed=done))
+            )
     except KeyboardInterrupt:
         console.print("interrupted; nothing was written")
         return 128 + asked[-1]
@@ -215,32 +225,32 @@ def _demonstrate(options: argparse.Namespace) -> int:
 def _eval(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from megatron_webrl.evaluate import Checkpoint, configuration, evaluate
+    from megatron_webrl.launch.evaluation_launcher import EvaluatedCheckpoint, evaluation_config, run_evaluation
 
-    checkpoint = Checkpoint.find(options.checkpoint)
+    checkpoint = EvaluatedCheckpoint.resolve(options.checkpoint)
     chosen = {key: getattr(options, key) for key in ("episodes", "samples", "temperature")}
     overrides = [f"evaluation.{key}={value}" for key, value in chosen.items() if value is not None]
-    config = configuration(checkpoint, [*options.words, *overrides])
-    check_site(config)
-    return evaluate(checkpoint, config, Console(), options.json)
+    config = evaluation_config(checkpoint, [*options.config_and_overrides, *overrides])
+    check_tasks_and_browser(config)
+    return run_evaluation(checkpoint, config, Console(), options.json)
 
 
 def _doctor(options: argparse.Namespace) -> int:
     if options.weights:
         from rich.console import Console
 
-        from megatron_webrl.doctor_weights import examine_weights
+        from megatron_webrl.doctor.weights import check_weight_sync
 
-        return examine_weights(load(options.weights, options.overrides), Console(), as_json=options.json)
+        return check_weight_sync(load_config(options.weights, options.overrides), Console(), as_json=options.json)
     if options.overrides:
         raise ConfigError(f"{options.overrides[0]!r} means something with --weights CONFIG only")
-    from megatron_webrl.doctor import examine
+    from megatron_webrl.doctor.installation import run_doctor
 
-    return examine(options.role, as_json=options.json)
+    return run_doctor(options.role, as_json=options.json)
 
 
 def _control(options: argparse.Namespace) -> int:
-    from megatron_webrl.control import serve
+    from megatron_webrl.control.control_plane import serve
     from megatron_webrl.ring.segment import segment_name
 
     config = _role(options, "control")
@@ -254,42 +264,42 @@ def _control(options: argparse.Namespace) -> int:
 
 
 def _trainer(options: argparse.Namespace) -> int:
-    from megatron_webrl.placement import check_node
-    from megatron_webrl.trainer.parallel import Rank
+    from megatron_webrl.cluster.placement import check_node_number
+    from megatron_webrl.trainer.parallel import RankInfo
 
-    rank = Rank.from_environment()
+    rank = RankInfo.from_environment()
     name = f"trainer-{rank.rank}"
     config = _role(options, name)
-    check_node(config, options.node)
+    check_node_number(config, options.node)
     from megatron_webrl.trainer import main as training
-    from megatron_webrl.trainer import trial
+    from megatron_webrl.trainer import weight_sync_check
 
-    def run(control: Control, ring: NodeRing) -> None:
+    def run(control: ControlClient, ring: NodeRing) -> None:
         if options.weights_only:
-            trial.run(config, control, rank, ring)
+            weight_sync_check.run(config, control, rank, ring)
         else:
             training.run(config, control, rank, ring, options.attempt)
 
-    revived = config.run.trainer_restarts > 0 and not options.weights_only
+    revived = config.run.max_trainer_restarts > 0 and not options.weights_only
     return _run_role(options, config, name, run, revived)
 
 
 def _rollout(options: argparse.Namespace) -> int:
-    from megatron_webrl.placement import check_node, engine_nodes, part_name
+    from megatron_webrl.cluster.placement import check_node_number, engine_nodes, rollout_process_name
 
-    worker, number = options.worker, options.part
-    name = part_name(worker, number)
+    worker, number = options.worker, options.follower
+    name = rollout_process_name(worker, number)
     config = _role(options, name)
-    check_node(config, options.node)
+    check_node_number(config, options.node)
     nodes = engine_nodes(config, worker)
     if not 0 <= number < len(nodes):
-        raise ConfigError(f"--part={number} is not one of the {len(nodes)} parts of engine {worker}, from 0")
+        raise ConfigError(f"--follower={number} is not one of the {len(nodes)} parts of engine {worker}, from 0")
     from megatron_webrl.rollout import main as working
-    from megatron_webrl.rollout import part
+    from megatron_webrl.rollout.engine import engine_follower
 
-    def run(control: Control, ring: NodeRing) -> None:
+    def run(control: ControlClient, ring: NodeRing) -> None:
         if number:
-            part.run(config, control, worker, number, len(nodes), ring)
+            engine_follower.run(config, control, worker, number, len(nodes), ring)
         else:
             only = "weights" if options.weights_only else "evaluation" if options.evaluation_only else None
             working.run(config, control, worker, ring, only, nodes)
@@ -301,40 +311,44 @@ def _role(options: argparse.Namespace, name: str) -> Config:
     """Set up what every role needs, and read its configuration."""
     faulthandler.enable()
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT.format(role=name), force=True)
-    return read(options.config, options.overrides)
+    return parse_config(options.config, options.overrides)
 
 
 def _run_role(
-    options: argparse.Namespace, config: Config, name: str, run: Callable[[Control, NodeRing], None], revived: bool
+    options: argparse.Namespace,
+    config: Config,
+    name: str,
+    run: Callable[[ControlClient, NodeRing], None],
+    revived: bool,
 ) -> int:
     """Run a role in a job. A trainer that gives up ends the job with an error that names it.
 
     A role that may be `revived` does not end the job by what else it fails of: whoever started it decides whether to
     start it again. Nor does a rollout worker that gives up.
     """
-    from megatron_webrl.control import Control, JobFailed, Stopped
-    from megatron_webrl.placement import worker_of
+    from megatron_webrl.cluster.placement import worker_name_of
+    from megatron_webrl.control.control_plane import ControlClient, JobEnded, JobFailed
 
     host, _, port = options.control.rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(f"--control={options.control!r} is not of the form HOST:PORT")
-    control = Control(host, int(port), name, config.run.lost_seconds)
+    control = ControlClient(host, int(port), name, config.run.heartbeat_timeout_seconds)
     try:
-        job = control.wait_key("job/ring", config.run.start_seconds, "the control plane to name the ring")
+        job = control.wait_for_key("job/id", config.run.startup_timeout_seconds, "the control plane to name the ring")
         run(control, _ring(config, options.node, job))
-    except Stopped:
+    except JobEnded:
         log.info("the job has ended")
     except JobFailed as error:
         # Named already by whoever ended the job, or a wait that this role gave up.
         log.error("%s", error)
-        if worker_of(name) not in config.workers:
-            control.finish(f"failed: {error}")
+        if worker_name_of(name) not in config.worker_names:
+            control.end_job(f"failed: {error}")
         return 1
     except Exception as error:
         log.exception("failed")
         what = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
         if not revived:
-            control.finish(f"failed: {name}: {what}")
+            control.end_job(f"failed: {name}: {what}")
         log.error("%s", what)  # the last line of the log is what the launcher shows
         return 1
     return 0
@@ -342,10 +356,10 @@ def _run_role(
 
 def _ring(config: Config, node: int, job: str) -> NodeRing:
     """The ring of a node in the job of that name. A job on one node has one, which is called as the job is."""
-    from megatron_webrl.placement import ring_of
+    from megatron_webrl.cluster.placement import ring_name
     from megatron_webrl.ring.node_ring import NodeRing
 
-    return NodeRing(node, ring_of(config, node) if config.cluster.nodes > 1 else job, job)
+    return NodeRing(node, ring_name(config, node) if config.cluster.nodes > 1 else job, job)
 
 
 if __name__ == "__main__":

@@ -18,22 +18,39 @@ ActionKind = Literal[
     "left_click", "click", "type", "hover", "scroll", "wait", "go_back", "navigate", "answer",
     "double_click", "right_click", "drag", "key", "select_option", "new_tab", "switch_tab", "close_tab",
 ]  # fmt: skip
-ACTION_KINDS: tuple[ActionKind, ...] = ("left_click", "type", "scroll", "wait", "go_back", "navigate", "answer")
+COORDINATE_ACTION_KINDS: tuple[ActionKind, ...] = (
+    "left_click",
+    "type",
+    "scroll",
+    "wait",
+    "go_back",
+    "navigate",
+    "answer",
+)
 """What the tool of coordinates, `computer_use`, always offers."""
 
-MARK_KINDS: tuple[ActionKind, ...] = ("click", "type", "hover", "scroll", "wait", "go_back", "navigate", "answer")
+MARK_ACTION_KINDS: tuple[ActionKind, ...] = (
+    "click",
+    "type",
+    "hover",
+    "scroll",
+    "wait",
+    "go_back",
+    "navigate",
+    "answer",
+)
 """What the tool of numbered elements, `web_interaction`, always offers."""
 
-TAB_KINDS: tuple[ActionKind, ...] = ("new_tab", "switch_tab", "close_tab")
-EXTRA_KINDS: tuple[ActionKind, ...] = (
-    "hover", "double_click", "right_click", "drag", "key", "select_option", *TAB_KINDS,
+TAB_ACTION_KINDS: tuple[ActionKind, ...] = ("new_tab", "switch_tab", "close_tab")
+OPTIONAL_ACTION_KINDS: tuple[ActionKind, ...] = (
+    "hover", "double_click", "right_click", "drag", "key", "select_option", *TAB_ACTION_KINDS,
 )  # fmt: skip
 """What is offered by either tool where browser.actions names it."""
 
 DIFFICULTIES = ("easy", "medium", "hard")
 
 STOPPED, PREEMPTED = "stopped", "preempted"
-GOOD_OUTCOMES = ("finished", STOPPED, PREEMPTED)
+CLEAN_JOB_OUTCOMES = ("finished", STOPPED, PREEMPTED)
 """How a job can end in good order: all updates made, or ended early with a checkpoint, as its user asked it to, or
 because Slurm was about to end it.
 """
@@ -41,7 +58,7 @@ because Slurm was about to end it.
 TRAINABLE_OUTCOMES = frozenset({"success", "failure"})
 """Outcomes that say something about the policy. Every other outcome masks the episode and names the reason."""
 
-ABANDONED = "abandoned"
+ABORTED = "aborted"
 """Masks an episode that was ended because its group could not be trained any more; the whole group is dropped."""
 
 
@@ -150,7 +167,7 @@ class Step:
     page_changed: bool = False
     seconds_generation: float = 0.0
     seconds_browser: float = 0.0
-    prompt_cached: int = 0  # tokens of the prompt that the engine took from its prefix cache when it began
+    cached_prompt_tokens: int = 0  # tokens of the prompt that the engine took from its prefix cache when it began
 
 
 @dataclass(frozen=True)
@@ -160,7 +177,7 @@ class Trajectory:
     ticket: int
     index: int  # 0..group_size-1 within the group
     group_size: int
-    incarnation: int
+    restart_epoch: int
     task: Task
     instruction: str
     steps: tuple[Step, ...]
@@ -172,7 +189,7 @@ class Trajectory:
     finished_at: float = 0.0  # unix time, seconds
     worker: str = ""  # which life of which rollout worker ran it
     tries: int = 1  # at this episode; those before the last were broken off by the machinery
-    lost_tokens: int = 0  # response tokens of the earlier tries
+    discarded_tokens: int = 0  # response tokens of the earlier tries
 
     @property
     def trainable(self) -> bool:

@@ -31,7 +31,7 @@ def spawn(run: Callable[..., None], *arguments: Any, ranks: int = 2, seconds: fl
 def join(rank: int, ranks: int, folder: str) -> platforms.Platform:
     """Meet the other processes; Megatron is to be imported after this, on the platform that is in use."""
     torch.set_num_threads(1)
-    platform = platforms.use("cpu")
+    platform = platforms.activate("cpu")
     torch.distributed.init_process_group(
         platform.backend,
         init_method=f"file://{folder}/rendezvous-{ranks}",
@@ -45,11 +45,11 @@ def join(rank: int, ranks: int, folder: str) -> platforms.Platform:
 def layouts(rank: int, folder: str) -> Iterator[tuple[int, platforms.Platform]]:
     """In each of two processes: the tensor-parallel sizes 2 and 1, with Megatron's groups formed for each."""
     platform = join(rank, 2, folder)
-    from megatron_webrl.model import groups
-    from megatron_webrl.model.layout import Sizes
+    from megatron_webrl.model import process_groups
+    from megatron_webrl.model.layout import ParallelSizes
 
     for size in (2, 1):
-        groups.form(Sizes(tensor=size), seed=1)
+        process_groups.init_process_groups(ParallelSizes(tensor=size), seed=1)
         yield size, platform
-        groups.dissolve()
+        process_groups.destroy_process_groups()
     torch.distributed.destroy_process_group()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_webrl.control import Control, serve
+from megatron_webrl.control.control_plane import ControlClient, serve
 
 
 @contextmanager
@@ -27,11 +27,11 @@ def control_plane(folder: Path, seconds: float = 300.0) -> Iterator[tuple[str, i
     address = fields["host"], fields["port"]
     yield address
     last = connect(address, "test")
-    last.finish("finished")
-    last.dismiss()
+    last.end_job("finished")
+    last.shutdown()
     thread.join(60)
 
 
-def connect(address: tuple[str, int], role: str) -> Control:
+def connect(address: tuple[str, int], role: str) -> ControlClient:
     """A role's connection."""
-    return Control(*address, role, lost_seconds=60.0, connect_seconds=60.0)
+    return ControlClient(*address, role, heartbeat_timeout_seconds=60.0, connect_seconds=60.0)

@@ -5,18 +5,18 @@ import importlib
 
 import torch
 
-from megatron_webrl import compat
 from megatron_webrl.model import platform
+from megatron_webrl.system import torchvision_shim
 
-compat.install()
+torchvision_shim.install()
 torch.set_num_threads(1)
-platform.use("cpu")  # before anything of Megatron
+platform.activate("cpu")  # before anything of Megatron
 for name in (
     "megatron.core.models.gpt.gpt_layer_specs",
     "transformers.models.qwen3_vl.modeling_qwen3_vl",
     "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe",
-    "megatron_webrl.trainer.build",
-    "megatron_webrl.trainer.checkpoint",
+    "megatron_webrl.trainer.factory",
+    "megatron_webrl.trainer.checkpoint.checkpointer",
     "megatron_webrl.trainer.loop",
 ):
     importlib.import_module(name)

@@ -51,8 +51,8 @@ ONLY = {
         "weights/vllm_target.py",
         "weights/vllm_worker.py",
         "weights/vllm_scheduler.py",
-        "rollout/engine.py",
-        "rollout/vllm_environment.py",
+        "rollout/engine/vllm_engine.py",
+        "rollout/engine/vllm_environment.py",
         "parity/vllm_scores.py",
     },
     "megatron": {"model", "trainer", "weights", "parity/megatron_scores.py"},
@@ -94,7 +94,7 @@ def test_the_weights_take_of_the_model_only_what_needs_no_megatron():
 
 
 def test_what_starts_the_processes_of_a_node_imports_torch_only_where_something_failed():
-    code = "import sys, megatron_webrl.node.step, megatron_webrl.node.preparing; sys.exit('torch' in sys.modules)"
+    code = "import sys, megatron_webrl.slurm.node_supervisor, megatron_webrl.slurm.prepare; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, check=False).returncode == 0
 
 

@@ -11,7 +11,7 @@ SETTINGS: dict[str, Any] = {
         "tokens_per_microbatch": 4096,
         # A policy with random weights never succeeds: its groups are all alike, and still must flow.
         "zero_variance_groups": "keep",
-        "batch_seconds": 240,
+        "batch_timeout_seconds": 240,
         "optimizer": {"learning_rate": 1e-4},
     },
     "rollout": {
@@ -25,5 +25,5 @@ SETTINGS: dict[str, Any] = {
     },
     "tasks": {"environments": ["click-test", "focus-text"], "max_steps": 2},
     "browser": {"width": 160, "height": 224, "screenshot": "png"},
-    "ring": {"mib": 64},
+    "ring": {"capacity_mib": 64},
 }

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 
-def number(kind: type, low: float, exclusive: bool = False) -> Any:
+def bounded_number(kind: type, low: float, exclusive: bool = False) -> Any:
     """For argparse: a finite number of at least, or above, `low`."""
 
     def read(text: str) -> Any:

@@ -13,10 +13,10 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megatron_webrl.model.convert import Options, Summary
+from megatron_webrl.model.convert.conversion import ConversionOptions, ConversionSummary
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+BYTE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -26,13 +26,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
 
 
-def options(arguments: argparse.Namespace) -> Options:
+def make_options(arguments: argparse.Namespace) -> ConversionOptions:
     """What `add_options` took."""
-    return Options(DTYPES.get(arguments.dtype), arguments.overwrite, arguments.verify, bar)
+    return ConversionOptions(DTYPES.get(arguments.dtype), arguments.overwrite, arguments.verify, progress_bar)
 
 
 @contextmanager
-def bar(what: str, total: int) -> Iterator[Callable[[int], object]]:
+def progress_bar(what: str, total: int) -> Iterator[Callable[[int], object]]:
     """A progress bar of bytes with their speed on standard error; nothing if that is no terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
@@ -41,15 +41,15 @@ def bar(what: str, total: int) -> Iterator[Callable[[int], object]]:
         yield lambda done: progress.advance(task, done)
 
 
-def size(text: str) -> int:
+def parse_size(text: str) -> int:
     """Bytes of "5GB", "300 MB" or "1000"; units are powers of 1000."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]B)?", text.strip().upper())
     if not found or float(found[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no size such as 5GB or 300MB")
-    return int(float(found[1]) * UNITS[found[2] or ""])
+    return int(float(found[1]) * BYTE_UNITS[found[2] or ""])
 
 
-def run(tool: str, target: Path, convert: Callable[[], Summary]) -> int:
+def run_conversion(tool: str, target: Path, convert: Callable[[], ConversionSummary]) -> int:
     """Convert and say what was written. Exit code: 2 with one line for what is refused, 130 for an interrupt."""
     try:
         summary = convert()

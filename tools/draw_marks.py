@@ -12,8 +12,8 @@ from pathlib import Path
 
 from playwright.async_api import Page
 
-from megatron_webrl.browser.fleet import Fleet
-from megatron_webrl.config import BrowserConfig
+from megatron_webrl.browser.browser_pool import BrowserPool
+from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.rollout.prompts import element_line
 from megatron_webrl.tasks.server import FolderServer
 from megatron_webrl.types import Observation, Task
@@ -56,7 +56,7 @@ class _Shop:
     def __init__(self, server: FolderServer) -> None:
         self.addresses = {HOST: server.address}
 
-    def renews(self, task: Task) -> bool:
+    def can_reuse_page(self, task: Task) -> bool:
         return False
 
     async def open(self, page: Page, task: Task) -> str:
@@ -75,7 +75,7 @@ async def observe() -> Observation:
         server = FolderServer(Path(folder))
         try:
             settings = BrowserConfig(width=800, height=440, screenshot="png", marks=True)
-            async with Fleet(settings, {"shop": _Shop(server)}, sessions=1) as fleet, fleet.session() as session:
+            async with BrowserPool(settings, {"shop": _Shop(server)}, sessions=1) as fleet, fleet.session() as session:
                 return await session.reset(Task("shop", "shop", "shop", seed=0, max_steps=1))
         finally:
             server.close()

@@ -13,22 +13,22 @@ from typing import TypeVar
 
 import transformers
 
-from megatron_webrl.model.layout import Sizes
+from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.weights.engine_map import EngineSizes
-from megatron_webrl.weights.plan import Engines, Plan, Trainer
+from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan
 from megatron_webrl.weights.slices import Slice
 
 Key = TypeVar("Key")
 
 TARGET = "language_model.model.layers.0.self_attn.qkv_proj.weight"
-COLOURS = {"q_proj": "#4878a8", "k_proj": "#d1803a", "v_proj": "#58944f"}
+PROJECTION_COLOURS = {"q_proj": "#4878a8", "k_proj": "#d1803a", "v_proj": "#58944f"}
 HEADS, GROUPS, DIM = 8, 4, 32
 SCALE = 0.55  # pixels of a row
 GAP, TOP, WIDTH = 46, 84, 92  # pixels: between bars, above them, of a bar
 LEFT, RIGHT = 60, 560
 
 
-def make_plan() -> Plan:
+def make_plan() -> TransferPlan:
     """Four trainer ranks, two tensor-parallel in two replicas; engines of one and of two ranks."""
     description = transformers.Qwen3VLConfig(
         text_config={
@@ -40,20 +40,20 @@ def make_plan() -> Plan:
             "deepstack_visual_indexes": [0],
         },
     )  # fmt: skip
-    trainer = Trainer(Sizes(tensor=2), 4, ("node 0", "node 0", "node 1", "node 1"))
-    engines = Engines((EngineSizes(), EngineSizes(tensor=2)), (("node 0",), ("node 1", "node 1")))
-    return Plan(description, trainer, engines, 2, 2**20)
+    trainer = TrainerTopology(ParallelSizes(tensor=2), 4, ("node 0", "node 0", "node 1", "node 1"))
+    engines = EngineTopology((EngineSizes(), EngineSizes(tensor=2)), (("node 0",), ("node 1", "node 1")))
+    return TransferPlan(description, trainer, engines, 2, 2**20)
 
 
 class Drawing:
     """Bars of parameters at both sides, and the bands between them."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: TransferPlan) -> None:
         self.plan = plan
         self.slices: list[tuple[int, int, int, Slice]] = []  # sender, engine, receiver, slice
         for engine in range(len(plan.engines.nodes)):
             for message in plan.messages(engine):
-                found = [piece for piece in message.slices if piece.target == TARGET]
+                found = [piece for piece in message.slices if piece.target_param == TARGET]
                 self.slices += [(message.sender, engine, message.receiver, piece) for piece in found]
         rows = (HEADS + 2 * GROUPS) * DIM
         self.senders = _stack([(rank, rows // 2) for rank in range(plan.trainer.ranks)])
@@ -83,17 +83,17 @@ class Drawing:
         for (engine, rank), (top, rows) in self.receivers.items():
             label = f"engine {engine}, rank {rank}, {self.plan.engines.nodes[engine][rank]}"
             parts += [_text(RIGHT, top - 6, label), _bar(RIGHT, top, rows)]
-        for number, (name, colour) in enumerate(COLOURS.items()):
+        for number, (name, colour) in enumerate(PROJECTION_COLOURS.items()):
             x = LEFT + 80 * number
             parts.append(f'<rect x="{x}" y="{bottom + 30:.0f}" width="12" height="12" fill="{colour}"/>')
             parts.append(_text(x + 18, bottom + 41, name))
         return "\n".join([*parts, "</svg>\n"])
 
     def _band(self, sender: int, engine: int, receiver: int, piece: Slice) -> str:
-        colour = COLOURS[piece.name.split(".")[-2]]
+        colour = PROJECTION_COLOURS[piece.hf_param.split(".")[-2]]
         height = piece.size[0] * SCALE
-        y0 = self.senders[sender][0] + piece.source_place[0] * SCALE
-        y1 = self.receivers[engine, receiver][0] + piece.target_place[0] * SCALE
+        y0 = self.senders[sender][0] + piece.source_offset[0] * SCALE
+        y1 = self.receivers[engine, receiver][0] + piece.target_offset[0] * SCALE
         x0, x1, middle = LEFT + WIDTH, RIGHT, (LEFT + WIDTH + RIGHT) / 2
         path = (
             f"M{x0},{y0:.1f} C{middle},{y0:.1f} {middle},{y1:.1f} {x1},{y1:.1f} v{height:.1f} "

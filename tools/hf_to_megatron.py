@@ -13,9 +13,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python tools/hf_to_megatron.py`
 
-from megatron_webrl import compat
-from megatron_webrl.model.convert import hf_to_megatron
-from megatron_webrl.model.layout import Sizes
+from megatron_webrl.model.convert.conversion import hf_to_megatron
+from megatron_webrl.model.layout import ParallelSizes
+from megatron_webrl.system import torchvision_shim
 from tools import conversion
 
 
@@ -36,10 +36,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.add_argument(option, type=positive, default=1, metavar="N", help=f"{what}-parallel size (default: 1)")
     conversion.add_options(parser)
     given = parser.parse_args(arguments)
-    sizes = Sizes(tensor=given.tp, pipeline=given.pp, expert=given.ep, expert_tensor=given.tp)
-    options = conversion.options(given)
-    compat.install()  # transformers reads the configuration
-    return conversion.run(
+    sizes = ParallelSizes(tensor=given.tp, pipeline=given.pp, expert=given.ep, expert_tensor=given.tp)
+    options = conversion.make_options(given)
+    torchvision_shim.install()  # transformers reads the configuration
+    return conversion.run_conversion(
         "hf_to_megatron", given.target, lambda: hf_to_megatron(given.source, given.target, sizes, options)
     )
 

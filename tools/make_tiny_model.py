@@ -23,10 +23,10 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python tools/make_tiny_model.py`
 
-from megatron_webrl import compat
+from megatron_webrl.system import torchvision_shim
 from tools import tiny_tokenizer
 
-compat.install()  # transformers brings in torchvision when a processor is first asked for
+torchvision_shim.install()  # transformers brings in torchvision when a processor is first asked for
 
 PATCH = 16
 MERGE = 2

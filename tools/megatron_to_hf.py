@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python tools/megatron_to_hf.py`
 
-from megatron_webrl import compat
-from megatron_webrl.model.convert import megatron_to_hf
+from megatron_webrl.model.convert.conversion import megatron_to_hf
+from megatron_webrl.system import torchvision_shim
 from tools import conversion
 
 
@@ -24,13 +24,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("source", type=Path, metavar="CHECKPOINT")
     parser.add_argument("target", type=Path, metavar="OUT")
     parser.add_argument(
-        "--shard-size", type=conversion.size, default="5GB", help="largest safetensors file (default: 5GB)"
+        "--shard-size", type=conversion.parse_size, default="5GB", help="largest safetensors file (default: 5GB)"
     )
     conversion.add_options(parser)
     given = parser.parse_args(arguments)
-    options = conversion.options(given)
-    compat.install()  # transformers reads the configuration
-    return conversion.run(
+    options = conversion.make_options(given)
+    torchvision_shim.install()  # transformers reads the configuration
+    return conversion.run_conversion(
         "megatron_to_hf", given.target, lambda: megatron_to_hf(given.source, given.target, given.shard_size, options)
     )
 

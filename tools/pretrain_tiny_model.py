@@ -26,61 +26,61 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megatron_webrl import compat
-from megatron_webrl.model.patches import Cut
-from megatron_webrl.model.processing import Processor
+from megatron_webrl.model.patchifier import Patchifier
+from megatron_webrl.model.processor import Processor
 from megatron_webrl.ring.errors import RecordError
-from megatron_webrl.ring.record import decode
+from megatron_webrl.ring.record import decode_trajectory
 from megatron_webrl.ring.record_file import read_record_file
+from megatron_webrl.system import torchvision_shim
 from megatron_webrl.types import COORDINATE_RANGE
 
 BATCH = 16
 LEARNING_RATE = 2e-3
 WARMUP = 0.03  # share of all steps
 JITTER = 0.1  # standard deviation of noise on pixels
-SAVED = "model.safetensors"
+WEIGHTS_FILE = "model.safetensors"
 
 
 @dataclass(frozen=True)
-class Sample:
+class DemonstrationSample:
     """A step of a demonstration."""
 
     prompt: torch.Tensor  # int64 [tokens]
     response: torch.Tensor  # int64 [tokens]
     patches: torch.Tensor  # uint8 [patches of all its images, bytes of a patch]
     grids: torch.Tensor  # int64 [images, 3], the last one is what the answer acts on
-    place: tuple[float, float] | None  # x, y of the click, shares of the image
+    click: tuple[float, float] | None  # x, y of the click, shares of the image
 
 
-def cut_image(processor: Processor, cut: Cut, image: bytes) -> torch.Tensor:
-    """Its patches in bytes, of which `Processor.normalised` makes pixels: uint8 [patches, bytes of a patch]."""
+def image_patches(processor: Processor, cut: Patchifier, image: bytes) -> torch.Tensor:
+    """Its patches in bytes, of which `Processor.normalize_patches` makes pixels: uint8 [patches, bytes of a patch]."""
     _, rows, columns = processor.grids([image])[0].tolist()
-    out = torch.empty(rows * columns, cut.width, dtype=torch.uint8)
-    cut.patches(image, (1, rows, columns), out.numpy())
+    out = torch.empty(rows * columns, cut.patch_bytes, dtype=torch.uint8)
+    cut.patchify(image, (1, rows, columns), out.numpy())
     return out
 
 
-def read_samples(path: Path, processor: Processor) -> list[Sample]:
+def read_samples(path: Path, processor: Processor) -> list[DemonstrationSample]:
     """All steps of a file of demonstrations. Raises RecordError, OSError."""
-    samples, cut = [], processor.cut
+    samples, cut = [], processor.patchifier
     for record in read_record_file(path):
-        trajectory = decode(record, copy=True)
-        patches = [cut_image(processor, cut, image) for image in trajectory.images]
+        trajectory = decode_trajectory(record, copy=True)
+        patches = [image_patches(processor, cut, image) for image in trajectory.images]
         for step in trajectory.steps:
             place = step.action.coordinate if step.action else None
             samples.append(
-                Sample(
+                DemonstrationSample(
                     prompt=torch.from_numpy(step.prompt_token_ids.astype(np.int64)),
                     response=torch.from_numpy(step.response_token_ids.astype(np.int64)),
                     patches=torch.cat([patches[index] for index in step.images]),
                     grids=torch.from_numpy(step.image_grids.astype(np.int64)),
-                    place=None if place is None else (place[0] / COORDINATE_RANGE, place[1] / COORDINATE_RANGE),
+                    click=None if place is None else (place[0] / COORDINATE_RANGE, place[1] / COORDINATE_RANGE),
                 )
             )  # fmt: skip
     return samples
 
 
-class Heads(torch.nn.Module):
+class ClickHeads(torch.nn.Module):
     """Where the answer clicks, from the hidden states [cells, width] of the last image's cells."""
 
     def __init__(self, width: int) -> None:
@@ -97,14 +97,16 @@ class Heads(torch.nn.Module):
         return chosen + (self.within(cells[wanted]) - inside).square().sum()
 
 
-def loss_of(model: Any, heads: Heads, samples: Sequence[Sample], processor: Processor) -> tuple[torch.Tensor, float]:
+def compute_loss(
+    model: Any, heads: ClickHeads, samples: Sequence[DemonstrationSample], processor: Processor
+) -> tuple[torch.Tensor, float]:
     """Loss to be minimised, and the part that is the answers' mean negative log-likelihood per token."""
     rows = [torch.cat([sample.prompt, sample.response]) for sample in samples]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     mask = torch.zeros_like(ids)
     for number, row in enumerate(rows):
         mask[number, : len(row)] = 1
-    pixels, merge = processor.normalised(torch.cat([sample.patches for sample in samples])), processor.merge
+    pixels, merge = processor.normalize_patches(torch.cat([sample.patches for sample in samples])), processor.merge_size
     images = (ids == processor.image_token_id) & mask.bool()
     hidden = model.model(
         input_ids=ids,
@@ -120,17 +122,19 @@ def loss_of(model: Any, heads: Heads, samples: Sequence[Sample], processor: Proc
         logits = model.lm_head(hidden[number, first : first + len(sample.response)])
         likelihood = likelihood + torch.nn.functional.cross_entropy(logits, sample.response, reduction="sum")
         tokens += len(sample.response)
-        if sample.place is not None:
+        if sample.click is not None:
             _, high, wide = (int(value) for value in sample.grids[-1])
             cells = hidden[number, images[number]][-(high * wide // merge**2) :]
-            located = located + heads(cells, high // merge, wide // merge, sample.place)
+            located = located + heads(cells, high // merge, wide // merge, sample.click)
     return likelihood / tokens * 4 + located / len(samples), float(likelihood.detach()) / tokens
 
 
-def pretrain(model: Any, samples: Sequence[Sample], steps: int, processor: Processor, seed: int) -> Iterator[float]:
+def pretrain(
+    model: Any, samples: Sequence[DemonstrationSample], steps: int, processor: Processor, seed: int
+) -> Iterator[float]:
     """Train in place; yields the answers' loss after each step."""
     torch.manual_seed(seed)
-    heads = Heads(model.config.text_config.hidden_size)
+    heads = ClickHeads(model.config.text_config.hidden_size)
     parameters = [*model.parameters(), *heads.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.01, betas=(0.9, 0.98))
     warmup = max(1, int(WARMUP * steps))
@@ -145,7 +149,7 @@ def pretrain(model: Any, samples: Sequence[Sample], steps: int, processor: Proce
         if len(order) < BATCH:
             order += shuffle.sample(range(len(samples)), len(samples))
         batch, order = [samples[index] for index in order[:BATCH]], order[BATCH:]
-        loss, answers = loss_of(model, heads, batch, processor)
+        loss, answers = compute_loss(model, heads, batch, processor)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -154,9 +158,9 @@ def pretrain(model: Any, samples: Sequence[Sample], steps: int, processor: Proce
         yield answers
 
 
-def load(folder: Path) -> Any:
+def load_model(folder: Path) -> Any:
     """The model of a folder, in float32. Raises OSError."""
-    compat.install()
+    torchvision_shim.install()
     from transformers import AutoModelForImageTextToText
 
     return AutoModelForImageTextToText.from_pretrained(
@@ -164,7 +168,7 @@ def load(folder: Path) -> Any:
     )
 
 
-def save(model: Any, source: Path, out: Path) -> None:
+def save_model(model: Any, source: Path, out: Path) -> None:
     """Write the folder anew with the model's weights in bfloat16, whole or not at all."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
@@ -191,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         processor = Processor.load(str(options.model))
         samples = read_samples(options.demonstrations, processor)
-        model = load(options.model)
+        model = load_model(options.model)
     except (OSError, ValueError, RecordError) as error:
         sys.exit(f"pretrain_tiny_model: {error}")
     if len(samples) < BATCH:
@@ -213,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             progress.update(task, advance=1, loss=sum(recent) / len(recent))
             if not console.is_terminal and step % 100 == 0:
                 console.print(f"step {step} of {options.steps}: loss {sum(recent) / len(recent):.3f}")
-    save(model, options.model, options.out)
+    save_model(model, options.model, options.out)
     console.print(f"{options.out}: loss of the answers {sum(recent) / len(recent):.3f} per token")
 
 

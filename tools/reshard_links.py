@@ -9,34 +9,34 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from megatron_webrl.model.layout import Sizes
+from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.weights.engine_map import EngineSizes
-from megatron_webrl.weights.plan import Engines, Plan, Trainer
+from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan
 
 ITEM_BYTES = 2  # bfloat16
 
 
-class Gpu(NamedTuple):
+class GpuSlot(NamedTuple):
     """Where a rank runs."""
 
     node: int
-    number: int
+    index: int
 
 
-class Link(NamedTuple):
+class LinkDirection(NamedTuple):
     """One direction of a port."""
 
     kind: str  # "NVLink" or "NIC"
     direction: str  # "out" or "in"
     node: int
-    number: int
+    index: int
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.number} of node {self.node}, {self.direction}"
+        return f"{self.kind} {self.index} of node {self.node}, {self.direction}"
 
 
 @dataclass(frozen=True)
-class Cluster:
+class ClusterSpec:
     """Equal nodes. Speeds in bytes per second and direction: of a GPU's NVLink port, of a NIC."""
 
     nodes: int
@@ -46,46 +46,46 @@ class Cluster:
     nic: float
     latency: float  # seconds of a message
 
-    def links(self, sender: Gpu, receiver: Gpu) -> tuple[Link, ...]:
+    def links(self, sender: GpuSlot, receiver: GpuSlot) -> tuple[LinkDirection, ...]:
         """The links that a message takes; none within a GPU."""
         if sender == receiver:
             return ()
         if sender.node == receiver.node:
-            return (Link("NVLink", "out", *sender), Link("NVLink", "in", *receiver))
+            return (LinkDirection("NVLink", "out", *sender), LinkDirection("NVLink", "in", *receiver))
         return (self._nic("out", sender), self._nic("in", receiver))
 
-    def _nic(self, direction: str, gpu: Gpu) -> Link:
-        return Link("NIC", direction, gpu.node, gpu.number * self.nics // self.gpus)
+    def _nic(self, direction: str, gpu: GpuSlot) -> LinkDirection:
+        return LinkDirection("NIC", direction, gpu.node, gpu.index * self.nics // self.gpus)
 
-    def seconds(self, link: Link, size: int) -> float:
+    def transfer_seconds(self, link: LinkDirection, size: int) -> float:
         """Time of so many bytes on a link."""
         return size / (self.nvlink if link.kind == "NVLink" else self.nic)
 
 
 @dataclass(frozen=True)
-class Layout:
+class ReshardLayout:
     """How both sides are split and where they are."""
 
-    trainer: Sizes
+    trainer: ParallelSizes
     engine: EngineSizes
     trainer_gpus: int  # of each node that trains
     trainer_nodes: int = 0  # nodes for the trainer alone; 0: it shares every node with engines
 
 
 @dataclass(frozen=True)
-class Placement:
+class RankPlacement:
     """The GPU of each rank."""
 
-    trainer: tuple[Gpu, ...]
-    engines: tuple[tuple[Gpu, ...], ...]
+    trainer: tuple[GpuSlot, ...]
+    engines: tuple[tuple[GpuSlot, ...], ...]
 
 
 @dataclass(frozen=True)
-class Prediction:
+class TransferPrediction:
     """One way to bring the weights to the engines."""
 
     seconds: float
-    busiest: Link
+    busiest: LinkDirection
     busiest_bytes: int
     nic_out: int  # most bytes that leave through one NIC
     nic_in: int
@@ -93,7 +93,7 @@ class Prediction:
     messages: int  # of the rank that has most of them
 
 
-def place(cluster: Cluster, layout: Layout) -> Placement:
+def place_ranks(cluster: ClusterSpec, layout: ReshardLayout) -> RankPlacement:
     """Give every rank its GPU, node by node: on each node the trainer's come first. Raises ValueError."""
     gpus = cluster.gpus
     if not 1 <= layout.trainer_gpus <= gpus - (not layout.trainer_nodes):
@@ -101,64 +101,70 @@ def place(cluster: Cluster, layout: Layout) -> Placement:
     if layout.trainer_nodes >= cluster.nodes:
         raise ValueError(f"{layout.trainer_nodes} of {cluster.nodes} nodes for the trainer leave none for engines")
     training = range(layout.trainer_nodes or cluster.nodes)
-    trainer = tuple(Gpu(node, number) for node in training for number in range(layout.trainer_gpus))
+    trainer = tuple(GpuSlot(node, number) for node in training for number in range(layout.trainer_gpus))
     first = 0 if layout.trainer_nodes else layout.trainer_gpus
-    free = [Gpu(n, i) for n in range(layout.trainer_nodes, cluster.nodes) for i in range(first, gpus)]
+    free = [GpuSlot(n, i) for n in range(layout.trainer_nodes, cluster.nodes) for i in range(first, gpus)]
     ranks, share = layout.engine.ranks, gpus - first
     if share % ranks and ranks % share:
         raise ValueError(f"engines of {ranks} GPUs do not fit {share} GPUs of each node, nor do so many fit an engine")
     if len(free) % ranks:
         raise ValueError(f"engines of {ranks} GPUs do not share out {len(free)} GPUs")
-    return Placement(trainer, tuple(tuple(free[i : i + ranks]) for i in range(0, len(free), ranks)))
+    return RankPlacement(trainer, tuple(tuple(free[i : i + ranks]) for i in range(0, len(free), ranks)))
 
 
-def make_plan(description: Any, layout: Layout, placement: Placement, staging_bytes: int) -> Plan:
+def make_transfer_plan(
+    description: Any, layout: ReshardLayout, placement: RankPlacement, staging_bytes: int
+) -> TransferPlan:
     """The plan that a run with this placement makes."""
-    trainer = Trainer(layout.trainer, len(placement.trainer), tuple(str(gpu.node) for gpu in placement.trainer))
+    trainer = TrainerTopology(layout.trainer, len(placement.trainer), tuple(str(gpu.node) for gpu in placement.trainer))
     nodes = tuple(tuple(str(gpu.node) for gpu in engine) for engine in placement.engines)
-    return Plan(description, trainer, Engines.alike(layout.engine, nodes), ITEM_BYTES, staging_bytes)
+    return TransferPlan(description, trainer, EngineTopology.uniform(layout.engine, nodes), ITEM_BYTES, staging_bytes)
 
 
-def shard_to_shard(plan: Plan, cluster: Cluster, placement: Placement) -> Prediction:
+def predict_shard_to_shard(plan: TransferPlan, cluster: ClusterSpec, placement: RankPlacement) -> TransferPrediction:
     """The transfer by the plan."""
-    used: dict[Link, int] = defaultdict(int)
-    messages: dict[Gpu, int] = defaultdict(int)
+    used: dict[LinkDirection, int] = defaultdict(int)
+    messages: dict[GpuSlot, int] = defaultdict(int)
     for engine, gpus in enumerate(placement.engines):
-        for (sender, receiver), size in plan.traffic(engine).items():
+        for (sender, receiver), size in plan.bytes_by_pair(engine).items():
             source, target = placement.trainer[sender], gpus[receiver]
             for link in cluster.links(source, target):
                 used[link] += size
             for gpu in (source, target):
-                messages[gpu] += math.ceil(size / plan.message_bytes)
-    received = sum(plan.bytes(engine) for engine in range(len(placement.engines)))
-    return predict(cluster, used, received, max(messages.values()))
+                messages[gpu] += math.ceil(size / plan.max_message_bytes)
+    received = sum(plan.received_bytes(engine) for engine in range(len(placement.engines)))
+    return predict_transfer(cluster, used, received, max(messages.values()))
 
 
-def broadcast(description: Any, layout: Layout, cluster: Cluster, placement: Placement, staging: int) -> Prediction:
+def predict_broadcast(
+    description: Any, layout: ReshardLayout, cluster: ClusterSpec, placement: RankPlacement, staging: int
+) -> TransferPrediction:
     """Gather the full model on the first trainer rank and pass it on around a ring."""
     first = placement.trainer[0]
-    gather = make_plan(
+    gather = make_transfer_plan(
         description, replace(layout, engine=EngineSizes()), replace(placement, engines=((first,),)), staging
     )
-    used: dict[Link, int] = defaultdict(int)
-    for (sender, _), size in gather.traffic(0).items():
+    used: dict[LinkDirection, int] = defaultdict(int)
+    for (sender, _), size in gather.bytes_by_pair(0).items():
         for link in cluster.links(placement.trainer[sender], first):
             used[link] += size
     ring = [first, *sorted({gpu for engine in placement.engines for gpu in engine})]
-    model = gather.bytes(0)
+    model = gather.received_bytes(0)
     for source, target in itertools.pairwise(ring):
         for link in cluster.links(source, target):
             used[link] += model
-    messages = math.ceil(model / gather.message_bytes) + len(ring) - 1  # the last rank waits for all before it
-    return predict(cluster, used, model * (len(ring) - 1), messages)
+    messages = math.ceil(model / gather.max_message_bytes) + len(ring) - 1  # the last rank waits for all before it
+    return predict_transfer(cluster, used, model * (len(ring) - 1), messages)
 
 
-def predict(cluster: Cluster, used: Mapping[Link, int], received: int, messages: int) -> Prediction:
+def predict_transfer(
+    cluster: ClusterSpec, used: Mapping[LinkDirection, int], received: int, messages: int
+) -> TransferPrediction:
     """The time of a transfer from the bytes on each link and the messages of its longest chain."""
-    busiest = max(used, key=lambda link: (cluster.seconds(link, used[link]), used[link]))
+    busiest = max(used, key=lambda link: (cluster.transfer_seconds(link, used[link]), used[link]))
 
     def most(direction: str) -> int:
         return max((n for link, n in used.items() if link[:2] == ("NIC", direction)), default=0)
 
-    seconds = cluster.seconds(busiest, used[busiest]) + cluster.latency * messages
-    return Prediction(seconds, busiest, used[busiest], most("out"), most("in"), received, messages)
+    seconds = cluster.transfer_seconds(busiest, used[busiest]) + cluster.latency * messages
+    return TransferPrediction(seconds, busiest, used[busiest], most("out"), most("in"), received, messages)

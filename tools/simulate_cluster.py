@@ -26,10 +26,10 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python tools/simulate_cluster.py`
 
-from tools.arguments import number
+from tools.arguments import bounded_number
 from tools.cluster import inputs, measured, predicted, report
 
-NAMES = {
+FIGURE_LABELS = {
     "per_hour": "trajectories/h",
     "staleness": "staleness, versions",
     "waiting": "trainer waits",
@@ -41,12 +41,12 @@ def check(given: argparse.Namespace, console: Console) -> int:
     """Compare runs with simulations of them; 1 if a figure is off. Raises ValueError or OSError."""
     found: list[dict[str, Any]] = []
     agree = True
-    source = measured.read(given.source) if given.source else None
+    source = measured.read_run(given.source) if given.source else None
     for folder in given.runs:
-        run = measured.read(folder)
+        run = measured.read_run(folder)
         if source is not None:
-            run = measured.fed_with(run, source)
-        rows, results = measured.compare(run, given.seeds, given.tolerance)
+            run = measured.with_times_from(run, source)
+        rows, results = measured.compare_with_simulation(run, given.seeds, given.tolerance)
         agree &= all(row.agrees for row in rows)
         console.print(_comparison(run, rows))
         console.print(
@@ -64,7 +64,7 @@ def check(given: argparse.Namespace, console: Console) -> int:
                 "simulated": [asdict(result) for result in results],
             }
         )
-    little = ", ".join(f"{NAMES[name]} {value:g}" for name, value in measured.LITTLE.items())
+    little = ", ".join(f"{FIGURE_LABELS[name]} {value:g}" for name, value in measured.ABSOLUTE_TOLERANCE.items())
     verdict = "all agree" if agree else "not all agree"
     console.print(f"{verdict}: within {given.tolerance:.0%}, or by less than {little}", highlight=False, soft_wrap=True)
     if given.json:
@@ -72,7 +72,7 @@ def check(given: argparse.Namespace, console: Console) -> int:
     return 0 if agree else 1
 
 
-def _comparison(run: measured.Measured, rows: list[measured.Row]) -> Table:
+def _comparison(run: measured.MeasuredRun, rows: list[measured.FigureComparison]) -> Table:
     settings = run.settings
     table = Table(title=f"{run.name}: {settings.mode}, {settings.stepping}", title_justify="left")
     for column in ("", "measured", "simulated", "spread", "ratio", "agrees"):
@@ -80,7 +80,7 @@ def _comparison(run: measured.Measured, rows: list[measured.Row]) -> Table:
     for row in rows:
         ratio, agrees = "" if row.ratio is None else f"{row.ratio:.2f}", "yes" if row.agrees else "NO"
         spread = f"{row.spread:.2g}"
-        table.add_row(NAMES[row.name], f"{row.measured:.4g}", f"{row.simulated:.4g}", spread, ratio, agrees)
+        table.add_row(FIGURE_LABELS[row.name], f"{row.measured:.4g}", f"{row.simulated:.4g}", spread, ratio, agrees)
     return table
 
 
@@ -89,8 +89,8 @@ def predict(given: argparse.Namespace, console: Console) -> int:
     values = inputs.load(given.inputs, given.set)
     page = given.write.read_text() if given.write else None
     amount = predicted.QUICK if given.quick else predicted.FULL
-    changes = () if given.quick else report.VARIANTS
-    found = report.make(values, given.nodes, changes, amount, given.seed, console.print)
+    changes = () if given.quick else report.INPUT_VARIANTS
+    found = report.make_report(values, given.nodes, changes, amount, given.seed, console.print)
     for title, columns, rows in report.tables(found):
         table = Table(title=title.replace("`", ""), title_justify="left")
         for place, column in enumerate(columns):
@@ -101,7 +101,7 @@ def predict(given: argparse.Namespace, console: Console) -> int:
     console.print(report.recommendation(found), highlight=False, soft_wrap=True)
     console.print("Predicted from the inputs, not measured: docs/scaling.md", highlight=False)
     if page is not None:
-        given.write.write_text(report.written(page, found))
+        given.write.write_text(report.update_page(page, found))
     if given.plot:
         given.plot.write_text(report.draw(found))
     if given.json:
@@ -109,7 +109,7 @@ def predict(given: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = made.add_subparsers(required=True, metavar="COMMAND")
@@ -117,17 +117,23 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
     one.add_argument("--from", dest="source", type=Path, metavar="RUN", help="the run whose times are used")
     one.add_argument(
-        "--tolerance", type=number(float, 0, exclusive=True), default=0.15, metavar="SHARE", help="(default: 0.15)"
+        "--tolerance",
+        type=bounded_number(float, 0, exclusive=True),
+        default=0.15,
+        metavar="SHARE",
+        help="(default: 0.15)",
     )
-    one.add_argument("--seeds", type=number(int, 1), default=20, metavar="N", help="simulated runs (default: 20)")
+    one.add_argument(
+        "--seeds", type=bounded_number(int, 1), default=20, metavar="N", help="simulated runs (default: 20)"
+    )
     one.set_defaults(command=check)
     other = commands.add_parser("predict", help="simulate clusters")
     other.add_argument(
-        "--nodes", nargs="+", type=number(int, 1), default=[8, 32], metavar="N", help="sizes (default: 8 32)"
+        "--nodes", nargs="+", type=bounded_number(int, 1), default=[8, 32], metavar="N", help="sizes (default: 8 32)"
     )
     other.add_argument("--inputs", type=Path, metavar="FILE", help="YAML: inputs by name")
     other.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="inputs that differ")
-    other.add_argument("--seed", type=number(int, 0), default=0, metavar="N", help="(default: 0)")
+    other.add_argument("--seed", type=bounded_number(int, 0), default=0, metavar="N", help="(default: 0)")
     other.add_argument("--quick", action="store_true", help="few updates and no changed inputs; figures mean little")
     other.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures as an SVG")
     other.add_argument("--write", type=Path, metavar="FILE", help="put the tables into this page, between its marks")
@@ -139,7 +145,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Simulate; 2 for what cannot be read, simulated or written."""
-    given = parser().parse_args(arguments)
+    given = make_parser().parse_args(arguments)
     try:
         return int(given.command(given, Console(width=None if sys.stdout.isatty() else 160)))
     except (ValueError, OSError, RuntimeError) as error:

@@ -35,11 +35,19 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python tools/simulate_reshard.py`
 
-from megatron_webrl.model import released
-from megatron_webrl.model.layout import Sizes
+from megatron_webrl.model import model_sizes
+from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.weights.engine_map import EngineSizes
-from tools.arguments import number
-from tools.reshard_links import ITEM_BYTES, Cluster, Layout, broadcast, make_plan, place, shard_to_shard
+from tools.arguments import bounded_number
+from tools.reshard_links import (
+    ITEM_BYTES,
+    ClusterSpec,
+    ReshardLayout,
+    make_transfer_plan,
+    place_ranks,
+    predict_broadcast,
+    predict_shard_to_shard,
+)
 
 GIGA = 1e9
 
@@ -47,7 +55,7 @@ NEMO_RL_SECONDS = {"4B": (0.21, 0.34), "30B-A3B": (0.74, 1.00)}
 """Published for Megatron to vLLM, shard to shard, on H100 in bfloat16; a whole transfer, measured."""
 
 
-def _trainer(text: str) -> Sizes:
+def _trainer(text: str) -> ParallelSizes:
     names = {
         "tp": "tensor",
         "pp": "pipeline",
@@ -62,7 +70,7 @@ def _trainer(text: str) -> Sizes:
         if not match:
             raise ValueError(f"trainer layout {text!r}: {part!r} is none of tp, pp, vpp, ep, etp, cp with a number")
         found[names[match[1]]] = int(match[2])
-    return Sizes(**found)
+    return ParallelSizes(**found)
 
 
 def _engine(text: str) -> EngineSizes:
@@ -72,14 +80,14 @@ def _engine(text: str) -> EngineSizes:
         if not match:
             raise ValueError(f"engine layout {text!r}: {part!r} is none of tp and pp with a number, and ep without")
         if match[1] is None:
-            sizes = replace(sizes, experts=True)
+            sizes = replace(sizes, expert_parallel=True)
         else:
             size = int(match[2])
             sizes = replace(sizes, tensor=size) if match[1] == "tp" else replace(sizes, pipeline=size)
     return sizes
 
 
-DEFAULTS: dict[str, tuple[tuple[int, str, str], ...]] = {
+DEFAULT_LAYOUTS: dict[str, tuple[tuple[int, str, str], ...]] = {
     "2B": ((1, "tp1", "tp1"),),
     "4B": ((1, "tp2", "tp1"),),
     "8B": ((1, "tp2", "tp1"),),
@@ -90,23 +98,23 @@ DEFAULTS: dict[str, tuple[tuple[int, str, str], ...]] = {
 """Layouts that fit GPUs of 80 GB of which each node gives half to the trainer, by the least number of such nodes."""
 
 
-def simulate(name: str, layout: Layout, cluster: Cluster, staging_bytes: int) -> dict[str, Any]:
+def simulate(name: str, layout: ReshardLayout, cluster: ClusterSpec, staging_bytes: int) -> dict[str, Any]:
     """All figures of one size, as plain values; bytes and seconds. Raises ValueError for layouts that do not fit."""
-    description, placement = released.configuration(name), place(cluster, layout)
-    plan = make_plan(description, layout, placement, staging_bytes)
-    load = plan.load()
+    description, placement = model_sizes.make_hf_config(name), place_ranks(cluster, layout)
+    plan = make_transfer_plan(description, layout, placement, staging_bytes)
+    load = plan.bytes_by_sender()
     mean = sum(load.values()) / len(load)
-    ours = shard_to_shard(plan, cluster, placement)
-    rival = broadcast(description, layout, cluster, placement, staging_bytes)
+    ours = predict_shard_to_shard(plan, cluster, placement)
+    rival = predict_broadcast(description, layout, cluster, placement, staging_bytes)
     return {
         "size": name,
         "layout": asdict(layout),
         "trainer_ranks": len(placement.trainer),
         "engines": len(placement.engines),
-        "model_bytes": sum(math.prod(shape) for _, shape in plan.tensors()) * ITEM_BYTES,
-        "largest_rank_bytes": max(plan.bytes(0, rank) for rank in range(layout.engine.ranks)),
+        "model_bytes": sum(math.prod(shape) for _, shape in plan.tensor_shapes()) * ITEM_BYTES,
+        "largest_rank_bytes": max(plan.received_bytes(0, rank) for rank in range(layout.engine.ranks)),
         "busiest_sender_to_mean": max(load.values()) / mean,
-        "message_bytes": plan.message_bytes,
+        "max_message_bytes": plan.max_message_bytes,
         "shard_to_shard": asdict(ours) | {"busiest": str(ours.busiest)},
         "broadcast": asdict(rival) | {"busiest": str(rival.busiest)},
         "nemo_rl_seconds": NEMO_RL_SECONDS.get(name),
@@ -115,24 +123,24 @@ def simulate(name: str, layout: Layout, cluster: Cluster, staging_bytes: int) ->
 
 def default_layout(name: str, nodes: int) -> tuple[str, str]:
     """The trainer's and the engines' default layout. Raises ValueError if the size has none for so few nodes."""
-    fitting = [given for given in DEFAULTS[name] if given[0] <= nodes]
+    fitting = [given for given in DEFAULT_LAYOUTS[name] if given[0] <= nodes]
     if not fitting:
-        least = DEFAULTS[name][0][0]
+        least = DEFAULT_LAYOUTS[name][0][0]
         raise ValueError(f"{name} has no default layout below {least} nodes: give --trainer and --engine")
     return max(fitting)[1:]
 
 
-def layout_of(given: argparse.Namespace, name: str) -> Layout:
+def layout_from_arguments(given: argparse.Namespace, name: str) -> ReshardLayout:
     """What the command line says, filled up with the size's defaults."""
     trainer, engine = given.trainer, given.engine
     if trainer is None or engine is None:
         defaults = default_layout(name, given.nodes)
         trainer, engine = trainer or defaults[0], engine or defaults[1]
     gpus = given.gpus if given.trainer_nodes else given.trainer_gpus or max(given.gpus // 2, 1)
-    return Layout(_trainer(trainer), _engine(engine), gpus, given.trainer_nodes)
+    return ReshardLayout(_trainer(trainer), _engine(engine), gpus, given.trainer_nodes)
 
 
-def table(results: Sequence[Mapping[str, Any]], cluster: Cluster) -> Table:
+def results_table(results: Sequence[Mapping[str, Any]], cluster: ClusterSpec) -> Table:
     """What a reader sees."""
     made = Table(
         title=f"{cluster.nodes} nodes x {cluster.gpus} GPUs, {cluster.nics} NICs a node; "
@@ -174,11 +182,13 @@ def _text(sizes: Mapping[str, Any]) -> str:
     return "-".join([*parts, *["ep"] * bool(sizes.get("experts"))])
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    count, speed = number(int, 1), number(float, 0, exclusive=True)
-    made.add_argument("--size", action="append", choices=list(released.SIZES), help="may be repeated (default: all)")
+    count, speed = bounded_number(int, 1), bounded_number(float, 0, exclusive=True)
+    made.add_argument(
+        "--size", action="append", choices=list(model_sizes.MODEL_SIZES), help="may be repeated (default: all)"
+    )
     made.add_argument("--nodes", type=count, default=32, metavar="N", help="(default: 32)")
     made.add_argument("--gpus", type=count, default=8, metavar="N", help="of each node (default: 8)")
     made.add_argument("--nics", type=count, metavar="N", help="of each node (default: one for each GPU)")
@@ -189,7 +199,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--nvlink", type=speed, default=450.0, metavar="GB/S", help="a GPU, a direction (default: 450)")
     made.add_argument("--nic", type=speed, default=50.0, metavar="GB/S", help="a NIC, a direction (default: 50)")
     made.add_argument("--efficiency", type=speed, default=0.8, metavar="SHARE", help="of these speeds (default: 0.8)")
-    made.add_argument("--latency-us", type=number(float, 0), default=30.0, metavar="US", help="a message (default: 30)")
+    made.add_argument(
+        "--latency-us", type=bounded_number(float, 0), default=30.0, metavar="US", help="a message (default: 30)"
+    )
     made.add_argument("--staging-mib", type=count, default=512, metavar="MIB", help="memory of a rank (default: 512)")
     made.add_argument("--json", type=Path, metavar="FILE", help="write all figures there as well")
     return made
@@ -205,20 +217,20 @@ def run(given: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
     if nics > given.gpus:
         raise ValueError(f"--nics={nics} exceeds --gpus={given.gpus}: a GPU uses one NIC")
     speed = given.efficiency * GIGA
-    cluster = Cluster(
+    cluster = ClusterSpec(
         given.nodes, given.gpus, nics, given.nvlink * speed, given.nic * speed, given.latency_us / 1_000_000
     )
     results = []
-    for name in given.size or released.SIZES:
+    for name in given.size or model_sizes.MODEL_SIZES:
         try:
-            layout = layout_of(given, name)
+            layout = layout_from_arguments(given, name)
         except ValueError as error:
             if given.size:
                 raise
             console.print(f"{error}; left out", style="dim")
             continue
         results.append(simulate(name, layout, cluster, given.staging_mib * 2**20))
-    console.print(table(results, cluster))
+    console.print(results_table(results, cluster))
     if given.json:
         given.json.write_text(json.dumps({"cluster": asdict(cluster), "results": results}, indent=2) + "\n")
     return results
@@ -226,7 +238,7 @@ def run(given: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Simulate; 2 for layouts that do not fit or a file that cannot be written."""
-    given = parser().parse_args(arguments)
+    given = make_parser().parse_args(arguments)
     try:
         run(given, Console(width=None if sys.stdout.isatty() else 200))
     except (ValueError, OSError) as error:

@@ -14,9 +14,9 @@ from collections.abc import Iterable
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from megatron_webrl.config import ContextConfig
+from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.rollout import prompts
-from megatron_webrl.rollout.actions import describe, render
+from megatron_webrl.rollout.actions import describe_action, format_tool_call
 from megatron_webrl.types import COORDINATE_RANGE, Action
 
 COORDINATE_STEP = 20
@@ -106,7 +106,7 @@ _ACTIONS = (
 
 def action_texts() -> list[str]:
     """A tool call of each kind of action, with a number for each value that varies."""
-    return [render(action) for action in _ACTIONS]
+    return [format_tool_call(action) for action in _ACTIONS]
 
 
 def corpus() -> list[str]:
@@ -114,16 +114,18 @@ def corpus() -> list[str]:
     texts = list(_INSTRUCTIONS)
     for compact in (False, True):
         texts.append(prompts.task_text("Click the button.", "http://127.0.0.1/click-test.html", 3, [], compact))
-        texts.append(prompts.round_text("page changed", "Click Test Task", "http://127.0.0.1/click-test.html", compact))
+        texts.append(
+            prompts.step_result_text("page changed", "Click Test Task", "http://127.0.0.1/click-test.html", compact)
+        )
         for settings in (
             ContextConfig(response_format=form, compact=compact) for form in ("bare", "vanilla", "progress")
         ):
             texts.append(prompts.system_message(settings))
-            texts += [prompts.response_text(action, settings) for action in _ACTIONS]
+            texts += [prompts.format_response(action, settings) for action in _ACTIONS]
     for effect in ("page changed", "page unchanged", "executed", "failed: no page to go back to"):
         for action in _ACTIONS:
-            texts.append(prompts.history_line(1, "Enter Text Task", describe(action), effect))
-            texts.append(prompts.compact_history_line(2, describe(action), effect))
+            texts.append(prompts.history_line(1, "Enter Text Task", describe_action(action), effect))
+            texts.append(prompts.compact_history_line(2, describe_action(action), effect))
     return texts
 
 

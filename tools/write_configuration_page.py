@@ -1,4 +1,4 @@
-"""Write the reference page of the configuration, from the dataclasses of config.py."""
+"""Write the reference page of the configuration, from the dataclasses of config/schema.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.config import Config
+from megatron_webrl.config.schema import Config
 
 
 def page() -> str:
@@ -15,7 +15,7 @@ def page() -> str:
     lines = [
         "# Configuration",
         "",
-        "Settings of a run: `webrl train FILE key=value ...`. Written by `make docs` from `megatron_webrl/config.py`.",
+        "Settings of a run: `webrl train FILE key=value ...`. Written by `make docs` from `megatron_webrl/config/schema.py`.",
     ]
     _section(Config(), "", lines)
     return "\n".join(lines) + "\n"

@@ -6,12 +6,12 @@
 # CONTAINER   an image to run everything in: *.sif by apptainer, anything else by pyxis/enroot
 # MOUNTS      further folders for the container, A:B,C:D (the folder of submission is always there)
 # PREFLIGHT   0: take all nodes as good without looking at them
-# MIN_GIB     GiB/s that a node must exchange with a neighbour to be good (default: 0, any)
-# CONTROL_SECONDS  limit for both steps to end after the job has (default: 120)
+# MIN_GIB_PER_SECOND     GiB/s that a node must exchange with a neighbour to be good (default: 0, any)
+# STEP_EXIT_SECONDS  limit for both steps to end after the job has (default: 120)
 # GRACE_SECONDS    limit for the checkpoint after a signal (default: until 45 s before Slurm ends the job, at most an hour)
 # FARM_PORT   train_split.sh: the browsers' router listens there, their nodes at the next (default: 8700)
 # DRY_RUN     1: print each process with its place and command, and start nothing; needs no Slurm
-# REHEARSE    a command that takes the place of every trainer rank and rollout worker, on the same cores and devices
+# STUB_COMMAND    a command that takes the place of every trainer rank and rollout worker, on the same cores and devices
 if [ -n "${MODULES:-}" ] && ! type module >/dev/null 2>&1; then
     for file in /etc/profile.d/{lmod,z00_lmod,modules}.sh; do [ ! -r "$file" ] || source "$file"; done
 fi
@@ -19,15 +19,15 @@ for module in ${MODULES:-}; do module load "$module" || exit; done
 set -euo pipefail
 
 PYTHON=${PYTHON:-$PWD/.venv/bin/python}
-CONTROL_SECONDS=${CONTROL_SECONDS:-120}
+STEP_EXIT_SECONDS=${STEP_EXIT_SECONDS:-120}
 
-say() { echo "job: $*"; }
+log() { echo "job: $*"; }
 
 # webrl ARGUMENTS: on this node, in the container where apptainer runs it.
 webrl() { "${CONTAINER_COMMAND[@]}" "$PYTHON" -m megatron_webrl.cli "$@"; }
 
-# on "NODES" ARGUMENTS: webrl once on each of these nodes, as one step of the job.
-on() {
+# run_on "NODES" ARGUMENTS: webrl once on each of these nodes, as one step of the job.
+run_on() {
     local nodes count
     read -ra nodes <<<"$1"
     count=${#nodes[@]}
@@ -35,15 +35,15 @@ on() {
     # The placement binds: Slurm must not. All steps share the nodes, GPUs and memory included.
     srun --overlap ${GROUP:+--het-group="$GROUP"} --nodes="$count" --ntasks="$count" --ntasks-per-node=1 \
         --nodelist="$(IFS=,; echo "${nodes[*]}")" --cpu-bind=none --mem-bind=none --mpi=none --unbuffered \
-        ${ON_OPTIONS:---kill-on-bad-exit=1} "${CONTAINER_OPTIONS[@]}" \
+        ${SRUN_OPTIONS:---kill-on-bad-exit=1} "${CONTAINER_OPTIONS[@]}" \
         "${CONTAINER_COMMAND[@]}" "$PYTHON" -m megatron_webrl.cli "$@"
 }
 
 # A step of the job in the background; if it fails, the job ends with that reason, unless it has ended before.
-step() {
+start_step() {
     local role=$1 code=0
-    on "$NODES" node "$role" "$SETTINGS" "${SEAM[@]}" || code=$?
-    [ "$code" = 0 ] || on "$FIRST" node stop "$SETTINGS" --failed "the $role step ended with code $code"
+    run_on "$NODES" node "$role" "$SETTINGS" "${STUB_ARGUMENTS[@]}" || code=$?
+    [ "$code" = 0 ] || run_on "$FIRST" node stop "$SETTINGS" --failed "the $role step ended with code $code"
 }
 
 # address_of NODE: the address by which other nodes reach it.
@@ -58,8 +58,8 @@ address_of() {
     echo "${ip:-$found}"
 }
 
-# farm CONFIG OVERRIDES: the job's browsers, on the nodes of the second part of a heterogeneous job.
-farm() {
+# start_browser_farm CONFIG OVERRIDES: the job's browsers, on the nodes of the second part of a heterogeneous job.
+start_browser_farm() {
     local nodes port=${FARM_PORT:-8700}
     [ -z "${DRY_RUN:-}" ] || return 0
     mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1")
@@ -67,120 +67,120 @@ farm() {
     local address
     address=$(address_of "${nodes[0]}")
     FARM=http://$address:$port
-    say "browsers on ${#nodes[@]} nodes: $SLURM_JOB_NODELIST_HET_GROUP_1, router $FARM"
-    GROUP=1 on "${nodes[0]}" browsers route --die-with-parent --host "$address" --port "$port" &
-    GROUP=1 on "${nodes[*]}" node browsers "$@" --router "$FARM" --port $((port + 1)) --nodes "${#nodes[@]}" &
+    log "browsers on ${#nodes[@]} nodes: $SLURM_JOB_NODELIST_HET_GROUP_1, router $FARM"
+    GROUP=1 run_on "${nodes[0]}" browsers route --die-with-parent --host "$address" --port "$port" &
+    GROUP=1 run_on "${nodes[*]}" node browsers "$@" --router "$FARM" --port $((port + 1)) --nodes "${#nodes[@]}" &
 }
 
-# told FIELD: what Slurm says of this job.
-told() { scontrol show job --oneliner "$SLURM_JOB_ID" | awk -v field="$1=" 'NR == 1 { for (i = 1; i <= NF; i++)
+# job_field FIELD: what Slurm says of this job.
+job_field() { scontrol show job --oneliner "$SLURM_JOB_ID" | awk -v field="$1=" 'NR == 1 { for (i = 1; i <= NF; i++)
     if (index($i, field) == 1) print substr($i, length(field) + 1) }'; }
 
 # Whether the job runs in the grace period of a pre-emption.
 preempted() {
-    [ "$(told JobState)" = RUNNING ] || return 1
-    case $(told PreemptTime) in "" | None) return 1 ;; esac
+    [ "$(job_field JobState)" = RUNNING ] || return 1
+    case $(job_field PreemptTime) in "" | None) return 1 ;; esac
 }
 
-# announce SIGNAL: a trap. The job will end soon: the time limit is near (sbatch --signal), or it is pre-empted. The run is to
+# handle_signal SIGNAL: a trap. The job will end soon: the time limit is near (sbatch --signal), or it is pre-empted. The run is to
 # end before, with a checkpoint. The SIGTERM of scancel and of the time limit itself is the end.
-announce() {
+handle_signal() {
     local end seconds=3600 now
     if [ "$1" = TERM ] && ! preempted; then
-        say "ended by SIGTERM"
+        log "ended by SIGTERM"
         exit 143
     fi
     [ -z "$NOTICE" ] || return 0
     NOTICE=SIG$1
     now=$(date +%s)
-    end=$(told EndTime) # "Unknown" without a limit
+    end=$(job_field EndTime) # "Unknown" without a limit
     if [ -n "$end" ] && end=$(date -d "$end" +%s 2>/dev/null); then
         seconds=$((end - now - 45)) # to end all roles, and to ask Slurm for another start
         seconds=$((seconds > 3600 ? 3600 : seconds < 10 ? 10 : seconds))
     fi
     seconds=${GRACE_SECONDS:-$seconds}
     LATE=$((SECONDS + seconds))
-    say "$NOTICE: the job will end, and has $seconds s for a checkpoint"
-    [ -z "${CONTROL:-}" ] || on "$FIRST" node stop "$SETTINGS" --preempted &
+    log "$NOTICE: the job will end, and has $seconds s for a checkpoint"
+    [ -z "${CONTROL:-}" ] || run_on "$FIRST" node stop "$SETTINGS" --preempted &
 }
 
-# again WHY: have Slurm start the job again, which goes on from the newest checkpoint; what still runs ends with this.
-again() {
+# requeue WHY: have Slurm start the job again, which goes on from the newest checkpoint; what still runs ends with this.
+requeue() {
     trap '' USR1 TERM
-    [ "$(told JobState)" = RUNNING ] || exit 1 # it was cancelled
-    say "$1; Slurm is asked to start it again"
-    scontrol requeue "$SLURM_JOB_ID" || { say "it does not: submit it again with run.resume=true"; exit 1; }
+    [ "$(job_field JobState)" = RUNNING ] || exit 1 # it was cancelled
+    log "$1; Slurm is asked to start it again"
+    scontrol requeue "$SLURM_JOB_ID" || { log "it does not: submit it again with run.resume=true"; exit 1; }
     exit 0
 }
 
-# late: the update under way is too long for the time that is left.
-late() {
+# deadline_passed: the update under way is too long for the time that is left.
+deadline_passed() {
     local since=$SECONDS words="no checkpoint in the time after $NOTICE"
-    on "$FIRST" node stop "$SETTINGS" --failed "$words" || true
+    run_on "$FIRST" node stop "$SETTINGS" --failed "$words" || true
     while kill -0 "$CONTROL" 2>/dev/null && ((SECONDS - since < 20)); do sleep 1; done # it writes the summary
-    again "$words: it goes on from the last one"
+    requeue "$words: it goes on from the last one"
 }
 
-# unfit CODE: no nodes were chosen. A job that Slurm has started again is held, so that it keeps its place.
-unfit() {
+# exit_without_nodes CODE: no nodes were chosen. A job that Slurm has started again is held, so that it keeps its place.
+exit_without_nodes() {
     if [ "$1" = 76 ] && [ "${SLURM_RESTART_COUNT:-0}" != 0 ]; then
         trap '' USR1 TERM
-        say "held: scontrol update JobId=$SLURM_JOB_ID ExcNodeList=NODES; scontrol release $SLURM_JOB_ID"
+        log "held: scontrol update JobId=$SLURM_JOB_ID ExcNodeList=NODES; scontrol release $SLURM_JOB_ID"
         scontrol requeuehold "$SLURM_JOB_ID" && exit 0
     fi
     exit "$1"
 }
 
-# job CONFIG OVERRIDES: the whole job, on the nodes that Slurm gave.
-job() {
+# run_job CONFIG OVERRIDES: the whole job, on the nodes that Slurm gave.
+run_job() {
     local allocated restarts=${SLURM_RESTART_COUNT:-0}
-    SEAM=(${REHEARSE:+--rehearse "$REHEARSE"})
+    STUB_ARGUMENTS=(${STUB_COMMAND:+--stub-command "$STUB_COMMAND"})
     if [ -n "${DRY_RUN:-}" ]; then
-        webrl node commands "$@" "${SEAM[@]}"
+        webrl node commands "$@" "${STUB_ARGUMENTS[@]}"
         return
     fi
     mapfile -t allocated < <(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}")
     NOTICE="" LATE=0
-    trap 'announce USR1' USR1
-    trap 'announce TERM' TERM
-    say "${SLURM_JOB_ID} on ${#allocated[@]} nodes: ${SLURM_JOB_NODELIST}$( ((restarts == 0)) || echo ", started again, time $restarts")"
-    SETTINGS=$(on "${allocated[0]}" node prepare "$@" "${SEAM[@]}" ${FARM:+--farm "$FARM"} | tail -n 1)
-    say "configuration: $SETTINGS"
+    trap 'handle_signal USR1' USR1
+    trap 'handle_signal TERM' TERM
+    log "${SLURM_JOB_ID} on ${#allocated[@]} nodes: ${SLURM_JOB_NODELIST}$( ((restarts == 0)) || echo ", started again, time $restarts")"
+    SETTINGS=$(run_on "${allocated[0]}" node prepare "$@" "${STUB_ARGUMENTS[@]}" ${FARM:+--farm "$FARM"} | tail -n 1)
+    log "configuration: $SETTINGS"
     local unchecked=()
     if [ "${PREFLIGHT:-1}" = 0 ]; then
         unchecked=(--unchecked)
     else
         # A check that hangs or breaks off must not end those of the other nodes.
-        ON_OPTIONS="--kill-on-bad-exit=0 --time=20" on "${allocated[*]}" node check "$SETTINGS" "${allocated[@]}" \
-            --first "$(address_of "${allocated[0]}")" --minimum "${MIN_GIB:-0}" || say "the check did not end well on every node"
+        SRUN_OPTIONS="--kill-on-bad-exit=0 --time=20" run_on "${allocated[*]}" node check "$SETTINGS" "${allocated[@]}" \
+            --first-address "$(address_of "${allocated[0]}")" --min-gib-per-second "${MIN_GIB_PER_SECOND:-0}" || log "the check did not end well on every node"
     fi
-    NODES=$(on "${allocated[0]}" node choose "$SETTINGS" "${allocated[@]}" "${unchecked[@]}") || unfit "$?"
+    NODES=$(run_on "${allocated[0]}" node choose "$SETTINGS" "${allocated[@]}" "${unchecked[@]}") || exit_without_nodes "$?"
     FIRST=${NODES%% *}
-    say "nodes: $NODES"
-    [ -z "$NOTICE" ] || again "nothing has begun"
-    on "$FIRST" node control "$SETTINGS" --host "$(address_of "$FIRST")" &
+    log "nodes: $NODES"
+    [ -z "$NOTICE" ] || requeue "nothing has begun"
+    run_on "$FIRST" node control "$SETTINGS" --host "$(address_of "$FIRST")" &
     CONTROL=$!
-    step rollout &
+    start_step rollout &
     local rollout=$!
-    step trainer &
+    start_step trainer &
     local trainer=$! outcome=0
     while kill -0 "$CONTROL" 2>/dev/null; do # `wait` would return at a signal
-        [ -z "$NOTICE" ] || ((SECONDS < LATE)) || late
+        [ -z "$NOTICE" ] || ((SECONDS < LATE)) || deadline_passed
         sleep 1
     done
     wait "$CONTROL" || outcome=$?
     local since=$SECONDS
     while { kill -0 "$rollout" || kill -0 "$trainer"; } 2>/dev/null; do
-        if ((SECONDS - since > CONTROL_SECONDS)) || { [ -n "$NOTICE" ] && ((SECONDS >= LATE)); }; then
-            say "a step did not end within $((SECONDS - since)) s and is killed"
+        if ((SECONDS - since > STEP_EXIT_SECONDS)) || { [ -n "$NOTICE" ] && ((SECONDS >= LATE)); }; then
+            log "a step did not end within $((SECONDS - since)) s and is killed"
             break
         fi
         sleep 1
     done
     case $outcome in
         0) ;;
-        75) again "pre-empted, with a checkpoint" ;;
-        *) if [ -n "$NOTICE" ] || preempted; then again "it failed when Slurm was about to end it"; fi ;;
+        75) requeue "pre-empted, with a checkpoint" ;;
+        *) if [ -n "$NOTICE" ] || preempted; then requeue "it failed when Slurm was about to end it"; fi ;;
     esac
     return "$outcome" # what still runs is ended by Slurm with the script
 }

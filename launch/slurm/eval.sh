@@ -13,4 +13,4 @@ if [ -n "${DRY_RUN:-}" ]; then
     echo "$PYTHON -m megatron_webrl.cli eval $*"
     exit
 fi
-on "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)" eval "$@"
+run_on "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)" eval "$@"

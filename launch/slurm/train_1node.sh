@@ -12,4 +12,4 @@
 #   sbatch launch/slurm/train_1node.sh run.name=mine trainer.updates=100
 cd "${SLURM_SUBMIT_DIR:-.}"
 source launch/slurm/common.sh
-job "${CONFIG:-configs/8b_1node.yaml}" "$@"
+run_job "${CONFIG:-configs/8b_1node.yaml}" "$@"

@@ -14,4 +14,4 @@
 # Ask for a node or two more than cluster.nodes (sbatch --nodes=34), and bad ones cost no second wait.
 cd "${SLURM_SUBMIT_DIR:-.}"
 source launch/slurm/common.sh
-job "${CONFIG:-configs/8b_32node.yaml}" "$@"
+run_job "${CONFIG:-configs/8b_32node.yaml}" "$@"

@@ -11,4 +11,4 @@
 cd "${SLURM_SUBMIT_DIR:-.}"
 source launch/slurm/common.sh
 nodes=${SLURM_JOB_NUM_NODES:-1}
-job "${CONFIG:-configs/quickstart.yaml}" cluster.nodes="$nodes" trainer.data_parallel="$nodes" rollout.engines="$nodes" "$@"
+run_job "${CONFIG:-configs/quickstart.yaml}" cluster.nodes="$nodes" trainer.data_parallel="$nodes" rollout.engines="$nodes" "$@"

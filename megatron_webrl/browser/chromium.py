@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 
 from playwright.async_api import ProxySettings
 
+from megatron_webrl.browser.egress.egress_policy import Endpoint
 from megatron_webrl.browser.errors import BrowserMissing
-from megatron_webrl.browser.policy import Endpoint
 
-CANDIDATES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+EXECUTABLE_NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 """In order of preference: the headless shell starts three times as fast and takes a third of the memory."""
 
 _FEATURES_OFF = (
@@ -52,11 +52,11 @@ def find_chromium(executable: str = "") -> str:
                 f"browser.executable={executable} is not an executable file; leave it empty to search PATH"
             )
         return found
-    for name in CANDIDATES:
+    for name in EXECUTABLE_NAMES:
         if found := shutil.which(name):
             return found
     raise BrowserMissing(
-        f"no Chromium on PATH (looked for {', '.join(CANDIDATES)}); install Debian's package chromium-headless-shell, "
+        f"no Chromium on PATH (looked for {', '.join(EXECUTABLE_NAMES)}); install Debian's package chromium-headless-shell, "
         "or set browser.executable"
     )
 
@@ -82,6 +82,6 @@ def proxy_settings(port: int, direct: Iterable[Endpoint]) -> ProxySettings:
     return {"server": f"http://127.0.0.1:{port}", "bypass": ",".join(["<-loopback>", *past])}
 
 
-def sandboxed() -> bool:
+def use_sandbox() -> bool:
     """Whether Chromium's sandbox is used: always but for root, for whom it refuses to start."""
     return os.geteuid() != 0

@@ -17,8 +17,8 @@ from playwright._impl._driver import get_driver_env
 from playwright.async_api import Error as PlaywrightError
 from playwright.async_api import Playwright, async_playwright
 
-from megatron_webrl import processes
 from megatron_webrl.browser.errors import BrowserCrashed
+from megatron_webrl.system import child_process
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +35,11 @@ def _driver_environment() -> dict[str, str]:
 transport.get_driver_env = _driver_environment
 
 
-class Driver:
+class PlaywrightDriver:
     """What it and its Chromium put into the temporary folder lies in `folder`, and is removed with it.
 
-    Both carry the mark of this process: what survives it is ended by `processes.sweep_orphans`, and the folder is
-    removed by `processes.sweep_scratch`.
+    Both carry the mark of this process: what survives it is ended by `child_process.sweep_orphans`, and the folder is
+    removed by `child_process.sweep_scratch`.
     """
 
     def __init__(self, playwright: Playwright, process: psutil.Process, folder: Path) -> None:
@@ -47,11 +47,11 @@ class Driver:
         self._watch: int | None = None
 
     @classmethod
-    async def start(cls) -> Driver:
+    async def start(cls) -> PlaywrightDriver:
         """Raises BrowserCrashed. Give it a limit: nothing is left if it is cancelled."""
-        folder = processes.scratch_folder()
+        folder = child_process.make_scratch_folder()
         # What pages show must not depend on the machine's time zone.
-        token = _environment.set({**processes.owner_environment(), "TMPDIR": str(folder), "TZ": "UTC"})
+        token = _environment.set({**child_process.owner_environment(), "TMPDIR": str(folder), "TZ": "UTC"})
         try:
             try:
                 playwright = await async_playwright().start()
@@ -66,7 +66,7 @@ class Driver:
         finally:
             _environment.reset(token)
 
-    def watch(self, ended: Callable[[], None]) -> None:
+    def on_exit(self, ended: Callable[[], None]) -> None:
         """Call `ended` when the process ends: Playwright tells only those who wait for an answer."""
         loop = asyncio.get_running_loop()
         try:
@@ -76,12 +76,12 @@ class Driver:
         else:
             loop.add_reader(self._watch, self._woken, ended)
 
-    async def stop(self, *, gently: bool = True) -> None:
+    async def stop(self, *, graceful: bool = True) -> None:
         """End it with all that it has started, and remove its folder."""
         self._look_away()
         stopping = asyncio.ensure_future(self.playwright.stop())
         try:
-            if not gently:
+            if not graceful:
                 await asyncio.to_thread(_kill, self.folder)
             async with asyncio.timeout(STOP_SECONDS):
                 await stopping
@@ -124,7 +124,7 @@ def _kill(folder: Path) -> None:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     for group in groups:
-        processes.kill_group(group)
+        child_process.kill_process_group(group)
 
 
 def _group(process: psutil.Process) -> int:

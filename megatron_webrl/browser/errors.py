@@ -37,5 +37,5 @@ class NotRecorded(BrowserError):
     outcome = "not_recorded"
 
 
-class Unreachable(Exception):
+class HostUnreachable(Exception):
     """A server that cannot be connected to, though policy permits it. The message is one sentence."""

@@ -12,25 +12,25 @@ from typing import Any, TypeVar
 from playwright.async_api import Browser, BrowserContext, Page, ProxySettings
 from playwright.async_api import Error as PlaywrightError
 
-from megatron_webrl.browser import settle
-from megatron_webrl.browser.access import Access
-from megatron_webrl.browser.acting import Hands
-from megatron_webrl.browser.archive import Recording, Replay
+from megatron_webrl.browser.egress.har import HARRecorder, HARReplayer
+from megatron_webrl.browser.egress.network_access import NetworkAccess
 from megatron_webrl.browser.errors import BrowserCrashed, BrowserError, BrowserTimeout
-from megatron_webrl.browser.intrusions import Intrusions
-from megatron_webrl.browser.notes import Notes
-from megatron_webrl.browser.observing import Eyes, steadily
-from megatron_webrl.browser.site import Site
-from megatron_webrl.browser.tabs import Tabs
-from megatron_webrl.browser.watch import end_endless_scripts
-from megatron_webrl.config import BrowserConfig
+from megatron_webrl.browser.page import settle
+from megatron_webrl.browser.page.action_executor import ActionExecutor
+from megatron_webrl.browser.page.observer import PageObserver, retry_if_replaced
+from megatron_webrl.browser.page.popup_handler import PopupHandler
+from megatron_webrl.browser.page.script_watchdog import terminate_endless_scripts
+from megatron_webrl.browser.page.step_messages import StepMessages
+from megatron_webrl.browser.page.tabs import Tabs
+from megatron_webrl.browser.task_page import TaskPage
+from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.types import Action, Observation, Task
 
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 10.0
-PATIENCE = 0.25  # of an operation's time, twice: a page that is silent for so long has its script ended
-NEWS_SECONDS = 1.0  # the reason of a failure may become known a little later
+SCRIPT_TIMEOUT_FRACTION = 0.25  # of an operation's time, twice: a page that is silent for so long has its script ended
+ERROR_GRACE_SECONDS = 1.0  # the reason of a failure may become known a little later
 T = TypeVar("T")
 
 
@@ -41,21 +41,21 @@ class Session:
     """
 
     def __init__(
-        self, context: BrowserContext, settings: BrowserConfig, sites: Mapping[str, Site], step_seconds: float,
-        access: Access,
+        self, context: BrowserContext, settings: BrowserConfig, sites: Mapping[str, TaskPage], step_seconds: float,
+        access: NetworkAccess,
     ) -> None:  # fmt: skip
-        self.access = access
+        self.network = access
         self.task: Task | None = None
         self._context, self._settings, self._sites, self._step_seconds = context, settings, sites, step_seconds
-        self._recording: Recording | None = None
-        self._notes = Notes()
+        self._recording: HARRecorder | None = None
+        self._notes = StepMessages()
         self._whole = True  # the last operation was not broken off
         self._lost: asyncio.Future[BrowserError] = asyncio.get_running_loop().create_future()
-        self._intrusions = Intrusions(context, self._notes)
+        self._intrusions = PopupHandler(context, self._notes)
         limit = settings.tabs if "switch_tab" in settings.actions else 1
-        self._tabs = Tabs(context, self._notes, self._intrusions, limit, self.lose)
-        self._hands = Hands(self._tabs, settings, self._notes, access)
-        self._eyes = Eyes(self._tabs, settings, self._notes, access)
+        self._tabs = Tabs(context, self._notes, self._intrusions, limit, self.mark_lost)
+        self._hands = ActionExecutor(self._tabs, settings, self._notes, access)
+        self._eyes = PageObserver(self._tabs, settings, self._notes, access)
 
     @property
     def lost(self) -> asyncio.Future[BrowserError]:
@@ -63,16 +63,16 @@ class Session:
         return self._lost
 
     @property
-    def renewable(self) -> bool:
+    def reusable(self) -> bool:
         """Whether `reset` may begin another episode here, in the page as it was left."""
         settings = self._settings
         return (
             self.task is not None
-            and self._sites[self.task.source].renews(self.task)
+            and self._sites[self.task.source].can_reuse_page(self.task)
             and not (settings.record or settings.replay)
             and self._whole
             and not self._lost.done()
-            and self._tabs.single
+            and self._tabs.has_single_tab
         )
 
     @property
@@ -82,8 +82,8 @@ class Session:
 
     @classmethod
     async def prepare(
-        cls, browser: Browser, settings: BrowserConfig, sites: Mapping[str, Site], step_seconds: float,
-        access: Access, proxy: ProxySettings,
+        cls, browser: Browser, settings: BrowserConfig, sites: Mapping[str, TaskPage], step_seconds: float,
+        access: NetworkAccess, proxy: ProxySettings,
     ) -> Session:  # fmt: skip
         """A context of its own with an empty page, ready for `reset`. Raises BrowserError.
 
@@ -98,7 +98,7 @@ class Session:
                     accept_downloads=False,
                     proxy=proxy,
                 )
-                await context.add_init_script(settle.STILL_CARET)
+                await context.add_init_script(settle.DISABLE_CARET_BLINK)
                 await context.grant_permissions([])  # which denies all of them, without a question
                 session = cls(context, settings, sites, step_seconds, access)
                 browser.on("disconnected", session._browser_ended)
@@ -108,7 +108,9 @@ class Session:
             if not browser.is_connected():
                 raise BrowserCrashed(f"Chromium ended while a context was opened: {_first_line(error)}") from error
             if isinstance(error, TimeoutError):
-                raise BrowserTimeout(f"no context within {step_seconds} s (rollout.step_seconds)") from error
+                raise BrowserTimeout(
+                    f"no context within {step_seconds} s (rollout.operation_timeout_seconds)"
+                ) from error
             raise BrowserError(f"a context could not be opened: {_first_line(error)}") from error
 
     async def reset(self, task: Task) -> Observation:
@@ -127,10 +129,10 @@ class Session:
         """
         if self.task is None:
             raise ValueError("reset comes before step")
-        self._intrusions.next_step()
+        self._intrusions.reset_dialog_count()
         return await self._bounded(action.kind, self._act(self._sites[self.task.source], self.task, action))
 
-    def lose(self, error: BrowserError) -> None:
+    def mark_lost(self, error: BrowserError) -> None:
         """End what is going on, and whatever comes, by an error; the first one counts."""
         if not self._lost.done():
             self._lost.set_result(error)
@@ -146,38 +148,38 @@ class Session:
                 await self._save_recording()
                 await self._context.close()
         except TimeoutError:
-            self.lose(BrowserError(f"a context did not close within {CLOSE_SECONDS} s"))
+            self.mark_lost(BrowserError(f"a context did not close within {CLOSE_SECONDS} s"))
             return False
         except PlaywrightError as error:
-            self.lose(BrowserError(f"a context did not close: {_first_line(error)}"))
+            self.mark_lost(BrowserError(f"a context did not close: {_first_line(error)}"))
         finally:
-            await self.access.close()
+            await self.network.close()
         return True
 
     async def _renew(self) -> None:
-        self.access.renew()
-        await self._eyes.forget()
+        self.network.reset()
+        await self._eyes.reset()
         await self.page.mouse.move(0, 0)  # what it was left on would be lit
 
-    async def _open(self, site: Site, task: Task, again: bool) -> Observation:
+    async def _open(self, site: TaskPage, task: Task, again: bool) -> Observation:
         started = time.monotonic()
         if again:
             await self._renew()
         if self._settings.replay:
-            await Replay.start(self._context, Path(self._settings.replay), task, self.access)
+            await HARReplayer.start(self._context, Path(self._settings.replay), task, self.network)
         elif self._settings.record:
-            self._recording = Recording(self._context, Path(self._settings.record), task)
+            self._recording = HARRecorder(self._context, Path(self._settings.record), task)
             await self._recording.start()
         instruction = await site.open(self.page, task)
         self._notes.clear()
         # Going back must not lead out of the task, to the empty page before it.
         cdp = self._tabs.active.cdp
-        await steadily(lambda: cdp.send("Page.resetNavigationHistory"))
+        await retry_if_replaced(lambda: cdp.send("Page.resetNavigationHistory"))
         return await self._eyes.observe(site, task, time.monotonic() - started, instruction)
 
-    async def _act(self, site: Site, task: Task, action: Action) -> Observation:
+    async def _act(self, site: TaskPage, task: Task, action: Action) -> Observation:
         started = time.monotonic()
-        await self._hands.act(action, self._eyes.marks)
+        await self._hands.execute(action, self._eyes.marks)
         return await self._eyes.observe(site, task, time.monotonic() - started, None)
 
     async def _save_recording(self) -> None:
@@ -193,7 +195,9 @@ class Session:
         """The result of `work`, or a BrowserError after `step_seconds` or as soon as the page is lost."""
         self._whole = False
         running = asyncio.ensure_future(work)
-        watching = asyncio.ensure_future(end_endless_scripts(self._tabs, self._notes, self._step_seconds * PATIENCE))
+        watching = asyncio.ensure_future(
+            terminate_endless_scripts(self._tabs, self._notes, self._step_seconds * SCRIPT_TIMEOUT_FRACTION)
+        )
         either: set[asyncio.Future[Any]] = {running, self._lost}
         try:
             await asyncio.wait(either, timeout=self._step_seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -203,11 +207,11 @@ class Session:
                 return result
             if self._lost.done():
                 raise self._lost.result()
-            late = BrowserTimeout(f"{name} took more than {self._step_seconds} s (rollout.step_seconds)")
-            self.lose(late)
+            late = BrowserTimeout(f"{name} took more than {self._step_seconds} s (rollout.operation_timeout_seconds)")
+            self.mark_lost(late)
             raise late
         except PlaywrightError as error:
-            await asyncio.wait({self._lost}, timeout=NEWS_SECONDS)
+            await asyncio.wait({self._lost}, timeout=ERROR_GRACE_SECONDS)
             if self._lost.done():
                 raise self._lost.result() from error
             raise BrowserError(f"{name} failed: {_first_line(error)}") from error
@@ -217,7 +221,7 @@ class Session:
             await asyncio.gather(running, watching, return_exceptions=True)
 
     def _browser_ended(self, browser: Browser) -> None:
-        self.lose(BrowserCrashed("Chromium has ended"))
+        self.mark_lost(BrowserCrashed("Chromium has ended"))
 
 
 def _first_line(error: BaseException) -> str:

@@ -12,39 +12,42 @@ from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from megatron_webrl.farm.guard import Guard
-from megatron_webrl.farm.measures import CONTENT_TYPE
-from megatron_webrl.farm.wire import BUSY as BUSY_STATUS
-from megatron_webrl.farm.wire import PREFIX, TOKEN_VARIABLE, Error, dump
+from megatron_webrl.farm.auth_middleware import AuthMiddleware
+from megatron_webrl.farm.metrics import CONTENT_TYPE
+from megatron_webrl.farm.protocol import API_PREFIX, TOKEN_VARIABLE, ErrorResponse, dump
+from megatron_webrl.farm.protocol import STATUS_BUSY as BUSY_STATUS
 
 log = logging.getLogger(__name__)
 
-JSON = "application/json"
-RETRY_SECONDS = 1  # after which a busy farm is asked again
+JSON_MEDIA_TYPE = "application/json"
+RETRY_AFTER_SECONDS = 1  # after which a busy farm is asked again
 
 Responses = dict[int | str, dict[str, Any]]
 
-EVERYWHERE: Responses = {
-    400: {"model": Error, "description": "Bad input; the error names the field"},
-    401: {"model": Error, "description": "The token is missing or wrong"},
-    403: {"model": Error, "description": "Without a token: asked for by another name than loopback, or by a page"},
-    413: {"model": Error, "description": "The body is too long"},
+COMMON_RESPONSES: Responses = {
+    400: {"model": ErrorResponse, "description": "Bad input; the error names the field"},
+    401: {"model": ErrorResponse, "description": "The token is missing or wrong"},
+    403: {
+        "model": ErrorResponse,
+        "description": "Without a token: asked for by another name than loopback, or by a page",
+    },
+    413: {"model": ErrorResponse, "description": "The body is too long"},
 }
 """What any path under PREFIX may answer."""
 
-BUSY = {
-    "model": Error, "description": "Every session is leased",
+BUSY_RESPONSE = {
+    "model": ErrorResponse, "description": "Every session is leased",
     "headers": {"Retry-After": {"description": "Seconds to wait before asking again", "schema": {"type": "integer"}}},
 }  # fmt: skip
 
 
-def make_app(title: str, description: str, token: str | None, limits: Mapping[str, int] | None = None) -> FastAPI:
+def make_app(title: str, description: str, token: str | None, body_limits: Mapping[str, int] | None = None) -> FastAPI:
     """An application that answers every error as `wire.Error`, guarded by the token."""
     # The pages of documentation that FastAPI serves load scripts from elsewhere.
     app = FastAPI(
-        title=title, description=description, version=PREFIX.removeprefix("/v"), docs_url=None, redoc_url=None
+        title=title, description=description, version=API_PREFIX.removeprefix("/v"), docs_url=None, redoc_url=None
     )
-    app.add_middleware(Guard, token=token, limits=limits or {})
+    app.add_middleware(AuthMiddleware, token=token, body_limits=body_limits or {})
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected)
@@ -52,15 +55,18 @@ def make_app(title: str, description: str, token: str | None, limits: Mapping[st
     return app
 
 
-def add_outside(
-    app: FastAPI, check: Callable[[], Awaitable[str | None]], metrics: Callable[[], bytes], page: Callable[[], str]
+def add_public_routes(
+    app: FastAPI,
+    health_problem: Callable[[], Awaitable[str | None]],
+    metrics: Callable[[], bytes],
+    page: Callable[[], str],
 ) -> None:
     """The paths that need no token. `check` says what is wrong, if something is."""
 
     @app.get("/healthz", response_class=PlainTextResponse, responses={503: {"description": "What is wrong"}})
     async def health() -> Response:
         """Whether sessions can be had here."""
-        wrong = await check()
+        wrong = await health_problem()
         return PlainTextResponse(f"{wrong or 'ok'}\n", 200 if wrong is None else 503)
 
     @app.get("/metrics", response_class=PlainTextResponse)
@@ -75,29 +81,29 @@ def add_outside(
         return HTMLResponse(page(), headers={"Content-Security-Policy": policy, "Cache-Control": "no-store"})
 
 
-def failure(
-    status: int, sentence: str, outcome: str | None = None, headers: Mapping[str, str] | None = None
+def error_response(
+    status: int, message: str, outcome: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
     """A refusal."""
-    return Response(dump(Error(sentence, outcome)), status, headers, media_type=JSON)
+    return Response(dump(ErrorResponse(message, outcome)), status, headers, media_type=JSON_MEDIA_TYPE)
 
 
-def busy(sentence: str) -> Response:
+def busy_response(message: str) -> Response:
     """Ask again later."""
-    return failure(503, sentence, headers={"Retry-After": str(RETRY_SECONDS)})
+    return error_response(503, message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
 
 
-def answer(value: Any, status: int = 200) -> Response:
+def json_response(value: Any, status: int = 200) -> Response:
     """A dataclass as JSON."""
-    return Response(dump(value), status, media_type=JSON)
+    return Response(dump(value), status, media_type=JSON_MEDIA_TYPE)
 
 
-def add_refusals(app: FastAPI, statuses: Mapping[type[Exception], int]) -> None:
+def add_error_statuses(app: FastAPI, statuses: Mapping[type[Exception], int]) -> None:
     """Answer exceptions whose message is one sentence by a status."""
 
     async def refuse(request: Request, error: Exception) -> Response:
         status = next(statuses[kind] for kind in type(error).__mro__ if kind in statuses)
-        return busy(str(error)) if status == BUSY_STATUS else failure(status, str(error))
+        return busy_response(str(error)) if status == BUSY_STATUS else error_response(status, str(error))
 
     for kind in statuses:
         app.add_exception_handler(kind, refuse)
@@ -108,17 +114,19 @@ async def _invalid(request: Request, error: Exception) -> Response:
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"][1:] if first["type"] != "json_invalid") or "body"
     reason = "is not JSON" if first["type"] == "json_invalid" else first["msg"]
-    return failure(400, f"{place}: {reason}")
+    return error_response(400, f"{place}: {reason}")
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return failure(error.status_code, f"{request.method} {request.url.path}: {error.detail}", headers=error.headers)
+    return error_response(
+        error.status_code, f"{request.method} {request.url.path}: {error.detail}", headers=error.headers
+    )
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     log.error("%s failed", request.method, exc_info=error)
-    return failure(500, f"{type(error).__name__} on the server; its log tells more")
+    return error_response(500, f"{type(error).__name__} on the server; its log tells more")
 
 
 def _openapi(app: FastAPI, needs_token: bool) -> dict[str, Any]:
@@ -127,7 +135,7 @@ def _openapi(app: FastAPI, needs_token: bool) -> dict[str, Any]:
         for path, operations in schema["paths"].items():
             for operation in operations.values():
                 operation["responses"].pop("422", None)  # answered as 400
-                if needs_token and path.startswith(PREFIX):
+                if needs_token and path.startswith(API_PREFIX):
                     operation["security"] = [{"token": []}]
         schemas = schema["components"]["schemas"]
         for name in ("HTTPValidationError", "ValidationError"):

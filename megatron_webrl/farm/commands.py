@@ -16,14 +16,14 @@ def add_browsers(commands: Any) -> None:
         help="one node: the browsers of this machine",
         description="Serve browser sessions over HTTP until SIGTERM or Ctrl-C. All environments of all task sources "
         "can be opened, and any page of the web with browser.open_web=true. The address shows a page for people.",
-        epilog="example: webrl browsers serve --sessions 16 browser.marks=true tasks.latency.median=0.3",
+        epilog="example: webrl browsers serve --sessions 16 browser.marks=true tasks.latency.median_seconds=0.3",
     )
     serve.add_argument(
         "settings",
         nargs="*",
         metavar="CONFIG key=value",
         help="a configuration file and settings that replace its own, both optional; of the sections browser, tasks "
-        "(step limits, latency) and of rollout.step_seconds are used",
+        "(step limits, latency) and of rollout.operation_timeout_seconds are used",
     )
     _add_address(serve, 8700)
     serve.add_argument(
@@ -61,16 +61,16 @@ def _add_address(parser: argparse.ArgumentParser, port: int) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from megatron_webrl.farm.node_main import NodeOptions, run
-    from megatron_webrl.farm.serve import Address
+    from megatron_webrl.farm.http_service import ListenAddress
+    from megatron_webrl.farm.server.server_main import BrowserServerOptions, run_server
 
     settings = list(options.settings)
     config = settings.pop(0) if settings and "=" not in settings[0] else None
-    return run(
-        NodeOptions(
+    return run_server(
+        BrowserServerOptions(
             config=config,
             overrides=tuple(settings),
-            address=Address(options.host, options.port, options.address, options.address_file),
+            address=ListenAddress(options.host, options.port, options.address, options.address_file),
             token_file=options.token_file,
             sessions=options.sessions,
             router=options.router,
@@ -82,8 +82,8 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _route(options: argparse.Namespace) -> int:
-    from megatron_webrl.farm.router_main import RouterOptions, run
-    from megatron_webrl.farm.serve import Address
+    from megatron_webrl.farm.http_service import ListenAddress
+    from megatron_webrl.farm.router.router_main import RouterOptions, run_router
 
-    address = Address(options.host, options.port, file=options.address_file)
-    return run(RouterOptions(address, options.token_file, options.die_with_parent))
+    address = ListenAddress(options.host, options.port, address_file=options.address_file)
+    return run_router(RouterOptions(address, options.token_file, options.die_with_parent))

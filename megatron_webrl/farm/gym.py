@@ -21,19 +21,22 @@ import numpy as np
 from PIL import Image
 
 from megatron_webrl.browser.errors import BrowserError
-from megatron_webrl.config import BrowserConfig, Config, ConfigError, RolloutConfig
-from megatron_webrl.config_checks import check_farm
-from megatron_webrl.farm import wire
-from megatron_webrl.farm.client import Browsers, RemoteSession
-from megatron_webrl.farm.local import POLL_SECONDS, OwnNodes
-from megatron_webrl.farm.spaces import Actions, observation_space
-from megatron_webrl.judge import environment as judge
+from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.config.browser_checks import check_browser_server_config
+from megatron_webrl.config.rollout import RolloutConfig
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.farm import protocol
+from megatron_webrl.farm.client import BrowserClient, RemoteSession
+from megatron_webrl.farm.local_servers import POLL_SECONDS, LocalServers
+from megatron_webrl.farm.spaces import ActionSpace, observation_space
+from megatron_webrl.judge import outcome as judge
 from megatron_webrl.tasks import miniwob, miniwob_page
 from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS
 from megatron_webrl.tasks.source import TRAINING_SEEDS
 from megatron_webrl.types import TRAINABLE_OUTCOMES, Observation
 
-TEND_SECONDS = 0.25
+SERVER_POLL_SECONDS = 0.25
 RESET_ATTEMPTS = 2
 T = TypeVar("T")
 
@@ -61,12 +64,12 @@ class WebEnv(gymnasium.Env[dict[str, Any], str]):
         if render_mode not in (None, "rgb_array"):
             raise ConfigError(f"render_mode={render_mode!r} is not rgb_array")
         self.render_mode = render_mode
-        self._asked = wire.Reset(source=source, environment=environment)
+        self._asked = protocol.ResetRequest(source=source, environment=environment)
         self._max_steps = max_steps
         self._steps = 0
         self._seen: Observation | None = None
         self._instruction = ""
-        self._nodes: OwnNodes | None = None
+        self._nodes: LocalServers | None = None
         self._closing = ExitStack()
         self._loop = _Loop()
         self._closing.callback(self._loop.close)
@@ -74,17 +77,17 @@ class WebEnv(gymnasium.Env[dict[str, Any], str]):
             addresses = farm_url if farm_url is not None else self._own_node(browser, step_seconds)
             if self._nodes is not None:
                 token = self._nodes.token
-            self._session = self._run(self._enter(Browsers(
+            self._session = self._run(self._enter(BrowserClient(
                 addresses, token, step_seconds=step_seconds, wait_seconds=wait_seconds, owner=f"{source}/{environment}"
             )))  # fmt: skip
-            view = self._run(self._session.view())
+            view = self._run(self._session.spec())
             if farm_url is not None:
-                _check_agrees(view, browser, self._session.lease.node)
+                _check_agrees(view, browser, self._session.lease.server)
         except BaseException:
             self.close()
             raise
         self.observation_space = observation_space(view)
-        self.action_space = self._actions = Actions(view.marks, view.actions, view.max_marks, view.tabs)
+        self.action_space = self._actions = ActionSpace(view.marks, view.actions, view.max_marks, view.tabs)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -92,7 +95,7 @@ class WebEnv(gymnasium.Env[dict[str, Any], str]):
         """Open the environment's page with a seed drawn from the environment's generator. Raises BrowserError."""
         super().reset(seed=seed)
         page_seed = int(self.np_random.integers(len(TRAINING_SEEDS)))
-        asked = wire.Reset(source=self._asked.source, environment=self._asked.environment, seed=page_seed)
+        asked = protocol.ResetRequest(source=self._asked.source, environment=self._asked.environment, seed=page_seed)
         self._seen = None
         for attempt in range(RESET_ATTEMPTS):
             try:
@@ -140,17 +143,17 @@ class WebEnv(gymnasium.Env[dict[str, Any], str]):
         self._closing.close()
 
     def _own_node(self, browser: dict[str, Any], step_seconds: float) -> Callable[[], list[str]]:
-        config = Config(browser=BrowserConfig(**browser), rollout=RolloutConfig(step_seconds=step_seconds))
-        check_farm(config)
-        nodes = OwnNodes(config, sessions=1)
+        config = Config(browser=BrowserConfig(**browser), rollout=RolloutConfig(operation_timeout_seconds=step_seconds))
+        check_browser_server_config(config)
+        nodes = LocalServers(config, sessions=1)
         self._closing.callback(nodes.close)
         nodes.start()
-        while not nodes.tended():
+        while not nodes.poll_addresses():
             time.sleep(POLL_SECONDS)
         self._nodes = nodes
         return nodes.addresses
 
-    async def _enter(self, browsers: Browsers) -> RemoteSession:
+    async def _enter(self, browsers: BrowserClient) -> RemoteSession:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(browsers)
             session = await stack.enter_async_context(browsers.session())
@@ -160,7 +163,7 @@ class WebEnv(gymnasium.Env[dict[str, Any], str]):
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, done by the event loop. Own nodes are started by this thread alone."""
-        return self._loop.run(work, self._nodes.tend if self._nodes is not None else lambda: None)
+        return self._loop.run(work, self._nodes.poll if self._nodes is not None else lambda: None)
 
     def _info(self) -> dict[str, Any]:
         task = self._session.task
@@ -199,7 +202,7 @@ class _Loop:
         try:
             while True:
                 try:
-                    return future.result(TEND_SECONDS)
+                    return future.result(SERVER_POLL_SECONDS)
                 except TimeoutError:
                     if future.done():
                         raise
@@ -218,7 +221,7 @@ def register() -> None:
     """Make every environment of the sources installed here known to Gymnasium, as webrl/<source>.<name>-v0."""
     known = {"sites": list(ENVIRONMENTS)}
     with suppress(ConfigError):  # where the package is not installed; of a farm all can be had by WebEnv
-        known[miniwob.NAME] = miniwob_page.all_environments()
+        known[miniwob.SOURCE_NAME] = miniwob_page.all_environments()
     for source, environments in known.items():
         for environment in environments:
             name = f"webrl/{source}.{environment}-v0"
@@ -227,7 +230,7 @@ def register() -> None:
                 gymnasium.register(name, entry_point="megatron_webrl.farm.gym:WebEnv", kwargs=chosen)
 
 
-def _check_agrees(view: wire.View, browser: dict[str, Any], node: str) -> None:
+def _check_agrees(view: protocol.SessionSpec, browser: dict[str, Any], node: str) -> None:
     for name, value in browser.items():
         if not hasattr(view, name):
             raise ConfigError(f"browser.{name} is a setting of the node {node}; leave it out, or start a node with it")

@@ -9,13 +9,13 @@ import numpy as np
 from gymnasium import spaces
 from pydantic import TypeAdapter
 
-from megatron_webrl.browser.keys import is_chord
-from megatron_webrl.farm import wire
-from megatron_webrl.types import ACTION_KINDS, COORDINATE_RANGE, MARK_KINDS, Action, ActionKind
+from megatron_webrl.browser.page.keys import is_key_chord
+from megatron_webrl.farm import protocol
+from megatron_webrl.types import COORDINATE_ACTION_KINDS, COORDINATE_RANGE, MARK_ACTION_KINDS, Action, ActionKind
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz "
 _KEYS = ("Enter", "Tab", "Escape", "ArrowDown", "ArrowUp")
-_step = TypeAdapter(wire.Step)
+_step = TypeAdapter(protocol.StepRequest)
 
 # What an action of each kind cannot do without.
 _NEEDED: dict[ActionKind, tuple[str, ...]] = {
@@ -36,11 +36,11 @@ _NEEDED: dict[ActionKind, tuple[str, ...]] = {
 _PLACES = {"place": ("coordinate", "element_id"), "end": ("end_coordinate", "end_element_id")}
 
 
-class Words(spaces.Space[str]):
+class TextSpace(spaces.Space[str]):
     """Any text. Gymnasium's own `Text` knows only texts of an alphabet, which pages do not keep to."""
 
-    def __init__(self, longest_sample: int = 32, seed: int | np.random.Generator | None = None) -> None:
-        self.longest_sample = longest_sample
+    def __init__(self, max_sample_chars: int = 32, seed: int | np.random.Generator | None = None) -> None:
+        self.max_sample_chars = max_sample_chars
         super().__init__(dtype=str, seed=seed)
 
     @property
@@ -50,7 +50,7 @@ class Words(spaces.Space[str]):
 
     def sample(self, mask: None = None, probability: None = None) -> str:
         """Some small letters."""
-        letters = self.np_random.integers(len(_LETTERS), size=self.np_random.integers(self.longest_sample + 1))
+        letters = self.np_random.integers(len(_LETTERS), size=self.np_random.integers(self.max_sample_chars + 1))
         return "".join(_LETTERS[number] for number in letters)
 
     def contains(self, x: Any) -> bool:
@@ -58,22 +58,22 @@ class Words(spaces.Space[str]):
         return isinstance(x, str)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Words) and other.longest_sample == self.longest_sample
+        return isinstance(other, TextSpace) and other.max_sample_chars == self.max_sample_chars
 
     def __repr__(self) -> str:
-        return "Words()"
+        return "TextSpace()"
 
 
-class Actions(spaces.Space[str]):
+class ActionSpace(spaces.Space[str]):
     """JSON of `types.Action`: the kinds of one tool, each with what it needs."""
 
     def __init__(
-        self, marks: bool, further: Sequence[str] = (), max_marks: int = 100, tabs: int = 5,
+        self, marks: bool, extra_actions: Sequence[str] = (), max_marks: int = 100, tabs: int = 5,
         seed: int | np.random.Generator | None = None,
     ) -> None:  # fmt: skip
         """The settings browser.marks, browser.actions, browser.max_marks and browser.tabs."""
         self.marks, self.max_marks, self.tabs = marks, max_marks, tabs
-        self.kinds = (*(MARK_KINDS if marks else ACTION_KINDS), *further)
+        self.kinds = (*(MARK_ACTION_KINDS if marks else COORDINATE_ACTION_KINDS), *extra_actions)
         super().__init__(dtype=str, seed=seed)
 
     @property
@@ -89,7 +89,7 @@ class Actions(spaces.Space[str]):
             fields |= self._some(need, kind)
         if kind == "wait":
             fields["time"] = 0.0
-        return _step.dump_json(wire.Step(**fields), exclude_none=True).decode()
+        return _step.dump_json(protocol.StepRequest(**fields), exclude_none=True).decode()
 
     def contains(self, x: Any) -> bool:
         """Whether it is the JSON of an action that can be carried out."""
@@ -97,13 +97,13 @@ class Actions(spaces.Space[str]):
             action = self.parse(x)
         except ValueError:
             return False
-        return action.kind != "key" or is_chord(action.text or "")
+        return action.kind != "key" or is_key_chord(action.text or "")
 
     def parse(self, text: Any) -> Action:
         """The action. Raises ValueError that names what is wrong."""
         if not isinstance(text, str):
             raise ValueError(f"an action is the JSON of one, not a {type(text).__name__}")
-        action = wire.load(_step, text.encode())
+        action = protocol.load(_step, text.encode())
         if action.kind not in self.kinds:
             raise ValueError(f"kind: {action.kind} is not one of {', '.join(self.kinds)}")
         for need in _NEEDED.get(action.kind, ()):
@@ -132,27 +132,27 @@ class Actions(spaces.Space[str]):
         return {need: _LETTERS[self.np_random.integers(len(_LETTERS))]}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Actions) and vars(self)["kinds"] == other.kinds and other.marks == self.marks
+        return isinstance(other, ActionSpace) and vars(self)["kinds"] == other.kinds and other.marks == self.marks
 
     def __repr__(self) -> str:
-        return f"Actions({', '.join(self.kinds)})"
+        return f"ActionSpace({', '.join(self.kinds)})"
 
 
-def observation_space(view: wire.View) -> spaces.Dict:
+def observation_space(view: protocol.SessionSpec) -> spaces.Dict:
     """What `WebEnv` shows: screenshot uint8 [height, width, 3] and texts; elements and tabs where there are any."""
     pixels = spaces.Box(0, 255, (view.height, view.width, 3), np.uint8)
     shown: dict[str, spaces.Space[Any]] = {
-        "screenshot": pixels, "instruction": Words(), "url": Words(), "title": Words(), "error": Words(),
+        "screenshot": pixels, "instruction": TextSpace(), "url": TextSpace(), "title": TextSpace(), "error": TextSpace(),
         "page_changed": spaces.Discrete(2),
     }  # fmt: skip
     if view.marks:
         box = spaces.Box(np.iinfo(np.int32).min, np.iinfo(np.int32).max, (4,), np.int32)
         shown["elements"] = spaces.Sequence(
             spaces.Dict(
-                id=spaces.Discrete(view.max_marks, start=1), role=Words(), name=Words(), value=Words(), box=box,
-                states=spaces.Sequence(Words()), options=spaces.Sequence(Words()),
+                id=spaces.Discrete(view.max_marks, start=1), role=TextSpace(), name=TextSpace(), value=TextSpace(), box=box,
+                states=spaces.Sequence(TextSpace()), options=spaces.Sequence(TextSpace()),
             )
         )  # fmt: skip
     if "switch_tab" in view.actions:
-        shown["tabs"] = spaces.Sequence(spaces.Dict(title=Words(), url=Words(), active=spaces.Discrete(2)))
+        shown["tabs"] = spaces.Sequence(spaces.Dict(title=TextSpace(), url=TextSpace(), active=spaces.Discrete(2)))
     return spaces.Dict(shown)

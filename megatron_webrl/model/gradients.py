@@ -9,7 +9,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.utils import get_pg_size
 
 
-def finalize(chunks: list[Any], *args: Any, **kwargs: Any) -> None:
+def finalize_gradients(chunks: list[Any], *args: Any, **kwargs: Any) -> None:
     """Complete the gradients of all model chunks (DistributedDataParallel). Collective over all ranks.
 
     Adds the vision tower's gradients up over the tensor-parallel ranks, each of which encoded some of the images;

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_webrl.model.parameter_map import Entry, is_sparse
-from megatron_webrl.model.split import split_layers
+from megatron_webrl.model.layer_split import split_layers
+from megatron_webrl.model.parameter_map import ParameterMapping, is_sparse
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ParallelSizes:
     """How many ways each dimension of the model is split."""
 
     tensor: int = 1
@@ -24,13 +24,13 @@ class Sizes:
     context: int = 1  # parts of a row
 
     @property
-    def chunks(self) -> int:
+    def num_chunks(self) -> int:
         """Model chunks that a row passes through, over all stages."""
         return self.pipeline * self.virtual
 
 
 @dataclass(frozen=True)
-class Place:
+class RankCoordinates:
     """One rank's number in each dimension."""
 
     tensor: int = 0
@@ -39,49 +39,49 @@ class Place:
     expert_tensor: int = 0
 
 
-def chunk_of_layer(layer: int, layers: int, sizes: Sizes) -> int:
+def chunk_of_layer(layer: int, layers: int, sizes: ParallelSizes) -> int:
     """The model chunk, over all stages, that holds a layer. Chunk c lies on stage c % sizes.pipeline."""
-    return next(c for c, held in enumerate(split_layers(layers, sizes.chunks)) if layer in held)
+    return next(c for c, held in enumerate(split_layers(layers, sizes.num_chunks)) if layer in held)
 
 
-def stages(entry: Entry, layers: int, sizes: Sizes, tied: bool) -> tuple[int, ...]:
+def pipeline_stages(mapping: ParameterMapping, layers: int, sizes: ParallelSizes, tied: bool) -> tuple[int, ...]:
     """The pipeline stages that hold a parameter: one, but two for the tied embedding of a split model."""
     last = sizes.pipeline - 1
-    if entry.layer is not None:
-        return (chunk_of_layer(entry.layer, layers, sizes) % sizes.pipeline,)
-    if entry.parameter.startswith(("visual.", "embedding.")):
-        return (0, last) if tied and last and entry.parameter.startswith("embedding.") else (0,)
+    if mapping.layer is not None:
+        return (chunk_of_layer(mapping.layer, layers, sizes) % sizes.pipeline,)
+    if mapping.megatron_param.startswith(("visual.", "embedding.")):
+        return (0, last) if tied and last and mapping.megatron_param.startswith("embedding.") else (0,)
     return (last,)
 
 
-def expert_rank(expert: int, experts: int, sizes: Sizes) -> int:
+def expert_rank(expert: int, experts: int, sizes: ParallelSizes) -> int:
     """The expert-parallel rank that holds an expert."""
     return expert // (experts // sizes.expert)
 
 
-def holders(entry: Entry, description: Any, sizes: Sizes, ranks: int) -> list[tuple[int, ...]]:
+def replica_ranks(mapping: ParameterMapping, hf_config: Any, sizes: ParallelSizes, ranks: int) -> list[tuple[int, ...]]:
     """The ranks, ascending, that hold each shard of a parameter, in the order of the shards; all of them replicas.
 
     Ranks count over tensor, context, expert, data and pipeline parallelism, the first fastest. A replicated
     parameter is one shard. `description`: transformers' configuration of the model.
     """
     share = ranks // sizes.pipeline
-    held = stages(entry, description.text_config.num_hidden_layers, sizes, description.tie_word_embeddings)
+    held = pipeline_stages(mapping, hf_config.text_config.num_hidden_layers, sizes, hf_config.tie_word_embeddings)
     members = [stage * share + i for stage in held for i in range(share)]
-    if entry.expert is not None:
-        expert = expert_rank(entry.expert, description.text_config.num_experts, sizes)
+    if mapping.expert is not None:
+        expert = expert_rank(mapping.expert, hf_config.text_config.num_experts, sizes)
         members = [rank for rank in members if rank % share // sizes.expert_tensor % sizes.expert == expert]
         return [tuple(members[shard :: sizes.expert_tensor]) for shard in range(sizes.expert_tensor)]
-    size = 1 if entry.layout.kind == "replicated" else sizes.tensor
+    size = 1 if mapping.layout.kind == "replicated" else sizes.tensor
     return [tuple(members[shard::size]) for shard in range(size)]
 
 
-def check_sizes(text: Any, sizes: Sizes) -> None:
+def check_parallel_sizes(text_config: Any, sizes: ParallelSizes) -> None:
     """Refuse sizes that do not divide what they split; `text`: transformers' configuration of the text model.
 
     Raises ValueError naming size and number.
     """
-    sparse = [is_sparse(text, layer) for layer in range(text.num_hidden_layers)]
+    sparse = [is_sparse(text_config, layer) for layer in range(text_config.num_hidden_layers)]
     # Within attention each context-parallel rank works on a share of the tensor-parallel rank's heads.
     heads = "tensor_parallel" if sizes.context == 1 else "tensor_parallel x context_parallel"
     divided = [
@@ -96,6 +96,6 @@ def check_sizes(text: Any, sizes: Sizes) -> None:
     elif sizes.expert > 1:
         raise ValueError(f"expert_parallel={sizes.expert} needs a mixture of experts; the model is dense")
     for name, size, of in divided:
-        if getattr(text, of) % size:
-            raise ValueError(f"{name}={size} does not divide {of}={getattr(text, of)}")
-    split_layers(text.num_hidden_layers, sizes.chunks)
+        if getattr(text_config, of) % size:
+            raise ValueError(f"{name}={size} does not divide {of}={getattr(text_config, of)}")
+    split_layers(text_config.num_hidden_layers, sizes.num_chunks)

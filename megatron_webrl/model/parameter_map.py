@@ -25,37 +25,37 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_webrl.model.split import is_sparse_layer
+from megatron_webrl.model.layer_split import is_sparse_layer
 
-Kind = Literal["replicated", "column", "row", "vocabulary", "half", "group"]
+LayoutKind = Literal["replicated", "column", "row", "vocabulary", "gate_up", "query_group"]
 ExpertFormat = Literal["released", "transposed", "separate"]
 """How a folder stores experts. released: one tensor for all, [E, H, 2I] and [E, I, H], the form that is written.
 transposed: one tensor for all, [E, 2I, H] and [E, H, I]. separate: gate, up and down projection of each expert."""
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """How a tensor lies in its parameter. Rows are rows of dimension 0."""
 
-    kind: Kind
-    index: int = 0  # half: 0 gate, 1 up
-    groups: int = 1  # group: number of query groups
-    stride: int = 0  # group: rows of one whole group, q, k and v together
-    offset: int = 0  # group: first row of this tensor within a group
+    kind: LayoutKind
+    gate_up_index: int = 0  # half: 0 gate, 1 up
+    num_query_groups: int = 1  # group: number of query groups
+    group_stride: int = 0  # group: rows of one whole group, q, k and v together
+    group_offset: int = 0  # group: first row of this tensor within a group
 
 
 @dataclass(frozen=True)
-class Entry:
+class ParameterMapping:
     """One Hugging Face tensor, or a part of it. Layers and experts in `parameter` count over the whole model."""
 
-    name: str
+    hf_param: str
     shape: tuple[int, ...]  # of the part, as it lies in the parameter
-    parameter: str
-    layout: Layout
+    megatron_param: str
+    layout: TensorLayout
     layer: int | None = None  # of the text model
     expert: int | None = None
     tensor_shape: tuple[int, ...] = ()  # of the whole tensor; left out: that of the part
-    within: tuple[int | slice, ...] = ()  # index of the part in the tensor; left out: all of it
+    part_index: tuple[int | slice, ...] = ()  # index of the part in the tensor; left out: all of it
     transposed: bool = False  # the tensor holds the part with rows and columns exchanged
 
     def __post_init__(self) -> None:
@@ -64,65 +64,69 @@ class Entry:
             object.__setattr__(self, "within", tuple(slice(0, size) for size in self.shape))
 
     @property
-    def whole(self) -> bool:
+    def is_whole_tensor(self) -> bool:
         """Whether the part is the tensor."""
         return self.tensor_shape == self.shape and not self.transposed
 
-    def index(self, piece: Piece) -> tuple[int | slice, ...]:
+    def tensor_index(self, shard_range: ShardRange) -> tuple[int | slice, ...]:
         """Index in the whole tensor of a piece of the part; what lies there is transposed if the part is."""
-        axes = [axis for axis, part in enumerate(self.within) if isinstance(part, slice)]
-        axis = (axes[::-1] if self.transposed else axes)[piece.dim]
-        part = self.within[axis]
+        axes = [axis for axis, part in enumerate(self.part_index) if isinstance(part, slice)]
+        axis = (axes[::-1] if self.transposed else axes)[shard_range.dim]
+        part = self.part_index[axis]
         assert isinstance(part, slice)
-        start = part.start + piece.tensor
-        return (*self.within[:axis], slice(start, start + piece.length), *self.within[axis + 1 :])
+        start = part.start + shard_range.part_offset
+        return (*self.part_index[:axis], slice(start, start + shard_range.length), *self.part_index[axis + 1 :])
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardRange:
     """`length` entries along `dim`: from `tensor` on in the entry's part, `parameter` on in the rank's own."""
 
     dim: int
-    tensor: int
-    parameter: int
+    part_offset: int
+    shard_offset: int
     length: int
 
-    def within_part(self) -> tuple[slice, ...]:
+    def part_slices(self) -> tuple[slice, ...]:
         """Index of the piece in the part."""
-        return (*[slice(None)] * self.dim, slice(self.tensor, self.tensor + self.length))
+        return (*[slice(None)] * self.dim, slice(self.part_offset, self.part_offset + self.length))
 
-    def within_parameter(self) -> tuple[slice, ...]:
+    def shard_slices(self) -> tuple[slice, ...]:
         """Index of the piece in the rank's parameter."""
-        return (*[slice(None)] * self.dim, slice(self.parameter, self.parameter + self.length))
+        return (*[slice(None)] * self.dim, slice(self.shard_offset, self.shard_offset + self.length))
 
 
-REPLICATED = Layout("replicated")
-COLUMN = Layout("column")
-ROW = Layout("row")
-VOCABULARY = Layout("vocabulary")
+REPLICATED = TensorLayout("replicated")
+COLUMN = TensorLayout("column")
+ROW = TensorLayout("row")
+VOCABULARY = TensorLayout("vocabulary")
 GATE_UP = ("gate", "up")
 
 
-def model_map(description: Any, experts: ExpertFormat = "released") -> tuple[Entry, ...]:
+def parameter_mappings(hf_config: Any, expert_format: ExpertFormat = "released") -> tuple[ParameterMapping, ...]:
     """All tensors of the Qwen3-VL, dense or mixture of experts, that a transformers configuration describes.
 
     In the order of export: parts of a tensor follow each other, and so do tensors that share a parameter.
     """
-    text = description.text_config
-    entries = _vision_entries(description.vision_config)
+    text = hf_config.text_config
+    entries = _vision_entries(hf_config.vision_config)
     width = (text.vocab_size, text.hidden_size)
     prefix = "model.language_model."
-    entries.append(Entry(f"{prefix}embed_tokens.weight", width, "embedding.word_embeddings.weight", VOCABULARY))
+    entries.append(
+        ParameterMapping(f"{prefix}embed_tokens.weight", width, "embedding.word_embeddings.weight", VOCABULARY)
+    )
     for layer in range(text.num_hidden_layers):
         source, target = f"{prefix}layers.{layer}.", f"decoder.layers.{layer}."
         entries += _attention_entries(text, layer, source, target)
         if is_sparse(text, layer):
-            entries += _expert_entries(text, layer, f"{source}mlp.", f"{target}mlp.", experts)
+            entries += _expert_entries(text, layer, f"{source}mlp.", f"{target}mlp.", expert_format)
         else:
             entries += _mlp_entries(text, layer, f"{source}mlp.", f"{target}mlp.")
-    entries.append(Entry(f"{prefix}norm.weight", (text.hidden_size,), "decoder.final_layernorm.weight", REPLICATED))
-    if not description.tie_word_embeddings:
-        entries.append(Entry("lm_head.weight", width, "output_layer.weight", VOCABULARY))
+    entries.append(
+        ParameterMapping(f"{prefix}norm.weight", (text.hidden_size,), "decoder.final_layernorm.weight", REPLICATED)
+    )
+    if not hf_config.tie_word_embeddings:
+        entries.append(ParameterMapping("lm_head.weight", width, "output_layer.weight", VOCABULARY))
     return tuple(entries)
 
 
@@ -133,20 +137,20 @@ def is_sparse(text: Any, layer: int) -> bool:
     return is_sparse_layer(layer, text.mlp_only_layers, text.decoder_sparse_step)
 
 
-def _attention_entries(text: Any, layer: int, source: str, target: str) -> list[Entry]:
+def _attention_entries(text: Any, layer: int, source: str, target: str) -> list[ParameterMapping]:
     hidden, dim, groups = text.hidden_size, text.head_dim, text.num_key_value_heads
     heads = text.num_attention_heads // groups  # query heads of one group
     stride = (heads + 2) * dim
     attention = f"{target}self_attention."
 
-    def of_group(name: str, rows: int, offset: int) -> Entry:
-        layout = Layout("group", groups=groups, stride=stride, offset=offset)
-        return Entry(
+    def of_group(name: str, rows: int, offset: int) -> ParameterMapping:
+        layout = TensorLayout("query_group", num_query_groups=groups, group_stride=stride, group_offset=offset)
+        return ParameterMapping(
             f"{source}self_attn.{name}_proj.weight", (rows, hidden), f"{attention}linear_qkv.weight", layout, layer
         )
 
-    def replicated(name: str, size: int, parameter: str) -> Entry:
-        return Entry(f"{source}{name}.weight", (size,), f"{target}{parameter}.weight", REPLICATED, layer)
+    def replicated(name: str, size: int, parameter: str) -> ParameterMapping:
+        return ParameterMapping(f"{source}{name}.weight", (size,), f"{target}{parameter}.weight", REPLICATED, layer)
 
     output = (hidden, groups * heads * dim)
     return [
@@ -156,43 +160,47 @@ def _attention_entries(text: Any, layer: int, source: str, target: str) -> list[
         of_group("v", groups * dim, (heads + 1) * dim),
         replicated("self_attn.q_norm", dim, "self_attention.q_layernorm"),
         replicated("self_attn.k_norm", dim, "self_attention.k_layernorm"),
-        Entry(f"{source}self_attn.o_proj.weight", output, f"{attention}linear_proj.weight", ROW, layer),
+        ParameterMapping(f"{source}self_attn.o_proj.weight", output, f"{attention}linear_proj.weight", ROW, layer),
         replicated("post_attention_layernorm", hidden, "pre_mlp_layernorm"),
     ]
 
 
-def _mlp_entries(text: Any, layer: int, source: str, target: str) -> list[Entry]:
+def _mlp_entries(text: Any, layer: int, source: str, target: str) -> list[ParameterMapping]:
     hidden, inner = text.hidden_size, text.intermediate_size
     fc1, fc2 = f"{target}linear_fc1.weight", f"{target}linear_fc2.weight"
     return [
-        Entry(f"{source}gate_proj.weight", (inner, hidden), fc1, Layout("half", index=0), layer),
-        Entry(f"{source}up_proj.weight", (inner, hidden), fc1, Layout("half", index=1), layer),
-        Entry(f"{source}down_proj.weight", (hidden, inner), fc2, ROW, layer),
+        ParameterMapping(
+            f"{source}gate_proj.weight", (inner, hidden), fc1, TensorLayout("gate_up", gate_up_index=0), layer
+        ),
+        ParameterMapping(
+            f"{source}up_proj.weight", (inner, hidden), fc1, TensorLayout("gate_up", gate_up_index=1), layer
+        ),
+        ParameterMapping(f"{source}down_proj.weight", (hidden, inner), fc2, ROW, layer),
     ]
 
 
-def _expert_entries(text: Any, layer: int, source: str, target: str, experts: ExpertFormat) -> list[Entry]:
+def _expert_entries(text: Any, layer: int, source: str, target: str, experts: ExpertFormat) -> list[ParameterMapping]:
     hidden, inner, count = text.hidden_size, text.moe_intermediate_size, text.num_experts
-    entries = [Entry(f"{source}gate.weight", (count, hidden), f"{target}router.weight", REPLICATED, layer)]
+    entries = [ParameterMapping(f"{source}gate.weight", (count, hidden), f"{target}router.weight", REPLICATED, layer)]
     transposed = experts == "released"  # Megatron's parameters are [outputs, inputs]
 
-    def halves(expert: int) -> list[Entry]:
+    def halves(expert: int) -> list[ParameterMapping]:
         parameter = f"{target}experts.local_experts.{expert}.linear_fc1.weight"
         return [part(f"{name}_proj", expert, (inner, hidden), parameter, index) for index, name in enumerate(GATE_UP)]
 
-    def down(expert: int) -> Entry:
+    def down(expert: int) -> ParameterMapping:
         parameter = f"{target}experts.local_experts.{expert}.linear_fc2.weight"
         return part("down_proj", expert, (hidden, inner), parameter, None)
 
-    def part(name: str, expert: int, shape: tuple[int, int], parameter: str, index: int | None) -> Entry:
-        layout = ROW if index is None else Layout("half", index=index)
+    def part(name: str, expert: int, shape: tuple[int, int], parameter: str, index: int | None) -> ParameterMapping:
+        layout = ROW if index is None else TensorLayout("gate_up", gate_up_index=index)
         if experts == "separate":
             full = f"{source}experts.{expert}.{name}.weight"
-            return Entry(full, shape, parameter, layout, layer, expert)
+            return ParameterMapping(full, shape, parameter, layout, layer, expert)
         rows = slice(0, hidden) if index is None else slice(index * inner, (index + 1) * inner)
         columns = slice(0, shape[1])
         stored = (hidden, inner) if index is None else (2 * inner, hidden)
-        return Entry(
+        return ParameterMapping(
             f"{source}experts.{name if index is None else 'gate_up_proj'}",
             shape,
             parameter,
@@ -200,7 +208,7 @@ def _expert_entries(text: Any, layer: int, source: str, target: str, experts: Ex
             layer,
             expert,
             tensor_shape=(count, *(stored[::-1] if transposed else stored)),
-            within=(expert, columns, rows) if transposed else (expert, rows, columns),
+            part_index=(expert, columns, rows) if transposed else (expert, rows, columns),
             transposed=transposed,
         )
 
@@ -213,7 +221,7 @@ def _expert_entries(text: Any, layer: int, source: str, target: str, experts: Ex
     return entries
 
 
-def _vision_entries(vision: Any) -> list[Entry]:
+def _vision_entries(vision: Any) -> list[ParameterMapping]:
     hidden, inner = vision.hidden_size, vision.intermediate_size
     merged = hidden * vision.spatial_merge_size**2
     height, width = vision.patch_size if isinstance(vision.patch_size, list | tuple) else [vision.patch_size] * 2
@@ -243,74 +251,79 @@ def _vision_entries(vision: Any) -> list[Entry]:
         norm(f"{merger}.norm", hidden if merger == "merger" else merged)
         linear(f"{merger}.linear_fc1", merged, merged)
         linear(f"{merger}.linear_fc2", vision.out_hidden_size, merged)
-    return [Entry(f"model.visual.{name}", shape, f"visual.{name}", REPLICATED) for name, shape in shapes.items()]
+    return [
+        ParameterMapping(f"model.visual.{name}", shape, f"visual.{name}", REPLICATED) for name, shape in shapes.items()
+    ]
 
 
-def padded_vocabulary(vocab_size: int, size: int) -> int:
+def padded_vocab_size(vocab_size: int, size: int) -> int:
     """The least multiple of `size` that holds the vocabulary."""
     return -(-vocab_size // size) * size
 
 
-def pieces(entry: Entry, rank: int, size: int) -> tuple[Piece, ...]:
+def shard_ranges(mapping: ParameterMapping, rank: int, size: int) -> tuple[ShardRange, ...]:
     """What of the part rank `rank` of `size` holds, and where in its parameter. The ranks' pieces cover it once,
     or, if replicated, each rank's alone. Raises ValueError if `size` does not divide the part.
     """
-    layout, rows = entry.layout, entry.shape[0]
+    layout, rows = mapping.layout, mapping.shape[0]
     if layout.kind == "replicated":
-        return (Piece(0, 0, 0, rows),)
+        return (ShardRange(0, 0, 0, rows),)
     if layout.kind == "vocabulary":
-        share = padded_vocabulary(rows, size) // size
+        share = padded_vocab_size(rows, size) // size
         length = min(share, rows - rank * share)
-        return (Piece(0, rank * share, 0, length),) if length > 0 else ()
-    if layout.kind == "group":
-        groups, block = _divide(entry, layout.groups, size), rows // layout.groups
+        return (ShardRange(0, rank * share, 0, length),) if length > 0 else ()
+    if layout.kind == "query_group":
+        groups, block = _divide(mapping, layout.num_query_groups, size), rows // layout.num_query_groups
         return tuple(
-            Piece(0, (rank * groups + i) * block, i * layout.stride + layout.offset, block) for i in range(groups)
+            ShardRange(0, (rank * groups + i) * block, i * layout.group_stride + layout.group_offset, block)
+            for i in range(groups)
         )
     dim = 1 if layout.kind == "row" else 0
-    share = _divide(entry, entry.shape[dim], size)
-    return (Piece(dim, rank * share, layout.index * share, share),)
+    share = _divide(mapping, mapping.shape[dim], size)
+    return (ShardRange(dim, rank * share, layout.gate_up_index * share, share),)
 
 
-def to_megatron(entry: Entry, tensor: Any, parameter: Tensor, rank: int, size: int) -> None:
+def to_megatron(mapping: ParameterMapping, tensor: Any, parameter: Tensor, rank: int, size: int) -> None:
     """Copy what rank `rank` of `size` holds of the entry's part of the whole tensor into its parameter, in place.
 
     `tensor` only needs to be indexed by slices, as safetensors' lazy slices can be. Padding is set to zero.
     """
     with torch.no_grad():
-        if entry.layout.kind == "vocabulary":
+        if mapping.layout.kind == "vocabulary":
             parameter.zero_()
-        for piece in pieces(entry, rank, size):
-            found = tensor[entry.index(piece)]
-            parameter[piece.within_parameter()].copy_(found.t() if entry.transposed else found)
+        for piece in shard_ranges(mapping, rank, size):
+            found = tensor[mapping.tensor_index(piece)]
+            parameter[piece.shard_slices()].copy_(found.t() if mapping.transposed else found)
 
 
-def from_megatron(entry: Entry, shards: Sequence[Tensor], tensor: Tensor) -> None:
+def from_megatron(mapping: ParameterMapping, shards: Sequence[Tensor], tensor: Tensor) -> None:
     """Fill the entry's part of the whole tensor, in place, from the parameters of all ranks in their order."""
-    for rank, shard in enumerate(shards[:1] if entry.layout.kind == "replicated" else shards):
-        for piece in pieces(entry, rank, len(shards)):
-            found = shard[piece.within_parameter()]
-            tensor[entry.index(piece)] = found.t() if entry.transposed else found
+    for rank, shard in enumerate(shards[:1] if mapping.layout.kind == "replicated" else shards):
+        for piece in shard_ranges(mapping, rank, len(shards)):
+            found = shard[piece.shard_slices()]
+            tensor[mapping.tensor_index(piece)] = found.t() if mapping.transposed else found
 
 
-def parameter_shapes(entries: Sequence[Entry], size: int, expert_size: int = 1) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(
+    entries: Sequence[ParameterMapping], size: int, expert_size: int = 1
+) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter on one of `size` tensor-parallel and `expert_size` expert-tensor-parallel ranks."""
     shapes: dict[str, tuple[int, ...]] = {}
     for entry in entries:
         ranks = size if entry.expert is None else expert_size
-        found = pieces(entry, 0, ranks)
+        found = shard_ranges(entry, 0, ranks)
         dim = found[0].dim
         length = sum(piece.length for piece in found)
         if entry.layout.kind == "vocabulary":
-            length = padded_vocabulary(entry.shape[0], ranks) // ranks
-        before = shapes[entry.parameter][dim] if entry.parameter in shapes else 0
-        shapes[entry.parameter] = (*entry.shape[:dim], before + length, *entry.shape[dim + 1 :])
+            length = padded_vocab_size(entry.shape[0], ranks) // ranks
+        before = shapes[entry.megatron_param][dim] if entry.megatron_param in shapes else 0
+        shapes[entry.megatron_param] = (*entry.shape[:dim], before + length, *entry.shape[dim + 1 :])
     return shapes
 
 
-def _divide(entry: Entry, total: int, size: int) -> int:
+def _divide(entry: ParameterMapping, total: int, size: int) -> int:
     if total % size:
-        what = "query groups" if entry.layout.kind == "group" else "entries of the split dimension"
+        what = "query groups" if entry.layout.kind == "query_group" else "entries of the split dimension"
         which = "tensor_parallel" if entry.expert is None else "expert_tensor_parallel"
-        raise ValueError(f"{which}={size} does not divide the {total} {what} of {entry.name}")
+        raise ValueError(f"{which}={size} does not divide the {total} {what} of {entry.hf_param}")
     return total // size

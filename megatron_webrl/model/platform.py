@@ -31,7 +31,7 @@ class Platform:
 _active: Platform | None = None
 
 
-def use(name: str) -> Platform:
+def activate(name: str) -> Platform:
     """Switch a platform on and return it; a second call with the same outcome changes nothing.
 
     "auto" takes CUDA if this process sees a GPU. On CUDA the device is LOCAL_RANK, or SLURM_LOCALID, or 0.

@@ -15,12 +15,19 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_webrl import processes
-from megatron_webrl.config import ConfigError
-from megatron_webrl.parity.work import BAD_INPUT, WORK, Scores, Work, error_file, scores_file
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.parity.scoring_process import (
+    EXIT_BAD_INPUT,
+    JOB_FILE,
+    ProcessScores,
+    ScoringJob,
+    error_file,
+    scores_file,
+)
+from megatron_webrl.system import child_process
 
 POLL_SECONDS = 0.05
-TAIL = 20  # lines of a failed process's output that are shown
+LOG_TAIL_LINES = 20  # lines of a failed process's output that are shown
 GRACE_SECONDS = 10.0  # for the other ranks to say what they think is wrong, once one has ended
 
 
@@ -29,7 +36,7 @@ class BackendFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Found:
+class BackendScores:
     """What a backend found: all its processes together."""
 
     backend: str
@@ -41,14 +48,16 @@ class Found:
     processes: int
 
 
-def run_backend(backend: str, work: Work, ranks: int, environment: Mapping[str, str], folder: Path) -> Found:
+def run_backend(
+    backend: str, work: ScoringJob, ranks: int, environment: Mapping[str, str], folder: Path
+) -> BackendScores:
     """Run `ranks` processes of megatron_webrl.parity.<backend>_scores in a new folder, and wait for them.
 
     `environment` is added to this process's. Raises ConfigError for input that the backend refuses, BackendFailed if
     a process fails or they take longer than work.seconds.
     """
     folder.mkdir()
-    (folder / WORK).write_bytes(pickle.dumps(work))
+    (folder / JOB_FILE).write_bytes(pickle.dumps(work))
     begun = time.monotonic()
     started: list[subprocess.Popen[bytes]] = []
     try:
@@ -56,19 +65,19 @@ def run_backend(backend: str, work: Work, ranks: int, environment: Mapping[str, 
             place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
             command = [sys.executable, "-m", f"megatron_webrl.parity.{backend}_scores", str(folder)]
             env = {**os.environ, **environment, **place}
-            started.append(processes.start(command, folder / f"{rank}.log", env, f"{backend}-{rank}"))
-        _wait(backend, started, folder, begun + work.seconds, work.seconds)
+            started.append(child_process.start_process(command, folder / f"{rank}.log", env, f"{backend}-{rank}"))
+        _wait(backend, started, folder, begun + work.timeout_seconds, work.timeout_seconds)
     finally:
         _kill(started)
     parts = [pickle.loads(scores_file(folder, rank).read_bytes()) for rank in range(ranks)]
     return _together(backend, parts, time.monotonic() - begun)
 
 
-def _together(backend: str, parts: list[Scores], seconds: float) -> Found:
+def _together(backend: str, parts: list[ProcessScores], seconds: float) -> BackendScores:
     scored = max(part.score_seconds for part in parts)
     (whole,) = [part for part in parts if part.logprobs is not None]
     assert whole.logprobs is not None
-    return Found(
+    return BackendScores(
         backend,
         whole.logprobs,
         whole.responses,
@@ -84,14 +93,14 @@ def _wait(backend: str, started: list[subprocess.Popen[bytes]], folder: Path, de
         if any(process.poll() for process in started):
             # The first to end may only have lost its connection to the one that has something to say.
             deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-            if any(process.poll() == BAD_INPUT for process in started):
+            if any(process.poll() == EXIT_BAD_INPUT for process in started):
                 break
         if time.monotonic() > deadline:
             break
         time.sleep(POLL_SECONDS)
     codes = [process.poll() for process in started]
     for rank, code in enumerate(codes):
-        if code == BAD_INPUT and error_file(folder, rank).is_file():
+        if code == EXIT_BAD_INPUT and error_file(folder, rank).is_file():
             raise ConfigError(f"{backend}: {error_file(folder, rank).read_text()}")
     for rank, code in enumerate(codes):
         if code:
@@ -100,7 +109,7 @@ def _wait(backend: str, started: list[subprocess.Popen[bytes]], folder: Path, de
             )
     if None in codes:
         raise BackendFailed(
-            f"{backend} was not done within {seconds:g} s (--seconds)\n{_tail(folder / f'{codes.index(None)}.log')}"
+            f"{backend} was not done within {seconds:g} s (--timeout-seconds)\n{_tail(folder / f'{codes.index(None)}.log')}"
         )
 
 
@@ -115,4 +124,4 @@ def _kill(started: list[subprocess.Popen[bytes]]) -> None:
 
 def _tail(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
-    return "\n".join(lines[-TAIL:])
+    return "\n".join(lines[-LOG_TAIL_LINES:])

@@ -47,14 +47,18 @@ def add_parity(commands: Any) -> None:
     )
     parity.add_argument("--no-vllm", action="store_true", help="leave vLLM out")
     parity.add_argument(
-        "--generate", type=int, default=32, metavar="N", help="tokens of an answer sampled where none is given"
+        "--max-new-tokens", type=int, default=32, metavar="N", help="tokens of an answer sampled where none is given"
     )
     parity.add_argument(
-        "--window", type=int, default=4096, metavar="N", help="tokens of a sample; the long built-in one has as many"
+        "--max-model-len",
+        type=int,
+        default=4096,
+        metavar="N",
+        help="tokens of a sample; the long built-in one has as many",
     )
     parity.add_argument("--seed", type=int, default=0, help="seed of the sampled answers (default: 0)")
     parity.add_argument(
-        "--seconds", type=float, default=1800.0, metavar="S", help="limit of each backend (default: 1800)"
+        "--timeout-seconds", type=float, default=1800.0, metavar="S", help="limit of each backend (default: 1800)"
     )
     parity.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there, too")
     parity.set_defaults(run=_run)
@@ -63,24 +67,24 @@ def add_parity(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from megatron_webrl.model.layout import Sizes
-    from megatron_webrl.parity.run import Request, check
+    from megatron_webrl.model.layout import ParallelSizes
+    from megatron_webrl.parity.check import ParityRequest, check_parity
 
-    request = Request(
+    request = ParityRequest(
         model=options.model,
         samples=options.samples,
-        sizes=Sizes(tensor=options.tp, pipeline=options.pp, virtual=options.vpp, expert=options.ep),
+        sizes=ParallelSizes(tensor=options.tp, pipeline=options.pp, virtual=options.vpp, expert=options.ep),
         layers=options.layers,
         attention=options.attention,
         dtype=options.dtype,
         platform=options.platform,
         tolerance=options.tolerance,
-        generate=options.generate,
-        window=options.window,
+        max_new_tokens=options.max_new_tokens,
+        max_model_len=options.max_model_len,
         vllm=not options.no_vllm,
         vllm_tensor_parallel=options.vllm_tp,
-        seconds=options.seconds,
+        timeout_seconds=options.timeout_seconds,
         seed=options.seed,
         json=options.json,
     )
-    return check(request, Console())
+    return check_parity(request, Console())

@@ -14,13 +14,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megatron_webrl.model.processing import Processor
-from megatron_webrl.parity.backends import Found
-from megatron_webrl.parity.samples import Sample
+from megatron_webrl.model.processor import Processor
+from megatron_webrl.parity.backends import BackendScores
+from megatron_webrl.parity.samples import ParitySample
 
 
 @dataclass(frozen=True)
-class Worst:
+class WorstToken:
     """The token whose log-probabilities are furthest apart."""
 
     sample: str
@@ -30,14 +30,14 @@ class Worst:
 
 
 @dataclass(frozen=True)
-class Difference:
+class LogprobDifference:
     """Two backends over all scored tokens. Numbers are absolute differences of log-probabilities."""
 
     backends: tuple[str, str]
     largest: float
     mean: float
     tokens: int
-    worst: Worst
+    worst: WorstToken
     by_sample: dict[str, float]  # largest of each sample
 
     def within(self, tolerance: float) -> bool:
@@ -45,12 +45,16 @@ class Difference:
         return self.largest <= tolerance
 
 
-def compare(found: Sequence[Found], samples: Sequence[Sample], processor: Processor) -> list[Difference]:
+def compare_backends(
+    found: Sequence[BackendScores], samples: Sequence[ParitySample], processor: Processor
+) -> list[LogprobDifference]:
     """Every pair of backends, in order."""
     return [_difference(a, b, samples, processor) for a, b in combinations(found, 2)]
 
 
-def _difference(first: Found, second: Found, samples: Sequence[Sample], processor: Processor) -> Difference:
+def _difference(
+    first: BackendScores, second: BackendScores, samples: Sequence[ParitySample], processor: Processor
+) -> LogprobDifference:
     gaps = [
         np.abs(a.astype(np.float64) - b.astype(np.float64))
         for a, b in zip(first.logprobs, second.logprobs, strict=True)
@@ -60,13 +64,13 @@ def _difference(first: Found, second: Found, samples: Sequence[Sample], processo
     tops = [np.nan_to_num(gap, nan=np.inf) for gap in gaps]
     which = int(np.argmax([top.max() for top in tops]))
     token = int(tops[which].argmax())
-    worst = Worst(
+    worst = WorstToken(
         samples[which].name,
         token,
-        processor.tokenizer.decode([int(samples[which].response[token])]),
+        processor.tokenizer.decode([int(samples[which].response_token_ids[token])]),
         (float(first.logprobs[which][token]), float(second.logprobs[which][token])),
     )
-    return Difference(
+    return LogprobDifference(
         (first.backend, second.backend),
         float(everything.max()),
         float(everything.mean()),
@@ -76,11 +80,11 @@ def _difference(first: Found, second: Found, samples: Sequence[Sample], processo
     )
 
 
-def show(
+def print_report(
     console: Console,
-    samples: Sequence[Sample],
-    found: Sequence[Found],
-    differences: Sequence[Difference],
+    samples: Sequence[ParitySample],
+    found: Sequence[BackendScores],
+    differences: Sequence[LogprobDifference],
     tolerance: float,
 ) -> None:
     """Print samples, backends and differences."""
@@ -104,17 +108,19 @@ def show(
     console.print(table)
 
 
-def _samples(samples: Sequence[Sample]) -> Table:
+def _samples(samples: Sequence[ParitySample]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="samples", title_justify="left")
     table.add_column("sample")
     for name in ("prompt tokens", "images", "tokens scored"):
         table.add_column(name, justify="right")
     for sample in samples:
-        table.add_row(sample.name, str(len(sample.prompt)), str(len(sample.images)), str(len(sample.response)))
+        table.add_row(
+            sample.name, str(len(sample.prompt_token_ids)), str(len(sample.images)), str(len(sample.response_token_ids))
+        )
     return table
 
 
-def _backends(found: Sequence[Found]) -> Table:
+def _backends(found: Sequence[BackendScores]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="backends", title_justify="left")
     table.add_column("backend")
     for name in ("processes", "start and load s", "score s", "peak memory MiB"):
@@ -132,9 +138,9 @@ def _backends(found: Sequence[Found]) -> Table:
 
 def write_json(
     path: Path,
-    samples: Sequence[Sample],
-    found: Sequence[Found],
-    differences: Sequence[Difference],
+    samples: Sequence[ParitySample],
+    found: Sequence[BackendScores],
+    differences: Sequence[LogprobDifference],
     settings: dict[str, Any],
 ) -> None:
     """All numbers of the check, `settings` first."""
@@ -143,9 +149,9 @@ def write_json(
         "samples": [
             {
                 "name": sample.name,
-                "prompt_tokens": len(sample.prompt),
+                "prompt_tokens": len(sample.prompt_token_ids),
                 "images": len(sample.images),
-                "tokens": len(sample.response),
+                "tokens": len(sample.response_token_ids),
             }
             for sample in samples
         ],

@@ -13,34 +13,34 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
-from megatron_webrl.config import ConfigError
-from megatron_webrl.model.processing import Processor, decode_image
-from megatron_webrl.parity.pages import draw_page, words
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.model.processor import Processor, decode_image
+from megatron_webrl.parity.page_images import draw_page, random_words
 
 ROLES = ("system", "user", "assistant", "tool")
-SYSTEM = "You are a web agent. You see a screenshot of a page and say what you do next."
-LONG_PAGE = (480, 320)  # pixels of the screenshots in the long sample
-CLOSE = 8  # tokens by which the long sample may miss its length
+SYSTEM_PROMPT = "You are a web agent. You see a screenshot of a page and say what you do next."
+LONG_SAMPLE_PAGE_SIZE = (480, 320)  # pixels of the screenshots in the long sample
+LENGTH_SLACK_TOKENS = 8  # tokens by which the long sample may miss its length
 
 
 @dataclass(frozen=True)
-class Sample:
+class ParitySample:
     """A prompt with its images, and the answer whose tokens are scored."""
 
     name: str
-    tokens: np.ndarray  # int32 [n], one placeholder per image
-    prompt: np.ndarray  # int32 [prompt], placeholders expanded
+    token_ids: np.ndarray  # int32 [n], one placeholder per image
+    prompt_token_ids: np.ndarray  # int32 [prompt], placeholders expanded
     images: tuple[bytes, ...]  # encoded, in prompt order
-    grids: np.ndarray  # int32 [images, 3], patches (t, h, w)
-    response: np.ndarray  # int32 [response]; empty: transformers samples one
+    image_grids: np.ndarray  # int32 [images, 3], patches (t, h, w)
+    response_token_ids: np.ndarray  # int32 [response]; empty: transformers samples one
 
     @property
     def length(self) -> int:
         """Tokens of prompt and response."""
-        return len(self.prompt) + len(self.response)
+        return len(self.prompt_token_ids) + len(self.response_token_ids)
 
 
-def read_samples(path: Path, processor: Processor, window: int, generate: int) -> list[Sample]:
+def read_samples(path: Path, processor: Processor, max_model_len: int, max_new_tokens: int) -> list[ParitySample]:
     """Samples of a JSONL file: {"messages": [...], "response": "..."} on each line.
 
     A message has "role" and "content": text, or a list of {"type": "text", "text": ...} and
@@ -58,7 +58,7 @@ def read_samples(path: Path, processor: Processor, window: int, generate: int) -
         try:
             messages, images, response = _parse(json.loads(line), path.parent)
             sample = _sample(f"line {number}", messages, images, response, processor)
-            _check_length(sample, window, generate)
+            _check_length(sample, max_model_len, max_new_tokens)
         except json.JSONDecodeError as error:
             raise ConfigError(f"{path} line {number} is not valid JSON: {error}") from error
         except ValueError as error:
@@ -69,7 +69,7 @@ def read_samples(path: Path, processor: Processor, window: int, generate: int) -
     return samples
 
 
-def built_in_samples(processor: Processor, window: int, generate: int) -> list[Sample]:
+def built_in_samples(processor: Processor, max_model_len: int, max_new_tokens: int) -> list[ParitySample]:
     """Text only; one screenshot; images of three sizes; and one that fills `window` tokens with its answer.
 
     Raises ConfigError if `window` is too small for them.
@@ -80,27 +80,27 @@ def built_in_samples(processor: Processor, window: int, generate: int) -> list[S
         _sample("text", _chat("Name three things that a shop's page shows."), [], None, processor),
         _sample("screenshot", _chat("Task: put the book in the basket.", 1), screenshot, None, processor),
         _sample("three images", _chat("Which of these pages asks for an address?", 3), several, None, processor),
-        _long_sample(processor, window - generate),
+        _long_sample(processor, max_model_len - max_new_tokens),
     ]
     for sample in samples:
         try:
-            _check_length(sample, window, generate)
+            _check_length(sample, max_model_len, max_new_tokens)
         except ValueError as error:
             raise ConfigError(f"sample {sample.name!r}: {error}") from error
     return samples
 
 
-def _check_length(sample: Sample, window: int, generate: int) -> None:
-    answer = len(sample.response) or generate
-    if len(sample.prompt) + answer > window:
+def _check_length(sample: ParitySample, window: int, generate: int) -> None:
+    answer = len(sample.response_token_ids) or generate
+    if len(sample.prompt_token_ids) + answer > window:
         raise ValueError(
-            f"{len(sample.prompt)} tokens of prompt and {answer} of answer exceed the window of {window} (--window)"
+            f"{len(sample.prompt_token_ids)} tokens of prompt and {answer} of answer exceed the window of {window} (--max-model-len)"
         )
 
 
 def _sample(
     name: str, messages: list[dict[str, Any]], images: Iterable[bytes], response: str | None, processor: Processor
-) -> Sample:
+) -> ParitySample:
     pictures = tuple(images)
     try:
         tokens = processor.encode_chat(messages)
@@ -110,32 +110,36 @@ def _sample(
     answer = np.zeros(0, np.int32) if response is None else processor.encode_response(response)
     if (answer == processor.image_token_id).any():
         raise ValueError("the response holds the placeholder of an image; images stand in messages only")
-    return Sample(name, tokens, processor.expand(tokens, grids), pictures, grids, answer)
+    return ParitySample(name, tokens, processor.expand_image_tokens(tokens, grids), pictures, grids, answer)
 
 
 def _chat(text: str, images: int = 0) -> list[dict[str, Any]]:
     content = [*({"type": "image"} for _ in range(images)), {"type": "text", "text": text}]
-    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}]
+    return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": content}]
 
 
-def _long_sample(processor: Processor, length: int) -> Sample:
+def _long_sample(processor: Processor, length: int) -> ParitySample:
     """Rounds of screenshots and answers, then text, so that the prompt has `length` tokens or a few less."""
 
-    page = cache(lambda number: draw_page(10 + number, *LONG_PAGE))
+    page = cache(lambda number: draw_page(10 + number, *LONG_SAMPLE_PAGE_SIZE))
 
-    def made(rounds: int, filling: int) -> Sample:
+    def made(rounds: int, filling: int) -> ParitySample:
         rng = random.Random(5)
-        messages = [{"role": "system", "content": SYSTEM}]
+        messages = [{"role": "system", "content": SYSTEM_PROMPT}]
         for _ in range(rounds):
-            messages += _chat(words(rng, 12), 1)[1:]
-            messages.append({"role": "assistant", "content": f"I click on {words(rng, 6)}."})
-        messages += _chat(words(random.Random(6), filling) if filling else "Go on.")[1:]
+            messages += _chat(random_words(rng, 12), 1)[1:]
+            messages.append({"role": "assistant", "content": f"I click on {random_words(rng, 6)}."})
+        messages += _chat(random_words(random.Random(6), filling) if filling else "Go on.")[1:]
         return _sample("long", messages, map(page, range(rounds)), None, processor)
 
-    if len(made(0, 0).prompt) > length:
-        raise ConfigError(f"--window leaves {length} tokens for a prompt; the shortest of the long sample is longer")
-    rounds = _largest(lambda n: len(made(n, 0).prompt) <= length, 1, length // 2)
-    return made(rounds, _largest(lambda n: len(made(rounds, n).prompt) <= length - CLOSE, 1, length))
+    if len(made(0, 0).prompt_token_ids) > length:
+        raise ConfigError(
+            f"--max-model-len leaves {length} tokens for a prompt; the shortest of the long sample is longer"
+        )
+    rounds = _largest(lambda n: len(made(n, 0).prompt_token_ids) <= length, 1, length // 2)
+    return made(
+        rounds, _largest(lambda n: len(made(rounds, n).prompt_token_ids) <= length - LENGTH_SLACK_TOKENS, 1, length)
+    )
 
 
 def _largest(fits: Callable[[int], bool], step: int, limit: int) -> int:

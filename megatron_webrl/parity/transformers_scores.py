@@ -11,36 +11,43 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_webrl import compat
-from megatron_webrl.model.processing import Processor
-from megatron_webrl.parity.samples import Sample
-from megatron_webrl.parity.work import Clock, Scores, Work, peak_bytes, serve
+from megatron_webrl.model.processor import Processor
+from megatron_webrl.parity.samples import ParitySample
+from megatron_webrl.parity.scoring_process import ProcessScores, ScoringJob, Stopwatch, peak_bytes, run_scoring_process
+from megatron_webrl.system import torchvision_shim
 
 
-def score(work: Work, folder: Path) -> Scores:
+def score(work: ScoringJob, folder: Path) -> ProcessScores:
     """Load the model whole and score all samples."""
-    clock = Clock()
+    clock = Stopwatch()
     cuda = work.platform == "cuda" or (work.platform == "auto" and torch.cuda.is_available())
     device = torch.device("cuda" if cuda else "cpu")
     model = _load(work, device)
     processor = Processor.load(work.model)
-    load_seconds = clock.read()
+    load_seconds = clock.lap()
     torch.manual_seed(work.seed)
     logprobs, responses = [], []
     with torch.no_grad():
         for sample in work.samples:
             pixels, _ = processor.pixels(sample.images)
-            visual = {"pixel_values": pixels.to(device, model.dtype), "image_grid_thw": _long(sample.grids, device)}
+            visual = {
+                "pixel_values": pixels.to(device, model.dtype),
+                "image_grid_thw": _long(sample.image_grids, device),
+            }
             visual = visual if sample.images else {}
-            response = sample.response if len(sample.response) else _continue(model, work, sample, processor, visual)
+            response = (
+                sample.response_token_ids
+                if len(sample.response_token_ids)
+                else _continue(model, work, sample, processor, visual)
+            )
             logprobs.append(_logprobs(model, sample, response, processor, visual))
             responses.append(response)
-    return Scores(tuple(logprobs), tuple(responses), load_seconds, clock.read(), peak_bytes(cuda))
+    return ProcessScores(tuple(logprobs), tuple(responses), load_seconds, clock.lap(), peak_bytes(cuda))
 
 
-def _load(work: Work, device: torch.device) -> Any:
+def _load(work: ScoringJob, device: torch.device) -> Any:
     """The model. Raises ValueError for a folder whose tensors are not exactly the model's."""
-    compat.install()
+    torchvision_shim.install()
     from transformers import AutoModelForImageTextToText
 
     try:
@@ -61,12 +68,12 @@ def _load(work: Work, device: torch.device) -> Any:
 
 
 def _continue(
-    model: Any, work: Work, sample: Sample, processor: Processor, visual: dict[str, torch.Tensor]
+    model: Any, work: ScoringJob, sample: ParitySample, processor: Processor, visual: dict[str, torch.Tensor]
 ) -> np.ndarray:
     """An answer sampled at temperature 1, without tokens that stand for images: int32 [up to work.generate]."""
     from transformers import GenerationConfig
 
-    ids = _long(sample.prompt, model.device)[None]
+    ids = _long(sample.prompt_token_ids, model.device)[None]
     config = model.config
     # Taken from the folder otherwise, and with it its cuts of the distribution.
     model.generation_config = GenerationConfig(
@@ -74,7 +81,7 @@ def _continue(
         temperature=1.0,
         top_k=0,
         top_p=1.0,
-        max_new_tokens=work.generate,
+        max_new_tokens=work.max_new_tokens,
         eos_token_id=processor.eos_token_id,
         pad_token_id=processor.eos_token_id,
         suppress_tokens=[
@@ -94,10 +101,10 @@ def _continue(
 
 
 def _logprobs(
-    model: Any, sample: Sample, response: np.ndarray, processor: Processor, visual: dict[str, torch.Tensor]
+    model: Any, sample: ParitySample, response: np.ndarray, processor: Processor, visual: dict[str, torch.Tensor]
 ) -> np.ndarray:
     """float32 [response]."""
-    ids = _long(np.concatenate([sample.prompt, response]), model.device)[None]
+    ids = _long(np.concatenate([sample.prompt_token_ids, response]), model.device)[None]
     images = ids == processor.image_token_id
     logits = model(
         input_ids=ids,
@@ -106,7 +113,7 @@ def _logprobs(
         logits_to_keep=len(response) + 1,
         **visual,
     ).logits[0, :-1]
-    targets = ids[0, len(sample.prompt) :]
+    targets = ids[0, len(sample.prompt_token_ids) :]
     return logits.float().log_softmax(dim=-1).gather(1, targets[:, None]).squeeze(1).cpu().numpy()
 
 
@@ -115,4 +122,4 @@ def _long(values: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    serve(score)
+    run_scoring_process(score)

@@ -11,50 +11,50 @@ from typing import Any
 
 import numpy as np
 
-from megatron_webrl import compat
-from megatron_webrl.config import Config
-from megatron_webrl.config_checks import model_description
-from megatron_webrl.model.processing import Processor, decode_image
-from megatron_webrl.parity.samples import Sample
-from megatron_webrl.parity.work import Clock, Scores, Work, peak_bytes, serve
-from megatron_webrl.rollout import vllm_environment
+from megatron_webrl.config.schema import Config
+from megatron_webrl.model.hf_config import read_model_config
+from megatron_webrl.model.processor import Processor, decode_image
+from megatron_webrl.parity.samples import ParitySample
+from megatron_webrl.parity.scoring_process import ProcessScores, ScoringJob, Stopwatch, peak_bytes, run_scoring_process
+from megatron_webrl.rollout.engine import vllm_environment
+from megatron_webrl.system import torchvision_shim
 
 SPARE_TOKENS = 64
 """Room in the cache beyond the longest sample: it is dealt out in blocks."""
 
 
-def score(work: Work, folder: Path) -> Scores:
+def score(work: ScoringJob, folder: Path) -> ProcessScores:
     """Start an engine in this process and score all samples in one batch."""
-    clock = Clock()
+    clock = Stopwatch()
     config = _config(work)
     cuda = vllm_environment.on_cuda(config)
-    compat.install()
-    os.environ.update(vllm_environment.environment(config))
+    torchvision_shim.install()
+    os.environ.update(vllm_environment.engine_environment(config))
     if work.vllm_tensor_parallel == 1:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
     llm = LLM(**_arguments(work, config, cuda))
     processor = Processor.load(work.model)
-    load_seconds = clock.read()
+    load_seconds = clock.lap()
     wanted = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
     found = llm.generate([_prompt(sample) for sample in work.samples], wanted, use_tqdm=False)
     logprobs = tuple(_logprobs(output, sample, processor) for output, sample in zip(found, work.samples, strict=True))
-    seconds = clock.read()
+    seconds = clock.lap()
     peak = peak_bytes(cuda)
-    return Scores(logprobs, (), load_seconds, seconds, peak)
+    return ProcessScores(logprobs, (), load_seconds, seconds, peak)
 
 
-def _config(work: Work) -> Config:
+def _config(work: ScoringJob) -> Config:
     """What the engine's environment is read from."""
     config = Config()
     config.model.path, config.model.dtype, config.model.platform = str(work.model), work.dtype, work.platform
     config.rollout.tensor_parallel = work.vllm_tensor_parallel
-    config.run.start_seconds = work.seconds
+    config.run.startup_timeout_seconds = work.timeout_seconds
     return config
 
 
-def _arguments(work: Work, config: Config, cuda: bool) -> dict[str, Any]:
+def _arguments(work: ScoringJob, config: Config, cuda: bool) -> dict[str, Any]:
     longest = max(sample.length for sample in work.samples)
     images: Any = {"image": max(1, *(len(sample.images) for sample in work.samples)), "video": 0}
     memory = {"gpu_memory_utilization": config.rollout.gpu_memory_utilization}
@@ -73,31 +73,33 @@ def _arguments(work: Work, config: Config, cuda: bool) -> dict[str, Any]:
     }
 
 
-def _cache_bytes(work: Work) -> int:
+def _cache_bytes(work: ScoringJob) -> int:
     """Bytes of keys and values of one token on one rank."""
-    text = model_description(work.model)["text_config"]
+    text = read_model_config(work.model)["text_config"]
     width = text["num_hidden_layers"] * text["num_key_value_heads"] * text["head_dim"]
     return 2 * width * (4 if work.dtype == "float32" else 2)
 
 
-def _prompt(sample: Sample) -> dict[str, Any]:
-    prompt: dict[str, Any] = {"prompt_token_ids": [*sample.tokens.tolist(), *sample.response.tolist()]}
+def _prompt(sample: ParitySample) -> dict[str, Any]:
+    prompt: dict[str, Any] = {"prompt_token_ids": [*sample.token_ids.tolist(), *sample.response_token_ids.tolist()]}
     if sample.images:
         prompt["multi_modal_data"] = {"image": [decode_image(data) for data in sample.images]}
     return prompt
 
 
-def _logprobs(output: Any, sample: Sample, processor: Processor) -> np.ndarray:
+def _logprobs(output: Any, sample: ParitySample, processor: Processor) -> np.ndarray:
     """float32 [response]. Raises ValueError if vLLM expanded the images to other numbers of tokens."""
     tokens = np.asarray(output.prompt_token_ids, np.int32)
-    if not np.array_equal(tokens, np.concatenate([sample.prompt, sample.response])):
+    if not np.array_equal(tokens, np.concatenate([sample.prompt_token_ids, sample.response_token_ids])):
         raise ValueError(
-            f"sample {sample.name}: vLLM expanded the images to {processor.image_lengths(tokens).tolist()} tokens, the "
-            f"processor to {processor.image_lengths(sample.prompt).tolist()}"
+            f"sample {sample.name}: vLLM expanded the images to {processor.image_token_counts(tokens).tolist()} tokens, the "
+            f"processor to {processor.image_token_counts(sample.prompt_token_ids).tolist()}"
         )
-    places = output.prompt_logprobs[len(sample.prompt) :]
-    return np.array([place[int(t)].logprob for place, t in zip(places, sample.response, strict=True)], np.float32)
+    places = output.prompt_logprobs[len(sample.prompt_token_ids) :]
+    return np.array(
+        [place[int(t)].logprob for place, t in zip(places, sample.response_token_ids, strict=True)], np.float32
+    )
 
 
 if __name__ == "__main__":
-    serve(score)
+    run_scoring_process(score)

@@ -13,17 +13,17 @@ import zlib
 
 import numpy as np
 
-ROW_WORDS = 512
-ROW_BYTES = ROW_WORDS * 8
+PAGE_WORDS = 512
+PAGE_BYTES = PAGE_WORDS * 8
 
 
 def checksum(buffer: bytes | memoryview) -> int:
     """64-bit checksum of a contiguous buffer, the same on every little-endian machine."""
     view = memoryview(buffer)
-    whole = view.nbytes // ROW_BYTES * ROW_BYTES
+    whole = view.nbytes // PAGE_BYTES * PAGE_BYTES
     rows = columns = b""
     if whole:
-        words = np.frombuffer(view, "<u8", whole // 8).reshape(-1, ROW_WORDS)
+        words = np.frombuffer(view, "<u8", whole // 8).reshape(-1, PAGE_WORDS)
         rows, columns = np.add.reduce(words, axis=1).data.cast("B"), np.add.reduce(words, axis=0).data.cast("B")
     with view[whole:] as tail:
         return zlib.crc32(columns) << 32 | zlib.crc32(tail, zlib.crc32(rows))

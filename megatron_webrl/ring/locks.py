@@ -21,21 +21,21 @@ from contextlib import contextmanager
 
 from megatron_webrl.ring.errors import RingError
 
-FIRST_PAUSE = 20e-6  # seconds
-LONGEST_PAUSE = 2e-3
-YIELDS = 20
+INITIAL_PAUSE_SECONDS = 20e-6  # seconds
+MAX_PAUSE_SECONDS = 2e-3
+MAX_YIELDS = 20
 _LOCK, _UNLOCK = (  # struct flock of the file's first byte
     struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 1, 0) for kind in (fcntl.F_WRLCK, fcntl.F_UNLCK)
 )
 
 
-def pauses(seconds: float, longest: float = LONGEST_PAUSE) -> Iterator[None]:
+def poll_with_backoff(seconds: float, max_pause_seconds: float = MAX_PAUSE_SECONDS) -> Iterator[None]:
     """Yield at once, then after growing pauses, and a last time when `seconds` have passed."""
-    deadline, pause = time.monotonic() + seconds, FIRST_PAUSE
+    deadline, pause = time.monotonic() + seconds, INITIAL_PAUSE_SECONDS
     yield
     while (left := deadline - time.monotonic()) > 0:
         time.sleep(min(pause, left))
-        pause = min(pause * 2, longest)
+        pause = min(pause * 2, max_pause_seconds)
         yield
 
 
@@ -56,7 +56,7 @@ class AllocationLock:
         self._threads = threading.Lock()
 
     @contextmanager
-    def held(self, seconds: float, holder: Callable[[], int]) -> Iterator[None]:
+    def acquire(self, seconds: float, last_holder: Callable[[], int]) -> Iterator[None]:
         """Hold the lock. `holder()` tells the pid of the last holder for the error when time runs out."""
         if os.getpid() != self._pid:
             raise RingError(
@@ -66,7 +66,7 @@ class AllocationLock:
         if not self._threads.acquire(timeout=seconds):
             raise RingError(f"ring {self._name}: another thread of this process held the lock for {seconds:g} s")
         try:
-            self._lock_file(seconds, holder)
+            self._lock_file(seconds, last_holder)
             try:
                 yield
             finally:
@@ -75,9 +75,9 @@ class AllocationLock:
             self._threads.release()
 
     def _lock_file(self, seconds: float, holder: Callable[[], int]) -> None:
-        for _ in pauses(seconds):
+        for _ in poll_with_backoff(seconds):
             # The lock is held for microseconds, the shortest sleep takes some 70: yield a few times first.
-            for _ in range(YIELDS):
+            for _ in range(MAX_YIELDS):
                 try:
                     fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _LOCK)
                     return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_webrl.ring.ring import Ring
-from megatron_webrl.ring.segment import run_prefix, sweep
+from megatron_webrl.ring.segment import segment_prefix, sweep_segments
 
 
 @dataclass(frozen=True)
@@ -17,16 +17,16 @@ class NodeRing:
 
     node: int
     name: str  # of the segment
-    run_id: str  # of the job, the same on all of its nodes
+    job_id: str  # of the job, the same on all of its nodes
 
-    def sweep(self, run: str) -> list[str]:
+    def sweep_segments(self, run: str) -> list[str]:
         """Remove what earlier jobs of the run left on this machine and nobody uses; returns the names."""
-        return sweep(run_prefix(run))
+        return sweep_segments(segment_prefix(run))
 
     def create_or_attach(self, size_bytes: int) -> Ring:
         """For those who write. Raises RingError, also if an earlier job's processes still use the name."""
-        return Ring.create_or_attach(self.name, size_bytes, self.run_id)
+        return Ring.create_or_attach(self.name, size_bytes, self.job_id)
 
     def attach(self, seconds: float) -> Ring:
         """For those who read: wait until this job's ring is there. Raises RingError."""
-        return Ring.attach(self.name, seconds, self.run_id)
+        return Ring.attach(self.name, seconds, self.job_id)

@@ -22,13 +22,13 @@ from megatron_webrl.ring.errors import RecordError
 from megatron_webrl.types import Action, Step, Task, Trajectory
 
 MAGIC = b"WEBRLREC"
-FORMAT = 3
+FORMAT_VERSION = 3
 ALIGNMENT = 8
 _HEADER = struct.Struct("<8sIIQQ")
 
 # name, dtype, number of entries as a function of the step's lengths (prompt, response, images), trailing shape
 _PROMPT, _RESPONSE, _IMAGES = 0, 1, 2
-ARRAYS: tuple[tuple[str, str, int, tuple[int, ...]], ...] = (
+STEP_ARRAYS: tuple[tuple[str, str, int, tuple[int, ...]], ...] = (
     ("prompt_token_ids", "<i4", _PROMPT, ()),
     ("response_token_ids", "<i4", _RESPONSE, ()),
     ("logprobs", "<f4", _RESPONSE, ()),
@@ -36,14 +36,14 @@ ARRAYS: tuple[tuple[str, str, int, tuple[int, ...]], ...] = (
     ("images", "<i4", _IMAGES, ()),
     ("image_grids", "<i4", _IMAGES, (3,)),
 )
-_NO_SCALARS = {name for name, *_ in ARRAYS} | {"action", "task", "steps", "images"}
+_NO_SCALARS = {name for name, *_ in STEP_ARRAYS} | {"action", "task", "steps", "images"}
 _STEP_SCALARS = tuple(field.name for field in fields(Step) if field.name not in _NO_SCALARS)
 _KINDS = {"int": int, "float": float, "str": str}
 _SCALARS = {field.name: _KINDS[str(field.type)] for field in fields(Trajectory) if field.name not in _NO_SCALARS}
 Buffer = bytes | memoryview
 
 
-def encode(trajectory: Trajectory) -> list[Buffer]:
+def encode_trajectory(trajectory: Trajectory) -> list[Buffer]:
     """The record as buffers to be written one after the other. Arrays and images are referred to, not copied.
 
     Raises RecordError if an array's dtype or shape is not what types.Step says, or a step names a missing image.
@@ -63,15 +63,15 @@ def encode(trajectory: Trajectory) -> list[Buffer]:
         raise RecordError(f"trajectory of ticket {trajectory.ticket}, index {trajectory.index}: {error}") from error
     buffers: list[Buffer] = [text, _padding(len(text))]
     for step in trajectory.steps:
-        for name, _, _, _ in ARRAYS:
+        for name, _, _, _ in STEP_ARRAYS:
             array = np.ascontiguousarray(getattr(step, name))
             buffers += [array.data.cast("B") if array.size else b"", _padding(array.nbytes)]
     buffers += trajectory.images
     total = _HEADER.size + sum(len(buffer) for buffer in buffers)
-    return [_HEADER.pack(MAGIC, FORMAT, zlib.crc32(text), total, len(text)), *(b for b in buffers if len(b))]
+    return [_HEADER.pack(MAGIC, FORMAT_VERSION, zlib.crc32(text), total, len(text)), *(b for b in buffers if len(b))]
 
 
-def decode(buffer: bytes | bytearray | memoryview, copy: bool = False) -> Trajectory:
+def decode_trajectory(buffer: bytes | bytearray | memoryview, copy: bool = False) -> Trajectory:
     """The trajectory in a record.
 
     With `copy=False` arrays and images are read-only views of `buffer` (images as memoryview), valid as long as it is.
@@ -85,7 +85,7 @@ def decode(buffer: bytes | bytearray | memoryview, copy: bool = False) -> Trajec
         if isinstance(error, RecordError):
             raise
         raise RecordError(
-            f"record of {len(view)} bytes has a description that does not fit format {FORMAT}: {error!r}"
+            f"record of {len(view)} bytes has a description that does not fit format {FORMAT_VERSION}: {error!r}"
         ) from error
 
 
@@ -97,7 +97,7 @@ def _build(view: memoryview, description: dict[str, Any], position: int, copy: b
     steps = []
     for described in description["steps"]:
         arrays: dict[str, Any] = {}
-        for (name, dtype, which, shape), size in zip(ARRAYS, _array_bytes(described["lengths"]), strict=True):
+        for (name, dtype, which, shape), size in zip(STEP_ARRAYS, _array_bytes(described["lengths"]), strict=True):
             flat = np.frombuffer(view[position : position + size], dtype).reshape(described["lengths"][which], *shape)
             arrays[name] = flat.copy() if copy else flat
             position += _padded(size)
@@ -120,8 +120,10 @@ def _description(view: memoryview) -> tuple[dict[str, Any], int]:
     magic, version, crc, total, length = _HEADER.unpack(view[: _HEADER.size])
     if magic != MAGIC:
         raise RecordError(f"not a record: it begins with {magic!r}, not {MAGIC!r}")
-    if version != FORMAT:
-        raise RecordError(f"record has format {version}, this program knows {FORMAT}; use the program that wrote it")
+    if version != FORMAT_VERSION:
+        raise RecordError(
+            f"record has format {version}, this program knows {FORMAT_VERSION}; use the program that wrote it"
+        )
     if total != len(view):
         what = "truncated" if len(view) < total else "followed by foreign bytes"
         raise RecordError(f"record is {what}: {len(view)} bytes, its header says {total}")
@@ -136,7 +138,7 @@ def _description(view: memoryview) -> tuple[dict[str, Any], int]:
 def _lengths(step: Step, index: int, images: int) -> list[int]:
     """Lengths of prompt, response and images of a step whose arrays are as they must be."""
     lengths = [len(step.prompt_token_ids), len(step.response_token_ids), len(step.images)]
-    for name, dtype, which, shape in ARRAYS:
+    for name, dtype, which, shape in STEP_ARRAYS:
         array = getattr(step, name)
         expected = (lengths[which], *shape)
         if array.dtype != np.dtype(dtype) or array.shape != expected:
@@ -152,7 +154,7 @@ def _lengths(step: Step, index: int, images: int) -> list[int]:
 def _array_bytes(lengths: list[int]) -> list[int]:
     if len(lengths) != 3 or min(lengths) < 0:
         raise RecordError(f"record is damaged: lengths {lengths} of a step")
-    return [int(np.prod((lengths[which], *shape))) * np.dtype(dtype).itemsize for _, dtype, which, shape in ARRAYS]
+    return [int(np.prod((lengths[which], *shape))) * np.dtype(dtype).itemsize for _, dtype, which, shape in STEP_ARRAYS]
 
 
 def _action(described: dict[str, Any] | None) -> Action | None:

@@ -15,7 +15,7 @@ from megatron_webrl.ring.checksum import checksum
 from megatron_webrl.ring.errors import RecordError
 
 MAGIC = b"WEBRLFIL"
-FORMAT = 1
+FORMAT_VERSION = 1
 _END = 2**64 - 1  # in place of a length: the trailer, whose second number is the count of records
 _HEAD = struct.Struct("<8sQ")
 _ENTRY = struct.Struct("<QQ")
@@ -24,7 +24,7 @@ _ENTRY = struct.Struct("<QQ")
 class RecordFileWriter:
     """Writes records to a temporary file beside `path`, which gets its name when closed without an error.
 
-    Example: `with RecordFileWriter(path) as file: file.write(record.encode(trajectory))`.
+    Example: `with RecordFileWriter(path) as file: file.write(record.encode_trajectory(trajectory))`.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -32,7 +32,7 @@ class RecordFileWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.part")
         self._file: BinaryIO | None = self._temporary.open("wb")
-        self._file.write(_HEAD.pack(MAGIC, FORMAT))
+        self._file.write(_HEAD.pack(MAGIC, FORMAT_VERSION))
         self.records = 0
 
     def write(self, buffers: Sequence[bytes | memoryview]) -> None:
@@ -81,8 +81,10 @@ def read_record_file(path: str | Path) -> Iterator[bytes]:
         if head[:8] != MAGIC or len(head) < _HEAD.size:
             raise RecordError(f"{path} is not a record file: it begins with {head[:8]!r}, not {MAGIC!r}")
         version = _HEAD.unpack(head)[1]
-        if version != FORMAT:
-            raise RecordError(f"{path} has format {version}, this program knows {FORMAT}; use the one that wrote it")
+        if version != FORMAT_VERSION:
+            raise RecordError(
+                f"{path} has format {version}, this program knows {FORMAT_VERSION}; use the one that wrote it"
+            )
         while True:
             entry = file.read(_ENTRY.size)
             if len(entry) < _ENTRY.size:

@@ -21,31 +21,31 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_webrl.processes import is_alive, start_time
 from megatron_webrl.ring import segment as segments
 from megatron_webrl.ring.checksum import checksum
 from megatron_webrl.ring.errors import RecordCorrupt, RecordTooLarge, RingError, RingFull
-from megatron_webrl.ring.locks import AllocationLock, pauses
-from megatron_webrl.ring.segment import FIRST_AT, HOLDER_AT, NEXT_AT, SLOT_BYTES, TABLE_AT, Segment
+from megatron_webrl.ring.locks import AllocationLock, poll_with_backoff
+from megatron_webrl.ring.segment import FIRST_OFFSET, HOLDER_OFFSET, NEXT_OFFSET, SLOT_BYTES, SLOT_TABLE_OFFSET, Segment
+from megatron_webrl.system.child_process import is_alive, start_time
 
-LOCK_SECONDS = 10.0  # the lock is held for microseconds; a holder that was stopped keeps it
+LOCK_TIMEOUT_SECONDS = 10.0  # the lock is held for microseconds; a holder that was stopped keeps it
 ALIGNMENT = 64  # bytes; records begin on a cache line
 
 # A slot: its state word holds the sequence number too, so one load tells whose state it is.
 # The state word is loaded and stored atomically, and orders the plain accesses to the rest.
-STATE, DESCRIPTOR, CHECKSUM = 0, 8, 40
+STATE_OFFSET, DESCRIPTOR_OFFSET, CHECKSUM_OFFSET = 0, 8, 40
 _DESCRIPTOR = struct.Struct("=4Q")  # start (a position that never wraps), length, writer's pid and start time
 RESERVED, COMMITTED, RELEASED = 1, 2, 3
 
 
 @dataclass(frozen=True)
-class Usage:
+class RingUsage:
     """What a ring holds at one moment."""
 
-    bytes_held: int  # not free for new records: held by records, and skipped at the end of the data area
+    bytes_used: int  # not free for new records: held by records, and skipped at the end of the data area
     bytes_capacity: int
     records: int  # committed and not acknowledged
-    writing: int  # reserved, not committed
+    reserved: int  # reserved, not committed
 
 
 class Ring:
@@ -56,29 +56,29 @@ class Ring:
     """
 
     def __init__(self, segment: Segment) -> None:
-        self.name, self.run_id = segment.name, segment.run_id
+        self.name, self.job_id = segment.name, segment.job_id
         self._segment, self._words, self._layout = segment, segment.words, segment.layout
         self._lock = AllocationLock(segment.fd, segment.name)
         self._pid, self._pid_start = os.getpid(), start_time(os.getpid())
-        table = np.frombuffer(segment.mapping, np.uint64, self._layout.slots * SLOT_BYTES // 8, TABLE_AT)
-        self._states: np.ndarray | None = table.reshape(-1, SLOT_BYTES // 8)[:, STATE // 8]  # [slots]
-        self._data = memoryview(segment.mapping)[self._layout.data_at :]
+        table = np.frombuffer(segment.mapping, np.uint64, self._layout.slots * SLOT_BYTES // 8, SLOT_TABLE_OFFSET)
+        self._states: np.ndarray | None = table.reshape(-1, SLOT_BYTES // 8)[:, STATE_OFFSET // 8]  # [slots]
+        self._data = memoryview(segment.mapping)[self._layout.data_offset :]
 
     @classmethod
-    def create_or_attach(cls, name: str, size_bytes: int, run_id: str, seconds: float = 10.0) -> Ring:
+    def create_or_attach(cls, name: str, size_bytes: int, job_id: str, seconds: float = 10.0) -> Ring:
         """Attach the ring of this name and run, made if missing, with `size_bytes` of data (rounded up to a page).
 
         Raises RingError if it exists with another size or run, or if shared memory has no room.
         """
-        return cls(segments.create_or_attach(name, size_bytes, run_id, seconds))
+        return cls(segments.create_or_attach(name, size_bytes, job_id, seconds))
 
     @classmethod
-    def attach(cls, name: str, seconds: float = 10.0, run_id: str | None = None) -> Ring:
+    def attach(cls, name: str, seconds: float = 10.0, job_id: str | None = None) -> Ring:
         """Attach a ring that another process makes, waiting up to `seconds` for it. Raises RingError.
 
         With a `run_id` a ring of another run counts as not there.
         """
-        return cls(segments.attach(name, seconds, run_id))
+        return cls(segments.attach(name, seconds, job_id))
 
     @property
     def capacity(self) -> int:
@@ -100,7 +100,7 @@ class Ring:
             for view in views:
                 target[position : position + view.nbytes] = view
                 position += view.nbytes
-            self._words.store(slot + CHECKSUM, checksum(target))
+            self._words.store(slot + CHECKSUM_OFFSET, checksum(target))
         except BaseException:
             self._words.store(slot, _word(sequence, RELEASED))
             raise
@@ -112,7 +112,7 @@ class Ring:
 
         Records commit in any order: a lower number may turn up after a higher one, so readers keep a set.
         """
-        first, following = self._words.load(FIRST_AT), self._words.load(NEXT_AT)
+        first, following = self._words.load(FIRST_OFFSET), self._words.load(NEXT_OFFSET)
         numbers = np.arange(first, following, dtype=np.uint64)
         states = self._state_words()[numbers % np.uint64(self._layout.slots)]
         likely = numbers[states == numbers * np.uint64(4) + np.uint64(COMMITTED)].tolist()
@@ -121,7 +121,7 @@ class Ring:
 
     def wait(self, seen: Container[int], seconds: float) -> list[int]:
         """Like `committed`, but waits up to `seconds` for at least one; empty when the time is up."""
-        for _ in pauses(seconds):
+        for _ in poll_with_backoff(seconds):
             if found := self.committed(seen):
                 return found
         return []
@@ -142,7 +142,7 @@ class Ring:
                 "its slot was overwritten; acknowledge it to drop it"
             )
         record = self._data[offset : offset + length].toreadonly()
-        if verify and (found := checksum(record)) != (expected := self._words.load(slot + CHECKSUM)):
+        if verify and (found := checksum(record)) != (expected := self._words.load(slot + CHECKSUM_OFFSET)):
             raise RecordCorrupt(
                 f"ring {self.name}: record {sequence} of {length} bytes has checksum {found:016x}, its writer "
                 f"(process {writer}) committed {expected:016x}; acknowledge it to drop it"
@@ -157,7 +157,7 @@ class Ring:
         """
         numbers = list(sequences)
         with self._locked():
-            first, following = self._words.load(FIRST_AT), self._words.load(NEXT_AT)
+            first, following = self._words.load(FIRST_OFFSET), self._words.load(NEXT_OFFSET)
             for number in numbers:
                 if number >= following or (number >= first and self._state(number) == RESERVED):
                     raise RingError(
@@ -168,13 +168,13 @@ class Ring:
                     self._words.store(self._slot(number), _word(number, RELEASED))
             self._free()
 
-    def usage(self) -> Usage:
+    def usage(self) -> RingUsage:
         """What the ring holds; places of dead writers that can be freed are freed first."""
         with self._locked():
             first, following = self._free()
             states = [self._state(number) for number in range(first, following)]
             tail, head = self._span(first, following)
-        return Usage(head - tail, self._layout.capacity, states.count(COMMITTED), states.count(RESERVED))
+        return RingUsage(head - tail, self._layout.capacity, states.count(COMMITTED), states.count(RESERVED))
 
     def close(self) -> None:
         """Detach; a second call does nothing. Views that `read` gave stay valid as memory, not in content."""
@@ -182,7 +182,7 @@ class Ring:
             return
         self._states = None
         self._data.release()
-        segments.release(self._segment)
+        segments.detach(self._segment)
 
     def unlink(self) -> None:
         """Remove the ring's name, before `close`. Processes that are attached keep working on the memory."""
@@ -199,9 +199,9 @@ class Ring:
         if length > self._layout.capacity:
             raise RecordTooLarge(
                 f"a record of {length} bytes does not fit ring {self.name} of {self._layout.capacity} bytes; raise "
-                "ring.mib, or make episodes shorter or screenshots smaller"
+                "ring.capacity_mib, or make episodes shorter or screenshots smaller"
             )
-        for _ in pauses(seconds):
+        for _ in poll_with_backoff(seconds):
             with self._locked():
                 first, following = self._free()
                 start = self._place(length, first, following)
@@ -210,10 +210,10 @@ class Ring:
                     return following, start % self._layout.capacity
         held = self.usage()
         raise RingFull(
-            f"ring {self.name} had no room for {length} bytes within {seconds:g} s: {held.bytes_held} of "
-            f"{held.bytes_capacity} bytes and {held.records + held.writing} of {self._layout.slots} slots are held by "
-            f"{held.records} unacknowledged records and {held.writing} being written, the oldest of them record "
-            f"{self._words.load(FIRST_AT)}; is the trainer alive? Otherwise raise ring.mib or ring.full_seconds"
+            f"ring {self.name} had no room for {length} bytes within {seconds:g} s: {held.bytes_used} of "
+            f"{held.bytes_capacity} bytes and {held.records + held.reserved} of {self._layout.slots} slots are held by "
+            f"{held.records} unacknowledged records and {held.reserved} being written, the oldest of them record "
+            f"{self._words.load(FIRST_OFFSET)}; is the trainer alive? Otherwise raise ring.capacity_mib or ring.write_timeout_seconds"
         )
 
     def _place(self, length: int, first: int, following: int) -> int | None:
@@ -229,13 +229,15 @@ class Ring:
 
     def _claim(self, sequence: int, start: int, length: int) -> None:
         slot = self._slot(sequence)
-        _DESCRIPTOR.pack_into(self._segment.mapping, slot + DESCRIPTOR, start, length, self._pid, self._pid_start)
+        _DESCRIPTOR.pack_into(
+            self._segment.mapping, slot + DESCRIPTOR_OFFSET, start, length, self._pid, self._pid_start
+        )
         self._words.store(slot, _word(sequence, RESERVED))
-        self._words.store(NEXT_AT, sequence + 1)
+        self._words.store(NEXT_OFFSET, sequence + 1)
 
     def _free(self) -> tuple[int, int]:
         """Move `first` over released records and over places whose writer died; returns `first` and `next`."""
-        first, following = self._words.load(FIRST_AT), self._words.load(NEXT_AT)
+        first, following = self._words.load(FIRST_OFFSET), self._words.load(NEXT_OFFSET)
         position = first
         while position < following:
             state = self._state(position)
@@ -245,7 +247,7 @@ class Ring:
                 break
             position += 1
         if position != first:
-            self._words.store(FIRST_AT, position)
+            self._words.store(FIRST_OFFSET, position)
         return position, following
 
     def _span(self, first: int, following: int) -> tuple[int, int]:
@@ -264,16 +266,16 @@ class Ring:
         return word % 4
 
     def _describe(self, sequence: int) -> str:
-        if sequence >= self._words.load(NEXT_AT):
+        if sequence >= self._words.load(NEXT_OFFSET):
             return "not written yet"
         word = self._words.load(self._slot(sequence))
         return "being written" if word == _word(sequence, RESERVED) else "acknowledged or given up by its writer"
 
     def _descriptor(self, slot: int) -> tuple[int, int, int, int]:
-        return _DESCRIPTOR.unpack_from(self._segment.mapping, slot + DESCRIPTOR)
+        return _DESCRIPTOR.unpack_from(self._segment.mapping, slot + DESCRIPTOR_OFFSET)
 
     def _slot(self, sequence: int) -> int:
-        return TABLE_AT + sequence % self._layout.slots * SLOT_BYTES
+        return SLOT_TABLE_OFFSET + sequence % self._layout.slots * SLOT_BYTES
 
     def _state_words(self) -> np.ndarray:
         if self._states is None:
@@ -283,8 +285,8 @@ class Ring:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         self._state_words()  # after close, the lock's file descriptor may be another file's
-        with self._lock.held(LOCK_SECONDS, lambda: self._words.load(HOLDER_AT)):
-            self._words.store(HOLDER_AT, self._pid)
+        with self._lock.acquire(LOCK_TIMEOUT_SECONDS, lambda: self._words.load(HOLDER_OFFSET)):
+            self._words.store(HOLDER_OFFSET, self._pid)
             yield
 
 

@@ -19,49 +19,56 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_webrl.ring.atomic import Words
+from megatron_webrl.ring.atomic_words import AtomicWords
 from megatron_webrl.ring.errors import RingError
-from megatron_webrl.ring.locks import pauses, try_lifetime_lock
+from megatron_webrl.ring.locks import poll_with_backoff, try_lifetime_lock
 
-FOLDER = Path("/dev/shm")
+SHM_FOLDER = Path("/dev/shm")
 MAGIC = int.from_bytes(b"WEBRLRNG", "little")
-FORMAT = 1
-PAGE = 4096
+FORMAT_VERSION = 1
+PAGE_BYTES = 4096
 SLOT_BYTES = 64  # one cache line
 BYTES_PER_SLOT = 8192  # one slot for so much data: the table never fills before the data do, unless records are tiny
 MIN_SLOTS = 64
-RUN_ID_BYTES = 128
+JOB_ID_BYTES = 128
 
 # Byte offsets in the header. The magic is stored last: it is the commit word of the creation.
-MAGIC_AT, FORMAT_AT, CAPACITY_AT, SLOTS_AT, NAMESPACE_AT, RUN_ID_AT = 0, 8, 16, 24, 32, 64
-FIRST_AT, NEXT_AT, HOLDER_AT = 256, 320, 384  # each on a cache line of its own
-TABLE_AT = PAGE
+MAGIC_OFFSET, FORMAT_VERSION_OFFSET, CAPACITY_OFFSET, SLOTS_OFFSET, NAMESPACE_OFFSET, JOB_ID_OFFSET = (
+    0,
+    8,
+    16,
+    24,
+    32,
+    64,
+)
+FIRST_OFFSET, NEXT_OFFSET, HOLDER_OFFSET = 256, 320, 384  # each on a cache line of its own
+SLOT_TABLE_OFFSET = PAGE_BYTES
 
 
 @dataclass(frozen=True)
-class Layout:
+class SegmentLayout:
     """Sizes of one segment, all in bytes but `slots`."""
 
     capacity: int  # data area
     slots: int
 
     @classmethod
-    def of(cls, size_bytes: int) -> Layout:
+    def for_size(cls, size_bytes: int) -> SegmentLayout:
         """The layout with at least `size_bytes` of data."""
         if size_bytes <= 0:
             raise RingError(f"size_bytes={size_bytes} of a ring must be greater than 0")
-        capacity = -(-size_bytes // PAGE) * PAGE
+        capacity = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
         return cls(capacity, max(MIN_SLOTS, capacity // BYTES_PER_SLOT))
 
     @property
-    def data_at(self) -> int:
+    def data_offset(self) -> int:
         """Offset of the data area in the file."""
-        return TABLE_AT + -(-self.slots * SLOT_BYTES // PAGE) * PAGE
+        return SLOT_TABLE_OFFSET + -(-self.slots * SLOT_BYTES // PAGE_BYTES) * PAGE_BYTES
 
     @property
-    def total(self) -> int:
+    def total_bytes(self) -> int:
         """Size of the file."""
-        return self.data_at + self.capacity
+        return self.data_offset + self.capacity
 
 
 @dataclass(frozen=True)
@@ -69,34 +76,34 @@ class Segment:
     """An attached segment. `fd` holds the shared lifetime lock."""
 
     name: str
-    run_id: str
+    job_id: str
     fd: int
     pid: int  # that attached
     mapping: mmap.mmap
-    words: Words
-    layout: Layout
+    words: AtomicWords
+    layout: SegmentLayout
 
 
 def segment_name(run: str, identity: str) -> str:
     """The name of a run's segment, `webrl-<run>-<short id>`, the same for all who give the same identity."""
-    return run_prefix(run) + hashlib.blake2s(identity.encode(), digest_size=4).hexdigest()
+    return segment_prefix(run) + hashlib.blake2s(identity.encode(), digest_size=4).hexdigest()
 
 
-def run_prefix(run: str) -> str:
+def segment_prefix(run: str) -> str:
     """How the names of a run's segments begin."""
     return f"webrl-{re.sub(r'[^A-Za-z0-9._-]', '_', run)[:64]}-"
 
 
-def create_or_attach(name: str, size_bytes: int, run_id: str, seconds: float) -> Segment:
+def create_or_attach(name: str, size_bytes: int, job_id: str, seconds: float) -> Segment:
     """Attach the segment of this name, made first if it is not there or was left half made. Raises RingError."""
-    if len(run_id.encode()) > RUN_ID_BYTES:
-        raise RingError(f"run id {run_id!r} is longer than {RUN_ID_BYTES} bytes")
-    path, layout = _path(name), Layout.of(size_bytes)
-    for _ in pauses(seconds):
+    if len(job_id.encode()) > JOB_ID_BYTES:
+        raise RingError(f"job id {job_id!r} is longer than {JOB_ID_BYTES} bytes")
+    path, layout = _path(name), SegmentLayout.for_size(size_bytes)
+    for _ in poll_with_backoff(seconds):
         with _opened(path, os.O_CREAT) as opened:
             fd = opened.fd
             if try_lifetime_lock(fd, fcntl.LOCK_EX) and _is_at(fd, path) and not _is_made(fd):
-                _make(fd, path, layout, run_id)
+                _make(fd, path, layout, job_id)
             # Turning the exclusive lock into a shared one lets go of it for a moment, in which the segment may
             # be swept: hence the second look at the path.
             if try_lifetime_lock(fd, fcntl.LOCK_SH) and _is_at(fd, path) and _is_made(fd):
@@ -107,25 +114,25 @@ def create_or_attach(name: str, size_bytes: int, run_id: str, seconds: float) ->
         raise RingError(
             f"ring {name} could not be created within {seconds:g} s: its file stays locked by another process"
         )
-    if segment.run_id != run_id or segment.layout != layout:
-        release(segment)
+    if segment.job_id != job_id or segment.layout != layout:
+        detach(segment)
         raise RingError(
-            f"ring {name} exists with run id {segment.run_id!r} and {segment.layout.capacity} bytes, not {run_id!r} "
+            f"ring {name} exists with job id {segment.job_id!r} and {segment.layout.capacity} bytes, not {job_id!r} "
             f"and {layout.capacity} bytes; use another name, or unlink {path} if its run is over"
         )
     return segment
 
 
-def attach(name: str, seconds: float, run_id: str | None = None) -> Segment:
+def attach(name: str, seconds: float, job_id: str | None = None) -> Segment:
     """Attach a segment that another process makes, waiting for it up to `seconds`. Raises RingError.
 
     With a `run_id` a segment of another run is left alone, not even locked: it may be swept meanwhile.
     """
     path, other = _path(name), ""
-    for _ in pauses(seconds, longest=0.02):
+    for _ in poll_with_backoff(seconds, max_pause_seconds=0.02):
         try:
             with _opened(path) as opened:
-                if run_id is not None and _is_made(opened.fd) and (found := _run_id(opened.fd)) != run_id:
+                if job_id is not None and _is_made(opened.fd) and (found := _run_id(opened.fd)) != job_id:
                     other = f"; the one at {path} is of another job, {found}"
                     continue
                 if try_lifetime_lock(opened.fd, fcntl.LOCK_SH) and _is_at(opened.fd, path) and _is_made(opened.fd):
@@ -136,9 +143,9 @@ def attach(name: str, seconds: float, run_id: str | None = None) -> Segment:
     raise RingError(f"ring {name} was not there within {seconds:g} s: nobody made {path}{other}")
 
 
-def release(segment: Segment) -> None:
+def detach(segment: Segment) -> None:
     """Detach. Memory that is still referred to stays mapped until the last reference goes."""
-    segment.words.forget()
+    segment.words.invalidate()
     if segment.pid == os.getpid():  # a fork shares the lock, which its parent still needs
         fcntl.flock(segment.fd, fcntl.LOCK_UN)  # the mapping holds a duplicate of fd: closing fd is not enough
     os.close(segment.fd)
@@ -153,7 +160,7 @@ def unlink(segment: Segment) -> None:
         path.unlink(missing_ok=True)
 
 
-def sweep(prefix: str = "webrl-") -> list[str]:
+def sweep_segments(prefix: str = "webrl-") -> list[str]:
     """Remove the segments whose name starts so and that nobody is attached to; returns their names.
 
     Files that are not ours, belong to other users or are in use stay.
@@ -161,7 +168,7 @@ def sweep(prefix: str = "webrl-") -> list[str]:
     if not prefix:
         raise RingError("sweep needs a prefix, such as 'webrl-'; an empty one would match every file in shared memory")
     removed = []
-    for path in sorted(FOLDER.glob(f"{prefix}*")):
+    for path in sorted(SHM_FOLDER.glob(f"{prefix}*")):
         try:
             with _opened(path) as opened:
                 if _is_ours(opened.fd) and try_lifetime_lock(opened.fd, fcntl.LOCK_EX) and _is_at(opened.fd, path):
@@ -198,7 +205,7 @@ def _opened(path: Path, flags: int = 0) -> Iterator[_Opened]:
 def _path(name: str) -> Path:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}", name):
         raise RingError(f"ring name {name!r} is not a plain file name of letters, digits, '.', '_' and '-'")
-    return FOLDER / name
+    return SHM_FOLDER / name
 
 
 def _is_at(fd: int, path: Path) -> bool:
@@ -210,9 +217,9 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def _is_made(fd: int) -> bool:
-    magic = os.pread(fd, 8, MAGIC_AT)
+    magic = os.pread(fd, 8, MAGIC_OFFSET)
     if magic.strip(b"\0") and magic != MAGIC.to_bytes(8, "little"):
-        raise RingError(f"a file in {FOLDER} with a ring's name begins with {magic!r}; it is no ring: move it away")
+        raise RingError(f"a file in {SHM_FOLDER} with a ring's name begins with {magic!r}; it is no ring: move it away")
     return len(magic) == 8 and magic.strip(b"\0") != b""
 
 
@@ -220,49 +227,55 @@ def _is_ours(fd: int) -> bool:
     """Whether this is a ring, or the beginning of one whose creator died: an empty or zeroed file."""
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         return False
-    magic = os.pread(fd, 8, MAGIC_AT)
+    magic = os.pread(fd, 8, MAGIC_OFFSET)
     return magic == MAGIC.to_bytes(8, "little") or not magic.strip(b"\0")
 
 
-def _make(fd: int, path: Path, layout: Layout, run_id: str) -> None:
+def _make(fd: int, path: Path, layout: SegmentLayout, run_id: str) -> None:
     try:
         os.ftruncate(fd, 0)
         # Every page is taken here: a write to a page that shared memory has no room for would end the process.
-        os.posix_fallocate(fd, 0, layout.total)
+        os.posix_fallocate(fd, 0, layout.total_bytes)
     except OSError as error:
         path.unlink(missing_ok=True)
         if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise
-        free = os.statvfs(FOLDER)
+        free = os.statvfs(SHM_FOLDER)
         raise RingError(
-            f"ring {path.name} needs {layout.total} bytes, {FOLDER} has {free.f_bavail * free.f_frsize} free; "
-            f"lower ring.mib or enlarge {FOLDER}"
+            f"ring {path.name} needs {layout.total_bytes} bytes, {SHM_FOLDER} has {free.f_bavail * free.f_frsize} free; "
+            f"lower ring.capacity_mib or enlarge {SHM_FOLDER}"
         ) from error
     encoded = run_id.encode()
-    os.pwrite(fd, struct.pack("<Q128s", len(encoded), encoded), RUN_ID_AT)
-    os.pwrite(fd, struct.pack("<4Q", FORMAT, layout.capacity, layout.slots, _pid_namespace()), FORMAT_AT)
-    os.pwrite(fd, struct.pack("<Q", MAGIC), MAGIC_AT)
+    os.pwrite(fd, struct.pack("<Q128s", len(encoded), encoded), JOB_ID_OFFSET)
+    os.pwrite(
+        fd, struct.pack("<4Q", FORMAT_VERSION, layout.capacity, layout.slots, _pid_namespace()), FORMAT_VERSION_OFFSET
+    )
+    os.pwrite(fd, struct.pack("<Q", MAGIC), MAGIC_OFFSET)
 
 
 def _map(fd: int, name: str) -> Segment:
-    version, capacity, slots, namespace = struct.unpack("<4Q", os.pread(fd, 32, FORMAT_AT))
-    if version != FORMAT:
-        raise RingError(f"ring {name} has format {version}, this program knows {FORMAT}; remove {FOLDER / name}")
+    version, capacity, slots, namespace = struct.unpack("<4Q", os.pread(fd, 32, FORMAT_VERSION_OFFSET))
+    if version != FORMAT_VERSION:
+        raise RingError(
+            f"ring {name} has format {version}, this program knows {FORMAT_VERSION}; remove {SHM_FOLDER / name}"
+        )
     if namespace != _pid_namespace():
         raise RingError(
             f"ring {name} was made in another PID namespace, where process ids mean other processes; "
             "run all roles of a node in one container, or share its PID namespace"
         )
-    layout = Layout(capacity, slots)
-    if os.fstat(fd).st_size < layout.total:
-        raise RingError(f"ring {name} has {os.fstat(fd).st_size} of {layout.total} bytes; remove {FOLDER / name}")
+    layout = SegmentLayout(capacity, slots)
+    if os.fstat(fd).st_size < layout.total_bytes:
+        raise RingError(
+            f"ring {name} has {os.fstat(fd).st_size} of {layout.total_bytes} bytes; remove {SHM_FOLDER / name}"
+        )
     # All pages are mapped at once: taking a fault for each costs as much as copying its content.
-    mapping = mmap.mmap(fd, layout.total, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    return Segment(name, _run_id(fd), fd, os.getpid(), mapping, Words(mapping), layout)
+    mapping = mmap.mmap(fd, layout.total_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    return Segment(name, _run_id(fd), fd, os.getpid(), mapping, AtomicWords(mapping), layout)
 
 
 def _run_id(fd: int) -> str:
-    length, run_id = struct.unpack("<Q128s", os.pread(fd, 8 + RUN_ID_BYTES, RUN_ID_AT))
+    length, run_id = struct.unpack("<Q128s", os.pread(fd, 8 + JOB_ID_BYTES, JOB_ID_OFFSET))
     return run_id[:length].decode()
 
 

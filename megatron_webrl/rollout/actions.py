@@ -12,42 +12,42 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from megatron_webrl.browser.keys import is_chord
-from megatron_webrl.rollout.toolset import COORDINATES, ORDER, Toolset
+from megatron_webrl.browser.page.keys import is_key_chord
+from megatron_webrl.rollout.toolset import ARGUMENT_ORDER, COORDINATE_TOOLSET, Toolset
 from megatron_webrl.types import COORDINATE_RANGE, Action
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-MAX_RESPONSE = 200_000  # characters
-MAX_TEXT = 4_000
-MAX_URL = 2_000
-MAX_TIME = 60.0  # seconds
-MAX_NUMBER = 100_000  # of an element or a tab
+TOOL_CALL_OPEN, TOOL_CALL_CLOSE = "<tool_call>", "</tool_call>"
+MAX_RESPONSE_CHARS = 200_000  # characters
+MAX_TEXT_CHARS = 4_000
+MAX_URL_CHARS = 2_000
+MAX_WAIT_SECONDS = 60.0  # seconds
+MAX_INDEX = 100_000  # of an element or a tab
 
 
 class _Malformed(ValueError):
     """Carries the name of a format error."""
 
 
-def render(action: Action, toolset: Toolset = COORDINATES) -> str:
+def format_tool_call(action: Action, toolset: Toolset = COORDINATE_TOOLSET) -> str:
     """The tool call of an action, keys in their one order.
 
     Raises ValueError if an argument is missing or the tool has no such action.
     """
-    if action.kind not in toolset.kinds:
-        raise ValueError(f"{toolset.name} has no {action.kind}; it has {', '.join(toolset.kinds)}")
-    required, optional = toolset.arguments(action.kind)
+    if action.kind not in toolset.action_kinds:
+        raise ValueError(f"{toolset.tool_name} has no {action.kind}; it has {', '.join(toolset.action_kinds)}")
+    required, optional = toolset.argument_names(action.kind)
     arguments: dict[str, Any] = {"action": action.kind}
-    for name in sorted(required + optional, key=ORDER.index):
+    for name in sorted(required + optional, key=ARGUMENT_ORDER.index):
         value = getattr(action, name)
         if value is not None:
             arguments[name] = list(value) if isinstance(value, tuple) else value
         elif name in required:
             raise ValueError(f"{action.kind} needs {name}: {action}")
-    call = json.dumps({"name": toolset.name, "arguments": arguments}, ensure_ascii=False)
-    return f"{OPEN}\n{call}\n{CLOSE}"
+    call = json.dumps({"name": toolset.tool_name, "arguments": arguments}, ensure_ascii=False)
+    return f"{TOOL_CALL_OPEN}\n{call}\n{TOOL_CALL_CLOSE}"
 
 
-def describe(action: Action) -> str:
+def describe_action(action: Action) -> str:
     """A few words for the history: `type "abc" at [200, 300]`."""
     words: list[str] = [action.kind]
     if action.text is not None:
@@ -72,7 +72,7 @@ def describe(action: Action) -> str:
     return " ".join(words)
 
 
-def parse(response: str, toolset: Toolset = COORDINATES) -> tuple[Action | None, str | None]:
+def parse_tool_call(response: str, toolset: Toolset = COORDINATE_TOOLSET) -> tuple[Action | None, str | None]:
     """The action of a response, or the name of the format error; exactly one of the two is None.
 
     Thinking is left out; other text around the one tool call is allowed. Never raises.
@@ -83,26 +83,26 @@ def parse(response: str, toolset: Toolset = COORDINATES) -> tuple[Action | None,
         return None, str(error)
 
 
-def without_thinking(response: str) -> str:
+def strip_thinking(response: str) -> str:
     """The response without its <think> blocks; one that is not closed goes to the end."""
     return re.sub(r"<think>.*?(?:</think>\s*|\Z)", "", response, flags=re.DOTALL)
 
 
 def _parse(response: str, toolset: Toolset) -> Action:
-    if len(response) > MAX_RESPONSE:
+    if len(response) > MAX_RESPONSE_CHARS:
         raise _Malformed("too_long")
-    text = without_thinking(response)
-    _, *bodies = text.split(OPEN)
+    text = strip_thinking(response)
+    _, *bodies = text.split(TOOL_CALL_OPEN)
     if not bodies:
         raise _Malformed("no_tool_call")
-    if len(bodies) > 1 or bodies[0].count(CLOSE) > 1:
+    if len(bodies) > 1 or bodies[0].count(TOOL_CALL_CLOSE) > 1:
         raise _Malformed("several_tool_calls")
-    if CLOSE not in bodies[0]:
+    if TOOL_CALL_CLOSE not in bodies[0]:
         raise _Malformed("unclosed_tool_call")
-    call = _load(bodies[0].split(CLOSE)[0])
+    call = _load(bodies[0].split(TOOL_CALL_CLOSE)[0])
     if not isinstance(call, dict) or set(call) != {"name", "arguments"} or not isinstance(call["arguments"], dict):
         raise _Malformed("bad_call")
-    if call["name"] != toolset.name:
+    if call["name"] != toolset.tool_name:
         raise _Malformed("unknown_tool")
     return _action(call["arguments"], toolset)
 
@@ -128,10 +128,10 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _action(arguments: dict[str, Any], toolset: Toolset) -> Action:
     if "action" not in arguments:
         raise _Malformed("missing_argument")
-    kind = next((kind for kind in toolset.kinds if kind == arguments["action"]), None)
+    kind = next((kind for kind in toolset.action_kinds if kind == arguments["action"]), None)
     if kind is None:
         raise _Malformed("unknown_action")
-    required, optional = toolset.arguments(kind)
+    required, optional = toolset.argument_names(kind)
     given = {name: value for name, value in arguments.items() if name != "action"}
     if any(name not in given for name in required):
         raise _Malformed("missing_argument")
@@ -161,25 +161,25 @@ def _coordinate(value: Any) -> tuple[int, int]:
 
 
 def _element_id(value: Any) -> int:
-    if type(value) is not int or not 1 <= value <= MAX_NUMBER:
+    if type(value) is not int or not 1 <= value <= MAX_INDEX:
         raise _Malformed("bad_element_id")
     return value
 
 
 def _tab(value: Any) -> int:
-    if type(value) is not int or not 1 <= value <= MAX_NUMBER:
+    if type(value) is not int or not 1 <= value <= MAX_INDEX:
         raise _Malformed("bad_tab")
     return value
 
 
 def _key(value: Any) -> str:
-    if not isinstance(value, str) or not is_chord(value):
+    if not isinstance(value, str) or not is_key_chord(value):
         raise _Malformed("bad_key")
     return value
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > MAX_TEXT or not _is_unicode(value):
+    if not isinstance(value, str) or len(value) > MAX_TEXT_CHARS or not _is_unicode(value):
         raise _Malformed("bad_text")
     return value
 
@@ -191,13 +191,13 @@ def _direction(value: Any) -> str:
 
 
 def _time(value: Any) -> float:
-    if type(value) not in (int, float) or not 0 <= value <= MAX_TIME:  # which no NaN is
+    if type(value) not in (int, float) or not 0 <= value <= MAX_WAIT_SECONDS:  # which no NaN is
         raise _Malformed("bad_time")
     return value
 
 
 def _url(value: Any) -> str:
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_URL or not _is_unicode(value):
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_URL_CHARS or not _is_unicode(value):
         raise _Malformed("bad_url")
     return value
 

@@ -8,17 +8,17 @@ import time
 from dataclasses import dataclass, field
 
 from megatron_webrl.browser.errors import BrowserError
-from megatron_webrl.config import RolloutConfig
+from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.farm.client import RemoteSession
-from megatron_webrl.judge import environment as judge
-from megatron_webrl.model.processing import Processor
-from megatron_webrl.rollout.actions import parse
-from megatron_webrl.rollout.contexts.base import Context, ContextOverflow, Prompt
+from megatron_webrl.judge import outcome as judge
+from megatron_webrl.model.processor import Processor
+from megatron_webrl.rollout.actions import parse_tool_call
+from megatron_webrl.rollout.contexts.base import ContextOverflow, Prompt, PromptContext
 from megatron_webrl.rollout.contexts.policies import make_context
-from megatron_webrl.rollout.generation import Generation, GenerationError, Responder
-from megatron_webrl.rollout.limit import Limit
-from megatron_webrl.rollout.pace import FreeRunning, Pace
-from megatron_webrl.rollout.toolset import COORDINATES, Toolset
+from megatron_webrl.rollout.deadline import Deadline
+from megatron_webrl.rollout.generator import Generation, GenerationError, Generator
+from megatron_webrl.rollout.stepping import EpisodeStepper, FreeStepping
+from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
 from megatron_webrl.types import Action, Step, Task, Trajectory
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 class _Episode:
     """What an episode has brought so far; kept whatever breaks it off."""
 
-    context: Context
+    context: PromptContext
     instruction: str = ""
     steps: list[Step] = field(default_factory=list)
     reward: float | None = None
@@ -36,34 +36,36 @@ class _Episode:
 
 
 async def run_episode(
-    responder: Responder, session: RemoteSession, processor: Processor, task: Task, settings: RolloutConfig,
-    *, ticket: int, index: int, group_size: int, incarnation: int, toolset: Toolset = COORDINATES,
-    limit: Limit | None = None, pace: Pace | None = None,
+    responder: Generator, session: RemoteSession, processor: Processor, task: Task, settings: RolloutConfig,
+    *, ticket: int, index: int, group_size: int, restart_epoch: int, toolset: Toolset = COORDINATE_TOOLSET,
+    deadline: Deadline | None = None, stepper: EpisodeStepper | None = None,
 ) -> Trajectory:  # fmt: skip
     """Run `task` in a fresh session and judge it. `toolset`: what the session can do.
 
-    `limit` may end the episode before rollout.episode_seconds are over; `pace` says when it generates.
+    `limit` may end the episode before rollout.episode_timeout_seconds are over; `pace` says when it generates.
     A failure of engine or browser, an overflow of the context or a time limit does not raise: the trajectory keeps
     its steps so far, and its outcome names what masks it.
     """
     started = time.monotonic()
     context = make_context(processor, settings.context, settings.max_model_len - settings.max_new_tokens, toolset)
     episode = _Episode(context, instruction=task.instruction or "")
-    limit, pace = limit or Limit(settings.episode_seconds), pace or FreeRunning()
+    deadline, stepper = deadline or Deadline(settings.episode_timeout_seconds), stepper or FreeStepping()
     scope = None
     try:
-        async with limit.scope(limit.seconds) as scope:
-            ended = await _play(episode, responder, session, processor, task, toolset, settings.step_seconds, pace)
+        async with deadline.scope(deadline.timeout_seconds) as scope:
+            ended = await _play(
+                episode, responder, session, processor, task, toolset, settings.operation_timeout_seconds, stepper
+            )
     except TimeoutError:
         if scope is None or not scope.expired():
             raise
-        ended = limit.outcome
+        ended = deadline.outcome
     except (BrowserError, ContextOverflow, GenerationError) as error:
         ended = "engine_error" if isinstance(error, GenerationError) else error.outcome
         log.warning("episode %d of ticket %d, %s, is masked as %s: %s", index, ticket, task.id, ended, error)
     outcome = judge.outcome(episode.reward, ended, task.answer, episode.answer)
     return Trajectory(
-        ticket=ticket, index=index, group_size=group_size, incarnation=incarnation,
+        ticket=ticket, index=index, group_size=group_size, restart_epoch=restart_epoch,
         task=task, instruction=episode.instruction, steps=tuple(episode.steps),
         images=tuple(_answered(episode)), reward=float(outcome == "success"), outcome=outcome,
         temperature=settings.temperature, seconds=time.monotonic() - started, finished_at=time.time(),
@@ -71,16 +73,16 @@ async def run_episode(
 
 
 async def _play(
-    episode: _Episode, responder: Responder, session: RemoteSession, processor: Processor, task: Task, toolset: Toolset,
-    step_seconds: float, pace: Pace,
+    episode: _Episode, responder: Generator, session: RemoteSession, processor: Processor, task: Task, toolset: Toolset,
+    step_seconds: float, pace: EpisodeStepper,
 ) -> str:  # fmt: skip
     """Observe, answer, act, until the page, the agent or the step limit ends it; returns which."""
     observation = await session.reset(task)
     episode.instruction = observation.instruction or episode.instruction
-    episode.context.begin(episode.instruction, observation)
+    episode.context.start_episode(episode.instruction, observation)
     for _ in range(task.max_steps):
-        prompt = episode.context.prompt()
-        async with pace.turn():
+        prompt = episode.context.build_prompt()
+        async with pace.generation_phase():
             asked = time.monotonic()
             generation = await _respond(responder, session, prompt, episode.context, step_seconds)
             seconds_generation = time.monotonic() - asked
@@ -93,7 +95,7 @@ async def _play(
         episode.steps.append(
             _step(prompt, generation, action, format_error, changed, seconds_generation, acted - answered)
         )
-        episode.context.add(generation, action, format_error, observation)
+        episode.context.add_step(generation, action, format_error, observation)
         episode.reward = observation.reward
         if observation.done:
             return judge.DONE
@@ -105,21 +107,21 @@ async def _play(
 
 def _parse(generation: Generation, processor: Processor, toolset: Toolset) -> tuple[Action | None, str | None]:
     """The response's action or the name of its format error. The text alone does not show special tokens."""
-    if processor.has_special(generation.response_token_ids):
+    if processor.has_special_tokens(generation.response_token_ids):
         return None, "special_token"
-    return parse(generation.text, toolset)
+    return parse_tool_call(generation.text, toolset)
 
 
 async def _respond(
-    responder: Responder, session: RemoteSession, prompt: Prompt, context: Context, seconds: float
+    responder: Generator, session: RemoteSession, prompt: Prompt, context: PromptContext, seconds: float
 ) -> Generation:
-    images = [context.screenshots[index] for index in prompt.images]
+    images = [context.screenshots[index] for index in prompt.image_indices]
     limit = asyncio.timeout(seconds)
     try:
         async with limit:
-            return await responder.respond(session, prompt.token_ids, images)
+            return await responder.generate(session, prompt.token_ids, images)
     except TimeoutError as error:
-        raise GenerationError(f"no answer within {seconds} s (rollout.step_seconds)") from error
+        raise GenerationError(f"no answer within {seconds} s (rollout.operation_timeout_seconds)") from error
 
 
 def _step(
@@ -128,11 +130,11 @@ def _step(
 ) -> Step:  # fmt: skip
     return Step(
         prompt_token_ids=generation.prompt_token_ids, response_token_ids=generation.response_token_ids,
-        logprobs=generation.logprobs, versions=generation.versions, images=prompt.images,
+        logprobs=generation.logprobs, versions=generation.versions, images=prompt.image_indices,
         image_grids=generation.image_grids, finish_reason=generation.finish_reason, action=action,
         format_error=format_error, page_changed=page_changed,
         seconds_generation=seconds_generation, seconds_browser=seconds_browser,
-        prompt_cached=generation.prompt_cached,
+        cached_prompt_tokens=generation.cached_prompt_tokens,
     )  # fmt: skip
 
 

@@ -7,28 +7,28 @@ import logging
 import time
 from collections.abc import Sequence
 
-from megatron_webrl.config import Config
-from megatron_webrl.control import POLL_SECONDS, Control, Stopped
+from megatron_webrl.config.schema import Config
+from megatron_webrl.control.control_plane import POLL_SECONDS, ControlClient, JobEnded
 from megatron_webrl.ring.node_ring import NodeRing
 from megatron_webrl.ring.ring import Ring
-from megatron_webrl.rollout.demonstrate import demonstrate
-from megatron_webrl.rollout.engine import Engine
-from megatron_webrl.rollout.episodes import Episodes
-from megatron_webrl.rollout.evaluation import Evaluator, serve
-from megatron_webrl.rollout.held_ring import held_ring
-from megatron_webrl.rollout.parts import Parts
-from megatron_webrl.rollout.pool import Pool
-from megatron_webrl.rollout.refresh import Refresh
-from megatron_webrl.sampling.states import PublishedStates
+from megatron_webrl.rollout.demonstrations import write_demonstrations
+from megatron_webrl.rollout.engine.engine_leader import EngineFollowers
+from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
+from megatron_webrl.rollout.engine.weight_client import WeightClient
+from megatron_webrl.rollout.episode_runner import EpisodeRunner
+from megatron_webrl.rollout.evaluator import Evaluator, run_evaluation_worker
+from megatron_webrl.rollout.pool import RolloutPool
+from megatron_webrl.rollout.ring_lifetime import open_node_ring
+from megatron_webrl.sampling.states import SamplerStateReader
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0  # between looks whether the job has ended, while the engine starts
+JOB_END_POLL_SECONDS = 1.0  # between looks whether the job has ended, while the engine starts
 
 
 def run(
     config: Config,
-    control: Control,
+    control: ControlClient,
     worker: int,
     place: NodeRing,
     only: str | None = None,
@@ -40,34 +40,36 @@ def run(
     `only` = "weights": no browsers, no episodes, no ring; "evaluation": no trainer, no training episodes, no ring.
     """
     control.start_heartbeat()
-    life = control.begin_life()
+    life = control.register_instance()
     log.info("life %d of this worker", life)
     try:
         if only == "weights":
             asyncio.run(_take_weights(config, control, worker, life, nodes))
         elif only == "evaluation":
-            asyncio.run(serve(config, control, worker, life))
+            asyncio.run(run_evaluation_worker(config, control, worker, life))
         else:
-            with held_ring(config, control, place, first=life == 1) as ring:
+            with open_node_ring(config, control, place, first_instance=life == 1) as ring:
                 asyncio.run(_run(config, control, worker, life, ring, nodes))
     finally:
         control.close()
 
 
-async def _run(config: Config, control: Control, worker: int, life: int, ring: Ring, nodes: Sequence[int]) -> None:
+async def _run(
+    config: Config, control: ControlClient, worker: int, life: int, ring: Ring, nodes: Sequence[int]
+) -> None:
     name = f"rollout-{worker}.{life}"
     demonstrations = asyncio.create_task(_demonstrate(config, control, worker))
     engine = None
     try:
         engine = await _start_engine(config, control, worker, life, nodes)
         await demonstrations
-        states = PublishedStates.of(config, control)
-        async with Episodes.open(config, engine.processor, control.role, states) as episodes:
-            refresh = Refresh(config, control, engine, worker, name)
+        states = SamplerStateReader.from_config(config, control)
+        async with EpisodeRunner.open(config, engine.processor, control.role, states) as episodes:
+            refresh = WeightClient(config, control, engine, worker, name)
             evaluator = Evaluator(config, control, engine, episodes, name)
-            await Pool(config, control, ring, engine, episodes, refresh, evaluator, name).run()
-    except Stopped:
-        control.put(f"final/rollout-{worker}", {"life": name, "finished": 0, "held": 0})
+            await RolloutPool(config, control, ring, engine, episodes, refresh, evaluator, name).run()
+    except JobEnded:
+        control.put_json(f"final_counts/rollout-{worker}", {"instance_id": name, "finished": 0, "unwritten": 0})
         raise
     finally:
         demonstrations.cancel()
@@ -75,37 +77,39 @@ async def _run(config: Config, control: Control, worker: int, life: int, ring: R
             await engine.close()
 
 
-async def _take_weights(config: Config, control: Control, worker: int, life: int, nodes: Sequence[int]) -> None:
+async def _take_weights(config: Config, control: ControlClient, worker: int, life: int, nodes: Sequence[int]) -> None:
     """Take whatever weights are offered. Raises Stopped at the end of the job."""
     engine = await _start_engine(config, control, worker, life, nodes)
     try:
-        refresh = Refresh(config, control, engine, worker, f"rollout-{worker}.{life}")
+        refresh = WeightClient(config, control, engine, worker, f"rollout-{worker}.{life}")
         told = False
         while True:
-            control.check(("trainer-0",), config.trainer_patience)
-            await refresh.step()
-            if control.value("weights/asked") == engine.version and not told:
-                found = {"ways": await engine.weight_ways(), "sums": await engine.weight_sums()}
-                control.put(f"weights/found/rollout-{worker}", found)
+            control.check_job(("trainer-0",), config.trainer_grace_seconds)
+            await refresh.poll()
+            if control.get_json("weights/check_version") == engine.version and not told:
+                found = {"load_paths": await engine.weight_load_paths(), "checksums": await engine.weight_checksums()}
+                control.put_json(f"weights/check_report/rollout-{worker}", found)
                 told = True
-            control.report(f"version {engine.version}" if engine.version >= 0 else "waiting for weights")
+            control.report_status(f"version {engine.version}" if engine.version >= 0 else "waiting for weights")
             await asyncio.sleep(POLL_SECONDS)
     finally:
         await engine.close()
 
 
-async def _start_engine(config: Config, control: Control, worker: int, life: int, nodes: Sequence[int]) -> Engine:
+async def _start_engine(
+    config: Config, control: ControlClient, worker: int, life: int, nodes: Sequence[int]
+) -> VLLMEngine:
     """Raises Stopped or JobFailed if the job ends meanwhile."""
     started, parts = time.monotonic(), None
     if len(nodes) > 1:
-        control.report(f"waiting for the parts of the engine on nodes {', '.join(map(str, nodes[1:]))}")
-        parts = await Parts.call(config, control, worker, life, nodes)
-    control.report("starting the engine")
-    starting = asyncio.create_task(Engine.start(config, worker, life, parts))
+        control.report_status(f"waiting for the parts of the engine on nodes {', '.join(map(str, nodes[1:]))}")
+        parts = await EngineFollowers.start(config, control, worker, life, nodes)
+    control.report_status("starting the engine")
+    starting = asyncio.create_task(VLLMEngine.start(config, worker, life, parts))
     try:
-        while not (await asyncio.wait({starting}, timeout=LOOK_SECONDS))[0]:
-            if control.end() is not None:
-                control.check()
+        while not (await asyncio.wait({starting}, timeout=JOB_END_POLL_SECONDS))[0]:
+            if control.job_end() is not None:
+                control.check_job()
     finally:
         starting.cancel()  # which does nothing to one that is done
     engine = await starting
@@ -113,21 +117,21 @@ async def _start_engine(config: Config, control: Control, worker: int, life: int
     return engine
 
 
-async def _demonstrate(config: Config, control: Control, worker: int) -> None:
+async def _demonstrate(config: Config, control: ControlClient, worker: int) -> None:
     """Make the demonstrations of a fresh run while the engine starts; the first worker makes them for all."""
     count = config.trainer.warm_start.demonstrations
-    if worker != 0 or not count or config.run.resume or control.value("demonstrations/ready"):
+    if worker != 0 or not count or config.run.resume or control.get_json("demonstrations/ready"):
         return
-    if config.trainer.warm_start.file:
-        control.put("demonstrations/ready", True)
+    if config.trainer.warm_start.demonstrations_file:
+        control.put_json("demonstrations/ready", True)
         return
     started = time.monotonic()
-    await demonstrate(
+    await write_demonstrations(
         config,
         count,
         config.demonstrations_path,
-        lambda done: control.report(f"demonstrations, {done} of {count}"),
+        lambda done: control.report_status(f"demonstrations, {done} of {count}"),
         f"{control.role}-demonstrations",
     )
     log.info("%d demonstrations in %.1f s", count, time.monotonic() - started)
-    control.put("demonstrations/ready", True)
+    control.put_json("demonstrations/ready", True)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from megatron_webrl.config import ContextConfig
-from megatron_webrl.rollout.actions import describe, render
-from megatron_webrl.rollout.toolset import COORDINATES, Toolset
+from megatron_webrl.config.rollout import ContextConfig
+from megatron_webrl.rollout.actions import describe_action, format_tool_call
+from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
 from megatron_webrl.types import Action, Element, OpenTab, Scroll
 
-MAX_ELEMENT_TEXT = 400
+MAX_ELEMENT_CHARS = 400
 """Characters of the line of one element; a list of long options is cut."""
 
-MAX_LIST_TEXT = 12_000
+MAX_ELEMENT_LIST_CHARS = 12_000
 """Characters of the list of elements: a page must not push the task out of the prompt. The rest is only counted."""
 
 _ROLE = (
@@ -37,19 +37,19 @@ _FORMATS = {
 }
 
 
-def system_message(settings: ContextConfig, toolset: Toolset = COORDINATES) -> str:
+def system_message(settings: ContextConfig, toolset: Toolset = COORDINATE_TOOLSET) -> str:
     """The tool and the form of an answer."""
     if settings.compact:
         return f"<tools>{toolset.compact_schema}</tools>"
     return f"{_ROLE}\n\n<tools>\n{json.dumps(toolset.schema)}\n</tools>\n\n{_FORMATS[settings.response_format]}"
 
 
-def response_text(action: Action, settings: ContextConfig, toolset: Toolset = COORDINATES) -> str:
+def format_response(action: Action, settings: ContextConfig, toolset: Toolset = COORDINATE_TOOLSET) -> str:
     """An answer with this action in the configured form, as a demonstration gives it."""
-    call = render(action, toolset)
+    call = format_tool_call(action, toolset)
     if settings.compact or settings.response_format == "bare":
         return call
-    words = describe(action)
+    words = describe_action(action)
     if settings.response_format == "progress":
         return f'Progress: {{"done": [], "open": []}}\nIntention: Do the task.\nAction: {words}\n{call}'
     return f"Thought: The next step is {words}.\nAction: {words}\n{call}"
@@ -77,12 +77,12 @@ def compact_history_line(step: int, did: str, effect: str) -> str:
     return f"Step {step}: {did} -> {effect}"
 
 
-def round_text(effect: str, title: str, url: str, compact: bool) -> str:
+def step_result_text(effect: str, title: str, url: str, compact: bool) -> str:
     """What stands before the screenshot that followed an answer."""
     return f"{effect}\n" if compact else f"Result: {effect}\nPage: [{title}] {url}\n"
 
 
-def page_text(elements: Sequence[Element], tabs: Sequence[OpenTab], scroll: Scroll | None) -> str:
+def page_state_text(elements: Sequence[Element], tabs: Sequence[OpenTab], scroll: Scroll | None) -> str:
     """What is told of the current screenshot, and only of it: its numbers mean nothing later."""
     lines = []
     if tabs:
@@ -92,7 +92,7 @@ def page_text(elements: Sequence[Element], tabs: Sequence[OpenTab], scroll: Scro
         lines.append(f"Scrolled to {scroll.y} of {scroll.page_height} pixels")
     if elements:
         lines.append("Elements:")
-        lines += _within(MAX_LIST_TEXT, list(map(element_line, elements)))
+        lines += _within(MAX_ELEMENT_LIST_CHARS, list(map(element_line, elements)))
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -103,8 +103,8 @@ def element_line(element: Element) -> str:
         words += f", value {_quoted(element.value)}"
     if element.options:
         words += f", options {', '.join(map(_quoted, element.options))}"
-    if len(words) > MAX_ELEMENT_TEXT:
-        words = words[: MAX_ELEMENT_TEXT - 3] + "..."
+    if len(words) > MAX_ELEMENT_CHARS:
+        words = words[: MAX_ELEMENT_CHARS - 3] + "..."
     return f"{words} ({', '.join(element.states)})" if element.states else words
 
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from megatron_webrl.config import BrowserConfig
-from megatron_webrl.types import ACTION_KINDS, COORDINATE_RANGE, MARK_KINDS, ActionKind
+from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.types import COORDINATE_ACTION_KINDS, COORDINATE_RANGE, MARK_ACTION_KINDS, ActionKind
 
-ORDER = (
+ARGUMENT_ORDER = (
     "element_id", "coordinate", "end_element_id", "end_coordinate", "text", "direction", "time", "url", "tab",
 )  # fmt: skip
 """The order of arguments in the wire form."""
@@ -60,24 +60,26 @@ class Toolset:
     """One of the two tools, with the further actions that are enabled."""
 
     marks: bool = False
-    extra: tuple[ActionKind, ...] = ()
+    extra_actions: tuple[ActionKind, ...] = ()
 
     @classmethod
-    def of(cls, settings: BrowserConfig) -> Toolset:
+    def from_config(cls, settings: BrowserConfig) -> Toolset:
         """What browser sessions with these settings can do."""
         return cls(settings.marks, cast(tuple[ActionKind, ...], tuple(settings.actions)))
 
     @property
-    def name(self) -> str:
+    def tool_name(self) -> str:
         """Of the tool, as calls name it."""
         return "web_interaction" if self.marks else "computer_use"
 
     @property
-    def kinds(self) -> tuple[ActionKind, ...]:
+    def action_kinds(self) -> tuple[ActionKind, ...]:
         """All actions, each once."""
-        return tuple(dict.fromkeys((*(MARK_KINDS if self.marks else ACTION_KINDS), *self.extra)))
+        return tuple(
+            dict.fromkeys((*(MARK_ACTION_KINDS if self.marks else COORDINATE_ACTION_KINDS), *self.extra_actions))
+        )
 
-    def arguments(self, kind: ActionKind) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def argument_names(self, kind: ActionKind) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Names of an action's arguments: required, optional."""
         required, optional = _ARGUMENTS[kind]
         return tuple(map(self._named, required)), tuple(map(self._named, optional))
@@ -85,21 +87,21 @@ class Toolset:
     @property
     def compact_schema(self) -> str:
         """What a small model is told instead of the schema; it learns the arguments from demonstrations."""
-        return f"{self.name}: {', '.join(self.kinds)}"
+        return f"{self.tool_name}: {', '.join(self.action_kinds)}"
 
     @property
     def schema(self) -> dict[str, Any]:
         """The tool as JSON Schema."""
-        properties = {name: self._property(name) for name in ORDER if self._users(name)}
+        properties = {name: self._property(name) for name in ARGUMENT_ORDER if self._users(name)}
         action = {
             "type": "string",
-            "enum": list(self.kinds),
-            "description": " ".join(f"{kind}: {self._meaning(kind)}." for kind in self.kinds),
+            "enum": list(self.action_kinds),
+            "description": " ".join(f"{kind}: {self._meaning(kind)}." for kind in self.action_kinds),
         }
         return {
             "type": "function",
             "function": {
-                "name": self.name,
+                "name": self.tool_name,
                 "description": self._description,
                 "parameters": {
                     "type": "object",
@@ -131,7 +133,7 @@ class Toolset:
         return _MEANINGS[kind].format(place=place, end=end, at=at)
 
     def _users(self, argument: str) -> list[str]:
-        return [kind for kind in self.kinds if argument in sum(self.arguments(kind), ())]
+        return [kind for kind in self.action_kinds if argument in sum(self.argument_names(kind), ())]
 
     def _property(self, argument: str) -> dict[str, Any]:
         users = _listed(self._users(argument))
@@ -148,7 +150,7 @@ class Toolset:
 
 
 _COORDINATE_NAMES = {"place": "coordinate", "end": "end_coordinate"}
-COORDINATES = Toolset()
+COORDINATE_TOOLSET = Toolset()
 
 
 def _listed(names: Sequence[str]) -> str:

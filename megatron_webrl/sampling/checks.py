@@ -6,7 +6,8 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 
-from megatron_webrl.config import ConfigError, SamplerConfig, TasksConfig
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.tasks import SamplerConfig, TasksConfig
 from megatron_webrl.types import DIFFICULTIES
 
 

@@ -11,9 +11,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_webrl.config import Config
-from megatron_webrl.control import POLL_SECONDS, Control, JobFailed
-from megatron_webrl.sampling.samplers import ADAPTIVE
+from megatron_webrl.config.schema import Config
+from megatron_webrl.control.control_plane import POLL_SECONDS, ControlClient, JobFailed
+from megatron_webrl.sampling.samplers import ADAPTIVE_SAMPLERS
 
 _INDEX = "sampler/index"  # first tickets of the states that are there, in order
 
@@ -22,49 +22,51 @@ _INDEX = "sampler/index"  # first tickets of the states that are there, in order
 class SamplerState:
     """What decides which environments some tickets draw."""
 
-    first: int  # the first ticket that it applies to
+    first_ticket: int  # the first ticket that it applies to
     probabilities: tuple[float, ...]  # [environments], in the order of tasks.environments
 
 
-def publish(control: Control, states: Sequence[SamplerState], before: Sequence[SamplerState] = ()) -> None:
+def publish_states(
+    control: ControlClient, states: Sequence[SamplerState], previous: Sequence[SamplerState] = ()
+) -> None:
     """Trainer: make `states`, oldest first, those that there are; `before` are those that were published last.
 
     To be called before the ticket limit rises above the first ticket of a state that is new.
     """
     for state in states:
-        if state not in before:
-            control.put(_key(state.first), list(state.probabilities))
-    firsts = [state.first for state in states]
-    control.put(_INDEX, firsts)
-    for state in before:
-        if state.first not in firsts:
-            control.store.delete_key(_key(state.first))
+        if state not in previous:
+            control.put_json(_key(state.first_ticket), list(state.probabilities))
+    firsts = [state.first_ticket for state in states]
+    control.put_json(_INDEX, firsts)
+    for state in previous:
+        if state.first_ticket not in firsts:
+            control.store.delete_key(_key(state.first_ticket))
 
 
-def published(control: Control) -> list[SamplerState]:
+def read_published_states(control: ControlClient) -> list[SamplerState]:
     """Trainer: the states that there are, oldest first."""
-    index, found = control.value(_INDEX), []
+    index, found = control.get_json(_INDEX), []
     for first in index if isinstance(index, list) else ():
-        values = control.value(_key(first))
+        values = control.get_json(_key(first))
         if isinstance(values, list):
             found.append(SamplerState(first, tuple(values)))
     return found
 
 
-class PublishedStates:
+class SamplerStateReader:
     """A worker's view of the states. Each is read once."""
 
-    def __init__(self, control: Control, seconds: float, patience: float = 0.0) -> None:
+    def __init__(self, control: ControlClient, timeout_seconds: float, grace_seconds: float = 0.0) -> None:
         """`seconds`: limit of waiting for a state; `patience`: that of a silent trainer to be started again."""
-        self.control, self.seconds, self.patience = control, seconds, patience
+        self.control, self.timeout_seconds, self.grace_seconds = control, timeout_seconds, grace_seconds
         self._known: dict[int, tuple[float, ...]] = {}
 
     @classmethod
-    def of(cls, config: Config, control: Control) -> PublishedStates | None:
+    def from_config(cls, config: Config, control: ControlClient) -> SamplerStateReader | None:
         """None for samplers whose probabilities are known without the trainer."""
-        if config.tasks.sampler.name not in ADAPTIVE:
+        if config.tasks.sampler.name not in ADAPTIVE_SAMPLERS:
             return None
-        return cls(control, config.run.start_seconds, config.trainer_patience)
+        return cls(control, config.run.startup_timeout_seconds, config.trainer_grace_seconds)
 
     async def probabilities(self, ticket: int) -> tuple[float, ...]:
         """The probabilities by which a ticket that has been taken draws. Raises JobFailed, Stopped.
@@ -72,25 +74,25 @@ class PublishedStates:
         A ticket older than all states has been closed: its worker died before it could say so, and what is run
         again is dropped as a duplicate. It gets the oldest state that is left.
         """
-        deadline = time.monotonic() + self.seconds
+        deadline = time.monotonic() + self.timeout_seconds
         while (found := self._find(ticket)) is None:
-            self.control.check(("trainer-0",), self.patience)
+            self.control.check_job(("trainer-0",), self.grace_seconds)
             if time.monotonic() > deadline:
                 raise JobFailed(
-                    f"{self.control.role} waited {self.seconds:.0f} s (run.start_seconds) for the sampler state of "
+                    f"{self.control.role} waited {self.timeout_seconds:.0f} s (run.startup_timeout_seconds) for the sampler state of "
                     f"ticket {ticket} from trainer-0"
                 )
             await asyncio.sleep(POLL_SECONDS)
         return found
 
     def _find(self, ticket: int) -> tuple[float, ...] | None:
-        index = self.control.value(_INDEX)
+        index = self.control.get_json(_INDEX)
         if not isinstance(index, list) or not index:
             return None
         first = max((number for number in index if number <= ticket), default=index[0])
         self._known = {number: known for number, known in self._known.items() if number in index}
         if first not in self._known:
-            values = self.control.value(_key(first))
+            values = self.control.get_json(_key(first))
             if not isinstance(values, list):  # forgotten since the index was read
                 return None
             self._known[first] = tuple(values)

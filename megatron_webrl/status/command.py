@@ -10,13 +10,13 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_webrl.config import ConfigError
+from megatron_webrl.config.setting import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from megatron_webrl.status.live import Observer
-    from megatron_webrl.status.report import Report
+    from megatron_webrl.status.control_probe import ControlProbe
+    from megatron_webrl.status.report import RunReport
 
 WIDTH = 140  # of a page that goes to no terminal
 
@@ -47,17 +47,17 @@ def add_status(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from megatron_webrl.status.live import Observer
-    from megatron_webrl.status.report import find, look
+    from megatron_webrl.status.control_probe import ControlProbe
+    from megatron_webrl.status.report import build_report, find_run
 
     if options.watch is not None and options.watch <= 0:
         raise ConfigError(f"--watch={options.watch:g} must be greater than 0, in seconds")
-    folder = find(options.of)
+    folder = find_run(options.of)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    with Observer() as observer:
+    with ControlProbe() as observer:
         if options.watch is not None:
             return _watch(folder, observer, options, console)
-        report = look(folder, observer)
+        report = build_report(folder, observer)
     if options.json:
         _print_json(report, indent=1)
     else:
@@ -65,18 +65,18 @@ def _run(options: argparse.Namespace) -> int:
     return _code(report)
 
 
-def _watch(folder: Path, observer: Observer, options: argparse.Namespace, console: Console) -> int:
+def _watch(folder: Path, observer: ControlProbe, options: argparse.Namespace, console: Console) -> int:
     """Show reports until the job has ended or somebody presses Ctrl-C; the code is that of the last one."""
     from rich.live import Live
 
-    from megatron_webrl.status.report import look
+    from megatron_webrl.status.report import build_report
 
     screen = console.is_terminal and not options.json
     code = 0
     try:
         with Live(console=console, auto_refresh=False, screen=screen) if screen else nullcontext() as live:
             while True:
-                report = look(folder, observer)
+                report = build_report(folder, observer)
                 code = _code(report)
                 if options.json:
                     _print_json(report, indent=None)
@@ -84,7 +84,7 @@ def _watch(folder: Path, observer: Observer, options: argparse.Namespace, consol
                     live.update(_picture(report, options), refresh=True)
                 else:
                     console.print(_picture(report, options))
-                if report.until is not None:
+                if report.ended_at is not None:
                     break
                 time.sleep(options.watch)
     except KeyboardInterrupt:
@@ -94,16 +94,16 @@ def _watch(folder: Path, observer: Observer, options: argparse.Namespace, consol
     return code
 
 
-def _picture(report: Report, options: argparse.Namespace) -> RenderableType:
-    from megatron_webrl.status.page import events_table, page
+def _picture(report: RunReport, options: argparse.Namespace) -> RenderableType:
+    from megatron_webrl.status.page import events_table, render_report
 
-    return events_table(report.events) if options.events else page(report)
+    return events_table(report.events) if options.events else render_report(report)
 
 
-def _print_json(report: Report, indent: int | None) -> None:
+def _print_json(report: RunReport, indent: int | None) -> None:
     sys.stdout.write(json.dumps(report.to_json(), indent=indent) + "\n")
     sys.stdout.flush()
 
 
-def _code(report: Report) -> int:
-    return 0 if report.well else 1
+def _code(report: RunReport) -> int:
+    return 0 if report.healthy else 1

@@ -13,46 +13,46 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megatron_webrl.placement_cores import format_cores
-from megatron_webrl.status.progress import Episodes, Progress
-from megatron_webrl.status.report import Report, RingState
-from megatron_webrl.status.roles import RoleState, plain
+from megatron_webrl.cluster.cores import format_cores
+from megatron_webrl.status.progress import EpisodeCounts, Progress
+from megatron_webrl.status.report import RingState, RunReport
+from megatron_webrl.status.role_status import RoleState, strip_reason
 from megatron_webrl.tracking import events as journal
-from megatron_webrl.tracking.board import accounting_line
-from megatron_webrl.tracking.events import Event
+from megatron_webrl.tracking.dashboard import accounting_line
+from megatron_webrl.tracking.events import ProcessEvent
 
 SHOWN_EVENTS = 8
 COLOURS = {"running": "green", "finished": "green", "failed": "bold red", "silent": "bold red", "interrupted": "yellow",
            "stopped": "yellow", "unknown": "red"}  # fmt: skip
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
-Line = tuple[str, str]
+LabelledLine = tuple[str, str]
 
 
-def page(report: Report) -> RenderableType:
+def render_report(report: RunReport) -> RenderableType:
     """The whole report, for a terminal."""
-    parts: list[RenderableType] = [_grid(report, lines(report)), Text(""), roles_table(report.roles)]
-    if happened := notable(report):
+    parts: list[RenderableType] = [_grid(report, report_lines(report)), Text(""), roles_table(report.roles)]
+    if happened := notable_events(report):
         parts += [Text("what happened, the last at the end", style="bold"), events_table(happened[-SHOWN_EVENTS:])]
     if len(happened) > SHOWN_EVENTS:
         parts.append(Text(f"and {len(happened) - SHOWN_EVENTS} before: --events", style="dim"))
     return Group(*parts)
 
 
-def print_lines(report: Report, console: Console) -> None:
+def print_lines(report: RunReport, console: Console) -> None:
     """The lines alone: on a terminal aligned and folded, in a log each on one line, however long."""
     if console.is_terminal:
-        console.print(_grid(report, lines(report)))
+        console.print(_grid(report, report_lines(report)))
         return
-    for key, text in lines(report):
+    for key, text in report_lines(report):
         console.print(f"{key + ':' if key else '':<11} {text}", markup=False, highlight=False, soft_wrap=True)
 
 
-def lines(report: Report) -> list[Line]:
+def report_lines(report: RunReport) -> list[LabelledLine]:
     """(what, in words) of the job as a whole."""
     found = [("run", f"{report.name}, {report.folder}"), ("state", _state(report)), ("job", _job(report))]
-    if report.control:
-        found.append(("control", report.control))
+    if report.control_address:
+        found.append(("control", report.control_address))
     if trains := any(role.name.startswith("trainer-") for role in report.roles):
         found.append(("update", _update(report)))
     if report.progress is not None:
@@ -61,14 +61,16 @@ def lines(report: Report) -> list[Line]:
         found.append(("episodes", _episodes(report.episodes)))
     if report.tickets is not None:
         tickets = report.tickets
-        found.append(("groups", f"{tickets.playing} being played, {tickets.taken} begun of {tickets.limit} allowed"))
+        found.append(
+            ("groups", f"{tickets.in_progress} being played, {tickets.claimed} begun of {tickets.limit} allowed")
+        )
     if trains:
         found.append(("checkpoint", _checkpoint(report)))
     if report.rings:
         found.append(("ring", _rings(report.rings)))
     if restarts := _restarts(report.roles):
         found.append(("restarts", restarts))
-    return found + list(report.places.items())
+    return found + list(report.paths.items())
 
 
 def roles_table(roles: Sequence[RoleState]) -> Table:
@@ -80,7 +82,10 @@ def roles_table(roles: Sequence[RoleState]) -> Table:
     table.add_column("re-\nstarts", justify="right")
     table.add_column("at", overflow="fold", ratio=1)
     for alike in _alike(roles):
-        first, beats = alike[0], [role.beat for role in alike if role.beat is not None]
+        first, beats = (
+            alike[0],
+            [role.heartbeat_age_seconds for role in alike if role.heartbeat_age_seconds is not None],
+        )
         numbers = [int(number) for role in alike if (number := _split(role.name)[1]).isdigit()]
         table.add_row(
             f"{_split(first.name)[0]} {format_cores(numbers)}" if numbers else first.name,
@@ -88,32 +93,34 @@ def roles_table(roles: Sequence[RoleState]) -> Table:
             Text(first.state, style=COLOURS.get(first.state, "")),
             f"{max(beats):.1f}" if beats else "-",
             str(len(first.restarts) or ""),
-            Text(_merged([role.doing for role in alike])),
+            Text(_merged([role.status_line for role in alike])),
         )
     return table
 
 
-def events_table(events: Sequence[Event]) -> Table:
+def events_table(events: Sequence[ProcessEvent]) -> Table:
     """Events, a row each."""
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0, collapse_padding=False)
     for name in ("time", "node", "process", "event"):
         table.add_column(name, overflow="fold", no_wrap=name == "time")
     table.add_column("reason", overflow="fold", ratio=1)
-    day = len({time.localtime(event.at)[:3] for event in events}) > 1
+    day = len({time.localtime(event.time)[:3] for event in events}) > 1
     for event in events:
-        reason = plain(event.reason, event.role) + (f" [{event.log}]" if event.log and event.reason else "")
+        reason = strip_reason(event.reason, event.role) + (f" [{event.log}]" if event.log and event.reason else "")
         node = "" if event.role == journal.JOB else f"{event.node} {event.host}"
-        table.add_row(_clock(event.at, day), node, event.role, event.event, Text(reason))
+        table.add_row(_clock(event.time, day), node, event.role, event.event, Text(reason))
     return table
 
 
-def notable(report: Report) -> list[Event]:
+def notable_events(report: RunReport) -> list[ProcessEvent]:
     """Of the last job: what is neither the start of a process nor the end of a job that ended well."""
-    job = journal.of_last_job(report.events)
-    return [event for event in job if event.event != journal.STARTED and (event.role != journal.JOB or not report.well)]
+    job = journal.events_of_last_job(report.events)
+    return [
+        event for event in job if event.event != journal.STARTED and (event.role != journal.JOB or not report.healthy)
+    ]
 
 
-def _grid(report: Report, shown: Sequence[Line]) -> Table:
+def _grid(report: RunReport, shown: Sequence[LabelledLine]) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -122,20 +129,20 @@ def _grid(report: Report, shown: Sequence[Line]) -> Table:
     return grid
 
 
-def _state(report: Report) -> str:
-    why = f": {report.why}" if report.why else ""
-    if report.until is not None:
-        same = time.localtime(report.since)[:3] == time.localtime(report.until)[:3]
-        times = f"{_clock(report.since, True)} to {_clock(report.until, not same)}"
-        return f"{report.state}{why}; {times}, {_span(report.until - report.since)}"
+def _state(report: RunReport) -> str:
+    why = f": {report.reason}" if report.reason else ""
+    if report.ended_at is not None:
+        same = time.localtime(report.started_at)[:3] == time.localtime(report.ended_at)[:3]
+        times = f"{_clock(report.started_at, True)} to {_clock(report.ended_at, not same)}"
+        return f"{report.state}{why}; {times}, {_span(report.ended_at - report.started_at)}"
     if report.state == "silent":
-        ago = _span(report.at - report.last_sign)
-        return f"no sign of life since {_clock(report.last_sign, True)} ({ago} ago){why}"
-    return f"{report.state} since {_clock(report.since, True)} ({_span(report.at - report.since)}){why}"
+        ago = _span(report.time - report.last_activity_at)
+        return f"no sign of life since {_clock(report.last_activity_at, True)} ({ago} ago){why}"
+    return f"{report.state} since {_clock(report.started_at, True)} ({_span(report.time - report.started_at)}){why}"
 
 
-def _job(report: Report) -> str:
-    slurm = f"Slurm {report.slurm}, " if report.slurm else ""
+def _job(report: RunReport) -> str:
+    slurm = f"Slurm {report.slurm_job_id}, " if report.slurm_job_id else ""
     hosts = f": {_hosts(report.hosts)}" if report.hosts else ""
     jobs = sum((event.role, event.event) == (journal.JOB, journal.STARTED) for event in report.events)
     again = f"; the {_ordinal(jobs)} of this run" if jobs > 1 else ""
@@ -157,25 +164,25 @@ def _hosts(hosts: Sequence[str]) -> str:
     return " ".join(found)
 
 
-def _update(report: Report) -> str:
+def _update(report: RunReport) -> str:
     end = f"; expected end {_clock(report.expected_end, True)}" if report.expected_end is not None else ""
     window = report.progress.updates if report.progress is not None else 0
     means = f"; figures: means of the last {window}" if window > 1 else ""
-    return f"{report.version} of {report.updates}{end}{means}"
+    return f"{report.version} of {report.target_updates}{end}{means}"
 
 
-def _progress(found: Progress) -> list[Line]:
+def _progress(found: Progress) -> list[LabelledLine]:
     speed = f"{found.updates_per_hour:.1f} updates/h, {found.episodes_per_hour:.0f} trained episodes/h"
     success = [] if found.success is None else [("success", f"{found.success:.1%} of sampled episodes")]
     return [
         ("speed", f"{speed}, {found.tokens_per_second:.0f} tokens/s"),
         *success,
         ("staleness", f"{found.staleness_mean:.1f} versions, at most {found.staleness_max}"),
-        ("waiting", f"the trainer waits for groups {found.waiting:.0%} of its time"),
+        ("waiting", f"the trainer waits for groups {found.wait_fraction:.0%} of its time"),
     ]
 
 
-def _episodes(found: Episodes) -> str:
+def _episodes(found: EpisodeCounts) -> str:
     if found.finished is not None:
         return accounting_line(asdict(found)).removeprefix("episodes: ")
     reasons = ", ".join(f"{name} {count}" for name, count in found.dropped.items())
@@ -183,13 +190,13 @@ def _episodes(found: Episodes) -> str:
     return f"{found.trained} trained, {dropped}, up to the last update"
 
 
-def _checkpoint(report: Report) -> str:
+def _checkpoint(report: RunReport) -> str:
     found = report.checkpoints
     parts = ["none yet"] if found.latest is None else [found.latest]
-    if found.at is not None and report.until is None:
-        parts.append(f"{_span(report.at - found.at)} old")
+    if found.completed_at is not None and report.ended_at is None:
+        parts.append(f"{_span(report.time - found.completed_at)} old")
     if found.writing:
-        dead = report.until is not None or report.state == "silent"
+        dead = report.ended_at is not None or report.state == "silent"
         parts.append("another left unfinished" if dead else "another under way")
     if found.failures:
         parts.append(f"{_count(found.failures, 'failure')}")
@@ -198,9 +205,9 @@ def _checkpoint(report: Report) -> str:
 
 def _rings(rings: Sequence[RingState]) -> str:
     """The fullest one, and how many others are on this machine."""
-    ring = max(rings, key=lambda each: each.mib)
-    share, others = ring.mib / ring.capacity_mib, len(rings) - 1
-    fill = f"{ring.mib:.1f} of {ring.capacity_mib:.0f} MiB ({share:.0%}), {_count(ring.records, 'episode')}"
+    ring = max(rings, key=lambda each: each.used_mib)
+    share, others = ring.used_mib / ring.capacity_mib, len(rings) - 1
+    fill = f"{ring.used_mib:.1f} of {ring.capacity_mib:.0f} MiB ({share:.0%}), {_count(ring.records, 'episode')}"
     return f"node {ring.node}: {fill}" + (f"; {_count(others, 'other')} here, less full" if others else "")
 
 
@@ -214,13 +221,13 @@ def _alike(roles: Sequence[RoleState]) -> list[list[RoleState]]:
     """Processes that differ by their place and by numbers in what they say alone."""
     kinds: dict[tuple[object, ...], list[RoleState]] = {}
     for role in roles:
-        kind = (_split(role.name)[0], role.state, len(role.restarts), _NUMBER.sub("#", role.doing))
+        kind = (_split(role.name)[0], role.state, len(role.restarts), _NUMBER.sub("#", role.status_line))
         kinds.setdefault(kind, []).append(role)
     return list(kinds.values())
 
 
 def _split(name: str) -> tuple[str, str]:
-    """rollout-3 as (rollout, 3), rollout-3.part-1 as (rollout part-1, 3)."""
+    """rollout-3 as (rollout, 3), rollout-3.follower-1 as (rollout follower-1, 3)."""
     process, _, part = name.partition(".")
     kind, _, number = process.rpartition("-")
     return (f"{kind} {part}".rstrip(), number) if kind and number.isdigit() else (name, "")

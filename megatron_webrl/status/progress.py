@@ -22,11 +22,11 @@ class Progress:
     success: float | None  # of sampled episodes, those of dropped groups included, by their number
     staleness_mean: float  # versions
     staleness_max: int
-    waiting: float  # share of the trainer's time in which it waits for groups
+    wait_fraction: float  # share of the trainer's time in which it waits for groups
 
 
 @dataclass(frozen=True)
-class Episodes:
+class EpisodeCounts:
     """What became of the finished episodes, up to the last update."""
 
     trained: int
@@ -37,15 +37,15 @@ class Episodes:
     rolled_back: int = 0
 
 
-def progress(updates: Sequence[Mapping[str, Any]], group_size: int, since: float) -> Progress | None:
+def recent_progress(updates: Sequence[Mapping[str, Any]], group_size: int, since: float) -> Progress | None:
     """The means over the last updates that were made after `since` (unix time); None without one."""
     numbers = [i for i, update in enumerate(updates) if update["finished_at"] >= since][-WINDOW:]
     if not numbers:
         return None
     chosen = [updates[i] for i in numbers]
     total = sum(_wall(updates, i, since) for i in numbers)
-    sampled = [(u["extra"]["sampled_success"], u["extra"].get("sampled_episodes", 1.0))
-               for u in chosen if "sampled_success" in u["extra"]]  # fmt: skip
+    sampled = [(u["extra"]["rollout_success_rate"], u["extra"].get("rollout_episodes", 1.0))
+               for u in chosen if "rollout_success_rate" in u["extra"]]  # fmt: skip
     weight = sum(count for _, count in sampled)
     busy = sum(map(_busy, chosen))
     return Progress(
@@ -57,22 +57,22 @@ def progress(updates: Sequence[Mapping[str, Any]], group_size: int, since: float
         success=sum(share * count for share, count in sampled) / weight if weight else None,
         staleness_mean=sum(u["staleness_mean"] for u in chosen) / len(chosen),
         staleness_max=max(u["staleness_max"] for u in chosen),
-        waiting=sum(u["seconds"]["wait"] for u in chosen) / busy,
+        wait_fraction=sum(u["seconds"]["wait"] for u in chosen) / busy,
     )
 
 
-def episodes(
+def count_episodes(
     updates: Sequence[Mapping[str, Any]], group_size: int, accounting: Mapping[str, Any] | None
-) -> Episodes | None:
+) -> EpisodeCounts | None:
     """Of the accounting of summary.json, or, without one, up to the last update; None before the first."""
     if accounting is not None:
         fields = ("trained", "dropped", "waiting", "finished", "matches", "rolled_back")
-        return Episodes(**{name: accounting[name] for name in fields})
+        return EpisodeCounts(**{name: accounting[name] for name in fields})
     if not updates:
         return None
     extra = updates[-1]["extra"]
     dropped = {name.partition("/")[2]: int(count) for name, count in extra.items() if name.startswith("dropped/")}
-    return Episodes(sum(_trained(update, group_size) for update in updates), dict(sorted(dropped.items())))
+    return EpisodeCounts(sum(_trained(update, group_size) for update in updates), dict(sorted(dropped.items())))
 
 
 def _trained(update: Mapping[str, Any], group_size: int) -> int:

@@ -6,20 +6,20 @@ from collections.abc import Sequence
 
 from playwright.async_api import Page
 
-from megatron_webrl.config import SamplerConfig
-from megatron_webrl.sampling.samplers import fixed
-from megatron_webrl.tasks import miniwob_page, oracles
+from megatron_webrl.config.tasks import SamplerConfig
+from megatron_webrl.sampling.samplers import initial_probabilities
+from megatron_webrl.tasks import miniwob_page, scripted_policies
 from megatron_webrl.tasks.server import FolderServer
-from megatron_webrl.tasks.source import ServedTasks, StepLimits, check_environments
+from megatron_webrl.tasks.source import LocalTaskSource, StepLimits, check_environments
 from megatron_webrl.types import Action, Task
 
-NAME = "miniwob"
+SOURCE_NAME = "miniwob"
 DIFFICULTY = "easy"
 HOST = "miniwob.localhost"
 ORIGIN = f"http://{HOST}"
 
 
-class Miniwob(ServedTasks):
+class MiniWobTaskSource(LocalTaskSource):
     """Tasks of some environments of MiniWoB++. A context manager; close stops the server."""
 
     def __init__(
@@ -32,9 +32,11 @@ class Miniwob(ServedTasks):
     ) -> None:
         """Raises ConfigError for an environment that the package does not have or that is no task."""
         folder = miniwob_page.pages_folder()
-        miniwob_page.check_playable(environments)
+        miniwob_page.check_supported(environments)
         check_environments("MiniWoB++ has", environments, miniwob_page.all_environments(folder))
-        probabilities = fixed(sampler or SamplerConfig(), environments, [DIFFICULTY] * len(environments))
+        probabilities = initial_probabilities(
+            sampler or SamplerConfig(), environments, [DIFFICULTY] * len(environments)
+        )
         super().__init__(environments, max_steps, FolderServer(folder), probabilities, limits or StepLimits())
 
     @property
@@ -47,32 +49,36 @@ class Miniwob(ServedTasks):
         """The server behind the origin."""
         return {HOST: self._server.address}
 
-    def make(self, environment: str, seed: int) -> Task:
+    def make_task(self, environment: str, seed: int) -> Task:
         """The task of an environment and a page seed; the same on every machine."""
         return Task(
-            id=f"{NAME}/{environment}/{seed}", source=NAME, environment=environment, seed=seed,
-            max_steps=self.steps(DIFFICULTY), difficulty=DIFFICULTY,
+            id=f"{SOURCE_NAME}/{environment}/{seed}", source=SOURCE_NAME, environment=environment, seed=seed,
+            max_steps=self.training_max_steps(DIFFICULTY), difficulty=DIFFICULTY,
         )  # fmt: skip
 
-    def renews(self, task: Task) -> bool:
+    def can_reuse_page(self, task: Task) -> bool:
         """Yes, as the package itself does, but for pages that an earlier episode shows through."""
-        return miniwob_page.renews(task.environment)
+        return miniwob_page.can_reuse_page(task.environment)
 
     async def open(self, page: Page, task: Task) -> str:
         """Start the episode, in the environment's page where it is open, or in a new one; returns the instruction."""
-        address = ORIGIN + miniwob_page.path(task.environment)
-        if page.url != address or not self.renews(task) or not await page.evaluate(miniwob_page.RUNS):
+        address = ORIGIN + miniwob_page.page_path(task.environment)
+        if (
+            page.url != address
+            or not self.can_reuse_page(task)
+            or not await page.evaluate(miniwob_page.IS_STARTED_SCRIPT)
+        ):
             await page.goto(address, wait_until="load")
-        start = miniwob_page.arguments(task.environment, task.seed)
-        return str(await page.evaluate(miniwob_page.START, start))
+        start = miniwob_page.start_arguments(task.environment, task.seed)
+        return str(await page.evaluate(miniwob_page.START_SCRIPT, start))
 
     async def result(self, page: Page, task: Task) -> tuple[float | None, bool]:
         """Reward, once the page gave one, and whether the page has ended the episode."""
         if not page.url.startswith(ORIGIN + "/"):
             return None, False
-        reward, done = await page.evaluate(miniwob_page.RESULT)
+        reward, done = await page.evaluate(miniwob_page.RESULT_SCRIPT)
         return (None if reward is None else float(reward)), bool(done)
 
-    async def demonstrate(self, page: Page, task: Task, hasty: bool = False) -> Action:
+    async def demonstrate(self, page: Page, task: Task, premature_submit: bool = False) -> Action:
         """What the environment's oracle would do next. Raises OracleError, KeyError without an oracle."""
-        return await oracles.next_action(page, task.environment, hasty)
+        return await scripted_policies.next_scripted_action(page, task.environment, premature_submit)

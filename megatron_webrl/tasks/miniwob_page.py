@@ -6,12 +6,12 @@ import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_webrl.config import ConfigError
+from megatron_webrl.config.setting import ConfigError
 
-NOT_PLAYABLE = {"hover-shape": "its page never gives a reward and never ends"}
+UNSUPPORTED_ENVIRONMENTS = {"hover-shape": "its page never gives a reward and never ends"}
 """Pages of the package that are no tasks, and why."""
 
-KEEPS_STATE = frozenset({
+STATEFUL_ENVIRONMENTS = frozenset({
     "book-flight", "book-flight-nodelay", "choose-date", "choose-date-easy", "choose-date-medium",
     "choose-date-nodelay", "copy-paste", "copy-paste-2", "scroll-text", "scroll-text-2", "use-colorwheel",
     "use-colorwheel-2", "chase-circle", "drag-cube", "moving-items", "simon-says", "stock-market", "terminal",
@@ -19,10 +19,10 @@ KEEPS_STATE = frozenset({
 """Environments whose page, started anew after an episode, may look otherwise than a fresh one: what was scrolled or
 opened stays so, or movements go on."""
 
-TODAY = "2025-01-01T12:00:00Z"
+FIXED_DATE = "2025-01-01T12:00:00Z"
 """The day on all pages: some show it, or calendars from it. Later than any date that they ask for."""
 
-UNFOLDING_MS = {"click-pie": 3000}
+STARTUP_ANIMATION_MS = {"click-pie": 3000}
 """How long a page that unfolds itself at the start may take to come to rest: longer than a session waits."""
 
 # Dates are shifted, not stopped: pages measure with them. The reward panel and the trace of clicks would leak into the
@@ -30,7 +30,7 @@ UNFOLDING_MS = {"click-pie": 3000}
 # out of reach: episodes are limited in steps; its countdown would be a change of the page every second. The mark tells
 # an episode from a page that was merely loaded again. All that is done once; what an earlier episode has left, its
 # scrolling and its focus, is taken away.
-START = """async ({seed, today, unfoldingMs}) => {
+START_SCRIPT = """async ({seed, today, unfoldingMs}) => {
   if (!window.episodeRuns) {
     const Real = Date, shift = Real.parse(today) - Real.now(), now = () => Real.now() + shift;
     window.Date = new Proxy(Real, {
@@ -68,11 +68,11 @@ START = """async ({seed, today, unfoldingMs}) => {
   return typeof utterance === "string" ? utterance : utterance.utterance;
 }"""
 
-RUNS = "() => Boolean(window.episodeRuns)"
+IS_STARTED_SCRIPT = "() => Boolean(window.episodeRuns)"
 """Whether a page has been started, and not been loaded again since."""
 
 # The reward as the page gives it, before it is reduced by the time that the episode took.
-RESULT = """() => window.episodeRuns && WOB_DONE_GLOBAL ? [WOB_RAW_REWARD_GLOBAL, true] : [null, false]"""
+RESULT_SCRIPT = """() => window.episodeRuns && WOB_DONE_GLOBAL ? [WOB_RAW_REWARD_GLOBAL, true] : [null, false]"""
 
 
 def pages_folder() -> Path:
@@ -92,27 +92,29 @@ def all_environments(folder: Path | None = None) -> list[str]:
     pages = folder or pages_folder()
     names = [file.stem for file in (pages / "miniwob").glob("*.html")]
     names += [f"flight.{file.parent.name}" for file in (pages / "flight").glob("*/wrapper.html")]
-    return sorted(set(names) - set(NOT_PLAYABLE))
+    return sorted(set(names) - set(UNSUPPORTED_ENVIRONMENTS))
 
 
-def check_playable(names: Iterable[str]) -> None:
+def check_supported(names: Iterable[str]) -> None:
     """Raises ConfigError for an environment whose page is no task."""
     for name in names:
-        if name in NOT_PLAYABLE:
-            raise ConfigError(f"tasks.environments: {name} cannot be used: {NOT_PLAYABLE[name]}; leave it out")
+        if name in UNSUPPORTED_ENVIRONMENTS:
+            raise ConfigError(
+                f"tasks.environments: {name} cannot be used: {UNSUPPORTED_ENVIRONMENTS[name]}; leave it out"
+            )
 
 
-def path(environment: str) -> str:
+def page_path(environment: str) -> str:
     """Where the server has the environment's page."""
     kind, _, name = environment.partition(".")
     return f"/flight/{name}/wrapper.html" if kind == "flight" else f"/miniwob/{environment}.html"
 
 
-def renews(environment: str) -> bool:
+def can_reuse_page(environment: str) -> bool:
     """Whether a used page of the environment can be started anew and is then like a fresh one."""
-    return environment not in KEEPS_STATE and not environment.startswith("flight.")
+    return environment not in STATEFUL_ENVIRONMENTS and not environment.startswith("flight.")
 
 
-def arguments(environment: str, seed: int) -> dict[str, object]:
+def start_arguments(environment: str, seed: int) -> dict[str, object]:
     """What START needs to know."""
-    return {"seed": seed, "today": TODAY, "unfoldingMs": UNFOLDING_MS.get(environment, 0)}
+    return {"seed": seed, "today": FIXED_DATE, "unfoldingMs": STARTUP_ANIMATION_MS.get(environment, 0)}

@@ -19,13 +19,13 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 log = logging.getLogger(__name__)
 
-IDLE_SECONDS = 60.0
+KEEP_ALIVE_SECONDS = 60.0
 MAX_FORM_BYTES = 64 * 1024
 MAX_FORM_FIELDS = 100
 
 
 @dataclass(frozen=True)
-class Request:
+class PageRequest:
     """What a page asks for. Of fields that occur several times the last one counts."""
 
     method: str  # "GET" or "POST"
@@ -37,7 +37,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Reply:
+class PageResponse:
     """What it gets. `delay` seconds pass before it is sent."""
 
     status: int
@@ -53,9 +53,9 @@ class LocalServer:
     Whoever only asks a source for tasks, whose pages are served elsewhere, starts nothing.
     """
 
-    def __init__(self, respond: Callable[[Request], Reply], name: str) -> None:
+    def __init__(self, respond: Callable[[PageRequest], PageResponse], name: str) -> None:
         self._respond_to, self._name = respond, name
-        self._server: _Server | None = None
+        self._server: _LocalHttpServer | None = None
         self._closed = False
         self._starting = threading.Lock()
 
@@ -66,7 +66,7 @@ class LocalServer:
             if self._server is None and self._closed:
                 raise RuntimeError(f"{self._name} was closed before it was asked for anything; make another one")
             if self._server is None:
-                self._server = _Server(("127.0.0.1", 0), self._respond_to)
+                self._server = _LocalHttpServer(("127.0.0.1", 0), self._respond_to)
                 threading.Thread(target=self._server.serve_forever, args=(0.1,), name=self._name, daemon=True).start()
             return f"127.0.0.1:{self._server.server_address[1]}"
 
@@ -94,24 +94,24 @@ class FolderServer(LocalServer):
         self._contents: dict[str, bytes] = {}
         super().__init__(self._respond, "folder-server")
 
-    def _respond(self, request: Request) -> Reply:
+    def _respond(self, request: PageRequest) -> PageResponse:
         path = request.path
         if request.method != "GET" or path not in self._files:
-            return Reply(404)
+            return PageResponse(404)
         if path not in self._contents:
             self._contents[path] = self._files[path].read_bytes()
         kind = mimetypes.guess_type(path)[0] or "application/octet-stream"
         if kind.startswith("text/"):
             kind += "; charset=utf-8"
-        return Reply(200, self._contents[path], kind, {"Cache-Control": "max-age=3600"})
+        return PageResponse(200, self._contents[path], kind, {"Cache-Control": "max-age=3600"})
 
 
-class _Server(ThreadingHTTPServer):
+class _LocalHttpServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = 128
 
-    def __init__(self, address: tuple[str, int], respond: Callable[[Request], Reply]) -> None:
+    def __init__(self, address: tuple[str, int], respond: Callable[[PageRequest], PageResponse]) -> None:
         super().__init__(address, _Handler)
         self.respond = respond
         self.connections = 0
@@ -124,9 +124,9 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    timeout = IDLE_SECONDS
+    timeout = KEEP_ALIVE_SECONDS
     disable_nagle_algorithm = True  # headers and body are two writes; the second must not wait for an answer
-    server: _Server
+    server: _LocalHttpServer
 
     def do_GET(self) -> None:
         self._answer({})
@@ -135,19 +135,19 @@ class _Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdigit()) or len(length) > 9 or int(length) > MAX_FORM_BYTES:
             self.close_connection = True  # the body stays unread
-            self._send(Reply(413 if length.isdigit() else 411))
+            self._send(PageResponse(413 if length.isdigit() else 411))
             return
         try:
             form = _pairs(self.rfile.read(int(length)).decode())
         except ValueError:  # too many fields, or not UTF-8
-            self._send(Reply(400))
+            self._send(PageResponse(400))
             return
         self._answer(form)
 
     def _answer(self, form: dict[str, str]) -> None:
         try:
             parts = urlsplit(self.path)
-            request = Request(
+            request = PageRequest(
                 method=self.command,
                 host=self.headers.get("Host", "").split(":")[0].lower(),
                 path=unquote(parts.path),
@@ -156,18 +156,18 @@ class _Handler(BaseHTTPRequestHandler):
                 cookies=_cookies(self.headers.get("Cookie", "")),
             )
         except ValueError:
-            self._send(Reply(400))
+            self._send(PageResponse(400))
             return
         try:
             reply = self.server.respond(request)
         except Exception:  # whatever a page's code raises: its thread has nobody else to tell
             log.exception("%s %s%s could not be answered", request.method, request.host, request.path)
-            reply = Reply(500)
+            reply = PageResponse(500)
         if reply.delay > 0:
             self.server.closing.wait(reply.delay)
         self._send(reply)
 
-    def _send(self, reply: Reply) -> None:
+    def _send(self, reply: PageResponse) -> None:
         try:
             self.send_response(reply.status)
             self.send_header("Content-Type", reply.content_type)

@@ -11,8 +11,9 @@ from typing import Protocol, Self
 
 from playwright.async_api import Page
 
-from megatron_webrl.config import ConfigError, TasksConfig
-from megatron_webrl.sampling.samplers import draw
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.tasks import TasksConfig
+from megatron_webrl.sampling.samplers import draw_environment
 from megatron_webrl.tasks.server import LocalServer
 from megatron_webrl.types import Action, Task
 
@@ -39,7 +40,7 @@ class TaskSite(Protocol):
         """Where host names of the source's pages lead to."""
         ...
 
-    def renews(self, task: Task) -> bool:
+    def can_reuse_page(self, task: Task) -> bool:
         """Whether `open` may be given the page of an episode of this task, in its browser context, for another one."""
         ...
 
@@ -51,7 +52,7 @@ class TaskSite(Protocol):
         """Reward (None while there is none) and whether the task is over."""
         ...
 
-    async def demonstrate(self, page: Page, task: Task, hasty: bool = False) -> Action:
+    async def demonstrate(self, page: Page, task: Task, premature_submit: bool = False) -> Action:
         """What a script would do next; `hasty`: submit at once where the page has a button for it.
 
         Raises OracleError if it is at a loss, KeyError without a script.
@@ -66,18 +67,18 @@ class TaskSite(Protocol):
 class TaskSource(TaskSite, Protocol):
     """Tasks, and the site where they are done."""
 
-    def make(self, environment: str, seed: int) -> Task:
+    def make_task(self, environment: str, seed: int) -> Task:
         """The task of an environment and a page seed; the same on every machine."""
         ...
 
-    def task(self, seed: int, ticket: int, probabilities: Sequence[float] | None = None) -> Task:
+    def training_task(self, seed: int, ticket: int, probabilities: Sequence[float] | None = None) -> Task:
         """The task of a training ticket: a pure function of sampler seed, ticket and probabilities.
 
         probabilities: [environments], of the sampler state that the ticket belongs to; None: those of the settings.
         """
         ...
 
-    def held_out(self, index: int) -> Task:
+    def held_out_task(self, index: int) -> Task:
         """The index-th evaluation task."""
         ...
 
@@ -95,7 +96,7 @@ class StepLimits:
         return cls(tasks.max_steps_by_difficulty, tasks.evaluation_max_steps_by_difficulty)
 
 
-class ServedTasks(ABC):
+class LocalTaskSource(ABC):
     """What sources have in common whose pages this machine serves. A context manager; close stops the server."""
 
     def __init__(
@@ -120,37 +121,37 @@ class ServedTasks(ABC):
         """Stop serving pages."""
         self._server.close()
 
-    def renews(self, task: Task) -> bool:
+    def can_reuse_page(self, task: Task) -> bool:
         """No: every episode wants a browser context of its own."""
         return False
 
     @abstractmethod
-    def make(self, environment: str, seed: int) -> Task:
+    def make_task(self, environment: str, seed: int) -> Task:
         """The task of an environment and a page seed; the same on every machine."""
 
-    def steps(self, difficulty: str) -> int:
+    def training_max_steps(self, difficulty: str) -> int:
         """Steps of a training episode."""
         return self.limits.training.get(difficulty, self.max_steps)
 
-    def task(self, seed: int, ticket: int, probabilities: Sequence[float] | None = None) -> Task:
+    def training_task(self, seed: int, ticket: int, probabilities: Sequence[float] | None = None) -> Task:
         """The task of a training ticket: see TaskSource."""
-        environment = draw(self._probabilities if probabilities is None else probabilities, seed, ticket)
-        return self.make(self.environments[environment], training_page(seed, ticket))
+        environment = draw_environment(self._probabilities if probabilities is None else probabilities, seed, ticket)
+        return self.make_task(self.environments[environment], training_page_seed(seed, ticket))
 
-    def held_out(self, index: int) -> Task:
+    def held_out_task(self, index: int) -> Task:
         """The index-th evaluation task; environments take turns, and no page seed is ever trained on."""
-        environment, page_seed = evaluation(index, len(self.environments))
-        task = self.make(self.environments[environment], page_seed)
+        environment, page_seed = held_out_environment_and_seed(index, len(self.environments))
+        task = self.make_task(self.environments[environment], page_seed)
         return replace(task, max_steps=self.limits.evaluation.get(task.difficulty, task.max_steps))
 
 
-def training_page(seed: int, ticket: int) -> int:
+def training_page_seed(seed: int, ticket: int) -> int:
     """The page seed of a ticket; the same on every machine and in every run."""
     digest = hashlib.blake2b(f"{seed}/{ticket}".encode(), digest_size=16).digest()
     return int.from_bytes(digest[8:], "big") % len(TRAINING_SEEDS)
 
 
-def evaluation(index: int, environments: int) -> tuple[int, int]:
+def held_out_environment_and_seed(index: int, environments: int) -> tuple[int, int]:
     """Environment and page seed of the index-th evaluation task; environments take turns."""
     return index % environments, HELD_OUT_SEEDS.start + index // environments % len(HELD_OUT_SEEDS)
 

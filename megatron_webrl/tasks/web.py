@@ -9,15 +9,15 @@ from playwright.async_api import Page
 
 from megatron_webrl.types import Action, Task
 
-NAME = "web"
-ENVIRONMENT = "page"
+SOURCE_NAME = "web"
+ENVIRONMENT_NAME = "page"
 
 
-class Web:
+class OpenWeb:
     """Opens `Task.url`. Pages reach what the browsers' policy permits; nothing is declared."""
 
     def __init__(self, max_steps: int) -> None:
-        self.environments = (ENVIRONMENT,)
+        self.environments = (ENVIRONMENT_NAME,)
         self.max_steps = max_steps
 
     @property
@@ -30,21 +30,21 @@ class Web:
         """None."""
         return {}
 
-    def page(self, url: str, instruction: str | None = None) -> Task:
+    def make_task(self, url: str, instruction: str | None = None) -> Task:
         """The task to do something at `url`."""
         return Task(
-            id=f"{NAME}/{urlsplit(url).netloc}", source=NAME, environment=ENVIRONMENT, seed=0,
+            id=f"{SOURCE_NAME}/{urlsplit(url).netloc}", source=SOURCE_NAME, environment=ENVIRONMENT_NAME, seed=0,
             max_steps=self.max_steps, instruction=instruction, url=url,
         )  # fmt: skip
 
-    def renews(self, task: Task) -> bool:
+    def can_reuse_page(self, task: Task) -> bool:
         """No: every episode wants a browser context of its own."""
         return False
 
     async def open(self, page: Page, task: Task) -> str:
         """Load the page; returns the task's instruction. Raises ValueError for a task without an address."""
         if task.url is None:
-            raise ValueError(f"task {task.id} of the source {NAME} has no url")
+            raise ValueError(f"task {task.id} of the source {SOURCE_NAME} has no url")
         await page.goto(task.url, wait_until="load")
         return task.instruction or ""
 
@@ -52,9 +52,9 @@ class Web:
         """Neither reward nor end: the web tells of none."""
         return None, False
 
-    async def demonstrate(self, page: Page, task: Task, hasty: bool = False) -> Action:
+    async def demonstrate(self, page: Page, task: Task, premature_submit: bool = False) -> Action:
         """Raises KeyError: there is no script."""
-        raise KeyError(NAME)
+        raise KeyError(SOURCE_NAME)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -42,14 +42,14 @@ class EpisodeLog:
 
     def add(self, trajectory: Trajectory, reason: str | None, version: int) -> None:
         """An episode was trained, or dropped for a reason, at the trainer's `version`."""
-        self._file.write(json.dumps(line(trajectory, reason, version)) + "\n")
+        self._file.write(json.dumps(episode_line(trajectory, reason, version)) + "\n")
 
     def close(self) -> None:
         """No more lines. A second call does nothing."""
         self._file.close()
 
 
-def line(trajectory: Trajectory, reason: str | None, version: int) -> dict[str, Any]:
+def episode_line(trajectory: Trajectory, reason: str | None, version: int) -> dict[str, Any]:
     """What is told of an episode; docs/summary.md describes the fields."""
     return {
         "ticket": trajectory.ticket,
@@ -58,7 +58,7 @@ def line(trajectory: Trajectory, reason: str | None, version: int) -> dict[str, 
         "environment": trajectory.task.environment,
         "difficulty": trajectory.task.difficulty,
         "outcome": trajectory.outcome,
-        "fate": reason or TRAINED,
+        "disposition": reason or TRAINED,
         "version": version,
         "oldest_version": trajectory.oldest_version,
         "tries": trajectory.tries,
@@ -67,56 +67,60 @@ def line(trajectory: Trajectory, reason: str | None, version: int) -> dict[str, 
         "finished_at": _moment(trajectory),
         "steps": [
             {
-                "prompt": len(step.prompt_token_ids),
-                "cached": step.prompt_cached,
-                "response": len(step.response_token_ids),
-                "generation": round(step.seconds_generation, 4),
-                "browser": round(step.seconds_browser, 4),
+                "prompt_tokens": len(step.prompt_token_ids),
+                "cached_tokens": step.cached_prompt_tokens,
+                "response_tokens": len(step.response_token_ids),
+                "generation_seconds": round(step.seconds_generation, 4),
+                "browser_seconds": round(step.seconds_browser, 4),
             }
             for step in trajectory.steps
         ],
     }
 
 
-Identity = tuple[int, int, str, float]
+EpisodeIdentity = tuple[int, int, str, float]
 """Of one run of an episode: its ticket, its index, the life of its worker, and when it ended."""
 
 
-def identity(line: Mapping[str, Any]) -> Identity:
+def line_identity(line: Mapping[str, Any]) -> EpisodeIdentity:
     """Of the episode that a line tells of."""
     return line["ticket"], line["index"], line["worker"], line["finished_at"]
 
 
-def identity_of(trajectory: Trajectory) -> Identity:
+def trajectory_identity(trajectory: Trajectory) -> EpisodeIdentity:
     """The same of a trajectory."""
     return trajectory.ticket, trajectory.index, trajectory.worker, _moment(trajectory)
 
 
-def read(folder: Path, first: int = 0, end: int | None = None) -> list[dict[str, Any]]:
+def read_lines(folder: Path, first: int = 0, end: int | None = None) -> list[dict[str, Any]]:
     """The lines of a run, from `first` on to before `end`; none without a file."""
     return _lines(folder / FILE, first, end)
 
 
-def rolled_back(folder: Path) -> list[dict[str, Any]]:
+def read_rolled_back(folder: Path) -> list[dict[str, Any]]:
     """The lines that were put aside in the job."""
     return _lines(folder / ROLLED_BACK)
 
 
-def roll_back(folder: Path, closed: int, there: Container[Identity]) -> list[dict[str, Any]]:
+def roll_back(folder: Path, closed: int, present: Container[EpisodeIdentity]) -> list[dict[str, Any]]:
     """Put the lines aside that follow the first `closed` ones, and whose episodes are not `there` to be counted again.
 
     Returns all that were put aside in the job. A second call, after a crash, changes nothing.
     """
-    lost = rolled_back(folder)
-    known = {identity(line) for line in lost}
-    lost += [line for line in read(folder, closed) if identity(line) not in known and identity(line) not in there]
+    lost = read_rolled_back(folder)
+    known = {line_identity(line) for line in lost}
+    lost += [
+        line
+        for line in read_lines(folder, closed)
+        if line_identity(line) not in known and line_identity(line) not in present
+    ]
     temporary = folder / f".{ROLLED_BACK}"
     temporary.write_text("".join(json.dumps(line) + "\n" for line in lost))
     temporary.rename(folder / ROLLED_BACK)
     return lost
 
 
-def forget_rolled_back(folder: Path) -> None:
+def clear_rolled_back(folder: Path) -> None:
     """Another job begins, which knows nothing of what was rolled back before."""
     (folder / ROLLED_BACK).unlink(missing_ok=True)
 

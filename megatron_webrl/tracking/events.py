@@ -29,34 +29,34 @@ JOB = "job"
 STARTED, RESTARTED, FAILED, KILLED, ENDED = "started", "restarted", "failed", "killed", "ended"
 """The kinds that `webrl status` reads states from; others are listed as they are."""
 
-LINE_BYTES = 4096
+MAX_LINE_BYTES = 4096
 LOCK_SECONDS = 2.0
 _PAUSE = 0.01
 
 
 @dataclass(frozen=True)
-class Event:
+class ProcessEvent:
     """One thing that happened to one process, or to the job."""
 
-    at: float  # unix time, seconds
+    time: float  # unix time, seconds
     role: str  # name of the process, or JOB
     event: str
     node: int = 0
     host: str = ""  # as Slurm calls it, where there is Slurm
     reason: str = ""
     log: str = ""  # of the process, relative to the run's folder where it lies in it
-    slurm: str = ""  # number of the Slurm job, if there is one
+    slurm_job_id: str = ""  # number of the Slurm job, if there is one
 
-    def line(self) -> bytes:
+    def to_json_line(self) -> bytes:
         """As it is written; a reason that is too long is cut."""
         encoded = json.dumps(asdict(self), ensure_ascii=False).encode(errors="replace") + b"\n"
-        if len(encoded) <= LINE_BYTES:
+        if len(encoded) <= MAX_LINE_BYTES:
             return encoded
-        return replace(self, reason=self.reason[: len(self.reason) // 2]).line()
+        return replace(self, reason=self.reason[: len(self.reason) // 2]).to_json_line()
 
 
 @dataclass(frozen=True)
-class Journal:
+class EventLog:
     """Writes the events of one supervisor: the launcher of a machine, or one of a node."""
 
     folder: Path  # of the run
@@ -71,7 +71,7 @@ class Journal:
         here = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         slurm = os.environ.get("SLURM_JOB_ID", "")
         lines = [
-            Event(time.time(), role, event, self.node, here, reason, self._relative(path), slurm).line()
+            ProcessEvent(time.time(), role, event, self.node, here, reason, self._relative(path), slurm).to_json_line()
             for role, path in roles
         ]
         try:
@@ -85,29 +85,29 @@ class Journal:
         return str(path.relative_to(self.folder) if path.is_relative_to(self.folder) else path)
 
 
-def read(folder: Path) -> list[Event]:
+def read_events(folder: Path) -> list[ProcessEvent]:
     """The events so far, in the order of their times; broken lines are left out, unknown fields ignored."""
     path = folder / FILE
     if not path.is_file():
         return []
     found = [event for line in path.read_bytes().splitlines() if (event := _parse(line)) is not None]
-    return sorted(found, key=lambda event: event.at)
+    return sorted(found, key=lambda event: event.time)
 
 
-def of_last_job(events: Sequence[Event]) -> list[Event]:
+def events_of_last_job(events: Sequence[ProcessEvent]) -> list[ProcessEvent]:
     """Those since the last start of a job; a run that was resumed, or that Slurm has started again, has several."""
     first = max((i for i, event in enumerate(events) if (event.role, event.event) == (JOB, STARTED)), default=0)
     return list(events[first:])
 
 
-def _parse(line: bytes) -> Event | None:
+def _parse(line: bytes) -> ProcessEvent | None:
     try:
         content = json.loads(line)
-        known = {field.name for field in fields(Event)}
-        event = Event(**{name: value for name, value in content.items() if name in known})
+        known = {field.name for field in fields(ProcessEvent)}
+        event = ProcessEvent(**{name: value for name, value in content.items() if name in known})
     except (ValueError, TypeError, AttributeError):  # half a line, or no object with what an event needs
         return None
-    return event if isinstance(event.at, int | float) else None
+    return event if isinstance(event.time, int | float) else None
 
 
 def _append(path: Path, lines: Sequence[bytes]) -> None:

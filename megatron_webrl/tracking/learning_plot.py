@@ -6,28 +6,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.tracking.plot import INK, LAST, OTHER, OURS, PEER, Plot, page, path
+from megatron_webrl.tracking.plot import BLACK, BLUE, GREEN, GREY, ORANGE, Plot, render_svg, svg_polyline
 
 FILE = "learning.svg"
 WINDOW = 5
 """Updates that a point of a thick line is the mean of: itself and those before it."""
 
-_COLOURS = {"before": OTHER, "after": LAST, "during": LAST, "blank_images": INK}
+_COLOURS = {"before": ORANGE, "after": GREEN, "during": GREEN, "blank_images": BLACK}
 
 
 def write(folder: Path, updates: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> None:
     """Draw lines of updates.jsonl and evaluations.jsonl to `folder`; nothing is drawn before the first update."""
     if updates:
         temporary = folder / f".{FILE}"
-        temporary.write_text(draw(updates, evaluations))
+        temporary.write_text(draw_svg(updates, evaluations))
         temporary.rename(folder / FILE)
 
 
-def draw(updates: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> str:
+def draw_svg(updates: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> str:
     """The picture as SVG. `updates` has at least one update."""
     steps = [(u["version"], u["steps_mean"]) for u in updates]
     entropy = [(u["version"], u["extra"]["entropy"]) for u in updates if "entropy" in u["extra"]]
-    return page(
+    return render_svg(
         [
             _success(updates, evaluations),
             _curve(updates, "Steps", "of an episode that was trained", steps),
@@ -37,7 +37,7 @@ def draw(updates: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str
     )
 
 
-def smooth(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def moving_average(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Each point with the mean of its and up to WINDOW - 1 earlier values."""
     values = [value for _, value in points]
     found = []
@@ -52,19 +52,19 @@ def _success(updates: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping
         "Success", "of all episodes that came (line), of evaluations with 95 % intervals (dots)", (_last(updates), 1)
     )
     plot.axes("version", "share of episodes")
-    rates = [(u["version"] - 1, u["extra"].get("sampled_success")) for u in updates]
+    rates = [(u["version"] - 1, u["extra"].get("rollout_success_rate")) for u in updates]
     _draw(plot, [(version, rate) for version, rate in rates if rate is not None])
     kinds = []
     for line in evaluations:
         if line["interval"] is None or line["kind"] not in _COLOURS:
             continue
         colour, place = _COLOURS[line["kind"]], line["version"]
-        plot.parts.append(path([(plot.x(place), plot.y(bound)) for bound in line["interval"]], colour, 2))
+        plot.elements.append(svg_polyline([(plot.x(place), plot.y(bound)) for bound in line["interval"]], colour, 2))
         plot.dot(place, line["success"], colour)
         kinds.append(line["kind"])
     names = {_COLOURS[kind]: kind.replace("_", " ") for kind in kinds}
     for number, (colour, name) in enumerate(names.items()):
-        plot.key(number, name, colour)
+        plot.legend_entry(number, name, colour)
     return plot
 
 
@@ -72,10 +72,10 @@ def _staleness(updates: Sequence[Mapping[str, Any]]) -> Plot:
     most = max(1, *(u["staleness_max"] for u in updates))
     plot = Plot("Staleness", "of trained episodes, by their oldest token", (_last(updates), 1.15 * most))
     plot.axes("version", "versions")
-    plot.line([(u["version"], u["staleness_max"]) for u in updates], PEER)
-    plot.line([(u["version"], u["staleness_mean"]) for u in updates], OURS)
-    for number, (name, colour) in enumerate((("largest", PEER), ("mean", OURS))):
-        plot.key(number, name, colour)
+    plot.line([(u["version"], u["staleness_max"]) for u in updates], GREY)
+    plot.line([(u["version"], u["staleness_mean"]) for u in updates], BLUE)
+    for number, (name, colour) in enumerate((("largest", GREY), ("mean", BLUE))):
+        plot.legend_entry(number, name, colour)
     return plot
 
 
@@ -88,8 +88,8 @@ def _curve(updates: Sequence[Mapping[str, Any]], title: str, words: str, points:
 
 
 def _draw(plot: Plot, points: Sequence[tuple[float, float]]) -> None:
-    plot.line(points, PEER)
-    plot.line(smooth(points), OURS)
+    plot.line(points, GREY)
+    plot.line(moving_average(points), BLUE)
 
 
 def _last(updates: Sequence[Mapping[str, Any]]) -> float:

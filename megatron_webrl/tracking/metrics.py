@@ -9,22 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from megatron_webrl.types import ACTION_KINDS, Group, Step, Trajectory
+from megatron_webrl.types import COORDINATE_ACTION_KINDS, Group, Step, Trajectory
 
 
 @dataclass(frozen=True)
-class Seconds:
+class UpdateSeconds:
     """Where the time of an update went, wall clock."""
 
     rollout: float  # from the start of the first to the end of the last episode of the batch
     train: float  # proximal scores, forward, backward, optimiser
     sync: float  # weights to the engines
     wait: float  # the trainer waiting for groups
-    pixels: float  # of train: the rank that waited longest for pixels
+    image_wait: float  # of train: the rank that waited longest for pixels
 
 
 @dataclass(frozen=True)
-class UpdateRecord:
+class UpdateMetrics:
     """One update. `version` is the policy version that it made."""
 
     version: int
@@ -35,12 +35,12 @@ class UpdateRecord:
     staleness_mean: float  # versions, over trajectories, by the oldest token
     staleness_max: int
     clip_fraction: float  # of response tokens
-    logprob_gap_max: (
+    logprob_mismatch_max: (
         float | None
     )  # |engine - trainer|, tokens made under the version being updated; None: no such token
-    logprob_gap_tokens: int  # how many tokens that is
+    logprob_mismatch_tokens: int  # how many tokens that is
     tokens_per_second: float  # trained tokens, prompts included, by wall clock
-    seconds: Seconds
+    seconds: UpdateSeconds
     finished_at: float = 0.0  # unix time, seconds
     extra: dict[str, float] = field(default_factory=dict)  # further metrics, by MLflow name
 
@@ -48,7 +48,7 @@ class UpdateRecord:
         """For updates.jsonl and summary.json."""
         return asdict(self)
 
-    def scalars(self) -> dict[str, float]:
+    def mlflow_metrics(self) -> dict[str, float]:
         """Flat names and numbers for MLflow."""
         fields = self.to_json()
         flat = {k: float(v) for k, v in fields.items() if isinstance(v, int | float) and k != "version"}
@@ -71,14 +71,14 @@ def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "seconds_generation_per_step": mean([s.seconds_generation for s in steps]),
         "seconds_browser_per_step": mean([s.seconds_browser for s in steps]),
         "prompt_tokens_per_step": mean([len(s.prompt_token_ids) for s in steps]),
-        "prefix_cache_hit_rate": sum(s.prompt_cached for s in steps)
+        "prefix_cache_hit_rate": sum(s.cached_prompt_tokens for s in steps)
         / max(1, sum(len(s.prompt_token_ids) for s in steps)),
     }
     for name, chosen in (("success", True), ("failure", False)):
         lengths = [len(t.steps) for t in trajectories if (t.outcome == "success") is chosen]
         if lengths:
             metrics[f"steps_mean/{name}"] = mean(lengths)
-    kinds = {*ACTION_KINDS, *actions}
+    kinds = {*COORDINATE_ACTION_KINDS, *actions}
     metrics |= {f"action_rate/{kind}": actions[kind] / max(1, len(steps)) for kind in sorted(kinds)}
     by_environment: dict[str, list[bool]] = {}
     for trajectory in trajectories:
@@ -91,7 +91,7 @@ def rollout_seconds(trajectories: Sequence[Trajectory]) -> float:
     return max(t.finished_at for t in trajectories) - min(t.finished_at - t.seconds for t in trajectories)
 
 
-def response_tokens(steps: Sequence[Step]) -> float:
+def mean_response_tokens(steps: Sequence[Step]) -> float:
     """Mean response tokens of a step."""
     return mean([len(s.response_token_ids) for s in steps])
 

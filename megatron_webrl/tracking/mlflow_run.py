@@ -12,22 +12,23 @@ import numpy as np
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
-from megatron_webrl.config import Config, flat
-from megatron_webrl.tracking.metrics import UpdateRecord
-from megatron_webrl.tracking.trajectory_page import write_page
+from megatron_webrl.config.load import flatten_config
+from megatron_webrl.config.schema import Config
+from megatron_webrl.tracking.metrics import UpdateMetrics
+from megatron_webrl.tracking.trajectory_page import write_trajectory_page
 from megatron_webrl.types import Trajectory
 
 log = logging.getLogger(__name__)
 
 
-class Tracker:
+class MLflowTracker:
     """Writes one run. The metrics of an update go in one call: a call costs a transaction."""
 
     def __init__(self, config: Config, resume: str | None, decode: Callable[[np.ndarray], str]) -> None:
         """Open a run, or run `resume` again. `decode` turns token ids into text for the trajectory pages."""
         self.config, self.decode = config, decode
-        self.pages = config.run_folder / "trajectories"
-        self.pages.mkdir(parents=True, exist_ok=True)
+        self.pages_folder = config.run_folder / "trajectories"
+        self.pages_folder.mkdir(parents=True, exist_ok=True)
         uri = config.tracking_uri
         logging.getLogger("alembic").setLevel(logging.WARNING)
         self.client = MlflowClient(uri)
@@ -36,16 +37,18 @@ class Tracker:
             self.client.set_terminated(resume, "RUNNING")
             return
         self.run_id = self.client.create_run(self._experiment(uri), run_name=config.run.name).info.run_id
-        parameters = [Param(key, str(value)[:500]) for key, value in flat(config).items()]
+        parameters = [Param(key, str(value)[:500]) for key, value in flatten_config(config).items()]
         self.client.log_batch(self.run_id, params=parameters)
         self.client.log_artifact(self.run_id, str(config.run_folder / "config.yaml"))
 
-    def log_update(self, record: UpdateRecord, trajectories: Sequence[Trajectory]) -> None:
+    def log_update(self, record: UpdateMetrics, trajectories: Sequence[Trajectory]) -> None:
         """Store the figures of an update and pages of some of its trajectories."""
-        self.log_metrics(record.scalars(), record.version)
+        self.log_metrics(record.mlflow_metrics(), record.version)
         for trajectory in trajectories:
-            path = self.pages / f"version-{record.version:06d}-ticket-{trajectory.ticket}-{trajectory.index}.html"
-            write_page(path, trajectory, self.decode)
+            path = (
+                self.pages_folder / f"version-{record.version:06d}-ticket-{trajectory.ticket}-{trajectory.index}.html"
+            )
+            write_trajectory_page(path, trajectory, self.decode)
             self.client.log_artifact(self.run_id, str(path), "trajectories")
 
     def log_metrics(self, values: Mapping[str, float], version: int) -> None:
@@ -71,7 +74,7 @@ class Tracker:
         return self.client.create_experiment(name, artifact_location=artifacts)
 
 
-def varied(trajectories: Sequence[Trajectory], count: int) -> list[Trajectory]:
+def sample_across_outcomes(trajectories: Sequence[Trajectory], count: int) -> list[Trajectory]:
     """At most `count` trajectories, outcomes by turns: a page of failures alone says little."""
     by_outcome: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:

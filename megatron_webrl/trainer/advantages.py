@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_webrl.trainer.rewards import Reward, outcome
+from megatron_webrl.trainer.rewards import RewardFunction, outcome_reward
 from megatron_webrl.types import Group
 
 EPSILON = 1e-6
 
 
-def normalised(rewards: Sequence[float]) -> np.ndarray:
+def normalize_rewards(rewards: Sequence[float]) -> np.ndarray:
     """(r - mean) / (std + epsilon) with the population standard deviation (GRPO, arXiv 2402.03300).
 
     rewards: [episodes] of one group, masked episodes left out. Returns float64 [episodes].
@@ -21,7 +21,7 @@ def normalised(rewards: Sequence[float]) -> np.ndarray:
     return (values - values.mean()) / (values.std() + EPSILON)
 
 
-def group_advantages(group: Group, reward: Reward = outcome) -> dict[int, float]:
+def group_advantages(group: Group, reward: RewardFunction = outcome_reward) -> dict[int, float]:
     """Advantage of each trainable trajectory, by its index in the group.
 
     Masked trajectories take no part in mean and deviation and get no advantage.
@@ -29,11 +29,11 @@ def group_advantages(group: Group, reward: Reward = outcome) -> dict[int, float]
     trainable = [t for t in group.trajectories if t.trainable]
     if not trainable:
         return {}
-    values = normalised([reward(t) for t in trainable])
+    values = normalize_rewards([reward(t) for t in trainable])
     return {t.index: float(value) for t, value in zip(trainable, values, strict=True)}
 
 
-def has_variance(group: Group, reward: Reward = outcome) -> bool:
+def has_variance(group: Group, reward: RewardFunction = outcome_reward) -> bool:
     """Whether the trainable rewards differ, so that the group carries a gradient."""
     return len({reward(t) for t in group.trajectories if t.trainable}) > 1
 

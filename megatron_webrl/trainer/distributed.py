@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from megatron_webrl.model import gradients
-from megatron_webrl.model.qwen3_vl import Qwen3VL
+from megatron_webrl.model.qwen3_vl.model import Qwen3VL
 
 
-def wrap(chunks: Sequence[Qwen3VL]) -> list[DistributedDataParallel]:
+def wrap_ddp(chunks: Sequence[Qwen3VL]) -> list[DistributedDataParallel]:
     """The chunks with contiguous float32 gradient buffers; gradients are averaged over data-parallel ranks.
 
     They are reduced once all rows have run backward: a row without images gives the vision tower no gradient, so
@@ -22,7 +22,7 @@ def wrap(chunks: Sequence[Qwen3VL]) -> list[DistributedDataParallel]:
     )
     wrapped = []
     for chunk in chunks:
-        chunk.config.finalize_model_grads_func = gradients.finalize
+        chunk.config.finalize_model_grads_func = gradients.finalize_gradients
         wrapped.append(DistributedDataParallel(config=chunk.config, ddp_config=settings, module=chunk))
         wrapped[-1].broadcast_params()
     return wrapped

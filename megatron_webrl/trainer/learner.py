@@ -10,23 +10,23 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_webrl.config import LossConfig
+from megatron_webrl.config.loss import LossConfig
 from megatron_webrl.model import schedule
-from megatron_webrl.model.groups import last_stage
 from megatron_webrl.model.logprobs import vocab_parallel_logprobs
+from megatron_webrl.model.process_groups import is_last_stage
 from megatron_webrl.trainer import loss as losses
+from megatron_webrl.trainer.data.sequence_packer import Microbatch
 from megatron_webrl.trainer.loss import Objective, TokenData
-from megatron_webrl.trainer.optimizer import Optimization
-from megatron_webrl.trainer.parallel import from_last_stage
-from megatron_webrl.trainer.reference import Reference
-from megatron_webrl.trainer.rows import Microbatch
+from megatron_webrl.trainer.optimizer import ScheduledOptimizer
+from megatron_webrl.trainer.parallel import broadcast_from_last_stage
+from megatron_webrl.trainer.reference import ReferencePolicy
 
 Metrics = dict[str, float]
 
 
-def objective(config: LossConfig) -> Objective:
+def make_objective(config: LossConfig) -> Objective:
     """The loss that the configuration names, over this rank's groups."""
-    return losses.objective(config, parallel_state.get_context_parallel_group())
+    return losses.make_objective(config, parallel_state.get_context_parallel_group())
 
 
 @dataclass
@@ -38,39 +38,41 @@ class Learner:
 
     chunks: list[Any]  # DistributedDataParallel around Qwen3VL, one per virtual pipeline stage of this rank
     vocab_size: int
-    optimization: Optimization
-    reference: Reference | None = None  # the policy with which RL began, if the loss refers to it
-    progress: Callable[[], None] = lambda: None  # called for each row on the last pipeline stage
+    optimizer: ScheduledOptimizer
+    reference: ReferencePolicy | None = None  # the policy with which RL began, if the loss refers to it
+    report_progress: Callable[[], None] = lambda: None  # called for each row on the last pipeline stage
 
     @property
     def models(self) -> list[Any]:
         """This rank's chunks of the model itself."""
         return [chunk.module for chunk in self.chunks]
 
-    def score(self, rows: Sequence[Microbatch]) -> list[Tensor]:
+    def compute_logprobs(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
         """Log-probabilities of the response tokens of each row under the current weights, float32 [tokens]."""
 
         def scored(index: int, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            self.progress()
-            logprobs, _ = self._logprobs(logits, rows[index])
+            self.report_progress()
+            logprobs, _ = self._logprobs(logits, microbatches[index])
             return logprobs.sum(), {"logprobs": logprobs}
 
         for chunk in self.chunks:
             chunk.eval()
         with torch.no_grad():
-            results = schedule.run(self.chunks, [batch.row for batch in rows], scored, forward_only=True)
+            results = schedule.forward_backward(
+                self.chunks, [batch.inputs for batch in microbatches], scored, forward_only=True
+            )
         return [result["logprobs"] for result in results]
 
-    def score_reference(self, parts: Sequence[Sequence[Microbatch]]) -> list[list[Tensor] | None]:
+    def compute_reference_logprobs(self, minibatches: Sequence[Sequence[Microbatch]]) -> list[list[Tensor] | None]:
         """The same of several minibatches under the weights of the reference; None for each without one."""
         if self.reference is None:
-            return [None for _ in parts]
-        with self.reference.in_place():
-            return [self.score(rows) for rows in parts]
+            return [None for _ in minibatches]
+        with self.reference.swapped_in():
+            return [self.compute_logprobs(rows) for rows in minibatches]
 
-    def step(
+    def train_step(
         self,
-        rows: Sequence[Microbatch],
+        microbatches: Sequence[Microbatch],
         proximal: Sequence[Tensor] | None,
         loss: Objective,
         reference: Sequence[Tensor] | None = None,
@@ -80,12 +82,12 @@ class Learner:
         Returns its figures with "gradient_norm", before clipping, and the log-probabilities before the step, per row.
         Raises optimizer.BadGradient.
         """
-        figures, logprobs = self.accumulate(rows, proximal, loss, reference)
-        return figures | {"gradient_norm": self.optimization.step()}, logprobs
+        figures, logprobs = self.forward_backward(microbatches, proximal, loss, reference)
+        return figures | {"gradient_norm": self.optimizer.step()}, logprobs
 
-    def accumulate(
+    def forward_backward(
         self,
-        rows: Sequence[Microbatch],
+        microbatches: Sequence[Microbatch],
         proximal: Sequence[Tensor] | None,
         loss: Objective,
         reference: Sequence[Tensor] | None = None,
@@ -102,20 +104,20 @@ class Learner:
         """
         # Megatron averages the loss over rows and the gradient over data-parallel ranks; the objective is a sum. For
         # context-parallel ranks, each of which scores some of a row's tokens, it adds up.
-        scale = len(rows) * parallel_state.get_data_parallel_world_size()
+        scale = len(microbatches) * parallel_state.get_data_parallel_world_size()
 
         def measured(index: int, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            self.progress()
-            batch = rows[index]
+            self.report_progress()
+            batch = microbatches[index]
             current, entropy = self._logprobs(logits, batch)
             data = TokenData(
-                behaviour=batch.behaviour,
-                proximal=current.detach() if proximal is None else proximal[index],
+                behaviour_logprobs=batch.behaviour_logprobs,
+                proximal_logprobs=current.detach() if proximal is None else proximal[index],
                 advantage=batch.advantage,
                 weight=batch.weight,
-                step=batch.step,
-                lengths=batch.lengths,
-                reference=None if reference is None else reference[index],
+                step_index=batch.step_index,
+                step_lengths=batch.step_lengths,
+                reference_logprobs=None if reference is None else reference[index],
             )
             value, sums = loss(current, data)
             counted = (batch.weight > 0).float()
@@ -124,18 +126,20 @@ class Learner:
                 "entropy": (entropy.detach() * counted).sum(),
                 "response_tokens": counted.sum(),
             }
-            sums["tokens"] = counted.new_tensor(batch.tokens)
+            sums["tokens"] = counted.new_tensor(batch.token_count)
             return value * scale, {**sums, "logprobs": current.detach()}
 
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
-        self.optimization.optimizer.zero_grad()
-        results = schedule.run(self.chunks, [batch.row for batch in rows], measured, forward_only=False)
+        self.optimizer.optimizer.zero_grad()
+        results = schedule.forward_backward(
+            self.chunks, [batch.inputs for batch in microbatches], measured, forward_only=False
+        )
         logprobs = [result.pop("logprobs") for result in results]
         return _reduce(results), logprobs
 
-    def gradient(self) -> Tensor:
+    def flat_gradient(self) -> Tensor:
         """What `accumulate` left, of all this rank's trained weights in one, float32 [weights]; a copy."""
         weights = [p for chunk in self.chunks for p in chunk.module.parameters() if p.requires_grad]
         return torch.cat([weight.main_grad.flatten() for weight in weights])
@@ -149,9 +153,9 @@ class Learner:
 def _reduce(results: list[dict[str, Tensor]]) -> Metrics:
     """Sums over rows, data- and context-parallel ranks, on every rank."""
     totals: Metrics = {}
-    if last_stage():
+    if is_last_stage():
         names = sorted(results[0])
         sums = torch.stack([torch.stack([r[name].float() for r in results]).sum() for name in names])
         torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         totals = dict(zip(names, sums.tolist(), strict=True))
-    return from_last_stage(totals)
+    return broadcast_from_last_stage(totals)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_webrl.config import LossConfig
+from megatron_webrl.config.loss import LossConfig
 
-LOG_LIMIT = 20.0
+LOG_RATIO_LIMIT = 20.0
 """Logarithms of ratios beyond this are cut before exp, whose float32 overflow would turn a zero gradient into NaN."""
 
 
@@ -25,13 +25,15 @@ LOG_LIMIT = 20.0
 class TokenData:
     """Constants of the response tokens of one row."""
 
-    behaviour: Tensor  # float32 [tokens]
-    proximal: Tensor  # float32 [tokens]
+    behaviour_logprobs: Tensor  # float32 [tokens]
+    proximal_logprobs: Tensor  # float32 [tokens]
     advantage: Tensor  # float32 [tokens]
     weight: Tensor  # float32 [tokens], see token_weight; 0 for tokens that only stand in
-    step: Tensor  # int64 [tokens], which of the row's steps a token is of
-    lengths: Tensor  # float32 [steps], response tokens of each step, those on other context-parallel ranks included
-    reference: Tensor | None = None  # float32 [tokens]; None where no loss looks at it
+    step_index: Tensor  # int64 [tokens], which of the row's steps a token is of
+    step_lengths: (
+        Tensor  # float32 [steps], response tokens of each step, those on other context-parallel ranks included
+    )
+    reference_logprobs: Tensor | None = None  # float32 [tokens]; None where no loss looks at it
 
 
 Objective = Callable[[Tensor, TokenData], tuple[Tensor, dict[str, Tensor]]]
@@ -39,14 +41,14 @@ Objective = Callable[[Tensor, TokenData], tuple[Tensor, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True)
-class BatchSize:
+class MinibatchTotals:
     """What the normalisers divide by: totals of one minibatch over all data-parallel ranks."""
 
     trajectories: int
     tokens: int
 
 
-def token_weight(normaliser: str, size: BatchSize, steps: int, k: int) -> float:
+def token_weight(normaliser: str, size: MinibatchTotals, steps: int, constant_steps: int) -> float:
     """Weight of each token of a trajectory with `steps` steps.
 
     per_trajectory  1 / (N |tau|)   multi-step GRPO
@@ -55,7 +57,7 @@ def token_weight(normaliser: str, size: BatchSize, steps: int, k: int) -> float:
     with N trajectories in the minibatch, so that the loss is a mean over trajectories.
     """
     if normaliser == "constant":
-        return 1.0 / (size.trajectories * k)
+        return 1.0 / (size.trajectories * constant_steps)
     if normaliser == "per_trajectory":
         return 1.0 / (size.trajectories * steps)
     if normaliser == "token_mean":
@@ -63,12 +65,14 @@ def token_weight(normaliser: str, size: BatchSize, steps: int, k: int) -> float:
     raise ValueError(f"normaliser {normaliser!r} is not one of constant, per_trajectory, token_mean")
 
 
-def objective(config: LossConfig, group: ProcessGroup | None) -> Objective:
+def make_objective(config: LossConfig, group: ProcessGroup | None) -> Objective:
     """The loss that the configuration names, plus kl_coefficient * reference_kl.
 
     `group`: the ranks that share a row's tokens out, None for one; with gspo the loss is collective over it.
     """
-    base: Objective = likelihood if config.name == "raft" else partial(surrogate, config=config, group=group)
+    base: Objective = (
+        negative_log_likelihood if config.name == "raft" else partial(clipped_surrogate, config=config, group=group)
+    )
     if not config.kl_coefficient:
         return base
 
@@ -80,7 +84,7 @@ def objective(config: LossConfig, group: ProcessGroup | None) -> Objective:
     return penalised
 
 
-def surrogate(
+def clipped_surrogate(
     current: Tensor, data: TokenData, config: LossConfig, group: ProcessGroup | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped surrogate with dual clip, decoupled or not, with ratios per token or per response.
@@ -97,17 +101,17 @@ def surrogate(
     Metrics, as sums over tokens of weight above 0: clipped, dual_clipped (the gradient stops there), capped (w above
     the cap), importance_weight (r), behaviour_weight (w as it is used), kl (k3 of r per token).
     """
-    log_ratio = current - (data.proximal if config.decoupled else data.behaviour)
+    log_ratio = current - (data.proximal_logprobs if config.decoupled else data.behaviour_logprobs)
     with torch.no_grad():
         counted = (data.weight > 0).to(current.dtype)
         divergence = _k3(log_ratio)
-        log_weight = data.proximal - data.behaviour if config.decoupled else torch.zeros_like(current)
+        log_weight = data.proximal_logprobs - data.behaviour_logprobs if config.decoupled else torch.zeros_like(current)
     if config.name == "gspo":
-        means = step_means(torch.stack([log_ratio.detach(), log_weight]), data, group)
+        means = mean_per_step(torch.stack([log_ratio.detach(), log_weight]), data, group)
         log_ratio, log_weight = means[0] + (current - current.detach()), means[1]
     with torch.no_grad():
-        weight, over = behaviour_weight(log_weight, config)
-        kept = counted * (1 - over) if config.behaviour_mode == "mask" else counted
+        weight, over = behaviour_importance_weight(log_weight, config)
+        kept = counted * (1 - over) if config.importance_weight_mode == "mask" else counted
     ratio = torch.exp(_cut(log_ratio))
     unclipped = ratio * data.advantage
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * data.advantage
@@ -122,15 +126,15 @@ def surrogate(
         sums = {
             "clipped": (kept * (clipped < unclipped)).sum(),
             "dual_clipped": (kept * dual).sum(),
-            "capped": (counted * over).sum(),
-            "importance_weight": (counted * ratio).sum(),
-            "behaviour_weight": (counted * weight).sum(),
-            "kl": (counted * divergence).sum(),
+            "importance_weight_capped": (counted * over).sum(),
+            "policy_ratio": (counted * ratio).sum(),
+            "behaviour_importance_weight": (counted * weight).sum(),
+            "approx_kl": (counted * divergence).sum(),
         }
     return loss, sums
 
 
-def behaviour_weight(log_weight: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
+def behaviour_importance_weight(log_weight: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
     """w = pi_prox / pi_behave as it is used, and where it exceeds the cap (1, else 0).
 
     mask      w = 0 above the cap
@@ -138,17 +142,17 @@ def behaviour_weight(log_weight: Tensor, config: LossConfig) -> tuple[Tensor, Te
     NaN stays NaN, so that the gradient is refused and not the token passed over.
     """
     weight = torch.exp(log_weight)
-    over = weight > config.behaviour_cap
-    bound = 0.0 if config.behaviour_mode == "mask" else config.behaviour_cap
+    over = weight > config.importance_weight_cap
+    bound = 0.0 if config.importance_weight_mode == "mask" else config.importance_weight_cap
     return torch.where(over, torch.full_like(weight, bound), weight), over.to(weight.dtype)
 
 
-def step_means(values: Tensor, data: TokenData, group: ProcessGroup | None = None) -> Tensor:
+def mean_per_step(values: Tensor, data: TokenData, group: ProcessGroup | None = None) -> Tensor:
     """For each token the mean over all tokens of its step's response. [n, tokens] -> [n, tokens]. Collective."""
-    sums = values.new_zeros(len(values), len(data.lengths)).index_add(1, data.step, values)
+    sums = values.new_zeros(len(values), len(data.step_lengths)).index_add(1, data.step_index, values)
     if group is not None and group.size() > 1:
         torch.distributed.all_reduce(sums, group=group)
-    return (sums / data.lengths.to(values.dtype))[:, data.step]
+    return (sums / data.step_lengths.to(values.dtype))[:, data.step_index]
 
 
 def reference_kl(current: Tensor, data: TokenData) -> tuple[Tensor, dict[str, Tensor]]:
@@ -156,16 +160,16 @@ def reference_kl(current: Tensor, data: TokenData) -> tuple[Tensor, dict[str, Te
 
     k3 = r - 1 - log r with r = pi_ref / pi_theta. Raises ValueError without a reference.
     """
-    if data.reference is None:
+    if data.reference_logprobs is None:
         raise ValueError(
             "trainer.loss.kl_coefficient needs the reference's log-probabilities; Learner.reference is None"
         )
-    divergence = _k3(data.reference - current)
+    divergence = _k3(data.reference_logprobs - current)
     counted = (data.weight > 0).to(current.dtype)
     return (data.weight * divergence).sum(), {"reference_kl": (counted * divergence.detach()).sum()}
 
 
-def likelihood(current: Tensor, data: TokenData) -> tuple[Tensor, dict[str, Tensor]]:
+def negative_log_likelihood(current: Tensor, data: TokenData) -> tuple[Tensor, dict[str, Tensor]]:
     """Negative log-likelihood - sum weight * log pi_theta, over tokens with a positive advantage.
 
     Demonstrations and RAFT (arXiv 2304.06767): the caller gives the imitated tokens advantage 1 and others 0.
@@ -181,4 +185,6 @@ def _k3(log_ratio: Tensor) -> Tensor:
 
 def _cut(log_ratio: Tensor) -> Tensor:
     """Within LOG_LIMIT, without a gradient beyond. NaN keeps its gradient; that of clamp is zero there."""
-    return torch.where(log_ratio.abs() > LOG_LIMIT, log_ratio.detach().clamp(-LOG_LIMIT, LOG_LIMIT), log_ratio)
+    return torch.where(
+        log_ratio.abs() > LOG_RATIO_LIMIT, log_ratio.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), log_ratio
+    )

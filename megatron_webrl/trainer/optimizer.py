@@ -17,23 +17,23 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import distrib_optimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_webrl.config import OptimizerConfig
+from megatron_webrl.config.trainer import OptimizerConfig
 
 # The gathering happens in host memory and on one rank of each data-parallel group: on all of them a node would hold
 # the optimiser's state once per GPU.
-SHARDING = {
+SHARDING_METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": True,
 }
-FUSED_ADAM = {"transformer_engine": "transformer_engine.pytorch.optimizers", "apex": "apex.optimizers"}
+FUSED_ADAM_MODULES = {"transformer_engine": "transformer_engine.pytorch.optimizers", "apex": "apex.optimizers"}
 
 
-class BadGradient(RuntimeError):
+class NonFiniteGradient(RuntimeError):
     """The gradient is not finite; no weight was changed."""
 
 
 @dataclass
-class Optimization:
+class ScheduledOptimizer:
     """An optimiser and the schedule of its learning rate."""
 
     optimizer: Any
@@ -48,13 +48,13 @@ class Optimization:
         overflow = self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         if overflow or not math.isfinite(norm):
-            raise BadGradient(f"the gradient norm is {norm}; the optimiser did not step")
+            raise NonFiniteGradient(f"the gradient norm is {norm}; the optimiser did not step")
         self.optimizer.step()
         self.scheduler.step(1)
         return norm
 
     @property
-    def steps_taken(self) -> int:
+    def step_count(self) -> int:
         """Steps that Adam has taken."""
         counts = [values["step"] for part in self._torch_parts() for values in part.optimizer.state.values()]
         counts += [group.get("step", 0) for part in self._parts() for group in part.optimizer.param_groups]
@@ -70,12 +70,12 @@ class Optimization:
         self._allocate_state()
         states = {}
         for number, part in enumerate(self._parts()):
-            state = part.sharded_state_dict(models, is_loading, metadata=SHARDING)["param_state"]
+            state = part.sharded_state_dict(models, is_loading, metadata=SHARDING_METADATA)["param_state"]
             if state is not None:  # another rank has gathered it
                 states[f"part{number}"] = state
         return states
 
-    def load_sharded_state(self, states: dict[str, Any], steps_taken: int) -> None:
+    def load_sharded_state(self, states: dict[str, Any], step_count: int) -> None:
         """Restore what `sharded_state` described, and the count of steps.
 
         With torch's Adam, Megatron 0.16 looks for the step among the moments, where its checkpoints have none, and
@@ -84,7 +84,7 @@ class Optimization:
         for number, part in enumerate(self._parts()):
             settings = part.state_dict()
             for group in settings["optimizer"]["param_groups"]:
-                group["step"] = steps_taken
+                group["step"] = step_count
             state = {"param_state": states[f"part{number}"], "param_state_sharding_type": "fully_reshardable"}
             by_torch = part in self._torch_parts()
             if by_torch:
@@ -93,7 +93,7 @@ class Optimization:
             if by_torch:
                 del part._set_main_param_and_optimizer_states
                 for values in part.optimizer.state.values():
-                    values["step"] = torch.tensor(float(steps_taken))
+                    values["step"] = torch.tensor(float(step_count))
 
     def _allocate_state(self) -> None:
         """Give torch's Adam its moments before the first step: Megatron's checkpoints look for them.
@@ -129,7 +129,7 @@ def _restore_with_step(part: Any, model_parameter: torch.nn.Parameter, tensors: 
 
 def fused_adam(implementation: str) -> Any:
     """The fused Adam of a package of FUSED_ADAM. Raises RuntimeError, in one line, where it cannot be imported."""
-    module = FUSED_ADAM[implementation]
+    module = FUSED_ADAM_MODULES[implementation]
     try:
         return importlib.import_module(module).FusedAdam
     except (ImportError, OSError) as error:  # OSError: a shared library of the package is missing
@@ -140,9 +140,9 @@ def fused_adam(implementation: str) -> Any:
         ) from error
 
 
-def check_implementation(implementation: str) -> None:
+def check_adam_implementation(implementation: str) -> None:
     """Refuse an implementation of Adam that is not there. Raises RuntimeError."""
-    if implementation in FUSED_ADAM:
+    if implementation in FUSED_ADAM_MODULES:
         fused_adam(implementation)
 
 
@@ -162,9 +162,9 @@ def _adam(implementation: str) -> Iterator[None]:
         megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER, distrib_optimizer.Adam = before
 
 
-def optimization(
+def make_optimizer(
     chunks: list[DistributedDataParallel], config: OptimizerConfig, steps: int, dtype: torch.dtype
-) -> Optimization:
+) -> ScheduledOptimizer:
     """Adam with the configured schedule over `steps` optimiser steps.
 
     Biases and norms get no weight decay, as Megatron decides by shape.
@@ -203,4 +203,4 @@ def optimization(
         wd_incr_style="constant",
     )
     scheduler.step(1)  # the first step is step 1 of the warm-up: at step 0 the rate would be zero
-    return Optimization(optimizer, scheduler)
+    return ScheduledOptimizer(optimizer, scheduler)

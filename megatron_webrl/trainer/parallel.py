@@ -11,16 +11,16 @@ import torch
 from megatron.core import parallel_state
 from torch.distributed import PrefixStore, TCPStore
 
-from megatron_webrl.config import Config
-from megatron_webrl.model import groups
+from megatron_webrl.config.schema import Config
 from megatron_webrl.model import platform as platforms
-from megatron_webrl.model.layout import Sizes
+from megatron_webrl.model import process_groups
+from megatron_webrl.model.layout import ParallelSizes
 
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankInfo:
     """Place of this process among the trainer's, from the launcher's environment."""
 
     rank: int
@@ -28,7 +28,7 @@ class Rank:
     local_rank: int
 
     @classmethod
-    def from_environment(cls) -> Rank:
+    def from_environment(cls) -> RankInfo:
         """RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them, or their Slurm counterparts. Raises KeyError."""
         if "RANK" in os.environ:
             names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -38,33 +38,33 @@ class Rank:
         return cls(rank, world_size, local_rank)
 
 
-def initialize(config: Config, rank: Rank, store: TCPStore, incarnation: str) -> platforms.Platform:
+def initialize(config: Config, rank: RankInfo, store: TCPStore, store_prefix: str) -> platforms.Platform:
     """Switch the platform on and form Megatron's process groups. Collective over all trainer ranks.
 
-    Every collective ends with an error after trainer.batch_seconds and weights.seconds together, the longest
+    Every collective ends with an error after trainer.batch_timeout_seconds and weights.timeout_seconds together, the longest
     time that the other ranks may wait for the first one.
     """
-    platform = platforms.use(config.model.platform)
+    platform = platforms.activate(config.model.platform)
     torch.distributed.init_process_group(
         platform.backend,
-        store=PrefixStore(f"trainer/{incarnation}", store),
+        store=PrefixStore(f"trainer/{store_prefix}", store),
         rank=rank.rank,
         world_size=rank.world_size,
-        timeout=timedelta(seconds=collective_seconds(config)),
+        timeout=timedelta(seconds=collective_timeout_seconds(config)),
     )
-    groups.form(sizes(config), config.run.seed)
+    process_groups.init_process_groups(parallel_sizes(config), config.run.seed)
     return platform
 
 
-def collective_seconds(config: Config) -> float:
+def collective_timeout_seconds(config: Config) -> float:
     """Limit of a collective: the longest time that other ranks may wait for the first one."""
-    return config.trainer.batch_seconds + config.weights.seconds + config.run.start_seconds
+    return config.trainer.batch_timeout_seconds + config.weights.timeout_seconds + config.run.startup_timeout_seconds
 
 
-def sizes(config: Config) -> Sizes:
+def parallel_sizes(config: Config) -> ParallelSizes:
     """How many ways the configuration splits the model."""
     trainer = config.trainer
-    return Sizes(
+    return ParallelSizes(
         tensor=trainer.tensor_parallel,
         pipeline=trainer.pipeline_parallel,
         virtual=trainer.virtual_pipeline,
@@ -76,7 +76,7 @@ def sizes(config: Config) -> Sizes:
 
 def shutdown() -> None:
     """Leave all process groups."""
-    groups.dissolve()
+    process_groups.destroy_process_groups()
     torch.distributed.destroy_process_group()
 
 
@@ -87,14 +87,14 @@ def broadcast_object(value: Value) -> Value:
     return box[0]
 
 
-def largest(value: float, device: torch.device) -> float:
+def all_reduce_max(value: float, device: torch.device) -> float:
     """The largest value of all ranks, on every rank. Collective; `device` is the platform's."""
     tensor = torch.tensor(value, device=device)
     torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
     return float(tensor)
 
 
-def from_last_stage(value: Value) -> Value:
+def broadcast_from_last_stage(value: Value) -> Value:
     """The value of this rank's peer on the last pipeline stage."""
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:

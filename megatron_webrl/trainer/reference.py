@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 
-class Reference:
+class ReferencePolicy:
     """The weights that the modules had when this was made.
 
     Costs one copy of this rank's weights in host memory and, while they are exchanged, one parameter on the device.
@@ -19,7 +19,7 @@ class Reference:
         self._waiting = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def swapped_in(self) -> Iterator[None]:
         """The modules hold the reference's weights within, and exactly their own again afterwards."""
         self._exchange()
         try:

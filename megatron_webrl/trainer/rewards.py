@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
-from megatron_webrl.config import Config
+from megatron_webrl.config.schema import Config
 from megatron_webrl.types import Trajectory
 
-Reward = Callable[[Trajectory], float]
+RewardFunction = Callable[[Trajectory], float]
 
 
-def outcome(trajectory: Trajectory) -> float:
+def outcome_reward(trajectory: Trajectory) -> float:
     """1 for a success, 0 for a failure."""
     return trajectory.reward
 
 
-def reward_function(config: Config) -> Reward:
+def reward_function(config: Config) -> RewardFunction:
     """r - format_penalty * F - repetition_penalty * R - length_penalty * L, all shares in 0..1.
 
     F  share of steps with a format error
@@ -25,30 +25,30 @@ def reward_function(config: Config) -> Reward:
        (DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13)
     """
     settings, limit = config.trainer.reward, config.rollout.max_new_tokens
-    if not penalised(config):
-        return outcome
+    if not has_penalties(config):
+        return outcome_reward
 
     def reward(trajectory: Trajectory) -> float:
-        penalty = settings.format_penalty * format_errors(trajectory)
-        penalty += settings.repetition_penalty * repetitions(trajectory)
-        penalty += settings.length_penalty * overlength(trajectory, limit, settings.length_window)
+        penalty = settings.format_penalty * format_error_rate(trajectory)
+        penalty += settings.repetition_penalty * repetition_rate(trajectory)
+        penalty += settings.length_penalty * overlong_share(trajectory, limit, settings.length_window)
         return trajectory.reward - penalty
 
     return reward
 
 
-def penalised(config: Config) -> bool:
+def has_penalties(config: Config) -> bool:
     """Whether any penalty is on."""
     settings = config.trainer.reward
     return any((settings.format_penalty, settings.repetition_penalty, settings.length_penalty))
 
 
-def format_errors(trajectory: Trajectory) -> float:
+def format_error_rate(trajectory: Trajectory) -> float:
     """Share of steps with a format error; 0 without steps."""
     return _share(trajectory, sum(step.format_error is not None for step in trajectory.steps))
 
 
-def repetitions(trajectory: Trajectory) -> float:
+def repetition_rate(trajectory: Trajectory) -> float:
     """Share of steps whose action is that of the step before, which had left the page unchanged."""
     pairs = pairwise(trajectory.steps)
     return _share(
@@ -58,7 +58,7 @@ def repetitions(trajectory: Trajectory) -> float:
     )  # fmt: skip
 
 
-def overlength(trajectory: Trajectory, limit: int, window: int) -> float:
+def overlong_share(trajectory: Trajectory, limit: int, window: int) -> float:
     """Mean over steps of how far the response reaches into the last `window` tokens before `limit`, 0..1."""
     free = limit - window
     return _share(

@@ -10,33 +10,35 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from megatron_webrl.config import Config
-from megatron_webrl.control import Control, JobFailed
-from megatron_webrl.model.processing import Processor
-from megatron_webrl.ring.record import decode
+from megatron_webrl.config.schema import Config
+from megatron_webrl.control.control_plane import ControlClient, JobFailed
+from megatron_webrl.model.processor import Processor
+from megatron_webrl.ring.record import decode_trajectory
 from megatron_webrl.ring.record_file import read_record_file
-from megatron_webrl.trainer import batching
-from megatron_webrl.trainer.batching import Sample
+from megatron_webrl.trainer.data import batching
+from megatron_webrl.trainer.data.batching import TrainingSample
+from megatron_webrl.trainer.data.sequence_packer import Microbatch, SequencePacker
 from megatron_webrl.trainer.learner import Learner
-from megatron_webrl.trainer.loss import likelihood
-from megatron_webrl.trainer.optimizer import optimization
-from megatron_webrl.trainer.rows import Microbatch, RowBuilder
+from megatron_webrl.trainer.loss import negative_log_likelihood
+from megatron_webrl.trainer.optimizer import make_optimizer
 from megatron_webrl.types import Group, Trajectory
 
 log = logging.getLogger(__name__)
 
 
-def warm_start(learner: Learner, builder: RowBuilder, config: Config, control: Control) -> Learner:
+def warm_start(learner: Learner, builder: SequencePacker, config: Config, control: ControlClient) -> Learner:
     """Train on demonstrations, of a file or the first worker's; returns the learner with a fresh optimiser for RL.
 
     Collective. Every rank reads the same file. Raises JobFailed if the demonstrations do not come or are of another
     model.
     """
     settings, dtype = config.trainer.warm_start, next(learner.chunks[0].parameters()).dtype
-    control.report("waiting for demonstrations")
-    control.wait_key("demonstrations/ready", settings.seconds, "demonstrations from rollout-0", ("rollout-0",))
+    control.report_status("waiting for demonstrations")
+    control.wait_for_key(
+        "demonstrations/ready", settings.timeout_seconds, "demonstrations from rollout-0", ("rollout-0",)
+    )
     records = islice(read_record_file(config.demonstrations_path), settings.demonstrations)
-    demonstrations = [decode(record, copy=True) for record in records]
+    demonstrations = [decode_trajectory(record, copy=True) for record in records]
     if len(demonstrations) < settings.demonstrations:
         raise JobFailed(
             f"{config.demonstrations_path} holds {len(demonstrations)} demonstrations, fewer than "
@@ -44,29 +46,29 @@ def warm_start(learner: Learner, builder: RowBuilder, config: Config, control: C
         )
     _check_tokens(demonstrations[0], builder.processor, config.demonstrations_path)
     groups = [Group(t.ticket, (t,)) for t in demonstrations]
-    samples = batching.samples_of(groups, batching.demonstrated)
+    samples = batching.make_samples(groups, batching.demonstration_advantages)
     rate = replace(config.trainer.optimizer, learning_rate=settings.learning_rate, warmup_fraction=0.05)
     per_epoch = -(-len(samples) // settings.samples_per_update)
-    learner = replace(learner, optimization=optimization(learner.chunks, rate, settings.epochs * per_epoch, dtype))
+    learner = replace(learner, optimizer=make_optimizer(learner.chunks, rate, settings.epochs * per_epoch, dtype))
     started, step = time.monotonic(), 0
     for rows in _one_ahead(_rows(builder, samples, config)):
-        metrics, _ = learner.step(rows, None, likelihood)
+        metrics, _ = learner.train_step(rows, None, negative_log_likelihood)
         step += 1
-        control.report(f"warm start, step {step} of {settings.epochs * per_epoch}, loss {metrics['loss']:.3f}")
-        control.check()
+        control.report_status(f"warm start, step {step} of {settings.epochs * per_epoch}, loss {metrics['loss']:.3f}")
+        control.check_job()
     log.info(
         "warm start: %d steps on %d samples in %.1f s (%.1f s of them waiting for pixels), loss %.4f",
         step,
         len(samples),
         time.monotonic() - started,
-        builder.waiting.take(),
+        builder.wait_timer.pop_seconds(),
         metrics["loss"],
     )
-    rl = optimization(learner.chunks, config.trainer.optimizer, config.trainer.optimizer_steps, dtype)
-    return replace(learner, optimization=rl)
+    rl = make_optimizer(learner.chunks, config.trainer.optimizer, config.trainer.optimizer_steps, dtype)
+    return replace(learner, optimizer=rl)
 
 
-def _rows(builder: RowBuilder, samples: Sequence[Sample], config: Config) -> Iterator[list[Microbatch]]:
+def _rows(builder: SequencePacker, samples: Sequence[TrainingSample], config: Config) -> Iterator[list[Microbatch]]:
     """The rows of each optimiser step: all samples once an epoch, in an order of its own."""
     settings = config.trainer.warm_start
     for epoch in range(settings.epochs):

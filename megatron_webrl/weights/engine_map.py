@@ -16,13 +16,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_webrl.model.parameter_map import Entry, is_sparse, model_map, padded_vocabulary
+from megatron_webrl.model.parameter_map import ParameterMapping, is_sparse, padded_vocab_size, parameter_mappings
 from megatron_webrl.weights.slices import Shard
 
 MAP_VERSION = 1
 """Of the parameter map and this one together. Changes when a tensor lies elsewhere than before on either side."""
 
-VOCABULARY_MULTIPLE = 64
+VOCAB_PADDING_MULTIPLE = 64
 
 _TEXT = "model.language_model."
 _COLUMN = ("linear_fc1.weight", "linear_fc1.bias")  # of the vision tower, split along dimension 0
@@ -35,7 +35,7 @@ class EngineSizes:
 
     tensor: int = 1
     pipeline: int = 1
-    experts: bool = False  # vLLM's expert parallelism: whole experts dealt out over the tensor ranks
+    expert_parallel: bool = False  # vLLM's expert parallelism: whole experts dealt out over the tensor ranks
 
     @property
     def ranks(self) -> int:
@@ -43,9 +43,9 @@ class EngineSizes:
         return self.tensor * self.pipeline
 
 
-def check(description: Any, sizes: EngineSizes) -> None:
+def check_engine_sizes(hf_config: Any, sizes: EngineSizes) -> None:
     """Refuse sizes at which vLLM could not split the model. Raises ValueError naming size and number."""
-    text, vision = description.text_config, description.vision_config
+    text, vision = hf_config.text_config, hf_config.vision_config
     sparse = [is_sparse(text, layer) for layer in range(text.num_hidden_layers)]
     for name, value in (("tensor", sizes.tensor), ("pipeline", sizes.pipeline)):
         if value < 1:
@@ -54,11 +54,11 @@ def check(description: Any, sizes: EngineSizes) -> None:
         ("num_attention_heads", text.num_attention_heads),
         ("vision num_heads", vision.num_heads),
         ("vision intermediate_size", vision.intermediate_size),
-        ("vocabulary padded to", padded_vocabulary(text.vocab_size, VOCABULARY_MULTIPLE)),
+        ("vocabulary padded to", padded_vocab_size(text.vocab_size, VOCAB_PADDING_MULTIPLE)),
     ]
     if not all(sparse):
         divided.append(("intermediate_size", text.intermediate_size))
-    if any(sparse) and not sizes.experts:
+    if any(sparse) and not sizes.expert_parallel:
         divided.append(("moe_intermediate_size", text.moe_intermediate_size))
     for name, number in divided:
         if number % sizes.tensor:
@@ -68,8 +68,8 @@ def check(description: Any, sizes: EngineSizes) -> None:
         raise ValueError(f"engine tensor={sizes.tensor} neither divides num_key_value_heads={heads} nor is divided")
     if any(sparse) and sizes.tensor > text.num_experts:
         raise ValueError(f"engine tensor={sizes.tensor} exceeds num_experts={text.num_experts}")
-    if sizes.experts and not any(sparse):
-        raise ValueError("engine experts=True needs a mixture of experts; the model is dense")
+    if sizes.expert_parallel and not any(sparse):
+        raise ValueError("engine expert_parallel=True needs a mixture of experts; the model is dense")
     _check_stages(text.num_hidden_layers, sizes.pipeline, len(vision.deepstack_visual_indexes))
 
 
@@ -96,52 +96,56 @@ def stage_layers(layers: int, pipeline: int) -> tuple[range, ...]:
 class EngineMap:
     """The map for engines of given sizes."""
 
-    def __init__(self, description: Any, sizes: EngineSizes) -> None:
-        text = description.text_config
-        self.sizes, self.tied = sizes, bool(description.tie_word_embeddings)
-        self.heads, self.key_value_heads = text.num_attention_heads, text.num_key_value_heads
+    def __init__(self, hf_config: Any, sizes: EngineSizes) -> None:
+        text = hf_config.text_config
+        self.sizes, self.tied = sizes, bool(hf_config.tie_word_embeddings)
+        self.num_heads, self.num_key_value_heads = text.num_attention_heads, text.num_key_value_heads
         self.head_dim = text.head_dim
-        self.experts = getattr(text, "num_experts", 0)
-        self.layers = stage_layers(text.num_hidden_layers, sizes.pipeline)
+        self.num_experts = getattr(text, "num_experts", 0)
+        self.layers_by_stage = stage_layers(text.num_hidden_layers, sizes.pipeline)
 
-    def shards(self, entry: Entry, rank: int) -> tuple[Shard, ...]:
+    def shards_of(self, mapping: ParameterMapping, rank: int) -> tuple[Shard, ...]:
         """Where the entry's part lies in the parameters of an engine's rank; () where the rank holds nothing of it."""
         stage, part = divmod(rank, self.sizes.tensor)
-        if not self.on_stage(entry, stage):
+        if not self.is_on_stage(mapping, stage):
             return ()
-        if entry.expert is not None:
-            return self._expert(entry, part)
-        if entry.name.startswith("model.visual."):
-            return self._vision(entry, part)
-        if entry.layout.kind == "vocabulary":
-            share = self.vocabulary_share(entry)
-            length = min(share, entry.shape[0] - part * share)
-            return (_box(entry, parameter_of(entry), 0, part * share, length, 0),) if length > 0 else ()
-        if entry.layout.kind == "group":
-            return (self._attention(entry, part),)
-        if entry.layout.kind == "half":
-            return (_part(entry, parameter_of(entry), 0, self.sizes.tensor, part, entry.layout.index),)
-        if entry.layout.kind == "row":
-            return (_part(entry, parameter_of(entry), 1, self.sizes.tensor, part),)
-        return (_part(entry, parameter_of(entry), 0, 1, 0),)
+        if mapping.expert is not None:
+            return self._expert(mapping, part)
+        if mapping.hf_param.startswith("model.visual."):
+            return self._vision(mapping, part)
+        if mapping.layout.kind == "vocabulary":
+            share = self.vocab_rows_per_rank(mapping)
+            length = min(share, mapping.shape[0] - part * share)
+            return (_box(mapping, engine_parameter_name(mapping), 0, part * share, length, 0),) if length > 0 else ()
+        if mapping.layout.kind == "query_group":
+            return (self._attention(mapping, part),)
+        if mapping.layout.kind == "gate_up":
+            return (
+                _part(
+                    mapping, engine_parameter_name(mapping), 0, self.sizes.tensor, part, mapping.layout.gate_up_index
+                ),
+            )
+        if mapping.layout.kind == "row":
+            return (_part(mapping, engine_parameter_name(mapping), 1, self.sizes.tensor, part),)
+        return (_part(mapping, engine_parameter_name(mapping), 0, 1, 0),)
 
-    def vocabulary_share(self, entry: Entry) -> int:
+    def vocab_rows_per_rank(self, mapping: ParameterMapping) -> int:
         """Rows of one rank of a parameter over the vocabulary, padding included."""
-        return padded_vocabulary(entry.shape[0], VOCABULARY_MULTIPLE) // self.sizes.tensor
+        return padded_vocab_size(mapping.shape[0], VOCAB_PADDING_MULTIPLE) // self.sizes.tensor
 
-    def on_stage(self, entry: Entry, stage: int) -> bool:
+    def is_on_stage(self, mapping: ParameterMapping, stage: int) -> bool:
         """Whether a stage holds an entry. vLLM's mixture of experts keeps both ends of the model on every stage."""
         last = self.sizes.pipeline - 1
-        if entry.layer is not None:
-            return entry.layer in self.layers[stage]
-        if self.experts or entry.name.startswith("model.visual."):
+        if mapping.layer is not None:
+            return mapping.layer in self.layers_by_stage[stage]
+        if self.num_experts or mapping.hf_param.startswith("model.visual."):
             return True
-        if entry.name == f"{_TEXT}embed_tokens.weight":
+        if mapping.hf_param == f"{_TEXT}embed_tokens.weight":
             return stage == 0 or (stage == last and self.tied)
         return stage == last
 
-    def _vision(self, entry: Entry, rank: int) -> tuple[Shard, ...]:
-        target, size = parameter_of(entry), self.sizes.tensor
+    def _vision(self, entry: ParameterMapping, rank: int) -> tuple[Shard, ...]:
+        target, size = engine_parameter_name(entry), self.sizes.tensor
         if ".attn.qkv." in target:
             third = entry.shape[0] // 3
             share = third // size
@@ -152,76 +156,78 @@ class EngineMap:
             return (_part(entry, target, 1, size, rank),)
         return (_part(entry, target, 0, 1, 0),)
 
-    def _attention(self, entry: Entry, rank: int) -> Shard:
+    def _attention(self, entry: ParameterMapping, rank: int) -> Shard:
         """q, k or v of one layer in its qkv_proj."""
-        target, size = parameter_of(entry), self.sizes.tensor
-        queries = self.heads // size * self.head_dim
-        if entry.name.endswith("q_proj.weight"):
+        target, size = engine_parameter_name(entry), self.sizes.tensor
+        queries = self.num_heads // size * self.head_dim
+        if entry.hf_param.endswith("q_proj.weight"):
             return _box(entry, target, 0, rank * queries, queries, 0)
-        keys = max(self.key_value_heads // size, 1) * self.head_dim
-        sharing = max(size // self.key_value_heads, 1)  # ranks that hold the same key and value head
-        before = queries + keys * entry.name.endswith("v_proj.weight")
+        keys = max(self.num_key_value_heads // size, 1) * self.head_dim
+        sharing = max(size // self.num_key_value_heads, 1)  # ranks that hold the same key and value head
+        before = queries + keys * entry.hf_param.endswith("v_proj.weight")
         return _box(entry, target, 0, rank // sharing * keys, keys, before)
 
-    def _expert(self, entry: Entry, rank: int) -> tuple[Shard, ...]:
+    def _expert(self, entry: ParameterMapping, rank: int) -> tuple[Shard, ...]:
         """The gate, up or down projection of one expert in the stack of its layer."""
         assert entry.expert is not None
-        size, first, held = self.sizes.tensor, 0, self.experts
-        if self.sizes.experts:
-            share, left = divmod(self.experts, size)
+        size, first, held = self.sizes.tensor, 0, self.num_experts
+        if self.sizes.expert_parallel:
+            share, left = divmod(self.num_experts, size)
             first, held = rank * share + min(rank, left), share + (rank < left)
             size, rank = 1, 0
         if not first <= entry.expert < first + held:
             return ()
         down = entry.layout.kind == "row"
-        shard = _part(entry, parameter_of(entry), int(down), size, rank, entry.layout.index)
-        return (Shard(shard.parameter, shard.tensor, shard.size, (entry.expert - first, *shard.place)),)
+        shard = _part(entry, engine_parameter_name(entry), int(down), size, rank, entry.layout.gate_up_index)
+        return (
+            Shard(shard.engine_param, shard.tensor_offset, shard.size, (entry.expert - first, *shard.parameter_offset)),
+        )
 
 
-def shards(entry: Entry, description: Any, sizes: EngineSizes, rank: int) -> tuple[Shard, ...]:
+def engine_shards(mapping: ParameterMapping, hf_config: Any, sizes: EngineSizes, rank: int) -> tuple[Shard, ...]:
     """Where the entry's part lies in the parameters of an engine's rank; () where the rank holds nothing of it."""
-    return EngineMap(description, sizes).shards(entry, rank)
+    return EngineMap(hf_config, sizes).shards_of(mapping, rank)
 
 
-def parameters(description: Any, sizes: EngineSizes, rank: int) -> dict[str, tuple[int, ...]]:
+def engine_parameter_shapes(hf_config: Any, sizes: EngineSizes, rank: int) -> dict[str, tuple[int, ...]]:
     """The loading form's local shape of every parameter that an engine's rank holds, vocabulary padding included."""
     shapes: dict[str, tuple[int, ...]] = {}
-    engine_map = EngineMap(description, sizes)
-    for entry in model_map(description):
-        for shard in engine_map.shards(entry, rank):
-            stacked = len(shard.place) - len(shard.size)
-            ends = [place + 1 for place in shard.place[:stacked]]
-            ends += [a + b for a, b in zip(shard.place[stacked:], shard.size, strict=True)]
-            before = shapes.get(shard.parameter, (0,) * len(ends))
-            shapes[shard.parameter] = tuple(map(max, ends, before))
-        if entry.layout.kind == "vocabulary" and engine_map.on_stage(entry, rank // sizes.tensor):
-            shapes[parameter_of(entry)] = (engine_map.vocabulary_share(entry), entry.shape[1])
+    engine_map = EngineMap(hf_config, sizes)
+    for entry in parameter_mappings(hf_config):
+        for shard in engine_map.shards_of(entry, rank):
+            stacked = len(shard.parameter_offset) - len(shard.size)
+            ends = [place + 1 for place in shard.parameter_offset[:stacked]]
+            ends += [a + b for a, b in zip(shard.parameter_offset[stacked:], shard.size, strict=True)]
+            before = shapes.get(shard.engine_param, (0,) * len(ends))
+            shapes[shard.engine_param] = tuple(map(max, ends, before))
+        if entry.layout.kind == "vocabulary" and engine_map.is_on_stage(entry, rank // sizes.tensor):
+            shapes[engine_parameter_name(entry)] = (engine_map.vocab_rows_per_rank(entry), entry.shape[1])
     return shapes
 
 
-def parameter_of(entry: Entry) -> str:
+def engine_parameter_name(mapping: ParameterMapping) -> str:
     """The name of the engine's parameter that holds an entry."""
-    if entry.expert is not None:
-        stack = "w2" if entry.layout.kind == "row" else "w13"
-        return f"language_model.model.layers.{entry.layer}.mlp.experts.routed_experts.{stack}_weight"
-    if entry.name.startswith("model.visual."):
-        return entry.name.removeprefix("model.")
-    name = entry.name.removeprefix(_TEXT)
+    if mapping.expert is not None:
+        stack = "w2" if mapping.layout.kind == "row" else "w13"
+        return f"language_model.model.layers.{mapping.layer}.mlp.experts.routed_experts.{stack}_weight"
+    if mapping.hf_param.startswith("model.visual."):
+        return mapping.hf_param.removeprefix("model.")
+    name = mapping.hf_param.removeprefix(_TEXT)
     if name.startswith("lm_head."):
         return f"language_model.{name}"
-    if entry.layout.kind in ("group", "half"):
-        fused = "qkv_proj" if entry.layout.kind == "group" else "gate_up_proj"
+    if mapping.layout.kind in ("query_group", "gate_up"):
+        fused = "qkv_proj" if mapping.layout.kind == "query_group" else "gate_up_proj"
         name = f"{name.rsplit('.', 2)[0]}.{fused}.weight"
     return f"language_model.model.{name}"
 
 
-def _part(entry: Entry, target: str, dim: int, size: int, rank: int, stacked: int = 0) -> Shard:
+def _part(entry: ParameterMapping, target: str, dim: int, size: int, rank: int, stacked: int = 0) -> Shard:
     """One of `size` equal parts along `dim`, behind `stacked` parts of other tensors in the same parameter."""
     share = entry.shape[dim] // size
     return _box(entry, target, dim, rank * share, share, stacked * share)
 
 
-def _box(entry: Entry, target: str, dim: int, start: int, length: int, place: int) -> Shard:
+def _box(entry: ParameterMapping, target: str, dim: int, start: int, length: int, place: int) -> Shard:
     """`length` entries along `dim`: from `start` on in the tensor, from `place` on in the parameter."""
     before, after = (0,) * dim, (0,) * (len(entry.shape) - dim - 1)
     size = (*entry.shape[:dim], length, *entry.shape[dim + 1 :])

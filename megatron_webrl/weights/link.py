@@ -33,7 +33,7 @@ class TransferError(RuntimeError):
 
 
 @dataclass
-class Link:
+class TransferLink:
     """A joined link. After a failure it is closed and every further use raises TransferError.
 
     Link ranks: the trainer ranks that send to the engine, in ascending order, then the engine's ranks 0..n-1.
@@ -42,24 +42,26 @@ class Link:
     name: str
     rank: int
     size: int
-    seconds: float  # limit of joining
+    timeout_seconds: float  # limit of joining
     device: torch.device  # where messages live
     store: Any  # torch.distributed.Store, with a prefix of its own
     process_group: Any
-    wire: GlooWire | NcclWire
-    members: list[str] = field(default_factory=list)  # "host:pid" by rank
-    completed: int = -1  # number of the last transfer that this rank completed
-    buffers: dict[int, torch.Tensor] = field(default_factory=dict)  # staging by slot, made at need, kept for the next
-    closed_because: str | None = None
+    channel: GlooChannel | NcclChannel
+    member_names: list[str] = field(default_factory=list)  # "host:pid" by rank
+    last_completed: int = -1  # number of the last transfer that this rank completed
+    staging_buffers: dict[int, torch.Tensor] = field(
+        default_factory=dict
+    )  # staging by slot, made at need, kept for the next
+    close_reason: str | None = None
 
     @property
     def staging_bytes(self) -> int:
         """Memory that the link's staging buffers take."""
-        return sum(buffer.nbytes for buffer in self.buffers.values())
+        return sum(buffer.nbytes for buffer in self.staging_buffers.values())
 
-    def who(self, rank: int) -> str:
+    def describe_rank(self, rank: int) -> str:
         """A rank with its host and process id."""
-        return f"rank {rank} ({self.members[rank]})"
+        return f"rank {rank} ({self.member_names[rank]})"
 
     def first_failure(self) -> str | None:
         """What the first rank that failed wrote. Raises RuntimeError when the store does not answer."""
@@ -67,14 +69,14 @@ class Link:
 
     def fail(self, reason: str) -> TransferError:
         """Say in the store why this rank gives up and close the link; returns an error that tells all that is known."""
-        mine = f"{self.who(self.rank)}: {reason}"
+        mine = f"{self.describe_rank(self.rank)}: {reason}"
         text = f"link {self.name} failed on {mine}"
         try:
             first = self.store.compare_set("failed", "", mine).decode()
             if first != mine:
                 text += f"; first to fail was {first}"
         except RuntimeError as error:
-            text += f"; the store did not answer either: {plain(error)}"
+            text += f"; the store did not answer either: {error_summary(error)}"
         self.close(text)
         return TransferError(text)
 
@@ -82,12 +84,14 @@ class Link:
         """Leave the link; operations under way end with an error here and at the peers. Idempotent."""
         if self.process_group is not None:
             self.process_group = None
-            self.wire.close()
-            self.buffers.clear()
-        self.closed_because = self.closed_because or reason
+            self.channel.close()
+            self.staging_buffers.clear()
+        self.close_reason = self.close_reason or reason
 
 
-def join(store: dist.Store, name: str, rank: int, size: int, seconds: float, backend: Literal["gloo", "nccl"]) -> Link:
+def join_link(
+    store: dist.Store, name: str, rank: int, size: int, timeout_seconds: float, backend: Literal["gloo", "nccl"]
+) -> TransferLink:
     """Form the link `name` of `size` ranks; blocks until all are there.
 
     A name serves once: an engine that starts again gets a new one. Raises TransferError naming the ranks that
@@ -98,32 +102,34 @@ def join(store: dist.Store, name: str, rank: int, size: int, seconds: float, bac
     prefixed = dist.PrefixStore(f"link/{name}", store)
     prefixed.set(f"done/{rank}", "-1")  # the last transfer that it completed
     prefixed.set(f"member/{rank}", f"{socket.gethostname()}:{os.getpid()}")
-    missing = _absent(prefixed, [f"member/{other}" for other in range(size)], seconds)
+    missing = _absent(prefixed, [f"member/{other}" for other in range(size)], timeout_seconds)
     if missing and prefixed.check([_REFUSED]):
         raise TransferError(f"link {name} was refused: {prefixed.get(_REFUSED).decode()}")
     if missing:
         ranks = ", ".join(key.rpartition("/")[2] for key in missing)
-        raise TransferError(f"link {name}: rank {ranks} of {size} did not join within {seconds:g} s")
+        raise TransferError(f"link {name}: rank {ranks} of {size} did not join within {timeout_seconds:g} s")
     members = [prefixed.get(f"member/{other}").decode() for other in range(size)]
     group: Any
-    wire: GlooWire | NcclWire
+    wire: GlooChannel | NcclChannel
     try:
         if backend == "nccl":
             device = torch.device("cuda", torch.cuda.current_device())
-            group = _nccl(prefixed, rank, size, seconds, device)
-            wire = NcclWire(group)
+            group = _nccl(prefixed, rank, size, timeout_seconds, device)
+            wire = NcclChannel(group)
         else:
             device = torch.device("cpu")
-            group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", prefixed), rank, size, timedelta(seconds=seconds))
-            wire = GlooWire(group, [other for other in range(size) if other != rank])
+            group = dist.ProcessGroupGloo(
+                dist.PrefixStore("gloo", prefixed), rank, size, timedelta(seconds=timeout_seconds)
+            )
+            wire = GlooChannel(group, [other for other in range(size) if other != rank])
     except RuntimeError as error:
         raise TransferError(
-            f"link {name}: rank {rank} could not connect to {', '.join(members)}: {plain(error)}"
+            f"link {name}: rank {rank} could not connect to {', '.join(members)}: {error_summary(error)}"
         ) from error
-    return Link(name, rank, size, seconds, device, prefixed, group, wire, members)
+    return TransferLink(name, rank, size, timeout_seconds, device, prefixed, group, wire, members)
 
 
-def refuse(store: dist.Store, name: str, reason: str) -> None:
+def reject_link(store: dist.Store, name: str, reason: str) -> None:
     """Tell those who wait at link `name` why this rank will not come."""
     dist.PrefixStore(f"link/{name}", store).set(_REFUSED, reason)
 
@@ -148,14 +154,14 @@ def _nccl(store: Any, rank: int, size: int, seconds: float, device: torch.device
     return group
 
 
-class GlooWire:
+class GlooChannel:
     """Messages under way on a gloo link, waited for in their order by a thread that rings a bell.
 
     Gloo's point-to-point works have no test for completion and a wait that runs out breaks the whole group, so
     they cannot be polled; a thread that waits costs nothing and adds no delay.
     """
 
-    pause = 0.25  # seconds to wait for the bell
+    poll_seconds = 0.25  # seconds to wait for the bell
 
     def __init__(self, group: Any, peers: list[int]) -> None:
         self._group, self._peers = group, peers
@@ -166,9 +172,9 @@ class GlooWire:
         self._posted = self._complete = 0
         self._error: str | None = None
 
-    def begin(self, bell: threading.Event, seconds: float) -> None:
+    def start_transfer(self, wakeup: threading.Event, seconds: float) -> None:
         """Get ready for a transfer whose completions ring `bell`."""
-        self._bell, self._limit = bell, timedelta(seconds=seconds + _GRACE_SECONDS)
+        self._bell, self._limit = wakeup, timedelta(seconds=seconds + _GRACE_SECONDS)
         self._posted = self._complete = 0
         if self._thread is None:
             self._thread = threading.Thread(target=self._wait, name="webrl-link", daemon=True)
@@ -182,7 +188,7 @@ class GlooWire:
         """Await a message in a contiguous tensor. Raises RuntimeError when the connection is broken."""
         self._post(self._group.recv([tensor], peer, tag), tensor)
 
-    def finished(self) -> tuple[int, str | None]:
+    def completed(self) -> tuple[int, str | None]:
         """How many operations of this transfer are complete, counted in their order; what went wrong with the next."""
         return self._complete, self._error
 
@@ -204,7 +210,7 @@ class GlooWire:
             try:
                 item[0].wait(self._limit)
             except RuntimeError as error:
-                self._error = self._error or plain(error)
+                self._error = self._error or error_summary(error)
             else:
                 self._complete += 1
             del item
@@ -220,17 +226,17 @@ class GlooWire:
                 continue
 
 
-class NcclWire:
+class NcclChannel:
     """Messages under way on an NCCL link: one stream of the group's own, in the order of the calls."""
 
-    pause = 0.0005  # seconds between two looks
+    poll_seconds = 0.0005  # seconds between two looks
 
     def __init__(self, group: Any) -> None:
         self._group = group
         self._works: deque[tuple[Any, torch.Tensor]] = deque()
         self._complete = 0
 
-    def begin(self, bell: threading.Event, seconds: float) -> None:
+    def start_transfer(self, wakeup: threading.Event, seconds: float) -> None:
         """Get ready for a transfer; nobody rings for NCCL, completion is looked for."""
         self._complete = 0
 
@@ -242,7 +248,7 @@ class NcclWire:
         """Await a message in a contiguous tensor that the current stream is through with. Raises RuntimeError."""
         self._works.append((self._group.recv([tensor], peer, tag), tensor))
 
-    def finished(self) -> tuple[int, str | None]:
+    def completed(self) -> tuple[int, str | None]:
         """How many operations of this transfer are complete, counted in their order; what went wrong with the next."""
         try:
             while self._works and self._works[0][0].is_completed():
@@ -250,7 +256,7 @@ class NcclWire:
                 self._works.popleft()
                 self._complete += 1
         except RuntimeError as error:
-            return self._complete, plain(error)
+            return self._complete, error_summary(error)
         return self._complete, None
 
     def close(self) -> None:
@@ -260,13 +266,13 @@ class NcclWire:
         self._group = None
 
 
-def plain(error: BaseException) -> str:
+def error_summary(error: BaseException) -> str:
     """The words of an error without the library's place in its source and advice."""
     lines = str(error).splitlines() or [repr(error)]
     return re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", lines[0]).split(". This is typically")[0]
 
 
-def await_(ready: Callable[[], bool], seconds: float, longest: float = 0.05) -> bool:
+def poll_until(ready: Callable[[], bool], seconds: float, max_pause: float = 0.05) -> bool:
     """Ask `ready` with growing pauses until it says yes; False after `seconds`."""
     deadline = time.monotonic() + seconds
     pause = 0.001
@@ -274,12 +280,14 @@ def await_(ready: Callable[[], bool], seconds: float, longest: float = 0.05) -> 
         if time.monotonic() > deadline:
             return False
         time.sleep(pause)
-        pause = min(2 * pause, longest)
+        pause = min(2 * pause, max_pause)
     return True
 
 
 def _absent(store: Any, keys: list[str], seconds: float) -> list[str]:
     """Wait until all keys are in the store; returns those that are not after `seconds`, or when somebody refuses."""
-    if await_(lambda: store.check(keys) or store.check([_REFUSED]), seconds, JOIN_POLL_SECONDS) and store.check(keys):
+    if poll_until(lambda: store.check(keys) or store.check([_REFUSED]), seconds, JOIN_POLL_SECONDS) and store.check(
+        keys
+    ):
         return []
     return [key for key in keys if not store.check([key])]

@@ -20,38 +20,38 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from megatron_webrl.model.layout import Sizes, check_sizes
-from megatron_webrl.model.parameter_map import Entry, model_map
-from megatron_webrl.weights.engine_map import MAP_VERSION, EngineSizes, check
-from megatron_webrl.weights.geometry import Run, row_elements, rows, runs
-from megatron_webrl.weights.slices import Message, Slice
+from megatron_webrl.model.layout import ParallelSizes, check_parallel_sizes
+from megatron_webrl.model.parameter_map import ParameterMapping, parameter_mappings
+from megatron_webrl.weights.engine_map import MAP_VERSION, EngineSizes, check_engine_sizes
+from megatron_webrl.weights.slice_overlaps import SliceRun, row_elements, slice_rows, slice_runs
+from megatron_webrl.weights.slices import Slice, TransferMessage
 
-Tensors = tuple[tuple[str, tuple[int, ...]], ...]
+TensorShapes = tuple[tuple[str, tuple[int, ...]], ...]
 
-LARGEST_MESSAGE = 32 * 2**20
+MAX_MESSAGE_BYTES = 32 * 2**20
 """Bytes. Larger messages are no faster, and packing one overlaps with sending another only if there are several."""
 _RULE_VERSION = 1  # of the choice of senders and of the order of messages
 _SWEEPS = 100
 
 
 @dataclass(frozen=True)
-class Trainer:
+class TrainerTopology:
     """The sending side."""
 
-    sizes: Sizes
+    sizes: ParallelSizes
     ranks: int
     nodes: tuple[str, ...]  # of each rank
 
 
 @dataclass(frozen=True)
-class Engines:
+class EngineTopology:
     """The receiving side."""
 
     sizes: tuple[EngineSizes, ...]  # of each engine
     nodes: tuple[tuple[str, ...], ...]  # of each engine: the node of each of its ranks
 
     @classmethod
-    def alike(cls, sizes: EngineSizes, nodes: Sequence[tuple[str, ...]]) -> Engines:
+    def uniform(cls, sizes: EngineSizes, nodes: Sequence[tuple[str, ...]]) -> EngineTopology:
         """Engines that are all split alike."""
         return cls((sizes,) * len(nodes), tuple(nodes))
 
@@ -60,12 +60,12 @@ class _Part(NamedTuple):
     """The elements [start, stop) of a run, which one trainer rank sends."""
 
     sender: int
-    run: Run
+    run: SliceRun
     start: int
     stop: int
 
 
-class Plan:
+class TransferPlan:
     """The transfer of a model from a trainer to all its engines.
 
     `description`: transformers' configuration. `item_bytes`: size of a number on the wire. `staging_bytes`: the most
@@ -74,36 +74,40 @@ class Plan:
     """
 
     digest: str  # 64 hexadecimal digits; equal on two ranks if and only if their plans are
-    message_bytes: int  # no message is larger
+    max_message_bytes: int  # no message is larger
 
     def __init__(
-        self, description: Any, trainer: Trainer, engines: Engines, item_bytes: int, staging_bytes: int
+        self, hf_config: Any, trainer: TrainerTopology, engines: EngineTopology, item_bytes: int, staging_bytes: int
     ) -> None:
-        _check_ranks(description, trainer, engines)
+        _check_ranks(hf_config, trainer, engines)
         self.trainer, self.engines, self.item_bytes, self.staging_bytes = trainer, engines, item_bytes, staging_bytes
-        entries = model_map(description)
-        self._tensors: Tensors = tuple(dict.fromkeys((entry.name, entry.tensor_shape) for entry in entries))
-        alike = {sizes: runs(entries, description, trainer.sizes, trainer.ranks, sizes) for sizes in set(engines.sizes)}
+        entries = parameter_mappings(hf_config)
+        self._tensors: TensorShapes = tuple(dict.fromkeys((entry.hf_param, entry.tensor_shape) for entry in entries))
+        alike = {
+            sizes: slice_runs(entries, hf_config, trainer.sizes, trainer.ranks, sizes) for sizes in set(engines.sizes)
+        }
         self._runs = [alike[sizes] for sizes in engines.sizes]
         self._parts = _share_out(self._runs, trainer, engines)
         self._senders = [tuple(sorted({part.sender for part in parts})) for parts in self._parts]
-        self._messages: dict[tuple[int, int | None, int | None], tuple[Message, ...]] = {}
+        self._messages: dict[tuple[int, int | None, int | None], tuple[TransferMessage, ...]] = {}
         of_size = {piece.size: piece for found in alike.values() for run in found for piece in run.slices}
-        self.message_bytes = self._message_bytes(max(of_size.values(), key=row_elements), staging_bytes)
-        self.digest = _digest(entries, trainer, engines, item_bytes, self.message_bytes)
+        self.max_message_bytes = self._message_bytes(max(of_size.values(), key=row_elements), staging_bytes)
+        self.digest = _digest(entries, trainer, engines, item_bytes, self.max_message_bytes)
 
     def senders(self, engine: int) -> tuple[int, ...]:
         """The trainer ranks that send to an engine, ascending."""
         return self._senders[engine]
 
-    def messages(self, engine: int, *, sender: int | None = None, receiver: int | None = None) -> tuple[Message, ...]:
+    def messages(
+        self, engine: int, *, sender: int | None = None, receiver: int | None = None
+    ) -> tuple[TransferMessage, ...]:
         """An engine's messages in the total order of its link: all, or those of one sender, one receiver or both."""
         key = (engine, sender, receiver)
         if key not in self._messages:
             self._messages[key] = self._make_messages(*key)
         return self._messages[key]
 
-    def load(self) -> dict[int, int]:
+    def bytes_by_sender(self) -> dict[int, int]:
         """Bytes that each trainer rank sends, over all engines."""
         load = dict.fromkeys(range(self.trainer.ranks), 0)
         for parts in self._parts:
@@ -111,20 +115,20 @@ class Plan:
                 load[part.sender] += (part.stop - part.start) * self.item_bytes
         return load
 
-    def traffic(self, engine: int) -> dict[tuple[int, int], int]:
+    def bytes_by_pair(self, engine: int) -> dict[tuple[int, int], int]:
         """Bytes that each pair of a trainer rank and a rank of the engine exchanges."""
         traffic: dict[tuple[int, int], int] = defaultdict(int)
         for part in self._parts[engine]:
             traffic[part.sender, part.run.receiver] += (part.stop - part.start) * self.item_bytes
         return dict(traffic)
 
-    def bytes(self, engine: int, receiver: int | None = None) -> int:
+    def received_bytes(self, engine: int, receiver: int | None = None) -> int:
         """Bytes that an engine, or one of its ranks, receives: what it holds, padding apart."""
         if not 0 <= engine < len(self._runs):
             raise IndexError(f"engine {engine} is not among the {len(self._runs)} of the plan")
-        return sum(run.elements for run in self._runs[engine] if receiver in (None, run.receiver)) * self.item_bytes
+        return sum(run.num_elements for run in self._runs[engine] if receiver in (None, run.receiver)) * self.item_bytes
 
-    def tensors(self) -> Tensors:
+    def tensor_shapes(self) -> TensorShapes:
         """Names and shapes of the Hugging Face tensors in their order, to name what differs between two plans."""
         return self._tensors
 
@@ -143,29 +147,29 @@ class Plan:
             for sender in senders:
                 engines_of[sender] += 1
         most = max(engines_of.values())
-        size = min(staging_bytes // (2 * most), LARGEST_MESSAGE) // self.item_bytes * self.item_bytes
+        size = min(staging_bytes // (2 * most), MAX_MESSAGE_BYTES) // self.item_bytes * self.item_bytes
         row = row_elements(widest) * self.item_bytes
         if size < row:
             raise ValueError(
                 f"staging memory of {staging_bytes} bytes allows messages of {size} bytes, as a rank sends to {most} "
-                f"engines, but a row of {widest.name} has {row}: give at least {2 * most * row} bytes "
+                f"engines, but a row of {widest.hf_param} has {row}: give at least {2 * most * row} bytes "
                 "(weights.bucket_mib)"
             )
         return size
 
-    def _make_messages(self, engine: int, sender: int | None, receiver: int | None) -> tuple[Message, ...]:
+    def _make_messages(self, engine: int, sender: int | None, receiver: int | None) -> tuple[TransferMessage, ...]:
         pairs: dict[tuple[int, int], list[_Part]] = defaultdict(list)
         for part in self._parts[engine]:
             if sender in (None, part.sender) and receiver in (None, part.run.receiver):
                 pairs[part.sender, part.run.receiver].append(part)
-        limit = self.message_bytes // self.item_bytes
+        limit = self.max_message_bytes // self.item_bytes
         place = {rank: number for number, rank in enumerate(self._senders[engine])}
         ranks = self.engines.sizes[engine].ranks
         placed = []
         for (source, target), parts in pairs.items():
             for k, (slices, elements) in enumerate(_pack(_in_order(parts), limit)):
                 order = (k, (target - place[source]) % ranks, place[source])
-                placed.append((order, Message(source, target, slices, elements)))
+                placed.append((order, TransferMessage(source, target, slices, elements)))
         placed.sort(key=lambda item: item[0])
         return tuple(message for _, message in placed)
 
@@ -183,11 +187,11 @@ def first_difference(mine: Sequence[Sequence[Any]], theirs: Sequence[Sequence[An
     return f"no tensor differs, from {mine[0][0]} to {mine[-1][0]}: layouts, nodes, types or versions of the map do"
 
 
-def _check_ranks(description: Any, trainer: Trainer, engines: Engines) -> None:
+def _check_ranks(description: Any, trainer: TrainerTopology, engines: EngineTopology) -> None:
     sizes = trainer.sizes
-    check_sizes(description.text_config, sizes)
+    check_parallel_sizes(description.text_config, sizes)
     for engine_sizes in dict.fromkeys(engines.sizes):
-        check(description, engine_sizes)
+        check_engine_sizes(description, engine_sizes)
     dense, sparse = sizes.tensor * sizes.context * sizes.pipeline, sizes.expert * sizes.expert_tensor * sizes.pipeline
     for name, size in (("tensor x context x pipeline", dense), ("expert x expert_tensor x pipeline", sparse)):
         if trainer.ranks % size:
@@ -203,12 +207,14 @@ def _check_ranks(description: Any, trainer: Trainer, engines: Engines) -> None:
             raise ValueError(f"nodes of {len(nodes)} ranks are given for engine {number}, of {engine_sizes.ranks}")
 
 
-def _share_out(found: Sequence[Sequence[Run]], trainer: Trainer, engines: Engines) -> list[list[_Part]]:
+def _share_out(
+    found: Sequence[Sequence[SliceRun]], trainer: TrainerTopology, engines: EngineTopology
+) -> list[list[_Part]]:
     """The parts of each engine's runs: who sends them."""
     chosen: dict[tuple[tuple[int, ...], str], tuple[int, ...]] = {}
 
-    def senders(run: Run, nodes: Sequence[str]) -> tuple[int, ...]:
-        key = (run.holders, nodes[run.receiver])
+    def senders(run: SliceRun, nodes: Sequence[str]) -> tuple[int, ...]:
+        key = (run.replica_ranks, nodes[run.receiver])
         if key not in chosen:
             chosen[key] = tuple(rank for rank in key[0] if trainer.nodes[rank] == key[1]) or key[0]
         return chosen[key]
@@ -216,30 +222,30 @@ def _share_out(found: Sequence[Sequence[Run]], trainer: Trainer, engines: Engine
     demands: dict[tuple[int, ...], int] = defaultdict(int)
     for nodes, wanted in zip(engines.nodes, found, strict=True):
         for run in wanted:
-            demands[senders(run, nodes)] += run.elements
-    left = {ranks: list(zip(ranks, share, strict=True))[::-1] for ranks, share in even_shares(demands).items()}
+            demands[senders(run, nodes)] += run.num_elements
+    left = {ranks: list(zip(ranks, share, strict=True))[::-1] for ranks, share in balance_load(demands).items()}
     return [
         [part for run in wanted for part in _take(run, left[senders(run, nodes)])]
         for nodes, wanted in zip(engines.nodes, found, strict=True)
     ]
 
 
-def _take(run: Run, left: list[tuple[int, int]]) -> Iterable[_Part]:
+def _take(run: SliceRun, left: list[tuple[int, int]]) -> Iterable[_Part]:
     """Cut a run between the senders at the end of `left`, each with the elements left of its share; uses them up."""
     position, start = 0, 0  # cuts move to the beginning of a row; the shares are used up as if they did not
-    while position < run.elements:
+    while position < run.num_elements:
         sender, share = left.pop()
-        used = min(share, run.elements - position)
+        used = min(share, run.num_elements - position)
         if used < share:
             left.append((sender, share - used))
         position += used
-        stop = run.row_start(position)
+        stop = run.floor_to_row(position)
         if stop > start:
             yield _Part(sender, run, start, stop)
         start = stop
 
 
-def even_shares(demands: Mapping[tuple[int, ...], int]) -> dict[tuple[int, ...], list[int]]:
+def balance_load(demands: Mapping[tuple[int, ...], int]) -> dict[tuple[int, ...], list[int]]:
     """How much each rank of a set carries of the set's demand, so that the ranks' sums are as even as can be.
 
     One set after the other fills up its ranks with the least from elsewhere, again and again until nothing moves:
@@ -281,7 +287,7 @@ def _fill(levels: Sequence[int], amount: int) -> list[int]:
 
 
 def _in_order(parts: Sequence[_Part]) -> Iterable[Slice]:
-    found = [item for part in parts for item in part.run.between(part.start, part.stop)]
+    found = [item for part in parts for item in part.run.slices_between(part.start, part.stop)]
     if len(parts) > 1:
         found.sort(key=lambda item: item[0])
     return (piece for _, piece in found)
@@ -295,7 +301,7 @@ def _pack(slices: Iterable[Slice], limit: int) -> Iterable[tuple[tuple[Slice, ..
         step = limit // row_elements(piece)  # rows
         for first in range(0, piece.size[0], step):
             whole = piece.size[0] <= step
-            part = piece if whole else rows(piece, first, min(first + step, piece.size[0]))
+            part = piece if whole else slice_rows(piece, first, min(first + step, piece.size[0]))
             if elements + part.elements > limit:
                 yield tuple(held), elements
                 held, elements = [], 0
@@ -305,7 +311,13 @@ def _pack(slices: Iterable[Slice], limit: int) -> Iterable[tuple[tuple[Slice, ..
         yield tuple(held), elements
 
 
-def _digest(entries: Sequence[Entry], trainer: Trainer, engines: Engines, item_bytes: int, message_bytes: int) -> str:
+def _digest(
+    entries: Sequence[ParameterMapping],
+    trainer: TrainerTopology,
+    engines: EngineTopology,
+    item_bytes: int,
+    message_bytes: int,
+) -> str:
     head = {
         "versions": [MAP_VERSION, _RULE_VERSION],
         "trainer": asdict(trainer),
@@ -315,6 +327,12 @@ def _digest(entries: Sequence[Entry], trainer: Trainer, engines: Engines, item_b
     }
     state = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
     for entry in entries:
-        layout = (entry.layout.kind, entry.layout.index, entry.layout.groups, entry.layout.stride, entry.layout.offset)
-        state.update(f"{entry.name} {entry.tensor_shape} {entry.shape} {entry.parameter} {layout}\n".encode())
+        layout = (
+            entry.layout.kind,
+            entry.layout.gate_up_index,
+            entry.layout.num_query_groups,
+            entry.layout.group_stride,
+            entry.layout.group_offset,
+        )
+        state.update(f"{entry.hf_param} {entry.tensor_shape} {entry.shape} {entry.megatron_param} {layout}\n".encode())
     return state.hexdigest()

@@ -9,21 +9,23 @@ from typing import NamedTuple
 class Shard(NamedTuple):
     """A box of a Hugging Face tensor (or of an expert's part of one, see model.parameter_map) in a rank's parameter."""
 
-    parameter: str
-    tensor: tuple[int, ...]  # where the box begins in the tensor
+    engine_param: str
+    tensor_offset: tuple[int, ...]  # where the box begins in the tensor
     size: tuple[int, ...]
-    place: tuple[int, ...]  # where it begins in the parameter; one number more for each dimension that stacks tensors
+    parameter_offset: tuple[
+        int, ...
+    ]  # where it begins in the parameter; one number more for each dimension that stacks tensors
 
 
 class Slice(NamedTuple):
     """What of a tensor goes from one parameter of a trainer rank to one of an engine rank."""
 
-    name: str  # of the Hugging Face tensor
+    hf_param: str  # of the Hugging Face tensor
     size: tuple[int, ...]
-    source: str  # the trainer's parameter
-    source_place: tuple[int, ...]
-    target: str  # the engine's parameter
-    target_place: tuple[int, ...]
+    source_param: str  # the trainer's parameter
+    source_offset: tuple[int, ...]
+    target_param: str  # the engine's parameter
+    target_offset: tuple[int, ...]
 
     @property
     def elements(self) -> int:
@@ -31,7 +33,7 @@ class Slice(NamedTuple):
         return math.prod(self.size)
 
 
-class Message(NamedTuple):
+class TransferMessage(NamedTuple):
     """Slices that travel together, one after the other, from one rank to another."""
 
     sender: int  # rank of the trainer
@@ -40,8 +42,8 @@ class Message(NamedTuple):
     elements: int
 
 
-def index(place: tuple[int, ...], size: tuple[int, ...]) -> tuple[int | slice, ...]:
+def box_index(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[int | slice, ...]:
     """Index of a box in a parameter: leading numbers of `place` pick one of a stack, the others begin a range."""
-    stacked = len(place) - len(size)
-    ranges = (slice(start, start + length) for start, length in zip(place[stacked:], size, strict=True))
-    return (*place[:stacked], *ranges)
+    stacked = len(offset) - len(size)
+    ranges = (slice(start, start + length) for start, length in zip(offset[stacked:], size, strict=True))
+    return (*offset[:stacked], *ranges)

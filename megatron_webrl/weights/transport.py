@@ -16,35 +16,35 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron_webrl.weights.checksums import checksum, slice_sums
-from megatron_webrl.weights.link import Link, TransferError, join, plain, refuse
-from megatron_webrl.weights.passage import GivenUp, units_of
-from megatron_webrl.weights.receiving import Receiving, Target
-from megatron_webrl.weights.sending import Outgoing, Sending
-from megatron_webrl.weights.slices import Message
+from megatron_webrl.weights.checksums import checksum, slice_checksums
+from megatron_webrl.weights.link import TransferError, TransferLink, error_summary, join_link, reject_link
+from megatron_webrl.weights.link_receiver import LinkReceiver, WeightTarget
+from megatron_webrl.weights.link_sender import LinkSender, OutgoingMessages
+from megatron_webrl.weights.link_transfer import TransferAborted, split_into_units
+from megatron_webrl.weights.slices import TransferMessage
 
 __all__ = [
-    "Link",
-    "Outgoing",
-    "Target",
+    "OutgoingMessages",
     "TransferError",
+    "TransferLink",
+    "WeightTarget",
     "checksum",
-    "join",
+    "join_link",
     "receive",
-    "refuse",
+    "reject_link",
     "send",
-    "slice_sums",
+    "slice_checksums",
 ]
 
 
 def send(
-    transfers: Sequence[Outgoing],
+    transfers: Sequence[OutgoingMessages],
     source: Callable[[str], torch.Tensor],
     dtype: torch.dtype,
     staging_bytes: int,
     transfer: int,
-    seconds: float,
-    watch: Callable[[str], str | None] | None = None,
+    timeout_seconds: float,
+    peer_failure: Callable[[str], str | None] | None = None,
     verify: bool = False,
 ) -> dict[str, str | None]:
     """Send over all links at once; a link that fails holds back no other.
@@ -58,36 +58,36 @@ def send(
     the source any more. Raises ValueError for messages that do not fit, and whatever `source` raises (all links
     are closed then); never for a peer's failure.
     """
-    units = units_of([one.messages for one in transfers], dtype, staging_bytes)
+    units = split_into_units([one.messages for one in transfers], dtype, staging_bytes)
     bell = threading.Event()
     runs = [
-        Sending(one, of, source, dtype, transfer, seconds, bell, watch, verify)
+        LinkSender(one, of, source, dtype, transfer, timeout_seconds, bell, peer_failure, verify)
         for one, of in zip(transfers, units, strict=True)
     ]
     try:
         for run in runs:  # all of them before the first packing, which may take a while or fail
-            run.attempt(run.begin)
-        while waiting := [run for run in runs if not run.over]:
+            run.run_guarded(run.announce)
+        while waiting := [run for run in runs if not run.finished]:
             bell.clear()
-            moved = [run.attempt(run.step) for run in waiting]
+            moved = [run.run_guarded(run.poll) for run in waiting]
             if not any(moved):
-                bell.wait(min(run.pause() for run in waiting))
+                bell.wait(min(run.seconds_to_next_poll() for run in waiting))
     except BaseException as error:
         for run in runs:
-            if not run.over:
-                run.link.fail(f"transfer {transfer}: {type(error).__name__}: {plain(error)}")
+            if not run.finished:
+                run.link.fail(f"transfer {transfer}: {type(error).__name__}: {error_summary(error)}")
         raise
-    return {run.link.name: run.result for run in runs}
+    return {run.link.name: run.failure for run in runs}
 
 
 def receive(
-    link: Link,
-    messages: Sequence[Message],
-    target: Target,
+    link: TransferLink,
+    messages: Sequence[TransferMessage],
+    target: WeightTarget,
     dtype: torch.dtype,
     staging_bytes: int,
     transfer: int,
-    seconds: float,
+    timeout_seconds: float,
     verify: bool = False,
 ) -> None:
     """Receive this rank's messages of a link, in the link's order, into `target`.
@@ -96,15 +96,15 @@ def receive(
     written, and its checksum compared with the sender's at the end. Raises ValueError for messages that do not
     fit, and TransferError for everything else, an error of the target included; the link is closed then.
     """
-    (units,) = units_of([messages], dtype, staging_bytes)
+    (units,) = split_into_units([messages], dtype, staging_bytes)
     if link.process_group is None:
-        raise TransferError(f"link {link.name} cannot be used: {link.closed_because}")
+        raise TransferError(f"link {link.name} cannot be used: {link.close_reason}")
     try:
-        Receiving(link, units, target, dtype, transfer, seconds, verify).run()
-    except GivenUp as error:
+        LinkReceiver(link, units, target, dtype, transfer, timeout_seconds, verify).run()
+    except TransferAborted as error:
         raise link.fail(f"transfer {transfer}: {error}") from error
     except BaseException as error:
-        failure = link.fail(f"transfer {transfer}: {type(error).__name__}: {plain(error)}")
+        failure = link.fail(f"transfer {transfer}: {type(error).__name__}: {error_summary(error)}")
         if isinstance(error, Exception):
             raise failure from error
         raise

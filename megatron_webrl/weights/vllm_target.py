@@ -39,21 +39,21 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materiali
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
 from vllm.platforms import current_platform
 
-SUPPORTED_VERSIONS = ("0.32",)
+SUPPORTED_VLLM_VERSIONS = ("0.32",)
 """Minor versions of vLLM whose reload (restore, materialise, process, place back), record of loading forms and kernel
 choices were read and tested. Each of them may change in any minor version without notice."""
 
-Way = Literal["in_place", "reload"]
+LoadPath = Literal["in_place", "reload"]
 
 _LOADING_FORM_BACKENDS = {UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON}
 """Kernels of unquantised fused experts that compute, on CUDA, with what the weight loaders fill."""
 
 
-def check_version(version: str) -> None:
+def check_vllm_version(version: str) -> None:
     """Raise RuntimeError unless `version` of vLLM is one that updates were tested with."""
-    if not version.startswith(tuple(f"{minor}." for minor in SUPPORTED_VERSIONS)):
+    if not version.startswith(tuple(f"{minor}." for minor in SUPPORTED_VLLM_VERSIONS)):
         raise RuntimeError(
-            f"vLLM {version} is installed; weight updates support {', '.join(f'{v}.x' for v in SUPPORTED_VERSIONS)} "
+            f"vLLM {version} is installed; weight updates support {', '.join(f'{v}.x' for v in SUPPORTED_VLLM_VERSIONS)} "
             "only, because they rely on its internals: install one of those"
         )
 
@@ -73,8 +73,8 @@ class ModelTarget:
 
         Raises ValueError if the model's parameters are others, RuntimeError for an untested version of vLLM.
         """
-        check_version(vllm.__version__)
-        self.torn = False
+        check_vllm_version(vllm.__version__)
+        self.partially_updated = False
         self._config, self._device = vllm_config, torch.device(device)
         self._held = _held(model)
         self._layers = list(dict.fromkeys(held.layer for held in self._held.values() if held.layer is not None))
@@ -82,21 +82,21 @@ class ModelTarget:
         self._heads: list[Any] = [module for module in model.modules() if _is_packed_head(module, self._device)]
         self._arrived: dict[str, int] | None = None
 
-    def ways(self) -> dict[str, Way]:
+    def load_paths(self) -> dict[str, LoadPath]:
         """How each parameter is written."""
         return {name: "in_place" if held.layer is None else "reload" for name, held in self._held.items()}
 
-    def bytes(self) -> dict[Way, int]:
+    def bytes_by_load_path(self) -> dict[LoadPath, int]:
         """Bytes of all parameters in loading form by the way they are written."""
-        sizes: dict[Way, int] = {"in_place": 0, "reload": 0}
-        ways = self.ways()
+        sizes: dict[LoadPath, int] = {"in_place": 0, "reload": 0}
+        ways = self.load_paths()
         for name, held in self._held.items():
             sizes[ways[name]] += math.prod(held.shape) * held.dtype.itemsize
         return sizes
 
-    def begin(self) -> None:
+    def start_update(self) -> None:
         """Start a transfer; what is left of another is abandoned. Torn as soon as the first tensor is asked for."""
-        self.abandon()
+        self.abort_update()
         self._arrived = dict.fromkeys(self._held, 0)
 
     def tensor(self, parameter: str) -> Tensor:
@@ -107,13 +107,13 @@ class ModelTarget:
         held, arrived = self._known(parameter)
         if arrived == held.elements:
             raise RuntimeError(f"parameter {parameter} is complete with {held.elements} elements; more were sent")
-        self.torn = True
+        self.partially_updated = True
         if held.layer is not None:
             with self._context():
                 held.layer.open()
         return getattr(held.module, held.attribute).data
 
-    def written(self, parameter: str, elements: int) -> None:
+    def mark_written(self, parameter: str, elements: int) -> None:
         """`elements` more of a parameter have arrived. A layer is processed when it has all of its parameters.
 
         Raises RuntimeError outside a transfer or if more have arrived than the parameter has.
@@ -127,7 +127,7 @@ class ModelTarget:
             with self._context():
                 held.layer.close()
 
-    def finish(self) -> None:
+    def finish_update(self) -> None:
         """End a transfer: the model is whole. Raises RuntimeError naming the first incomplete parameter."""
         for name, held in self._held.items():
             _, arrived = self._known(name)
@@ -137,15 +137,15 @@ class ModelTarget:
             for head in self._heads:
                 head.quant_method.process_weights_after_loading(head)
         self._arrived = None
-        self.torn = False
+        self.partially_updated = False
 
-    def abandon(self) -> None:
+    def abort_update(self) -> None:
         """End a transfer that failed: all layers get back what their kernels compute with. Idempotent."""
         for layer in self._layers:
             layer.abandon()
         self._arrived = None
 
-    def live(self, parameter: str) -> Tensor | None:
+    def in_place_tensor(self, parameter: str) -> Tensor | None:
         """The memory that the kernel computes with if the parameter is written in place, else None."""
         held = self._held[parameter]
         return getattr(held.module, held.attribute).data if held.layer is None else None
@@ -329,7 +329,7 @@ def _shape(shape: tuple[int, ...] | None) -> str:
     return "none of this name" if shape is None else str(tuple(shape))
 
 
-def shares_embedding(model: nn.Module) -> bool:
+def head_shares_embedding(model: nn.Module) -> bool:
     """Whether the output head's weight is the embedding's."""
     weights = [
         (isinstance(m, ParallelLMHead), m.weight) for m in model.modules() if isinstance(m, VocabParallelEmbedding)

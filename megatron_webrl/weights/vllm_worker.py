@@ -32,12 +32,12 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from megatron_webrl.model.layout import Sizes
+from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.weights import transport
-from megatron_webrl.weights.engine_map import EngineSizes, parameters
-from megatron_webrl.weights.plan import Engines, Plan, Trainer, first_difference
-from megatron_webrl.weights.slices import Message, index
-from megatron_webrl.weights.vllm_target import ModelTarget, Way, shares_embedding
+from megatron_webrl.weights.engine_map import EngineSizes, engine_parameter_shapes
+from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan, first_difference
+from megatron_webrl.weights.slices import TransferMessage, box_index
+from megatron_webrl.weights.vllm_target import LoadPath, ModelTarget, head_shares_embedding
 
 BACKEND = "webrl"
 
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class JoinInfo(WeightTransferInitInfo):
+class LinkInfo(WeightTransferInitInfo):
     """What an engine needs to join a link; plain JSON."""
 
     host: str  # of the control plane's store
@@ -56,8 +56,8 @@ class JoinInfo(WeightTransferInitInfo):
     engines: dict[str, Any]  # fields of plan.Engines
     staging_bytes: int
     dtype: str  # of the wire, such as "bfloat16"
-    seconds: float  # limit of every wait of a transfer
-    join_seconds: float  # limit of joining
+    timeout_seconds: float  # limit of every wait of a transfer
+    join_timeout_seconds: float  # limit of joining
 
 
 @dataclass
@@ -75,19 +75,19 @@ class _Agreed:
 
     terms: tuple[Any, ...]  # of JoinInfo, all but where the store is, the link's name and limits
     senders: int
-    messages: tuple[Message, ...]  # of this rank
+    messages: tuple[TransferMessage, ...]  # of this rank
     dtype: torch.dtype
     staging_bytes: int
 
 
-class ShardTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):
+class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
     """Receives this rank's slices from the trainer ranks that hold them. Belongs to one vLLM worker.
 
     After a failed update the link is closed and the model may be torn; the worker goes on, and a later init and
     complete update heal it. All errors of links and transfers are transport.TransferError.
     """
 
-    init_info_cls = JoinInfo
+    init_info_cls = LinkInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False  # the plan knows one model
 
@@ -95,15 +95,15 @@ class ShardTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):
         super().__init__(*arguments)
         self.target: ModelTarget | None = None
         self._agreed: _Agreed | None = None
-        self._link: transport.Link | None = None
+        self._link: transport.TransferLink | None = None
         self._seconds = 0.0
 
     @property
-    def torn(self) -> bool:
+    def partially_updated(self) -> bool:
         """Whether the model holds weights of two versions."""
-        return self.target is not None and self.target.torn
+        return self.target is not None and self.target.partially_updated
 
-    def init_transfer_engine(self, init_info: JoinInfo) -> None:
+    def init_transfer_engine(self, init_info: LinkInfo) -> None:
         """Agree with the trainer's plan and join a link; an earlier link is left.
 
         Raises ValueError if the plans differ, which the trainer learns as well, and
@@ -114,13 +114,13 @@ class ShardTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):
         try:
             agreed = self._agree(init_info)
         except (ValueError, RuntimeError) as error:
-            transport.refuse(store, init_info.name, str(error))
+            transport.reject_link(store, init_info.name, str(error))
             raise
         rank = agreed.senders + self.parallel_config.rank
         size = agreed.senders + self.parallel_config.world_size
         backend: Literal["gloo", "nccl"] = "nccl" if self.device.type == "cuda" else "gloo"
-        self._link = transport.join(store, init_info.name, rank, size, init_info.join_seconds, backend)
-        self._agreed, self._seconds = agreed, init_info.seconds
+        self._link = transport.join_link(store, init_info.name, rank, size, init_info.join_timeout_seconds, backend)
+        self._agreed, self._seconds = agreed, init_info.timeout_seconds
 
     def start_weight_update(self) -> None:
         """Nothing is touched before data moves. Raises TransferError without a link."""
@@ -130,7 +130,7 @@ class ShardTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):
         """Receive one transfer into the model. After TransferError the model may be torn and the link is closed."""
         link, agreed, target = self._joined()
         began = time.monotonic()
-        target.begin()
+        target.start_update()
         try:
             transport.receive(
                 link,
@@ -143,7 +143,7 @@ class ShardTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):
                 update_info.verify,
             )
         except BaseException:
-            self.abandon(f"transfer {update_info.transfer} failed")
+            self.abort_update(f"transfer {update_info.transfer} failed")
             raise
         log.info("version %d received in %.3f s", update_info.version, time.monotonic() - began)
 
@@ -160,33 +160,33 @@ class ShardTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):
         """
         _, _, target = self._joined()
         try:
-            target.finish()
+            target.finish_update()
         except BaseException:
-            self.abandon("the transfer was not complete")
+            self.abort_update("the transfer was not complete")
             raise
 
-    def abandon(self, reason: str) -> None:
+    def abort_update(self, reason: str) -> None:
         """Give up an update that was begun: layers get back what their kernels need; the link is left. Idempotent."""
         if self.target is not None:
-            self.target.abandon()
+            self.target.abort_update()
         self._leave(reason)
 
     def shutdown(self) -> None:
         """Leave the link."""
         self._leave("the engine ends")
 
-    def live_sums(self) -> list[int | None]:
+    def live_checksums(self) -> list[int | None]:
         """Checksum of each slice of this rank, in the order of its messages; None for what is not kept as it came."""
         if self._agreed is None or self.target is None:
             raise transport.TransferError("no plan is agreed on yet; join a link first")
         sums: list[int | None] = []
         for piece in (piece for message in self._agreed.messages for piece in message.slices):
-            live = self.target.live(piece.target)
-            box = None if live is None else live[index(piece.target_place, piece.size)].to(self._agreed.dtype)
+            live = self.target.in_place_tensor(piece.target_param)
+            box = None if live is None else live[box_index(piece.target_offset, piece.size)].to(self._agreed.dtype)
             sums.append(None if box is None else transport.checksum(box))
         return sums
 
-    def _joined(self) -> tuple[transport.Link, _Agreed, ModelTarget]:
+    def _joined(self) -> tuple[transport.TransferLink, _Agreed, ModelTarget]:
         if self._link is None or self._agreed is None or self.target is None:
             raise transport.TransferError("no link to the trainer is joined; join one first (init)")
         return self._link, self._agreed, self.target
@@ -196,12 +196,12 @@ class ShardTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):
             self._link.close(reason)
             self._link = None
 
-    def _agree(self, info: JoinInfo) -> _Agreed:
+    def _agree(self, info: LinkInfo) -> _Agreed:
         """Make the plan and see that it is the trainer's and fits the model. Raises ValueError."""
         terms = (info.engine, info.trainer, info.engines, info.staging_bytes, info.dtype)
         if self._agreed is not None and self._agreed.terms == terms:
             return self._agreed
-        engines = Engines(
+        engines = EngineTopology(
             tuple(EngineSizes(**sizes) for sizes in info.engines["sizes"]),
             tuple(tuple(nodes) for nodes in info.engines["nodes"]),
         )
@@ -213,15 +213,15 @@ class ShardTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):
             )
         described, rank = self._description(), self.parallel_config.rank
         theirs = info.trainer
-        trainer = Trainer(Sizes(**theirs["sizes"]), theirs["ranks"], tuple(theirs["nodes"]))
-        plan = Plan(described, trainer, engines, dtype.itemsize, info.staging_bytes)
+        trainer = TrainerTopology(ParallelSizes(**theirs["sizes"]), theirs["ranks"], tuple(theirs["nodes"]))
+        plan = TransferPlan(described, trainer, engines, dtype.itemsize, info.staging_bytes)
         if plan.digest != theirs["digest"]:
-            difference = first_difference(plan.tensors(), _unpacked(theirs["tensors"]))
+            difference = first_difference(plan.tensor_shapes(), _unpacked(theirs["tensors"]))
             raise ValueError(
                 f"link {info.name}: engine {info.engine} (here) and trainer (there) have different plans: {difference}"
             )
         if self.target is None:
-            expected = parameters(described, engines.sizes[info.engine], rank)
+            expected = engine_parameter_shapes(described, engines.sizes[info.engine], rank)
             self.target = ModelTarget(self.model, self.vllm_config, self.device, expected)
         messages = plan.messages(info.engine, receiver=rank)
         return _Agreed(terms, len(plan.senders(info.engine)), messages, dtype, info.staging_bytes)
@@ -239,7 +239,7 @@ class ShardTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):
     def _description(self) -> Any:
         """transformers' configuration of the model as it was trained."""
         config = self.model_config.hf_config
-        if not (self.model_config.word_embeddings_untied_by_checkpoint and shares_embedding(self.model)):
+        if not (self.model_config.word_embeddings_untied_by_checkpoint and head_shares_embedding(self.model)):
             return config
         # vLLM loaded an output head of its own, found that it is the embedding, and tied them, but not in here.
         config = copy.deepcopy(config)
@@ -258,42 +258,42 @@ class WeightReceiver:
     update_weights: Callable[[dict[str, Any]], None]
     finish_weight_update: Callable[[], None]
 
-    def webrl_weights(self, step: str, info: dict[str, Any] | None = None) -> str | None:
+    def webrl_weight_update(self, phase: str, info: dict[str, Any] | None = None) -> str | None:
         """A step of vLLM's protocol, "init", "start", "update" or "finish", with its info; None, or why it failed.
 
         A start ends an update that a failure on another rank has left open here.
         """
         try:
-            if step == "init":
+            if phase == "init":
                 self.init_weight_transfer_engine(info or {})
-            elif step == "start":
+            elif phase == "start":
                 self._end_left_open()
                 self.start_weight_update()
-            elif step == "update":
+            elif phase == "update":
                 self.update_weights(info or {})
-            elif step == "finish":
+            elif phase == "finish":
                 self.finish_weight_update()
             else:
-                raise ValueError(f"step {step!r} is none of init, start, update, finish")
+                raise ValueError(f"step {phase!r} is none of init, start, update, finish")
         except Exception as error:  # whatever it is, it goes to the caller, in words
             known = isinstance(error, transport.TransferError | ValueError)
-            log.warning("weights: %s failed: %s", step, error, exc_info=not known)
+            log.warning("weights: %s failed: %s", phase, error, exc_info=not known)
             return f"{type(error).__name__}: {error}"
         return None
 
-    def webrl_ways(self) -> dict[Way, dict[str, int]]:
+    def webrl_load_paths(self) -> dict[LoadPath, dict[str, int]]:
         """By way into the model, the number of parameters and their bytes in loading form."""
         target = self._webrl_target()
-        ways, sizes = list(target.ways().values()), target.bytes()
+        ways, sizes = list(target.load_paths().values()), target.bytes_by_load_path()
         return {way: {"parameters": ways.count(way), "bytes": size} for way, size in sizes.items()}
 
-    def webrl_torn(self) -> bool:
+    def webrl_partially_updated(self) -> bool:
         """Whether the model holds weights of two versions and must not serve."""
-        return bool(self.weight_transfer_engine.torn)
+        return bool(self.weight_transfer_engine.partially_updated)
 
-    def webrl_live_sums(self) -> list[int | None]:
+    def webrl_live_checksums(self) -> list[int | None]:
         """See ShardTransferEngine.live_sums; the order is that of Plan.messages(engine, receiver=rank)."""
-        return list(self.weight_transfer_engine.live_sums())
+        return list(self.weight_transfer_engine.live_checksums())
 
     def _webrl_target(self) -> ModelTarget:
         target = self.weight_transfer_engine.target
@@ -304,16 +304,16 @@ class WeightReceiver:
     def _end_left_open(self) -> None:
         if self._weight_update_active:
             self._weight_update_active = False
-            self.weight_transfer_engine.target.abandon()
+            self.weight_transfer_engine.target.abort_update()
 
 
-def _store(info: JoinInfo) -> dist.TCPStore:
-    limit = timedelta(seconds=info.join_seconds)
+def _store(info: LinkInfo) -> dist.TCPStore:
+    limit = timedelta(seconds=info.join_timeout_seconds)
     try:
         return dist.TCPStore(info.host, info.port, is_master=False, timeout=limit)
     except RuntimeError as error:
         raise transport.TransferError(
-            f"link {info.name}: no store answers at {info.host}:{info.port} within {info.join_seconds:g} s"
+            f"link {info.name}: no store answers at {info.host}:{info.port} within {info.join_timeout_seconds:g} s"
         ) from error
 
 

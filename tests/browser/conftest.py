@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from playwright.async_api import Page
 
-from megatron_webrl.browser.fleet import Fleet
-from megatron_webrl.config import BrowserConfig
+from megatron_webrl.browser.browser_pool import BrowserPool
+from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.tasks.server import FolderServer
 from megatron_webrl.types import Task
 
@@ -32,7 +32,7 @@ class FolderSite:
     def addresses(self) -> dict[str, str]:
         return {"site.localhost": self.server.address}
 
-    def renews(self, task: Task) -> bool:
+    def can_reuse_page(self, task: Task) -> bool:
         return False
 
     async def open(self, page: Page, task: Task) -> str:
@@ -79,10 +79,10 @@ def page_task(name: str) -> Task:
     return Task(id=f"site/{name}", source="site", environment=name, seed=0, max_steps=3)
 
 
-def fleet_on(site: FolderSite, sessions: int = 1, step_seconds: float = 20.0, **settings: Any) -> Fleet:
+def pool_on(site: FolderSite, sessions: int = 1, step_seconds: float = 20.0, **settings: Any) -> BrowserPool:
     """A fleet with a viewport of 400x300 pixels; `settings` are those of BrowserConfig."""
     chosen = {"width": 400, "height": 300, "screenshot": "png"} | settings
-    return Fleet(BrowserConfig(**chosen), {"site": site}, sessions, step_seconds)
+    return BrowserPool(BrowserConfig(**chosen), {"site": site}, sessions, step_seconds)
 
 
 def write_pages(folder: Path, pages: Mapping[str, str]) -> None:

@@ -24,17 +24,17 @@ from dataclasses import dataclass, field
 import psutil
 from playwright.async_api import Error as PlaywrightError
 
-from megatron_webrl import processes
+from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.errors import BrowserError
-from megatron_webrl.browser.fleet import Fleet
-from megatron_webrl.browser.memory import resident_mib
+from megatron_webrl.browser.process_memory import resident_mib
 from megatron_webrl.browser.session import Session
-from megatron_webrl.config import BrowserConfig
-from megatron_webrl.tasks.aim import OracleError
-from megatron_webrl.tasks.miniwob import Miniwob
-from megatron_webrl.tasks.oracles import next_action
+from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.system import child_process
+from megatron_webrl.tasks.click_target import ScriptedPolicyError
+from megatron_webrl.tasks.miniwob import MiniWobTaskSource
+from megatron_webrl.tasks.scripted_policies import next_scripted_action
 from megatron_webrl.types import Action, Task
-from tests.browser.victims import victims
+from tests.browser.browser_processes import browser_pids
 
 ENVIRONMENTS = ("click-test", "click-test-2", "click-dialog", "click-button", "focus-text", "click-tab", "enter-text")
 KILLS = {"browser": 0.05, "driver": 0.01, "renderer": 0.01}
@@ -60,7 +60,7 @@ class Report:
 class Soak:
     """Runs episodes; each one ends in exactly one outcome."""
 
-    def __init__(self, source: Miniwob, fleet: Fleet, seed: int) -> None:
+    def __init__(self, source: MiniWobTaskSource, fleet: BrowserPool, seed: int) -> None:
         self.report = Report()
         self._source, self._fleet, self._seed = source, fleet, seed
         self._began = time.monotonic()
@@ -77,7 +77,7 @@ class Soak:
 
     async def _episode(self, index: int) -> str:
         chance = random.Random(f"{self._seed}/{index}")
-        task, draw, share = self._source.task(self._seed, index), chance.random(), 0.0
+        task, draw, share = self._source.training_task(self._seed, index), chance.random(), 0.0
         kill: asyncio.Task[None] | None = None
         for kind, part in KILLS.items():
             if share <= draw < share + part:
@@ -101,7 +101,7 @@ class Soak:
 
     async def _kill(self, kind: str, chance: random.Random, seconds: float) -> None:
         await asyncio.sleep(seconds)  # anywhere in an episode, its reset included
-        found = await asyncio.to_thread(victims, kind)
+        found = await asyncio.to_thread(browser_pids, kind)
         if found:
             self.report.kills[kind] += 1
             with suppress(ProcessLookupError):
@@ -110,7 +110,7 @@ class Soak:
     async def _measure(self) -> None:
         def at_rest() -> bool:
             gauges = self._fleet.gauges()
-            names = ("sessions_in_use", "browsers", "browsers_leaving", "sessions_warm")
+            names = ("sessions_in_use", "browsers", "browsers_draining", "sessions_warm")
             return [gauges[name] for name in names] == [0, BROWSERS, 0, BROWSERS]
 
         await until(at_rest, REST_SECONDS)
@@ -126,8 +126,8 @@ async def scripted(session: Session, task: Task) -> Action:
     """What the environment's oracle would do; if the page is lost, a step that says so."""
     try:
         async with asyncio.timeout(STEP_SECONDS):
-            return await next_action(session.page, task.environment)
-    except (PlaywrightError, OracleError, TimeoutError):
+            return await next_scripted_action(session.page, task.environment)
+    except (PlaywrightError, ScriptedPolicyError, TimeoutError):
         return Action("wait", time=0)
 
 
@@ -141,16 +141,16 @@ async def soak(episodes: int, seed: int, parts: int) -> Report:
     """Run `episodes`, measuring memory after each of `parts`, which are equal."""
     started, shared = time.monotonic(), set(os.listdir("/dev/shm"))
     temporary = set(os.listdir(tempfile.gettempdir()))
-    with Miniwob(ENVIRONMENTS, MAX_STEPS) as source:
+    with MiniWobTaskSource(ENVIRONMENTS, MAX_STEPS) as source:
         settings = BrowserConfig(width=160, height=210, browsers=BROWSERS)
-        async with Fleet(settings, {"miniwob": source}, SESSIONS, STEP_SECONDS) as fleet:
+        async with BrowserPool(settings, {"miniwob": source}, SESSIONS, STEP_SECONDS) as fleet:
             runs = Soak(source, fleet, seed)
             bounds = [episodes * part // parts for part in range(parts + 1)]
             for first, last in itertools.pairwise(bounds):
                 await runs.run(iter(range(first, last)))
             report = runs.report
-            report.counts = dataclasses.asdict(fleet.counts)
-    report.left = [f"process {name}" for name in processes.kill_descendants(0.0)]
+            report.counts = dataclasses.asdict(fleet.counters)
+    report.left = [f"process {name}" for name in child_process.kill_descendants(0.0)]
     report.left += [f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - shared if "chrom" in name]
     report.left += [f"temporary {name}" for name in set(os.listdir(tempfile.gettempdir())) - temporary]
     report.seconds = round(time.monotonic() - started, 1)
@@ -158,5 +158,5 @@ async def soak(episodes: int, seed: int, parts: int) -> Report:
 
 
 if __name__ == "__main__":
-    processes.become_subreaper()  # what loses its parent is seen as well
+    child_process.become_subreaper()  # what loses its parent is seen as well
     print(json.dumps(vars(asyncio.run(soak(*map(int, sys.argv[1:]))))))  # noqa: T201

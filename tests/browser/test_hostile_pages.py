@@ -9,13 +9,13 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Route
 
-from megatron_webrl.browser import settle
+from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.errors import BrowserError
-from megatron_webrl.browser.fleet import Fleet
-from megatron_webrl.browser.notes import MAX_NOTE, MAX_NOTES, Notes
+from megatron_webrl.browser.page import settle
+from megatron_webrl.browser.page.step_messages import MAX_MESSAGE_CHARACTERS, MAX_MESSAGES, StepMessages
 from megatron_webrl.browser.session import Session
 from megatron_webrl.types import Action, Observation
-from tests.browser.conftest import FolderSite, fleet_on, page_task, write_pages
+from tests.browser.conftest import FolderSite, page_task, pool_on, write_pages
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -62,13 +62,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderSite]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fleet(site: FolderSite) -> AsyncIterator[Fleet]:
-    async with fleet_on(site) as fleet:
+async def fleet(site: FolderSite) -> AsyncIterator[BrowserPool]:
+    async with pool_on(site) as fleet:
         yield fleet
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def session(fleet: Fleet) -> AsyncIterator[Session]:
+async def session(fleet: BrowserPool) -> AsyncIterator[Session]:
     async with fleet.session() as session:
         yield session
 
@@ -90,7 +90,7 @@ async def test_dialogs_are_answered_and_told(session: Session) -> None:
 
 
 @pytest.mark.parametrize("name", ["loop", "timer"])
-async def test_a_loop_of_dialogs_does_not_hold_the_session(fleet: Fleet, name: str) -> None:
+async def test_a_loop_of_dialogs_does_not_hold_the_session(fleet: BrowserPool, name: str) -> None:
     async with asyncio.timeout(15), fleet.session() as session:
         seen = await clicked(session, name)
         assert 'the page opened a dialog, "again", which was answered with OK (' in str(seen.error)
@@ -150,13 +150,13 @@ async def test_what_a_page_fetches_is_waited_for(session: Session) -> None:
     seen = await clicked(session, "fetching")
     assert seen.title == "loaded"
     assert seen.seconds is not None
-    assert 0.6 <= seen.seconds.settling < settle.TRAFFIC_SECONDS
+    assert 0.6 <= seen.seconds.settling < settle.NETWORK_IDLE_SECONDS
 
 
 async def test_a_request_that_is_never_answered_is_waited_for_once(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(settle, "TRAFFIC_SECONDS", 0.5)
+    monkeypatch.setattr(settle, "NETWORK_IDLE_SECONDS", 0.5)
     never = asyncio.Event()
 
     async def silent(route: Route) -> None:
@@ -176,14 +176,14 @@ async def test_a_request_that_is_never_answered_is_waited_for_once(
 async def test_a_page_that_fetches_for_ever_is_shown_within_the_limit(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(settle, "TRAFFIC_SECONDS", 0.5)
+    monkeypatch.setattr(settle, "NETWORK_IDLE_SECONDS", 0.5)
     seen = await clicked(session, "polling")
     assert seen.seconds is not None
     assert seen.seconds.settling < 3
 
 
 async def test_endless_redirects_end_at_the_limit(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settle, "REST_SECONDS", 1.0)
+    monkeypatch.setattr(settle, "SETTLE_SECONDS", 1.0)
     seen = await session.reset(page_task("ping"))
     assert seen.url.split("/")[-1] in ("ping.html", "pong.html")
     assert seen.seconds is not None
@@ -191,14 +191,14 @@ async def test_endless_redirects_end_at_the_limit(session: Session, monkeypatch:
 
 
 async def test_notes_are_short_and_few_and_each_is_said_once() -> None:
-    notes = Notes()
-    assert notes.take() is None
+    notes = StepMessages()
+    assert notes.pop_text() is None
     for _ in range(3):
         notes.add("twice  told\ntale")
-    assert notes.take() == "twice told tale (3 times)"
-    assert notes.take() is None
+    assert notes.pop_text() == "twice told tale (3 times)"
+    assert notes.pop_text() is None
     for number in range(100):
         notes.add(f"{number} " + "x" * 10_000)
-    text = str(notes.take())
-    assert len(text) < (MAX_NOTES + 1) * (MAX_NOTE + 20)
-    assert text.endswith(f"and {100 - MAX_NOTES} more")
+    text = str(notes.pop_text())
+    assert len(text) < (MAX_MESSAGES + 1) * (MAX_MESSAGE_CHARACTERS + 20)
+    assert text.endswith(f"and {100 - MAX_MESSAGES} more")

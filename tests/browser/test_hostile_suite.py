@@ -18,12 +18,13 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Page
 
-from megatron_webrl.browser import policy, settle
+from megatron_webrl.browser.browser_pool import BrowserPool
+from megatron_webrl.browser.egress import egress_policy
+from megatron_webrl.browser.egress.egress_proxy import EgressProxy
 from megatron_webrl.browser.errors import BrowserError
-from megatron_webrl.browser.fleet import Fleet
-from megatron_webrl.browser.gateway import Gateway
+from megatron_webrl.browser.page import settle
 from megatron_webrl.browser.session import Session
-from megatron_webrl.config import BrowserConfig
+from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.types import Action, Observation, Task
 from tests.browser.hostile_pages import FORBIDDEN, Machine
 
@@ -107,7 +108,7 @@ ROWS: list[tuple[str, float, tuple[str, ...]]] = [
     ("endless_head", PATIENT, ("browser_error",)),
     ("silence", PATIENT, ("browser_error",)),
     ("garbage", PATIENT, ("browser_error",)),
-    ("slow_body", PATIENT, (r"took more than 1.0 s \(browser.request_seconds\)",)),
+    ("slow_body", PATIENT, (r"took more than 1.0 s \(browser.request_timeout_seconds\)",)),
     ("endless_body", HASTY, (ON, LATE, CRASHED)),
     ("bomb", HASTY, (ON, LATE, CRASHED)),
     ("hang_up", HASTY, (ON, LATE)),
@@ -123,7 +124,7 @@ class HostileSite:
     def __init__(self, port: int) -> None:
         self.origin = f"http://hostile.test:{port}"
 
-    def renews(self, task: Task) -> bool:
+    def can_reuse_page(self, task: Task) -> bool:
         return False
 
     async def open(self, page: Page, task: Task) -> str:
@@ -149,11 +150,13 @@ names = Names()
 
 @pytest.fixture(autouse=True)
 def first_loopback_is_public_and_limits_are_low(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = policy.kind_of
+    real = egress_policy.special_address_kind
     monkeypatch.setattr(
-        policy, "kind_of", lambda address: None if address == ip_address("127.0.0.1") else real(address)
+        egress_policy,
+        "special_address_kind",
+        lambda address: None if address == ip_address("127.0.0.1") else real(address),
     )
-    low = {"READY_LIMIT_MS": 1000, "QUIET_LIMIT_MS": 300, "TRAFFIC_SECONDS": 0.3, "REST_SECONDS": 1.0}
+    low = {"READY_LIMIT_MS": 1000, "QUIET_LIMIT_MS": 300, "NETWORK_IDLE_SECONDS": 0.3, "SETTLE_SECONDS": 1.0}
     for name, value in low.items():
         monkeypatch.setattr(settle, name, value)
 
@@ -169,15 +172,15 @@ async def machines() -> AsyncIterator[tuple[Machine, Machine]]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fleet(machines: tuple[Machine, Machine]) -> AsyncIterator[Fleet]:
+async def fleet(machines: tuple[Machine, Machine]) -> AsyncIterator[BrowserPool]:
     """One Chromium for all rows, so that each row shows what the one before has left."""
     port = machines[0].port
     settings = BrowserConfig(
-        width=400, height=300, marks=True, open_web=True, ports=[port], page_mib=PAGE_MIB, request_seconds=1.0,
-        max_mib=16, max_requests=300,
+        width=400, height=300, marks=True, open_web=True, ports=[port], page_mib=PAGE_MIB, request_timeout_seconds=1.0,
+        max_network_mib=16, max_requests=300,
     )  # fmt: skip
-    fleet = Fleet(settings, {"hostile": HostileSite(port)}, 1, PATIENT)
-    fleet.gateway = Gateway(settings, names.look_up)
+    fleet = BrowserPool(settings, {"hostile": HostileSite(port)}, 1, PATIENT)
+    fleet.egress_proxy = EgressProxy(settings, names.look_up)
     async with fleet:
         yield fleet
     assert not [child for child in psutil.Process().children(recursive=True) if "chromium" in child.name()]
@@ -202,7 +205,7 @@ async def played(session: Session, page: str, seconds: float, port: int) -> tupl
 
 @pytest.mark.parametrize(("page", "seconds", "allowed"), ROWS, ids=[row[0] for row in ROWS])
 async def test_a_hostile_page_ends_within_its_limit_and_leaves_the_fleet_usable(
-    fleet: Fleet, machines: tuple[Machine, Machine], page: str, seconds: float, allowed: tuple[str, ...]
+    fleet: BrowserPool, machines: tuple[Machine, Machine], page: str, seconds: float, allowed: tuple[str, ...]
 ) -> None:
     public, inner = machines
     started = time.monotonic()
@@ -220,7 +223,7 @@ async def test_a_hostile_page_ends_within_its_limit_and_leaves_the_fleet_usable(
 
 
 async def test_a_click_that_starts_an_endless_script_does_not_end_the_episode(
-    fleet: Fleet, machines: tuple[Machine, Machine]
+    fleet: BrowserPool, machines: tuple[Machine, Machine]
 ) -> None:
     async with fleet.session() as session:
         outcome, seen = await played(session, "loop_click", 6.0, machines[0].port)
@@ -230,19 +233,19 @@ async def test_a_click_that_starts_an_endless_script_does_not_end_the_episode(
 
 
 async def test_a_name_that_turns_to_this_machine_reaches_nothing(
-    fleet: Fleet, machines: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch
+    fleet: BrowserPool, machines: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet.session() as session:
         await session.reset(task_of("rebind"))
         await session.step(Action("left_click", coordinate=(100, 100)))
         monkeypatch.setitem(names.answers, "hostile.test", [FORBIDDEN])
         async with asyncio.timeout(SLACK):
-            while not session.access.refused["loopback"]:
+            while not session.network.refused["loopback"]:
                 await session.step(Action("wait", time=0.1))
         assert machines[1].connections == 0
 
 
-async def test_every_process_of_a_page_has_a_limit_to_its_memory(fleet: Fleet) -> None:
+async def test_every_process_of_a_page_has_a_limit_to_its_memory(fleet: BrowserPool) -> None:
     async with fleet.session() as session:
         await session.reset(task_of("fine"))
         renderers = [
@@ -252,7 +255,7 @@ async def test_every_process_of_a_page_has_a_limit_to_its_memory(fleet: Fleet) -
         assert {child.rlimit(psutil.RLIMIT_DATA) for child in renderers} == {(PAGE_MIB << 20, PAGE_MIB << 20)}
 
 
-async def test_no_process_of_a_page_stays(fleet: Fleet) -> None:
+async def test_no_process_of_a_page_stays(fleet: BrowserPool) -> None:
     async with asyncio.timeout(SLACK):
         while len([1 for child in psutil.Process().children(recursive=True) if is_renderer(child)]) > 4:
             await asyncio.sleep(0.1)

@@ -31,7 +31,7 @@ def check(report: dict[str, Any], episodes: int) -> None:
     assert outcomes["success"] >= episodes - 6 * sum(kills.values())
     # Two kills may hit the same browser.
     assert 0 < counts["crashes"] <= kills["browser"] + kills["driver"]
-    assert counts["hung"] == 0
+    assert counts["hangs"] == 0
     assert not report["left"]
 
 

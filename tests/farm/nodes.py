@@ -9,7 +9,9 @@ from typing import Any
 
 import psutil
 
-from megatron_webrl.config import BrowserConfig, Config, RolloutConfig
+from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.config.rollout import RolloutConfig
+from megatron_webrl.config.schema import Config
 from megatron_webrl.types import Task
 
 LIMIT = 30.0  # seconds; CI machines are slow
@@ -18,7 +20,7 @@ LIMIT = 30.0  # seconds; CI machines are slow
 def config_for(**browser: Any) -> Config:
     """Small screenshots; `browser` are settings of BrowserConfig."""
     chosen = {"width": 160, "height": 210, "screenshot": "png"} | browser
-    return Config(browser=BrowserConfig(**chosen), rollout=RolloutConfig(step_seconds=20))
+    return Config(browser=BrowserConfig(**chosen), rollout=RolloutConfig(operation_timeout_seconds=20))
 
 
 def click_task(environment: str = "click-test") -> Task:

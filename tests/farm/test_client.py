@@ -11,12 +11,13 @@ import pytest
 import pytest_asyncio
 
 from megatron_webrl.browser.errors import BrowserCrashed
-from megatron_webrl.config import BrowserConfig, ConfigError
-from megatron_webrl.farm import wire
-from megatron_webrl.farm.calls import BrowserBusy, LeaseLost, NodeGone
-from megatron_webrl.farm.client import Browsers, RemoteSession, lease_url
-from megatron_webrl.farm.local import OwnNodes, own_nodes
-from megatron_webrl.tasks.aim import OracleError
+from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.farm import protocol
+from megatron_webrl.farm.client import BrowserClient, RemoteSession, lease_url
+from megatron_webrl.farm.http_client import BrowserBusy, LeaseLost, ServerUnreachable
+from megatron_webrl.farm.local_servers import LocalServers, local_servers
+from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.types import Action
 from tests.farm.conftest import node, serving
 from tests.farm.nodes import LIMIT, browser_of, click_task, config_for, node_at, node_processes, until
@@ -25,23 +26,23 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def nodes() -> AsyncIterator[OwnNodes]:
+async def nodes() -> AsyncIterator[LocalServers]:
     """Two nodes with two places each."""
-    async with own_nodes(config_for(processes=2), sessions=4) as nodes:
+    async with local_servers(config_for(processes=2), sessions=4) as nodes:
         yield nodes
 
 
 @asynccontextmanager
-async def client(nodes: OwnNodes, **settings: object) -> AsyncIterator[Browsers]:
-    async with Browsers(nodes.tended, nodes.token, wait_seconds=LIMIT, **settings) as browsers:  # type: ignore[arg-type]
+async def client(nodes: LocalServers, **settings: object) -> AsyncIterator[BrowserClient]:
+    async with BrowserClient(nodes.poll_addresses, nodes.token, wait_seconds=LIMIT, **settings) as browsers:  # type: ignore[arg-type]
         yield browsers
 
 
-async def free(browsers: Browsers, nodes: OwnNodes) -> int:
-    return sum([(await browsers.state(url)).free for url in nodes.addresses()])
+async def free(browsers: BrowserClient, nodes: LocalServers) -> int:
+    return sum([(await browsers.server_state(url)).free for url in nodes.addresses()])
 
 
-async def test_a_task_is_reset_demonstrated_and_solved(nodes: OwnNodes) -> None:
+async def test_a_task_is_reset_demonstrated_and_solved(nodes: LocalServers) -> None:
     async with client(nodes) as browsers, browsers.session() as session:
         seen = await session.reset(click_task())
         assert seen.instruction == "Click the button."
@@ -51,14 +52,14 @@ async def test_a_task_is_reset_demonstrated_and_solved(nodes: OwnNodes) -> None:
         assert (seen.done, seen.reward is not None and seen.reward > 0.9) == (True, True)
 
 
-async def test_a_node_asked_by_environment_and_seed_tells_the_task(nodes: OwnNodes) -> None:
+async def test_a_node_asked_by_environment_and_seed_tells_the_task(nodes: LocalServers) -> None:
     async with client(nodes) as browsers, browsers.session() as session:
-        await session.reset(wire.Reset(source="sites", environment="wiki-look-up", seed=5))
+        await session.reset(protocol.ResetRequest(source="sites", environment="wiki-look-up", seed=5))
         assert session.task is not None
         assert (session.task.id, session.task.answer is not None) == ("sites/wiki-look-up/5", True)
 
 
-async def test_what_cannot_be_meant_is_a_value_error_and_the_session_goes_on(nodes: OwnNodes) -> None:
+async def test_what_cannot_be_meant_is_a_value_error_and_the_session_goes_on(nodes: LocalServers) -> None:
     async with client(nodes) as browsers, browsers.session() as session:
         with pytest.raises(ValueError, match="reset begins one"):
             await session.step(Action("wait", time=0))
@@ -72,24 +73,24 @@ async def test_what_cannot_be_meant_is_a_value_error_and_the_session_goes_on(nod
         ).error == "hover is not enabled (browser.actions)"
 
 
-async def test_an_environment_without_a_script_is_an_oracle_error(nodes: OwnNodes) -> None:
+async def test_an_environment_without_a_script_is_an_oracle_error(nodes: LocalServers) -> None:
     async with client(nodes) as browsers, browsers.session() as session:
         await session.reset(click_task("book-flight"))
-        with pytest.raises(OracleError, match="book-flight"):
+        with pytest.raises(ScriptedPolicyError, match="book-flight"):
             await session.demonstration()
 
 
-async def test_an_answer_does_not_wait_for_acknowledgements_of_its_head(nodes: OwnNodes) -> None:
+async def test_an_answer_does_not_wait_for_acknowledgements_of_its_head(nodes: LocalServers) -> None:
     async with client(nodes) as browsers, browsers.session() as session:
         seconds = []
         for _ in range(30):
             begun = time.monotonic()
-            await session.state()
+            await session.lease_state()
             seconds.append(time.monotonic() - begun)
     assert min(seconds) < 0.03  # each would take 0.04 at least, on any machine
 
 
-async def test_sessions_are_spread_over_the_nodes(nodes: OwnNodes) -> None:
+async def test_sessions_are_spread_over_the_nodes(nodes: LocalServers) -> None:
     async with client(nodes) as browsers, browsers.session() as a, browsers.session() as b:
         assert {a.address, b.address} == set(nodes.addresses())
         async with browsers.session() as c, browsers.session() as d:
@@ -98,10 +99,10 @@ async def test_sessions_are_spread_over_the_nodes(nodes: OwnNodes) -> None:
         assert await free(browsers, nodes) == 2
 
 
-async def test_who_waits_for_a_place_gets_the_next_one(nodes: OwnNodes) -> None:
+async def test_who_waits_for_a_place_gets_the_next_one(nodes: LocalServers) -> None:
     held, let_go = asyncio.Event(), asyncio.Event()
 
-    async def hold(browsers: Browsers) -> None:
+    async def hold(browsers: BrowserClient) -> None:
         async with browsers.session():
             held.set()
             await let_go.wait()
@@ -110,7 +111,7 @@ async def test_who_waits_for_a_place_gets_the_next_one(nodes: OwnNodes) -> None:
         holding = asyncio.ensure_future(hold(browsers))
         await held.wait()
         waiting = asyncio.ensure_future(browsers.session().__aenter__())
-        async with Browsers(nodes.tended, nodes.token, wait_seconds=0.3) as impatient:
+        async with BrowserClient(nodes.poll_addresses, nodes.token, wait_seconds=0.3) as impatient:
             with pytest.raises(BrowserBusy, match=r"no browser within 0 s; waited for http://127\.0\.0\.1:\d+, http"):
                 async with impatient.session():
                     raise AssertionError("there is no place")
@@ -122,7 +123,7 @@ async def test_who_waits_for_a_place_gets_the_next_one(nodes: OwnNodes) -> None:
         await holding
 
 
-async def test_a_lease_is_renewed_while_nothing_is_done(nodes: OwnNodes) -> None:
+async def test_a_lease_is_renewed_while_nothing_is_done(nodes: LocalServers) -> None:
     async with client(nodes, lease_seconds=2.0) as browsers, browsers.session() as session:
         await session.reset(click_task())
         done = time.monotonic()
@@ -130,30 +131,30 @@ async def test_a_lease_is_renewed_while_nothing_is_done(nodes: OwnNodes) -> None
         assert (await session.step(Action("wait", time=0))).error is None
 
 
-async def test_a_lease_that_is_lost_is_named_and_a_reset_takes_another(nodes: OwnNodes) -> None:
+async def test_a_lease_that_is_lost_is_named_and_a_reset_takes_another(nodes: LocalServers) -> None:
     async with client(nodes) as browsers, browsers.session() as session:
         await session.reset(click_task())
         lost = session.lease.id
-        await browsers.calls.call("DELETE", lease_url(session.lease), LIMIT)
+        await browsers.http.request("DELETE", lease_url(session.lease), LIMIT)
         with pytest.raises(LeaseLost, match="released"):
             await session.step(Action("wait", time=0))
         assert (await session.reset(click_task())).instruction == "Click the button."
         assert session.lease.id != lost
 
 
-async def test_a_lease_released_under_a_step_is_lost_to_the_step(nodes: OwnNodes) -> None:
+async def test_a_lease_released_under_a_step_is_lost_to_the_step(nodes: LocalServers) -> None:
     async with client(nodes) as browsers, browsers.session() as session:
         await session.reset(click_task())
         waiting = asyncio.ensure_future(session.step(Action("wait", time=5)))
-        url = f"{session.lease.node}{wire.PREFIX}/leases/{session.lease.id}"
-        while '"acting"' not in (await browsers.calls.call("GET", url, LIMIT)).decode():
+        url = f"{session.lease.server}{protocol.API_PREFIX}/leases/{session.lease.id}"
+        while '"acting"' not in (await browsers.http.request("GET", url, LIMIT)).decode():
             await asyncio.sleep(0.02)
-        await browsers.calls.call("DELETE", url, LIMIT)
+        await browsers.http.request("DELETE", url, LIMIT)
         with pytest.raises(LeaseLost, match="released"):
             await waiting
 
 
-async def test_a_killed_browser_is_an_error_to_its_sessions_and_the_next_ones_work(nodes: OwnNodes) -> None:
+async def test_a_killed_browser_is_an_error_to_its_sessions_and_the_next_ones_work(nodes: LocalServers) -> None:
     async with client(nodes) as browsers:
         async with browsers.session() as session, browsers.session() as other:
             await asyncio.gather(session.reset(click_task()), other.reset(click_task()))
@@ -167,53 +168,53 @@ async def test_a_killed_browser_is_an_error_to_its_sessions_and_the_next_ones_wo
             assert (await session.reset(click_task())).instruction == "Click the button."
 
 
-async def test_a_dead_node_fails_fast_and_the_next_session_is_elsewhere(nodes: OwnNodes) -> None:
+async def test_a_dead_node_fails_fast_and_the_next_session_is_elsewhere(nodes: LocalServers) -> None:
     async with client(nodes) as browsers, browsers.session() as first, browsers.session() as second:
         await asyncio.gather(first.reset(click_task()), second.reset(click_task()))
         waiting = asyncio.ensure_future(first.step(Action("wait", time=5)))
         await until(lambda: not waiting.done(), "the step has begun")
         begun = time.monotonic()
         node_at(first.address).kill()
-        with pytest.raises(NodeGone, match=r"127\.0\.0\.1:\d+ cannot be reached"):
+        with pytest.raises(ServerUnreachable, match=r"127\.0\.0\.1:\d+ cannot be reached"):
             await waiting
         assert time.monotonic() - begun < 20  # the step itself may take longer
         assert (await second.step(Action("wait", time=0))).error is None
         # The dead one's session begins again on the other node, or on the same one when it is back.
         assert (await first.reset(click_task())).instruction == "Click the button."
-        await nodes.up()
+        await nodes.wait_until_ready()
         assert await free(browsers, nodes) == 2
 
 
-async def test_a_wrong_token_is_refused_with_the_name_of_its_variable(nodes: OwnNodes) -> None:
-    async with Browsers(nodes.tended, "not the token") as browsers:
+async def test_a_wrong_token_is_refused_with_the_name_of_its_variable(nodes: LocalServers) -> None:
+    async with BrowserClient(nodes.poll_addresses, "not the token") as browsers:
         with pytest.raises(ConfigError, match=r"refuses the token; set WEBRL_BROWSERS_TOKEN"):
-            await browsers.check(LIMIT)
+            await browsers.wait_until_ready(LIMIT)
         with pytest.raises(ConfigError, match=r"refuses the token"):
             async with browsers.session():
                 raise AssertionError("there is no place")
 
 
-async def test_a_node_whose_sessions_look_otherwise_is_refused(nodes: OwnNodes) -> None:
-    view = wire.View.of(BrowserConfig(width=320, height=210, screenshot="png", marks=True))
+async def test_a_node_whose_sessions_look_otherwise_is_refused(nodes: LocalServers) -> None:
+    view = protocol.SessionSpec.from_config(BrowserConfig(width=320, height=210, screenshot="png", marks=True))
     message = r"has browser.width=160 instead of 320, browser.marks=False instead of True; start it with"
-    async with client(nodes, view=view) as browsers:
+    async with client(nodes, spec=view) as browsers:
         with pytest.raises(ConfigError, match=message):
-            await browsers.check(LIMIT)
+            await browsers.wait_until_ready(LIMIT)
         with pytest.raises(ConfigError, match=message):
             async with browsers.session():
                 raise AssertionError("there is no place")
-    async with client(nodes, view=wire.View.of(config_for().browser)) as browsers:
-        await browsers.check(LIMIT)
+    async with client(nodes, spec=protocol.SessionSpec.from_config(config_for().browser)) as browsers:
+        await browsers.wait_until_ready(LIMIT)
         assert await free(browsers, nodes) == 4
 
 
 async def test_a_client_of_a_router_uses_its_nodes_directly() -> None:
     with serving("route") as router, node("--router", router.url, sessions=1) as only:
-        async with Browsers(router.url, "", wait_seconds=LIMIT) as browsers:
+        async with BrowserClient(router.url, "", wait_seconds=LIMIT) as browsers:
             async with browsers.session() as session:  # waits until the node has announced itself
-                assert (session.address, session.lease.node) == (router.url, only.url)
+                assert (session.address, session.lease.server) == (router.url, only.url)
                 assert (await session.reset(click_task())).instruction == "Click the button."
-            view = wire.View.of(config_for().browser)
-            async with Browsers(router.url, "", view=view) as picky:
+            view = protocol.SessionSpec.from_config(config_for().browser)
+            async with BrowserClient(router.url, "", spec=view) as picky:
                 with pytest.raises(ConfigError, match=rf"the node {only.url} has browser.width=320 instead of 160"):
-                    await picky.check(LIMIT)
+                    await picky.wait_until_ready(LIMIT)

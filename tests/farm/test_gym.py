@@ -13,36 +13,36 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from megatron_webrl.config import ConfigError
-from megatron_webrl.farm import gym, wire
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.farm import gym, protocol
 from megatron_webrl.farm.gym import WebEnv
-from megatron_webrl.farm.local import OwnNodes
-from megatron_webrl.farm.spaces import Actions
-from megatron_webrl.ring.locks import pauses
+from megatron_webrl.farm.local_servers import LocalServers
+from megatron_webrl.farm.spaces import ActionSpace
+from megatron_webrl.ring.locks import poll_with_backoff
 from tests.farm.nodes import browser_of, config_for, node_processes
 
 WAIT = json.dumps({"kind": "wait", "time": 0})
 
 
 @pytest.fixture(scope="module")
-def farm() -> Iterator[OwnNodes]:
+def farm() -> Iterator[LocalServers]:
     """A node with numbered elements."""
-    nodes = OwnNodes(config_for(marks=True, actions=["switch_tab"]), sessions=2)
+    nodes = LocalServers(config_for(marks=True, actions=["switch_tab"]), sessions=2)
     nodes.start()
     try:
-        for _ in pauses(120):
-            if nodes.tended():
+        for _ in poll_with_backoff(120):
+            if nodes.poll_addresses():
                 break
         yield nodes
     finally:
         nodes.close()
 
 
-def on(farm: OwnNodes, environment: str = "click-test", source: str = "miniwob", **settings: object) -> WebEnv:
+def on(farm: LocalServers, environment: str = "click-test", source: str = "miniwob", **settings: object) -> WebEnv:
     return WebEnv(source, environment, farm_url=farm.addresses()[0], token=farm.token, **settings)  # type: ignore[arg-type]
 
 
-def test_an_environment_of_a_farm_keeps_to_gymnasiums_rules(farm: OwnNodes) -> None:
+def test_an_environment_of_a_farm_keeps_to_gymnasiums_rules(farm: LocalServers) -> None:
     env = on(farm, render_mode="rgb_array")
     try:
         check_env(env)
@@ -65,7 +65,7 @@ def test_an_environment_has_a_node_of_its_own_where_no_farm_is_named() -> None:
     assert node_processes() == before
 
 
-def test_an_element_that_is_clicked_ends_the_episode_with_the_pages_reward(farm: OwnNodes) -> None:
+def test_an_element_that_is_clicked_ends_the_episode_with_the_pages_reward(farm: LocalServers) -> None:
     env = on(farm, marks=True)
     try:
         seen, info = env.reset(seed=1)
@@ -80,7 +80,7 @@ def test_an_element_that_is_clicked_ends_the_episode_with_the_pages_reward(farm:
         env.close()
 
 
-def test_an_answer_is_judged_by_the_tasks_own(farm: OwnNodes) -> None:
+def test_an_answer_is_judged_by_the_tasks_own(farm: LocalServers) -> None:
     env = on(farm, "wiki-look-up", "sites")
     try:
         for right in (True, False):
@@ -94,7 +94,7 @@ def test_an_answer_is_judged_by_the_tasks_own(farm: OwnNodes) -> None:
         env.close()
 
 
-def test_the_last_step_truncates_and_so_does_a_browser_that_fails(farm: OwnNodes) -> None:
+def test_the_last_step_truncates_and_so_does_a_browser_that_fails(farm: LocalServers) -> None:
     env = on(farm, max_steps=2)
     try:
         env.reset(seed=1)
@@ -113,7 +113,7 @@ def test_the_last_step_truncates_and_so_does_a_browser_that_fails(farm: OwnNodes
         env.close()
 
 
-def test_settings_that_a_farm_does_not_have_are_refused(farm: OwnNodes) -> None:
+def test_settings_that_a_farm_does_not_have_are_refused(farm: LocalServers) -> None:
     with pytest.raises(ConfigError, match=r"has browser.marks=True, not False; start one with it"):
         on(farm, marks=False)
     with pytest.raises(ConfigError, match=r"browser.open_web is a setting of the node"):
@@ -129,12 +129,12 @@ def test_settings_that_a_farm_does_not_have_are_refused(farm: OwnNodes) -> None:
 @pytest.mark.parametrize("marks", [False, True])
 def test_sampled_actions_of_every_kind_are_actions(marks: bool) -> None:
     further = ("drag", "key", "select_option", "switch_tab", "new_tab", "close_tab", "double_click")
-    space = Actions(marks, further, seed=0)
+    space = ActionSpace(marks, further, seed=0)
     samples = [space.sample() for _ in range(500)]
     assert all(sample in space for sample in samples)
     assert {json.loads(sample)["kind"] for sample in samples} == set(space.kinds)
-    assert [Actions(marks, further, seed=7).sample() for _ in range(2)].count(
-        Actions(marks, further, seed=7).sample()
+    assert [ActionSpace(marks, further, seed=7).sample() for _ in range(2)].count(
+        ActionSpace(marks, further, seed=7).sample()
     ) == 2
 
 
@@ -151,7 +151,7 @@ def test_sampled_actions_of_every_kind_are_actions(marks: bool) -> None:
     ],
 )
 def test_what_is_no_action_is_named(action: object, words: str) -> None:
-    space = Actions(marks=False)
+    space = ActionSpace(marks=False)
     assert action not in space
     with pytest.raises(ValueError, match=words):
         space.parse(action)
@@ -165,7 +165,7 @@ def test_every_environment_is_registered() -> None:
     assert len([name for name in gymnasium.registry if name.startswith("webrl/")]) == len(names)
 
 
-def test_the_ten_lines_of_the_page_run(farm: OwnNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ten_lines_of_the_page_run(farm: LocalServers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "browser.md").read_text()
     [_, section] = page.split("## From another framework, in ten lines\n")
     code, *_ = re.findall(r"```python\n(.*?)```", section.split("\n## ")[0], re.DOTALL)
@@ -173,7 +173,7 @@ def test_the_ten_lines_of_the_page_run(farm: OwnNodes, tmp_path: Path, monkeypat
     script = tmp_path / "ten_lines.py"
     assert "http://127.0.0.1:8700" in code
     script.write_text(code.replace("http://127.0.0.1:8700", farm.addresses()[0]))
-    monkeypatch.setenv(wire.TOKEN_VARIABLE, farm.token)
+    monkeypatch.setenv(protocol.TOKEN_VARIABLE, farm.token)
     ran = runpy.run_path(str(script))
     assert isinstance(ran["seen"]["screenshot"], np.ndarray)
     assert ran["info"]["steps"] >= 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_webrl.farm.leases import Leases, NoPlace, NotHeld
+from megatron_webrl.farm.leases import LeaseExpired, Leases, NoCapacity
 
 
 class Clock:
@@ -26,13 +26,13 @@ def test_no_more_leases_than_places_are_given_and_a_released_place_is_free_again
     leases, _ = book()
     first = leases.grant(None, "a", "one")
     leases.grant(None, "b", "two")
-    with pytest.raises(NoPlace, match="all 2 sessions of this node are leased"):
+    with pytest.raises(NoCapacity, match="all 2 sessions of this node are leased"):
         leases.grant(None, "c", "three")
     assert leases.release(first, "it is over")
     assert not leases.release(first, "it is over")
-    with pytest.raises(NotHeld, match="it is over"):
+    with pytest.raises(LeaseExpired, match="it is over"):
         leases.find(first.id)
-    assert leases.grant(None, "c", "three").place == "three"
+    assert leases.grant(None, "c", "three").resource == "three"
 
 
 def test_a_lease_expires_when_not_used_for_its_lifetime_even_before_it_is_swept() -> None:
@@ -42,14 +42,14 @@ def test_a_lease_expires_when_not_used_for_its_lifetime_even_before_it_is_swept(
     leases.renew(leases.find(lease.id))
     clock.now += 9.9
     assert leases.find(lease.id) is lease
-    assert leases.sweep() == []
+    assert leases.release_expired() == []
     clock.now += 0.1
-    with pytest.raises(NotHeld, match="neither used nor renewed for 10 s"):
+    with pytest.raises(LeaseExpired, match="neither used nor renewed for 10 s"):
         leases.find(lease.id)
     assert leases.free == 0  # until whoever sweeps has closed what belongs to it
-    assert leases.sweep() == [lease]
+    assert leases.release_expired() == [lease]
     assert leases.free == 1
-    with pytest.raises(NotHeld, match="neither used nor renewed for 10 s"):
+    with pytest.raises(LeaseExpired, match="neither used nor renewed for 10 s"):
         leases.find(lease.id)
 
 
@@ -58,10 +58,10 @@ def test_an_operation_under_way_keeps_a_lease_alive() -> None:
     lease = leases.grant(10.0, "", "one")
     lease.busy = True
     clock.now += 100
-    assert leases.sweep() == []
+    assert leases.release_expired() == []
     assert leases.seconds_left(lease) == 10.0
     lease.busy = False
-    assert leases.sweep() == [lease]
+    assert leases.release_expired() == [lease]
 
 
 def test_lifetimes_are_limited_and_ids_cannot_be_guessed() -> None:
@@ -72,5 +72,5 @@ def test_lifetimes_are_limited_and_ids_cannot_be_guessed() -> None:
     ids = {leases.grant(3600.0, "", "").id for _ in range(500)}
     assert len(ids) == 500
     assert all(name.startswith("b007-") and len(name) >= 5 + 24 for name in ids)
-    with pytest.raises(NotHeld, match="knows no such lease"):
+    with pytest.raises(LeaseExpired, match="knows no such lease"):
         leases.find("b007-guess")

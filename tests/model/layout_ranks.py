@@ -89,18 +89,18 @@ def pairs() -> list[tuple[int, str, str]]:
 def run(rank: int, ranks: int, folder: str) -> None:
     """Write what every case of `ranks` processes computes to found-RANKS-CASE-MODEL.pt."""
     platform = gloo.join(rank, ranks, folder)
-    from megatron_webrl.model import groups
-    from megatron_webrl.model.layout import Sizes
+    from megatron_webrl.model import process_groups
+    from megatron_webrl.model.layout import ParallelSizes
 
     for name, case in CASES[ranks].items():
-        groups.form(Sizes(**case.sizes), seed=1)
+        process_groups.init_process_groups(ParallelSizes(**case.sizes), seed=1)
         for model in models(ranks, case):
             found = _examine(Path(folder) / model, case, platform)
             everyone: list[Any] = [None] * ranks
             torch.distributed.gather_object(found, everyone if rank == 0 else None)
             if rank == 0:
                 torch.save(everyone, f"{folder}/found-{ranks}-{name}-{model}.pt")
-        groups.dissolve()
+        process_groups.destroy_process_groups()
     torch.distributed.destroy_process_group()
 
 
@@ -109,13 +109,13 @@ def _examine(folder: Path, case: Case, platform: Any) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     from megatron_webrl.model import schedule
+    from megatron_webrl.model.compute_options import ComputeOptions
     from megatron_webrl.model.export import hf_tensors
     from megatron_webrl.model.load import load_hf
-    from megatron_webrl.model.qwen3_vl import build
-    from megatron_webrl.model.settings import Settings
+    from megatron_webrl.model.qwen3_vl.model import build_model
 
-    settings = Settings(sequence_parallel=case.sequence_parallel, recompute=case.recompute)  # type: ignore[arg-type]
-    chunks = build(folder, dtype="float32", platform=platform, settings=settings)
+    settings = ComputeOptions(sequence_parallel=case.sequence_parallel, recompute=case.recompute)  # type: ignore[arg-type]
+    chunks = build_model(folder, dtype="float32", platform=platform, options=settings)
     load_hf(chunks, folder)
     wrapped = _wrap(chunks)
     replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
@@ -138,8 +138,10 @@ def _examine(folder: Path, case: Case, platform: Any) -> dict[str, Any]:
         loss = (logprobs * weights[index][mask]).sum() * len(rows) * replicas
         return loss, {"logits": whole, "logprobs": logprobs.detach(), "entropy": entropy, "mask": mask}
 
-    mine = [replace(row, predict=row.predict[mask]) for (row, _), mask in zip(rows, masks, strict=True)]
-    results = schedule.run(wrapped, mine, loss_of, forward_only=False)
+    mine = [
+        replace(row, scored_positions=row.scored_positions[mask]) for (row, _), mask in zip(rows, masks, strict=True)
+    ]
+    results = schedule.forward_backward(wrapped, mine, loss_of, forward_only=False)
     found["rows"] = {name: result for name, result in zip(names, results, strict=False) if name}
     for chunk in chunks:
         for parameter in chunk.parameters():
@@ -150,11 +152,11 @@ def _examine(folder: Path, case: Case, platform: Any) -> dict[str, Any]:
 
 def _scored_here(row: Any, groups: Any, case: Case) -> Tensor:
     """bool [R]: which of the row's scored positions this context-parallel rank scores."""
-    from megatron_webrl.model.inputs import token_share
+    from megatron_webrl.model.qwen3_vl.packed_input import token_range
 
     multiple = groups.tp.size() if case.sequence_parallel else 1
-    share = token_share(row.tokens.numel(), groups.cp.rank(), groups.cp.size(), multiple)
-    return (row.predict >= share.start) & (row.predict < share.stop)
+    share = token_range(row.tokens.numel(), groups.cp.rank(), groups.cp.size(), multiple)
+    return (row.scored_positions >= share.start) & (row.scored_positions < share.stop)
 
 
 def _wrap(chunks: list[Any]) -> list[Any]:
@@ -166,7 +168,7 @@ def _wrap(chunks: list[Any]) -> list[Any]:
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
     wrapped = []
     for chunk in chunks:
-        chunk.config.finalize_model_grads_func = gradients.finalize
+        chunk.config.finalize_model_grads_func = gradients.finalize_gradients
         wrapped.append(DistributedDataParallel(config=chunk.config, ddp_config=settings, module=chunk))
         wrapped[-1].zero_grad_buffer()
         wrapped[-1].train()

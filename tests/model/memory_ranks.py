@@ -25,21 +25,21 @@ def long_sample() -> tiny.Sample:
 def run(rank: int, folder: str) -> None:
     """Write log-probabilities of the long sample, and bytes kept for the backward pass, to found.pt."""
     platform = gloo.join(rank, 1, folder)
-    from megatron_webrl.model import groups
-    from megatron_webrl.model.layout import Sizes
+    from megatron_webrl.model import process_groups
+    from megatron_webrl.model.layout import ParallelSizes
 
-    groups.form(Sizes())
+    process_groups.init_process_groups(ParallelSizes())
     saved = {recompute: _saved_bytes(Path(folder) / "sparse", recompute, platform) for recompute in RECOMPUTE}
     torch.save({"long": _long(Path(folder) / "long", platform), "saved": saved}, f"{folder}/found.pt")
     torch.distributed.destroy_process_group()
 
 
 def _build(folder: Path, platform: Any, recompute: str = "none") -> Any:
+    from megatron_webrl.model.compute_options import ComputeOptions
     from megatron_webrl.model.load import load_hf
-    from megatron_webrl.model.qwen3_vl import build
-    from megatron_webrl.model.settings import Settings
+    from megatron_webrl.model.qwen3_vl.model import build_model
 
-    [model] = build(folder, dtype="float32", platform=platform, settings=Settings(recompute=recompute))  # type: ignore[arg-type]
+    [model] = build_model(folder, dtype="float32", platform=platform, options=ComputeOptions(recompute=recompute))  # type: ignore[arg-type]
     load_hf([model], folder)
     return model
 

@@ -33,18 +33,20 @@ def run(rank: int, folder: str) -> None:
 def _examine(name: str, folder: Path, size: int, platform: platforms.Platform) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
 
+    from megatron_webrl.model.compute_options import ComputeOptions
     from megatron_webrl.model.export import hf_manifest, hf_tensors
     from megatron_webrl.model.load import load_hf
     from megatron_webrl.model.parameter_map import parameter_shapes
-    from megatron_webrl.model.qwen3_vl import build
-    from megatron_webrl.model.settings import Settings
+    from megatron_webrl.model.qwen3_vl.model import build_model
 
-    [model] = build(folder / name, dtype="float32", platform=platform, settings=Settings(sequence_parallel=False))
+    [model] = build_model(
+        folder / name, dtype="float32", platform=platform, options=ComputeOptions(sequence_parallel=False)
+    )
     load_hf([model], folder / name)
     found: dict[str, Any] = {"manifest": hf_manifest([model])}
     found["export"] = {key: tensor.clone() for key, tensor in hf_tensors([model])}
     found["shapes"] = {key: tuple(p.shape) for key, p in model.named_parameters()}
-    found["table"] = parameter_shapes(model.entries, size)
+    found["table"] = parameter_shapes(model.mappings, size)
     with torch.no_grad():
         found |= {case: _forward(model, row, targets) for case, (row, targets) in _rows().items()}
     checkpoint = folder / f"{name}-checkpoint-{size}"
@@ -87,7 +89,7 @@ def _rows() -> dict[str, tuple[Any, Tensor]]:
             twice,
             pixels=torch.cat([one.pixels, three.pixels]),
             grids=torch.cat([one.grids, three.grids]),
-            images=torch.tensor([1, 2, 3, 0, 1, 2, 3]),
+            image_indices=torch.tensor([1, 2, 3, 0, 1, 2, 3]),
         ),
         targets,
     )
@@ -121,7 +123,7 @@ def _twins(model: Any) -> tuple[Tensor, Tensor]:
         for token in (tiny.IMAGE, 0):
             tokens = sample.tokens.clone()
             tokens[sample.prompt + 2] = token
-            logits.append(model(replace(row, tokens=tokens, visual=visual)))
+            logits.append(model(replace(row, tokens=tokens, image_token_positions=visual)))
         weight[0] = kept
     return logits[0], logits[1]
 
@@ -130,9 +132,9 @@ def _restored(name: str, folder: Path, wrote: int, platform: platforms.Platform)
     """Logits of a model filled from the checkpoint that tensor-parallel size `wrote` left."""
     from megatron.core import dist_checkpointing
 
-    from megatron_webrl.model.qwen3_vl import build
+    from megatron_webrl.model.qwen3_vl.model import build_model
 
-    [model] = build(folder / name, dtype="float32", platform=platform)
+    [model] = build_model(folder / name, dtype="float32", platform=platform)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
@@ -148,7 +150,7 @@ def _step(model: Any) -> dict[str, Any]:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     from megatron_webrl.model.export import hf_tensors
-    from megatron_webrl.model.gradients import finalize
+    from megatron_webrl.model.gradients import finalize_gradients
 
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
     wrapped = DistributedDataParallel(config=model.config, ddp_config=settings, module=model)
@@ -168,7 +170,7 @@ def _step(model: Any) -> dict[str, Any]:
     wrapped.zero_grad_buffer()
     # Megatron averages over replicas, and the loss is a sum.
     (_share_of_loss(wrapped, parallel_state.get_data_parallel_rank(), replicas) * replicas).backward()
-    finalize([wrapped])
+    finalize_gradients([wrapped])
     gradients = _gradients(model, replicas)
     replicated = {key: p.main_grad.clone() for key, p in model.named_parameters() if "norm" in key or "visual" in key}
     optimizer.step()
@@ -199,23 +201,23 @@ def _gradients(model: Any, replicas: int) -> dict[str, Tensor]:
         return {}
     found = {}
     parameters = dict(model.named_parameters())
-    for entry in model.entries:
-        gradient = parameters[entry.parameter].main_grad.contiguous()
+    for entry in model.mappings:
+        gradient = parameters[entry.megatron_param].main_grad.contiguous()
         shards = [torch.empty_like(gradient) for _ in range(group.size())]
         torch.distributed.all_gather(shards, gradient, group=group)
-        found[entry.name] = gradient.new_empty(entry.tensor_shape)
-        from_megatron(entry, shards, found[entry.name])
+        found[entry.hf_param] = gradient.new_empty(entry.tensor_shape)
+        from_megatron(entry, shards, found[entry.hf_param])
     return found
 
 
 def _bf16(folder: Path, platform: platforms.Platform) -> dict[str, Any]:
+    from megatron_webrl.model.compute_options import ComputeOptions
     from megatron_webrl.model.export import hf_manifest, hf_tensors
     from megatron_webrl.model.load import load_hf
-    from megatron_webrl.model.qwen3_vl import build
-    from megatron_webrl.model.settings import Settings
+    from megatron_webrl.model.qwen3_vl.model import build_model
 
-    settings = Settings(sequence_parallel=False, train_vision=False)
-    [model] = build(folder / "untied", dtype="bfloat16", platform=platform, settings=settings)
+    settings = ComputeOptions(sequence_parallel=False, train_vision=False)
+    [model] = build_model(folder / "untied", dtype="bfloat16", platform=platform, options=settings)
     load_hf([model], folder / "untied")
     found: dict[str, Any] = {"trained": [key for key, p in model.named_parameters() if p.requires_grad]}
     with torch.no_grad():

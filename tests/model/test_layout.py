@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_webrl.model.layout import Sizes, chunk_of_layer, expert_rank, stages
-from megatron_webrl.model.parameter_map import model_map
-from megatron_webrl.model.split import split_layers
+from megatron_webrl.model.layer_split import split_layers
+from megatron_webrl.model.layout import ParallelSizes, chunk_of_layer, expert_rank, pipeline_stages
+from megatron_webrl.model.parameter_map import parameter_mappings
 from tests.model import tiny
 
 
@@ -26,15 +26,15 @@ def test_more_chunks_than_layers_are_refused() -> None:
 
 
 def test_virtual_chunks_go_round_the_stages() -> None:
-    sizes = Sizes(pipeline=2, virtual=2)
+    sizes = ParallelSizes(pipeline=2, virtual=2)
     assert [chunk_of_layer(layer, 4, sizes) % 2 for layer in range(4)] == [0, 1, 0, 1]
-    assert [expert_rank(expert, 8, Sizes(expert=2)) for expert in (0, 3, 4, 7)] == [0, 0, 1, 1]
+    assert [expert_rank(expert, 8, ParallelSizes(expert=2)) for expert in (0, 3, 4, 7)] == [0, 0, 1, 1]
 
 
 def test_a_tied_embedding_lies_on_both_ends() -> None:
     for tie in (True, False):
-        entries = {e.name: e for e in model_map(tiny.configuration(tiny.Shape(tie=tie)))}
-        places = {name: stages(entry, 4, Sizes(pipeline=2), tie) for name, entry in entries.items()}
+        entries = {e.hf_param: e for e in parameter_mappings(tiny.configuration(tiny.Shape(tie=tie)))}
+        places = {name: pipeline_stages(entry, 4, ParallelSizes(pipeline=2), tie) for name, entry in entries.items()}
         assert places["model.language_model.embed_tokens.weight"] == ((0, 1) if tie else (0,))
         assert places["model.visual.merger.norm.weight"] == (0,)
         assert places["model.language_model.norm.weight"] == (1,)

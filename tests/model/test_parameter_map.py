@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_webrl.model.parameter_map import (
-    Entry,
     ExpertFormat,
+    ParameterMapping,
     from_megatron,
-    model_map,
-    padded_vocabulary,
+    padded_vocab_size,
+    parameter_mappings,
     parameter_shapes,
-    pieces,
+    shard_ranges,
     to_megatron,
 )
 from tests.model import tiny
@@ -24,7 +24,7 @@ from tests.model import tiny
 
 def _text_entries(
     groups: int, heads: int, dim: int, inner: int, vocabulary: int, experts: ExpertFormat | None = None
-) -> tuple[Entry, ...]:
+) -> tuple[ParameterMapping, ...]:
     """Tensors of the text model of one layer, dense or, given the experts' format, of three experts."""
     description = tiny.configuration(tiny.Shape())
     text = SimpleNamespace(
@@ -40,11 +40,11 @@ def _text_entries(
         mlp_only_layers=[],
         decoder_sparse_step=1,
     )
-    whole = model_map(
+    whole = parameter_mappings(
         SimpleNamespace(text_config=text, vision_config=description.vision_config, tie_word_embeddings=False),
         experts or "released",
     )
-    return tuple(entry for entry in whole if not entry.name.startswith("model.visual."))
+    return tuple(entry for entry in whole if not entry.hf_param.startswith("model.visual."))
 
 
 @settings(max_examples=120, deadline=None, derandomize=True)
@@ -66,16 +66,16 @@ def test_every_number_of_every_tensor_has_exactly_one_place(
     numbers = iter(range(1, 10**9))
     tensors = {}
     for entry in entries:
-        if entry.name not in tensors:
+        if entry.hf_param not in tensors:
             count = torch.Size(entry.tensor_shape).numel()
             numbered = torch.tensor([next(numbers) for _ in range(count)], dtype=torch.float32)
-            tensors[entry.name] = numbered.view(entry.tensor_shape)
+            tensors[entry.hf_param] = numbered.view(entry.tensor_shape)
         for rank in range(size):
-            to_megatron(entry, tensors[entry.name], parameters[rank][entry.parameter], rank, size)
+            to_megatron(entry, tensors[entry.hf_param], parameters[rank][entry.megatron_param], rank, size)
     back = {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items()}
     for entry in entries:
-        shards = [parameters[rank][entry.parameter] for rank in range(size)]
-        from_megatron(entry, shards, back[entry.name])
+        shards = [parameters[rank][entry.megatron_param] for rank in range(size)]
+        from_megatron(entry, shards, back[entry.hf_param])
         if entry.layout.kind != "replicated":
             for shard in shards:
                 placed = shard[shard != 0]  # zero is padding; a place left out would be NaN
@@ -107,13 +107,13 @@ def test_the_table_names_the_tensors_of_a_model_of_released_size() -> None:
     config = tiny.Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True)
     with torch.device("meta"):
         model = tiny.Qwen3VLForConditionalGeneration(config)
-    entries = model_map(config)
+    entries = parameter_mappings(config)
     assert len(entries) == 713
-    assert {e.name: e.shape for e in entries} == {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert {e.hf_param: e.shape for e in entries} == {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
 def test_query_heads_lie_beside_the_key_and_value_head_of_their_group() -> None:
-    q, k, v = (e for e in _text_entries(2, 2, 1, 2, 8) if "linear_qkv" in e.parameter)
+    q, k, v = (e for e in _text_entries(2, 2, 1, 2, 8) if "linear_qkv" in e.megatron_param)
     parameter = torch.zeros(8, 6)
     for entry, start in ((q, 10), (k, 20), (v, 30)):
         rows = torch.arange(start, start + entry.shape[0]).float()
@@ -122,7 +122,7 @@ def test_query_heads_lie_beside_the_key_and_value_head_of_their_group() -> None:
 
 
 def test_a_rank_stacks_its_gate_on_its_up_projection() -> None:
-    gate, up = (e for e in _text_entries(2, 1, 1, 4, 8) if "linear_fc1" in e.parameter)
+    gate, up = (e for e in _text_entries(2, 1, 1, 4, 8) if "linear_fc1" in e.megatron_param)
     parameter = torch.zeros(4, 6)
     for entry, start in ((gate, 10), (up, 20)):
         to_megatron(entry, torch.arange(start, start + 4).float()[:, None].expand(-1, 6), parameter, 1, 2)
@@ -130,9 +130,9 @@ def test_a_rank_stacks_its_gate_on_its_up_projection() -> None:
 
 
 def test_a_rank_beyond_the_vocabulary_holds_zeros_only() -> None:
-    entry = next(e for e in _text_entries(4, 1, 1, 4, 5) if e.name == "lm_head.weight")
-    assert padded_vocabulary(5, 4) == 8
-    assert pieces(entry, 3, 4) == ()
+    entry = next(e for e in _text_entries(4, 1, 1, 4, 5) if e.hf_param == "lm_head.weight")
+    assert padded_vocab_size(5, 4) == 8
+    assert shard_ranges(entry, 3, 4) == ()
     parameter = torch.full((2, 6), torch.nan)
     to_megatron(entry, torch.ones(5, 6), parameter, 3, 4)
     assert torch.equal(parameter, torch.zeros(2, 6))
@@ -162,17 +162,17 @@ def test_all_formats_of_experts_fill_the_same_parameters() -> None:
     }
     for experts, tensors in stored.items():
         found = {
-            entry.parameter: torch.zeros(shape)
+            entry.megatron_param: torch.zeros(shape)
             for entries in [_text_entries(1, 1, 2, 4, 5, experts)]
             for entry in entries
-            for shape in [parameter_shapes(entries, 1)[entry.parameter]]
+            for shape in [parameter_shapes(entries, 1)[entry.megatron_param]]
             if entry.expert is not None
         }
         for entry in _text_entries(1, 1, 2, 4, 5, experts):
             if entry.expert is not None:
-                tensor = tensors[entry.name.partition("experts.")[2]]
+                tensor = tensors[entry.hf_param.partition("experts.")[2]]
                 assert tuple(tensor.shape) == entry.tensor_shape
-                to_megatron(entry, tensor, found[entry.parameter], 0, 1)
+                to_megatron(entry, tensor, found[entry.megatron_param], 0, 1)
         for e in range(3):
             prefix = f"decoder.layers.0.mlp.experts.local_experts.{e}."
             assert torch.equal(found[f"{prefix}linear_fc1.weight"], fused[e])

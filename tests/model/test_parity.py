@@ -148,7 +148,7 @@ def test_a_vision_tower_that_is_not_trained_takes_no_gradient(found: Found) -> N
 @pytest.mark.parametrize(
     ("field", "tensor", "words"),
     [
-        ("positions", torch.zeros(26, dtype=torch.int64), r"row.positions has shape \[26\], expected \[3, 26\]"),
+        ("position_ids", torch.zeros(26, dtype=torch.int64), r"row.position_ids has shape \[26\], expected \[3, 26\]"),
         ("grids", torch.zeros(2, 2, dtype=torch.int64), r"row.grids has shape \[2, 2\], expected \[None, 3\]"),
         ("cu_seqlens", torch.zeros(1, dtype=torch.int32), "needs at least one sample"),
     ],

@@ -14,7 +14,7 @@ from megatron_webrl.model import platform
 
 def refused(name, kind, words):
     try:
-        platform.use(name)
+        platform.activate(name)
     except kind as error:
         assert words in str(error), error
     else:
@@ -22,13 +22,13 @@ def refused(name, kind, words):
 
 refused("tpu", ValueError, "not one of")
 refused("cuda", RuntimeError, "sees no GPU; use platform=cpu")
-platform.use("cpu")
+platform.activate("cpu")
 refused("cuda", RuntimeError, "already uses cpu")
 """
 
 REDIRECTS = """
-first = platform.use("auto")
-assert first == platform.use("cpu") == platform.use("auto")
+first = platform.activate("auto")
+assert first == platform.activate("cpu") == platform.activate("auto")
 assert (first.name, first.backend, first.device) == ("cpu", "gloo", torch.device("cpu"))
 for device in ("cuda", "cuda:0", 0, torch.device("cuda"), torch.cuda.current_device()):
     assert torch.zeros(2, device=device).device.type == "cpu"

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_webrl import compat
-from megatron_webrl.model.inputs import PackedRow
-from megatron_webrl.model.rope import mrope_positions
+from megatron_webrl.model.qwen3_vl.packed_input import PackedInput
+from megatron_webrl.model.qwen3_vl.rope import mrope_position_ids
+from megatron_webrl.system import torchvision_shim
 
-compat.install()
+torchvision_shim.install()
 
 from transformers import (  # noqa: E402
     Qwen3VLConfig,
@@ -148,21 +148,21 @@ def samples() -> dict[str, Sample]:
     }
 
 
-def pack(parts: list[Sample]) -> tuple[PackedRow, Tensor]:
+def pack(parts: list[Sample]) -> tuple[PackedInput, Tensor]:
     """A row of several samples and the targets of its scored positions, int64 [R]."""
     ends = torch.tensor([len(s.tokens) for s in parts]).cumsum(0)
     starts = [0, *ends[:-1].tolist()]
-    row = PackedRow(
+    row = PackedInput(
         tokens=torch.cat([s.tokens for s in parts]),
-        positions=torch.cat([mrope_positions(s.tokens, s.grids, IMAGE, MERGE) for s in parts], dim=1),
+        position_ids=torch.cat([mrope_position_ids(s.tokens, s.grids, IMAGE, MERGE) for s in parts], dim=1),
         cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), ends]).int(),
         pixels=torch.cat([s.pixels for s in parts]),
         grids=torch.cat([s.grids for s in parts]),
-        predict=torch.cat(
+        scored_positions=torch.cat(
             [start + torch.arange(s.prompt - 1, len(s.tokens) - 1) for start, s in zip(starts, parts, strict=True)]
         ),
     )
-    return row, row.tokens[row.predict + 1]
+    return row, row.tokens[row.scored_positions + 1]
 
 
 def reference_logits(model: Any, sample: Sample) -> Tensor:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron_webrl.model.processing import Processor
-from megatron_webrl.parity.pages import draw_page
+from megatron_webrl.model.processor import Processor
+from megatron_webrl.parity.page_images import draw_page
 
 
 @pytest.fixture(scope="session")

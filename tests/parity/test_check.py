@@ -15,11 +15,11 @@ import safetensors.torch
 from rich.console import Console
 
 from megatron_webrl.cli import main
-from megatron_webrl.model.layout import Sizes
-from megatron_webrl.parity.run import Request, check
+from megatron_webrl.model.layout import ParallelSizes
+from megatron_webrl.parity.check import ParityRequest, check_parity
 from tools.make_tiny_model import make_tiny_model
 
-FAST = {"window": 480, "generate": 6, "platform": "cpu", "seconds": 240.0}
+FAST = {"max_model_len": 480, "max_new_tokens": 6, "platform": "cpu", "timeout_seconds": 240.0}
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +28,10 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("models") / "experts", experts=4)
 
 
-def run(request: Request, folders: dict[str, Path] | None = None) -> tuple[int, str]:
+def run(request: ParityRequest, folders: dict[str, Path] | None = None) -> tuple[int, str]:
     """Exit code and what was printed; nothing must be left running."""
     console = Console(record=True, width=200, file=io.StringIO())
-    code = check(request, console, folders)
+    code = check_parity(request, console, folders)
     assert not [child for child in psutil.Process().children() if "parity" in " ".join(child.cmdline())]
     return code, console.export_text()
 
@@ -47,7 +47,7 @@ def tampered(model: Path, folder: Path, change: Callable[[dict[str, Any]], None]
 
 def test_all_three_backends_agree_on_text_and_images(tiny_model: Path, tmp_path: Path):
     found = tmp_path / "found.json"
-    code, text = run(Request(tiny_model, json=found, **FAST))
+    code, text = run(ParityRequest(tiny_model, json=found, **FAST))
     assert code == 0, text
     result = json.loads(found.read_text())
     assert [each["name"] for each in result["backends"]] == ["transformers", "megatron", "vllm"]
@@ -58,7 +58,7 @@ def test_all_three_backends_agree_on_text_and_images(tiny_model: Path, tmp_path:
     ]
     assert all(0 < each["largest"] < 1e-4 and each["tokens"] > 12 for each in result["differences"])
     assert all(each["peak_bytes"] > 2**26 and each["score_seconds"] > 0 for each in result["backends"])
-    assert result["within"] is True
+    assert result["within_tolerance"] is True
 
 
 def test_one_changed_weight_in_megatron_is_caught(tiny_model: Path, tmp_path: Path, samples_file: Callable[..., Path]):
@@ -68,7 +68,7 @@ def test_one_changed_weight_in_megatron_is_caught(tiny_model: Path, tmp_path: Pa
     shown = {"role": "user", "content": [{"type": "image", "path": "page.png"}, {"type": "text", "text": "What now?"}]}
     samples = samples_file({"messages": [shown], "response": "I click on the button."})
     folders = {"megatron": tampered(tiny_model, tmp_path / "tampered", change)}
-    code, text = run(Request(tiny_model, samples=samples, vllm=False, **FAST), folders)
+    code, text = run(ParityRequest(tiny_model, samples=samples, vllm=False, **FAST), folders)
     assert code == 1, text
     assert "BEYOND the tolerance of 0.001" in text
     assert "line 1, token" in text
@@ -77,28 +77,30 @@ def test_one_changed_weight_in_megatron_is_caught(tiny_model: Path, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "dtype"),
-    [(Sizes(pipeline=2, virtual=2), "bfloat16"), (Sizes(tensor=2, expert=2), "float32")],
+    [(ParallelSizes(pipeline=2, virtual=2), "bfloat16"), (ParallelSizes(tensor=2, expert=2), "float32")],
     ids=["pp2-vpp2-bfloat16", "tp2-ep2-float32"],
 )
-def test_megatron_agrees_with_transformers_in_a_layout(tiny_model: Path, experts: Path, sizes: Sizes, dtype: str):
+def test_megatron_agrees_with_transformers_in_a_layout(
+    tiny_model: Path, experts: Path, sizes: ParallelSizes, dtype: str
+):
     model = experts if sizes.expert > 1 else tiny_model
-    code, text = run(Request(model, sizes=sizes, dtype=dtype, vllm=False, **FAST))
+    code, text = run(ParityRequest(model, sizes=sizes, dtype=dtype, vllm=False, **FAST))
     assert code == 0, text
 
 
 def test_a_missing_tensor_is_bad_input_and_named(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     name = "model.language_model.layers.2.mlp.up_proj.weight"
     broken = tampered(tiny_model, tmp_path / "broken", lambda tensors: tensors.pop(name))
-    assert main(["parity", str(broken), "--no-vllm", "--window", "480", "--generate", "4"]) == 2
+    assert main(["parity", str(broken), "--no-vllm", "--max-model-len", "480", "--max-new-tokens", "4"]) == 2
     error = capsys.readouterr().err
     assert name in error
     assert error.count("\n") == 1
 
 
 def test_a_backend_that_is_not_done_in_time_is_a_failure_and_leaves_nothing_behind(tiny_model: Path):
-    code, text = run(Request(tiny_model, **{**FAST, "seconds": 0.2}))
+    code, text = run(ParityRequest(tiny_model, **{**FAST, "timeout_seconds": 0.2}))
     assert code == 3
-    assert "transformers was not done within 0.2 s (--seconds)" in text
+    assert "transformers was not done within 0.2 s (--timeout-seconds)" in text
 
 
 @pytest.mark.parametrize(
@@ -111,10 +113,10 @@ def test_a_backend_that_is_not_done_in_time_is_a_failure_and_leaves_nothing_behi
         (["--vpp", "2"], "needs a pipeline"),
         (["--layers", "transformer_engine"], "--layers=transformer_engine needs the package transformer_engine"),
         (["--pp", "0"], "--pp=0 must be at least 1"),
-        (["--generate", "0"], "--generate=0 must be at least 1"),
-        (["--window", "20"], "window"),
+        (["--max-new-tokens", "0"], "--max-new-tokens=0 must be at least 1"),
+        (["--max-model-len", "20"], "--max-model-len"),
         (["--tolerance", "-1"], "--tolerance=-1.0"),
-        (["--seconds", "0"], "--seconds=0"),
+        (["--timeout-seconds", "0"], "--timeout-seconds=0"),
         (["--json", "/none/x.json"], "--json=/none/x.json"),
     ],
 )

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_webrl.config import ConfigError
-from megatron_webrl.model.processing import Processor
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.model.processor import Processor
 from megatron_webrl.parity.samples import built_in_samples, read_samples
 
 QUESTION = {"role": "user", "content": "What stands there?"}
@@ -22,25 +22,30 @@ def user(*parts: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("window", [512, 3000])
 def test_the_long_built_in_sample_fills_the_window_and_the_others_fit(processor: Processor, window: int):
-    samples = {sample.name: sample for sample in built_in_samples(processor, window, generate=16)}
+    samples = {sample.name: sample for sample in built_in_samples(processor, window, max_new_tokens=16)}
     assert [len(s.images) for s in samples.values()][:3] == [0, 1, 3]
-    assert len({tuple(grid) for grid in samples["three images"].grids.tolist()}) == 3
-    assert window - 16 - 32 <= len(samples["long"].prompt) <= window - 16
+    assert len({tuple(grid) for grid in samples["three images"].image_grids.tolist()}) == 3
+    assert window - 16 - 32 <= len(samples["long"].prompt_token_ids) <= window - 16
     assert len(samples["long"].images) >= window // 300
-    assert all(len(s.prompt) + 16 <= window for s in samples.values())
+    assert all(len(s.prompt_token_ids) + 16 <= window for s in samples.values())
     for sample in samples.values():
-        assert np.array_equal(processor.expand(sample.tokens, sample.grids), sample.prompt)
-        assert np.array_equal(processor.grids(sample.images), sample.grids)
+        assert np.array_equal(
+            processor.expand_image_tokens(sample.token_ids, sample.image_grids), sample.prompt_token_ids
+        )
+        assert np.array_equal(processor.grids(sample.images), sample.image_grids)
 
 
 def test_built_in_samples_are_the_same_every_time(processor: Processor):
-    one, other = (built_in_samples(processor, 600, generate=8) for _ in range(2))
-    assert all(np.array_equal(a.prompt, b.prompt) and a.images == b.images for a, b in zip(one, other, strict=True))
+    one, other = (built_in_samples(processor, 600, max_new_tokens=8) for _ in range(2))
+    assert all(
+        np.array_equal(a.prompt_token_ids, b.prompt_token_ids) and a.images == b.images
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 def test_a_window_that_is_too_small_is_refused(processor: Processor):
-    with pytest.raises(ConfigError, match="window"):
-        built_in_samples(processor, 40, generate=16)
+    with pytest.raises(ConfigError, match="--max-model-len"):
+        built_in_samples(processor, 40, max_new_tokens=16)
 
 
 def test_a_file_gives_messages_images_in_order_and_the_response(
@@ -50,14 +55,18 @@ def test_a_file_gives_messages_images_in_order_and_the_response(
         {"type": "image", "path": "page.png"}, {"type": "text", "text": "and"}, {"type": "image", "image": "wide.png"}
     )
     path = samples_file({"messages": [shown], "response": "Two pages."}, "", {"messages": [QUESTION]})
-    first, second = read_samples(path, processor, window=600, generate=8)
+    first, second = read_samples(path, processor, max_model_len=600, max_new_tokens=8)
     assert (first.name, second.name) == ("line 1", "line 3")
     assert first.images == ((tmp_path / "page.png").read_bytes(), (tmp_path / "wide.png").read_bytes())
-    assert processor.decode(first.response) == "Two pages."
-    assert first.response[-1] == processor.eos_token_id
-    assert (first.prompt == processor.image_token_id).sum() == processor.image_lengths(first.prompt).sum() > 0
+    assert processor.decode(first.response_token_ids) == "Two pages."
+    assert first.response_token_ids[-1] == processor.eos_token_id
+    assert (
+        (first.prompt_token_ids == processor.image_token_id).sum()
+        == processor.image_token_counts(first.prompt_token_ids).sum()
+        > 0
+    )
     assert second.images == ()
-    assert len(second.response) == 0
+    assert len(second.response_token_ids) == 0
 
 
 @pytest.mark.parametrize(
@@ -84,7 +93,7 @@ def test_a_bad_line_is_refused_by_file_and_line(
 ):
     path = samples_file({"messages": [QUESTION]}, line)
     with pytest.raises(ConfigError, match=f"samples.jsonl line 2.*{says}") as caught:
-        read_samples(path, processor, window=600, generate=8)
+        read_samples(path, processor, max_model_len=600, max_new_tokens=8)
     assert "\n" not in str(caught.value)
 
 
@@ -92,6 +101,6 @@ def test_a_file_without_samples_or_that_is_not_there_is_refused(
     processor: Processor, samples_file: Callable[..., Path], tmp_path: Path
 ):
     with pytest.raises(ConfigError, match="holds no sample"):
-        read_samples(samples_file(""), processor, window=600, generate=8)
+        read_samples(samples_file(""), processor, max_model_len=600, max_new_tokens=8)
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_samples(tmp_path / "none.jsonl", processor, window=600, generate=8)
+        read_samples(tmp_path / "none.jsonl", processor, max_model_len=600, max_new_tokens=8)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_webrl.ring.segment import FOLDER
+from megatron_webrl.ring.segment import SHM_FOLDER
 from tests.ring.support import PREFIX
 
 _counter = itertools.count()
@@ -16,4 +16,4 @@ def name() -> Iterator[str]:
     """The name of a segment of this test, removed afterwards."""
     name = f"{PREFIX}{next(_counter)}"
     yield name
-    (FOLDER / name).unlink(missing_ok=True)
+    (SHM_FOLDER / name).unlink(missing_ok=True)

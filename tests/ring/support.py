@@ -15,8 +15,8 @@ from typing import TypeVar
 import numpy as np
 
 import megatron_webrl
-from megatron_webrl.processes import die_with_parent
-from megatron_webrl.ring.locks import pauses
+from megatron_webrl.ring.locks import poll_with_backoff
+from megatron_webrl.system.child_process import die_with_parent
 
 RUN = "test run"
 PREFIX = f"webrl-test-{os.getpid()}-"
@@ -43,7 +43,7 @@ def fork(work: Callable[[], object]) -> int:
 
 def exit_code(pid: int, seconds: float = 20.0) -> int:
     """Wait for a forked process; its exit code, or minus the signal that ended it."""
-    for _ in pauses(seconds):
+    for _ in poll_with_backoff(seconds):
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from megatron_webrl.ring.errors import RingError
-from megatron_webrl.ring.locks import pauses
-from megatron_webrl.ring.ring import HOLDER_AT, Ring, Usage
+from megatron_webrl.ring.locks import poll_with_backoff
+from megatron_webrl.ring.ring import HOLDER_OFFSET, Ring, RingUsage
 from tests.ring.support import RUN, check, exit_code, fork, killed_at_line, payload
 
 CAPACITY = 64 * 1024
@@ -32,7 +32,7 @@ def test_a_writer_killed_before_any_line_leaves_the_whole_record_or_nothing(ring
         found = ring.committed()
         assert [check(ring.read(sequence)) for sequence in found] == [line] * len(found)
         ring.acknowledge(found)
-        assert ring.usage() == Usage(0, CAPACITY, 0, 0)
+        assert ring.usage() == RingUsage(0, CAPACITY, 0, 0)
         visible.append(len(found))
         if not died:
             break
@@ -54,7 +54,7 @@ def test_a_reader_killed_before_any_line_of_acknowledging_leaves_each_record_who
         assert [check(ring.read(sequence)) for sequence in left] == [sequence - sequences[0] for sequence in left]
         assert {sequences[0], sequences[3]} <= set(left)
         ring.acknowledge(sequences)
-        assert ring.usage() == Usage(0, CAPACITY, 0, 0)
+        assert ring.usage() == RingUsage(0, CAPACITY, 0, 0)
     assert line > 40
 
 
@@ -64,10 +64,10 @@ def test_space_of_a_writer_killed_between_reserving_and_committing_is_given_to_t
         signal.pause()
 
     pid = fork(reserve)
-    for _ in pauses(10):
-        if ring.usage().writing:
+    for _ in poll_with_backoff(10):
+        if ring.usage().reserved:
             break
-    assert ring.usage() == Usage(60_032, CAPACITY, 0, 1)
+    assert ring.usage() == RingUsage(60_032, CAPACITY, 0, 1)
     assert ring.committed() == []
     with pytest.raises(RingError, match="record 0 is being written"):
         ring.read(0)
@@ -84,8 +84,8 @@ def test_a_living_writer_keeps_its_place_however_long_it_takes(ring: Ring, name:
         signal.pause()
 
     pid = fork(reserve)
-    for _ in pauses(10):
-        if ring.usage().writing:
+    for _ in poll_with_backoff(10):
+        if ring.usage().reserved:
             break
     with pytest.raises(RingError, match="0 unacknowledged records and 1 being written"):
         ring.write([bytes(60_000)], 0.2)
@@ -121,7 +121,7 @@ def test_writers_killed_at_random_moments_never_spoil_the_stream(ring: Ring, nam
         for sequence in left:
             check(ring.read(sequence))
         ring.acknowledge(left)
-        assert ring.usage() == Usage(0, CAPACITY, 0, 0)
+        assert ring.usage() == RingUsage(0, CAPACITY, 0, 0)
     assert records > 200
 
 
@@ -131,10 +131,10 @@ def test_a_stopped_holder_of_the_lock_is_named_after_the_limit(ring: Ring, name:
             signal.pause()
 
     pid = fork(hold)
-    for _ in pauses(10):
-        if ring._words.load(HOLDER_AT) == pid:
+    for _ in poll_with_backoff(10):
+        if ring._words.load(HOLDER_OFFSET) == pid:
             break
-    monkeypatch.setattr("megatron_webrl.ring.ring.LOCK_SECONDS", 0.2)
+    monkeypatch.setattr("megatron_webrl.ring.ring.LOCK_TIMEOUT_SECONDS", 0.2)
     with pytest.raises(RingError, match=rf"lock was not free within 0.2 s; process {pid} took it last"):
         ring.write([b"x"], 1)
     os.kill(pid, signal.SIGKILL)
@@ -192,4 +192,4 @@ def test_several_writers_and_readers_pass_every_record_once_and_intact(ring: Rin
     assert [exit_code(pid, 60) for pid in pids] == [0] * len(pids)
     numbers = [int(n) for reader in range(readers) for n in (tmp_path / str(reader)).read_text().split()]
     assert sorted(numbers) == list(range(writers * each))
-    assert ring.usage() == Usage(0, CAPACITY, 0, 0)
+    assert ring.usage() == RingUsage(0, CAPACITY, 0, 0)

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_webrl.ring.errors import RingError
 from megatron_webrl.ring.node_ring import NodeRing
-from megatron_webrl.ring.segment import run_prefix, segment_name, sweep
+from megatron_webrl.ring.segment import segment_name, segment_prefix, sweep_segments
 
 SIZE = 2**16
 
@@ -18,7 +18,7 @@ SIZE = 2**16
 def run() -> Iterator[str]:
     name = f"test-{secrets.token_hex(4)}"
     yield name
-    sweep(run_prefix(name))
+    sweep_segments(segment_prefix(name))
 
 
 def place(run: str, job: str, node: int = 0) -> NodeRing:
@@ -30,7 +30,7 @@ def test_what_an_earlier_job_left_is_removed_and_its_records_are_never_read(run:
         ring.write([b"stale"], 1.0)
     with pytest.raises(RingError, match="is of another job, first"):
         place(run, "second").attach(0.2)
-    assert place(run, "second").sweep(run) == [place(run, "first").name]
+    assert place(run, "second").sweep_segments(run) == [place(run, "first").name]
     with place(run, "second").create_or_attach(SIZE) as ring, place(run, "second").attach(1.0) as reader:
         assert reader.committed() == []
         ring.unlink()
@@ -46,8 +46,8 @@ def test_a_worker_that_is_started_again_finds_the_ring_with_its_records(run: str
 
 def test_an_earlier_job_that_still_runs_on_the_node_is_named(run: str) -> None:
     with place(run, "first").create_or_attach(SIZE) as ring:
-        assert place(run, "second").sweep(run) == []
-        with pytest.raises(RingError, match="exists with run id 'first'"):
+        assert place(run, "second").sweep_segments(run) == []
+        with pytest.raises(RingError, match="exists with job id 'first'"):
             place(run, "second").create_or_attach(SIZE)
         ring.unlink()
 

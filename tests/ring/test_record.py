@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from megatron_webrl.ring import record
 from megatron_webrl.ring.errors import RecordError
 from megatron_webrl.ring.ring import Ring
-from megatron_webrl.types import ACTION_KINDS, Action, Step, Task, Trajectory
+from megatron_webrl.types import COORDINATE_ACTION_KINDS, Action, Step, Task, Trajectory
 from tests.ring.support import RUN
 
-ARRAYS = [name for name, *_ in record.ARRAYS]
+ARRAYS = [name for name, *_ in record.STEP_ARRAYS]
 texts = st.text(st.characters(exclude_categories=()), max_size=20)  # lone surrogates too: pages hold them
 seconds = st.floats(0, 1e6)
 
@@ -30,7 +30,7 @@ def int32s(*shape: int) -> st.SearchStrategy[np.ndarray]:
 
 actions = st.builds(
     Action,
-    kind=st.sampled_from(ACTION_KINDS),
+    kind=st.sampled_from(COORDINATE_ACTION_KINDS),
     coordinate=st.none() | st.tuples(st.integers(0, 1000), st.integers(0, 1000)),
     text=st.none() | texts,
     direction=st.sampled_from([None, "up", "down"]),
@@ -56,7 +56,7 @@ def steps(draw: st.DrawFn, images: int) -> Step:
         page_changed=draw(st.booleans()),
         seconds_generation=draw(seconds),
         seconds_browser=draw(seconds),
-        prompt_cached=draw(st.integers(0, prompt)),
+        cached_prompt_tokens=draw(st.integers(0, prompt)),
     )
 
 
@@ -67,7 +67,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         ticket=draw(st.integers(0, 2**62)),
         index=draw(st.integers(0, 7)),
         group_size=8,
-        incarnation=draw(st.integers(0, 9)),
+        restart_epoch=draw(st.integers(0, 9)),
         task=Task("id", draw(texts), draw(texts), draw(st.integers()), 5, draw(st.none() | texts), draw(texts)),
         instruction=draw(texts),
         steps=tuple(draw(st.lists(steps(len(images)), max_size=4))),
@@ -101,7 +101,7 @@ def example(size: int = 1000) -> Trajectory:
 
 
 def joined(trajectory: Trajectory) -> bytes:
-    return b"".join(record.encode(trajectory))
+    return b"".join(record.encode_trajectory(trajectory))
 
 
 def assert_same(left: Trajectory, right: Trajectory) -> None:
@@ -118,7 +118,7 @@ def assert_same(left: Trajectory, right: Trajectory) -> None:
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(trajectories(), st.booleans())
 def test_any_trajectory_comes_back_as_it_was(trajectory: Trajectory, copy: bool) -> None:
-    assert_same(record.decode(joined(trajectory), copy), trajectory)
+    assert_same(record.decode_trajectory(joined(trajectory), copy), trajectory)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_any_trajectory_comes_back_as_it_was(trajectory: Trajectory, copy: bool)
 def test_every_argument_of_an_action_comes_back(action: Action) -> None:
     whole = example()
     steps = (dataclasses.replace(whole.steps[0], action=action),)
-    assert record.decode(joined(dataclasses.replace(whole, steps=steps))).steps[0].action == action
+    assert record.decode_trajectory(joined(dataclasses.replace(whole, steps=steps))).steps[0].action == action
 
 
 def test_an_action_of_a_record_without_later_arguments_is_read() -> None:
@@ -148,7 +148,7 @@ def test_any_damage_is_refused_or_harmless_to_the_structure(data: st.DataObject)
     position = data.draw(st.integers(0, len(whole) - 1))
     whole[position] ^= data.draw(st.integers(1, 255))
     try:
-        decoded = record.decode(bytes(whole))
+        decoded = record.decode_trajectory(bytes(whole))
     except RecordError:
         return
     assert [len(image) for image in decoded.images] == [40] * 3  # only the content of arrays and images can differ
@@ -158,8 +158,8 @@ def test_any_damage_is_refused_or_harmless_to_the_structure(data: st.DataObject)
 def test_arrays_and_images_are_views_of_the_ring_and_copies_on_request(name: str) -> None:
     trajectory = example()
     with Ring.create_or_attach(name, 64 * 1024, RUN) as ring:
-        buffer = ring.read(ring.write(record.encode(trajectory), 1))
-        by_reference, copied = record.decode(buffer), record.decode(buffer, copy=True)
+        buffer = ring.read(ring.write(record.encode_trajectory(trajectory), 1))
+        by_reference, copied = record.decode_trajectory(buffer), record.decode_trajectory(buffer, copy=True)
         assert_same(by_reference, trajectory)
         whole = np.frombuffer(buffer, np.uint8)
         for step, copied_step in zip(by_reference.steps, copied.steps, strict=True):
@@ -178,7 +178,7 @@ def test_arrays_and_images_are_views_of_the_ring_and_copies_on_request(name: str
 
 def test_each_screenshot_is_stored_once_and_is_not_copied_while_encoding() -> None:
     trajectory = example(100_000)
-    buffers = record.encode(trajectory)
+    buffers = record.encode_trajectory(trajectory)
     assert all(any(buffer is image for buffer in buffers) for image in trajectory.images)
     assert sum(len(buffer) for buffer in buffers) < 3 * 100_000 + 3000
 
@@ -186,19 +186,19 @@ def test_each_screenshot_is_stored_once_and_is_not_copied_while_encoding() -> No
 @pytest.mark.parametrize("length", [0, 7, 31, 32, 200, -1])
 def test_truncated_records_are_refused(length: int) -> None:
     with pytest.raises(RecordError, match="truncated"):
-        record.decode(joined(example())[:length])
+        record.decode_trajectory(joined(example())[:length])
 
 
 def test_foreign_bytes_and_other_formats_are_refused_by_name() -> None:
     whole = joined(example())
     with pytest.raises(RecordError, match="not a record: it begins with b'PNG"):
-        record.decode(b"PNG" + whole[3:])
+        record.decode_trajectory(b"PNG" + whole[3:])
     with pytest.raises(RecordError, match="format 9, this program knows 3"):
-        record.decode(whole[:8] + struct.pack("<I", 9) + whole[12:])
+        record.decode_trajectory(whole[:8] + struct.pack("<I", 9) + whole[12:])
     with pytest.raises(RecordError, match="followed by foreign bytes"):
-        record.decode(whole + b"x")
+        record.decode_trajectory(whole + b"x")
     with pytest.raises(RecordError, match="CRC-32"):
-        record.decode(whole[:40] + bytes([whole[40] ^ 1]) + whole[41:])
+        record.decode_trajectory(whole[:40] + bytes([whole[40] ^ 1]) + whole[41:])
 
 
 @pytest.mark.parametrize(
@@ -217,9 +217,9 @@ def test_a_description_that_does_not_fit_is_refused(key: str, value: object, wor
     description = json.loads(whole[32 : 32 + struct.unpack_from("<Q", whole, 24)[0]])
     text = json.dumps(description | {key: value}).encode()
     total = 32 + -(-len(text) // 8) * 8
-    header = struct.pack("<8sIIQQ", record.MAGIC, record.FORMAT, zlib.crc32(text), total, len(text))
+    header = struct.pack("<8sIIQQ", record.MAGIC, record.FORMAT_VERSION, zlib.crc32(text), total, len(text))
     with pytest.raises(RecordError, match=words):
-        record.decode((header + text).ljust(total, b"\0"))
+        record.decode_trajectory((header + text).ljust(total, b"\0"))
 
 
 @pytest.mark.parametrize(
@@ -236,4 +236,4 @@ def test_a_trajectory_that_is_not_as_the_types_say_is_refused(change: dict, word
     trajectory = example()
     changed = dataclasses.replace(trajectory, steps=(dataclasses.replace(trajectory.steps[0], **change),))
     with pytest.raises(RecordError, match=words):
-        record.encode(changed)
+        record.encode_trajectory(changed)

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_webrl.ring.checksum import ROW_BYTES, checksum
+from megatron_webrl.ring.checksum import PAGE_BYTES, checksum
 from megatron_webrl.ring.errors import RecordError
 from megatron_webrl.ring.record_file import RecordFileWriter, read_record_file
 
@@ -64,7 +64,7 @@ def test_damage_is_named(path: Path) -> None:
         list(read_record_file(path))
 
 
-@pytest.mark.parametrize("size", [0, 1, ROW_BYTES - 1, ROW_BYTES, 5 * ROW_BYTES + 13])
+@pytest.mark.parametrize("size", [0, 1, PAGE_BYTES - 1, PAGE_BYTES, 5 * PAGE_BYTES + 13])
 def test_the_checksum_sees_single_bits_swapped_words_swapped_pages_and_stale_pages(size: int) -> None:
     data = bytearray(np.random.default_rng(size).bytes(size))
     expected = checksum(bytes(data))
@@ -73,12 +73,12 @@ def test_the_checksum_sees_single_bits_swapped_words_swapped_pages_and_stale_pag
         data[position] ^= 1 << position % 8
         assert checksum(memoryview(data)) != expected
         data[position] ^= 1 << position % 8
-    if size < 3 * ROW_BYTES:
+    if size < 3 * PAGE_BYTES:
         return
-    for step in (8, ROW_BYTES):
+    for step in (8, PAGE_BYTES):
         swapped = bytearray(data)
         swapped[0:step], swapped[step : 2 * step] = data[step : 2 * step], data[0:step]
         assert checksum(memoryview(swapped)) != expected
     stale = bytearray(data)
-    stale[ROW_BYTES : 2 * ROW_BYTES] = bytes(ROW_BYTES)
+    stale[PAGE_BYTES : 2 * PAGE_BYTES] = bytes(PAGE_BYTES)
     assert checksum(memoryview(stale)) != expected

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_webrl.ring.errors import RecordCorrupt, RecordTooLarge, RingError, RingFull
-from megatron_webrl.ring.ring import Ring, Usage
-from megatron_webrl.ring.segment import FOLDER, sweep
+from megatron_webrl.ring.ring import Ring, RingUsage
+from megatron_webrl.ring.segment import SHM_FOLDER, sweep_segments
 from tests.ring.support import PREFIX, RUN, check, exit_code, fork, payload
 
 
@@ -37,7 +37,7 @@ def test_reading_does_not_consume_and_acknowledging_does(ring: Ring) -> None:
     with pytest.raises(RingError, match=r"record 0 is acknowledged.*not there to read"):
         ring.read(first)
     ring.acknowledge([first, second])
-    assert ring.usage() == Usage(0, 64 * 1024, 0, 0)
+    assert ring.usage() == RingUsage(0, 64 * 1024, 0, 0)
 
 
 def test_what_was_never_written_can_neither_be_read_nor_acknowledged(ring: Ring) -> None:
@@ -64,9 +64,9 @@ def test_records_wrap_around_contiguously_for_many_rounds(ring: Ring) -> None:
 def test_space_is_freed_in_order_whatever_the_order_of_acknowledging(ring: Ring) -> None:
     sequences = [ring.write([bytes(1024)], 1) for _ in range(4)]
     ring.acknowledge(sequences[1:3])
-    assert ring.usage() == Usage(4 * 1024, 64 * 1024, 2, 0)
+    assert ring.usage() == RingUsage(4 * 1024, 64 * 1024, 2, 0)
     ring.acknowledge(sequences[:1])
-    assert ring.usage() == Usage(1024, 64 * 1024, 1, 0)
+    assert ring.usage() == RingUsage(1024, 64 * 1024, 1, 0)
 
 
 def test_a_full_ring_holds_the_writer_back_and_never_overwrites(ring: Ring) -> None:
@@ -113,8 +113,8 @@ def test_a_record_of_the_whole_capacity_fits_and_a_larger_one_is_refused(ring: R
 def test_one_corrupt_byte_is_detected_wherever_it_is(ring: Ring, name: str, position: int) -> None:
     sequence = ring.write([np.random.default_rng(0).bytes(10_000)], 1)
     offset = np.frombuffer(ring.read(sequence), np.uint8).ctypes.data - np.frombuffer(ring._data, np.uint8).ctypes.data
-    with (FOLDER / name).open("r+b") as file:
-        file.seek(ring._layout.data_at + offset + position)
+    with (SHM_FOLDER / name).open("r+b") as file:
+        file.seek(ring._layout.data_offset + offset + position)
         byte = file.read(1)[0]
         file.seek(-1, 1)
         file.write(bytes([byte ^ 1]))
@@ -122,7 +122,7 @@ def test_one_corrupt_byte_is_detected_wherever_it_is(ring: Ring, name: str, posi
         ring.read(sequence)
     assert len(ring.read(sequence, verify=False)) == 10_000
     ring.acknowledge([sequence])
-    assert ring.usage().bytes_held == 0
+    assert ring.usage().bytes_used == 0
 
 
 def test_a_writer_that_fails_midway_leaves_nothing_visible_and_its_space_comes_back(ring: Ring) -> None:
@@ -134,7 +134,7 @@ def test_a_writer_that_fails_midway_leaves_nothing_visible_and_its_space_comes_b
         ring.write([bytes(1000)], 1)
     ring._data = whole
     assert ring.committed() == []
-    assert ring.usage() == Usage(0, 64 * 1024, 0, 0)
+    assert ring.usage() == RingUsage(0, 64 * 1024, 0, 0)
 
 
 def test_waiting_ends_with_a_record_or_with_the_time_limit(ring: Ring, name: str) -> None:
@@ -194,5 +194,5 @@ def test_a_fork_must_attach_anew_and_its_close_leaves_the_parent_attached(ring: 
         ring.close()
 
     assert exit_code(fork(use)) == 0
-    assert sweep(PREFIX) == []
+    assert sweep_segments(PREFIX) == []
     assert ring.write([b"x"], 1) == 0

@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megatron_webrl.ring.atomic import accessors, library
+from megatron_webrl.ring.atomic_words import accessors, load_libatomic
 from megatron_webrl.ring.errors import RingError
 from megatron_webrl.ring.locks import try_lifetime_lock
 from megatron_webrl.ring.ring import Ring
-from megatron_webrl.ring.segment import FOLDER, segment_name, sweep
+from megatron_webrl.ring.segment import SHM_FOLDER, segment_name, sweep_segments
 from tests.ring.support import PREFIX, RUN, exit_code, fork, killed_at_line
 
 SIZE = 64 * 1024
@@ -21,11 +21,11 @@ SIZE = 64 * 1024
 
 def test_a_segment_that_somebody_is_attached_to_is_not_swept(name: str) -> None:
     with Ring.create_or_attach(name, SIZE, RUN) as ring:
-        assert sweep(PREFIX) == []
+        assert sweep_segments(PREFIX) == []
         assert ring.write([b"x"], 1) == 0
-    assert sweep(PREFIX) == [name]
-    assert not (FOLDER / name).exists()
-    assert sweep(PREFIX) == []
+    assert sweep_segments(PREFIX) == [name]
+    assert not (SHM_FOLDER / name).exists()
+    assert sweep_segments(PREFIX) == []
 
 
 def test_the_segment_of_a_killed_owner_is_swept(name: str) -> None:
@@ -35,10 +35,10 @@ def test_the_segment_of_a_killed_owner_is_swept(name: str) -> None:
 
     pid = fork(own)
     Ring.attach(name, 10).close()
-    assert sweep(PREFIX) == []
+    assert sweep_segments(PREFIX) == []
     os.kill(pid, signal.SIGKILL)
     assert exit_code(pid) == -signal.SIGKILL
-    assert sweep(PREFIX) == [name]
+    assert sweep_segments(PREFIX) == [name]
 
 
 def test_a_creator_killed_before_any_line_leaves_what_the_next_can_use_or_sweep(name: str) -> None:
@@ -50,10 +50,10 @@ def test_a_creator_killed_before_any_line_leaves_what_the_next_can_use_or_sweep(
         if line % 2:
             with Ring.create_or_attach(name, SIZE, RUN) as ring:
                 ring.acknowledge(ring.committed())
-                assert ring.usage().bytes_held == 0
-        left = [name] if (FOLDER / name).exists() else []
-        assert sweep(PREFIX) == left
-        assert not (FOLDER / name).exists()
+                assert ring.usage().bytes_used == 0
+        left = [name] if (SHM_FOLDER / name).exists() else []
+        assert sweep_segments(PREFIX) == left
+        assert not (SHM_FOLDER / name).exists()
         line += 1
     assert line > 100
 
@@ -73,13 +73,13 @@ def test_many_may_create_at_once_and_all_get_the_same_ring(name: str) -> None:
 def test_creating_while_others_sweep_never_gives_a_ring_without_a_name(name: str) -> None:
     def sweep_for_ever() -> None:
         while True:
-            sweep(PREFIX)
+            sweep_segments(PREFIX)
 
     pid = fork(sweep_for_ever)
     try:
         for _ in range(200):
             with Ring.create_or_attach(name, 4096, RUN) as ring:
-                assert os.path.samestat(os.fstat(ring._segment.fd), os.stat(FOLDER / name))
+                assert os.path.samestat(os.fstat(ring._segment.fd), os.stat(SHM_FOLDER / name))
     finally:
         os.kill(pid, signal.SIGKILL)
         exit_code(pid)
@@ -89,27 +89,27 @@ def test_creating_while_others_sweep_never_gives_a_ring_without_a_name(name: str
 def test_a_segment_swept_between_opening_and_locking_is_not_used(name: str, create: bool, monkeypatch) -> None:
     def sweep_first(fd: int, kind: int) -> bool:
         monkeypatch.undo()
-        assert sweep(PREFIX) == [name]
+        assert sweep_segments(PREFIX) == [name]
         return try_lifetime_lock(fd, kind)
 
     Ring.create_or_attach(name, SIZE, RUN).close()
     monkeypatch.setattr("megatron_webrl.ring.segment.try_lifetime_lock", sweep_first)
     if create:
         with Ring.create_or_attach(name, SIZE, RUN) as ring:
-            assert os.path.samestat(os.fstat(ring._segment.fd), os.stat(FOLDER / name))
+            assert os.path.samestat(os.fstat(ring._segment.fd), os.stat(SHM_FOLDER / name))
     else:
         with pytest.raises(RingError, match="was not there"):
             Ring.attach(name, 0.2)
 
 
 def test_sweep_leaves_foreign_files_other_prefixes_and_links_alone(name: str) -> None:
-    foreign, link = FOLDER / f"{name}-foreign", FOLDER / f"{name}-link"
+    foreign, link = SHM_FOLDER / f"{name}-foreign", SHM_FOLDER / f"{name}-link"
     foreign.write_bytes(b"not a ring at all")
     link.symlink_to(foreign)
     try:
         Ring.create_or_attach(name, SIZE, RUN).close()
-        assert sweep(f"{PREFIX}other-") == []
-        assert sweep(PREFIX) == [name]
+        assert sweep_segments(f"{PREFIX}other-") == []
+        assert sweep_segments(PREFIX) == [name]
         assert foreign.exists()
         assert link.is_symlink()
         with pytest.raises(RingError, match="it is no ring"):
@@ -118,14 +118,14 @@ def test_sweep_leaves_foreign_files_other_prefixes_and_links_alone(name: str) ->
         link.unlink()
         foreign.unlink()
     with pytest.raises(RingError, match="needs a prefix"):
-        sweep("")
+        sweep_segments("")
 
 
 def test_the_lock_is_not_inherited_by_programs_that_an_attached_process_starts(name: str) -> None:
     ring = Ring.create_or_attach(name, SIZE, RUN)
     with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE, close_fds=False) as child:
         ring.close()
-        assert sweep(PREFIX) == [name]
+        assert sweep_segments(PREFIX) == [name]
         child.communicate(b"\n", timeout=10)
 
 
@@ -136,12 +136,12 @@ def test_unlinking_leaves_those_attached_working_and_the_name_free(name: str) ->
             old.write([b"old"], 1)
             assert new.committed() == []
             old.unlink()  # the name belongs to another segment
-            assert (FOLDER / name).exists()
+            assert (SHM_FOLDER / name).exists()
 
 
 def test_another_size_or_run_is_refused_with_both_values(name: str) -> None:
     with Ring.create_or_attach(name, SIZE, RUN):
-        with pytest.raises(RingError, match=r"run id 'test run' and 65536 bytes, not 'test run' and 131072 bytes"):
+        with pytest.raises(RingError, match=r"job id 'test run' and 65536 bytes, not 'test run' and 131072 bytes"):
             Ring.create_or_attach(name, 2 * SIZE, RUN)
         with pytest.raises(RingError, match="not 'other' and 65536"):
             Ring.create_or_attach(name, SIZE, "other")
@@ -155,7 +155,7 @@ def test_attaching_waits_for_the_creator_and_gives_up_at_the_limit(name: str) ->
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(Ring.attach, name, 10)
         with Ring.create_or_attach(name, SIZE, RUN), waiting.result(10) as ring:
-            assert (ring.run_id, ring.capacity) == (RUN, SIZE)
+            assert (ring.job_id, ring.capacity) == (RUN, SIZE)
 
 
 def test_a_ring_of_another_run_counts_as_not_there_and_can_be_swept(name: str) -> None:
@@ -164,17 +164,17 @@ def test_a_ring_of_another_run_counts_as_not_there_and_can_be_swept(name: str) -
         RingError, match=rf"not there within 0.2 s: .*; the one at /dev/shm/{name} is of another job, one"
     ):
         Ring.attach(name, 0.2, "two")
-    assert sweep(name) == [name]
+    assert sweep_segments(name) == [name]
     with Ring.create_or_attach(name, 5000, "two"), Ring.attach(name, 1, "two") as ring:
-        assert ring.run_id == "two"
+        assert ring.job_id == "two"
         ring.unlink()
 
 
 def test_a_ring_larger_than_shared_memory_is_refused_before_it_is_used(name: str) -> None:
-    free = os.statvfs(FOLDER)
-    with pytest.raises(RingError, match=r"needs \d+ bytes, /dev/shm has \d+ free; lower ring.mib"):
+    free = os.statvfs(SHM_FOLDER)
+    with pytest.raises(RingError, match=r"needs \d+ bytes, /dev/shm has \d+ free; lower ring.capacity_mib"):
         Ring.create_or_attach(name, free.f_blocks * free.f_frsize * 2, RUN)
-    assert not (FOLDER / name).exists()
+    assert not (SHM_FOLDER / name).exists()
 
 
 @pytest.mark.parametrize("bad", ["", "a/b", "..", ".hidden", "x" * 300])
@@ -185,12 +185,12 @@ def test_names_that_are_no_plain_file_names_are_refused(bad: str) -> None:
 
 def test_a_segment_of_another_format_or_cut_short_is_refused(name: str) -> None:
     Ring.create_or_attach(name, SIZE, RUN).close()
-    with (FOLDER / name).open("r+b") as file:
+    with (SHM_FOLDER / name).open("r+b") as file:
         file.seek(8)
         file.write((99).to_bytes(8, "little"))
     with pytest.raises(RingError, match="format 99, this program knows 1"):
         Ring.attach(name, 1)
-    with (FOLDER / name).open("r+b") as file:
+    with (SHM_FOLDER / name).open("r+b") as file:
         file.seek(8)
         file.write((1).to_bytes(8, "little"))
         file.truncate(5000)
@@ -210,7 +210,7 @@ def test_without_libatomic_only_machines_with_ordered_memory_are_accepted() -> N
     import ctypes
 
     word = ctypes.c_uint64(5)
-    for load, store in (accessors("x86_64", None), accessors("aarch64", library())):
+    for load, store in (accessors("x86_64", None), accessors("aarch64", load_libatomic())):
         store(ctypes.addressof(word), 2**63 + 1)
         assert load(ctypes.addressof(word)) == word.value == 2**63 + 1
         store(ctypes.addressof(word), 5)

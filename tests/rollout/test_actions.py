@@ -8,10 +8,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_webrl.browser.keys import is_chord
-from megatron_webrl.rollout.actions import MAX_RESPONSE, MAX_TEXT, describe, parse, render
-from megatron_webrl.rollout.toolset import COORDINATES, ORDER, Toolset
-from megatron_webrl.types import ACTION_KINDS, EXTRA_KINDS, MARK_KINDS, Action
+from megatron_webrl.browser.page.keys import is_key_chord
+from megatron_webrl.rollout.actions import (
+    MAX_RESPONSE_CHARS,
+    MAX_TEXT_CHARS,
+    describe_action,
+    format_tool_call,
+    parse_tool_call,
+)
+from megatron_webrl.rollout.toolset import ARGUMENT_ORDER, COORDINATE_TOOLSET, Toolset
+from megatron_webrl.types import COORDINATE_ACTION_KINDS, MARK_ACTION_KINDS, OPTIONAL_ACTION_KINDS, Action
 
 PLACES = st.tuples(st.integers(0, 1000), st.integers(0, 1000))
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=50).filter(lambda text: "tool_call>" not in text)
@@ -24,8 +30,8 @@ ACTIONS = st.one_of(
     st.builds(Action, st.just("navigate"), url=TEXTS.filter(bool)),
     st.builds(Action, st.just("answer"), text=TEXTS),
 )
-EVERYTHING = Toolset(extra=EXTRA_KINDS)
-MARKS = Toolset(marks=True, extra=EXTRA_KINDS)
+EVERYTHING = Toolset(extra_actions=OPTIONAL_ACTION_KINDS)
+MARKS = Toolset(marks=True, extra_actions=OPTIONAL_ACTION_KINDS)
 CHORDS = st.sampled_from(["Enter", "a", "+", "Control+a", "Control+Shift++", "Alt+ArrowLeft", "F12"])
 
 
@@ -33,7 +39,7 @@ CHORDS = st.sampled_from(["Enter", "a", "+", "Control+a", "Control+Shift++", "Al
 def toolsets_and_actions(draw: st.DrawFn) -> tuple[Toolset, Action]:
     """Any action of either tool with any arguments that its kind takes."""
     toolset = draw(st.sampled_from([EVERYTHING, MARKS]))
-    kind = draw(st.sampled_from(toolset.kinds))
+    kind = draw(st.sampled_from(toolset.action_kinds))
     numbers = st.integers(1, 1000)
     values = {
         "coordinate": PLACES, "end_coordinate": PLACES, "element_id": numbers, "end_element_id": numbers,
@@ -41,7 +47,7 @@ def toolsets_and_actions(draw: st.DrawFn) -> tuple[Toolset, Action]:
         "direction": st.sampled_from(["up", "down"]), "time": st.integers(0, 60), "url": TEXTS.filter(bool),
         "tab": numbers,
     }  # fmt: skip
-    required, optional = toolset.arguments(kind)
+    required, optional = toolset.argument_names(kind)
     given = {name: draw(values[name]) for name in required}
     given |= {name: draw(st.none() | values[name]) for name in optional}
     return toolset, Action(kind, **given)
@@ -60,47 +66,56 @@ def call(name: str = "computer_use", **arguments: object) -> str:
 def test_every_action_survives_rendering_and_parsing(action: Action) -> None:
     if "<think>" in (action.text or ""):
         return  # an opened thinking block swallows the rest: the policy has to do without these words
-    assert parse(f"Thought: so be it.\n{render(action)}") == (action, None)
+    assert parse_tool_call(f"Thought: so be it.\n{format_tool_call(action)}") == (action, None)
 
 
 @given(toolsets_and_actions())
 def test_every_action_of_either_tool_survives_rendering_and_parsing(drawn: tuple[Toolset, Action]) -> None:
     toolset, action = drawn
-    assert parse(render(action, toolset), toolset) == (action, None)
-    assert describe(action).startswith(action.kind)
+    assert parse_tool_call(format_tool_call(action, toolset), toolset) == (action, None)
+    assert describe_action(action).startswith(action.kind)
 
 
 def test_a_tool_knows_only_its_own_name_places_and_enabled_actions() -> None:
     click = Action("click", element_id=7)
-    assert render(click, MARKS) == wrapped(
+    assert format_tool_call(click, MARKS) == wrapped(
         '{"name": "web_interaction", "arguments": {"action": "click", "element_id": 7}}'
     )
-    assert parse(render(click, MARKS)) == (None, "unknown_tool")
-    assert parse(call("web_interaction", action="left_click", coordinate=[1, 2]), MARKS) == (None, "unknown_action")
-    assert parse(call("web_interaction", action="click", coordinate=[1, 2]), MARKS) == (None, "missing_argument")
-    assert parse(call(action="hover", coordinate=[1, 2])) == (None, "unknown_action")
-    assert parse(call(action="hover", coordinate=[1, 2]), EVERYTHING) == (Action("hover", (1, 2)), None)
+    assert parse_tool_call(format_tool_call(click, MARKS)) == (None, "unknown_tool")
+    assert parse_tool_call(call("web_interaction", action="left_click", coordinate=[1, 2]), MARKS) == (
+        None,
+        "unknown_action",
+    )
+    assert parse_tool_call(call("web_interaction", action="click", coordinate=[1, 2]), MARKS) == (
+        None,
+        "missing_argument",
+    )
+    assert parse_tool_call(call(action="hover", coordinate=[1, 2])) == (None, "unknown_action")
+    assert parse_tool_call(call(action="hover", coordinate=[1, 2]), EVERYTHING) == (Action("hover", (1, 2)), None)
     with pytest.raises(ValueError, match="computer_use has no click"):
-        render(click)
+        format_tool_call(click)
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.0, True, "7", [7], None, 10**6])
 def test_an_element_is_a_whole_number_from_one(number: object) -> None:
-    assert parse(call("web_interaction", action="click", element_id=number), MARKS) == (None, "bad_element_id")
+    assert parse_tool_call(call("web_interaction", action="click", element_id=number), MARKS) == (
+        None,
+        "bad_element_id",
+    )
     drag = call("web_interaction", action="drag", element_id=1, end_element_id=number)
-    assert parse(drag, MARKS) == (None, "bad_element_id")
-    assert parse(call(action="switch_tab", tab=number), EVERYTHING) == (None, "bad_tab")
+    assert parse_tool_call(drag, MARKS) == (None, "bad_element_id")
+    assert parse_tool_call(call(action="switch_tab", tab=number), EVERYTHING) == (None, "bad_tab")
 
 
 @pytest.mark.parametrize("text", ["Enter", "Control+a", "Control+Shift+Tab", "+", "Control++", "ArrowUp", "F1"])
 def test_keys_go_by_names_and_modifiers(text: str) -> None:
-    assert is_chord(text)
+    assert is_key_chord(text)
 
 
 @pytest.mark.parametrize("text", ["", "ab", "enter", "Ctrl+a", "a+Control", "Control+Control+a", "Control+", "é"])
 def test_other_names_of_keys_are_a_format_error(text: str) -> None:
-    assert not is_chord(text)
-    assert parse(call(action="key", text=text), EVERYTHING) == (None, "bad_key")
+    assert not is_key_chord(text)
+    assert parse_tool_call(call(action="key", text=text), EVERYTHING) == (None, "bad_key")
 
 
 GARBAGE = st.text() | st.text(alphabet=list('<>tol_ca/{}[]":,0123456789-+.eE \n\\unamrgsidc'))
@@ -114,12 +129,16 @@ def test_no_text_makes_the_parser_raise(text: str) -> None:
         f"<tool_call>{text}",
         wrapped('{"name": "computer_use", "arguments": ' + text),
     ):
-        action, error = parse(response)
+        action, error = parse_tool_call(response)
         assert (action is None) != (error is None)
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.floats() | st.integers() | st.sampled_from([*ACTION_KINDS, "up", "\ud800"]),
+    st.none()
+    | st.booleans()
+    | st.floats()
+    | st.integers()
+    | st.sampled_from([*COORDINATE_ACTION_KINDS, "up", "\ud800"]),
     lambda values: st.lists(values, max_size=3),
     max_leaves=4,
 )
@@ -127,21 +146,23 @@ VALUES = st.recursive(
 
 @given(st.dictionaries(st.sampled_from(["action", "coordinate", "text", "direction", "time", "url", "x"]), VALUES))
 def test_no_arguments_make_the_parser_raise_and_what_it_accepts_it_can_render(arguments: dict[str, object]) -> None:
-    action, error = parse(call(**arguments))
+    action, error = parse_tool_call(call(**arguments))
     assert (action is None) != (error is None)
     if action is not None:
-        assert parse(render(action)) == (action, None)
-        assert describe(action).startswith(action.kind)
+        assert parse_tool_call(format_tool_call(action)) == (action, None)
+        assert describe_action(action).startswith(action.kind)
 
 
 def test_keys_have_one_order() -> None:
     action = Action("type", coordinate=(20, 1000), text='say "ü"')
-    assert render(action) == wrapped(
+    assert format_tool_call(action) == wrapped(
         '{"name": "computer_use", "arguments": {"action": "type", "coordinate": [20, 1000], "text": "say \\"ü\\""}}'
     )
-    assert render(Action("go_back")) == wrapped('{"name": "computer_use", "arguments": {"action": "go_back"}}')
+    assert format_tool_call(Action("go_back")) == wrapped(
+        '{"name": "computer_use", "arguments": {"action": "go_back"}}'
+    )
     with pytest.raises(ValueError, match="left_click needs coordinate"):
-        render(Action("left_click"))
+        format_tool_call(Action("left_click"))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +196,7 @@ def test_keys_have_one_order() -> None:
         (call(action="left_click", coordinate=[1, 2], button=1), "unexpected_argument"),
         (call(action="answer", text=5), "bad_text"),
         (call(action="answer", text="\ud800"), "bad_text"),
-        (call(action="answer", text="a" * (MAX_TEXT + 1)), "bad_text"),
+        (call(action="answer", text="a" * (MAX_TEXT_CHARS + 1)), "bad_text"),
         (call(action="scroll", direction="left"), "bad_direction"),
         (call(action="scroll", direction=["up"]), "bad_direction"),
         (call(action="wait", time=-1), "bad_time"),
@@ -183,11 +204,11 @@ def test_keys_have_one_order() -> None:
         (call(action="wait", time=10**400), "bad_time"),
         (wrapped('{"name": "computer_use", "arguments": {"action": "wait", "time": 1e999}}'), "bad_time"),
         (call(action="navigate", url=""), "bad_url"),
-        ("a" * (MAX_RESPONSE + 1), "too_long"),
+        ("a" * (MAX_RESPONSE_CHARS + 1), "too_long"),
     ],
 )
 def test_each_format_error_has_its_name(response: str, error: str) -> None:
-    assert parse(response) == (None, error)
+    assert parse_tool_call(response) == (None, error)
 
 
 @pytest.mark.parametrize(
@@ -209,34 +230,34 @@ def test_each_format_error_has_its_name(response: str, error: str) -> None:
     ],
 )
 def test_a_coordinate_is_two_integers_in_range(coordinate: object) -> None:
-    assert parse(call(action="left_click", coordinate=coordinate)) == (None, "bad_coordinate")
+    assert parse_tool_call(call(action="left_click", coordinate=coordinate)) == (None, "bad_coordinate")
 
 
 @pytest.mark.parametrize(
     ("toolset", "kinds"),
     [
-        (COORDINATES, ACTION_KINDS),
-        (Toolset(marks=True), MARK_KINDS),
-        (EVERYTHING, (*ACTION_KINDS, *EXTRA_KINDS)),
-        (MARKS, (*MARK_KINDS, *EXTRA_KINDS[1:])),
+        (COORDINATE_TOOLSET, COORDINATE_ACTION_KINDS),
+        (Toolset(marks=True), MARK_ACTION_KINDS),
+        (EVERYTHING, (*COORDINATE_ACTION_KINDS, *OPTIONAL_ACTION_KINDS)),
+        (MARKS, (*MARK_ACTION_KINDS, *OPTIONAL_ACTION_KINDS[1:])),
     ],
 )
 def test_the_schema_tells_every_action_and_argument(toolset: Toolset, kinds: tuple[str, ...]) -> None:
     parameters = toolset.schema["function"]["parameters"]
-    assert tuple(parameters["properties"]["action"]["enum"]) == toolset.kinds == kinds
+    assert tuple(parameters["properties"]["action"]["enum"]) == toolset.action_kinds == kinds
     assert all(f"{kind}: " in parameters["properties"]["action"]["description"] for kind in kinds)
-    used = {name for kind in kinds for names in toolset.arguments(kind) for name in names}
+    used = {name for kind in kinds for names in toolset.argument_names(kind) for name in names}
     assert set(parameters["properties"]) == used | {"action"}
-    assert used <= set(ORDER)
+    assert used <= set(ARGUMENT_ORDER)
 
 
 def test_a_description_is_a_few_words() -> None:
-    assert describe(Action("left_click", coordinate=(5, 6))) == "left_click [5, 6]"
-    assert describe(Action("type", coordinate=(5, 6), text="a\nb")) == 'type "a\\nb" at [5, 6]'
-    assert describe(Action("scroll", direction="up")) == "scroll up"
-    assert describe(Action("wait", time=2.5)) == "wait 2.5 s"
-    assert describe(Action("type", element_id=3, text="a")) == 'type "a" at element 3'
-    assert describe(Action("drag", coordinate=(1, 2), end_coordinate=(3, 4))) == "drag [1, 2] to [3, 4]"
-    assert describe(Action("drag", element_id=1, end_element_id=2)) == "drag element 1 to element 2"
-    assert describe(Action("switch_tab", tab=2)) == "switch_tab 2"
-    assert len(describe(Action("answer", text="a" * 4000))) < 100
+    assert describe_action(Action("left_click", coordinate=(5, 6))) == "left_click [5, 6]"
+    assert describe_action(Action("type", coordinate=(5, 6), text="a\nb")) == 'type "a\\nb" at [5, 6]'
+    assert describe_action(Action("scroll", direction="up")) == "scroll up"
+    assert describe_action(Action("wait", time=2.5)) == "wait 2.5 s"
+    assert describe_action(Action("type", element_id=3, text="a")) == 'type "a" at element 3'
+    assert describe_action(Action("drag", coordinate=(1, 2), end_coordinate=(3, 4))) == "drag [1, 2] to [3, 4]"
+    assert describe_action(Action("drag", element_id=1, end_element_id=2)) == "drag element 1 to element 2"
+    assert describe_action(Action("switch_tab", tab=2)) == "switch_tab 2"
+    assert len(describe_action(Action("answer", text="a" * 4000))) < 100

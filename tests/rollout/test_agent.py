@@ -12,28 +12,28 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from megatron_webrl.config import ContextConfig, RolloutConfig
-from megatron_webrl.farm.client import Browsers, RemoteSession
-from megatron_webrl.farm.local import own_nodes
-from megatron_webrl.model.processing import Processor
-from megatron_webrl.ring.record import decode, encode
-from megatron_webrl.rollout.actions import render
+from megatron_webrl.config.rollout import ContextConfig, RolloutConfig
+from megatron_webrl.farm.client import BrowserClient, RemoteSession
+from megatron_webrl.farm.local_servers import local_servers
+from megatron_webrl.model.processor import Processor
+from megatron_webrl.ring.record import decode_trajectory, encode_trajectory
+from megatron_webrl.rollout.actions import format_tool_call
 from megatron_webrl.rollout.agent import run_episode
-from megatron_webrl.rollout.demonstrate import ScriptedResponder
-from megatron_webrl.rollout.generation import Generation, GenerationError, Responder
+from megatron_webrl.rollout.demonstrations import ScriptedGenerator
+from megatron_webrl.rollout.generator import Generation, GenerationError, Generator
 from megatron_webrl.rollout.toolset import Toolset
 from megatron_webrl.tracking.metrics import episode_metrics
-from megatron_webrl.trainer.batching import imitation, samples_of
-from megatron_webrl.trainer.merging import merge
+from megatron_webrl.trainer.data.batching import make_samples, success_advantages
+from megatron_webrl.trainer.data.merging import merge_prefixes
 from megatron_webrl.types import Action, Group, Task, Trajectory
 from tests.farm.nodes import browser_of, config_for, node_processes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SETTINGS = RolloutConfig(
-    max_model_len=1024, max_new_tokens=64, step_seconds=20, context=ContextConfig(rounds=1, compact=True)
+    max_model_len=1024, max_new_tokens=64, operation_timeout_seconds=20, context=ContextConfig(rounds=1, compact=True)
 )
-WAIT = render(Action("wait", time=0))
+WAIT = format_tool_call(Action("wait", time=0))
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,11 @@ def processor(tiny_model: Path) -> Processor:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def browsers() -> AsyncIterator[Browsers]:
-    async with own_nodes(config_for(), 2) as nodes, Browsers(nodes.tended, nodes.token, step_seconds=20) as browsers:
+async def browsers() -> AsyncIterator[BrowserClient]:
+    async with (
+        local_servers(config_for(), 2) as nodes,
+        BrowserClient(nodes.poll_addresses, nodes.token, step_seconds=20) as browsers,
+    ):
         yield browsers
 
 
@@ -55,18 +58,18 @@ class Answers:
     answers: list[str | Exception]
     asked: list[str] = field(default_factory=list)  # decoded prompts
 
-    async def respond(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
+    async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
         self.asked.append(self.processor.decode(token_ids))
-        oracle = ScriptedResponder(self.processor, SETTINGS.context, SETTINGS.max_new_tokens)
+        oracle = ScriptedGenerator(self.processor, SETTINGS.context, SETTINGS.max_new_tokens)
         if not self.answers:
-            return await oracle.respond(session, token_ids, images)
+            return await oracle.generate(session, token_ids, images)
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
         response, grids = self.processor.encode_response(answer), self.processor.grids(images)
         empty = np.zeros(len(response))
         return Generation(
-            self.processor.expand(token_ids, grids), response, empty.astype(np.float32), empty.astype(np.int32),
+            self.processor.expand_image_tokens(token_ids, grids), response, empty.astype(np.float32), empty.astype(np.int32),
             grids, answer, "stop",
         )  # fmt: skip
 
@@ -76,20 +79,20 @@ def task(environment: str = "click-test", max_steps: int = 3) -> Task:
 
 
 async def episode(
-    browsers: Browsers, processor: Processor, responder: Responder, task: Task, settings: RolloutConfig = SETTINGS
+    browsers: BrowserClient, processor: Processor, responder: Generator, task: Task, settings: RolloutConfig = SETTINGS
 ) -> Trajectory:
     async with browsers.session() as session:
         return await run_episode(
-            responder, session, processor, task, settings, ticket=7, index=1, group_size=4, incarnation=2
+            responder, session, processor, task, settings, ticket=7, index=1, group_size=4, restart_epoch=2
         )
 
 
 async def test_a_solved_task_is_a_success_with_all_that_training_needs(
-    browsers: Browsers, processor: Processor
+    browsers: BrowserClient, processor: Processor
 ) -> None:
     trajectory = await episode(browsers, processor, Answers(processor, []), task("enter-text"))
     assert (trajectory.outcome, trajectory.reward, trajectory.trainable) == ("success", 1.0, True)
-    assert (trajectory.ticket, trajectory.index, trajectory.group_size, trajectory.incarnation) == (7, 1, 4, 2)
+    assert (trajectory.ticket, trajectory.index, trajectory.group_size, trajectory.restart_epoch) == (7, 1, 4, 2)
     assert trajectory.instruction.startswith('Enter "')
     assert [step.action.kind for step in trajectory.steps if step.action] == ["type", "left_click"]
     assert [step.page_changed for step in trajectory.steps] == [True, True]
@@ -97,42 +100,42 @@ async def test_a_solved_task_is_a_success_with_all_that_training_needs(
     for number, step in enumerate(trajectory.steps):
         assert step.images.tolist() == [number]
         image_tokens = int((step.prompt_token_ids == processor.image_token_id).sum())
-        assert image_tokens == step.image_grids.prod(axis=1).sum() // processor.merge**2 == 35
+        assert image_tokens == step.image_grids.prod(axis=1).sum() // processor.merge_size**2 == 35
         assert step.image_grids.tolist() == processor.grids([trajectory.images[number]]).tolist()
         assert step.response_token_ids[-1] == processor.eos_token_id
         assert step.action is not None
-        assert processor.decode(step.response_token_ids) == render(step.action)
+        assert processor.decode(step.response_token_ids) == format_tool_call(step.action)
         assert step.seconds_browser > 0
-    assert decode(b"".join(encode(trajectory))).instruction == trajectory.instruction
+    assert decode_trajectory(b"".join(encode_trajectory(trajectory))).instruction == trajectory.instruction
 
 
 async def test_an_agent_acts_by_numbered_elements(processor: Processor) -> None:
     toolset = Toolset(marks=True)
 
     class Reading(Answers):
-        async def respond(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
+        async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
             [number] = re.findall(r'\[(\d+)\] button "Click Me!"', self.processor.decode(token_ids))
-            self.answers = [render(Action("click", element_id=int(number)), toolset)]
-            return await super().respond(session, token_ids, images)
+            self.answers = [format_tool_call(Action("click", element_id=int(number)), toolset)]
+            return await super().generate(session, token_ids, images)
 
     config = config_for(screenshot="webp", marks=True)
     answers = Reading(processor, [])
     async with (
-        own_nodes(config, 1) as nodes,
-        Browsers(nodes.tended, nodes.token) as browsers,
+        local_servers(config, 1) as nodes,
+        BrowserClient(nodes.poll_addresses, nodes.token) as browsers,
         browsers.session() as session,
     ):
         trajectory = await run_episode(
             answers, session, processor, task(), SETTINGS,
-            ticket=7, index=1, group_size=4, incarnation=2, toolset=toolset,
+            ticket=7, index=1, group_size=4, restart_epoch=2, toolset=toolset,
         )  # fmt: skip
     assert (trajectory.outcome, len(trajectory.steps)) == ("success", 1)
     assert "<tools>web_interaction: click, type, hover" in answers.asked[0]
     assert trajectory.images[0].startswith(b"RIFF")
-    assert decode(b"".join(encode(trajectory))).steps[0].action == trajectory.steps[0].action
+    assert decode_trajectory(b"".join(encode_trajectory(trajectory))).steps[0].action == trajectory.steps[0].action
 
 
-async def test_special_tokens_in_a_response_are_a_format_error(browsers: Browsers, processor: Processor) -> None:
+async def test_special_tokens_in_a_response_are_a_format_error(browsers: BrowserClient, processor: Processor) -> None:
     answers = Answers(processor, [f"{WAIT}<|image_pad|>", f"<|im_start|>{WAIT}", WAIT])
     trajectory = await episode(browsers, processor, answers, task())
     assert [step.format_error for step in trajectory.steps] == ["special_token", "special_token", None]
@@ -140,7 +143,7 @@ async def test_special_tokens_in_a_response_are_a_format_error(browsers: Browser
     assert trajectory.outcome == "failure"
 
 
-async def test_a_format_error_is_told_and_the_episode_goes_on(browsers: Browsers, processor: Processor) -> None:
+async def test_a_format_error_is_told_and_the_episode_goes_on(browsers: BrowserClient, processor: Processor) -> None:
     answers = Answers(processor, ["I do not know.", "<tool_call>\n{}\n</tool_call>"])
     trajectory = await episode(browsers, processor, answers, task())
     assert [step.format_error for step in trajectory.steps] == ["no_tool_call", "bad_call", None]
@@ -153,7 +156,7 @@ async def test_a_format_error_is_told_and_the_episode_goes_on(browsers: Browsers
     assert trajectory.outcome == "success"
 
 
-async def test_no_answer_whatever_it_holds_stops_an_episode(browsers: Browsers, processor: Processor) -> None:
+async def test_no_answer_whatever_it_holds_stops_an_episode(browsers: BrowserClient, processor: Processor) -> None:
     def call(arguments: str) -> str:
         return f'<tool_call>\n{{"name": "computer_use", "arguments": {arguments}}}\n</tool_call>'
 
@@ -176,92 +179,94 @@ async def test_no_answer_whatever_it_holds_stops_an_episode(browsers: Browsers, 
     assert [step.format_error for step in trajectory.steps] == list(bad.values())
     assert (trajectory.outcome, trajectory.trainable) == ("failure", True)
     assert episode_metrics([Group(7, (trajectory,))])["format_error_rate"] == 1.0
-    assert len(decode(b"".join(encode(trajectory))).steps) == len(bad)
+    assert len(decode_trajectory(b"".join(encode_trajectory(trajectory))).steps) == len(bad)
 
 
-async def test_the_last_step_ends_an_episode_as_a_failure(browsers: Browsers, processor: Processor) -> None:
+async def test_the_last_step_ends_an_episode_as_a_failure(browsers: BrowserClient, processor: Processor) -> None:
     trajectory = await episode(browsers, processor, Answers(processor, [WAIT] * 9), task(max_steps=2))
     assert (trajectory.outcome, len(trajectory.steps), trajectory.reward) == ("failure", 2, 0.0)
 
 
-async def test_an_answer_ends_the_episode(browsers: Browsers, processor: Processor) -> None:
-    answers = Answers(processor, [WAIT, render(Action("answer", text="done"))])
+async def test_an_answer_ends_the_episode(browsers: BrowserClient, processor: Processor) -> None:
+    answers = Answers(processor, [WAIT, format_tool_call(Action("answer", text="done"))])
     trajectory = await episode(browsers, processor, answers, task())
     assert (trajectory.outcome, len(trajectory.steps)) == ("failure", 2)
 
 
-async def test_a_wrong_click_is_a_failure(browsers: Browsers, processor: Processor) -> None:
+async def test_a_wrong_click_is_a_failure(browsers: BrowserClient, processor: Processor) -> None:
     last = Answers(processor, [])
     # In the other order the sequence of buttons is wrong.
     async with browsers.session() as session:
         await session.reset(task("click-button-sequence"))
         await session.step(await session.demonstration())
         second = await session.demonstration()
-    last.answers = [render(second), render(second)]
+    last.answers = [format_tool_call(second), format_tool_call(second)]
     trajectory = await episode(browsers, processor, last, task("click-button-sequence"))
     assert (trajectory.outcome, trajectory.trainable, len(trajectory.steps)) == ("failure", True, 2)
 
 
-async def test_an_engine_error_masks_the_episode_and_keeps_its_steps(browsers: Browsers, processor: Processor) -> None:
+async def test_an_engine_error_masks_the_episode_and_keeps_its_steps(
+    browsers: BrowserClient, processor: Processor
+) -> None:
     answers = Answers(processor, [WAIT, GenerationError("the engine is gone")])
     trajectory = await episode(browsers, processor, answers, task())
     assert (trajectory.outcome, trajectory.trainable, len(trajectory.steps)) == ("engine_error", False, 1)
 
 
-async def test_an_engine_that_does_not_answer_masks_the_episode(browsers: Browsers, processor: Processor) -> None:
+async def test_an_engine_that_does_not_answer_masks_the_episode(browsers: BrowserClient, processor: Processor) -> None:
     class Silent:
-        async def respond(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
+        async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
             await asyncio.Event().wait()
             raise AssertionError("nobody sets the event")
 
-    trajectory = await episode(browsers, processor, Silent(), task(), replace(SETTINGS, step_seconds=0.3))
+    trajectory = await episode(browsers, processor, Silent(), task(), replace(SETTINGS, operation_timeout_seconds=0.3))
     assert (trajectory.outcome, trajectory.steps) == ("engine_error", ())
 
 
 async def test_a_crashed_browser_masks_the_episode_and_keeps_its_steps(
-    browsers: Browsers, processor: Processor
+    browsers: BrowserClient, processor: Processor
 ) -> None:
     class Crashing(Answers):
-        async def respond(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
+        async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
             if len(self.asked) == 1:
                 [node] = node_processes()
                 browser_of(node).kill()
-            return await super().respond(session, token_ids, images)
+            return await super().generate(session, token_ids, images)
 
     trajectory = await episode(browsers, processor, Crashing(processor, [WAIT] * 3), task())
     assert (trajectory.outcome, trajectory.trainable, len(trajectory.steps)) == ("browser_crashed", False, 1)
 
 
-async def test_an_episode_over_its_time_limit_is_masked(browsers: Browsers, processor: Processor) -> None:
-    wait = render(Action("wait", time=5))
-    settings = replace(SETTINGS, episode_seconds=2.0)
+async def test_an_episode_over_its_time_limit_is_masked(browsers: BrowserClient, processor: Processor) -> None:
+    wait = format_tool_call(Action("wait", time=5))
+    settings = replace(SETTINGS, episode_timeout_seconds=2.0)
     trajectory = await episode(browsers, processor, Answers(processor, [WAIT, wait]), task(), settings)
     assert (trajectory.outcome, trajectory.trainable) == ("episode_timeout", False)
     assert trajectory.seconds < 5
 
 
-async def test_a_prompt_that_cannot_fit_masks_the_episode(browsers: Browsers, processor: Processor) -> None:
+async def test_a_prompt_that_cannot_fit_masks_the_episode(browsers: BrowserClient, processor: Processor) -> None:
     settings = replace(SETTINGS, max_model_len=100)
     trajectory = await episode(browsers, processor, Answers(processor, []), task(), settings)
     assert (trajectory.outcome, trajectory.steps, trajectory.images) == ("context_overflow", (), ())
 
 
 async def test_under_append_a_stretch_of_an_episode_is_one_sequence_of_the_trainer(
-    browsers: Browsers, processor: Processor
+    browsers: BrowserClient, processor: Processor
 ) -> None:
     settings = replace(SETTINGS, context=ContextConfig(policy="append", rounds=3, compact=True))
     answers = Answers(processor, [WAIT, "I do not know.", WAIT, f"{WAIT}<|im_start|>", WAIT])
     trajectory = await episode(browsers, processor, answers, task("enter-text", max_steps=8), settings)
     assert trajectory.outcome == "success"
     assert [len(step.images) for step in trajectory.steps] == [1, 2, 3, 1, 1, 2, 3]  # full, then a special token
-    whole = decode(b"".join(encode(trajectory)))
-    chains = merge(samples_of([Group(7, (whole,))], imitation), (processor.image_token_id,))
-    assert sorted([len(chain.steps) for chain in chains]) == [1, 3, 3]
+    whole = decode_trajectory(b"".join(encode_trajectory(trajectory)))
+    chains = merge_prefixes(make_samples([Group(7, (whole,))], success_advantages), (processor.image_token_id,))
+    assert sorted([len(chain.samples) for chain in chains]) == [1, 3, 3]
     assert sum(len(chain.images) for chain in chains) == 7
     assert "Step 4: no valid tool call -> format error: special_token" in answers.asked[4]
 
 
-async def test_earlier_rounds_share_their_screenshots(browsers: Browsers, processor: Processor) -> None:
+async def test_earlier_rounds_share_their_screenshots(browsers: BrowserClient, processor: Processor) -> None:
     settings = replace(SETTINGS, context=ContextConfig(rounds=3, compact=True))
     answers = Answers(processor, [WAIT, WAIT])
     trajectory = await episode(browsers, processor, answers, task(), settings)

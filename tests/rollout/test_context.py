@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_webrl.config import ContextConfig
-from megatron_webrl.model.processing import Processor
+from megatron_webrl.config.rollout import ContextConfig
+from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout import prompts
-from megatron_webrl.rollout.actions import render
+from megatron_webrl.rollout.actions import format_tool_call
 from megatron_webrl.rollout.contexts.base import ContextOverflow
 from megatron_webrl.rollout.contexts.sliding import SlidingContext
 from megatron_webrl.rollout.toolset import Toolset
@@ -32,33 +32,33 @@ def conversation(
 ) -> SlidingContext:  # fmt: skip
     settings = ContextConfig(rounds=rounds, compact=compact, response_format=response_format)
     context = SlidingContext(processor, settings, limit)
-    context.begin("Click it.", seen(title="Page 0"))
+    context.start_episode("Click it.", seen(title="Page 0"))
     for step in range(1, steps + 1):
-        answer = f"<think>secret thought</think>Action: number {step}\n{render(CLICK)}"
-        context.add(said(processor, answer), CLICK, None, seen(step, f"Page {step}"))
+        answer = f"<think>secret thought</think>Action: number {step}\n{format_tool_call(CLICK)}"
+        context.add_step(said(processor, answer), CLICK, None, seen(step, f"Page {step}"))
     return context
 
 
 def test_the_first_prompt_has_tool_task_start_page_and_the_screenshot_last(processor: Processor) -> None:
-    prompt = conversation(processor, 0, response_format="vanilla").prompt()
+    prompt = conversation(processor, 0, response_format="vanilla").build_prompt()
     system, user = texts(processor, prompt)
     assert "<tools>" in system
     assert '"computer_use"' in system
     assert "Thought:" in system
     assert user == "Task: Click it.\nStart page: [Page 0] http://a.localhost/b\n<IMAGE>"
-    assert prompt.images.tolist() == [0]
+    assert prompt.image_indices.tolist() == [0]
     assert (prompt.token_ids == processor.image_token_id).sum() == 1
 
 
 @pytest.mark.parametrize(("response_format", "field"), [("bare", "nothing else"), ("progress", "Progress:")])
 def test_the_form_of_answers_is_told(processor: Processor, response_format: str, field: str) -> None:
-    assert field in texts(processor, conversation(processor, 0, response_format=response_format).prompt())[0]
+    assert field in texts(processor, conversation(processor, 0, response_format=response_format).build_prompt())[0]
 
 
 def test_the_window_keeps_the_latest_rounds_and_the_summary_tells_the_rest(processor: Processor) -> None:
-    prompt = conversation(processor, 5, rounds=3).prompt()
+    prompt = conversation(processor, 5, rounds=3).build_prompt()
     assert [role for role, _ in turns(processor, prompt)] == ["system", "user", *["assistant", "user"] * 2]
-    assert prompt.images.tolist() == [3, 4, 5]
+    assert prompt.image_indices.tolist() == [3, 4, 5]
     words = texts(processor, prompt)
     assert words[1].endswith(
         "Earlier steps:\n"
@@ -66,14 +66,14 @@ def test_the_window_keeps_the_latest_rounds_and_the_summary_tells_the_rest(proce
         "Step 2 on [Page 1]: left_click [500, 320] -> page changed\n"
         "Step 3 on [Page 2]: left_click [500, 320] -> page changed\n<IMAGE>"
     )
-    assert words[2] == f"Action: number 4\n{render(CLICK)}"
+    assert words[2] == f"Action: number 4\n{format_tool_call(CLICK)}"
     assert words[3] == "Result: page changed\nPage: [Page 4] http://a.localhost/b\n<IMAGE>"
     assert "secret thought" not in "".join(words)
 
 
 def test_what_stays_the_same_comes_first(processor: Processor) -> None:
     """A full window leaves to the prefix cache all but its rounds and the newest line of the summary."""
-    before, after = (conversation(processor, steps, rounds=3).prompt() for steps in (5, 6))
+    before, after = (conversation(processor, steps, rounds=3).build_prompt() for steps in (5, 6))
     length = min(len(before.token_ids), len(after.token_ids))
     shared = int((before.token_ids[:length] != after.token_ids[:length]).argmax())
     text = processor.tokenizer.decode(after.token_ids[:shared].tolist(), clean_up_tokenization_spaces=False)
@@ -83,30 +83,33 @@ def test_what_stays_the_same_comes_first(processor: Processor) -> None:
 
 
 def test_one_round_is_the_current_screenshot_with_a_summary(processor: Processor) -> None:
-    prompt = conversation(processor, 2, rounds=1, compact=True).prompt()
+    prompt = conversation(processor, 2, rounds=1, compact=True).build_prompt()
     assert texts(processor, prompt) == [
         "<tools>computer_use: left_click, type, scroll, wait, go_back, navigate, answer</tools>",
         "Task: Click it.\nEarlier steps:\nStep 1: left_click [500, 320] -> page changed\n"
         "Step 2: left_click [500, 320] -> page changed\n<IMAGE>",
     ]
-    assert prompt.images.tolist() == [2]
+    assert prompt.image_indices.tolist() == [2]
 
 
 def test_a_compact_prompt_is_short(processor: Processor) -> None:
-    ids = conversation(processor, 0, compact=True).prompt().token_ids
+    ids = conversation(processor, 0, compact=True).build_prompt().token_ids
     assert len(ids) < 80
-    assert len(ids) < len(conversation(processor, 0).prompt().token_ids) / 4
+    assert len(ids) < len(conversation(processor, 0).build_prompt().token_ids) / 4
 
 
 def test_a_format_error_and_an_unchanged_page_are_told_without_a_screenshot_of_their_own(processor: Processor) -> None:
     context = conversation(processor, 0, rounds=1)
-    context.add(said(processor, "gibberish"), None, "no_tool_call", seen(0))
-    context.add(
-        said(processor, render(CLICK)), CLICK, None, seen(1, changed=False, error="no text field has the focus")
+    context.add_step(said(processor, "gibberish"), None, "no_tool_call", seen(0))
+    context.add_step(
+        said(processor, format_tool_call(CLICK)),
+        CLICK,
+        None,
+        seen(1, changed=False, error="no text field has the focus"),
     )
-    prompt = context.prompt()
+    prompt = context.build_prompt()
     assert len(context.screenshots) == 2
-    assert prompt.images.tolist() == [1]
+    assert prompt.image_indices.tolist() == [1]
     lines = texts(processor, prompt)[1].splitlines()
     assert lines[3] == "Step 1 on [Page 0]: no valid tool call -> format error: no_tool_call"
     assert lines[4] == "Step 2 on [Page]: left_click [500, 320] -> page unchanged, no text field has the focus"
@@ -114,19 +117,19 @@ def test_a_format_error_and_an_unchanged_page_are_told_without_a_screenshot_of_t
 
 def test_a_repeated_screenshot_is_shown_again_and_stored_once(processor: Processor) -> None:
     context = conversation(processor, 1, rounds=3)
-    context.add(said(processor, "gibberish"), None, "no_tool_call", seen(1))
-    prompt = context.prompt()
-    assert prompt.images.tolist() == [0, 1, 1]
+    context.add_step(said(processor, "gibberish"), None, "no_tool_call", seen(1))
+    prompt = context.build_prompt()
+    assert prompt.image_indices.tolist() == [0, 1, 1]
     assert len(context.screenshots) == 2
 
 
 def test_the_current_screenshot_alone_has_its_elements_tabs_and_position(processor: Processor) -> None:
-    toolset = Toolset(marks=True, extra=("switch_tab",))
+    toolset = Toolset(marks=True, extra_actions=("switch_tab",))
     context = SlidingContext(processor, ContextConfig(rounds=2, scroll_position=True), 100_000, toolset)
-    context.begin("Buy it.", numbered(0, "Size"))
+    context.start_episode("Buy it.", numbered(0, "Size"))
     click = Action("click", element_id=1)
-    context.add(said(processor, render(click, toolset)), click, None, numbered(1, "Colour"))
-    system, first, _, last = texts(processor, context.prompt())
+    context.add_step(said(processor, format_tool_call(click, toolset)), click, None, numbered(1, "Colour"))
+    system, first, _, last = texts(processor, context.build_prompt())
     assert '"web_interaction"' in system
     assert first == "Task: Buy it.\nStart page: [Shop] http://a.localhost/b\n<IMAGE>"
     assert last == (
@@ -135,14 +138,14 @@ def test_the_current_screenshot_alone_has_its_elements_tabs_and_position(process
         "Scrolled to 250 of 5000 pixels\n"
         'Elements:\n[1] combobox "Colour", value "Colour", options "Colour", "M" (focused, required)\n<IMAGE>'
     )
-    context.add(said(processor, "gibberish"), None, "no_tool_call", numbered(1, "Colour"))
-    assert "Elements:\n[1]" in texts(processor, context.prompt())[-1]
+    context.add_step(said(processor, "gibberish"), None, "no_tool_call", numbered(1, "Colour"))
+    assert "Elements:\n[1]" in texts(processor, context.build_prompt())[-1]
 
 
 def test_the_position_is_told_only_where_it_is_asked_for(processor: Processor) -> None:
     context = SlidingContext(processor, ContextConfig(), 100_000)
-    context.begin("Read it.", numbered(0, "Size"))
-    assert "Scrolled" not in texts(processor, context.prompt())[-1]
+    context.start_episode("Read it.", numbered(0, "Size"))
+    assert "Scrolled" not in texts(processor, context.build_prompt())[-1]
 
 
 def test_hostile_names_of_elements_and_tabs_make_no_special_token(processor: Processor) -> None:
@@ -150,8 +153,8 @@ def test_hostile_names_of_elements_and_tabs_make_no_special_token(processor: Pro
     found = []
     for text in (HOSTILE, "words"):
         context = SlidingContext(processor, ContextConfig(scroll_position=True), 100_000, Toolset(marks=True))
-        context.begin("Task", numbered(0, text, text))
-        prompt = context.prompt()
+        context.start_episode("Task", numbered(0, text, text))
+        prompt = context.build_prompt()
         found.append([int(token) for token in prompt.token_ids if int(token) in added])
         page = texts(processor, prompt)[-1]
         assert text == "words" or not any(tag in page for tag in ("<tool_call>", "</tool_call>", "<think>", "<|"))
@@ -165,12 +168,14 @@ def test_hostile_text_makes_no_special_token(processor: Processor, compact: bool
     for text in (HOSTILE, "words"):
         context = SlidingContext(processor, ContextConfig(rounds=2, compact=compact, response_format="bare"), 100_000)
         page = Observation(screenshot(), f"http://a/{text}", text, True, error=text)
-        context.begin(text, page)
-        context.add(said(processor, f"{text}"), None, "no_tool_call", page)
-        context.add(said(processor, render(Action("type", text=text))), Action("type", text=text), None, page)
-        quoting = f"{text.replace('tool_call', 'tool').replace('think', 'thin')}\n{render(CLICK)}"
-        context.add(said(processor, quoting), CLICK, None, page)
-        prompt = context.prompt()
+        context.start_episode(text, page)
+        context.add_step(said(processor, f"{text}"), None, "no_tool_call", page)
+        context.add_step(
+            said(processor, format_tool_call(Action("type", text=text))), Action("type", text=text), None, page
+        )
+        quoting = f"{text.replace('tool_call', 'tool').replace('think', 'thin')}\n{format_tool_call(CLICK)}"
+        context.add_step(said(processor, quoting), CLICK, None, page)
+        prompt = context.build_prompt()
         found.append([int(token) for token in prompt.token_ids if int(token) in special])
     assert found[0] == found[1]
     assert found[0].count(processor.image_token_id) == 2
@@ -178,18 +183,18 @@ def test_hostile_text_makes_no_special_token(processor: Processor, compact: bool
 
 
 def test_a_shrinking_limit_drops_rounds_then_summary_lines_and_never_the_screenshot(processor: Processor) -> None:
-    whole = conversation(processor, 8, rounds=4).prompt()
+    whole = conversation(processor, 8, rounds=4).build_prompt()
     length = len(expanded(processor, conversation(processor, 8), whole))
     windows, omitted = [], []
     for limit in range(length, 0, -10):
         context = conversation(processor, 8, limit=limit, rounds=4)
         try:
-            prompt = context.prompt()
+            prompt = context.build_prompt()
         except ContextOverflow:
             break
         assert len(expanded(processor, context, prompt)) <= limit
-        assert prompt.images[-1] == 8
-        windows.append(len(prompt.images))
+        assert prompt.image_indices[-1] == 8
+        windows.append(len(prompt.image_indices))
         text = texts(processor, prompt)[1]
         omitted.append(int(text.split("(")[1].split(" more")[0]) if " more)" in text else 0)
     else:
@@ -197,7 +202,7 @@ def test_a_shrinking_limit_drops_rounds_then_summary_lines_and_never_the_screens
     with pytest.raises(
         ContextOverflow, match=rf"exceeds {limit} tokens \(rollout.max_model_len - rollout.max_new_tokens"
     ):
-        conversation(processor, 8, limit=limit).prompt()
+        conversation(processor, 8, limit=limit).build_prompt()
     assert windows == sorted(windows, reverse=True)
     assert set(windows) == {1, 2, 3, 4}
     assert omitted == sorted(omitted)
@@ -215,17 +220,17 @@ def test_every_prompt_fits_and_has_a_placeholder_for_each_image(
     processor: Processor, steps: list[tuple[str, str, bool]], limit: int, rounds: int
 ) -> None:
     context = SlidingContext(processor, ContextConfig(rounds=rounds, compact=True), limit)
-    context.begin("task", seen())
+    context.start_episode("task", seen())
     for shade, (response, title, valid) in enumerate(steps):
         action = Action("answer", text=response) if valid else None
-        context.add(said(processor, response), action, None if valid else "bad_json", seen(shade, title))
+        context.add_step(said(processor, response), action, None if valid else "bad_json", seen(shade, title))
     try:
-        prompt = context.prompt()
+        prompt = context.build_prompt()
     except ContextOverflow:
         return
-    assert (prompt.token_ids == processor.image_token_id).sum() == len(prompt.images)
+    assert (prompt.token_ids == processor.image_token_id).sum() == len(prompt.image_indices)
     assert len(expanded(processor, context, prompt)) <= limit
-    assert prompt.images[-1] == len(context.screenshots) - 1
+    assert prompt.image_indices[-1] == len(context.screenshots) - 1
 
 
 def test_the_list_of_elements_is_cut_and_the_rest_counted() -> None:
@@ -234,9 +239,9 @@ def test_the_list_of_elements_is_cut_and_the_rest_counted() -> None:
     elements = tuple(
         Element(number, "combobox", "n" * 80, (0, 0, 9, 9), "v" * 80, ("focused",), options) for number in range(1, 101)
     )
-    lines = prompts.page_text(elements, (), None).splitlines()
-    assert sum(map(len, lines)) < prompts.MAX_LIST_TEXT + 100
-    assert all(len(line) < prompts.MAX_ELEMENT_TEXT + 20 for line in lines)
+    lines = prompts.page_state_text(elements, (), None).splitlines()
+    assert sum(map(len, lines)) < prompts.MAX_ELEMENT_LIST_CHARS + 100
+    assert all(len(line) < prompts.MAX_ELEMENT_CHARS + 20 for line in lines)
     assert lines[-1] == f"({100 - (len(lines) - 2)} more are not listed)"
     short = tuple(Element(number, "link", "name", (0, 0, 9, 9)) for number in range(1, 101))
-    assert len(prompts.page_text(short, (), None).splitlines()) == 101
+    assert len(prompts.page_state_text(short, (), None).splitlines()) == 101

@@ -11,21 +11,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_webrl.config import ContextConfig
-from megatron_webrl.model.processing import Processor
-from megatron_webrl.rollout.actions import render
+from megatron_webrl.config.rollout import ContextConfig
+from megatron_webrl.model.processor import Processor
+from megatron_webrl.rollout.actions import format_tool_call
 from megatron_webrl.rollout.contexts.append import AppendContext
 from megatron_webrl.rollout.contexts.base import ContextOverflow, Prompt
-from megatron_webrl.rollout.generation import Generation
-from megatron_webrl.rollout.prompts import MAX_LIST_TEXT
-from megatron_webrl.rollout.toolset import COORDINATES, Toolset
-from megatron_webrl.trainer.merging import Chain, merge
+from megatron_webrl.rollout.generator import Generation
+from megatron_webrl.rollout.prompts import MAX_ELEMENT_LIST_CHARS
+from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
+from megatron_webrl.trainer.data.merging import MergedSequence, merge_prefixes
 from megatron_webrl.types import Action, Observation
 from tests.rollout.conversations import HOSTILE, expanded, numbered, said, seen, texts
 from tests.trainer.grown import step
 
 CLICK = Action("left_click", coordinate=(500, 320))
-THINKING = f"<think>a secret thought</think>\nAction: click\n{render(CLICK)}"
+THINKING = f"<think>a secret thought</think>\nAction: click\n{format_tool_call(CLICK)}"
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def processor(tiny_model: Path) -> Processor:
 
 
 def context_of(
-    processor: Processor, rounds: int = 4, limit: int = 100_000, toolset: Toolset = COORDINATES, compact: bool = True
+    processor: Processor, rounds: int = 4, limit: int = 100_000, toolset: Toolset = COORDINATE_TOOLSET, compact: bool = True
 ) -> AppendContext:  # fmt: skip
     made = ContextConfig(policy="append", rounds=rounds, compact=compact, scroll_position=toolset.marks)
     return AppendContext(processor, made, limit, toolset)
@@ -44,12 +44,12 @@ def played(
     processor: Processor, context: AppendContext, answers: list[Generation], pages: list[Observation] | None = None
 ) -> list[Prompt]:
     """The prompts of an episode with these answers, all of them clicks, and one prompt more."""
-    context.begin("Click it.", seen(0))
+    context.start_episode("Click it.", seen(0))
     asked = []
     for number, answer in enumerate(answers):
-        asked.append(context.prompt())
-        context.add(answer, CLICK, None, pages[number] if pages else seen(number + 1, f"Page {number + 1}"))
-    return [*asked, context.prompt()]
+        asked.append(context.build_prompt())
+        context.add_step(answer, CLICK, None, pages[number] if pages else seen(number + 1, f"Page {number + 1}"))
+    return [*asked, context.build_prompt()]
 
 
 def goes_on(before: Prompt, answer: Generation, after: Prompt) -> bool:
@@ -58,11 +58,13 @@ def goes_on(before: Prompt, answer: Generation, after: Prompt) -> bool:
     return np.array_equal(after.token_ids[: len(start)], start)
 
 
-def chains(processor: Processor, context: AppendContext, asked: list[Prompt], answers: list[Generation]) -> list[Chain]:
+def chains(
+    processor: Processor, context: AppendContext, asked: list[Prompt], answers: list[Generation]
+) -> list[MergedSequence]:
     """The trainer's sequences of these steps."""
     samples = []
     for prompt, answer in zip(asked, answers, strict=False):
-        shown = tuple(context.screenshots[i] for i in prompt.images)
+        shown = tuple(context.screenshots[i] for i in prompt.image_indices)
         samples.append(
             step(
                 expanded(processor, context, prompt), answer.response_token_ids, images=shown,
@@ -70,7 +72,7 @@ def chains(processor: Processor, context: AppendContext, asked: list[Prompt], an
             )
         )  # fmt: skip
     video = int(processor.tokenizer.convert_tokens_to_ids("<|video_pad|>"))
-    return merge(samples, (processor.image_token_id, video))
+    return merge_prefixes(samples, (processor.image_token_id, video))
 
 
 def test_a_prompt_is_the_one_before_its_answer_and_a_turn_as_the_template_has_them(processor: Processor) -> None:
@@ -85,7 +87,7 @@ def test_a_prompt_is_the_one_before_its_answer_and_a_turn_as_the_template_has_th
         for number in (1, 2, 3)
         for part in (THINKING, f"Result: page changed\nPage: [Page {number}] http://a.localhost/b\n<IMAGE>")
     ]
-    assert [prompt.images.tolist() for prompt in asked] == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
+    assert [prompt.image_indices.tolist() for prompt in asked] == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
     # The same conversation rendered as a whole has the same tokens.
     messages = [{"role": "system", "content": texts(processor, asked[-1])[0]}]
     for index, text in enumerate([opening, *later]):
@@ -105,21 +107,21 @@ def test_answers_stand_as_they_were_produced_even_if_their_text_has_other_tokens
 def test_asking_twice_gives_the_same_prompt(processor: Processor) -> None:
     context = context_of(processor)
     played(processor, context, [said(processor, THINKING)])
-    assert context.prompt() is context.prompt()
+    assert context.build_prompt() is context.build_prompt()
 
 
 @pytest.mark.parametrize("rounds", [2, 3, 8])
 def test_a_full_window_becomes_lines_of_the_summary_and_thinking_is_gone(processor: Processor, rounds: int) -> None:
     context, answers = context_of(processor, rounds), [said(processor, THINKING)] * 7
     asked = played(processor, context, answers)
-    assert [len(prompt.images) for prompt in asked] == [number % rounds + 1 for number in range(8)]
+    assert [len(prompt.image_indices) for prompt in asked] == [number % rounds + 1 for number in range(8)]
     for number, prompt in enumerate(asked):
         begun = number - number % rounds
         shown = texts(processor, prompt)
         lines = [f"Step {n}: left_click [500, 320] -> page changed" for n in range(1, begun + 1)]
         assert shown[1].splitlines()[1:-1] == (["Earlier steps:", *lines] if lines else [])
         assert "".join(shown).count("a secret thought") == number - begun
-        assert prompt.images.tolist() == list(range(begun, number + 1))
+        assert prompt.image_indices.tolist() == list(range(begun, number + 1))
 
 
 @pytest.mark.parametrize(("steps", "rounds"), [(1, 4), (4, 4), (5, 4), (9, 2), (7, 8)])
@@ -128,7 +130,7 @@ def test_each_stretch_is_one_sequence_of_the_trainer(processor: Processor, steps
     asked = played(processor, context, answers)[:-1]
     found = chains(processor, context, asked, answers)
     assert len(found) == -(-steps // rounds)
-    assert sorted(len(chain.steps) for chain in found) == sorted(
+    assert sorted(len(chain.samples) for chain in found) == sorted(
         len(list(stretch)) for _, stretch in itertools.groupby(range(steps), lambda n: n // rounds)
     )
 
@@ -138,7 +140,7 @@ def test_a_token_limit_ends_a_stretch_and_no_prompt_exceeds_it(processor: Proces
     lengths = [len(expanded(processor, roomy, prompt)) for prompt in played(processor, roomy, answers)]
     context = context_of(processor, 8, limit=lengths[2])
     asked = played(processor, context, answers)
-    assert [len(prompt.images) for prompt in asked][:4] == [1, 2, 3, 1]
+    assert [len(prompt.image_indices) for prompt in asked][:4] == [1, 2, 3, 1]
     assert all(len(expanded(processor, context, prompt)) <= lengths[2] for prompt in asked)
     with pytest.raises(ContextOverflow, match=r"rollout\.max_model_len - rollout\.max_new_tokens"):
         played(processor, context_of(processor, 8, limit=20), answers)
@@ -153,9 +155,9 @@ def test_nothing_goes_on_from_an_answer_with_special_tokens(processor: Processor
     odd = said(processor, "I see it.", tokens.astype(np.int32))
     context, answers = context_of(processor), [said(processor, THINKING), odd, said(processor, THINKING)]
     asked = played(processor, context, answers)
-    assert [len(prompt.images) for prompt in asked] == [1, 2, 1, 2]
+    assert [len(prompt.image_indices) for prompt in asked] == [1, 2, 1, 2]
     assert "Earlier steps:\nStep 1: left_click" in texts(processor, asked[2])[1]
-    assert sorted(len(chain.steps) for chain in chains(processor, context, asked, answers)) == [1, 2]
+    assert sorted(len(chain.samples) for chain in chains(processor, context, asked, answers)) == [1, 2]
 
 
 def test_an_answer_that_was_cut_off_gets_its_turns_end_and_the_prompt_goes_on_from_it(processor: Processor) -> None:
@@ -166,18 +168,20 @@ def test_an_answer_that_was_cut_off_gets_its_turns_end_and_the_prompt_goes_on_fr
     assert texts(processor, asked[1])[2] == "Action: cl"
     (chain,) = chains(processor, context, asked, answers)
     ends = np.flatnonzero(chain.tokens == processor.eos_token_id)
-    assert np.setdiff1d(ends, chain.scored).size == len(ends) - 1  # of the answers' ends only the second was produced
+    assert (
+        np.setdiff1d(ends, chain.response_positions).size == len(ends) - 1
+    )  # of the answers' ends only the second was produced
 
 
 def test_a_format_error_is_told_with_the_screenshot_again(processor: Processor) -> None:
     context = context_of(processor)
-    context.begin("Click it.", seen(0))
-    first = context.prompt()
+    context.start_episode("Click it.", seen(0))
+    first = context.build_prompt()
     gibberish = said(processor, "gibberish")
-    context.add(gibberish, None, "no_tool_call", seen(0))
-    second = context.prompt()
+    context.add_step(gibberish, None, "no_tool_call", seen(0))
+    second = context.build_prompt()
     assert goes_on(first, gibberish, second)
-    assert second.images.tolist() == [0, 0]
+    assert second.image_indices.tolist() == [0, 0]
     assert texts(processor, second)[2:] == ["gibberish", "format error: no_tool_call\n<IMAGE>"]
     assert len(context.screenshots) == 1
 
@@ -189,8 +193,8 @@ def test_element_lists_stay_in_past_turns_until_they_are_too_long_together(proce
     asked = played(processor, context, answers, pages)
     told = ["".join(texts(processor, prompt)[1:]).split("\n") for prompt in asked]
     lists = [sum(len(line) for line in lines if line.startswith("[")) for lines in told]
-    assert [len(prompt.images) for prompt in asked] == [1, 2, 3, 1, 2, 1]  # some 5,000 characters a page
-    assert 0 == lists[0] < lists[1] < lists[2] <= MAX_LIST_TEXT
+    assert [len(prompt.image_indices) for prompt in asked] == [1, 2, 3, 1, 2, 1]  # some 5,000 characters a page
+    assert 0 == lists[0] < lists[1] < lists[2] <= MAX_ELEMENT_LIST_CHARS
     assert all("[12] combobox" in texts(processor, prompt)[-1] for prompt in asked[1:])
 
 
@@ -200,7 +204,7 @@ def test_hostile_pages_make_no_special_token(processor: Processor) -> None:
     for text in (HOSTILE, "words"):
         context = context_of(processor, toolset=Toolset(marks=True), compact=False)
         page = replace(numbered(1, text, text), error=text, url=f"http://a/{text}")
-        asked = played(processor, context, [said(processor, render(CLICK))] * 2, [page, page])
+        asked = played(processor, context, [said(processor, format_tool_call(CLICK))] * 2, [page, page])
         found.append([int(token) for token in asked[-1].token_ids if int(token) in added])
     assert found[0] == found[1]
     assert found[0].count(processor.image_token_id) == 3
@@ -216,23 +220,23 @@ def test_every_prompt_fits_and_goes_on_or_begins_a_stretch_and_stretches_are_seq
     processor: Processor, steps: list[tuple[str, str, bool, bool]], limit: int, rounds: int
 ) -> None:
     context = context_of(processor, rounds, limit)
-    context.begin("task", seen())
+    context.start_episode("task", seen())
     asked: list[Prompt] = []
     answers: list[Generation] = []
     stretches = 0
     for shade, (text, title, valid, cut) in enumerate(steps):
         try:
-            asked.append(context.prompt())
+            asked.append(context.build_prompt())
         except ContextOverflow:
             break
         tokens = processor.encode_response(text)
         answers.append(said(processor, text, tokens[:-1] if cut and len(tokens) > 1 else tokens))
         action = Action("answer", text=text) if valid else None
-        context.add(answers[-1], action, None if valid else "bad_json", seen(shade, title))
+        context.add_step(answers[-1], action, None if valid else "bad_json", seen(shade, title))
         prompt = asked[-1]
-        assert (prompt.token_ids == processor.image_token_id).sum() == len(prompt.images) <= rounds
+        assert (prompt.token_ids == processor.image_token_id).sum() == len(prompt.image_indices) <= rounds
         assert len(expanded(processor, context, prompt)) <= limit
         if len(asked) == 1 or not goes_on(asked[-2], answers[-2], prompt):
             stretches += 1
-            assert len(prompt.images) == 1
+            assert len(prompt.image_indices) == 1
     assert len(chains(processor, context, asked, answers)) == stretches

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from megatron_webrl.config import Config
+from megatron_webrl.config.schema import Config
 from megatron_webrl.ring.errors import RingFull
-from megatron_webrl.ring.record import encode
+from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.rollout import pool as pools
-from megatron_webrl.rollout.pool import Pool
+from megatron_webrl.rollout.pool import RolloutPool
 from tests.trajectories import trajectory
 
 LARGE = trajectory(prompt=40_000, response=10)
@@ -29,18 +29,25 @@ def ring(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ring]:
     ring = Ring.create_or_attach(name, 2**20, name)
     with suppress(RingFull):
         while True:
-            ring.write(encode(LARGE), 0.0)
+            ring.write(encode_trajectory(LARGE), 0.0)
     yield ring
     ring.unlink()
     ring.close()
 
 
-def make_pool(ring: Ring, seconds: float) -> Pool:
+def make_pool(ring: Ring, seconds: float) -> RolloutPool:
     config = Config()
-    config.ring.full_seconds = seconds
+    config.ring.write_timeout_seconds = seconds
     unused: Any = None
-    return Pool(
-        config, unused, ring, engine=unused, episodes=unused, refresh=unused, evaluator=unused, name="rollout-0.1"
+    return RolloutPool(
+        config,
+        unused,
+        ring,
+        engine=unused,
+        episode_runner=unused,
+        weight_client=unused,
+        evaluator=unused,
+        instance_id="rollout-0.1",
     )
 
 
@@ -50,11 +57,11 @@ def test_a_full_ring_holds_a_trajectory_back_until_there_is_room(ring: Ring):
     thread.start()
     thread.join(0.5)
     assert thread.is_alive()
-    assert pool.written == 0
+    assert pool.written_episodes == 0
     ring.acknowledge(ring.committed()[:1])
     thread.join(10)
     assert not thread.is_alive()
-    assert pool.written == 1
+    assert pool.written_episodes == 1
     assert ring.usage().records == records
 
 
@@ -70,4 +77,4 @@ def test_at_the_end_of_the_job_what_found_no_room_is_not_counted_as_written(ring
     pool._ended = True
     thread.join(10)
     assert not thread.is_alive()
-    assert pool.written == 0
+    assert pool.written_episodes == 0

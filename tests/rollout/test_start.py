@@ -10,24 +10,24 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from megatron_webrl.config import read, save
-from megatron_webrl.control import Control
-from megatron_webrl.roles import where
+from megatron_webrl.config.load import parse_config, save_config
+from megatron_webrl.control.control_plane import ControlClient
+from megatron_webrl.launch.role_process import role_arguments
 from tests.waiting import until
 
 STARTS_SECONDS, ENDS_SECONDS = 60, 60
 
 
 def test_a_worker_whose_engine_starts_ends_well_with_the_job(tmp_path: Path, tiny_model: Path) -> None:
-    config = read(
+    config = parse_config(
         None, [f"model.path={tiny_model}", "model.platform=cpu", f"run.directory={tmp_path}", "run.name=here"]
     )
     config.run_folder.mkdir()
-    save(config, config.run_folder / "config.yaml")
+    save_config(config, config.run_folder / "config.yaml")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STARTS_SECONDS))
-    store.set("job/ring", "webrl-test-start")  # as the control plane does, which this store is
-    control = Control("127.0.0.1", store.port, "trainer-0", config.run.lost_seconds)
-    command = [*where(config, f"127.0.0.1:{store.port}"), "--worker", "0", "--weights-only"]
+    store.set("job/id", "webrl-test-start")  # as the control plane does, which this store is
+    control = ControlClient("127.0.0.1", store.port, "trainer-0", config.run.heartbeat_timeout_seconds)
+    command = [*role_arguments(config, f"127.0.0.1:{store.port}"), "--worker", "0", "--weights-only"]
     log = tmp_path / "log"
     with log.open("wb") as file:
         worker = subprocess.Popen(
@@ -36,7 +36,7 @@ def test_a_worker_whose_engine_starts_ends_well_with_the_job(tmp_path: Path, tin
     try:
         until(lambda: control.status_of("rollout-0") == "starting the engine", log.read_text, STARTS_SECONDS)
         time.sleep(1)
-        control.finish("finished")
+        control.end_job("finished")
         assert worker.wait(ENDS_SECONDS) == 0, log.read_text()
     finally:
         worker.kill()

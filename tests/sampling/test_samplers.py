@@ -9,8 +9,17 @@ from collections import Counter, deque
 import numpy as np
 import pytest
 
-from megatron_webrl.config import ConfigError, SamplerConfig
-from megatron_webrl.sampling.samplers import adapted, draw, first_rate, fixed, learnable, moved_rate, nearest
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.tasks import SamplerConfig
+from megatron_webrl.sampling.samplers import (
+    adaptive_probabilities,
+    draw_environment,
+    initial_pass_rate,
+    initial_probabilities,
+    nearest_target_shares,
+    reward_variance_shares,
+    updated_pass_rate,
+)
 
 CHI_SQUARE_99 = {1: 6.63, 2: 9.21, 4: 13.28, 5: 15.09}  # by degrees of freedom
 
@@ -24,16 +33,29 @@ def chi_square(counts: Counter[int], probabilities: tuple[float, ...]) -> float:
 
 def test_what_a_ticket_draws_is_the_same_on_every_machine() -> None:
     # Must stay so: a resumed run relies on it.
-    assert [draw((0.2, 0.3, 0.5), 0, ticket) for ticket in range(12)] == [1, 0, 2, 1, 2, 2, 0, 2, 1, 0, 2, 1]
+    assert [draw_environment((0.2, 0.3, 0.5), 0, ticket) for ticket in range(12)] == [
+        1,
+        0,
+        2,
+        1,
+        2,
+        2,
+        0,
+        2,
+        1,
+        0,
+        2,
+        1,
+    ]
 
-    assert [draw((0.2, 0.3, 0.5), 1, 2**40 + ticket) for ticket in range(6)] == [2, 1, 0, 2, 1, 2]
-    assert draw((2.0, 3.0, 5.0), 0, 77) == draw((0.2, 0.3, 0.5), 0, 77)
+    assert [draw_environment((0.2, 0.3, 0.5), 1, 2**40 + ticket) for ticket in range(6)] == [2, 1, 0, 2, 1, 2]
+    assert draw_environment((2.0, 3.0, 5.0), 0, 77) == draw_environment((0.2, 0.3, 0.5), 0, 77)
 
 
 @pytest.mark.parametrize("probabilities", MIXTURES, ids=str)
 def test_a_ticket_draws_each_environment_with_its_probability_over_seeds(probabilities: tuple[float, ...]) -> None:
     for ticket in (0, 12345, 2**40):
-        counts = Counter(draw(probabilities, seed, ticket) for seed in range(3000))
+        counts = Counter(draw_environment(probabilities, seed, ticket) for seed in range(3000))
         assert chi_square(counts, probabilities) < CHI_SQUARE_99[len(probabilities) - 1]
 
 
@@ -44,20 +66,20 @@ def test_consecutive_tickets_draw_each_environment_as_often_as_the_sampler_says(
     for seed, first in itertools.product(range(2), (0, 999, 2**40)):
         counts: Counter[int] = Counter()
         for number in range(1000):
-            counts[draw(probabilities, seed, first + number)] += 1
+            counts[draw_environment(probabilities, seed, first + number)] += 1
             for index, probability in enumerate(probabilities):
                 assert abs(counts[index] - (number + 1) * probability) < 3.5, (seed, first, number)
         assert chi_square(counts, probabilities) < CHI_SQUARE_99[len(probabilities) - 1]
 
 
 def test_another_seed_draws_other_environments() -> None:
-    one, other = ([draw((0.5, 0.5), seed, ticket) for ticket in range(64)] for seed in (0, 1))
+    one, other = ([draw_environment((0.5, 0.5), seed, ticket) for ticket in range(64)] for seed in (0, 1))
     assert one != other
 
 
 def test_an_environment_without_weight_is_never_drawn() -> None:
     for weights in ((0.0, 1.0, 0.0, 2.0, 0.0), (1e-300, 0.0, 1.0), (0.1, 0.2, 0.0)):
-        drawn = {draw(weights, seed, ticket) for seed in range(20) for ticket in range(200)}
+        drawn = {draw_environment(weights, seed, ticket) for seed in range(20) for ticket in range(200)}
         assert drawn <= {index for index, weight in enumerate(weights) if weight}
 
 
@@ -66,45 +88,50 @@ def test_states_that_follow_each_other_are_kept_to_as_well() -> None:
     settings, chance = SamplerConfig("curriculum"), random.Random(5)
     skill, rates = [0.05, 0.3, 0.5, 0.7, 0.95, 0.99], [0.5] * 6
     counts, expected = np.zeros(6), np.zeros(6)
-    ahead: deque[tuple[float, ...]] = deque([adapted(settings, rates)] * 24)
+    ahead: deque[tuple[float, ...]] = deque([adaptive_probabilities(settings, rates)] * 24)
     under_way: deque[int] = deque()
     for ticket in range(3000):
         probabilities = ahead.popleft()
-        environment = draw(probabilities, 3, ticket)
+        environment = draw_environment(probabilities, 3, ticket)
         counts[environment] += 1
         expected += probabilities
         under_way.append(environment)
         if len(under_way) > 24:
             done = under_way.popleft()
             seen = sum(chance.random() < skill[done] for _ in range(8)) / 8
-            rates[done] = moved_rate(settings, rates[done], seen)
-        ahead.append(adapted(settings, rates))
+            rates[done] = updated_pass_rate(settings, rates[done], seen)
+        ahead.append(adaptive_probabilities(settings, rates))
     assert np.abs(counts - expected).max() < 25  # independent draws stray by this much already as often as not
     assert counts[2] > 2 * counts[5]
 
 
 def test_ratios_weigh_environments_and_those_left_out_count_one() -> None:
     names, easy = ["a", "b", "c"], ["easy"] * 3
-    assert fixed(SamplerConfig(), names, easy) == (1 / 3, 1 / 3, 1 / 3)
-    assert fixed(SamplerConfig("ratio", weights={"a": 2, "c": 0}), names, easy) == (2 / 3, 1 / 3, 0.0)
-    assert fixed(SamplerConfig("curriculum"), names, easy) == (1 / 3, 1 / 3, 1 / 3)
+    assert initial_probabilities(SamplerConfig(), names, easy) == (1 / 3, 1 / 3, 1 / 3)
+    assert initial_probabilities(SamplerConfig("ratio", weights={"a": 2, "c": 0}), names, easy) == (2 / 3, 1 / 3, 0.0)
+    assert initial_probabilities(SamplerConfig("curriculum"), names, easy) == (1 / 3, 1 / 3, 1 / 3)
 
 
 def test_difficulties_share_the_tickets_out_and_their_environments_share_equally() -> None:
     names, difficulties = ["a", "b", "c", "d"], ["easy", "hard", "easy", "medium"]
     ratio = SamplerConfig("ratio", difficulty_weights={"easy": 2, "medium": 5, "hard": 3})
-    assert fixed(ratio, names, difficulties) == pytest.approx((0.1, 0.3, 0.1, 0.5))
-    assert fixed(SamplerConfig("ratio", difficulty_weights={"hard": 0}), names, difficulties) == (0.25, 0, 0.25, 0.5)
+    assert initial_probabilities(ratio, names, difficulties) == pytest.approx((0.1, 0.3, 0.1, 0.5))
+    assert initial_probabilities(SamplerConfig("ratio", difficulty_weights={"hard": 0}), names, difficulties) == (
+        0.25,
+        0,
+        0.25,
+        0.5,
+    )
     with pytest.raises(ConfigError, match=r"difficulty_weights.hard: none of tasks.environments is hard"):
-        fixed(ratio, ["a", "d"], ["easy", "medium"])
+        initial_probabilities(ratio, ["a", "d"], ["easy", "medium"])
     with pytest.raises(ConfigError, match=r"difficulty_weights=\{'easy': 0\} is 0 for every one"):
-        fixed(SamplerConfig("ratio", difficulty_weights={"easy": 0}), ["a"], ["easy"])
+        initial_probabilities(SamplerConfig("ratio", difficulty_weights={"easy": 0}), ["a"], ["easy"])
 
 
 def test_a_curriculum_prefers_what_is_neither_hopeless_nor_mastered() -> None:
-    assert learnable([0.5, 0.1, 0.9, 1.0]) == pytest.approx((0.25 / 0.43, 0.09 / 0.43, 0.09 / 0.43, 0.0))
-    assert learnable([0.0, 1.0]) == (0.5, 0.5)
-    found = adapted(SamplerConfig("curriculum", epsilon=0.2), [0.5, 0.0, 1.0, 0.5])
+    assert reward_variance_shares([0.5, 0.1, 0.9, 1.0]) == pytest.approx((0.25 / 0.43, 0.09 / 0.43, 0.09 / 0.43, 0.0))
+    assert reward_variance_shares([0.0, 1.0]) == (0.5, 0.5)
+    found = adaptive_probabilities(SamplerConfig("curriculum", epsilon=0.2), [0.5, 0.0, 1.0, 0.5])
     assert found == pytest.approx((0.45, 0.05, 0.05, 0.45))
 
 
@@ -117,17 +144,17 @@ def test_the_nearest_candidate_is_as_likely_as_counting_says(candidates: int) ->
         least = min(distances[index] for index in drawn)
         alike = [index for index, distance in enumerate(distances) if distance == least]
         counts[alike] += 1 / len(alike)
-    assert nearest(rates, target, candidates) == pytest.approx(counts / len(rates) ** candidates)
+    assert nearest_target_shares(rates, target, candidates) == pytest.approx(counts / len(rates) ** candidates)
 
 
 def test_near_target_keeps_to_the_target_and_leaves_the_rest_a_share() -> None:
     settings = SamplerConfig("near_target", target=0.3, candidates=3, epsilon=0.1)
-    found = adapted(settings, [0.9, 0.35, 0.0])
+    found = adaptive_probabilities(settings, [0.9, 0.35, 0.0])
     assert found == pytest.approx((0.9 / 27 + 0.1 / 3, 0.9 * 19 / 27 + 0.1 / 3, 0.9 * 7 / 27 + 0.1 / 3))
     assert sum(found) == pytest.approx(1)
 
 
 def test_estimates_begin_where_they_are_most_wanted_and_move_by_alpha() -> None:
-    assert first_rate(SamplerConfig("curriculum")) == 0.5
-    assert first_rate(SamplerConfig("near_target", target=0.3)) == 0.3
-    assert moved_rate(SamplerConfig("curriculum"), 0.5, 1.0) == pytest.approx(0.65)
+    assert initial_pass_rate(SamplerConfig("curriculum")) == 0.5
+    assert initial_pass_rate(SamplerConfig("near_target", target=0.3)) == 0.3
+    assert updated_pass_rate(SamplerConfig("curriculum"), 0.5, 1.0) == pytest.approx(0.65)

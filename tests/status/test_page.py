@@ -15,11 +15,11 @@ from rich.console import Console
 
 from megatron_webrl.cli import main
 from megatron_webrl.status import page
-from megatron_webrl.status.farewell import farewell, farewell_lines
-from megatron_webrl.status.report import Report, RingState, look
-from megatron_webrl.status.roles import Restart, RoleState
+from megatron_webrl.status.final_report import final_report_lines, print_final_report
+from megatron_webrl.status.report import RingState, RunReport, build_report
+from megatron_webrl.status.role_status import ProcessRestart, RoleState
 from megatron_webrl.tracking import events, summary
-from megatron_webrl.tracking.events import Journal
+from megatron_webrl.tracking.events import EventLog
 from tests.status.made_runs import begin_job, make_run, train
 
 ROOT = Path(__file__).parent.parent.parent
@@ -38,10 +38,10 @@ def cluster() -> list[RoleState]:
         role(f"rollout-{n}", n // 4, f"version 6: {n % 3 + 2} groups running, {100 + n} episodes done")
         for n in range(128)
     ]
-    ranks[0] = replace(ranks[0], doing="update 8: waiting for groups, 3 of 512; dropped so far: stale 6")
-    ranks[77] = replace(ranks[77], state="silent", beat=31.25)
-    workers[40] = replace(workers[40], restarts=[Restart(time.time(), "was killed by SIGKILL")])
-    return [role("control", 0, "", beat=None), *ranks, *workers]
+    ranks[0] = replace(ranks[0], status_line="update 8: waiting for groups, 3 of 512; dropped so far: stale 6")
+    ranks[77] = replace(ranks[77], state="silent", heartbeat_age_seconds=31.25)
+    workers[40] = replace(workers[40], restarts=[ProcessRestart(time.time(), "was killed by SIGKILL")])
+    return [role("control", 0, "", heartbeat_age_seconds=None), *ranks, *workers]
 
 
 def rendered(what: object, width: int) -> str:
@@ -51,22 +51,22 @@ def rendered(what: object, width: int) -> str:
 
 
 @pytest.fixture
-def report(tmp_path: Path) -> Report:
+def report(tmp_path: Path) -> RunReport:
     made = make_run(tmp_path, config=str(ROOT / "configs" / "8b_32node.yaml"))
     begin_job(made, 3600)
     train(made, 7)
     for node in range(32):
-        Journal(made.run_folder, node).add_all([(f"trainer-{4 * node}", None)], events.STARTED)
-    Journal(made.run_folder, 10).add(
+        EventLog(made.run_folder, node).add_all([(f"trainer-{4 * node}", None)], events.STARTED)
+    EventLog(made.run_folder, 10).add(
         "rollout-40", events.RESTARTED,
-        "rollout-40 was killed by SIGKILL; its last words: version 6 (log: here.log)", Path("here.log"),
+        "rollout-40 was killed by SIGKILL; last log line: version 6 (log: here.log)", Path("here.log"),
     )  # fmt: skip
-    found = look(made.run_folder, None)
-    return replace(found, roles=cluster(), hosts=[f"n{node + 1}" for node in range(32)], state="running", well=True)
+    found = build_report(made.run_folder, None)
+    return replace(found, roles=cluster(), hosts=[f"n{node + 1}" for node in range(32)], state="running", healthy=True)
 
 
 def test_processes_that_are_alike_share_a_line_and_those_that_differ_are_named() -> None:
-    parts = [role(f"rollout-{n}.part-1", n + 16, f"with life 1 of rollout-{n}") for n in range(16)]
+    parts = [role(f"rollout-{n}.follower-1", n + 16, f"with life 1 of rollout-{n}") for n in range(16)]
     rows = [line.split() for line in rendered(page.roles_table([*cluster(), *parts]), 200).splitlines()]
     by_process = {" ".join(row[:2]): row for row in rows if len(row) > 3}
     assert {"trainer 0", "trainer 1-76,78-127", "trainer 77", "rollout 0-39,41-127", "rollout 40"} <= set(by_process)
@@ -75,13 +75,13 @@ def test_processes_that_are_alike_share_a_line_and_those_that_differ_are_named()
     assert by_process["trainer 1-76,78-127"][2] == "0-31"
     text = " ".join(by_process["rollout 0-39,41-127"])
     assert text.endswith("version 6: 2-4 groups running, 100-227 episodes done")
-    assert by_process["rollout part-1"][2:5] == ["0-15", "16-31", "running"]
+    assert by_process["rollout follower-1"][2:5] == ["0-15", "16-31", "running"]
     assert len(rows) < 15
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_page_of_32_nodes_fits_a_terminal(report: Report, width: int) -> None:
-    text = rendered(page.page(report), width)
+def test_a_page_of_32_nodes_fits_a_terminal(report: RunReport, width: int) -> None:
+    text = rendered(page.render_report(report), width)
     assert max(map(len, text.splitlines())) <= width
     assert len(text.splitlines()) < 50
     assert "…" not in text
@@ -90,32 +90,32 @@ def test_a_page_of_32_nodes_fits_a_terminal(report: Report, width: int) -> None:
         assert words in whole
 
 
-def test_hosts_are_named_in_the_order_of_their_nodes(report: Report) -> None:
+def test_hosts_are_named_in_the_order_of_their_nodes(report: RunReport) -> None:
     for hosts, shown in (
         (["n1", "n2", "n3", "n7"], "n[1-3,7]"),
         (["gpu-a", "gpu-b"], "gpu-a gpu-b"),
         (["n01", "n02"], "n[01-02]"),
         (["vm", "vm"], "vm"),
     ):
-        assert dict(page.lines(replace(report, hosts=hosts)))["job"] == f"32 nodes: {shown}"
+        assert dict(page.report_lines(replace(report, hosts=hosts)))["job"] == f"32 nodes: {shown}"
 
 
-def test_the_fullest_ring_speaks_for_those_of_a_machine(report: Report) -> None:
+def test_the_fullest_ring_speaks_for_those_of_a_machine(report: RunReport) -> None:
     rings = [RingState(0, 1.0, 64.0, 3), RingState(1, 32.0, 64.0, 9), RingState(2, 0.0, 64.0, 0)]
-    shown = dict(page.lines(replace(report, rings=rings)))["ring"]
+    shown = dict(page.report_lines(replace(report, rings=rings)))["ring"]
     assert shown == "node 1: 32.0 of 64 MiB (50%), 9 episodes; 2 others here, less full"
 
 
-def test_what_happened_is_listed_with_its_reason_and_its_log(report: Report) -> None:
-    text = " ".join(rendered(page.page(report), 200).split())
-    assert "rollout-40 restarted was killed by SIGKILL; its last words: version 6 [here.log]" in text
+def test_what_happened_is_listed_with_its_reason_and_its_log(report: RunReport) -> None:
+    text = " ".join(rendered(page.render_report(report), 200).split())
+    assert "rollout-40 restarted was killed by SIGKILL; last log line: version 6 [here.log]" in text
     assert "trainer-4 started" not in text
     assert "trainer-4 started" in " ".join(rendered(page.events_table(report.events), 200).split())
 
 
-def test_many_events_are_cut_to_the_last_ones(report: Report) -> None:
-    more = [replace(report.events[-1], at=report.at + n, reason=f"reason {n}") for n in range(20)]
-    text = rendered(page.page(replace(report, events=[*report.events, *more])), 120)
+def test_many_events_are_cut_to_the_last_ones(report: RunReport) -> None:
+    more = [replace(report.events[-1], time=report.time + n, reason=f"reason {n}") for n in range(20)]
+    text = rendered(page.render_report(replace(report, events=[*report.events, *more])), 120)
     assert "reason 19" in text
     assert "reason 11" not in text
     assert "and 13 before: --events" in text
@@ -127,17 +127,17 @@ def test_many_events_are_cut_to_the_last_ones(report: Report) -> None:
 def test_the_end_of_a_job_is_told_in_the_same_words_wherever_it_ran(tmp_path: Path) -> None:
     made = make_run(tmp_path)
     begin_job(made, 3600)
-    journal = Journal(made.run_folder)
+    journal = EventLog(made.run_folder)
     journal.add("rollout-0", events.STARTED)
-    journal.add("rollout-0", events.RESTARTED, "rollout-0 was killed by SIGKILL; its last words: none")
+    journal.add("rollout-0", events.RESTARTED, "rollout-0 was killed by SIGKILL; last log line: none")
     train(made, 3)
     accounting = {"finished": 120, "trained": 90, "dropped": {"stale": 6}, "waiting": 24, "rolled_back": 0}
     accounting |= {"matches": True, "tokens": {}}
-    summary.write(made.run_folder, "finished", accounting)
+    summary.write_summary(made.run_folder, "finished", accounting)
     journal.add(events.JOB, events.ENDED, "finished")
     out = io.StringIO()
-    farewell(made.run_folder, Console(file=out, width=120), table=True)
-    told, logged = out.getvalue(), farewell_lines(made.run_folder)
+    print_final_report(made.run_folder, Console(file=out, width=120), table=True)
+    told, logged = out.getvalue(), final_report_lines(made.run_folder)
     assert "steps" in told  # of the table of updates
     assert set(logged) <= {line.rstrip() for line in told.splitlines()}
     lines = dict(line.split(":", 1) for line in logged if line.split(":", 1)[0].isalpha())
@@ -152,9 +152,9 @@ def test_the_end_of_a_job_is_told_in_the_same_words_wherever_it_ran(tmp_path: Pa
 
 def test_a_failure_is_told_on_one_line_however_long(tmp_path: Path) -> None:
     made = make_run(tmp_path)
-    outcome = "failed: trainer-0 exited with code 1; its last words: " + "no more memory " * 30
-    summary.complete(made.run_folder, outcome)
-    assert any(outcome in line for line in farewell_lines(made.run_folder))
+    outcome = "failed: trainer-0 exited with code 1; last log line: " + "no more memory " * 30
+    summary.ensure_written(made.run_folder, outcome)
+    assert any(outcome in line for line in final_report_lines(made.run_folder))
 
 
 # -- the command --------------------------------------------------------------------------------------
@@ -165,12 +165,12 @@ def test_the_exit_code_says_whether_the_run_is_well(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     made = make_run(tmp_path / "runs")
-    summary.complete(made.run_folder, "finished")
+    summary.ensure_written(made.run_folder, "finished")
     assert main(["status", "made"]) == 0
     assert "finished; 20" in capsys.readouterr().out
     assert main(["status", "made", "--watch", "60"]) == 0  # there is nothing more to wait for
     capsys.readouterr()
-    summary.complete(made.run_folder, "failed: trainer-0: ValueError")
+    summary.ensure_written(made.run_folder, "failed: trainer-0: ValueError")
     assert main(["status", "made", "--json"]) == 1
     assert '"why": "trainer-0: ValueError"' in capsys.readouterr().out
     assert main(["status", "other"]) == 2

@@ -14,21 +14,22 @@ from pathlib import Path
 
 import pytest
 
-from megatron_webrl import roles
-from megatron_webrl.config import Config, ConfigError
-from megatron_webrl.control import Start
-from megatron_webrl.status import live
-from megatron_webrl.status.live import Address, Answer, Observer
-from megatron_webrl.status.report import Report, find, look
-from megatron_webrl.status.roles import RoleState
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.control.control_plane import TicketEpoch
+from megatron_webrl.launch import role_process
+from megatron_webrl.status import control_probe
+from megatron_webrl.status.control_probe import ControlAddress, ControlProbe, ControlStatus
+from megatron_webrl.status.report import RunReport, build_report, find_run
+from megatron_webrl.status.role_status import RoleState
 from megatron_webrl.tracking import events, summary
-from megatron_webrl.tracking.events import Journal
+from megatron_webrl.tracking.events import EventLog
 from tests.planes import connect, control_plane
 from tests.status.made_runs import begin_job, make_run, train
 
 ROOT = Path(__file__).parent.parent.parent
 SERVER = (
-    "import sys; from pathlib import Path; from megatron_webrl.control import serve;"
+    "import sys; from pathlib import Path; from megatron_webrl.control.control_plane import serve;"
     "serve('127.0.0.1', 0, sys.argv[2], Path(sys.argv[1]), seconds=120)"
 )
 
@@ -39,14 +40,14 @@ def config(tmp_path: Path) -> Config:
 
 
 @pytest.fixture(scope="module")
-def observer() -> Iterator[Observer]:
-    with Observer() as made:
+def observer() -> Iterator[ControlProbe]:
+    with ControlProbe() as made:
         yield made
 
 
-def begin(config: Config) -> Journal:
+def begin(config: Config) -> EventLog:
     begin_job(config, 3600)
-    journal = Journal(config.run_folder)
+    journal = EventLog(config.run_folder)
     for name in ("control", "rollout-0", "trainer-0", "trainer-1"):
         log = config.run_folder / "logs" / f"{name}.log"
         log.write_text(f"of {name}\n")
@@ -54,124 +55,128 @@ def begin(config: Config) -> Journal:
     return journal
 
 
-def by_name(report: Report) -> dict[str, RoleState]:
+def by_name(report: RunReport) -> dict[str, RoleState]:
     return {role.name: role for role in report.roles}
 
 
-def states(report: Report) -> dict[str, str]:
+def states(report: RunReport) -> dict[str, str]:
     return {role.name: role.state for role in report.roles}
 
 
 # -- while it runs ------------------------------------------------------------------------------------
 
 
-def test_a_running_job_is_seen_as_its_control_plane_knows_it(config: Config, observer: Observer) -> None:
+def test_a_running_job_is_seen_as_its_control_plane_knows_it(config: Config, observer: ControlProbe) -> None:
     journal = begin(config)
     train(config, 4)
     with control_plane(config.run_folder) as address:
         trainer, worker = connect(address, "trainer-0"), connect(address, "rollout-0")
-        trainer.report("update 5: waiting for groups, 3 of 8; dropped so far: none")
-        trainer.open_job(Start(0, 0, 0, (), 0), limit=12)
+        trainer.report_status("update 5: waiting for groups, 3 of 8; dropped so far: none")
+        trainer.start_ticket_epoch(TicketEpoch(0, 0, 0, (), 0), limit=12)
         for _ in range(7):
-            worker.take_position()
-        worker.close_position(2)
-        worker.begin_life()
+            worker.claim_slot()
+        worker.close_slot(2)
+        worker.register_instance()
         words = "2026-11-22 17:06:42,838 rollout-0 INFO a.module: version 8 in place"
         journal.add(
-            "rollout-0", events.RESTARTED, f"rollout-0 was killed by SIGKILL; its last words: {words} (log: x.log)"
+            "rollout-0", events.RESTARTED, f"rollout-0 was killed by SIGKILL; last log line: {words} (log: x.log)"
         )
         for control in (trainer, worker):
             control.start_heartbeat()
-            control.wait_key(f"beat/{control.role}", 10, "a heartbeat")
-        report = look(config.run_folder, observer)
+            control.wait_for_key(f"heartbeat/{control.role}", 10, "a heartbeat")
+        report = build_report(config.run_folder, observer)
         for control in (trainer, worker):
             control.close()
-        assert (report.state, report.well, report.until) == ("running", True, None)
-        assert (report.version, report.updates) == (4, 10)
-        assert report.control == "{}:{}".format(*address)
-        assert report.expected_end == pytest.approx(report.at + 5.5 * 36.0, abs=18.5)
-        assert report.tickets == live.Tickets(taken=7, limit=12, playing=6)
+        assert (report.state, report.healthy, report.ended_at) == ("running", True, None)
+        assert (report.version, report.target_updates) == (4, 10)
+        assert report.control_address == "{}:{}".format(*address)
+        assert report.expected_end == pytest.approx(report.time + 5.5 * 36.0, abs=18.5)
+        assert report.tickets == control_probe.TicketCounts(claimed=7, limit=12, in_progress=6)
         assert states(report) == {
             "control": "running", "trainer-0": "running", "trainer-1": "starting", "rollout-0": "running",
         }  # fmt: skip
         found = by_name(report)
-        assert found["trainer-0"].doing == "update 5: waiting for groups, 3 of 8; dropped so far: none"
-        beat = found["trainer-0"].beat
+        assert found["trainer-0"].status_line == "update 5: waiting for groups, 3 of 8; dropped so far: none"
+        beat = found["trainer-0"].heartbeat_age_seconds
         assert beat is not None
         assert beat < 10
         assert [restart.reason for restart in found["rollout-0"].restarts] == [
-            "was killed by SIGKILL; its last words: version 8 in place"
+            "was killed by SIGKILL; last log line: version 8 in place"
         ]
         assert found["trainer-1"].log == str(config.run_folder / "logs" / "trainer-1.log")
-        assert json.loads(json.dumps(report.to_json()))["tickets"]["playing"] == 6
+        assert json.loads(json.dumps(report.to_json()))["tickets"]["in_progress"] == 6
 
 
-def test_a_role_that_is_started_again_does_not_speak_of_its_earlier_life(config: Config, observer: Observer) -> None:
+def test_a_role_that_is_started_again_does_not_speak_of_its_earlier_life(
+    config: Config, observer: ControlProbe
+) -> None:
     journal = begin(config)
     with control_plane(config.run_folder) as address:
         worker = connect(address, "rollout-0")
-        worker.report("version 8: 2 groups running")
-        worker.store.set("beat/rollout-0", f"1 {time.time()}")
-        assert by_name(look(config.run_folder, observer))["rollout-0"].doing == "version 8: 2 groups running"
-        worker.forget("rollout-0")
+        worker.report_status("version 8: 2 groups running")
+        worker.store.set("heartbeat/rollout-0", f"1 {time.time()}")
+        assert (
+            by_name(build_report(config.run_folder, observer))["rollout-0"].status_line == "version 8: 2 groups running"
+        )
+        worker.clear_heartbeat("rollout-0")
         journal.add("rollout-0", events.RESTARTED, "rollout-0 exited with code 1")
-        again = by_name(look(config.run_folder, observer))["rollout-0"]
-    assert (again.state, again.doing, len(again.restarts)) == ("starting", "", 1)
+        again = by_name(build_report(config.run_folder, observer))["rollout-0"]
+    assert (again.state, again.status_line, len(again.restarts)) == ("starting", "", 1)
 
 
-def test_an_observer_leaves_no_trace_in_the_job(config: Config, observer: Observer) -> None:
+def test_an_observer_leaves_no_trace_in_the_job(config: Config, observer: ControlProbe) -> None:
     with control_plane(config.run_folder) as address:
         control = connect(address, "test")
-        control.open_job(Start(0, 0, 0, (), 0), limit=3)
-        names = ("taken", "limit", "opened", "start/0")
+        control.start_ticket_epoch(TicketEpoch(0, 0, 0, (), 0), limit=3)
+        names = ("claimed", "limit", "epoch_count", "epoch/0")
         before = {key: control.store.get(key) for key in (f"tickets/{name}" for name in names)}
         keys = control.store.num_keys()
-        assert look(config.run_folder, observer).state == "running"
+        assert build_report(config.run_folder, observer).state == "running"
         assert control.store.num_keys() == keys
         assert {key: control.store.get(key) for key in before} == before
 
 
-def test_a_role_that_fell_silent_is_named(tmp_path: Path, observer: Observer) -> None:
-    config = make_run(tmp_path, "run.lost_seconds=20")
+def test_a_role_that_fell_silent_is_named(tmp_path: Path, observer: ControlProbe) -> None:
+    config = make_run(tmp_path, "run.heartbeat_timeout_seconds=20")
     begin(config)
     with control_plane(config.run_folder) as address:
         control = connect(address, "test")
-        control.store.set("beat/trainer-0", f"77 {time.time() - 45}")
-        control.store.set("beat/rollout-0", "7")  # of a program that tells no time
-        report = look(config.run_folder, observer)
+        control.store.set("heartbeat/trainer-0", f"77 {time.time() - 45}")
+        control.store.set("heartbeat/rollout-0", "7")  # of a program that tells no time
+        report = build_report(config.run_folder, observer)
     silent, worker = (next(role for role in report.roles if role.name == name) for name in ("trainer-0", "rollout-0"))
     assert silent.state == "silent"
-    assert silent.beat is not None
-    assert 45 <= silent.beat < 60
-    assert (worker.state, worker.beat) == ("running", None)
+    assert silent.heartbeat_age_seconds is not None
+    assert 45 <= silent.heartbeat_age_seconds < 60
+    assert (worker.state, worker.heartbeat_age_seconds) == ("running", None)
 
 
-def test_the_end_of_a_job_is_seen_before_its_processes_are_gone(config: Config, observer: Observer) -> None:
+def test_the_end_of_a_job_is_seen_before_its_processes_are_gone(config: Config, observer: ControlProbe) -> None:
     begin(config)
     with control_plane(config.run_folder) as address:
-        connect(address, "trainer-0").finish("failed: trainer-1: RuntimeError: no more memory")
-        report = look(config.run_folder, observer)
-    assert (report.state, report.why) == ("failed", "trainer-1: RuntimeError: no more memory")
-    assert not report.well
+        connect(address, "trainer-0").end_job("failed: trainer-1: RuntimeError: no more memory")
+        report = build_report(config.run_folder, observer)
+    assert (report.state, report.reason) == ("failed", "trainer-1: RuntimeError: no more memory")
+    assert not report.healthy
     failed = next(role for role in report.roles if role.state == "failed")
-    assert (failed.name, failed.doing) == ("trainer-1", "RuntimeError: no more memory")
+    assert (failed.name, failed.status_line) == ("trainer-1", "RuntimeError: no more memory")
 
 
-def test_a_job_that_is_asked_to_end_says_so(config: Config, observer: Observer) -> None:
+def test_a_job_that_is_asked_to_end_says_so(config: Config, observer: ControlProbe) -> None:
     with control_plane(config.run_folder) as address:
         control = connect(address, "test")
         control.request_stop()
-        report = look(config.run_folder, observer)
-        assert (report.state, report.why) == ("starting", "an early end was asked for")
-        control.finish("stopped")
-        report = look(config.run_folder, observer)
-        assert (report.state, report.why, report.well) == ("ending", "it has stopped", True)
+        report = build_report(config.run_folder, observer)
+        assert (report.state, report.reason) == ("starting", "an early end was asked for")
+        control.end_job("stopped")
+        report = build_report(config.run_folder, observer)
+        assert (report.state, report.reason, report.healthy) == ("ending", "it has stopped", True)
 
 
 # -- when nothing answers -----------------------------------------------------------------------------
 
 
-def test_a_job_that_was_killed_shows_no_sign_of_life(config: Config, observer: Observer) -> None:
+def test_a_job_that_was_killed_shows_no_sign_of_life(config: Config, observer: ControlProbe) -> None:
     begin(config)
     train(config, 4)
     process = serve(config.run_folder, "a-ring")
@@ -181,52 +186,57 @@ def test_a_job_that_was_killed_shows_no_sign_of_life(config: Config, observer: O
     for path in [*config.run_folder.rglob("*.log"), *config.run_folder.glob("*.*")]:
         os.utime(path, (old, old))
     os.utime(config.run_folder / "logs" / "trainer-1.log", (old + 60, old + 60))
-    report = look(config.run_folder, observer)
-    assert (report.state, report.well, report.until) == ("silent", False, None)
-    assert report.last_sign == pytest.approx(old + 60)
-    assert "does not answer (Connection refused)" in report.why
-    assert f"only the machine of the job ({os.uname().nodename}) reaches it" in report.why
+    report = build_report(config.run_folder, observer)
+    assert (report.state, report.healthy, report.ended_at) == ("silent", False, None)
+    assert report.last_activity_at == pytest.approx(old + 60)
+    assert "does not answer (Connection refused)" in report.reason
+    assert f"only the machine of the job ({os.uname().nodename}) reaches it" in report.reason
     assert set(states(report).values()) == {"unknown"}
-    assert {role.doing for role in report.roles} >= {"of trainer-0", "of rollout-0"}  # the last lines of their logs
+    assert {role.status_line for role in report.roles} >= {
+        "of trainer-0",
+        "of rollout-0",
+    }  # the last lines of their logs
     assert report.version == 4
     assert report.expected_end is None
 
 
-def test_a_control_plane_that_hangs_is_waited_for_within_limits(config: Config, observer: Observer) -> None:
+def test_a_control_plane_that_hangs_is_waited_for_within_limits(config: Config, observer: ControlProbe) -> None:
     begin(config)
     process = serve(config.run_folder, "a-ring")
-    address = Address.read(config.run_folder / "control.json")
+    address = ControlAddress.read(config.run_folder / "control.json")
     assert address is not None
-    assert isinstance(observer.ask(address, ["trainer-0"]), Answer)
+    assert isinstance(observer.query(address, ["trainer-0"]), ControlStatus)
     process.send_signal(signal.SIGSTOP)
     began = time.monotonic()
-    assert observer.ask(address, ["trainer-0"], seconds=2.0) == f"127.0.0.1:{address.port} says nothing within 2 s"
+    assert observer.query(address, ["trainer-0"], seconds=2.0) == f"127.0.0.1:{address.port} says nothing within 2 s"
     assert time.monotonic() - began < 10
     process.send_signal(signal.SIGCONT)
-    assert isinstance(observer.ask(address, ["trainer-0"], seconds=60.0), Answer)
+    assert isinstance(observer.query(address, ["trainer-0"], seconds=60.0), ControlStatus)
     process.kill()
     process.wait()
 
 
-def test_the_control_plane_of_another_job_is_not_taken_for_that_of_this_one(config: Config, observer: Observer) -> None:
+def test_the_control_plane_of_another_job_is_not_taken_for_that_of_this_one(
+    config: Config, observer: ControlProbe
+) -> None:
     process = serve(config.run_folder, "another")
     path = config.run_folder / "control.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"ring": "mine"}))
-    report = look(config.run_folder, observer)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"job_id": "mine"}))
+    report = build_report(config.run_folder, observer)
     process.kill()
     process.wait()
     assert report.state == "silent"
-    assert "another job (another) answers at" in report.why
+    assert "another job (another) answers at" in report.reason
 
 
-def test_a_job_that_is_being_prepared_is_starting_and_not_for_ever(config: Config, observer: Observer) -> None:
-    report = look(config.run_folder, observer)
-    assert (report.state, report.why) == ("starting", "its control plane is not up yet")
+def test_a_job_that_is_being_prepared_is_starting_and_not_for_ever(config: Config, observer: ControlProbe) -> None:
+    report = build_report(config.run_folder, observer)
+    assert (report.state, report.reason) == ("starting", "its control plane is not up yet")
     assert set(states(report).values()) == {"not started"}
-    old = time.time() - 2 * config.run.start_seconds
+    old = time.time() - 2 * config.run.startup_timeout_seconds
     os.utime(config.run_folder / "config.yaml", (old, old))
-    report = look(config.run_folder, observer)
-    assert (report.state, report.why, report.well) == ("silent", "the job has not begun", False)
+    report = build_report(config.run_folder, observer)
+    assert (report.state, report.reason, report.healthy) == ("silent", "the job has not begun", False)
 
 
 def serve(folder: Path, ring: str) -> subprocess.Popen[bytes]:
@@ -247,15 +257,15 @@ def test_a_run_that_ended_says_how_without_asking_anybody(config: Config) -> Non
     train(config, 10)
     accounting = {"finished": 330, "trained": 300, "dropped": {"stale": 6}, "waiting": 24, "rolled_back": 0}
     accounting |= {"matches": True}
-    summary.write(config.run_folder, "finished", accounting | {"tokens": {}})
+    summary.write_summary(config.run_folder, "finished", accounting | {"tokens": {}})
     journal.add(events.JOB, events.ENDED, "finished")
-    report = look(config.run_folder, None)
-    assert (report.state, report.why, report.well) == ("finished", "", True)
-    assert report.until == pytest.approx(time.time(), abs=60)
+    report = build_report(config.run_folder, None)
+    assert (report.state, report.reason, report.healthy) == ("finished", "", True)
+    assert report.ended_at == pytest.approx(time.time(), abs=60)
     assert report.episodes is not None
     assert (report.episodes.waiting, report.episodes.matches) == (24, True)
     assert set(states(report).values()) == {"ended"}
-    assert report.places["summary"] == str(config.run_folder / "summary.json")
+    assert report.paths["summary"] == str(config.run_folder / "summary.json")
 
 
 @pytest.mark.parametrize(
@@ -269,34 +279,34 @@ def test_a_run_that_ended_says_how_without_asking_anybody(config: Config) -> Non
     ],
 )
 def test_every_outcome_is_a_state(config: Config, outcome: str, state: str, why: str, well: bool) -> None:
-    summary.complete(config.run_folder, outcome)
-    report = look(config.run_folder, None)
-    assert (report.state, report.why, report.well) == (state, why, well)
+    summary.ensure_written(config.run_folder, outcome)
+    report = build_report(config.run_folder, None)
+    assert (report.state, report.reason, report.healthy) == (state, why, well)
 
 
 def test_a_role_that_failed_says_why_after_the_end(config: Config) -> None:
     journal = begin(config)
-    failure = "trainer-1 exited with code 1; its last words: ERROR out of memory (log: somewhere/trainer-1.log)"
+    failure = "trainer-1 exited with code 1; last log line: ERROR out of memory (log: somewhere/trainer-1.log)"
     journal.add("trainer-1", events.FAILED, failure, config.run_folder / "logs" / "trainer-1.log")
-    summary.complete(config.run_folder, f"failed: {failure}")
-    report = look(config.run_folder, None)
+    summary.ensure_written(config.run_folder, f"failed: {failure}")
+    report = build_report(config.run_folder, None)
     assert states(report) == {"control": "ended", "trainer-0": "ended", "trainer-1": "failed", "rollout-0": "ended"}
     failed = next(role for role in report.roles if role.state == "failed")
-    assert failed.doing == "exited with code 1; its last words: ERROR out of memory"
+    assert failed.status_line == "exited with code 1; last log line: ERROR out of memory"
 
 
 def test_the_newest_checkpoint_and_what_failed_of_others(config: Config) -> None:
     folder = config.run_folder / "checkpoints"
     (folder / ".writing-000006").mkdir(parents=True)
     (folder / "latest").write_text("version-000004")
-    train(config, 6, **{"checkpoint/failed": 2.0})
-    found = look(config.run_folder, None).checkpoints
+    train(config, 6, **{"checkpoint/failures": 2.0})
+    found = build_report(config.run_folder, None).checkpoints
     assert found.latest == str(folder / "version-000004")
-    assert found.at == pytest.approx(time.time(), abs=60)
+    assert found.completed_at == pytest.approx(time.time(), abs=60)
     assert (found.failures, found.writing) == (2, True)
 
 
-def test_the_ring_of_this_machine_is_looked_at(config: Config, observer: Observer) -> None:
+def test_the_ring_of_this_machine_is_looked_at(config: Config, observer: ControlProbe) -> None:
     from megatron_webrl.ring.ring import Ring
 
     name = f"webrl-status-{os.getpid()}"
@@ -304,30 +314,30 @@ def test_the_ring_of_this_machine_is_looked_at(config: Config, observer: Observe
     try:
         ring.write([bytes(2**19)], 1.0)
         process = serve(config.run_folder, name)
-        (found,) = look(config.run_folder, observer).rings
+        (found,) = build_report(config.run_folder, observer).rings
         process.kill()
         process.wait()
         assert (found.node, found.capacity_mib, found.records) == (0, 1.0, 1)
-        assert found.mib == pytest.approx(0.5)
+        assert found.used_mib == pytest.approx(0.5)
     finally:
         ring.unlink()
         ring.close()
 
 
 def test_an_evaluation_has_no_trainer(config: Config) -> None:
-    journal = Journal(config.run_folder)
+    journal = EventLog(config.run_folder)
     journal.add(events.JOB, events.STARTED)
     for name in ("control", "rollout-0"):
         journal.add(name, events.STARTED)
-    summary.complete(config.run_folder, "finished")
-    assert set(states(look(config.run_folder, None))) == {"control", "rollout-0"}
+    summary.ensure_written(config.run_folder, "finished")
+    assert set(states(build_report(config.run_folder, None))) == {"control", "rollout-0"}
 
 
 def test_a_step_that_has_not_started_is_shown_beside_those_that_have(tmp_path: Path) -> None:
     config = make_run(tmp_path, config=str(ROOT / "configs" / "8b_4node.yaml"))
-    Journal(config.run_folder).add(events.JOB, events.STARTED)
-    Journal(config.run_folder, 2).add("trainer-8", events.STARTED)  # of the four ranks of node 2
-    report = look(config.run_folder, None)
+    EventLog(config.run_folder).add(events.JOB, events.STARTED)
+    EventLog(config.run_folder, 2).add("trainer-8", events.STARTED)  # of the four ranks of node 2
+    report = build_report(config.run_folder, None)
     found = by_name(report)
     assert len(found) == 1 + 16 + 16 - 3
     assert found["trainer-8"].node == 2
@@ -340,9 +350,9 @@ def test_a_step_that_has_not_started_is_shown_beside_those_that_have(tmp_path: P
 def test_a_run_is_found_by_folder_and_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_run(tmp_path / "runs")
     monkeypatch.chdir(tmp_path)
-    assert find("made") == Path("runs/made")
-    assert find(str(made.run_folder)) == made.run_folder
-    assert look(find("made"), None).name == "made"
+    assert find_run("made") == Path("runs/made")
+    assert find_run(str(made.run_folder)) == made.run_folder
+    assert build_report(find_run("made"), None).name == "made"
     (tmp_path / "runs" / "empty").mkdir()
     for run, words in (
         ("mada", r"RUN=mada is neither the folder of a run nor the name of one in runs/; there are made$"),
@@ -350,16 +360,16 @@ def test_a_run_is_found_by_folder_and_by_name(tmp_path: Path, monkeypatch: pytes
         ("runs/made/config.yaml", r"is a file; name the folder of a run, such as runs/made"),
     ):
         with pytest.raises(ConfigError, match=words):
-            find(run)
+            find_run(run)
 
 
 def test_a_run_that_was_moved_aside_is_read_where_it_is(tmp_path: Path) -> None:
     made = make_run(tmp_path)
     begin(made)
-    summary.complete(made.run_folder, "stopped")
+    summary.ensure_written(made.run_folder, "stopped")
     shutil.move(made.run_folder, tmp_path / "made.1")
-    report = look(tmp_path / "made.1", None)
+    report = build_report(tmp_path / "made.1", None)
     assert report.state == "stopped"
-    assert report.places["summary"] == str(tmp_path / "made.1" / "summary.json")
+    assert report.paths["summary"] == str(tmp_path / "made.1" / "summary.json")
     assert {Path(role.log).parent for role in report.roles} == {tmp_path / "made.1" / "logs"}
-    assert roles.settings_file(made).parent != tmp_path / "made.1"
+    assert role_process.config_path(made).parent != tmp_path / "made.1"

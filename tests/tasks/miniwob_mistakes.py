@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_webrl.tasks.oracles import environments
+from megatron_webrl.tasks.scripted_policies import supported_environments
 
 CANNOT_FAIL = {
     "click-test", "click-dialog", "focus-text", "click-collapsible", "click-collapsible-nodelay", "guess-number",
@@ -86,7 +86,7 @@ _SPECIAL = {
     "sign-agreement": """!/^Click the cancel/.test(query()) ? {element: $('#cancel')}
       : !$('#agree').disabled ? {element: $('#agree')}
       : {element: $('#text-area'), kind: 'scroll', direction: 'down'}""",
-    **dict.fromkeys([name for name in environments() if name.startswith("email-inbox")], _WRONG_MAIL),
+    **dict.fromkeys([name for name in supported_environments() if name.startswith("email-inbox")], _WRONG_MAIL),
     "social-media": """{element: all('.media').find((post) => !query().includes(
       say(post.querySelector('.username')))).querySelector('.reply')}""",
     "social-media-all": "into($('#submitRow button'))",
@@ -98,5 +98,5 @@ _SPECIAL = {
     "drag-items-grid": _WRONG_ITEM,
 }
 
-MISTAKES = {name: _SPECIAL.get(name, "submit()") for name in environments() if name not in CANNOT_FAIL}
+MISTAKES = {name: _SPECIAL.get(name, "submit()") for name in supported_environments() if name not in CANNOT_FAIL}
 """Where nothing else is said, the form is sent as it is."""

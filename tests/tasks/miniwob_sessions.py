@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from megatron_webrl.browser.fleet import Fleet
+from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.session import Session
-from megatron_webrl.config import BrowserConfig
-from megatron_webrl.tasks.miniwob import Miniwob
+from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.tasks.miniwob import MiniWobTaskSource
 from megatron_webrl.types import Task
 
 SESSIONS = 6
@@ -23,17 +23,17 @@ def task_of(environment: str, seed: int) -> Task:
 
 
 @asynccontextmanager
-async def fleet_of(environments: Iterable[str], width: int, height: int) -> AsyncIterator[Fleet]:
+async def pool_of(environments: Iterable[str], width: int, height: int) -> AsyncIterator[BrowserPool]:
     """A fleet that may do all that any oracle needs."""
     actions = ["drag", "hover", "key", "select_option"]
     settings = BrowserConfig(width=width, height=height, screenshot="png", actions=actions)
-    with Miniwob(tuple(environments), 20) as source:
-        async with Fleet(settings, {"miniwob": source}, SESSIONS, 120.0) as fleet:
+    with MiniWobTaskSource(tuple(environments), 20) as source:
+        async with BrowserPool(settings, {"miniwob": source}, SESSIONS, 120.0) as fleet:
             yield fleet
 
 
 async def in_each(
-    fleet: Fleet, environments: Iterable[str], do: Callable[[Session, str], Awaitable[T]]
+    fleet: BrowserPool, environments: Iterable[str], do: Callable[[Session, str], Awaitable[T]]
 ) -> dict[str, T]:
     """What `do` gives for each environment, with a session each."""
 

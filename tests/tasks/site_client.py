@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from urllib.parse import urlencode
 
-from megatron_webrl.tasks.sites.moves import Answer, Follow, Look, Move, Submit
-from megatron_webrl.tasks.sites.source import COOKIE, Episode, host_of
+from megatron_webrl.tasks.sites.high_level_actions import FollowLink, GiveAnswer, HighLevelAction, PageLinks, SubmitForm
+from megatron_webrl.tasks.sites.site_task_source import SESSION_COOKIE, SiteEpisode, site_host
 
 MAX_MOVES = 40
 
@@ -57,10 +57,10 @@ class PageParser(HTMLParser):
 class Client:
     """One episode's visitor. Raises AssertionError where a browser would find nothing to click."""
 
-    def __init__(self, address: str, episode: Episode) -> None:
-        self._address, self._host, self._secret = address, host_of(episode.site), episode.secret
+    def __init__(self, address: str, episode: SiteEpisode) -> None:
+        self._address, self._host, self._secret = address, site_host(episode.site), episode.secret
         self.episode = episode
-        self.go(episode.goal.start)
+        self.go(episode.goal.start_path)
 
     def go(self, path: str, form: dict[str, str] | None = None) -> None:
         """Load a page, or send a form, and follow where that leads."""
@@ -76,7 +76,7 @@ class Client:
 
     def fetch(self, path: str, form: dict[str, str] | None = None) -> tuple[int, http.client.HTTPMessage, str]:
         connection = http.client.HTTPConnection(self._address, timeout=20)
-        headers = {"Host": self._host, "Cookie": f"{COOKIE}={self._secret}"}
+        headers = {"Host": self._host, "Cookie": f"{SESSION_COOKIE}={self._secret}"}
         if form is None:
             connection.request("GET", path, headers=headers)
         else:
@@ -87,8 +87,8 @@ class Client:
         connection.close()
         return answer.status, answer.headers, body
 
-    def do(self, move: Follow | Submit) -> None:
-        if isinstance(move, Follow):
+    def do(self, move: FollowLink | SubmitForm) -> None:
+        if isinstance(move, FollowLink):
             assert move.href in self.page.links, f"{self.path} has no link to {move.href}"
             return self.go(move.href)
         found = [form for form in self.page.forms if form.action == move.action]
@@ -100,11 +100,11 @@ class Client:
         return self.go(f"{move.action}?{urlencode(values)}") if form.method == "get" else self.go(move.action, values)
 
     @property
-    def look(self) -> Look:
-        return Look(self.path, frozenset(self.page.links))
+    def look(self) -> PageLinks:
+        return PageLinks(self.path, frozenset(self.page.links))
 
-    def next_move(self) -> Move:
-        return self.episode.next_move(self.look)
+    def next_move(self) -> HighLevelAction:
+        return self.episode.next_scripted_action(self.look)
 
     def solve(self) -> str | None:
         """Follow the script to the end of the episode; returns the answer if it gives one."""
@@ -112,7 +112,7 @@ class Client:
             if self.episode.result() != (None, False):
                 return None
             move = self.next_move()
-            if isinstance(move, Answer):
+            if isinstance(move, GiveAnswer):
                 return move.text
             self.do(move)
         raise AssertionError(f"the script has not ended after {MAX_MOVES} moves, on {self.path}")

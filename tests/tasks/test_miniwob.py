@@ -12,14 +12,16 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from megatron_webrl.browser.fleet import Fleet
-from megatron_webrl.config import BrowserConfig, ConfigError, TasksConfig
-from megatron_webrl.tasks.miniwob import Miniwob
-from megatron_webrl.tasks.miniwob_page import NOT_PLAYABLE, all_environments, pages_folder
-from megatron_webrl.tasks.oracles import next_action
+from megatron_webrl.browser.browser_pool import BrowserPool
+from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.tasks import TasksConfig
+from megatron_webrl.tasks.miniwob import MiniWobTaskSource
+from megatron_webrl.tasks.miniwob_page import UNSUPPORTED_ENVIRONMENTS, all_environments, pages_folder
 from megatron_webrl.tasks.registry import make_source
+from megatron_webrl.tasks.scripted_policies import next_scripted_action
 from megatron_webrl.tasks.server import FolderServer
-from megatron_webrl.tasks.source import HELD_OUT_SEEDS, TRAINING_SEEDS, training_page
+from megatron_webrl.tasks.source import HELD_OUT_SEEDS, TRAINING_SEEDS, training_page_seed
 from megatron_webrl.types import Action, Task
 
 
@@ -27,8 +29,8 @@ def miniwob_task(environment: str, seed: int) -> Task:
     return Task(id=f"miniwob/{environment}/{seed}", source="miniwob", environment=environment, seed=seed, max_steps=5)
 
 
-def fleet_on(source: Miniwob, width: int = 160, height: int = 210) -> Fleet:
-    return Fleet(BrowserConfig(width=width, height=height, screenshot="png"), {"miniwob": source}, 1, 20.0)
+def pool_on(source: MiniWobTaskSource, width: int = 160, height: int = 210) -> BrowserPool:
+    return BrowserPool(BrowserConfig(width=width, height=height, screenshot="png"), {"miniwob": source}, 1, 20.0)
 
 
 def test_an_unknown_environment_is_refused_with_near_names() -> None:
@@ -42,26 +44,29 @@ def test_every_page_of_the_package_is_offered_or_named_as_none() -> None:
     registered = (pages_folder().parent / "registration.py").read_text()
     names = set(all_environments())
     assert set(re.findall(r'id="miniwob/([\w.-]+)-v1"', registered)) <= names
-    assert {page.stem for page in (pages_folder() / "miniwob").glob("*.html")} <= names | set(NOT_PLAYABLE)
+    assert {page.stem for page in (pages_folder() / "miniwob").glob("*.html")} <= names | set(UNSUPPORTED_ENVIRONMENTS)
     assert len(names) == 133
     with pytest.raises(ConfigError, match="hover-shape cannot be used: its page never gives a reward"):
         make_source(TasksConfig(environments=["click-test", "hover-shape"]))
 
 
 def test_the_task_of_a_ticket_depends_on_seed_and_ticket_alone() -> None:
-    assert training_page(0, 0) == 817986456  # must stay so on every machine: a resumed run relies on it
-    with Miniwob(["click-test", "click-tab"], 4) as one, Miniwob(["click-test", "click-tab"], 4) as two:
-        tasks = [one.task(7, ticket) for ticket in range(200)]
-        assert tasks == [two.task(7, ticket) for ticket in range(200)]
-        assert tasks != [two.task(8, ticket) for ticket in range(200)]
+    assert training_page_seed(0, 0) == 817986456  # must stay so on every machine: a resumed run relies on it
+    with (
+        MiniWobTaskSource(["click-test", "click-tab"], 4) as one,
+        MiniWobTaskSource(["click-test", "click-tab"], 4) as two,
+    ):
+        tasks = [one.training_task(7, ticket) for ticket in range(200)]
+        assert tasks == [two.training_task(7, ticket) for ticket in range(200)]
+        assert tasks != [two.training_task(8, ticket) for ticket in range(200)]
     assert len({task.id for task in tasks}) == 200
     assert {task.max_steps for task in tasks} == {4}
 
 
 def test_evaluation_never_meets_a_training_page() -> None:
-    with Miniwob(["click-test", "click-tab"], 4) as source:
-        held_out = [source.held_out(index) for index in range(50)]
-        assert all(source.task(0, ticket).seed in TRAINING_SEEDS for ticket in range(500))
+    with MiniWobTaskSource(["click-test", "click-tab"], 4) as source:
+        held_out = [source.held_out_task(index) for index in range(50)]
+        assert all(source.training_task(0, ticket).seed in TRAINING_SEEDS for ticket in range(500))
     assert all(task.seed in HELD_OUT_SEEDS for task in held_out)
     assert not set(TRAINING_SEEDS[:: 2**20]) & set(HELD_OUT_SEEDS[:: 2**20])
     assert TRAINING_SEEDS.stop <= HELD_OUT_SEEDS.start
@@ -72,8 +77,8 @@ def test_evaluation_never_meets_a_training_page() -> None:
 async def test_the_same_seed_gives_the_same_page_in_every_server_and_browser() -> None:
     seen = []
     for seed in (5, 5, 6):
-        with Miniwob(["click-color"], 4) as source:
-            async with fleet_on(source) as fleet, fleet.session() as session:
+        with MiniWobTaskSource(["click-color"], 4) as source:
+            async with pool_on(source) as fleet, fleet.session() as session:
                 seen.append(await session.reset(miniwob_task("click-color", seed)))
     assert seen[0] == seen[1]
     assert seen[0].instruction != seen[2].instruction
@@ -81,10 +86,10 @@ async def test_the_same_seed_gives_the_same_page_in_every_server_and_browser() -
 
 
 async def test_the_picture_shows_the_task_area_and_never_the_reward() -> None:
-    with Miniwob(["click-test"], 4) as source:
-        async with fleet_on(source, width=400) as fleet, fleet.session() as session:
+    with MiniWobTaskSource(["click-test"], 4) as source:
+        async with pool_on(source, width=400) as fleet, fleet.session() as session:
             first = await session.reset(miniwob_task("click-test", 1))
-            last = await session.step(await next_action(session.page, "click-test"))
+            last = await session.step(await next_scripted_action(session.page, "click-test"))
     assert (last.done, last.reward is not None and last.reward > 0) == (True, True)
     for screenshot in (first.screenshot, last.screenshot):
         image = Image.open(io.BytesIO(screenshot)).convert("RGB")
@@ -94,8 +99,8 @@ async def test_the_picture_shows_the_task_area_and_never_the_reward() -> None:
 
 
 async def test_a_wrong_action_ends_without_a_positive_reward() -> None:
-    with Miniwob(["click-test-2"], 4) as source:
-        async with fleet_on(source) as fleet, fleet.session() as session:
+    with MiniWobTaskSource(["click-test-2"], 4) as source:
+        async with pool_on(source) as fleet, fleet.session() as session:
             await session.reset(miniwob_task("click-test-2", 1))
             box = await session.page.locator("#subbtn2").bounding_box()
             assert box is not None
@@ -105,12 +110,12 @@ async def test_a_wrong_action_ends_without_a_positive_reward() -> None:
 
 
 async def test_loading_the_page_again_leaves_the_episode_and_earns_nothing() -> None:
-    with Miniwob(["click-test"], 4) as source:
-        async with fleet_on(source) as fleet, fleet.session() as session:
+    with MiniWobTaskSource(["click-test"], 4) as source:
+        async with pool_on(source) as fleet, fleet.session() as session:
             first = await session.reset(miniwob_task("click-test", 1))
             await session.step(Action("navigate", url=first.url))
             await session.step(Action("left_click", coordinate=(500, 500)))  # the page's own START
-            seen = await session.step(await next_action(session.page, "click-test"))
+            seen = await session.step(await next_scripted_action(session.page, "click-test"))
     assert (seen.done, seen.reward, seen.error) == (False, None, None)
 
 

@@ -8,11 +8,11 @@ import random
 import pytest
 
 from megatron_webrl.browser.session import Session
-from megatron_webrl.config import BrowserConfig
+from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.tasks import miniwob_page
-from megatron_webrl.tasks.miniwob_page import all_environments, renews
+from megatron_webrl.tasks.miniwob_page import all_environments, can_reuse_page
 from megatron_webrl.types import Action
-from tests.tasks.miniwob_sessions import fleet_of, in_each, task_of
+from tests.tasks.miniwob_sessions import in_each, pool_of, task_of
 
 SEED = 3
 SIZE = (560, 680)  # as large as the largest task, a flight page with its instruction beside it
@@ -56,9 +56,9 @@ async def look(session: Session, environment: str) -> tuple[object, ...]:
     assert seen.instruction, environment
     extent = await session.page.evaluate(EXTENT)
     if environment in MOVING:  # what the start script leaves, before a frame is drawn
-        start = f"(given) => {{ ({miniwob_page.START})(given); return ({DOCUMENT})(); }}"
+        start = f"(given) => {{ ({miniwob_page.START_SCRIPT})(given); return ({DOCUMENT})(); }}"
         await session.page.reload()
-        document = await session.page.evaluate(start, miniwob_page.arguments(environment, SEED))
+        document = await session.page.evaluate(start, miniwob_page.start_arguments(environment, SEED))
         return seen.instruction, document, None, extent
     pixels = hashlib.sha256(seen.screenshot).hexdigest()
     return seen.instruction, await session.page.evaluate(DOCUMENT), pixels, extent
@@ -66,7 +66,7 @@ async def look(session: Session, environment: str) -> tuple[object, ...]:
 
 async def test_every_environment_opens_to_the_same_page_twice() -> None:
     environments = all_environments()
-    async with fleet_of(environments, *SIZE) as fleet:
+    async with pool_of(environments, *SIZE) as fleet:
         first, second = [await in_each(fleet, environments, look) for _ in range(2)]
     found = {name: (first[name], second[name]) for name in environments}
     default = BrowserConfig()
@@ -87,12 +87,12 @@ async def test_a_page_is_the_same_on_any_day() -> None:
         await session.page.add_init_script(LATER)
         return await look(session, environment)
 
-    async with fleet_of(environments, *SIZE) as fleet:
+    async with pool_of(environments, *SIZE) as fleet:
         assert await in_each(fleet, environments, look) == await in_each(fleet, environments, later)
 
 
 async def test_pages_show_times_of_one_zone_and_text_beyond_ascii() -> None:
-    async with fleet_of(["unicode-test"], 160, 210) as fleet, fleet.session() as session:
+    async with pool_of(["unicode-test"], 160, 210) as fleet, fleet.session() as session:
         seen = await session.reset(task_of("unicode-test", SEED))
         zone = await session.page.evaluate("Intl.DateTimeFormat().resolvedOptions().timeZone")
     assert (zone, seen.instruction) == ("UTC", 'Click on the "确定" button.')
@@ -100,7 +100,7 @@ async def test_pages_show_times_of_one_zone_and_text_beyond_ascii() -> None:
 
 @pytest.mark.parametrize("share", [0, pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak)])
 async def test_a_page_that_is_started_anew_after_an_episode_is_like_a_fresh_one(share: int) -> None:
-    environments = [name for name in all_environments() if renews(name)][share::3]
+    environments = [name for name in all_environments() if can_reuse_page(name)][share::3]
 
     async def used(session: Session, environment: str) -> tuple[object, ...]:
         await session.reset(task_of(environment, SEED + 1))
@@ -108,13 +108,13 @@ async def test_a_page_that_is_started_anew_after_an_episode_is_like_a_fresh_one(
         for kind in ("left_click", "left_click", "type", "left_click"):
             place = choose.randrange(1000), choose.randrange(200, 1000)
             await session.step(Action(kind, coordinate=place, text="some words" if kind == "type" else None))
-        assert session.renewable, environment
+        assert session.reusable, environment
         return (await look(session, environment))[::2]
 
     async def fresh(session: Session, environment: str) -> tuple[object, ...]:
         return (await look(session, environment))[::2]
 
-    async with fleet_of(environments, *SIZE) as fleet:
+    async with pool_of(environments, *SIZE) as fleet:
         first, again = await in_each(fleet, environments, fresh), await in_each(fleet, environments, used)
     different = [name for name in environments if first[name] != again[name]]
     assert not different

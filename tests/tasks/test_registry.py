@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from megatron_webrl.config import ConfigError, SamplerConfig, TasksConfig
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.tasks import SamplerConfig, TasksConfig
 from megatron_webrl.tasks.registry import make_source
 
 
@@ -18,15 +19,15 @@ def test_difficulties_have_step_limits_and_shares_of_the_tickets() -> None:
     )  # fmt: skip
     source = make_source(settings)
     try:
-        training = [source.task(0, ticket) for ticket in range(100)]
+        training = [source.training_task(0, ticket) for ticket in range(100)]
         assert {(task.difficulty, task.max_steps) for task in training} == {("easy", 12), ("medium", 20), ("hard", 30)}
         counts = Counter(task.environment for task in training)
         expected = {"forms-vote": 25, "wiki-watch": 25, "forms-apply": 30, "forms-renew": 20}
         assert all(abs(counts[name] - wanted) <= 3 for name, wanted in expected.items()), counts
-        always = [source.task(0, ticket, (0.0, 0.0, 1.0, 0.0)) for ticket in range(20)]
+        always = [source.training_task(0, ticket, (0.0, 0.0, 1.0, 0.0)) for ticket in range(20)]
         assert {task.environment for task in always} == {"forms-renew"}
         assert [task.seed for task in always] == [task.seed for task in training[:20]]
-        held_out = [source.held_out(index) for index in range(8)]
+        held_out = [source.held_out_task(index) for index in range(8)]
         assert [task.max_steps for task in held_out] == [50, 20, 70, 50] * 2
     finally:
         source.close()

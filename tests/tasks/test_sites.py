@@ -13,14 +13,14 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_webrl.config import LatencyConfig
-from megatron_webrl.judge.environment import ANSWER, DONE, STEPS_EXHAUSTED, outcome
-from megatron_webrl.tasks.server import Reply, Request
-from megatron_webrl.tasks.sites.app import Account, App, Start, route
-from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS, SITES, goal
+from megatron_webrl.config.tasks import LatencyConfig
+from megatron_webrl.judge.outcome import ANSWER, DONE, STEPS_EXHAUSTED, outcome
+from megatron_webrl.tasks.server import PageRequest, PageResponse
+from megatron_webrl.tasks.sites.app import Account, App, InitialSiteState, route
+from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS, SITE_APPS, get_goal
 from megatron_webrl.tasks.sites.goal import Goal
-from megatron_webrl.tasks.sites.moves import Answer, Follow, Submit
-from megatron_webrl.tasks.sites.source import Episode, Sites
+from megatron_webrl.tasks.sites.high_level_actions import FollowLink, GiveAnswer, SubmitForm
+from megatron_webrl.tasks.sites.site_task_source import SiteEpisode, SiteTaskSource
 from megatron_webrl.tasks.source import HELD_OUT_SEEDS, TRAINING_SEEDS
 from megatron_webrl.types import Task
 from tests.tasks.site_client import Client, PageParser
@@ -29,18 +29,21 @@ SEEDS = range(4)
 
 
 @pytest.fixture(scope="module")
-def sites() -> Iterator[Sites]:
-    with Sites(list(ENVIRONMENTS), 20) as source:
+def sites() -> Iterator[SiteTaskSource]:
+    with SiteTaskSource(list(ENVIRONMENTS), 20) as source:
         yield source
 
 
 def site_task(environment: str, seed: int = 0) -> Task:
-    return Task(f"sites/{environment}/{seed}", "sites", environment, seed, 20, answer=goal(environment, seed).answer)
+    return Task(
+        f"sites/{environment}/{seed}", "sites", environment, seed, 20, answer=get_goal(environment, seed).answer
+    )
 
 
-def visit(sites: Sites, environment: str, seed: int = 0) -> Client:
+def visit(sites: SiteTaskSource, environment: str, seed: int = 0) -> Client:
     return Client(
-        sites.addresses[f"{ENVIRONMENTS[environment].site.name}.localhost"], sites.begin(site_task(environment, seed))
+        sites.addresses[f"{ENVIRONMENTS[environment].app_class.name}.localhost"],
+        sites.start_episode(site_task(environment, seed)),
     )
 
 
@@ -50,15 +53,15 @@ def verdict_of(client: Client, task: Task, answer: str | None) -> str:
 
 
 def test_each_site_has_tasks_of_every_difficulty() -> None:
-    assert set(SITES) == {"shop", "forum", "calendar", "wiki", "forms"}
-    for site in SITES.values():
-        difficulties = Counter(each.difficulty for each in ENVIRONMENTS.values() if each.site is site)
+    assert set(SITE_APPS) == {"shop", "forum", "calendar", "wiki", "forms"}
+    for site in SITE_APPS.values():
+        difficulties = Counter(each.difficulty for each in ENVIRONMENTS.values() if each.app_class is site)
         assert difficulties == {"easy": 2, "medium": 2, "hard": 2}
-    assert all(name.startswith(each.site.name + "-") for name, each in ENVIRONMENTS.items())
+    assert all(name.startswith(each.app_class.name + "-") for name, each in ENVIRONMENTS.items())
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
-def test_the_script_of_a_task_succeeds(sites: Sites, environment: str) -> None:
+def test_the_script_of_a_task_succeeds(sites: SiteTaskSource, environment: str) -> None:
     for seed in SEEDS:
         client = visit(sites, environment, seed)
         assert client.episode.result() == (None, False)
@@ -69,7 +72,7 @@ def test_the_script_of_a_task_succeeds(sites: Sites, environment: str) -> None:
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
-def test_the_same_script_earns_nothing_where_something_else_was_wanted(sites: Sites, environment: str) -> None:
+def test_the_same_script_earns_nothing_where_something_else_was_wanted(sites: SiteTaskSource, environment: str) -> None:
     client, task = visit(sites, environment), site_task(environment)
     if task.answer is not None:
         answer = client.solve()
@@ -84,7 +87,7 @@ def test_the_same_script_earns_nothing_where_something_else_was_wanted(sites: Si
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
-def test_half_of_the_wanted_effects_are_no_success(sites: Sites, environment: str) -> None:
+def test_half_of_the_wanted_effects_are_no_success(sites: SiteTaskSource, environment: str) -> None:
     client = visit(sites, environment)
     wanted = client.episode.goal.effects
     if not wanted:
@@ -92,23 +95,25 @@ def test_half_of_the_wanted_effects_are_no_success(sites: Sites, environment: st
     client.episode.goal = replace(client.episode.goal, effects=(*wanted, ("one", "more")))
     while client.episode.result() == (None, False) and not client.episode._app.effects:
         move = client.next_move()
-        assert not isinstance(move, Answer)
+        assert not isinstance(move, GiveAnswer)
         client.do(move)
     assert client.episode.result() == (None, False)
     assert verdict_of(client, site_task(environment), "done") == "failure"
 
 
-def test_a_wrong_effect_spoils_a_task_that_asks_for_an_answer(sites: Sites) -> None:
+def test_a_wrong_effect_spoils_a_task_that_asks_for_an_answer(sites: SiteTaskSource) -> None:
     client, task = visit(sites, "shop-find-price"), site_task("shop-find-price")
     assert verdict_of(client, task, task.answer) == "success"
     item = next(link for link in client.page.links if link.startswith("/item/"))
     client.go(item)
-    client.do(Submit(item.replace("item", "save")))
+    client.do(SubmitForm(item.replace("item", "save")))
     assert client.episode.result() == (0.0, True)
     assert verdict_of(client, task, task.answer) == "failure"
 
 
-def order(sites: Sites, quantity_more: int = 0, remove: bool = True, delivery: str = "", user: bool = True) -> Client:
+def order(
+    sites: SiteTaskSource, quantity_more: int = 0, remove: bool = True, delivery: str = "", user: bool = True
+) -> Client:
     """Do shop-order-list, in places not as wanted."""
     client = visit(sites, "shop-order-list")
     _, who, wanted_delivery, *lines = client.episode.goal.effects[0]
@@ -117,20 +122,20 @@ def order(sites: Sites, quantity_more: int = 0, remove: bool = True, delivery: s
     (leftover,) = app.cart
     if user:
         client.go("/login")
-        client.do(Submit("/login", {"user": who, "password": app.account.password}))
+        client.do(SubmitForm("/login", {"user": who, "password": app.account.password}))
     for id, count in wanted.items():
         client.go(f"/item/{id}")
-        client.do(Submit(f"/cart/add/{id}", {"quantity": str(count + quantity_more)}))
+        client.do(SubmitForm(f"/cart/add/{id}", {"quantity": str(count + quantity_more)}))
     if remove:
         client.go("/cart")
-        client.do(Submit(f"/cart/remove/{leftover}"))
+        client.do(SubmitForm(f"/cart/remove/{leftover}"))
     client.go("/checkout")
     others = [each for each in ("standard", "express", "pickup") if each != wanted_delivery]
-    client.do(Submit("/order", {"delivery": others[0] if delivery == "other" else wanted_delivery}))
+    client.do(SubmitForm("/order", {"delivery": others[0] if delivery == "other" else wanted_delivery}))
     return client
 
 
-def test_only_the_exact_order_counts(sites: Sites) -> None:
+def test_only_the_exact_order_counts(sites: SiteTaskSource) -> None:
     assert order(sites).episode.result() == (1.0, True)
     assert order(sites, quantity_more=1).episode.result() == (0.0, True)
     assert order(sites, remove=False).episode.result() == (0.0, True)
@@ -138,7 +143,7 @@ def test_only_the_exact_order_counts(sites: Sites) -> None:
     assert order(sites, user=False).episode.result() == (0.0, True)
 
 
-def test_what_lasts_must_be_in_the_right_place_with_the_right_words(sites: Sites) -> None:
+def test_what_lasts_must_be_in_the_right_place_with_the_right_words(sites: SiteTaskSource) -> None:
     for environment, form, values in (
         ("forum-reply", "/reply/{1}", {"words": "{2} Indeed."}),
         ("wiki-correct-fact", "/article/{1}/edit/1", {"value": "{3}0", "summary": "{4}"}),
@@ -148,7 +153,7 @@ def test_what_lasts_must_be_in_the_right_place_with_the_right_words(sites: Sites
     ):
         client = visit(sites, environment)
         app, effect = client.episode._app, client.episode.goal.effects[0]
-        things = {"forum-like-post": "_posts", "calendar-cancel": "events", "forms-withdraw": "applications"}
+        things = {"forum-like-post": "_posts", "calendar-cancel": "appointments", "forms-withdraw": "applications"}
         others = [id for id in getattr(app, things.get(environment, ""), {0: 0}) if str(id) != effect[1]]
         app.signed_in = True
         client.go(
@@ -158,27 +163,27 @@ def test_what_lasts_must_be_in_the_right_place_with_the_right_words(sites: Sites
         assert client.episode.result() == (0.0, True), environment
 
 
-def test_what_the_site_refuses_leaves_no_trace(sites: Sites) -> None:
+def test_what_the_site_refuses_leaves_no_trace(sites: SiteTaskSource) -> None:
     client = visit(sites, "calendar-create")
     app = client.episode._app
-    taken = app.world.events[0].start
+    taken = app.data.appointments[0].start
     for day, time in ((taken.date().isoformat(), f"{taken:%H:%M}"), ("tomorrow", "14:00"), ("2026-03-08", "10:00"),
                       ("2026-03-05", "23:00"), ("9999-12-31", "10:00"), ("2026-03-05", "")):  # fmt: skip
         client.go("/new", {"title": "Dentist", "minutes": "60", "day": day, "time": time})
         assert client.path == "/new"
         assert 'class="notice"' in client.html
     shop = visit(sites, "shop-buy-item")
-    item = next(item.id for item in shop.episode._app.world.items if item.in_stock)
+    item = next(item.id for item in shop.episode._app.data.items if item.in_stock)
     for quantity in ("0", "-1", "10", "two", "", "٣"):
         shop.go(f"/cart/add/{item}", {"quantity": quantity})
     shop.go("/order", {"delivery": "standard"})
-    sold_out = next(item.id for item in shop.episode._app.world.items if not item.in_stock)
+    sold_out = next(item.id for item in shop.episode._app.data.items if not item.in_stock)
     shop.go(f"/cart/add/{sold_out}", {"quantity": "1"})
     assert not shop.episode._app.cart
     assert client.episode.result() == shop.episode.result() == (None, False)
 
 
-def test_episodes_of_one_task_do_not_see_each_other(sites: Sites) -> None:
+def test_episodes_of_one_task_do_not_see_each_other(sites: SiteTaskSource) -> None:
     one, other = visit(sites, "shop-buy-item"), visit(sites, "shop-buy-item")
     assert one.solve() is None
     assert one.episode.result() == (1.0, True)
@@ -187,7 +192,7 @@ def test_episodes_of_one_task_do_not_see_each_other(sites: Sites) -> None:
     assert "Your cart is empty" in other.html
 
 
-def test_only_the_episodes_own_visitor_gets_in(sites: Sites) -> None:
+def test_only_the_episodes_own_visitor_gets_in(sites: SiteTaskSource) -> None:
     client = visit(sites, "wiki-look-up")
     client._secret, secret = "guess", client._secret
     assert client.fetch("/")[0] == 403
@@ -201,28 +206,28 @@ def test_only_the_episodes_own_visitor_gets_in(sites: Sites) -> None:
     assert client.fetch("/")[0] == 403  # forgotten with its last reference
 
 
-def test_a_seed_gives_the_same_task_and_page_everywhere(sites: Sites) -> None:
-    with Sites(list(ENVIRONMENTS), 20) as another:
+def test_a_seed_gives_the_same_task_and_page_everywhere(sites: SiteTaskSource) -> None:
+    with SiteTaskSource(list(ENVIRONMENTS), 20) as another:
         for environment in ENVIRONMENTS:
             first, again = visit(sites, environment, 7), visit(another, environment, 7)
             assert first.html == again.html
-            assert goal(environment, 7).instruction == first.episode.goal.instruction
+            assert get_goal(environment, 7).instruction == first.episode.goal.instruction
             other = visit(sites, environment, 8)
             assert (other.episode.goal.instruction, other.html) != (first.episode.goal.instruction, first.html)
-    told = "\n".join(f"{goal(name, 0).instruction} {goal(name, 0).answer}" for name in ENVIRONMENTS)
+    told = "\n".join(f"{get_goal(name, 0).instruction} {get_goal(name, 0).answer}" for name in ENVIRONMENTS)
     # Must stay so on every machine: a resumed run relies on it.
     assert hashlib.sha256(told.encode()).hexdigest()[:16] == "c645bd734d531cb1"
 
 
-def test_tasks_come_from_tickets_and_are_held_out_like_those_of_other_sources(sites: Sites) -> None:
-    tasks = [sites.task(3, ticket) for ticket in range(100)]
-    held_out = [sites.held_out(index) for index in range(60)]
-    assert tasks == [sites.task(3, ticket) for ticket in range(100)]
+def test_tasks_come_from_tickets_and_are_held_out_like_those_of_other_sources(sites: SiteTaskSource) -> None:
+    tasks = [sites.training_task(3, ticket) for ticket in range(100)]
+    held_out = [sites.held_out_task(index) for index in range(60)]
+    assert tasks == [sites.training_task(3, ticket) for ticket in range(100)]
     assert all(task.seed in TRAINING_SEEDS for task in tasks)
     assert all(task.seed in HELD_OUT_SEEDS for task in held_out)
     assert Counter(task.environment for task in held_out) == dict.fromkeys(ENVIRONMENTS, 2)
     for task in tasks:
-        wanted = goal(task.environment, task.seed)
+        wanted = get_goal(task.environment, task.seed)
         assert (task.instruction, task.answer) == (wanted.instruction, wanted.answer)
         assert task.difficulty == ENVIRONMENTS[task.environment].difficulty
 
@@ -230,7 +235,9 @@ def test_tasks_come_from_tickets_and_are_held_out_like_those_of_other_sources(si
 @pytest.mark.parametrize(
     "environment", ["shop-month-total", "forum-reply", "calendar-move", "wiki-count-edits", "forms-renew"]
 )
-def test_every_page_loads_from_the_site_alone_and_looking_changes_nothing(sites: Sites, environment: str) -> None:
+def test_every_page_loads_from_the_site_alone_and_looking_changes_nothing(
+    sites: SiteTaskSource, environment: str
+) -> None:
     client = visit(sites, environment)
     app = client.episode._app
     client.go("/login", {"user": app.account.user, "password": app.account.password})
@@ -251,7 +258,7 @@ def test_every_page_loads_from_the_site_alone_and_looking_changes_nothing(sites:
     assert client.fetch("/no/such/page")[0] == 404
 
 
-def test_what_visitors_write_is_shown_as_text(sites: Sites) -> None:
+def test_what_visitors_write_is_shown_as_text(sites: SiteTaskSource) -> None:
     client = visit(sites, "forum-reply")
     client.episode._app.signed_in = True
     client.go("/search?q=%3Cscript%3Ealert(1)%3C%2Fscript%3E%22'")
@@ -261,7 +268,7 @@ def test_what_visitors_write_is_shown_as_text(sites: Sites) -> None:
     assert "<script>" not in client.html
 
 
-def test_signing_in_needs_the_password_and_leads_nowhere_else(sites: Sites) -> None:
+def test_signing_in_needs_the_password_and_leads_nowhere_else(sites: SiteTaskSource) -> None:
     client = visit(sites, "calendar-move")
     account = client.episode._app.account
     assert client.path.startswith("/login?next=")
@@ -274,7 +281,7 @@ def test_signing_in_needs_the_password_and_leads_nowhere_else(sites: Sites) -> N
         assert (status, headers["Location"]) == (303, "/")
 
 
-def test_what_no_browser_sends_is_refused_and_breaks_nothing(sites: Sites) -> None:
+def test_what_no_browser_sends_is_refused_and_breaks_nothing(sites: SiteTaskSource) -> None:
     client = visit(sites, "shop-find-price")
     address = sites.addresses["shop.localhost"]
     headers = {"Host": "shop.localhost", "Cookie": f"session={client._secret}"}
@@ -294,17 +301,17 @@ def test_what_no_browser_sends_is_refused_and_breaks_nothing(sites: Sites) -> No
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
-def test_random_visitors_break_nothing_and_are_judged_by_what_they_did(sites: Sites, environment: str) -> None:
+def test_random_visitors_break_nothing_and_are_judged_by_what_they_did(sites: SiteTaskSource, environment: str) -> None:
     rng = random.Random(environment)
     client = visit(sites, environment)
     for _ in range(40):
         links = [link for link in client.page.links if link != client.path]
         if rng.random() < 0.6 and links:
-            client.do(Follow(rng.choice(links)))
+            client.do(FollowLink(rng.choice(links)))
         else:
             form = rng.choice(client.page.forms)
             words = {name: rng.choice(("1", "14:00", "2026-03-05", "Mara", "<&\"'")) for name in form.lines}
-            client.do(Submit(form.action, words | {name: rng.choice(o) for name, o in form.options.items()}))
+            client.do(SubmitForm(form.action, words | {name: rng.choice(o) for name, o in form.options.items()}))
         assert client.status in (200, 404), client.path
         effects, wanted = client.episode._app.effects, list(client.episode.goal.effects)
         reward, done = client.episode.result()
@@ -318,16 +325,16 @@ class Broken(App):
     name, title, search_hint = "shop", "Broken", ""
 
     @route("GET", "/")
-    def home(self, request: Request) -> Reply:
+    def home(self, request: PageRequest) -> PageResponse:
         raise ZeroDivisionError
 
 
-def test_an_episode_on_a_site_that_fails_is_masked(sites: Sites) -> None:
+def test_an_episode_on_a_site_that_fails_is_masked(sites: SiteTaskSource) -> None:
     account = Account("a", "b", "c")
-    broken = Goal("", "/", lambda: Broken(account, Start()), lambda app, look: Answer(""), answer="x")
-    episode = Episode(broken, "shop", "0", LatencyConfig())
+    broken = Goal("", "/", lambda: Broken(account, InitialSiteState()), lambda app, look: GiveAnswer(""), answer="x")
+    episode = SiteEpisode(broken, "shop", "0", LatencyConfig())
     with pytest.raises(ZeroDivisionError):
-        episode.respond(Request("GET", "shop.localhost", "/", {}, {}, {}))
+        episode.handle_request(PageRequest("GET", "shop.localhost", "/", {}, {}, {}))
     reward, done = episode.result()
     assert reward is not None
     assert (math.isnan(reward), done) == (True, True)

@@ -7,14 +7,15 @@ import gc
 
 import pytest
 
-from megatron_webrl.browser.fleet import Fleet
+from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.session import Session
-from megatron_webrl.config import BrowserConfig, LatencyConfig
-from megatron_webrl.judge.environment import ANSWER, DONE, STEPS_EXHAUSTED, outcome
-from megatron_webrl.tasks.aim import OracleError
-from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS, goal
-from megatron_webrl.tasks.sites.moves import Submit, next_action
-from megatron_webrl.tasks.sites.source import Sites
+from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.config.tasks import LatencyConfig
+from megatron_webrl.judge.outcome import ANSWER, DONE, STEPS_EXHAUSTED, outcome
+from megatron_webrl.tasks.click_target import ScriptedPolicyError
+from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS, get_goal
+from megatron_webrl.tasks.sites.high_level_actions import SubmitForm, first_action
+from megatron_webrl.tasks.sites.site_task_source import SiteTaskSource
 from megatron_webrl.types import Action, Observation, Task
 
 MAX_STEPS = 40
@@ -22,15 +23,15 @@ SMALL = ("shop-order-list", "forum-reply", "calendar-create", "calendar-cancel",
 
 
 def site_task(environment: str, seed: int = 0) -> Task:
-    answer = goal(environment, seed).answer
+    answer = get_goal(environment, seed).answer
     return Task(f"sites/{environment}/{seed}", "sites", environment, seed, MAX_STEPS, answer=answer)
 
 
-def fleet_on(source: Sites, sessions: int = 1, width: int = 1280, height: int = 768) -> Fleet:
-    return Fleet(BrowserConfig(width=width, height=height), {"sites": source}, sessions, 60.0)
+def pool_on(source: SiteTaskSource, sessions: int = 1, width: int = 1280, height: int = 768) -> BrowserPool:
+    return BrowserPool(BrowserConfig(width=width, height=height), {"sites": source}, sessions, 60.0)
 
 
-async def solve(fleet: Fleet, source: Sites, task: Task) -> tuple[str, list[Action], list[str]]:
+async def solve(fleet: BrowserPool, source: SiteTaskSource, task: Task) -> tuple[str, list[Action], list[str]]:
     """Verdict, actions, and what could not be carried out."""
     actions: list[Action] = []
     async with fleet.session() as session:
@@ -48,8 +49,8 @@ async def solve(fleet: Fleet, source: Sites, task: Task) -> tuple[str, list[Acti
 
 
 async def solve_all(tasks: list[Task], width: int, height: int) -> None:
-    with Sites(list(ENVIRONMENTS), MAX_STEPS) as source:
-        async with fleet_on(source, 4, width, height) as fleet:
+    with SiteTaskSource(list(ENVIRONMENTS), MAX_STEPS) as source:
+        async with pool_on(source, 4, width, height) as fleet:
             found = await asyncio.gather(*(solve(fleet, source, task) for task in tasks))
         failed = [(task.id, verdict, notes) for task, (verdict, _, notes) in zip(tasks, found, strict=True)
                   if verdict != "success" or notes]  # fmt: skip
@@ -66,11 +67,11 @@ async def test_scripts_do_tasks_in_a_small_viewport() -> None:
     await solve_all([site_task(environment, 2) for environment in SMALL], 640, 480)
 
 
-async def act(session: Session, move: Submit) -> Observation:
+async def act(session: Session, move: SubmitForm) -> Observation:
     """Carry out a move to its end: until the page has taken the form."""
     address, seen = session.page.url, None
     for _ in range(10):
-        seen = await session.step(await next_action(session.page, move))
+        seen = await session.step(await first_action(session.page, move))
         if session.page.url != address or seen.done:
             break
     assert seen is not None
@@ -78,42 +79,42 @@ async def act(session: Session, move: Submit) -> Observation:
 
 
 async def test_doing_the_wrong_thing_ends_the_task_without_success() -> None:
-    with Sites(["forms-vote", "forum-follow-thread", "wiki-watch"], MAX_STEPS) as source:
-        async with fleet_on(source) as fleet:
+    with SiteTaskSource(["forms-vote", "forum-follow-thread", "wiki-watch"], MAX_STEPS) as source:
+        async with pool_on(source) as fleet:
             async with fleet.session() as session:
                 await session.reset(site_task("forms-vote"))
-                wanted = goal("forms-vote", 0).effects[0][1]
+                wanted = get_goal("forms-vote", 0).effects[0][1]
                 options = await session.page.locator("input[type=radio]").evaluate_all("all => all.map(e => e.value)")
                 other = next(option for option in options if option != wanted)
-                await session.step(await next_action(session.page, Submit("/vote", {"option": other})))
-                seen = await session.step(await next_action(session.page, Submit("/vote", {"option": other})))
+                await session.step(await first_action(session.page, SubmitForm("/vote", {"option": other})))
+                seen = await session.step(await first_action(session.page, SubmitForm("/vote", {"option": other})))
             assert (seen.reward, seen.done) == (0.0, True)
             async with fleet.session() as session:
                 await session.reset(site_task("forum-follow-thread"))
-                wanted = f"/thread/{goal('forum-follow-thread', 0).effects[0][1]}"
+                wanted = f"/thread/{get_goal('forum-follow-thread', 0).effects[0][1]}"
                 others = session.page.locator("table a[href^='/thread/']")
                 paths = await others.evaluate_all("all => all.map(e => e.getAttribute('href'))")
                 other = next(path for path in paths if path != wanted)
                 await session.step(Action("navigate", url=f"http://forum.localhost{other}"))
-                seen = await act(session, Submit(other.replace("thread", "follow")))
+                seen = await act(session, SubmitForm(other.replace("thread", "follow")))
             assert (seen.reward, seen.done) == (0.0, True)
 
 
 async def test_two_browsers_show_the_same_page_and_address_for_a_seed() -> None:
     shown = []
     for _ in range(2):
-        with Sites(["shop-best-offer"], MAX_STEPS) as source:
-            async with fleet_on(source) as fleet, fleet.session() as session:
+        with SiteTaskSource(["shop-best-offer"], MAX_STEPS) as source:
+            async with pool_on(source) as fleet, fleet.session() as session:
                 shown.append(await session.reset(site_task("shop-best-offer", 3)))
     assert shown[0] == shown[1]
     assert shown[0].url == "http://shop.localhost/"
-    assert shown[0].instruction == goal("shop-best-offer", 3).instruction
+    assert shown[0].instruction == get_goal("shop-best-offer", 3).instruction
 
 
 async def test_episodes_side_by_side_have_carts_of_their_own() -> None:
-    with Sites(["shop-buy-item"], MAX_STEPS) as source:
+    with SiteTaskSource(["shop-buy-item"], MAX_STEPS) as source:
         task = site_task("shop-buy-item", 5)
-        async with fleet_on(source, 2) as fleet, fleet.session() as one, fleet.session() as other:
+        async with pool_on(source, 2) as fleet, fleet.session() as one, fleet.session() as other:
             await one.reset(task)
             await other.reset(task)
             seen = None
@@ -129,8 +130,8 @@ async def test_episodes_side_by_side_have_carts_of_their_own() -> None:
 
 
 async def test_an_episode_is_forgotten_with_its_browser_context() -> None:
-    with Sites(["shop-find-price"], MAX_STEPS) as source:
-        async with fleet_on(source) as fleet:
+    with SiteTaskSource(["shop-find-price"], MAX_STEPS) as source:
+        async with pool_on(source) as fleet:
             for seed in range(3):
                 async with fleet.session() as session:
                     await session.reset(site_task("shop-find-price", seed))
@@ -143,13 +144,13 @@ async def test_an_episode_is_forgotten_with_its_browser_context() -> None:
 
 
 async def test_a_slow_site_is_waited_for_and_a_page_without_a_way_on_is_an_oracle_error() -> None:
-    with Sites(["forum-follow-thread"], MAX_STEPS, LatencyConfig(median=0.05)) as source:
-        async with fleet_on(source) as fleet:
+    with SiteTaskSource(["forum-follow-thread"], MAX_STEPS, LatencyConfig(median_seconds=0.05)) as source:
+        async with pool_on(source) as fleet:
             task = site_task("forum-follow-thread", 1)
             verdict, _, _ = await solve(fleet, source, task)
             assert verdict == "success"
             async with fleet.session() as session:
                 await session.reset(task)
                 await session.page.evaluate("document.body.replaceChildren()")
-                with pytest.raises(OracleError, match="sites/forum-follow-thread/1: "):
+                with pytest.raises(ScriptedPolicyError, match="sites/forum-follow-thread/1: "):
                     await source.demonstrate(session.page, task)

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_webrl import compat
-from megatron_webrl.config import Config, save
+from megatron_webrl.config.load import save_config
+from megatron_webrl.config.schema import Config
+from megatron_webrl.system import torchvision_shim
 from megatron_webrl.tracking import summary
 from megatron_webrl.types import Group, Step, Trajectory
 from tests import gloo
@@ -35,44 +36,45 @@ def configuration(folder: Path, model: str) -> Config:
 
 def run(rank: int, folder: str, model: str) -> None:
     """Leave `run` and found.pt in the folder."""
-    compat.install()
+    torchvision_shim.install()
     platform = gloo.join(rank, 1, folder)
-    from megatron_webrl.model import groups
-    from megatron_webrl.model.layout import Sizes
+    from megatron_webrl.model import process_groups
+    from megatron_webrl.model.layout import ParallelSizes
 
-    groups.form(Sizes(), seed=1)
+    process_groups.init_process_groups(ParallelSizes(), seed=1)
     config = configuration(Path(folder), model)
     config.run_folder.mkdir()
-    save(config, config.run_folder / "config.yaml")
+    save_config(config, config.run_folder / "config.yaml")
     torch.save(_train(config, platform), Path(folder) / "found.pt")
-    groups.dissolve()
+    process_groups.destroy_process_groups()
     torch.distributed.destroy_process_group()
 
 
 def _train(config: Config, platform: Any) -> dict[str, Any]:
     """The updates; then the gradient of a batch, whole and as the mean of its groups'."""
-    from megatron_webrl.trainer import group_files
     from megatron_webrl.trainer.accounting import Accounting
-    from megatron_webrl.trainer.build import make_builder, make_learner
-    from megatron_webrl.trainer.checkpoint import Checkpoints, TrainerState
-    from megatron_webrl.trainer.loop import update
+    from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
+    from megatron_webrl.trainer.data import group_files
+    from megatron_webrl.trainer.factory import make_learner, make_sequence_packer
+    from megatron_webrl.trainer.loop import train_batch
 
-    learner, builder = make_learner(config, platform), make_builder(config, platform)
-    checkpoints = Checkpoints(config.run_folder / "checkpoints", Path(config.model.path), config.trainer.checkpoint)
+    learner, builder = make_learner(config, platform), make_sequence_packer(config, platform)
+    checkpoints = Checkpointer(config.run_folder / "checkpoints", Path(config.model.path), config.trainer.checkpoint)
     updates, batch = [], make_groups(config, GROUPS)
     for version in range(UPDATES):
         batch = [_played(group, version, learner, builder) for group in batch]
-        group_files.write(
-            group_files.path_of(config.records_folder, version), (t for group in batch for t in group.trajectories)
+        group_files.write_trajectories(
+            group_files.group_file_path(config.records_folder, version),
+            (t for group in batch for t in group.trajectories),
         )
         if version == UPDATES - 1:
             found = _gradients(config, learner, builder, batch, version)
-        metrics, _ = update(learner, builder, config, batch, version)
+        metrics, _ = train_batch(learner, builder, config, batch, version)
         figures = {"gradient_norm": metrics["gradient_norm"]}
         clipped = metrics["clipped"] / metrics["response_tokens"]
         updates.append({"version": version + 1, "clip_fraction": clipped, "extra": figures})
         if version == UPDATES - 2:  # the version that has all groups before it
-            checkpoints.begin(learner, TrainerState(version + 1, 0, 0, (), Accounting().state(), 0))
+            checkpoints.start_save(learner, TrainerState(version + 1, 0, 0, (), Accounting().state_dict(), 0))
     checkpoints.close()
     summary.write_updates(config.run_folder, updates)
     return found
@@ -85,26 +87,26 @@ def _played(group: Group, version: int, learner: Any, builder: Any) -> Group:
 
 
 def _steps(trajectory: Trajectory, version: int, learner: Any, builder: Any) -> Iterator[Step]:
-    from megatron_webrl.trainer.batching import demonstrated, samples_of
+    from megatron_webrl.trainer.data.batching import demonstration_advantages, make_samples
 
-    samples = samples_of([Group(trajectory.ticket, (trajectory,))], demonstrated)
+    samples = make_samples([Group(trajectory.ticket, (trajectory,))], demonstration_advantages)
     for step, sample in zip(trajectory.steps, samples, strict=True):
-        (logprobs,) = learner.score(builder.build([sample], "token_mean", 1))
+        (logprobs,) = learner.compute_logprobs(builder.build([sample], "token_mean", 1))
         yield replace(step, logprobs=logprobs.numpy(), versions=np.full(len(logprobs), version, np.int32))
 
 
 def _gradients(config: Config, learner: Any, builder: Any, batch: list[Group], version: int) -> dict[str, Any]:
-    from megatron_webrl.trainer.batching import training_samples
-    from megatron_webrl.trainer.learner import objective
-    from tools.bench.staleness_rank import group_gradients, moments
+    from megatron_webrl.trainer.data.batching import training_samples
+    from megatron_webrl.trainer.learner import make_objective
+    from tools.bench.staleness_rank import group_gradients, mean_and_covariance_trace
 
     found = {}
     for normaliser in ("constant", "token_mean"):
-        loss = replace(config.trainer.loss, normaliser=normaliser)
+        loss = replace(config.trainer.loss, normalizer=normaliser)
         chosen = replace(config, trainer=replace(config.trainer, loss=loss))
-        rows = builder.build(training_samples(batch, chosen, version), normaliser, loss.k)
-        learner.accumulate(rows, None, objective(loss))
-        whole = learner.gradient().double()
-        mean, trace = moments(group_gradients(learner, builder, chosen, batch, version))
+        rows = builder.build(training_samples(batch, chosen, version), normaliser, loss.normalizer_constant)
+        learner.forward_backward(rows, None, make_objective(loss))
+        whole = learner.flat_gradient().double()
+        mean, trace = mean_and_covariance_trace(group_gradients(learner, builder, chosen, batch, version))
         found[normaliser] = {"whole": whole, "mean": mean, "trace": trace}
     return found

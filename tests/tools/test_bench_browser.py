@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tools.bench import browser
-from tools.bench.browsers.report import Ratio, Row, Section, better
+from tools.bench.browsers.report import Measurement, Ratio, Section, ratio_to
 
 
 def table(shown: str) -> str:
@@ -42,15 +42,15 @@ def test_a_quick_run_measures_every_section_and_another_one_shows_it_again(
 
 
 def test_a_ratio_says_whether_its_goal_is_met() -> None:
-    assert str(better([1.0, 2.0, 3.0], [8.0, 6.0, 1.0], "the peer", 3.0)) == "3.00 x the peer (goal 3: met)"
+    assert str(ratio_to([1.0, 2.0, 3.0], [8.0, 6.0, 1.0], "the peer", 3.0)) == "3.00 x the peer (goal 3: met)"
     assert str(Ratio("the peer", 0.9, 1 / 1.1)) == "0.90 x the peer (goal 0.909: missed)"
 
 
 def test_a_section_survives_being_kept() -> None:
-    row = Row("a step", "ms", (1.0, 2.0, 4.0), (Ratio("the peer", 2.0, 3.0),))
+    row = Measurement("a step", "ms", (1.0, 2.0, 4.0), (Ratio("the peer", 2.0, 3.0),))
     section = Section("a title", {"viewport": "1x1"}, [row], ["a note"], {"points": [1, 2]})
     again = Section.from_json(json.loads(json.dumps(section.to_json())))
     assert again == section
-    assert (again.row("a step").median, again.row("a step").quartiles) == (2.0, (1.5, 3.0))
+    assert (again.measurement("a step").median, again.measurement("a step").quartiles) == (2.0, (1.5, 3.0))
     with pytest.raises(KeyError):
-        section.row("a stride")
+        section.measurement("a stride")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tools.bench.context import BASE, OURS, Asked, Found, show
+from tools.bench.context import BASE, OURS, ContextResult, PromptStats, show
 
 
-def found(steps: int, cached: int, trained: int) -> Found:
-    return Found("sites/task", (Asked(1000, cached, 1),) * steps, 20 * steps, 1, trained, 1020 * steps)
+def found(steps: int, cached: int, trained: int) -> ContextResult:
+    return ContextResult("sites/task", (PromptStats(1000, cached, 1),) * steps, 20 * steps, 1, trained, 1020 * steps)
 
 
 def test_ratios_are_of_totals_and_lengths_of_episodes_are_shown_apart(capsys: pytest.CaptureFixture[str]) -> None:

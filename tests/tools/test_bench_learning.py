@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_webrl.config import load
+from megatron_webrl.launch.validation import load_config
 from tools.bench import learning
 
 
@@ -19,7 +19,7 @@ def a_run(folder: Path, *, evaluated_before: bool = True) -> Path:
     updates = [
         {
             "version": n + 1, "clip_fraction": 0.1, "response_tokens_mean": 8.0,
-            "extra": {"entropy": 0.5 - n / 20, "sampled_success": n / 10, "steps_mean/success": 1.0},
+            "extra": {"entropy": 0.5 - n / 20, "rollout_success_rate": n / 10, "steps_mean/success": 1.0},
         }
         for n in range(8)
     ]  # fmt: skip
@@ -35,7 +35,7 @@ def a_run(folder: Path, *, evaluated_before: bool = True) -> Path:
 
 
 def test_first_and_last_updates_are_compared(tmp_path: Path):
-    found = learning.outcome("rewards", 0, a_run(tmp_path / "run"), None, 90.0)
+    found = learning.read_result("rewards", 0, a_run(tmp_path / "run"), None, 90.0)
     assert (found.before, found.after, found.minutes) == (0.4, 0.7, 1.5)
     assert found.entropy == pytest.approx((0.4, 0.25))
     assert found.sampled[-1] == (7, 0.7)
@@ -43,12 +43,12 @@ def test_first_and_last_updates_are_compared(tmp_path: Path):
 
 
 def test_a_run_that_was_not_evaluated_before_begins_where_the_others_do(tmp_path: Path):
-    found = learning.outcome("imitation", 0, a_run(tmp_path / "run", evaluated_before=False), 0.35, 60.0)
+    found = learning.read_result("imitation", 0, a_run(tmp_path / "run", evaluated_before=False), 0.35, 60.0)
     assert (found.before, found.gain) == (0.35, None)
 
 
 def test_figures_of_earlier_calls_are_shown_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    found: list[Any] = [asdict(learning.outcome("rewards", 0, a_run(tmp_path / "run"), None, 60.0))]
+    found: list[Any] = [asdict(learning.read_result("rewards", 0, a_run(tmp_path / "run"), None, 60.0))]
     (tmp_path / "old.json").write_text(json.dumps({"runs": found}))
     words = ["--arms", "--add", str(tmp_path / "old.json"), "--json", str(tmp_path / "new.json")]
     learning.main([*words, "--plots", str(tmp_path / "plot.svg")])
@@ -66,5 +66,5 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path):
 
 @pytest.mark.parametrize("arm", learning.ARMS)
 def test_an_arm_is_a_configuration_that_holds(arm: str, tmp_path: Path):
-    config = load(learning.CONFIG, [*learning.ARMS[arm], f"run.directory={tmp_path}"])
+    config = load_config(learning.CONFIG, [*learning.ARMS[arm], f"run.directory={tmp_path}"])
     assert config.run.directory == str(tmp_path)

@@ -12,23 +12,23 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_webrl.config import read
-from megatron_webrl.config_checks import check
-from megatron_webrl.trainer import group_files
+from megatron_webrl.config.load import parse_config
+from megatron_webrl.launch.validation import check_config
+from megatron_webrl.trainer.data import group_files
 from tests.gloo import spawn
 from tests.tools import staleness_ranks
 from tests.trajectories import trajectory
 from tools.bench import staleness
-from tools.bench.staleness_rank import Arm, Pair, moments
+from tools.bench.staleness_rank import ObjectiveComparison, UpdateStats, mean_and_covariance_trace
 
-ARM = Arm(clipped=0.01, capped=0.0, gradient_norm=2.0, trace=6.0, signal=3.0)
-FRESH = Pair(2, 0, 8, 1e-5, ARM, ARM, 0.0)
+ARM = UpdateStats(clipped=0.01, capped=0.0, gradient_norm=2.0, trace=6.0, signal=3.0)
+FRESH = ObjectiveComparison(2, 0, 8, 1e-5, ARM, ARM, 0.0)
 
 
 def test_the_job_is_valid_and_keeps_what_is_measured(tmp_path: Path) -> None:
-    config = read(staleness.CONFIG, [*staleness.overrides(13), f"run.directory={tmp_path}"])
-    check(config)
-    assert (config.staleness, config.trainer.loss.name, config.trainer.loss.decoupled) == (0, "grpo", True)
+    config = parse_config(staleness.CONFIG, [*staleness.overrides(13), f"run.directory={tmp_path}"])
+    check_config(config)
+    assert (config.staleness_limit, config.trainer.loss.name, config.trainer.loss.decoupled) == (0, "grpo", True)
     assert (config.trainer.minibatches, config.trainer.optimizer.learning_rate) == (2, 3e-4)
     assert config.trainer.checkpoint.keep >= config.trainer.updates
     staleness.check_run(config)
@@ -36,7 +36,7 @@ def test_the_job_is_valid_and_keeps_what_is_measured(tmp_path: Path) -> None:
 
 def test_moments_are_those_of_the_gradients() -> None:
     gradients = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
-    mean, trace = moments(iter(gradients))
+    mean, trace = mean_and_covariance_trace(iter(gradients))
     assert torch.allclose(mean.float(), gradients.mean(0))
     assert trace == pytest.approx(float(gradients.var(0).sum()), rel=1e-5)
 
@@ -44,8 +44,8 @@ def test_moments_are_those_of_the_gradients() -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"gap": 0.2}, "differ by 0.2"),
-        ({"gap": None}, "differ by None"),
+        ({"logprob_mismatch": 0.2}, "differ by 0.2"),
+        ({"logprob_mismatch": None}, "differ by None"),
         ({"difference": 0.1}, "gradients differ"),
         ({"difference": float("nan")}, "gradients differ"),
         ({"coupled": replace(ARM, clipped=0.02)}, "1.00% and 2.00% of tokens"),
@@ -77,14 +77,16 @@ def test_an_update_that_is_not_the_jobs_is_refused() -> None:
 )
 def test_a_run_that_cannot_be_repeated_is_refused(override: str, words: str) -> None:
     with pytest.raises(RuntimeError, match=words):
-        staleness.check_run(read(None, ["rollout.mode=sync", override]))
+        staleness.check_run(parse_config(None, ["rollout.mode=sync", override]))
 
 
 def test_groups_of_mixed_versions_and_missing_versions_are_refused(tmp_path: Path) -> None:
-    config = read(None, [f"run.directory={tmp_path}"])
+    config = parse_config(None, [f"run.directory={tmp_path}"])
     with pytest.raises(RuntimeError, match=r"groups of 3 versions in records/ \(there: 0\)"):
         staleness.complete_versions(config.run_folder, config, 2)
-    group_files.write(group_files.path_of(config.records_folder, 3), [trajectory(version=3), trajectory(1, version=2)])
+    group_files.write_trajectories(
+        group_files.group_file_path(config.records_folder, 3), [trajectory(version=3), trajectory(1, version=2)]
+    )
     with pytest.raises(RuntimeError, match=r"tokens of versions \[2, 3\], not of 3 alone"):
         staleness.check_records(config, 3)
 
@@ -152,10 +154,10 @@ def test_a_run_is_measured_offline(
     found = json.loads((tmp_path / "new.json").read_text())
     fresh, near, far = found["pairs"]
     assert [pair["staleness"] for pair in found["pairs"]] == [0, 1, 2]
-    assert fresh["gap"] < 1e-4
-    assert near["gap"] is None
+    assert fresh["logprob_mismatch"] < 1e-4
+    assert near["logprob_mismatch"] is None
     # The further the policy that made the groups, the more of its tokens are out of bounds without decoupling.
-    assert fresh["difference"] < staleness.SAME_GRADIENT < near["difference"] < far["difference"]
+    assert fresh["difference"] < staleness.GRADIENT_TOLERANCE < near["difference"] < far["difference"]
     assert fresh["coupled"]["clipped"] < near["coupled"]["clipped"] < far["coupled"]["clipped"]
     assert far["decoupled"]["clipped"] < far["coupled"]["clipped"]
     assert len(found["means"]) == 3

@@ -9,35 +9,46 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from tools.cluster.events import Clock, Shared
-from tools.cluster.simulation import Result, simulate
-from tools.cluster.work import Cycle, Episode, GroupWork, Recorded, Settings, Step, core_rate, engine_rate
+from tools.cluster.events import ProcessorSharingServer, SimulatedClock
+from tools.cluster.simulation import SimulationResult, simulate
+from tools.cluster.work import (
+    EpisodeWork,
+    GroupWork,
+    RecordedWorkload,
+    SimulationSettings,
+    StepWork,
+    UpdateTimes,
+    core_rate,
+    engine_rate,
+)
 
 RESET, GENERATION, BROWSER, STEPS, TOKENS = 1.0, 2.0, 3.0, 4, 15
 EPISODE = RESET + STEPS * (GENERATION + BROWSER)  # seconds
-EVEN = Recorded([GroupWork((Episode(RESET, (Step(GENERATION, BROWSER, 10, 5),) * STEPS),) * 2)])
+EVEN = RecordedWorkload([GroupWork((EpisodeWork(RESET, (StepWork(GENERATION, BROWSER, 10, 5),) * STEPS),) * 2)])
 GROUP_TOKENS = 2 * STEPS * TOKENS
 
 
-def settings(mode: str, **changes: object) -> Settings:
-    return replace(Settings(mode, groups_per_update=2, groups_in_flight=4, engines=1, updates=9), **changes)  # type: ignore[arg-type]
+def settings(mode: str, **changes: object) -> SimulationSettings:
+    return replace(SimulationSettings(mode, groups_per_update=2, groups_in_flight=4, engines=1, updates=9), **changes)  # type: ignore[arg-type]
 
 
-def cycle(train: float, sync: float = 1.0, pause: float = 0.5, other: float = 0.0) -> Cycle:
+def cycle(train: float, sync: float = 1.0, pause: float = 0.5, other: float = 0.0) -> UpdateTimes:
     """`train`: seconds of an update of two groups."""
-    return Cycle(train / (2 * GROUP_TOKENS), sync, pause, other)
+    return UpdateTimes(train / (2 * GROUP_TOKENS), sync, pause, other)
 
 
-def uneven(seed: int = 0, groups: int = 40) -> Recorded:
+def uneven(seed: int = 0, groups: int = 40) -> RecordedWorkload:
     """Groups of any length; some are dropped, and some episodes masked."""
     rng = np.random.default_rng(seed)
     made = []
     for _ in range(groups):
         episodes = tuple(
-            Episode(
+            EpisodeWork(
                 rng.exponential(1.0),
                 tuple(
-                    Step(rng.exponential(1.0), rng.lognormal(0, 1), 10, int(rng.integers(1, 9)), rng.exponential(0.1))
+                    StepWork(
+                        rng.exponential(1.0), rng.lognormal(0, 1), 10, int(rng.integers(1, 9)), rng.exponential(0.1)
+                    )
                     for _ in range(rng.geometric(0.3))
                 ),
                 trainable=rng.random() < 0.9,
@@ -45,22 +56,22 @@ def uneven(seed: int = 0, groups: int = 40) -> Recorded:
             for _ in range(3)
         )
         made.append(GroupWork(episodes, "all_failed" if rng.random() < 0.3 else None))
-    return Recorded(made)
+    return RecordedWorkload(made)
 
 
 def ends(works: dict[float, float], rate: float, speeds: dict[float, float] | None = None) -> list[float]:
     """When jobs end that begin at the given times with the given work at a server."""
-    clock, found = Clock(), []
-    server = Shared(clock, engine_rate(rate))
+    clock, found = SimulatedClock(), []
+    server = ProcessorSharingServer(clock, engine_rate(rate))
 
     def begin(work: float) -> None:
-        server.begin(work, lambda: found.append(clock.now))
+        server.submit(work, lambda: found.append(clock.now))
 
     for time, work in works.items():
-        clock.at(time, partial(begin, work))
+        clock.call_at(time, partial(begin, work))
     for time, speed in (speeds or {}).items():
-        clock.at(time, partial(server.set_speed, speed))
-    clock.run(lambda: len(found) == len(works))
+        clock.call_at(time, partial(server.set_speed, speed))
+    clock.run_until(lambda: len(found) == len(works))
     return found
 
 
@@ -74,36 +85,36 @@ def test_a_shared_server_gives_everybody_the_same() -> None:
 
 
 def test_a_job_that_leaves_makes_room() -> None:
-    clock, found = Clock(), []
-    server = Shared(clock, engine_rate(1.0))
-    server.begin(2.0, lambda: found.append(clock.now))
-    other = server.begin(9.0, lambda: found.append(clock.now))
-    clock.at(1.0, lambda: server.cancel(other))
-    clock.run(lambda: bool(found))
+    clock, found = SimulatedClock(), []
+    server = ProcessorSharingServer(clock, engine_rate(1.0))
+    server.submit(2.0, lambda: found.append(clock.now))
+    other = server.submit(9.0, lambda: found.append(clock.now))
+    clock.call_at(1.0, lambda: server.cancel(other))
+    clock.run_until(lambda: bool(found))
     assert found == [2.5]
-    assert (server.count, server.busy, server.area, server.accomplished) == (0, 2.5, 3.5, 2.5)
+    assert (server.count, server.busy_seconds, server.job_seconds, server.work_done) == (0, 2.5, 3.5, 2.5)
     server.cancel(other)
     assert server.count == 0
     with pytest.raises(RuntimeError, match="nothing is left to happen"):
-        clock.run(lambda: False)
+        clock.run_until(lambda: False)
 
 
 @pytest.mark.parametrize("agents", [1, 4, 12])
 def test_a_closed_network_has_the_throughput_of_mean_value_analysis(agents: int) -> None:
     """A processor-sharing server and a delay: exact for any distribution (Reiser and Lavenberg 1980)."""
-    clock, rng, done = Clock(), np.random.default_rng(agents), [0]
-    server, think = Shared(clock, engine_rate(1.0)), 3.0
+    clock, rng, done = SimulatedClock(), np.random.default_rng(agents), [0]
+    server, think = ProcessorSharingServer(clock, engine_rate(1.0)), 3.0
 
     def answered() -> None:
         done[0] += 1
-        clock.after(rng.exponential(think), ask)
+        clock.call_later(rng.exponential(think), ask)
 
     def ask() -> None:
-        server.begin(float(rng.uniform(0.0, 2.0)), answered)
+        server.submit(float(rng.uniform(0.0, 2.0)), answered)
 
     for _ in range(agents):
         ask()
-    clock.run(lambda: done[0] >= 12_000)
+    clock.run_until(lambda: done[0] >= 12_000)
     queue = throughput = 0.0
     for number in range(1, agents + 1):
         residence = 1.0 * (1 + queue)
@@ -141,21 +152,21 @@ def test_what_a_checkpoint_takes_delays_the_trainer_alone() -> None:
 
 
 def test_engines_stand_still_while_they_take_weights_and_go_slower_beside_training() -> None:
-    alone = Recorded([GroupWork((Episode(0.0, (Step(10.0, 0.0, 10, 5),)),))])
-    given = Settings("async", 1, 1, 1, updates=40, max_staleness=2)
-    still = simulate(given, alone, [Cycle(0.0, 2.0, 2.0)])
+    alone = RecordedWorkload([GroupWork((EpisodeWork(0.0, (StepWork(10.0, 0.0, 10, 5),)),))])
+    given = SimulationSettings("async", 1, 1, 1, updates=40, max_staleness=2)
+    still = simulate(given, alone, [UpdateTimes(0.0, 2.0, 2.0)])
     assert still.updates_per_hour == pytest.approx(3600 / 12, rel=0.03)  # each request meets one pause
-    slower = simulate(replace(given, overlap=0.5), alone, [Cycle(4.0 / 15, 0.0, 0.0)])
+    slower = simulate(replace(given, overlap=0.5), alone, [UpdateTimes(4.0 / 15, 0.0, 0.0)])
     assert slower.updates_per_hour == pytest.approx(3600 / 12, rel=0.03)  # and 4 s at half the speed
 
 
 def test_in_step_everybody_waits_for_the_slowest() -> None:
-    one = Episode(1.0, (Step(1.0, 1.0, 1, 1), Step(2.0, 3.0, 1, 1)))
-    other = Episode(4.0, (Step(2.0, 2.0, 1, 1), Step(1.0, 1.0, 1, 1)))
-    work, given = Recorded([GroupWork((one, other))]), Settings("sync", 1, 1, 1, updates=3)
-    free = simulate(given, work, [Cycle(0.0, 0.0, 0.0)])
+    one = EpisodeWork(1.0, (StepWork(1.0, 1.0, 1, 1), StepWork(2.0, 3.0, 1, 1)))
+    other = EpisodeWork(4.0, (StepWork(2.0, 2.0, 1, 1), StepWork(1.0, 1.0, 1, 1)))
+    work, given = RecordedWorkload([GroupWork((one, other))]), SimulationSettings("sync", 1, 1, 1, updates=3)
+    free = simulate(given, work, [UpdateTimes(0.0, 0.0, 0.0)])
     assert free.updates_per_hour == pytest.approx(3600 / 10)
-    step = simulate(replace(given, stepping="lockstep"), work, [Cycle(0.0, 0.0, 0.0)])
+    step = simulate(replace(given, stepping="lockstep"), work, [UpdateTimes(0.0, 0.0, 0.0)])
     # The reset of 4, rounds of 2 and 2, actions of 2 and of 3.
     assert step.updates_per_hour == pytest.approx(3600 / 13)
 
@@ -169,7 +180,7 @@ def test_every_episode_is_accounted_for_and_none_is_too_stale(mode: str, steppin
         )
         found = simulate(given, uneven(), [cycle(5), cycle(9, other=1)], seed)
         closed = found.trained + sum(found.dropped.values())
-        assert closed + found.waiting_episodes + found.running_episodes == found.begun
+        assert closed + found.waiting_episodes + found.running_episodes == found.started_episodes
         assert found.staleness_max <= given.staleness
         assert found.dropped["all_failed"] > 0
         assert found.dropped["masked"] > 0
@@ -183,25 +194,29 @@ def test_every_episode_is_accounted_for_and_none_is_too_stale(mode: str, steppin
 
 
 def test_a_group_that_has_become_too_old_is_abandoned_and_replaced() -> None:
-    long = GroupWork((Episode(0.0, (Step(1.0, 1.0, 1, 5),) * 400),) * 2)
+    long = GroupWork((EpisodeWork(0.0, (StepWork(1.0, 1.0, 1, 5),) * 400),) * 2)
     found = simulate(
-        settings("async", max_staleness=1, updates=30), Recorded([EVEN.groups[0]] * 5 + [long]), [cycle(5)]
+        settings("async", max_staleness=1, updates=30), RecordedWorkload([EVEN.groups[0]] * 5 + [long]), [cycle(5)]
     )
-    assert found.dropped["abandoned"] > 0
+    assert found.dropped["aborted"] > 0
     assert found.staleness_max == 1
-    assert len(found.marks) == 30
-    assert found.begun == sum((found.trained, *found.dropped.values(), found.waiting_episodes, found.running_episodes))
+    assert len(found.update_end_seconds) == 30
+    assert found.started_episodes == sum(
+        (found.trained, *found.dropped.values(), found.waiting_episodes, found.running_episodes)
+    )
 
 
 def test_more_engines_make_more_where_generation_is_the_bottleneck() -> None:
     rng = np.random.default_rng(0)
-    plans = [tuple(Step(rng.exponential(2.0), rng.exponential(3.0), 1, 1) for _ in range(4)) for _ in range(120)]
-    work = Recorded([GroupWork((Episode(0.0, one), Episode(0.0, other))) for one, other in pairwise(plans)])
+    plans = [tuple(StepWork(rng.exponential(2.0), rng.exponential(3.0), 1, 1) for _ in range(4)) for _ in range(120)]
+    work = RecordedWorkload(
+        [GroupWork((EpisodeWork(0.0, one), EpisodeWork(0.0, other))) for one, other in pairwise(plans)]
+    )
 
-    def run(engines: int) -> Result:
+    def run(engines: int) -> SimulationResult:
         groups = 8 // engines  # the same number of agents
         given = settings("async", engines=engines, groups_in_flight=groups, serial=1.0, max_staleness=8, updates=80)
-        return simulate(given, work, [Cycle(0.0, 0.0, 0.0)])
+        return simulate(given, work, [UpdateTimes(0.0, 0.0, 0.0)])
 
     found = [run(engines) for engines in (1, 2, 4, 8)]
     mean = np.mean([step.generation for plan in plans for step in plan])
@@ -213,16 +228,16 @@ def test_more_engines_make_more_where_generation_is_the_bottleneck() -> None:
 
 
 def test_browsers_share_the_cores_of_their_node() -> None:
-    work = Recorded([GroupWork((Episode(0.0, (Step(1.0, 1.0, 1, 1, cpu=2.0),)),) * 4)])
-    given = Settings("sync", 2, 1, engines=2, updates=3, nodes=1, cores=4)
-    crowded = simulate(given, work, [Cycle(0.0, 0.0, 0.0)])
+    work = RecordedWorkload([GroupWork((EpisodeWork(0.0, (StepWork(1.0, 1.0, 1, 1, cpu=2.0),)),) * 4)])
+    given = SimulationSettings("sync", 2, 1, engines=2, updates=3, nodes=1, cores=4)
+    crowded = simulate(given, work, [UpdateTimes(0.0, 0.0, 0.0)])
     assert crowded.updates_per_hour == pytest.approx(3600 / (1 + 4 + 1))  # eight on four cores
-    apart = simulate(replace(given, nodes=2), work, [Cycle(0.0, 0.0, 0.0)])
+    apart = simulate(replace(given, nodes=2), work, [UpdateTimes(0.0, 0.0, 0.0)])
     assert apart.updates_per_hour == pytest.approx(3600 / (1 + 2 + 1))
 
 
 def test_a_batch_that_never_comes_is_not_waited_for() -> None:
-    work = Recorded([GroupWork((Episode(0.0, (Step(1.0, 1.0, 1, 1),)),), "all_failed")])
+    work = RecordedWorkload([GroupWork((EpisodeWork(0.0, (StepWork(1.0, 1.0, 1, 1),)),), "all_failed")])
     with pytest.raises(RuntimeError, match="10000 groups in a row were dropped, the last as all_failed"):
         simulate(settings("async"), work, [cycle(1)])
 

@@ -14,11 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_webrl.model.convert import Options, hf_to_megatron
-from megatron_webrl.model.description import describe
-from megatron_webrl.model.layout import Sizes
-from megatron_webrl.model.parameter_map import model_map
-from tests.model import hf_folders, tiny
+from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_megatron
+from megatron_webrl.model.hf_config import load_hf_config
+from megatron_webrl.model.layout import ParallelSizes
+from megatron_webrl.model.parameter_map import parameter_mappings
+from tests.model import tiny
+from tests.model.convert import hf_folders
 from tools import hf_to_megatron as there
 from tools import megatron_to_hf as back
 
@@ -38,7 +39,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text.vocab_size, text.hidden_size, text.intermediate_size = 32768, 1024, 2048
     description.vision_config.out_hidden_size = 1024
     description.save_pretrained(folder / "large")
-    shapes = {entry.name: entry.tensor_shape for entry in model_map(describe(folder / "large"))}
+    shapes = {entry.hf_param: entry.tensor_shape for entry in parameter_mappings(load_hf_config(folder / "large"))}
     weights = {
         name: torch.randint(-(2**15), 2**15, shape, dtype=torch.int16).view(torch.bfloat16)
         for name, shape in shapes.items()
@@ -132,7 +133,7 @@ def test_an_interrupt_leaves_nothing_and_a_kill_nothing_that_looks_complete(mode
     process.communicate(timeout=SECONDS)
     assert left.is_dir()
     assert not target.exists()
-    hf_to_megatron(models / "tied", target, Sizes(), Options())
+    hf_to_megatron(models / "tied", target, ParallelSizes(), ConversionOptions())
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

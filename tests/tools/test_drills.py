@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.virtual_slurm import why_not
+from tests.slurm.virtual_slurm import why_not
 from tools.drills.__main__ import run_drills
 from tools.drills.faults import DRILLS
 
@@ -34,4 +34,4 @@ def test_the_command_lists_its_drills_and_refuses_others() -> None:
 @pytest.mark.parametrize("name", DRILLS)
 def test_a_job_survives(name: str, tmp_path: Path) -> None:
     (result,) = run_drills([DRILLS[name]], tmp_path)
-    assert result.well, result
+    assert result.passed, result

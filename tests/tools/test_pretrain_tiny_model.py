@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from megatron_webrl.model.processing import Processor
-from megatron_webrl.ring.record import encode
+from megatron_webrl.model.processor import Processor
+from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.record_file import RecordFileWriter
 from megatron_webrl.types import Action, Step
 from tests.trajectories import trajectory
@@ -35,26 +35,26 @@ def demonstrations(path: Path, processor: Processor) -> Path:
             asked = processor.encode_chat([{"role": "user", "content": content}])
             response = processor.encode_response(f'{{"coordinate": [{x}, {y}]}}')
             step = Step(
-                prompt_token_ids=processor.expand(asked, grids), response_token_ids=response,
+                prompt_token_ids=processor.expand_image_tokens(asked, grids), response_token_ids=response,
                 logprobs=np.zeros(len(response), np.float32), versions=np.zeros(len(response), np.int32),
                 images=np.zeros(1, np.int32), image_grids=grids, finish_reason="stop",
                 action=Action("left_click", coordinate=(x, y)),
             )  # fmt: skip
-            file.write(encode(replace(trajectory(number, 0), steps=(step,), images=(held.getvalue(),))))
+            file.write(encode_trajectory(replace(trajectory(number, 0), steps=(step,), images=(held.getvalue(),))))
     return path
 
 
 def test_a_model_learns_what_was_shown_and_its_folder_is_whole(tiny_model: Path, tmp_path: Path):
     processor = Processor.load(str(tiny_model))
     samples = pretraining.read_samples(demonstrations(tmp_path / "shown", processor), processor)
-    assert [sample.place for sample in samples] == [(0.2, 0.3), (0.7, 0.8)]
+    assert [sample.click for sample in samples] == [(0.2, 0.3), (0.7, 0.8)]
     assert {sample.patches.dtype for sample in samples} == {torch.uint8}
-    model = pretraining.load(tiny_model)
+    model = pretraining.load_model(tiny_model)
     losses = list(pretraining.pretrain(model, samples * 8, 8, processor, seed=0))
     assert losses[-1] < 0.8 * losses[0]
-    pretraining.save(model, tiny_model, tmp_path / "out")
-    pretraining.save(model, tiny_model, tmp_path / "out")  # in place of what is there
-    before, after = (load_file(folder / pretraining.SAVED) for folder in (tiny_model, tmp_path / "out"))
+    pretraining.save_model(model, tiny_model, tmp_path / "out")
+    pretraining.save_model(model, tiny_model, tmp_path / "out")  # in place of what is there
+    before, after = (load_file(folder / pretraining.WEIGHTS_FILE) for folder in (tiny_model, tmp_path / "out"))
     assert set(after) == set(before)
     assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
     assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in tiny_model.iterdir()}
@@ -66,8 +66,8 @@ def test_pixels_come_back_as_they_were(tiny_model: Path, tmp_path: Path):
     held = io.BytesIO()
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (224, 160, 3), np.uint8)).save(held, "PNG")
     exact, _ = processor.pixels([held.getvalue()])
-    stored = pretraining.cut_image(processor, processor.cut, held.getvalue())
-    assert torch.allclose(processor.normalised(stored), exact, atol=1e-6)
+    stored = pretraining.image_patches(processor, processor.patchifier, held.getvalue())
+    assert torch.allclose(processor.normalize_patches(stored), exact, atol=1e-6)
 
 
 def test_what_cannot_be_used_is_named(tiny_model: Path, tmp_path: Path):

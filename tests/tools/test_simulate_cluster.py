@@ -17,8 +17,8 @@ from tests.tools.traced_run import traced
 from tests.tools.written_runs import Timed, update, write_episode, write_run
 from tools import simulate_cluster
 from tools.cluster import inputs, measured, predicted, report, timeline
-from tools.cluster.events import Clock, Shared
-from tools.cluster.work import Cycle, Episode, GroupWork, Settings, Step, engine_rate
+from tools.cluster.events import ProcessorSharingServer, SimulatedClock
+from tools.cluster.work import EpisodeWork, GroupWork, SimulationSettings, StepWork, UpdateTimes, engine_rate
 
 PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
 
@@ -71,9 +71,9 @@ def test_what_the_simulation_does_not_know_of_fails_the_check(
 
 def test_one_run_can_be_predicted_from_the_times_of_another(tmp_path: Path) -> None:
     sync = a_synchronous_run(tmp_path / "sync")
-    run = measured.read(sync)
+    run = measured.read_run(sync)
     off = replace(run.settings, mode="one_step_off")
-    found, _ = measured.compare(measured.fed_with(replace(run, settings=off), run), 1, 0.15)
+    found, _ = measured.compare_with_simulation(measured.with_times_from(replace(run, settings=off), run), 1, 0.15)
     # 16 s of episodes hide 8 s of training; a second of weights, after which both begin, comes on top.
     assert {row.name: row.simulated for row in found}["updates_per_hour"] == pytest.approx(3600 / 17)
     assert simulate_cluster.main(["check", str(sync), "--from", str(sync), "--seeds", "1"]) == 0
@@ -86,28 +86,28 @@ def test_groups_keep_their_fates(tmp_path: Path) -> None:
     log = EpisodeLog(run, 20)
     timed = Timed((2.0,), (3.0,), 1010.0, 6.0)
     for ticket, (rewards, reason) in enumerate(
-        [((0.0, 0.0), "all_failed"), ((1.0, 1.0), "stale"), ((0.0, 1.0), "stale"), ((0.0, 0.0), "abandoned")], 20
+        [((0.0, 0.0), "all_failed"), ((1.0, 1.0), "stale"), ((0.0, 1.0), "stale"), ((0.0, 0.0), "aborted")], 20
     ):
         for index, reward in enumerate(rewards):
             write_episode(log, ticket, index, timed, 2, reward=reward, reason=reason)
     log.close()
-    found = measured.read(run)
-    faults = [group.fault for group in found.workload.groups]
+    found = measured.read_run(run)
+    faults = [group.drop_reason for group in found.workload.groups]
     assert faults == [None] * 10 + ["all_failed", "zero_variance", None, None]
     assert found.workload.groups[10].episodes[0].reset == pytest.approx(1.0)
-    assert found.figures == measured.read(a_synchronous_run(tmp_path / "same")).figures
+    assert found.figures == measured.read_run(a_synchronous_run(tmp_path / "same")).figures
     assert [(c.sync, c.pause, c.other) for c in found.cycles] == [pytest.approx((1.0, 0.5, 0.5))] * 4
     assert [c.seconds_per_token for c in found.cycles] == pytest.approx([8 / (4 * 3 * (5 + 3))] * 4)
 
 
-def requests_of_an_engine(serial: float, training: list[timeline.Span]) -> list[Timed]:
+def requests_of_an_engine(serial: float, training: list[timeline.TimeSpan]) -> list[Timed]:
     """Episodes that an engine served, with a token a second for a lone request, half as fast beside training."""
-    clock, rng = Clock(), np.random.default_rng(0)
-    engine = Shared(clock, engine_rate(serial))
+    clock, rng = SimulatedClock(), np.random.default_rng(0)
+    engine = ProcessorSharingServer(clock, engine_rate(serial))
     found: list[Timed] = []
     for begin, end in training:
-        clock.at(begin, lambda: engine.set_speed(0.5))
-        clock.at(end, lambda: engine.set_speed(1.0))
+        clock.call_at(begin, lambda: engine.set_speed(0.5))
+        clock.call_at(end, lambda: engine.set_speed(1.0))
 
     def episode(start: float) -> None:
         generations: list[float] = []
@@ -115,22 +115,22 @@ def requests_of_an_engine(serial: float, training: list[timeline.Span]) -> list[
 
         def ask() -> None:
             begun = clock.now
-            engine.begin(4.0 if len(generations) % 2 else 8.0, lambda: answered(begun))
+            engine.submit(4.0 if len(generations) % 2 else 8.0, lambda: answered(begun))
 
         def answered(begun: float) -> None:
             generations.append(clock.now - begun)
             pause = browsers[len(generations) - 1]
             if len(generations) < len(browsers):
-                clock.after(pause, ask)
+                clock.call_later(pause, ask)
             else:
                 ended = clock.now + pause
                 found.append(Timed(tuple(generations), tuple(browsers), ended, ended - start))
 
-        clock.at(start + 1.0, ask)
+        clock.call_at(start + 1.0, ask)
 
     for number in range(24):
         episode(float(4 * number))
-    clock.run(lambda: len(found) == 24)
+    clock.run_until(lambda: len(found) == 24)
     return found
 
 
@@ -140,9 +140,9 @@ def test_an_episode_that_starts_later_than_its_group_had_to_wait(tmp_path: Path)
     write_episode(log, 3, 1, Timed((2.0,), (3.0,), 110.0, 6.0), 0)  # its browser came 4 s later, or a try was lost
     log.close()
     lines = [json.loads(text) for text in (tmp_path / "episodes.jsonl").read_text().splitlines()]
-    first, second = timeline.place(lines, "free")
-    assert (first.reset, first.begins) == (1.0, (101.0,))
-    assert (second.reset, second.begins) == (5.0, (105.0,))
+    first, second = timeline.reconstruct_timelines(lines, "free")
+    assert (first.reset, first.request_starts) == (1.0, (101.0,))
+    assert (second.reset, second.request_starts) == (5.0, (105.0,))
 
 
 @pytest.mark.parametrize("serial", [0.0, 0.3, 1.0])
@@ -153,11 +153,11 @@ def test_contention_is_read_from_the_times_of_requests(tmp_path: Path, serial: f
         write_episode(log, ticket, 0, timed, 0, responses=(8, 4) * 3)
     log.close()
     lines = [json.loads(text) for text in (tmp_path / "episodes.jsonl").read_text().splitlines()]
-    placed = timeline.place(lines, "free")
+    placed = timeline.reconstruct_timelines(lines, "free")
     assert [one.reset for one in placed] == pytest.approx([1.0] * 24, abs=0.01)
-    found = timeline.fit(placed, training, [])
+    found = timeline.fit_engine(placed, training, [])
     assert (found.serial, found.overlap) == (serial, pytest.approx(0.5))
-    assert found.work == pytest.approx(np.tile([8.0, 4.0], 72), rel=0.02)
+    assert found.request_work == pytest.approx(np.tile([8.0, 4.0], 72), rel=0.02)
 
 
 def test_rounds_are_read_from_a_run_in_step(tmp_path: Path) -> None:
@@ -173,11 +173,11 @@ def test_rounds_are_read_from_a_run_in_step(tmp_path: Path) -> None:
     updates = [update(n + 1, 115.0 + 15 * n, wait=13.0, train=1.0, sync=1.0, pause=1.0) for n in range(3)]
     write_run(run, updates, {"rollout": {"stepping": "lockstep"}, "trainer": {"groups_per_update": 1}})
     lines = [json.loads(text) for text in (run / "episodes.jsonl").read_text().splitlines()]
-    for one in timeline.place(lines, "lockstep"):
+    for one in timeline.reconstruct_timelines(lines, "lockstep"):
         begun = one.line["finished_at"] - one.line["seconds"]
         assert one.reset == pytest.approx(4.0)
-        assert np.subtract(one.begins, begun) == pytest.approx([4.0, 8.0])
-    rows, _ = measured.compare(measured.read(run), 1, 0.15)
+        assert np.subtract(one.request_starts, begun) == pytest.approx([4.0, 8.0])
+    rows, _ = measured.compare_with_simulation(measured.read_run(run), 1, 0.15)
     assert all(row.agrees for row in rows)
 
 
@@ -187,12 +187,12 @@ class Uneven:
     def draw(self, ticket: int, rng: np.random.Generator) -> GroupWork:
         """Any."""
 
-        def step() -> Step:
-            return Step(rng.uniform(0.6, 1.0), rng.lognormal(0.5, 1.0), 5, 20)
+        def step() -> StepWork:
+            return StepWork(rng.uniform(0.6, 1.0), rng.lognormal(0.5, 1.0), 5, 20)
 
         return GroupWork(
             tuple(
-                Episode(rng.lognormal(0.5, 0.5), tuple(step() for _ in range(min(10, int(rng.geometric(0.2))))))
+                EpisodeWork(rng.lognormal(0.5, 0.5), tuple(step() for _ in range(min(10, int(rng.geometric(0.2))))))
                 for _ in range(8)
             )
         )
@@ -211,16 +211,16 @@ def test_a_run_that_was_simulated_is_read_and_simulated_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, stepping: str, off: float
 ) -> None:
     """From its files alone. Under async, what still ran at the end is in none of them."""
-    given = Settings(mode, 4, 8, engines=1, updates=6, stepping=stepping, serial=0.3, overlap=0.6)
-    cycles = [Cycle(0.001, 0.5, 0.4, 0.3)]
+    given = SimulationSettings(mode, 4, 8, engines=1, updates=6, stepping=stepping, serial=0.3, overlap=0.6)
+    cycles = [UpdateTimes(0.001, 0.5, 0.4, 0.3)]
     result = traced(monkeypatch, tmp_path / "run", given, Uneven(), cycles, seed=100)
-    run = measured.read(tmp_path / "run")
+    run = measured.read_run(tmp_path / "run")
     for name in ("per_hour", "updates_per_hour", "staleness", "waiting"):
         assert getattr(run.figures, name) == pytest.approx(getattr(result, name), rel=0.002)
     assert run.settings.serial == pytest.approx(0.3, abs=0.15)
     if mode != "sync":  # else nobody generates while the trainer trains
         assert run.settings.overlap == pytest.approx(0.6, abs=0.1)
-    rows, _ = measured.compare(run, 3, off)
+    rows, _ = measured.compare_with_simulation(run, 3, off)
     assert all(row.agrees for row in rows), rows
 
 
@@ -239,7 +239,7 @@ def test_runs_that_cannot_be_simulated_are_refused_in_one_line(
     lines = [update(n + 1, 100.0 + n, wait=0.1, train=0.1, sync=0.1, pause=0.1) for n in range(updates)]
     write_run(tmp_path / "run", lines, config)
     with pytest.raises(ValueError, match=message):
-        measured.read(tmp_path / "run")
+        measured.read_run(tmp_path / "run")
     assert simulate_cluster.main(["check", str(tmp_path / "run")]) == 2
     assert simulate_cluster.main(["check", str(tmp_path / "missing")]) == 2
     errors = capsys.readouterr().err.splitlines()
@@ -253,75 +253,85 @@ TINY = {"gpus": 3, "batch": 8, "agents": 16}
 
 
 @pytest.fixture(scope="module")
-def tiny() -> report.Report:
+def tiny() -> report.ScalingReport:
     """One node and two, quickly."""
-    given = inputs.changed(inputs.Inputs(), TINY)
-    return report.make(given, (1, 2), ({}, {"drop": 0}), predicted.QUICK, 0, lambda words: None)
+    given = inputs.with_values(inputs.SimulationInputs(), TINY)
+    return report.make_report(given, (1, 2), ({}, {"drop_zero_variance": 0}), predicted.QUICK, 0, lambda words: None)
 
 
 def test_the_work_is_as_the_inputs_say() -> None:
-    given = inputs.Inputs()
-    drawn = [predicted.Drawn(given).draw(seed, np.random.default_rng(seed)) for seed in range(500)]
+    given = inputs.SimulationInputs()
+    drawn = [predicted.RandomWorkload(given).draw(seed, np.random.default_rng(seed)) for seed in range(500)]
     episodes = [episode for group in drawn for episode in group.episodes]
     steps = [step for episode in episodes for step in episode.steps]
     assert np.mean([step.response for step in steps]) == pytest.approx(given.response, rel=0.03)
-    assert np.median([step.browser for step in steps]) == pytest.approx(given.browser, rel=0.06)
+    assert np.median([step.browser for step in steps]) == pytest.approx(given.browser_seconds, rel=0.06)
     assert max(step.browser for step in steps) <= given.browser_limit
     lengths = np.array([len(episode.steps) for episode in episodes])
     # Failures of 12.5 steps; a geometric length of 5.1 cut off at 10 has a mean of 4.5.
     assert lengths.mean() == pytest.approx(0.546 * 12.5 + 0.454 * 4.5, rel=0.06)
-    assert {group.fault for group in drawn} == {None, "all_succeeded", "all_failed"}
-    kept = predicted.Drawn(inputs.changed(given, {"drop": 0}))
-    assert {kept.draw(seed, np.random.default_rng(seed)).fault for seed in range(50)} == {None}
+    assert {group.drop_reason for group in drawn} == {None, "all_succeeded", "all_failed"}
+    kept = predicted.RandomWorkload(inputs.with_values(given, {"drop_zero_variance": 0}))
+    assert {kept.draw(seed, np.random.default_rng(seed)).drop_reason for seed in range(50)} == {None}
 
 
 def test_sizes_follow_the_nodes_and_the_split() -> None:
-    given = inputs.Inputs()
-    halves = [predicted.Split(nodes, 4 * nodes, 4 * nodes) for nodes in (8, 32)]
-    small, large = (predicted.settings_of(given, split, "async", "free", predicted.FULL) for split in halves)
+    given = inputs.SimulationInputs()
+    halves = [predicted.GpuSplit(nodes, 4 * nodes, 4 * nodes) for nodes in (8, 32)]
+    small, large = (predicted.make_settings(given, split, "async", "free", predicted.FULL) for split in halves)
     assert (small.groups_per_update, large.groups_per_update) == (16, 64)
     assert (small.groups_in_flight, large.groups_in_flight) == (5, 5)
-    assert [str(split) for split in predicted.splits(8, 8)] == [f"{8 * n}:{64 - 8 * n}" for n in range(7, 0, -1)]
-    lean, rich = (predicted.cycle_of(given, predicted.Split(8, 64 - gpus, gpus)) for gpus in (16, 32))
+    assert [str(split) for split in predicted.all_splits(8, 8)] == [f"{8 * n}:{64 - 8 * n}" for n in range(7, 0, -1)]
+    lean, rich = (predicted.make_update_times(given, predicted.GpuSplit(8, 64 - gpus, gpus)) for gpus in (16, 32))
     assert lean.seconds_per_token == pytest.approx(2 * rich.seconds_per_token)
     assert (lean.sync, rich.sync) == pytest.approx((3 * 17.5 / 40, 17.5 / 40))
-    turns = predicted.cycle_of(given, predicted.together(8, 8))
-    assert turns.seconds_per_token == pytest.approx(given.passes / (given.train * 64))
+    turns = predicted.make_update_times(given, predicted.colocated_split(8, 8))
+    assert turns.seconds_per_token == pytest.approx(given.training_passes / (given.train_tokens_per_second * 64))
 
 
-def test_the_recommended_split_is_almost_the_fastest_and_has_engines_to_spare(tiny: report.Report) -> None:
+def test_the_recommended_split_is_almost_the_fastest_and_has_engines_to_spare(tiny: report.ScalingReport) -> None:
     for size in tiny.sizes:
         most = max(one.result.per_hour for one in size.splits)
-        good = [one for one in size.splits if one.result.per_hour >= (1 - predicted.MARGIN) * most]
+        good = [one for one in size.splits if one.result.per_hour >= (1 - predicted.RECOMMENDATION_MARGIN) * most]
         assert size.best.split.engines == max(one.split.engines for one in good)
-        assert [len(size.splits), len(size.others)] == [2, 4]
-        assert all(one.result.per_hour < size.best.result.per_hour for one in size.others)
-        assert all(one.result.staleness_max <= one.max_staleness for one in (*size.splits, *size.others))
+        assert [len(size.splits), len(size.other_modes)] == [2, 4]
+        assert all(one.result.per_hour < size.best.result.per_hour for one in size.other_modes)
+        assert all(one.result.staleness_max <= one.max_staleness for one in (*size.splits, *size.other_modes))
 
 
-def test_tables_go_between_the_marks_of_a_page(tiny: report.Report, tmp_path: Path) -> None:
-    text = f"before\n\n{report.BEGIN}\nold\n{report.END}\n\nafter\n"
-    page = report.written(text, tiny)
-    assert page.startswith(f"before\n\n{report.BEGIN}\n\nRecommended: 1 nodes: ")
-    assert page.endswith(f"{report.END}\n\nafter\n")
+def test_tables_go_between_the_marks_of_a_page(tiny: report.ScalingReport, tmp_path: Path) -> None:
+    text = f"before\n\n{report.BEGIN_MARKER}\nold\n{report.END_MARKER}\n\nafter\n"
+    page = report.update_page(text, tiny)
+    assert page.startswith(f"before\n\n{report.BEGIN_MARKER}\n\nRecommended: 1 nodes: ")
+    assert page.endswith(f"{report.END_MARKER}\n\nafter\n")
     assert "old" not in page
     assert page.count("**" + str(tiny.sizes[0].best.split) + "**") >= 1
-    assert report.written(page, tiny) == page
+    assert report.update_page(page, tiny) == page
     with pytest.raises(ValueError, match="no place for the tables"):
-        report.written("nothing", tiny)
+        report.update_page("nothing", tiny)
     root = xml.etree.ElementTree.fromstring(report.draw(tiny))
     assert len(root.findall(".//{http://www.w3.org/2000/svg}g")) == 4
 
 
 def test_the_command_predicts_draws_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, plot, figures, given = (tmp_path / name for name in ("page.md", "plot.svg", "figures.json", "inputs.yaml"))
-    page.write_text(f"{report.BEGIN}\n{report.END}\n")
+    page.write_text(f"{report.BEGIN_MARKER}\n{report.END_MARKER}\n")
     given.write_text(yaml.safe_dump(TINY))
-    words = ["predict", "--quick", "--nodes", "1", "--inputs", str(given), "--set", "browser=2", "max_staleness=1"]
+    words = [
+        "predict",
+        "--quick",
+        "--nodes",
+        "1",
+        "--inputs",
+        str(given),
+        "--set",
+        "browser_seconds=2",
+        "max_staleness=1",
+    ]
     assert simulate_cluster.main([*words, "--write", str(page), "--plot", str(plot), "--json", str(figures)]) == 0
     assert "not measured" in capsys.readouterr().out
     found = json.loads(figures.read_text())
-    assert (found["inputs"]["browser"], found["inputs"]["max_staleness"], found["inputs"]["gpus"]) == (2, 1, 3)
+    assert (found["inputs"]["browser_seconds"], found["inputs"]["max_staleness"], found["inputs"]["gpus"]) == (2, 1, 3)
     assert "| 2:1 |" in page.read_text().replace("**", "")
     assert plot.read_text().startswith("<svg")
 
@@ -334,11 +344,11 @@ def test_the_command_predicts_draws_and_writes(tmp_path: Path, capsys: pytest.Ca
         (["--set", "browser"], "'browser' is not name=value"),
         (["--set", "gpus=2.5"], "gpus=2.5 is no whole number"),
         (["--set", "gpus=1"], "gpus=1 is below 2"),
-        (["--set", "browser=nan"], "browser=nan is not finite"),
+        (["--set", "browser_seconds=nan"], "browser_seconds=nan is not finite"),
         (["--set", "batch=inf"], "batch=inf is not finite"),
         (["--set", "batch=12"], "batch=12 is no multiple of group_size=8"),
         (["--set", "success=1"], "success=1.0 is not between 0 and 1"),
-        (["--set", "hard=0.9"], "medium=0.15 and hard=0.9 are more than all tasks"),
+        (["--set", "hard_share=0.9"], "medium_share=0.15 and hard_share=0.9 are more than all tasks"),
         (["--inputs", "missing.yaml"], "missing.yaml"),
         (["--write", "missing.md"], "missing.md"),
     ],
@@ -354,10 +364,10 @@ def test_inputs_out_of_range_are_refused_in_one_line(
 
 
 def test_the_page_shows_what_the_inputs_give() -> None:
-    text, given = PAGE.read_text(), inputs.Inputs()
+    text, given = PAGE.read_text(), inputs.SimulationInputs()
     rows = ["| " + " | ".join(row) + " |" for row in report.input_rows(given)]
     assert "\n".join(rows) in text, "write docs/scaling.md again: python -m tools.simulate_cluster predict --write ..."
     # One of the simulations of the page, the quickest.
-    found = predicted.predict(given, predicted.together(8, 8), "sync", "lockstep", predicted.FULL)
+    found = predicted.predict_cluster(given, predicted.colocated_split(8, 8), "sync", "lockstep", predicted.FULL)
     _, where, rate, *_ = report.mode_row(found, found)
     assert f"| `sync`, in step | {where} | {rate} |" in text

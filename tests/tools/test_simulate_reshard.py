@@ -9,73 +9,93 @@ from typing import Any
 
 import pytest
 
-from megatron_webrl.model.layout import Sizes
-from megatron_webrl.model.parameter_map import model_map
+from megatron_webrl.model.layout import ParallelSizes
+from megatron_webrl.model.parameter_map import parameter_mappings
 from megatron_webrl.weights.engine_map import EngineSizes
 from tests.model import tiny
 from tools import simulate_reshard
-from tools.reshard_links import Cluster, Gpu, Layout, Link, broadcast, make_plan, place, predict, shard_to_shard
+from tools.reshard_links import (
+    ClusterSpec,
+    GpuSlot,
+    LinkDirection,
+    ReshardLayout,
+    make_transfer_plan,
+    place_ranks,
+    predict_broadcast,
+    predict_shard_to_shard,
+    predict_transfer,
+)
 
 NVLINK, NIC, LATENCY = 100e9, 10e9, 0.001
 STAGING = 2**22
 
 
-def cluster(nodes: int, gpus: int, nics: int | None = None) -> Cluster:
-    return Cluster(nodes, gpus, nics or gpus, NVLINK, NIC, LATENCY)
+def cluster(nodes: int, gpus: int, nics: int | None = None) -> ClusterSpec:
+    return ClusterSpec(nodes, gpus, nics or gpus, NVLINK, NIC, LATENCY)
 
 
 def model_bytes(description: Any, *, replicated: bool | None = None) -> int:
     """Of all tensors, or of those that tensor parallelism leaves whole or splits."""
     return 2 * sum(
         math.prod(entry.shape)
-        for entry in model_map(description)
+        for entry in parameter_mappings(description)
         if replicated is None or (entry.layout.kind == "replicated") == replicated
     )
 
 
 def test_a_message_takes_one_port_of_each_end() -> None:
     some = cluster(2, 8, nics=4)
-    assert some.links(Gpu(0, 3), Gpu(0, 3)) == ()
-    assert some.links(Gpu(0, 3), Gpu(0, 5)) == (Link("NVLink", "out", 0, 3), Link("NVLink", "in", 0, 5))
-    assert some.links(Gpu(0, 3), Gpu(1, 5)) == (Link("NIC", "out", 0, 1), Link("NIC", "in", 1, 2))
+    assert some.links(GpuSlot(0, 3), GpuSlot(0, 3)) == ()
+    assert some.links(GpuSlot(0, 3), GpuSlot(0, 5)) == (
+        LinkDirection("NVLink", "out", 0, 3),
+        LinkDirection("NVLink", "in", 0, 5),
+    )
+    assert some.links(GpuSlot(0, 3), GpuSlot(1, 5)) == (
+        LinkDirection("NIC", "out", 0, 1),
+        LinkDirection("NIC", "in", 1, 2),
+    )
 
 
 def test_the_slowest_link_and_the_longest_chain_give_the_time() -> None:
-    nvlink, slow, other = Link("NVLink", "out", 0, 0), Link("NIC", "in", 1, 3), Link("NIC", "out", 0, 0)
-    found = predict(cluster(2, 8), {nvlink: 90 * 10**9, slow: 20 * 10**9, other: 19 * 10**9}, 7, messages=5)
+    nvlink, slow, other = (
+        LinkDirection("NVLink", "out", 0, 0),
+        LinkDirection("NIC", "in", 1, 3),
+        LinkDirection("NIC", "out", 0, 0),
+    )
+    found = predict_transfer(cluster(2, 8), {nvlink: 90 * 10**9, slow: 20 * 10**9, other: 19 * 10**9}, 7, messages=5)
     assert found.seconds == pytest.approx(2.0 + 0.005)
     assert (found.busiest, found.busiest_bytes) == (slow, 20 * 10**9)
     assert (found.nic_out, found.nic_in, found.received, found.messages) == (19 * 10**9, 20 * 10**9, 7, 5)
 
 
 def test_ranks_fill_the_nodes_one_after_the_other() -> None:
-    shared = place(cluster(2, 4), Layout(Sizes(), EngineSizes(2), trainer_gpus=2))
-    assert shared.trainer == (Gpu(0, 0), Gpu(0, 1), Gpu(1, 0), Gpu(1, 1))
-    assert shared.engines == ((Gpu(0, 2), Gpu(0, 3)), (Gpu(1, 2), Gpu(1, 3)))
-    across = place(cluster(2, 4), Layout(Sizes(), EngineSizes(2, 2), trainer_gpus=2))
-    assert across.engines == ((Gpu(0, 2), Gpu(0, 3), Gpu(1, 2), Gpu(1, 3)),)
-    apart = place(cluster(2, 2), Layout(Sizes(), EngineSizes(), trainer_gpus=2, trainer_nodes=1))
-    assert apart.trainer == (Gpu(0, 0), Gpu(0, 1))
-    assert apart.engines == ((Gpu(1, 0),), (Gpu(1, 1),))
+    shared = place_ranks(cluster(2, 4), ReshardLayout(ParallelSizes(), EngineSizes(2), trainer_gpus=2))
+    assert shared.trainer == (GpuSlot(0, 0), GpuSlot(0, 1), GpuSlot(1, 0), GpuSlot(1, 1))
+    assert shared.engines == ((GpuSlot(0, 2), GpuSlot(0, 3)), (GpuSlot(1, 2), GpuSlot(1, 3)))
+    across = place_ranks(cluster(2, 4), ReshardLayout(ParallelSizes(), EngineSizes(2, 2), trainer_gpus=2))
+    assert across.engines == ((GpuSlot(0, 2), GpuSlot(0, 3), GpuSlot(1, 2), GpuSlot(1, 3)),)
+    apart = place_ranks(cluster(2, 2), ReshardLayout(ParallelSizes(), EngineSizes(), trainer_gpus=2, trainer_nodes=1))
+    assert apart.trainer == (GpuSlot(0, 0), GpuSlot(0, 1))
+    assert apart.engines == ((GpuSlot(1, 0),), (GpuSlot(1, 1),))
 
 
 def test_one_trainer_and_one_engine_on_two_nodes_are_bound_by_the_nic() -> None:
     description = tiny.configuration(tiny.Shape())
-    some, layout = cluster(2, 1), Layout(Sizes(), EngineSizes(), trainer_gpus=1, trainer_nodes=1)
-    placement = place(some, layout)
-    plan = make_plan(description, layout, placement, STAGING)
-    found = shard_to_shard(plan, some, placement)
+    some, layout = cluster(2, 1), ReshardLayout(ParallelSizes(), EngineSizes(), trainer_gpus=1, trainer_nodes=1)
+    placement = place_ranks(some, layout)
+    plan = make_transfer_plan(description, layout, placement, STAGING)
+    found = predict_shard_to_shard(plan, some, placement)
     total = model_bytes(description)
     assert found.nic_out == found.nic_in == found.busiest_bytes == found.received == total
-    assert found.messages == math.ceil(total / plan.message_bytes)
+    assert found.messages == math.ceil(total / plan.max_message_bytes)
     assert found.seconds == pytest.approx(total / NIC + LATENCY * found.messages)
 
 
 def test_replicas_on_one_node_each_serve_an_engine_over_nvlink() -> None:
     description = tiny.configuration(tiny.Shape())
-    some, layout = cluster(1, 4), Layout(Sizes(), EngineSizes(), trainer_gpus=2)
-    placement = place(some, layout)
-    found = shard_to_shard(make_plan(description, layout, placement, STAGING), some, placement)
+    some, layout = cluster(1, 4), ReshardLayout(ParallelSizes(), EngineSizes(), trainer_gpus=2)
+    placement = place_ranks(some, layout)
+    found = predict_shard_to_shard(make_transfer_plan(description, layout, placement, STAGING), some, placement)
     assert (found.nic_out, found.nic_in, found.busiest.kind) == (0, 0, "NVLink")
     assert found.busiest_bytes == model_bytes(description)
     assert found.received == 2 * model_bytes(description)
@@ -83,27 +103,33 @@ def test_replicas_on_one_node_each_serve_an_engine_over_nvlink() -> None:
 
 def test_an_engine_split_over_two_ranks_halves_what_is_split() -> None:
     description = tiny.configuration(tiny.Shape())
-    some, layout = cluster(2, 2), Layout(Sizes(tensor=2), EngineSizes(2), trainer_gpus=2, trainer_nodes=1)
-    placement = place(some, layout)
-    plan = make_plan(description, layout, placement, STAGING)
-    found = shard_to_shard(plan, some, placement)
-    assert found.nic_in == plan.bytes(0, 0) < 0.75 * model_bytes(description)
-    assert found.received == plan.bytes(0, 0) + plan.bytes(0, 1)
+    some, layout = (
+        cluster(2, 2),
+        ReshardLayout(ParallelSizes(tensor=2), EngineSizes(2), trainer_gpus=2, trainer_nodes=1),
+    )
+    placement = place_ranks(some, layout)
+    plan = make_transfer_plan(description, layout, placement, STAGING)
+    found = predict_shard_to_shard(plan, some, placement)
+    assert found.nic_in == plan.received_bytes(0, 0) < 0.75 * model_bytes(description)
+    assert found.received == plan.received_bytes(0, 0) + plan.received_bytes(0, 1)
 
 
 def test_a_broadcast_brings_the_whole_model_to_every_rank() -> None:
     description = tiny.configuration(tiny.Shape())
-    some, layout = cluster(2, 4), Layout(Sizes(tensor=2), EngineSizes(2), trainer_gpus=2)
-    found = broadcast(description, layout, some, place(some, layout), STAGING)
+    some, layout = cluster(2, 4), ReshardLayout(ParallelSizes(tensor=2), EngineSizes(2), trainer_gpus=2)
+    found = predict_broadcast(description, layout, some, place_ranks(some, layout), STAGING)
     total, halves = model_bytes(description), model_bytes(description, replicated=False)
     # The ring: the first rank, two engine ranks of its node, two of the other; one hop between the nodes.
     assert found.received == 4 * total
     assert found.nic_out == found.nic_in == total
     assert found.busiest.kind == "NIC"
-    messages = math.ceil(total / make_plan(description, layout, place(some, layout), STAGING).message_bytes) + 4
+    messages = (
+        math.ceil(total / make_transfer_plan(description, layout, place_ranks(some, layout), STAGING).max_message_bytes)
+        + 4
+    )
     assert found.messages == messages
     assert found.seconds == pytest.approx(total / NIC + LATENCY * messages)
-    alone = broadcast(description, layout, cluster(1, 4), place(cluster(1, 4), layout), STAGING)
+    alone = predict_broadcast(description, layout, cluster(1, 4), place_ranks(cluster(1, 4), layout), STAGING)
     assert alone.busiest_bytes == total > halves // 2  # the ring's hops outweigh the gathered half
 
 

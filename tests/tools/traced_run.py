@@ -11,14 +11,14 @@ from megatron_webrl.tracking import summary
 from megatron_webrl.tracking.episode_log import EpisodeLog
 from tests.tools.written_runs import Timed, update, write_episode
 from tools.cluster import rollout
-from tools.cluster.rollout import Agent, Group
-from tools.cluster.simulation import Result, Simulation
-from tools.cluster.work import Cycle, Settings, Workload
+from tools.cluster.rollout import SimulatedAgent, SimulatedGroup
+from tools.cluster.simulation import Simulation, SimulationResult
+from tools.cluster.work import SimulationSettings, UpdateTimes, Workload
 
 EPOCH = 1000.0  # unix seconds at which the simulated time begins
 
 
-class TracedAgent(Agent):
+class TracedAgent(SimulatedAgent):
     """Notes when it began, asked, was answered, acted and ended."""
 
     __slots__ = ("acted", "answered", "asked", "begun", "over", "ticket")
@@ -49,7 +49,7 @@ class TracedAgent(Agent):
 
     def timed(self) -> Timed:
         """As the product counts it: waiting in step is in neither; an answer that did not come is no step."""
-        steps = self.plan.steps[: len(self.answered)]
+        steps = self.work.steps[: len(self.answered)]
         generations = [answered - asked for asked, answered in zip(self.asked, self.answered, strict=False)]
         return Timed(generations, [step.browser for step in steps], EPOCH + self.over, self.over - self.begun)
 
@@ -57,38 +57,40 @@ class TracedAgent(Agent):
 class TracedSimulation(Simulation):
     """Writes episodes as they are closed, and updates as they are done."""
 
-    def __init__(self, folder: Path, settings: Settings, workload: Workload, cycles: list[Cycle], seed: int) -> None:
+    def __init__(
+        self, folder: Path, settings: SimulationSettings, workload: Workload, cycles: list[UpdateTimes], seed: int
+    ) -> None:
         super().__init__(settings, workload, cycles, seed)
         self.log, self.updates = EpisodeLog(folder, 0), list[dict[str, object]]()
         self._past = (0.0, 0.0, 0.0, 0.0)
 
-    def _write(self, group: Group, reason: str | None, version: int) -> None:
+    def _write(self, group: SimulatedGroup, reason: str | None, version: int) -> None:
         for index, agent in enumerate(group.agents):
             assert isinstance(agent, TracedAgent)
             timed = agent.timed()
             write_episode(
-                self.log, agent.ticket, index, timed, version, oldest=agent.oldest or 0, reward=float(index % 2),
-                reason=reason, responses=[step.response for step in agent.plan.steps],
+                self.log, agent.ticket, index, timed, version, oldest=agent.oldest_version or 0, reward=float(index % 2),
+                reason=reason, responses=[step.response for step in agent.work.steps],
             )  # fmt: skip
 
-    def _drop(self, group: Group, reason: str) -> None:
+    def _drop(self, group: SimulatedGroup, reason: str) -> None:
         self._write(group, reason, self._version)
         super()._drop(group, reason)
 
-    def _record(self, batch: list[Group], cycle: Cycle) -> None:
+    def _record(self, batch: list[SimulatedGroup], cycle: UpdateTimes) -> None:
         for group in batch:
             self._write(group, None, self._version - 1)
         engines = [worker.engine for worker in self._rollout.workers]
         for engine in engines:
-            engine.advance()
-        area = sum(engine.area for engine in engines) / len(engines)
+            engine.update_totals()
+        area = sum(engine.job_seconds for engine in engines) / len(engines)
         now = (self._clock.now, self._sums.wait, self._sums.train, area)
         passed, wait, train, requests = (new - old for new, old in zip(now, self._past, strict=True))
         self._past = now
         made = update(
             self._version, EPOCH + self._clock.now, wait=wait, train=train, sync=cycle.sync, pause=cycle.pause
         )
-        made["extra"]["engine/requests"] = requests / passed
+        made["extra"]["engine/running_requests"] = requests / passed
         self.updates.append(made)
         super()._record(batch, cycle)
 
@@ -96,15 +98,15 @@ class TracedSimulation(Simulation):
 def traced(
     monkeypatch: pytest.MonkeyPatch,
     folder: Path,
-    settings: Settings,
+    settings: SimulationSettings,
     workload: Workload,
-    cycles: list[Cycle],
+    cycles: list[UpdateTimes],
     seed: int,
-) -> Result:
+) -> SimulationResult:
     """Simulate a run into a folder."""
     folder.mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(rollout, "Agent", TracedAgent)
+        patch.setattr(rollout, "SimulatedAgent", TracedAgent)
         simulation = TracedSimulation(folder, settings, workload, cycles, seed)
         result = simulation.run()
     simulation.log.close()

@@ -13,16 +13,25 @@ from tests.trajectories import trajectory
 
 
 def fates(folder: Path) -> list[tuple[int, int, str, int]]:
-    return [(line["ticket"], line["index"], line["fate"], line["version"]) for line in episode_log.read(folder)]
+    return [
+        (line["ticket"], line["index"], line["disposition"], line["version"]) for line in episode_log.read_lines(folder)
+    ]
 
 
 def test_every_episode_is_a_line_with_its_steps(tmp_path: Path):
-    assert episode_log.read(tmp_path) == []
+    assert episode_log.read_lines(tmp_path) == []
     written = EpisodeLog(tmp_path, 0)
     written.add(trajectory(3, 1, steps=2, prompt=7, response=4, version=5), None, 6)
-    [line] = episode_log.read(tmp_path)  # while it is open
-    assert (line["fate"], line["version"], line["oldest_version"], line["outcome"]) == ("trained", 6, 5, "failure")
-    assert [(step["prompt"], step["cached"], step["response"]) for step in line["steps"]] == [(7, 0, 4)] * 2
+    [line] = episode_log.read_lines(tmp_path)  # while it is open
+    assert (line["disposition"], line["version"], line["oldest_version"], line["outcome"]) == (
+        "trained",
+        6,
+        5,
+        "failure",
+    )
+    assert [(step["prompt_tokens"], step["cached_tokens"], step["response_tokens"]) for step in line["steps"]] == [
+        (7, 0, 4)
+    ] * 2
     written.add(trajectory(4, 0, reward=1.0), "all_succeeded", 7)
     written.close()
     written.close()

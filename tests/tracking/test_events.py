@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from megatron_webrl.tracking import events
-from megatron_webrl.tracking.events import Event, Journal, of_last_job, read
+from megatron_webrl.tracking.events import EventLog, ProcessEvent, events_of_last_job, read_events
 
 WRITER = """
 import sys
 from pathlib import Path
-from megatron_webrl.tracking.events import Journal
-journal = Journal(Path(sys.argv[1]), int(sys.argv[2]))
+from megatron_webrl.tracking.events import EventLog
+journal = EventLog(Path(sys.argv[1]), int(sys.argv[2]))
 for number in range(200):
     journal.add(f"trainer-{number}", "restarted", "x" * (number * 17 % 900))
 """
@@ -26,14 +26,14 @@ for number in range(200):
 
 def test_an_event_says_who_where_when_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    journal = Journal(tmp_path, 3)
+    journal = EventLog(tmp_path, 3)
     journal.add("rollout-7", events.RESTARTED, "was killed by SIGKILL", tmp_path / "logs" / "node-3" / "rollout-7.log")
     journal.add_all([("a", None), ("b", Path("/elsewhere/b.log"))], events.STARTED)
-    restarted, first, second = read(tmp_path)
+    restarted, first, second = read_events(tmp_path)
     assert (restarted.role, restarted.event, restarted.node) == ("rollout-7", "restarted", 3)
     assert restarted.reason == "was killed by SIGKILL"
     assert restarted.log == "logs/node-3/rollout-7.log"
-    assert restarted.slurm == "4711"
+    assert restarted.slurm_job_id == "4711"
     assert restarted.host == os.uname().nodename
     assert (first.role, first.log, second.log) == ("a", "", "/elsewhere/b.log")
 
@@ -41,7 +41,7 @@ def test_an_event_says_who_where_when_and_why(tmp_path: Path, monkeypatch: pytes
 def test_lines_of_writers_at_the_same_time_stay_whole(tmp_path: Path) -> None:
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), str(node)]) for node in range(4)]
     assert [writer.wait(60) for writer in writers] == [0, 0, 0, 0]
-    found = read(tmp_path)
+    found = read_events(tmp_path)
     for node in range(4):
         assert [event.role for event in found if event.node == node] == [f"trainer-{n}" for n in range(200)]
     assert len((tmp_path / events.FILE).read_bytes().splitlines()) == 800
@@ -49,24 +49,26 @@ def test_lines_of_writers_at_the_same_time_stay_whole(tmp_path: Path) -> None:
 
 def test_a_line_is_never_longer_than_what_one_write_keeps_whole() -> None:
     for reason in ("x" * 10_000, "ü" * 10_000, '"' * 10_000, "\n" * 10_000):
-        line = Event(1.0, "trainer-0", "failed", reason=reason).line()
-        assert len(line) <= events.LINE_BYTES
+        line = ProcessEvent(1.0, "trainer-0", "failed", reason=reason).to_json_line()
+        assert len(line) <= events.MAX_LINE_BYTES
         assert line.count(b"\n") == 1
         assert reason.startswith(json.loads(line)["reason"])
 
 
 def test_broken_lines_are_left_out_and_what_others_add_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / events.FILE
-    whole = {"at": 2.0, "role": "trainer-0", "event": "hung", "stack": "of a later version"}
-    path.write_text(f'{json.dumps(whole)}\n[1]\n\n{{"at": "x", "role": "a", "event": "b"}}\n{{"at": 1.0, "role": "tr')
-    assert [(event.at, event.event) for event in read(tmp_path)] == [(2.0, "hung")]
-    Journal(tmp_path).add("trainer-1", "started")  # after half a line, which a full disk has left
-    assert [event.role for event in read(tmp_path)] == ["trainer-0", "trainer-1"]
+    whole = {"time": 2.0, "role": "trainer-0", "event": "hung", "stack": "of a later version"}
+    path.write_text(
+        f'{json.dumps(whole)}\n[1]\n\n{{"time": "x", "role": "a", "event": "b"}}\n{{"time": 1.0, "role": "tr'
+    )
+    assert [(event.time, event.event) for event in read_events(tmp_path)] == [(2.0, "hung")]
+    EventLog(tmp_path).add("trainer-1", "started")  # after half a line, which a full disk has left
+    assert [event.role for event in read_events(tmp_path)] == ["trainer-0", "trainer-1"]
 
 
 def test_without_a_file_nothing_happened(tmp_path: Path) -> None:
-    assert read(tmp_path) == []
-    assert of_last_job([]) == []
+    assert read_events(tmp_path) == []
+    assert events_of_last_job([]) == []
 
 
 def test_a_lock_that_nobody_releases_holds_no_supervisor_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,27 +85,27 @@ def test_a_lock_that_nobody_releases_holds_no_supervisor_up(tmp_path: Path, monk
         assert process.stdout.readline() == b"held\n"
         with (tmp_path / events.FILE).open("ab") as file, pytest.raises(BlockingIOError):
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        Journal(tmp_path).add("trainer-0", "started")
+        EventLog(tmp_path).add("trainer-0", "started")
     finally:
         process.kill()
         process.communicate()
-    assert [event.role for event in read(tmp_path)] == ["trainer-0"]
+    assert [event.role for event in read_events(tmp_path)] == ["trainer-0"]
 
 
 def test_a_folder_that_takes_no_event_is_told_and_ends_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Journal(tmp_path / "gone").add("trainer-0", "failed")
+    EventLog(tmp_path / "gone").add("trainer-0", "failed")
     assert "took no event (trainer-0 failed)" in caplog.text
 
 
 def test_a_run_that_was_resumed_has_several_jobs(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    journal = EventLog(tmp_path)
     for outcome in ("stopped", "finished"):
         journal.add(events.JOB, events.STARTED)
         journal.add("trainer-0", events.STARTED)
         journal.add(events.JOB, events.ENDED, outcome)
-    last = of_last_job(read(tmp_path))
+    last = events_of_last_job(read_events(tmp_path))
     assert [(event.role, event.event) for event in last] == [
         ("job", "started"), ("trainer-0", "started"), ("job", "ended"),
     ]  # fmt: skip

@@ -17,7 +17,7 @@ def update(version: int, success: float | None) -> dict[str, Any]:
         "steps_mean": 1.5,
         "staleness_mean": 0.5,
         "staleness_max": 1,
-        "extra": {"entropy": 0.4, **({"sampled_success": success} if success is not None else {})},
+        "extra": {"entropy": 0.4, **({"rollout_success_rate": success} if success is not None else {})},
     }
 
 
@@ -28,7 +28,7 @@ def evaluation(kind: str, version: int, success: float | None) -> dict[str, Any]
 
 def test_each_kind_of_evaluation_has_a_dot_and_a_place_in_the_key():
     lines = [evaluation("before", 0, 0.4), evaluation("during", 1, 0.5), evaluation("blank_images", 2, None)]
-    drawn = ElementTree.fromstring(learning_plot.draw([update(1, 0.4), update(2, None)], lines))
+    drawn = ElementTree.fromstring(learning_plot.draw_svg([update(1, 0.4), update(2, None)], lines))
     words = {text.text for text in drawn.iter(f"{SVG}text")}
     assert {"Success", "Steps", "Entropy", "Staleness", "before", "during"} <= words
     assert "blank images" not in words
@@ -38,14 +38,14 @@ def test_each_kind_of_evaluation_has_a_dot_and_a_place_in_the_key():
 
 
 def test_a_thick_line_is_the_mean_of_a_window():
-    assert learning_plot.smooth([(1, 1.0), (2, 3.0)]) == [(1, 1.0), (2, 2.0)]
-    assert learning_plot.smooth([(n, float(n)) for n in range(8)])[-1] == (7, 5.0)
+    assert learning_plot.moving_average([(1, 1.0), (2, 3.0)]) == [(1, 1.0), (2, 2.0)]
+    assert learning_plot.moving_average([(n, float(n)) for n in range(8)])[-1] == (7, 5.0)
 
 
 def test_the_picture_lies_beside_the_summary_from_the_first_update_on(tmp_path: Path):
-    summary.write(tmp_path, "interrupted", None)
+    summary.write_summary(tmp_path, "interrupted", None)
     assert not (tmp_path / learning_plot.FILE).exists()
     summary.write_updates(tmp_path, [update(1, 0.25)])
-    summary.write(tmp_path, "finished", None)
+    summary.write_summary(tmp_path, "finished", None)
     assert (tmp_path / learning_plot.FILE).read_text().startswith("<svg")
     assert not (tmp_path / f".{learning_plot.FILE}").exists()

@@ -12,18 +12,18 @@ import pytest
 from rich.console import Console
 
 from megatron_webrl.tracking import events, summary
-from megatron_webrl.tracking.board import COLUMNS, Board, accounting_line, updates_table
-from megatron_webrl.tracking.events import Journal
-from megatron_webrl.tracking.metrics import Seconds, UpdateRecord, episode_metrics, rollout_seconds
-from megatron_webrl.tracking.mlflow_run import varied
-from megatron_webrl.tracking.trajectory_page import write_page
+from megatron_webrl.tracking.dashboard import UPDATE_COLUMNS, TerminalDashboard, accounting_line, updates_table
+from megatron_webrl.tracking.events import EventLog
+from megatron_webrl.tracking.metrics import UpdateMetrics, UpdateSeconds, episode_metrics, rollout_seconds
+from megatron_webrl.tracking.mlflow_run import sample_across_outcomes
+from megatron_webrl.tracking.trajectory_page import write_trajectory_page
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.types import Group, Trajectory
 from tests.trajectories import screenshot, trajectory
 
 
-def record(version: int, gap: float | None = 1.5e-6) -> UpdateRecord:
-    return UpdateRecord(
+def record(version: int, gap: float | None = 1.5e-6) -> UpdateMetrics:
+    return UpdateMetrics(
         version=version,
         groups=8,
         reward_mean=0.4375,
@@ -32,15 +32,15 @@ def record(version: int, gap: float | None = 1.5e-6) -> UpdateRecord:
         staleness_mean=1.25,
         staleness_max=2,
         clip_fraction=0.0123,
-        logprob_gap_max=gap,
-        logprob_gap_tokens=0 if gap is None else 100,
+        logprob_mismatch_max=gap,
+        logprob_mismatch_tokens=0 if gap is None else 100,
         tokens_per_second=12345.6,
-        seconds=Seconds(rollout=120.5, train=33.3, sync=1.25, wait=80.0, pixels=0.5),
-        extra={"entropy": 0.5, "sampled_success": 0.4375},
+        seconds=UpdateSeconds(rollout=120.5, train=33.3, sync=1.25, wait=80.0, image_wait=0.5),
+        extra={"entropy": 0.5, "rollout_success_rate": 0.4375},
     )
 
 
-def shown(width: int, *updates: UpdateRecord) -> str:
+def shown(width: int, *updates: UpdateMetrics) -> str:
     out = io.StringIO()
     Console(file=out, width=width).print(updates_table([u.to_json() for u in updates]))
     return out.getvalue()
@@ -55,7 +55,7 @@ def test_the_table_fits_a_terminal_of_80_columns():
 
 def test_a_log_gets_one_line_for_each_update_and_each_new_phase():
     out = io.StringIO()
-    with Board(Console(file=out, width=80), "run x") as board:
+    with TerminalDashboard(Console(file=out, width=80), "run x") as board:
         board.show({"trainer-0": "update 1: waiting for groups, 0 of 8"}, [])
         board.show({"trainer-0": "update 1: waiting for groups, 3 of 8"}, [record(1).to_json()])
         board.show({"trainer-0": "update 2: waiting for groups, 0 of 8"}, [record(1).to_json()])
@@ -64,24 +64,24 @@ def test_a_log_gets_one_line_for_each_update_and_each_new_phase():
 
 
 def test_mlflow_gets_every_number_of_the_table():
-    scalars = record(3).scalars()
+    scalars = record(3).mlflow_metrics()
     assert scalars["seconds/rollout"] == 120.5
     assert scalars["entropy"] == 0.5
-    assert scalars["logprob_gap_max"] == 1.5e-6
-    assert "logprob_gap_max" not in record(3, gap=None).scalars()
-    assert len(scalars) >= len(COLUMNS)
+    assert scalars["logprob_mismatch_max"] == 1.5e-6
+    assert "logprob_mismatch_max" not in record(3, gap=None).mlflow_metrics()
+    assert len(scalars) >= len(UPDATE_COLUMNS)
 
 
 def test_the_summary_holds_what_was_written(tmp_path: Path):
     summary.write_updates(tmp_path, [record(1).to_json(), record(2, gap=None).to_json()])
     accounting = Accounting(trained=6)
     accounting.dropped["stale"] = 2
-    Journal(tmp_path, 3).add("trainer-0", events.RESTARTED, "it was killed")
-    summary.write(tmp_path, "finished", accounting.summary(finished=14, waiting=1, rolled_back=5))
+    EventLog(tmp_path, 3).add("trainer-0", events.RESTARTED, "it was killed")
+    summary.write_summary(tmp_path, "finished", accounting.summary(finished=14, waiting=1, rolled_back=5))
     content = json.loads((tmp_path / "summary.json").read_text())
     assert content["outcome"] == "finished"
     assert [u["version"] for u in content["updates"]] == [1, 2]
-    assert content["updates"][1]["logprob_gap_max"] is None
+    assert content["updates"][1]["logprob_mismatch_max"] is None
     assert content["accounting"] == {
         "finished": 14,
         "trained": 6,
@@ -94,7 +94,7 @@ def test_the_summary_holds_what_was_written(tmp_path: Path):
     assert "+ 1 waiting + 5 rolled back = 14: matches" in accounting_line(content["accounting"])
     (again,) = content["restarts"]
     assert (again["role"], again["reason"], again["node"]) == ("trainer-0", "it was killed", 3)
-    assert content["versions"]["torch"]
+    assert content["package_versions"]["torch"]
     assert content["checkpoint"] is None
 
 
@@ -119,7 +119,7 @@ def test_episode_metrics_leave_masked_episodes_out():
 
 def test_the_hit_rate_of_the_prefix_cache_is_by_tokens():
     one, two = trajectory(0, 0, prompt=30, reward=1.0), trajectory(0, 1, prompt=10)
-    group = Group(0, (replace(one, steps=(replace(one.steps[0], prompt_cached=16),)), two))
+    group = Group(0, (replace(one, steps=(replace(one.steps[0], cached_prompt_tokens=16),)), two))
     metrics = episode_metrics([group])
     assert metrics["prefix_cache_hit_rate"] == 16 / 40
     assert metrics["prompt_tokens_per_step"] == 20
@@ -137,7 +137,7 @@ def with_image(instruction: str) -> Trajectory:
 
 
 def test_a_trajectory_page_shows_screenshot_click_and_response(tmp_path: Path):
-    write_page(tmp_path / "page.html", with_image("Click <b>here</b>"), lambda ids: f"<{len(ids)} tokens>")
+    write_trajectory_page(tmp_path / "page.html", with_image("Click <b>here</b>"), lambda ids: f"<{len(ids)} tokens>")
     text = (tmp_path / "page.html").read_text()
     assert "data:image/png;base64," in text
     assert "left:50.0%;top:50.0%" in text
@@ -148,4 +148,4 @@ def test_a_trajectory_page_shows_screenshot_click_and_response(tmp_path: Path):
 def test_sampled_trajectories_differ_in_outcome():
     failures = [trajectory(0, i) for i in range(5)]
     success = trajectory(1, 0, reward=1.0)
-    assert [t.outcome for t in varied([*failures, success], 3)] == ["failure", "success", "failure"]
+    assert [t.outcome for t in sample_across_outcomes([*failures, success], 3)] == ["failure", "success", "failure"]

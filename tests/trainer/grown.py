@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_webrl.model.processing import Processor
-from megatron_webrl.trainer.batching import Sample
+from megatron_webrl.model.processor import Processor
+from megatron_webrl.trainer.data.batching import TrainingSample
 from tests.trajectories import screenshot
 
 SIZES = ((64, 64), (96, 64), (64, 128))  # pixels, width and height
@@ -27,37 +27,39 @@ def step(
     advantage: float = 1.0,
     steps: int = 1,
     first: int = 0,
-) -> Sample:
+) -> TrainingSample:
     """One step. Its behaviour log-probabilities count from `first` on, so that each token can be told by them."""
-    return Sample(
+    return TrainingSample(
         prompt=prompt,
         response=response,
-        behaviour=np.arange(first, first + len(response), dtype=np.float32),
+        behaviour_logprobs=np.arange(first, first + len(response), dtype=np.float32),
         versions=np.full(len(response), first, np.int32),
         images=images,
         grids=np.zeros((0, 3), np.int32) if grids is None else grids,
         temperature=temperature,
         advantage=advantage,
-        steps=steps,
-        trajectory=trajectory,
+        trajectory_steps=steps,
+        trajectory_id=trajectory,
     )
 
 
 def episode(
     processor: Processor, ticket: int, lengths: tuple[int, ...], *, images: int = 2, advantage: float = 1.0
-) -> list[Sample]:
+) -> list[TrainingSample]:
     """Steps with responses of `lengths` tokens; each prompt is the one before, its response, text and a screenshot.
 
     The first prompt has `images` screenshots. Episodes of one ticket's parity begin with the same screenshot.
     """
-    samples: list[Sample] = []
+    samples: list[TrainingSample] = []
     prompt, shots = words(1000 + ticket, 7 + ticket), [screenshot(ticket % 2, *SIZES[0])]
     shots += [screenshot(100 * ticket + i, *SIZES[i % 3]) for i in range(1, images + len(lengths))]
     seen = 0
     for number, length in enumerate(lengths):
         fresh = shots[seen : images + number]
         for shot in fresh:
-            places = np.full(int(processor.grids([shot])[0].prod()) // processor.merge**2, processor.image_token_id)
+            places = np.full(
+                int(processor.grids([shot])[0].prod()) // processor.merge_size**2, processor.image_token_id
+            )
             prompt = np.concatenate([prompt, places, words(seen, 3)]).astype(np.int32)
             seen += 1
         response = words(10 * ticket + number, length)

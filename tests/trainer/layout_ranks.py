@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megatron_webrl import compat
-from megatron_webrl.config import LossConfig
+from megatron_webrl.config.loss import LossConfig
+from megatron_webrl.system import torchvision_shim
 from tests import gloo
 from tests.trainer.learner_ranks import VERSION, make_config, make_groups
 
@@ -40,10 +40,10 @@ AHEAD = ("pp2 vpp2", "gspo cp2", "gspo pp2")
 
 def run(rank: int, folder: str, models: dict[str, str]) -> None:
     """Write what each layout of each model finds to found-MODEL-LAYOUT.pt: what every rank saw."""
-    compat.install()
+    torchvision_shim.install()
     platform = gloo.join(rank, 2, folder)
-    from megatron_webrl.model import groups
-    from megatron_webrl.trainer.parallel import sizes
+    from megatron_webrl.model import process_groups
+    from megatron_webrl.trainer.parallel import parallel_sizes
 
     for model, layouts in LAYOUTS.items():
         for name, layout in layouts.items():
@@ -52,29 +52,29 @@ def run(rank: int, folder: str, models: dict[str, str]) -> None:
                 setattr(config.trainer, key, value)
             if name.startswith(GSPO):
                 config.trainer.loss = LossConfig(
-                    name="gspo", clip_low=1e-3, clip_high=1e-3, behaviour_cap=1e3, kl_coefficient=0.1
+                    name="gspo", clip_low=1e-3, clip_high=1e-3, importance_weight_cap=1e3, kl_coefficient=0.1
                 )
-            config.run.directory, config.trainer.pixel_workers = folder, int(name in AHEAD)
-            groups.form(sizes(config), seed=1)
+            config.run.directory, config.trainer.image_workers = folder, int(name in AHEAD)
+            process_groups.init_process_groups(parallel_sizes(config), seed=1)
             everyone: list[Any] = [None, None]
             torch.distributed.all_gather_object(everyone, _updates(config, platform))
             if rank == 0:
                 torch.save(everyone, Path(folder) / f"found-{model}-{name}.pt")
-            groups.dissolve()
+            process_groups.destroy_process_groups()
     torch.distributed.destroy_process_group()
 
 
 def _updates(config: Any, platform: Any) -> dict[str, Any]:
     """Two updates of several optimiser steps each; figures, and on the first rank the weights."""
     from megatron_webrl.model.export import hf_tensors
-    from megatron_webrl.trainer.build import make_builder, make_learner, with_pixels_ahead
-    from megatron_webrl.trainer.loop import update
-    from megatron_webrl.trainer.reference_files import with_reference
+    from megatron_webrl.trainer.checkpoint.reference_files import attach_reference_policy
+    from megatron_webrl.trainer.factory import make_learner, make_sequence_packer, with_image_prefetcher
+    from megatron_webrl.trainer.loop import train_batch
 
-    learner = with_reference(make_learner(config, platform), config)
-    builder = with_pixels_ahead(make_builder(config, platform), config, torch.distributed.get_rank())
-    figures = [update(learner, builder, config, make_groups(config), VERSION) for _ in range(2)]
-    held = None if builder.preparation is None else builder.preparation.used
+    learner = attach_reference_policy(make_learner(config, platform), config)
+    builder = with_image_prefetcher(make_sequence_packer(config, platform), config, torch.distributed.get_rank())
+    figures = [train_batch(learner, builder, config, make_groups(config), VERSION) for _ in range(2)]
+    held = None if builder.prefetcher is None else builder.prefetcher.used_bytes
     builder.close()
     weights = {name: tensor.clone() for name, tensor in hf_tensors(learner.models)}
     return {"figures": figures, "weights": weights, "held": held}

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_webrl import compat
-from megatron_webrl.config import Config
+from megatron_webrl.config.schema import Config
+from megatron_webrl.system import torchvision_shim
 from megatron_webrl.types import Action, Group, Step, Task, Trajectory
 from tests.gloo import layouts
 from tests.trajectories import screenshot
@@ -19,7 +19,7 @@ VERSION = 2
 
 def run(rank: int, folder: str, model: str) -> None:
     """Tensor-parallel 2 first, then tensor-parallel 1 with two replicas, in the same processes."""
-    compat.install()
+    torchvision_shim.install()
     for size, platform in layouts(rank, folder):
         found = _examine(make_config(model), Path(folder), size, platform)
         torch.save(found, f"{folder}/found-{size}-{rank}.pt")
@@ -38,7 +38,7 @@ def make_config(model: str) -> Config:
 
 def make_groups(config: Config, count: int = 4) -> list[Group]:
     """Groups of two with one image a step, the engine's numbers taken from the model itself."""
-    from megatron_webrl.model.processing import Processor
+    from megatron_webrl.model.processor import Processor
 
     processor = Processor.load(config.model.path)
     return [
@@ -54,7 +54,7 @@ def _trajectory(processor: Any, ticket: int, index: int) -> Trajectory:
         ticket=ticket,
         index=index,
         group_size=2,
-        incarnation=0,
+        restart_epoch=0,
         task=Task(f"t{ticket}", "miniwob", "click-test", ticket, 5),
         instruction="Click.",
         steps=tuple(_step(processor, rng, images, i) for i in range(steps)),
@@ -74,7 +74,9 @@ def _step(processor: Any, rng: np.random.Generator, images: tuple[bytes, ...], i
     if i == 1:  # the policy may produce the token that stands for images in prompts
         response = np.insert(response, 1, processor.image_token_id).astype(np.int32)
     return Step(
-        prompt_token_ids=processor.expand(processor.encode_chat([{"role": "user", "content": content}]), grids),
+        prompt_token_ids=processor.expand_image_tokens(
+            processor.encode_chat([{"role": "user", "content": content}]), grids
+        ),
         response_token_ids=response,
         logprobs=np.full(len(response), -6.0, np.float32),
         versions=np.full(len(response), VERSION, np.int32),
@@ -87,54 +89,54 @@ def _step(processor: Any, rng: np.random.Generator, images: tuple[bytes, ...], i
 
 def _examine(config: Config, folder: Path, size: int, platform: Any) -> dict[str, Any]:
     from megatron_webrl.model.export import hf_tensors
-    from megatron_webrl.trainer import checkpoint
     from megatron_webrl.trainer.accounting import Accounting
-    from megatron_webrl.trainer.build import make_builder, make_learner
-    from megatron_webrl.trainer.checkpoint import Checkpoints, TrainerState
+    from megatron_webrl.trainer.checkpoint import checkpointer
+    from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
+    from megatron_webrl.trainer.factory import make_learner, make_sequence_packer
 
     config.trainer.tensor_parallel, config.trainer.data_parallel = size, 2 // size
     learner, groups = make_learner(config, platform), make_groups(config)
     found: dict[str, Any] = {"first": _update(learner, config, platform, groups)}
-    state = TrainerState(VERSION + 1, 0, 4, (5,), Accounting(trained=8).state(), 1, updates=[{"version": 3}])
-    checkpoints = Checkpoints(folder / f"checkpoints-{size}", Path(config.model.path), config.trainer.checkpoint)
-    checkpoints.begin(learner, state)
+    state = TrainerState(VERSION + 1, 0, 4, (5,), Accounting(trained=8).state_dict(), 1, updates=[{"version": 3}])
+    checkpoints = Checkpointer(folder / f"checkpoints-{size}", Path(config.model.path), config.trainer.checkpoint)
+    checkpoints.start_save(learner, state)
     found["second"] = _update(learner, config, platform, groups)
     checkpoints.close()
     found["weights"] = {name: tensor.clone() for name, tensor in hf_tensors(learner.models)}
-    found["rate"] = learner.optimization.learning_rate
+    found["rate"] = learner.optimizer.learning_rate
     restored = make_learner(config, platform)
-    checkpoint.load(checkpoint.latest(folder / f"checkpoints-{size}"), restored)
-    found["state"] = checkpoint.read_state(checkpoint.latest(folder / f"checkpoints-{size}"))
+    checkpointer.load(checkpointer.latest_checkpoint(folder / f"checkpoints-{size}"), restored)
+    found["state"] = checkpointer.read_trainer_state(checkpointer.latest_checkpoint(folder / f"checkpoints-{size}"))
     found["second again"], found["pixels"] = _update_ahead(restored, config, platform, groups, folder)
     found["weights again"] = {name: tensor.clone() for name, tensor in hf_tensors(restored.models)}
-    found["rate again"] = restored.optimization.learning_rate
+    found["rate again"] = restored.optimizer.learning_rate
     if size == 1:
         other = make_learner(config, platform)
-        checkpoint.load(checkpoint.latest(folder / "checkpoints-2"), other)
+        checkpointer.load(checkpointer.latest_checkpoint(folder / "checkpoints-2"), other)
         found["second elsewhere"] = _update(other, config, platform, groups)
-    found["single"] = _single_step(config, platform, groups, make_learner, make_builder)
+    found["single"] = _single_step(config, platform, groups, make_learner, make_sequence_packer)
     return found
 
 
 def _update(learner: Any, config: Config, platform: Any, groups: list[Group]) -> tuple[dict[str, float], Any]:
-    from megatron_webrl.trainer.build import make_builder
-    from megatron_webrl.trainer.loop import update
+    from megatron_webrl.trainer.factory import make_sequence_packer
+    from megatron_webrl.trainer.loop import train_batch
 
-    return update(learner, make_builder(config, platform), config, groups, VERSION)
+    return train_batch(learner, make_sequence_packer(config, platform), config, groups, VERSION)
 
 
 def _update_ahead(
     learner: Any, config: Config, platform: Any, groups: list[Group], folder: Path
 ) -> tuple[tuple[dict[str, float], Any], dict[str, float]]:
     """The same with pixels made ahead, in less memory than they take together."""
-    from megatron_webrl.trainer.build import make_builder, with_pixels_ahead
-    from megatron_webrl.trainer.loop import update
+    from megatron_webrl.trainer.factory import make_sequence_packer, with_image_prefetcher
+    from megatron_webrl.trainer.loop import train_batch
 
-    config.run.directory, config.trainer.pixel_workers, config.trainer.pixel_mib = str(folder), 1, 1
-    builder = with_pixels_ahead(make_builder(config, platform), config, torch.distributed.get_rank())
-    assert builder.preparation is not None
-    result = update(learner, builder, config, groups, VERSION)
-    held, waited = builder.preparation.used, builder.waiting.take()
+    config.run.directory, config.trainer.image_workers, config.trainer.image_buffer_mib = str(folder), 1, 1
+    builder = with_image_prefetcher(make_sequence_packer(config, platform), config, torch.distributed.get_rank())
+    assert builder.prefetcher is not None
+    result = train_batch(learner, builder, config, groups, VERSION)
+    held, waited = builder.prefetcher.used_bytes, builder.wait_timer.pop_seconds()
     builder.close()
     return result, {"held": held, "waited": waited}
 
@@ -144,23 +146,23 @@ def _single_step(
 ) -> dict[str, Any]:
     """One minibatch, one epoch; then a replica without samples, and a gradient that is not finite."""
     from megatron_webrl.model.export import hf_tensors
-    from megatron_webrl.trainer import batching
-    from megatron_webrl.trainer.learner import objective
-    from megatron_webrl.trainer.optimizer import BadGradient
+    from megatron_webrl.trainer.data import batching
+    from megatron_webrl.trainer.learner import make_objective
+    from megatron_webrl.trainer.optimizer import NonFiniteGradient
 
     config.trainer.epochs = config.trainer.minibatches = 1
     learner, builder = make_learner(config, platform), make_builder(config, platform)
     found: dict[str, Any] = {"all": _update(learner, config, platform, groups)}
-    sample = batching.samples_of(groups)[:1]
-    metrics, _ = learner.step(builder.build(sample, "token_mean", 10), None, objective(config.trainer.loss))
+    sample = batching.make_samples(groups)[:1]
+    metrics, _ = learner.train_step(builder.build(sample, "token_mean", 10), None, make_objective(config.trainer.loss))
     found["one sample"] = metrics
     before = {name: tensor.clone() for name, tensor in hf_tensors(learner.models)}
-    broken = builder.build(batching.samples_of(groups), "token_mean", 10)
+    broken = builder.build(batching.make_samples(groups), "token_mean", 10)
     for row in broken:
         row.advantage[0] = float("nan")
     try:
-        learner.step(broken, None, objective(config.trainer.loss))
-    except BadGradient as error:
+        learner.train_step(broken, None, make_objective(config.trainer.loss))
+    except NonFiniteGradient as error:
         found["error"] = str(error)
     found["unchanged"] = all(torch.equal(before[name], tensor) for name, tensor in hf_tensors(learner.models))
     return found

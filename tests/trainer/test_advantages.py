@@ -3,19 +3,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_webrl.trainer.advantages import common_outcome, group_advantages, has_variance, normalised
+from megatron_webrl.trainer.advantages import common_outcome, group_advantages, has_variance, normalize_rewards
 from megatron_webrl.types import Group
 from tests.trajectories import trajectory
 
 
 def test_advantages_have_mean_zero_and_deviation_one():
-    values = normalised([1.0, 0.0, 0.0, 1.0, 0.0])
+    values = normalize_rewards([1.0, 0.0, 0.0, 1.0, 0.0])
     assert values.mean() == pytest.approx(0.0, abs=1e-9)
     assert values.std() == pytest.approx(1.0, abs=1e-5)
 
 
 def test_equal_rewards_have_no_advantage():
-    assert np.abs(normalised([1.0, 1.0, 1.0])).max() == 0.0
+    assert np.abs(normalize_rewards([1.0, 1.0, 1.0])).max() == 0.0
     assert not has_variance(Group(0, tuple(trajectory(0, i, reward=1.0) for i in range(3))))
 
 

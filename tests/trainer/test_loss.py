@@ -10,27 +10,37 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_webrl.config import LossConfig
+from megatron_webrl.config.loss import LossConfig
 from megatron_webrl.trainer.loss import (
-    BatchSize,
+    MinibatchTotals,
     TokenData,
-    likelihood,
-    objective,
+    clipped_surrogate,
+    make_objective,
+    negative_log_likelihood,
     reference_kl,
-    surrogate,
     token_weight,
 )
 
-USUAL = LossConfig(clip_low=0.2, clip_high=0.28, behaviour_cap=2.0)
+USUAL = LossConfig(clip_low=0.2, clip_high=0.28, importance_weight_cap=2.0)
 VARIANTS = [
-    replace(USUAL, name=name, decoupled=mode != "", behaviour_mode=mode or "mask", dual_clip=dual, kl_coefficient=kl)
+    replace(
+        USUAL, name=name, decoupled=mode != "", importance_weight_mode=mode or "mask", dual_clip=dual, kl_coefficient=kl
+    )
     for name, mode, dual, kl in product(("grpo", "gspo"), ("mask", "truncate", ""), (0.0, 1.5), (0.0, 0.7))
 ]
-ARRAYS = ("behaviour", "proximal", "advantage", "weight", "step", "lengths", "reference")
+ARRAYS = (
+    "behaviour_logprobs",
+    "proximal_logprobs",
+    "advantage",
+    "weight",
+    "step_index",
+    "step_lengths",
+    "reference_logprobs",
+)
 
 
 def title(config: LossConfig) -> str:
-    kind = f"{config.behaviour_mode}" if config.decoupled else "coupled"
+    kind = f"{config.importance_weight_mode}" if config.decoupled else "coupled"
     return f"{config.name}-{kind}-dual{config.dual_clip}-kl{config.kl_coefficient}"
 
 
@@ -41,14 +51,14 @@ def example(seed: int, lengths: tuple[int, ...] = (9, 1, 14, 6, 3, 20)) -> dict[
     proximal = -rng.random(tokens) * 3
     weight = rng.random(len(lengths)) * (rng.random(len(lengths)) > 0.2)
     return {
-        "proximal": proximal,
-        "behaviour": proximal + rng.normal(0, 0.6, tokens) + rng.normal(0, 0.6, len(lengths))[step],
-        "reference": proximal + rng.normal(0, 0.5, tokens),
+        "proximal_logprobs": proximal,
+        "behaviour_logprobs": proximal + rng.normal(0, 0.6, tokens) + rng.normal(0, 0.6, len(lengths))[step],
+        "reference_logprobs": proximal + rng.normal(0, 0.5, tokens),
         "current": proximal + rng.normal(0, 0.5, tokens) + rng.normal(0, 0.5, len(lengths))[step],
         "advantage": rng.normal(0, 1, len(lengths))[step],
         "weight": weight[step],
-        "step": step,
-        "lengths": np.array(lengths, float),
+        "step_index": step,
+        "step_lengths": np.array(lengths, float),
     }
 
 
@@ -65,29 +75,31 @@ def clipped(advantage: float, ratio: float, config: LossConfig) -> float:
 def correction(ratio: float, config: LossConfig) -> float:
     if not config.decoupled:
         return 1.0
-    if ratio > config.behaviour_cap:
-        return 0.0 if config.behaviour_mode == "mask" else config.behaviour_cap
+    if ratio > config.importance_weight_cap:
+        return 0.0 if config.importance_weight_mode == "mask" else config.importance_weight_cap
     return ratio
 
 
 def by_hand(current: np.ndarray, data: dict[str, np.ndarray], config: LossConfig) -> float:
     """grpo: a sum over tokens; gspo: a sum over responses, as their papers write them."""
-    old = data["proximal"] if config.decoupled else data["behaviour"]
+    old = data["proximal_logprobs"] if config.decoupled else data["behaviour_logprobs"]
     total = 0.0
-    for response in range(len(data["lengths"])):
-        tokens = [t for t in range(len(current)) if data["step"][t] == response]
+    for response in range(len(data["step_lengths"])):
+        tokens = [t for t in range(len(current)) if data["step_index"][t] == response]
         if config.name == "gspo":
             ratio = math.prod(math.exp(current[t] - old[t]) for t in tokens) ** (1 / len(tokens))
-            off = math.prod(math.exp(data["proximal"][t] - data["behaviour"][t]) for t in tokens) ** (1 / len(tokens))
+            off = math.prod(math.exp(data["proximal_logprobs"][t] - data["behaviour_logprobs"][t]) for t in tokens) ** (
+                1 / len(tokens)
+            )
             advantage, weight = data["advantage"][tokens[0]], data["weight"][tokens[0]]
             total -= len(tokens) * weight * correction(off, config) * clipped(advantage, ratio, config)
         else:
             for t in tokens:
-                off = math.exp(data["proximal"][t] - data["behaviour"][t])
+                off = math.exp(data["proximal_logprobs"][t] - data["behaviour_logprobs"][t])
                 value = clipped(data["advantage"][t], math.exp(current[t] - old[t]), config)
                 total -= data["weight"][t] * correction(off, config) * value
         for t in tokens:
-            back = math.exp(data["reference"][t]) / math.exp(current[t])
+            back = math.exp(data["reference_logprobs"][t]) / math.exp(current[t])
             total += config.kl_coefficient * data["weight"][t] * (back - math.log(back) - 1)
     return total
 
@@ -96,7 +108,7 @@ def by_hand(current: np.ndarray, data: dict[str, np.ndarray], config: LossConfig
 def test_every_loss_equals_a_computation_by_hand(config: LossConfig) -> None:
     for seed in range(5):
         data = example(seed)
-        loss, _ = objective(config, None)(torch.from_numpy(data["current"]), tensors(data))
+        loss, _ = make_objective(config, None)(torch.from_numpy(data["current"]), tensors(data))
         assert loss.item() == pytest.approx(by_hand(data["current"], data, config), rel=1e-9)
 
 
@@ -112,10 +124,10 @@ def test_gradients_at_the_logits_equal_finite_differences(config: LossConfig) ->
         return values[places, targets] - np.log(np.exp(values).sum(axis=1))
 
     near = chosen(logits) - data["current"]  # keep the ratios where the example has them
-    data |= {name: data[name] + near for name in ("proximal", "behaviour", "reference")}
+    data |= {name: data[name] + near for name in ("proximal_logprobs", "behaviour_logprobs", "reference_logprobs")}
     tensor = torch.from_numpy(logits).requires_grad_()
     logprobs = torch.log_softmax(tensor, dim=1)[places, targets]
-    objective(config, None)(logprobs, tensors(data))[0].backward()
+    make_objective(config, None)(logprobs, tensors(data))[0].backward()
     step = 1e-6
     for place in np.ndindex(*logits.shape):
         values = []
@@ -130,22 +142,34 @@ def test_gradients_at_the_logits_equal_finite_differences(config: LossConfig) ->
 @pytest.mark.parametrize("name", ["grpo", "gspo"])
 @pytest.mark.parametrize("mode", ["mask", "truncate"])
 def test_metrics_count_what_the_equations_say(name: str, mode: str) -> None:
-    config = replace(USUAL, name=name, behaviour_mode=mode, dual_clip=1.5, behaviour_cap=1.5)
+    config = replace(USUAL, name=name, importance_weight_mode=mode, dual_clip=1.5, importance_weight_cap=1.5)
     data = example(2, (8, 3, 11, 5, 7, 2, 9, 4) * 8)
-    _, sums = surrogate(torch.from_numpy(data["current"]), tensors(data), config)
-    wanted = dict.fromkeys(("clipped", "dual_clipped", "capped", "importance_weight", "behaviour_weight", "kl"), 0.0)
+    _, sums = clipped_surrogate(torch.from_numpy(data["current"]), tensors(data), config)
+    wanted = dict.fromkeys(
+        (
+            "clipped",
+            "dual_clipped",
+            "importance_weight_capped",
+            "policy_ratio",
+            "behaviour_importance_weight",
+            "approx_kl",
+        ),
+        0.0,
+    )
     for t in range(len(data["current"])):
         if data["weight"][t] == 0:
             continue
-        same = data["step"] == data["step"][t] if name == "gspo" else np.arange(len(data["step"])) == t
-        moved = data["current"] - data["proximal"]
+        same = (
+            data["step_index"] == data["step_index"][t] if name == "gspo" else np.arange(len(data["step_index"])) == t
+        )
+        moved = data["current"] - data["proximal_logprobs"]
         ratio = np.exp(moved[same].mean())
-        off = np.exp((data["proximal"] - data["behaviour"])[same].mean())
+        off = np.exp((data["proximal_logprobs"] - data["behaviour_logprobs"])[same].mean())
         advantage, used = data["advantage"][t], correction(off, config)
-        wanted["capped"] += off > config.behaviour_cap
-        wanted["behaviour_weight"] += used
-        wanted["importance_weight"] += ratio
-        wanted["kl"] += np.exp(moved[t]) - 1 - moved[t]
+        wanted["importance_weight_capped"] += off > config.importance_weight_cap
+        wanted["behaviour_importance_weight"] += used
+        wanted["policy_ratio"] += ratio
+        wanted["approx_kl"] += np.exp(moved[t]) - 1 - moved[t]
         if used > 0:
             wanted["clipped"] += (advantage > 0 and ratio > 1.28) or (advantage < 0 and ratio < 0.8)
             wanted["dual_clipped"] += advantage < 0 and ratio > 1.5
@@ -156,26 +180,32 @@ def test_metrics_count_what_the_equations_say(name: str, mode: str) -> None:
 @pytest.mark.parametrize("name", ["grpo", "gspo"])
 def test_on_policy_the_gradient_is_that_of_the_policy_gradient(name: str) -> None:
     data = example(3)
-    data["behaviour"] = data["proximal"] = data["current"]
+    data["behaviour_logprobs"] = data["proximal_logprobs"] = data["current"]
     tensor = torch.from_numpy(data["current"]).requires_grad_()
-    surrogate(tensor, tensors(data), replace(USUAL, name=name))[0].backward()
+    clipped_surrogate(tensor, tensors(data), replace(USUAL, name=name))[0].backward()
     np.testing.assert_allclose(tensor.grad.numpy(), -data["weight"] * data["advantage"], rtol=1e-12)
 
 
 def test_without_decoupling_fresh_tokens_give_the_same_loss() -> None:
     data = example(4)
-    data["behaviour"] = data["proximal"]
+    data["behaviour_logprobs"] = data["proximal_logprobs"]
     current = torch.from_numpy(data["current"])
-    with_it, without = (surrogate(current, tensors(data), replace(USUAL, decoupled=d)) for d in (True, False))
+    with_it, without = (clipped_surrogate(current, tensors(data), replace(USUAL, decoupled=d)) for d in (True, False))
     assert with_it[0].item() == without[0].item()
 
 
 def single(current: float, **values: float) -> tuple[torch.Tensor, TokenData]:
     """One response of one token, in float32 as in training."""
-    given = {"behaviour": -1.0, "proximal": -1.0, "advantage": 1.0, "weight": 1.0, "reference": -1.0} | values
+    given = {
+        "behaviour_logprobs": -1.0,
+        "proximal_logprobs": -1.0,
+        "advantage": 1.0,
+        "weight": 1.0,
+        "reference_logprobs": -1.0,
+    } | values
     data = {name: torch.tensor([value], dtype=torch.float32) for name, value in given.items()}
     tensor = torch.tensor([current], dtype=torch.float32, requires_grad=True)
-    return tensor, TokenData(**data, step=torch.zeros(1, dtype=torch.int64), lengths=torch.ones(1))
+    return tensor, TokenData(**data, step_index=torch.zeros(1, dtype=torch.int64), step_lengths=torch.ones(1))
 
 
 @pytest.mark.parametrize("config", VARIANTS, ids=title)
@@ -184,9 +214,9 @@ def single(current: float, **values: float) -> tuple[torch.Tensor, TokenData]:
 def test_a_ratio_beyond_all_bounds_leaves_loss_and_gradient_finite(
     config: LossConfig, advantage: float, far: float
 ) -> None:
-    for moved in ({}, {"behaviour": -1.0 - far}, {"reference": -1.0 + far}):
+    for moved in ({}, {"behaviour_logprobs": -1.0 - far}, {"reference_logprobs": -1.0 + far}):
         tensor, data = single(-1.0 + (far if not moved else 0.1), advantage=advantage, **moved)
-        loss, sums = objective(config, None)(tensor, data)
+        loss, sums = make_objective(config, None)(tensor, data)
         loss.backward()
         assert torch.isfinite(loss)
         assert torch.isfinite(tensor.grad).all()
@@ -200,7 +230,7 @@ def test_tokens_without_weight_or_advantage_have_no_gradient(config: LossConfig)
     for name in ("weight", "advantage"):
         nothing = tensors(data | {name: np.zeros_like(data[name])})
         tensor = torch.from_numpy(data["current"]).requires_grad_()
-        loss, sums = objective(config, None)(tensor, nothing)
+        loss, sums = make_objective(config, None)(tensor, nothing)
         loss.backward()
         assert loss.item() == 0
         assert not tensor.grad.any()
@@ -208,27 +238,29 @@ def test_tokens_without_weight_or_advantage_have_no_gradient(config: LossConfig)
 
 
 @pytest.mark.parametrize("config", [v for v in VARIANTS if v.kl_coefficient], ids=title)
-@pytest.mark.parametrize("where", ["behaviour", "proximal", "advantage", "weight", "reference"])
+@pytest.mark.parametrize(
+    "where", ["behaviour_logprobs", "proximal_logprobs", "advantage", "weight", "reference_logprobs"]
+)
 def test_a_number_that_is_none_reaches_the_gradient(config: LossConfig, where: str) -> None:
     """The optimiser refuses such a gradient; a loss that passed the token over would hide it."""
-    if where == "proximal" and not config.decoupled:
+    if where == "proximal_logprobs" and not config.decoupled:
         return  # it is not looked at
     tensor, data = single(-1.1, **{where: math.nan})
-    objective(config, None)(tensor, data)[0].backward()
+    make_objective(config, None)(tensor, data)[0].backward()
     assert torch.isnan(tensor.grad).all()
 
 
 def test_a_penalty_without_a_reference_is_refused() -> None:
-    data = replace(tensors(example(0)), reference=None)
+    data = replace(tensors(example(0)), reference_logprobs=None)
     with pytest.raises(ValueError, match=r"Learner\.reference is None"):
-        objective(replace(USUAL, kl_coefficient=0.1), None)(data.proximal, data)
+        make_objective(replace(USUAL, kl_coefficient=0.1), None)(data.proximal_logprobs, data)
 
 
 def test_the_divergence_from_the_reference_is_what_sampling_estimates() -> None:
     """Over all tokens of a small vocabulary, weighted by the policy, k3 adds up to the divergence itself."""
     rng = np.random.default_rng(0)
     now, start = (values - np.log(np.exp(values).sum()) for values in rng.normal(0, 1, (2, 50)))
-    data = example(0, (50,)) | {"weight": np.exp(now), "reference": start}
+    data = example(0, (50,)) | {"weight": np.exp(now), "reference_logprobs": start}
     value, _ = reference_kl(torch.from_numpy(now), tensors(data))
     assert value.item() == pytest.approx((np.exp(now) * (now - start)).sum(), rel=1e-9)
 
@@ -236,7 +268,7 @@ def test_the_divergence_from_the_reference_is_what_sampling_estimates() -> None:
 def test_likelihood_counts_tokens_with_positive_advantage_only() -> None:
     data = example(4)
     tensor = torch.from_numpy(data["current"]).requires_grad_()
-    loss, _ = likelihood(tensor, tensors(data))
+    loss, _ = negative_log_likelihood(tensor, tensors(data))
     loss.backward()
     wanted = 0.0
     for now, weight, advantage in zip(data["current"], data["weight"], data["advantage"], strict=True):
@@ -246,9 +278,9 @@ def test_likelihood_counts_tokens_with_positive_advantage_only() -> None:
 
 
 def test_normalisers_weigh_trajectories_as_their_equations_say() -> None:
-    size = BatchSize(trajectories=4, tokens=200)
-    assert token_weight("constant", size, steps=12, k=10) == pytest.approx(1 / 40)
-    assert token_weight("per_trajectory", size, steps=12, k=10) == pytest.approx(1 / 48)
-    assert token_weight("token_mean", size, steps=12, k=10) == pytest.approx(1 / 200)
+    size = MinibatchTotals(trajectories=4, tokens=200)
+    assert token_weight("constant", size, steps=12, constant_steps=10) == pytest.approx(1 / 40)
+    assert token_weight("per_trajectory", size, steps=12, constant_steps=10) == pytest.approx(1 / 48)
+    assert token_weight("token_mean", size, steps=12, constant_steps=10) == pytest.approx(1 / 200)
     with pytest.raises(ValueError, match="sum"):
-        token_weight("sum", size, steps=1, k=1)
+        token_weight("sum", size, steps=1, constant_steps=1)

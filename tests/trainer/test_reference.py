@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_webrl.trainer.reference import Reference
+from megatron_webrl.trainer.reference import ReferencePolicy
 
 
 def weights(module: torch.nn.Module) -> list[torch.Tensor]:
@@ -18,13 +18,13 @@ def test_a_module_holds_the_weights_of_the_start_within_and_its_own_afterwards(d
     module = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)).to(dtype)
     start = weights(module)
     places = [parameter.data_ptr() for parameter in module.parameters()]
-    reference = Reference([module])
+    reference = ReferencePolicy([module])
     for _ in range(2):
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.add_(torch.randn_like(parameter))
         trained = weights(module)
-        with reference.in_place():
+        with reference.swapped_in():
             assert all(map(torch.equal, weights(module), start))
         assert all(map(torch.equal, weights(module), trained))
         assert not any(map(torch.equal, trained, start))
@@ -33,9 +33,9 @@ def test_a_module_holds_the_weights_of_the_start_within_and_its_own_afterwards(d
 
 def test_an_error_within_leaves_the_module_its_own_weights() -> None:
     module = torch.nn.Linear(4, 4)
-    reference = Reference([module])
+    reference = ReferencePolicy([module])
     with torch.no_grad():
         module.weight.fill_(2.0)
-    with pytest.raises(RuntimeError, match="interrupted"), reference.in_place():
+    with pytest.raises(RuntimeError, match="interrupted"), reference.swapped_in():
         raise RuntimeError("interrupted")
     assert bool((module.weight == 2.0).all())

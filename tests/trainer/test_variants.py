@@ -51,18 +51,18 @@ def test_on_policy_nothing_is_clipped_whatever_the_ratios_are_of(found: dict[str
     variants = found["variants"]
     for metrics in (variants["grpo"], variants["gspo"]):
         assert metrics["clipped"] == metrics["dual_clipped"] == 0
-        assert metrics["importance_weight"] == pytest.approx(metrics["response_tokens"])
+        assert metrics["policy_ratio"] == pytest.approx(metrics["response_tokens"])
     # Weights of the behaviour policy are means over a response, so that the sizes of the steps differ.
     assert variants["gspo"]["gradient_norm"] != variants["grpo"]["gradient_norm"]
-    assert variants["gspo"]["behaviour_weight"] != variants["grpo"]["behaviour_weight"]
+    assert variants["gspo"]["behaviour_importance_weight"] != variants["grpo"]["behaviour_importance_weight"]
 
 
 def test_without_decoupling_the_same_tokens_are_clipped(found: dict[str, Any]) -> None:
     """The engine's numbers of these tokens are far from the model's: what the weight corrects for, clipping stops."""
     decoupled, coupled = found["variants"]["grpo"], found["variants"]["coupled"]
     assert decoupled["clipped"] == 0 < coupled["clipped"]
-    assert decoupled["behaviour_weight"] == pytest.approx(coupled["importance_weight"], rel=1e-5)
-    assert coupled["behaviour_weight"] == coupled["response_tokens"]
+    assert decoupled["behaviour_importance_weight"] == pytest.approx(coupled["policy_ratio"], rel=1e-5)
+    assert coupled["behaviour_importance_weight"] == coupled["response_tokens"]
 
 
 def test_shuffled_advantages_make_another_step(found: dict[str, Any]) -> None:

@@ -8,33 +8,33 @@ from typing import Any
 
 import torch
 
-from megatron_webrl import compat
-from megatron_webrl.config import Config
+from megatron_webrl.config.schema import Config
+from megatron_webrl.system import torchvision_shim
 from tests import gloo
 from tests.trainer.learner_ranks import VERSION, make_config, make_groups
 
 
 def run(rank: int, folder: str, model: str) -> None:
     """Write found.pt."""
-    compat.install()
+    torchvision_shim.install()
     platform = gloo.join(rank, 1, folder)
-    from megatron_webrl.model import groups
-    from megatron_webrl.model.layout import Sizes
+    from megatron_webrl.model import process_groups
+    from megatron_webrl.model.layout import ParallelSizes
 
-    groups.form(Sizes(), seed=1)
+    process_groups.init_process_groups(ParallelSizes(), seed=1)
     found = {"reference": _reference(Path(folder), model, platform), "variants": _variants(model, platform)}
     torch.save(found, Path(folder) / "found.pt")
-    groups.dissolve()
+    process_groups.destroy_process_groups()
     torch.distributed.destroy_process_group()
 
 
 def _reference(folder: Path, model: str, platform: Any) -> dict[str, Any]:
     """A run whose warm start was one update; three updates with the penalty; a checkpoint; a resumed run."""
-    from megatron_webrl.trainer import checkpoint
     from megatron_webrl.trainer.accounting import Accounting
-    from megatron_webrl.trainer.build import make_learner
-    from megatron_webrl.trainer.checkpoint import Checkpoints, TrainerState
-    from megatron_webrl.trainer.reference_files import with_reference
+    from megatron_webrl.trainer.checkpoint import checkpointer
+    from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
+    from megatron_webrl.trainer.checkpoint.reference_files import attach_reference_policy
+    from megatron_webrl.trainer.factory import make_learner
 
     config = make_config(model)
     config.run.directory = str(folder)
@@ -45,24 +45,24 @@ def _reference(folder: Path, model: str, platform: Any) -> dict[str, Any]:
     _update(learner, config, platform)
     config.trainer.warm_start.demonstrations, config.trainer.loss.kl_coefficient = 1, 0.1
     rows = _rows(config, platform)
-    found: dict[str, Any] = {"start": learner.score(rows)}
-    learner = with_reference(learner, config)
+    found: dict[str, Any] = {"start": learner.compute_logprobs(rows)}
+    learner = attach_reference_policy(learner, config)
     found["figures"] = [_update(learner, config, platform) for _ in range(3)]
-    before, scores = _weights(learner), learner.score(rows)
-    (found["reference"],) = learner.score_reference([rows])
+    before, scores = _weights(learner), learner.compute_logprobs(rows)
+    (found["reference"],) = learner.compute_reference_logprobs([rows])
     found["moved"] = max(float((a - b).abs().max()) for a, b in zip(scores, found["start"], strict=True))
     found["weights unchanged"] = all(map(torch.equal, before, _weights(learner)))
     found["strong"] = _divergence(learner, config, platform, 30.0)
 
-    checkpoints = Checkpoints(config.run_folder / "checkpoints", Path(model), config.trainer.checkpoint)
-    checkpoints.begin(learner, TrainerState(VERSION, 0, 0, (), Accounting().state(), 0))
+    checkpoints = Checkpointer(config.run_folder / "checkpoints", Path(model), config.trainer.checkpoint)
+    checkpoints.start_save(learner, TrainerState(VERSION, 0, 0, (), Accounting().state_dict(), 0))
     checkpoints.close()
     config.run.resume = True
-    resumed = with_reference(make_learner(config, platform), config)
-    checkpoint.load(checkpoint.latest(config.run_folder / "checkpoints"), resumed)
-    found["resumed"] = resumed.score(rows)
-    found["at checkpoint"] = learner.score(rows)
-    (found["resumed reference"],) = resumed.score_reference([rows])
+    resumed = attach_reference_policy(make_learner(config, platform), config)
+    checkpointer.load(checkpointer.latest_checkpoint(config.run_folder / "checkpoints"), resumed)
+    found["resumed"] = resumed.compute_logprobs(rows)
+    found["at checkpoint"] = learner.compute_logprobs(rows)
+    (found["resumed reference"],) = resumed.compute_reference_logprobs([rows])
     return found
 
 
@@ -75,7 +75,7 @@ def _divergence(learner: Any, config: Config, platform: Any, coefficient: float)
 
 def _variants(model: str, platform: Any) -> dict[str, Any]:
     """What several losses make of the same weights, which do not move at a learning rate of 0; and RAFT three times."""
-    from megatron_webrl.trainer.build import make_learner
+    from megatron_webrl.trainer.factory import make_learner
 
     found: dict[str, Any] = {}
     config = make_config(model)
@@ -89,7 +89,7 @@ def _variants(model: str, platform: Any) -> dict[str, Any]:
     }.items():
         config = make_config(model)
         config.trainer.epochs = config.trainer.minibatches = 1
-        config.trainer.loss = replace(config.trainer.loss, behaviour_cap=1e4, dual_clip=0.0, **changes)
+        config.trainer.loss = replace(config.trainer.loss, importance_weight_cap=1e4, dual_clip=0.0, **changes)
         found[name] = _update(still, config, platform)
     config = make_config(model)
     config.trainer.loss.name = "raft"
@@ -99,18 +99,18 @@ def _variants(model: str, platform: Any) -> dict[str, Any]:
 
 
 def _update(learner: Any, config: Config, platform: Any) -> dict[str, float]:
-    from megatron_webrl.trainer.build import make_builder
-    from megatron_webrl.trainer.loop import update
+    from megatron_webrl.trainer.factory import make_sequence_packer
+    from megatron_webrl.trainer.loop import train_batch
 
-    return update(learner, make_builder(config, platform), config, make_groups(config), VERSION)[0]
+    return train_batch(learner, make_sequence_packer(config, platform), config, make_groups(config), VERSION)[0]
 
 
 def _rows(config: Config, platform: Any) -> Any:
-    from megatron_webrl.trainer import batching
-    from megatron_webrl.trainer.build import make_builder
+    from megatron_webrl.trainer.data import batching
+    from megatron_webrl.trainer.factory import make_sequence_packer
 
-    samples = batching.samples_of(make_groups(config))
-    return make_builder(config, platform).build(samples, "constant", 10)
+    samples = batching.make_samples(make_groups(config))
+    return make_sequence_packer(config, platform).build(samples, "constant", 10)
 
 
 def _weights(learner: Any) -> list[torch.Tensor]:

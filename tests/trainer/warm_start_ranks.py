@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from megatron_webrl import compat
-from megatron_webrl.ring.record import encode
+from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.record_file import RecordFileWriter
+from megatron_webrl.system import torchvision_shim
 from megatron_webrl.types import Step
 from tests import gloo
 from tests.planes import connect, control_plane
@@ -18,16 +18,16 @@ from tests.trainer.learner_ranks import make_config, make_groups
 
 def run(rank: int, folder: str, model: str) -> None:
     """Write the weights of each warm start to weights-WORKERS.pt, under their Hugging Face names."""
-    compat.install()
+    torchvision_shim.install()
     platform = gloo.join(rank, 1, folder)
-    from megatron_webrl.model import groups
+    from megatron_webrl.model import process_groups
     from megatron_webrl.model.export import hf_tensors
-    from megatron_webrl.model.layout import Sizes
-    from megatron_webrl.model.processing import Processor
-    from megatron_webrl.trainer.build import make_builder, make_learner, with_pixels_ahead
+    from megatron_webrl.model.layout import ParallelSizes
+    from megatron_webrl.model.processor import Processor
+    from megatron_webrl.trainer.factory import make_learner, make_sequence_packer, with_image_prefetcher
     from megatron_webrl.trainer.warm_start import warm_start
 
-    groups.form(Sizes(), seed=1)
+    process_groups.init_process_groups(ParallelSizes(), seed=1)
     config = make_config(model)
     config.run.directory = folder
     settings = config.trainer.warm_start
@@ -36,19 +36,19 @@ def run(rank: int, folder: str, model: str) -> None:
     with RecordFileWriter(config.demonstrations_path) as file:
         for group in make_groups(config):
             steps = tuple(_as_written(step, placeholder) for step in group.trajectories[0].steps)
-            file.write(encode(replace(group.trajectories[0], steps=steps, reward=1.0, outcome="success")))
+            file.write(encode_trajectory(replace(group.trajectories[0], steps=steps, reward=1.0, outcome="success")))
     with control_plane(Path(folder)) as address:
         control = connect(address, "trainer-0")
-        control.put("demonstrations/ready", True)
+        control.put_json("demonstrations/ready", True)
         for workers in (0, 1):
-            config.trainer.pixel_workers = workers
-            builder = with_pixels_ahead(make_builder(config, platform), config, rank)
+            config.trainer.image_workers = workers
+            builder = with_image_prefetcher(make_sequence_packer(config, platform), config, rank)
             learner = warm_start(make_learner(config, platform), builder, config, control)
-            assert builder.preparation is None or builder.preparation.used == 0
+            assert builder.prefetcher is None or builder.prefetcher.used_bytes == 0
             builder.close()
             weights = {name: tensor.clone() for name, tensor in hf_tensors(learner.models)}
             torch.save(weights, Path(folder) / f"weights-{workers}.pt")
-    groups.dissolve()
+    process_groups.destroy_process_groups()
     torch.distributed.destroy_process_group()
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl import compat, processes
+from megatron_webrl.system import child_process, torchvision_shim
 
 
 def held(worker: Any) -> tuple[int, dict[str, tuple[int, ...]]]:
@@ -33,13 +33,13 @@ def held(worker: Any) -> tuple[int, dict[str, tuple[int, ...]]]:
 
 def main() -> None:
     """Start the engine and ask its workers."""
-    processes.die_with_parent()
+    child_process.die_with_parent()
     folder, sizes, report = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the function goes to the workers as it is
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TORCH_COMPILE_DISABLE": "1"}
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
-    compat.install()
+    torchvision_shim.install()
     from vllm import LLM
 
     engine = LLM(

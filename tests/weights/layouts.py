@@ -13,14 +13,14 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_webrl import compat
-from megatron_webrl.model.layout import Sizes
-from megatron_webrl.model.parameter_map import is_sparse, model_map, parameter_shapes, to_megatron
-from megatron_webrl.model.split import split_layers
+from megatron_webrl.model.layer_split import split_layers
+from megatron_webrl.model.layout import ParallelSizes
+from megatron_webrl.model.parameter_map import is_sparse, parameter_mappings, parameter_shapes, to_megatron
+from megatron_webrl.system import torchvision_shim
 from megatron_webrl.weights.engine_map import EngineSizes
-from megatron_webrl.weights.plan import Engines, Trainer
+from megatron_webrl.weights.plan import EngineTopology, TrainerTopology
 
-compat.install()
+torchvision_shim.install()
 
 from transformers import Qwen3VLConfig, Qwen3VLMoeConfig  # noqa: E402
 
@@ -34,8 +34,8 @@ class Case:
     """A model and the layouts of both sides."""
 
     description: Any
-    trainer: Trainer
-    engines: Engines
+    trainer: TrainerTopology
+    engines: EngineTopology
 
 
 @st.composite
@@ -60,17 +60,17 @@ def cases(draw: st.DrawFn, *, shared_nodes: bool) -> Case:
     node = st.sampled_from(["a", "b", "c", "d"]) if shared_nodes else st.sampled_from(["x", "y"])
     sizes = draw(st.lists(st.sampled_from([engine, engine, EngineSizes()]), min_size=1, max_size=4))
     nodes = tuple(draw(st.tuples(*[node] * each.ranks)) for each in sizes)
-    return Case(description, trainer, Engines(tuple(sizes), nodes))
+    return Case(description, trainer, EngineTopology(tuple(sizes), nodes))
 
 
 @st.composite
-def _trainers(draw: st.DrawFn, layers: int, experts: int, tensor: int, context: int) -> Trainer:
+def _trainers(draw: st.DrawFn, layers: int, experts: int, tensor: int, context: int) -> TrainerTopology:
     pipeline = draw(st.integers(1, min(layers, 3)))
     virtual = draw(st.integers(1, layers // pipeline)) if pipeline > 1 else 1
     expert, expert_tensor = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)])) if experts else (1, 1)
     ranks = pipeline * math.lcm(tensor * context, expert * expert_tensor) * draw(st.integers(1, 3))
     nodes = tuple(draw(st.lists(st.sampled_from(["a", "b", "c"]), min_size=ranks, max_size=ranks)))
-    return Trainer(Sizes(tensor, pipeline, virtual, expert, expert_tensor, context), ranks, nodes)
+    return TrainerTopology(ParallelSizes(tensor, pipeline, virtual, expert, expert_tensor, context), ranks, nodes)
 
 
 def _description(
@@ -112,10 +112,10 @@ def _description(
 def numbered_state(description: Any) -> dict[str, Tensor]:
     """The Hugging Face tensors, int64, every element with a number of its own."""
     state, first = {}, 1
-    for entry in model_map(description):
-        if entry.name not in state:
+    for entry in parameter_mappings(description):
+        if entry.hf_param not in state:
             count = math.prod(entry.tensor_shape)
-            state[entry.name] = torch.arange(first, first + count).reshape(entry.tensor_shape)
+            state[entry.hf_param] = torch.arange(first, first + count).reshape(entry.tensor_shape)
             first += count
     return state
 
@@ -131,16 +131,16 @@ def trainer_parameters(case: Case, state: dict[str, Tensor], rank: int) -> dict[
         if chunk % sizes.pipeline == stage
         for layer in held
     }
-    entries = model_map(description)
+    entries = parameter_mappings(description)
     shapes = parameter_shapes(entries, sizes.tensor, sizes.expert_tensor)
     last = stage == sizes.pipeline - 1
     found: dict[str, Tensor] = {}
     for entry in entries:
         if entry.layer is not None:
             here = entry.layer in mine
-        elif entry.name.startswith("model.visual."):
+        elif entry.hf_param.startswith("model.visual."):
             here = stage == 0
-        elif "embed_tokens" in entry.name:
+        elif "embed_tokens" in entry.hf_param:
             here = stage == 0 or (last and description.tie_word_embeddings)
         else:
             here = last
@@ -150,8 +150,8 @@ def trainer_parameters(case: Case, state: dict[str, Tensor], rank: int) -> dict[
             here = here and within // sizes.expert_tensor % sizes.expert == entry.expert // per_rank
             part, size = within % sizes.expert_tensor, sizes.expert_tensor
         if here:
-            into = found.setdefault(entry.parameter, torch.zeros(shapes[entry.parameter], dtype=torch.int64))
-            to_megatron(entry, state[entry.name], into, part, size)
+            into = found.setdefault(entry.megatron_param, torch.zeros(shapes[entry.megatron_param], dtype=torch.int64))
+            to_megatron(entry, state[entry.hf_param], into, part, size)
     return found
 
 
@@ -230,7 +230,7 @@ def _experts(state: dict[str, Tensor], source: str, text: Any, sizes: EngineSize
     gate_up = state[f"{source}mlp.experts.gate_up_proj"].transpose(1, 2)  # [experts, 2 * inner, hidden]
     gate, up = gate_up.chunk(2, dim=1)
     down = state[f"{source}mlp.experts.down_proj"].transpose(1, 2)  # [experts, hidden, inner]
-    if sizes.experts:
+    if sizes.expert_parallel:
         gate, up, down = (t.tensor_split(sizes.tensor)[part] for t in (gate, up, down))
     else:
         gate, up = (t.chunk(sizes.tensor, dim=1)[part] for t in (gate, up))

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_webrl.weights import transport
-from megatron_webrl.weights.slices import Message, Slice, index
+from megatron_webrl.weights.slices import Slice, TransferMessage, box_index
 
 SENDERS = 2
 
@@ -93,8 +93,8 @@ def _cut(piece: Slice, elements: int) -> Iterator[Slice]:
         size = (min(rows, piece.size[0] - start), *piece.size[1:])
         yield piece._replace(
             size=size,
-            source_place=_moved(piece.source_place, len(piece.size), start),
-            target_place=_moved(piece.target_place, len(piece.size), start),
+            source_offset=_moved(piece.source_offset, len(piece.size), start),
+            target_offset=_moved(piece.target_offset, len(piece.size), start),
         )
 
 
@@ -103,7 +103,7 @@ def _moved(place: tuple[int, ...], dims: int, rows: int) -> tuple[int, ...]:
     return (*place[:at], place[at] + rows, *place[at + 1 :])
 
 
-def messages(model: dict[str, Part], receivers: int, elements: int) -> list[Message]:
+def messages(model: dict[str, Part], receivers: int, elements: int) -> list[TransferMessage]:
     """All messages to an engine in one order: the k-th of every pair before any (k+1)-th."""
     pairs = []
     for sender, receiver in itertools.product(range(SENDERS), range(receivers)):
@@ -113,7 +113,7 @@ def messages(model: dict[str, Part], receivers: int, elements: int) -> list[Mess
                 if queue[-1] and sum(other.elements for other in queue[-1]) + piece.elements > elements:
                     queue.append([])
                 queue[-1].append(piece)
-        pairs.append([Message(sender, receiver, tuple(m), sum(s.elements for s in m)) for m in queue if m])
+        pairs.append([TransferMessage(sender, receiver, tuple(m), sum(s.elements for s in m)) for m in queue if m])
     return [message for rank in itertools.zip_longest(*pairs) for message in rank if message is not None]
 
 
@@ -173,15 +173,15 @@ class Parameters:
             tensor.view(-1)[-1] += 1
         return tensor
 
-    def written(self, parameter: str, elements: int) -> None:
+    def mark_written(self, parameter: str, elements: int) -> None:
         self.fault.strike(self.writes)
         self.left[parameter] += elements
         self.writes += 1
 
 
-def _join(case: Case, engine: int, rank: int) -> transport.Link:
+def _join(case: Case, engine: int, rank: int) -> transport.TransferLink:
     store = dist.TCPStore("127.0.0.1", case.port, is_master=False, timeout=timedelta(seconds=30))
-    return transport.join(store, f"engine-{engine}", rank, SENDERS + case.receivers[engine], case.seconds, "gloo")
+    return transport.join_link(store, f"engine-{engine}", rank, SENDERS + case.receivers[engine], case.seconds, "gloo")
 
 
 def trainer_rank(answer: Connection, case: Case, rank: int, fault: Fault) -> None:
@@ -192,7 +192,7 @@ def trainer_rank(answer: Connection, case: Case, rank: int, fault: Fault) -> Non
         for engine, receivers in enumerate(case.receivers):
             mine = [m for m in messages(case.model, receivers, case.elements) if m.sender == rank]
             ranks = {receiver: SENDERS + receiver for receiver in range(receivers)}
-            outgoing.append(transport.Outgoing(_join(case, engine, rank), mine, ranks))
+            outgoing.append(transport.OutgoingMessages(_join(case, engine, rank), mine, ranks))
         results, asked = [], itertools.count()
         began = time.monotonic()
         growth = 0
@@ -253,16 +253,16 @@ def silent_rank(answer: Connection, case: Case, engine: int, rank: int) -> None:
     signal.pause()
 
 
-def boxes(case: Case, number: int, rank: int, sender: bool) -> tuple[list[Message], Any]:
+def boxes(case: Case, number: int, rank: int, sender: bool) -> tuple[list[TransferMessage], Any]:
     """Messages of trainer rank or engine rank `rank` of a one-rank engine, and the box of each slice on that side."""
     mine = [m for m in messages(case.model, 1, case.elements) if (m.sender if sender else m.receiver) == rank]
 
     def box(piece: Slice) -> torch.Tensor:
-        name = piece.source if sender else piece.target
+        name = piece.source_param if sender else piece.target_param
         part = case.model[name]
         dim, ranks = (part.trainer, SENDERS) if sender else (part.engine, 1)
-        place = piece.source_place if sender else piece.target_place
-        return own(full(name, part, number), part, dim, rank, ranks)[index(place, piece.size)].bfloat16()
+        place = piece.source_offset if sender else piece.target_offset
+        return own(full(name, part, number), part, dim, rank, ranks)[box_index(place, piece.size)].bfloat16()
 
     return mine, box
 

@@ -20,14 +20,15 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from megatron_webrl import control as control_plane
-from megatron_webrl.config import Config, save
-from megatron_webrl.control import Control
-from megatron_webrl.model.folder import copy_description
-from megatron_webrl.rollout.engine import Engine
-from megatron_webrl.rollout.generation import Generation
-from megatron_webrl.rollout.refresh import Refresh
-from tests.rollout.test_engine import expected, picture, prompt, scorable
+from megatron_webrl.config.load import save_config
+from megatron_webrl.config.schema import Config
+from megatron_webrl.control import control_plane
+from megatron_webrl.control.control_plane import ControlClient
+from megatron_webrl.model.convert.hf_metadata import copy_metadata
+from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
+from megatron_webrl.rollout.engine.weight_client import WeightClient
+from megatron_webrl.rollout.generator import Generation
+from tests.rollout.engine.test_vllm_engine import expected, picture, prompt, scorable
 
 SECONDS = 20.0  # limit of one transfer
 TOLERANCE = 1e-4  # of log-probabilities
@@ -37,11 +38,11 @@ def configuration(folder: Path, model: Path, engines: int = 1, **trainer: int) -
     """Small windows and short limits."""
     config = Config()
     config.run.name, config.run.directory = "weights", str(folder / "runs")
-    config.run.start_seconds, config.run.lost_seconds = 200.0, 10.0
+    config.run.startup_timeout_seconds, config.run.heartbeat_timeout_seconds = 200.0, 10.0
     config.model.path, config.model.platform = str(model), "cpu"
     config.rollout.engines, config.rollout.max_model_len, config.rollout.max_new_tokens = engines, 2048, 150
-    config.rollout.kv_cache_mib, config.rollout.step_seconds = 64, 60.0
-    config.weights.seconds, config.weights.bucket_mib, config.weights.verify = SECONDS, 4, True
+    config.rollout.kv_cache_mib, config.rollout.operation_timeout_seconds = 64, 60.0
+    config.weights.timeout_seconds, config.weights.bucket_mib, config.weights.verify = SECONDS, 4, True
     config.trainer = replace(config.trainer, **trainer)
     return config
 
@@ -57,7 +58,7 @@ def changed_folders(folder: Path, model: Path, count: int) -> list[Path]:
             for parameter in reference.parameters():
                 parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
         target = folder / f"changed-{number}"
-        copy_description(model, target)
+        copy_metadata(model, target)
         state = {n: t.contiguous() for n, t in reference.state_dict().items() if not (tied and n == "lm_head.weight")}
         save_file(state, target / "model.safetensors", metadata={"format": "pt"})
         made.append(target)
@@ -86,13 +87,13 @@ class Stage:
         self.host, self.port = fields["host"], fields["port"]
         self.control = self.connect("test")
         self.path = self.folder / "config.yaml"
-        save(self.config, self.path)
+        save_config(self.config, self.path)
 
-    def connect(self, role: str) -> Control:
-        return Control(self.host, self.port, role, self.config.run.lost_seconds)
+    def connect(self, role: str) -> ControlClient:
+        return ControlClient(self.host, self.port, role, self.config.run.heartbeat_timeout_seconds)
 
     def start_trainer(self, folders: Sequence[Path]) -> None:
-        size = self.config.trainer_ranks
+        size = self.config.trainer_world_size
         for rank in range(size):
             place = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
             command = [sys.executable, "-m", "tests.weights.trainer_rank", str(self.path), f"{self.host}:{self.port}"]
@@ -124,8 +125,8 @@ class Stage:
 
     def close(self) -> None:
         self.kill_trainer()
-        self.control.finish("finished")
-        self.control.dismiss()
+        self.control.end_job("finished")
+        self.control.shutdown()
 
 
 @dataclass
@@ -133,15 +134,15 @@ class Served:
     """An engine that takes what is offered, and answers prompts without pause."""
 
     worker: int
-    engine: Engine
-    refresh: Refresh
+    engine: VLLMEngine
+    weight_client: WeightClient
     answers: list[tuple[int, Generation]] = field(default_factory=list)  # with the number of the picture
     errors: list[Exception] = field(default_factory=list)
     dead: bool = False  # on purpose
 
     async def pump(self) -> None:
         while True:
-            await self.refresh.step()
+            await self.weight_client.poll()
             await asyncio.sleep(0.02)
 
     async def load(self, number: int) -> None:
@@ -151,7 +152,7 @@ class Served:
         while True:
             number += 1
             try:
-                answer = await self.engine.respond(None, prompt(self.engine, 1, str(number)), [picture(number % 7)])
+                answer = await self.engine.generate(None, prompt(self.engine, 1, str(number)), [picture(number % 7)])
             except Exception as error:
                 self.errors.append(error)
                 return
@@ -164,9 +165,9 @@ async def served(stage: Stage, worker: int, requests: int, **rollout: Any) -> As
     config = replace(stage.config, rollout=replace(stage.config.rollout, **rollout))
     control = stage.connect(f"rollout-{worker}")
     control.start_heartbeat()
-    life = control.begin_life()
-    engine = await Engine.start(config, worker, life)
-    found = Served(worker, engine, Refresh(config, control, engine, worker, f"rollout-{worker}.{life}"))
+    life = control.register_instance()
+    engine = await VLLMEngine.start(config, worker, life)
+    found = Served(worker, engine, WeightClient(config, control, engine, worker, f"rollout-{worker}.{life}"))
     tasks = [asyncio.create_task(found.pump())]
     tasks += [asyncio.create_task(found.load(1000 * n)) for n in range(requests)]
     try:
@@ -188,7 +189,7 @@ async def gap(found: Served, model: torch.nn.Module, prompts: int = 4) -> float:
     for number in range(prompts):
         answer: Any = None
         while not scorable(found.engine, answer):
-            answer = await found.engine.respond(
+            answer = await found.engine.generate(
                 None, prompt(found.engine, 2, f"fresh {number}"), [picture(0), picture(number, 320, 120)]
             )
         scores = expected(model, found.engine, answer, [picture(0), picture(number, 320, 120)])

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from megatron_webrl import compat
-from megatron_webrl.model import released
-from megatron_webrl.weights.engine_map import EngineSizes, check, parameters, stage_layers
+from megatron_webrl.model import model_sizes
+from megatron_webrl.system import torchvision_shim
+from megatron_webrl.weights.engine_map import EngineSizes, check_engine_sizes, engine_parameter_shapes, stage_layers
 from tests.model import tiny
 from tools.make_tiny_model import make_tiny_model
 
@@ -28,10 +28,10 @@ def held_by_engine(folder: Path, sizes: EngineSizes) -> dict[int, dict[str, tupl
     arguments = {
         "tensor_parallel_size": sizes.tensor,
         "pipeline_parallel_size": sizes.pipeline,
-        "enable_expert_parallel": sizes.experts,
+        "enable_expert_parallel": sizes.expert_parallel,
     }
     report = folder.parent / "held.json"
-    path = os.pathsep.join([str(compat.SITE_FOLDER), str(ROOT)])
+    path = os.pathsep.join([str(torchvision_shim.SITECUSTOMIZE_FOLDER), str(ROOT)])
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.weights.held", str(folder), json.dumps(arguments), str(report)],
         env={**os.environ, "PYTHONPATH": path},
@@ -57,16 +57,16 @@ def held_by_engine(folder: Path, sizes: EngineSizes) -> dict[int, dict[str, tupl
         ({"kv_heads": 1, "tie": False}, EngineSizes(tensor=2)),
         ({"experts": 4}, EngineSizes(pipeline=2)),
         pytest.param({"experts": 3, "tie": False}, EngineSizes(tensor=2), marks=pytest.mark.soak),
-        pytest.param({"experts": 3, "tie": False}, EngineSizes(tensor=2, experts=True), marks=pytest.mark.soak),
+        pytest.param({"experts": 3, "tie": False}, EngineSizes(tensor=2, expert_parallel=True), marks=pytest.mark.soak),
     ],
     ids=["dense, two stages", "dense, key head on both ranks", "sparse, two stages", "sparse", "whole experts"],
 )
 def test_the_map_names_what_a_real_engine_holds(tmp_path: Path, model: dict[str, Any], sizes: EngineSizes) -> None:
     folder = make_tiny_model(tmp_path / "model", **model)
     description = AutoConfig.from_pretrained(folder)
-    check(description, sizes)
+    check_engine_sizes(description, sizes)
     held = held_by_engine(folder, sizes)
-    assert held == {rank: parameters(description, sizes, rank) for rank in range(sizes.ranks)}
+    assert held == {rank: engine_parameter_shapes(description, sizes, rank) for rank in range(sizes.ranks)}
 
 
 @pytest.mark.parametrize("layers", [2, 5, 28, 94])
@@ -79,13 +79,13 @@ def test_stages_take_layers_as_vllm_deals_them_out(layers: int, stages: int) -> 
         assert stage_layers(layers, stages) == wanted
 
 
-@pytest.mark.parametrize("name", released.SIZES)
+@pytest.mark.parametrize("name", model_sizes.MODEL_SIZES)
 def test_a_released_size_is_held_once_by_the_ranks_of_an_engine(name: str) -> None:
-    description = released.configuration(name)
-    whole = parameters(description, EngineSizes(), 0)
-    for sizes in (EngineSizes(4), EngineSizes(4, experts=bool(released.SIZES[name].experts))):
-        check(description, sizes)
-        parts = [parameters(description, sizes, rank) for rank in range(4)]
+    description = model_sizes.make_hf_config(name)
+    whole = engine_parameter_shapes(description, EngineSizes(), 0)
+    for sizes in (EngineSizes(4), EngineSizes(4, expert_parallel=bool(model_sizes.MODEL_SIZES[name].num_experts))):
+        check_engine_sizes(description, sizes)
+        parts = [engine_parameter_shapes(description, sizes, rank) for rank in range(4)]
         for parameter, shape in whole.items():
             shapes = {part[parameter] for part in parts}
             assert len(shapes) == 1, parameter
@@ -101,10 +101,10 @@ def test_a_released_size_is_held_once_by_the_ranks_of_an_engine(name: str) -> No
         (tiny.Shape(key_value_heads=4), EngineSizes(tensor=8), "engine tensor=8 does not divide num_attention_heads"),
         (tiny.Shape(), EngineSizes(pipeline=5), "engine pipeline=5 exceeds 4 layers"),
         (tiny.Shape(deepstack=(0, 1)), EngineSizes(pipeline=4), "fewer than the 2 layers that DeepStack feeds"),
-        (tiny.Shape(), EngineSizes(experts=True), "needs a mixture of experts"),
+        (tiny.Shape(), EngineSizes(expert_parallel=True), "needs a mixture of experts"),
         (tiny.Shape(experts=3), EngineSizes(tensor=4), "engine tensor=4 exceeds num_experts=3"),
     ],
 )
 def test_sizes_at_which_vllm_cannot_split_are_refused(shape: tiny.Shape, sizes: EngineSizes, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check(tiny.configuration(shape), sizes)
+        check_engine_sizes(tiny.configuration(shape), sizes)

@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
-from megatron_webrl.rollout.engine import EngineDeadError
+from megatron_webrl.rollout.engine.errors import EngineDeadError
 from tests.weights.serving import (
     SECONDS,
     TOLERANCE,
@@ -45,34 +45,36 @@ async def test_an_engine_whose_trainer_is_killed_is_whole_or_silent_and_serves_t
     config.weights.bucket_mib, config.weights.verify = 1, False  # many messages: a kill may come between any two
     folders = changed_folders(tmp_path, model, VERSIONS)
     stage, torn = Stage(tmp_path, config), 0
-    stage.control.put("go/forever", True)
+    stage.control.put_json("go/forever", True)
     try:
         async with served(stage, 0, requests=3) as found:
             for kill in range(kills):
-                life = found.refresh.life
+                life = found.weight_client.link_id
                 stage.start_trainer(folders)
-                await stage.until(lambda was=life: found.refresh.life != was, "a new link")
-                await stage.until(lambda: found.engine.version >= 1 and not found.engine.torn, "the trainer's weights")
+                await stage.until(lambda was=life: found.weight_client.link_id != was, "a new link")
+                await stage.until(
+                    lambda: found.engine.version >= 1 and not found.engine.partially_updated, "the trainer's weights"
+                )
                 if kill % 2:
-                    await stage.until(lambda: found.engine.torn, "the middle of a transfer")
+                    await stage.until(lambda: found.engine.partially_updated, "the middle of a transfer")
                 else:
                     await asyncio.sleep(draw.uniform(0, 0.5))
                 stage.kill_trainer()
                 killed = time.monotonic()
-                life = found.refresh.life
+                life = found.weight_client.link_id
                 # Within the limit the engine either knows that it is torn and waits, or goes on whole.
                 await stage.until(lambda: not found.engine._update.locked(), "the end of the transfer", SECONDS + 5)
-                torn += found.engine.torn
-                if found.engine.torn:
+                torn += found.engine.partially_updated
+                if found.engine.partially_updated:
                     assert time.monotonic() - killed < SECONDS
-                    assert found.refresh.life == life
+                    assert found.weight_client.link_id == life
                     answers = len(found.answers)
                     await asyncio.sleep(0.5)
                     assert len(found.answers) == answers
                     assert found.engine._llm.output_processor.has_unfinished_requests()  # kept, not lost
             stage.control.store.delete_key("go/forever")
             stage.start_trainer([])
-            await stage.until(lambda: found.engine.version == 0 and not found.engine.torn, "whole weights")
+            await stage.until(lambda: found.engine.version == 0 and not found.engine.partially_updated, "whole weights")
             assert await gap(found, load(model)) < TOLERANCE
             assert not found.errors
             assert check_answers(found, folders, model, newest=60) >= 10
@@ -91,7 +93,7 @@ async def test_an_engine_that_is_killed_holds_up_nobody_and_comes_back_with_whol
     config.weights.bucket_mib, config.rollout.max_new_tokens = 1, 30
     folders = changed_folders(tmp_path, model, VERSIONS)
     stage = Stage(tmp_path, config)
-    stage.control.put("go/forever", True)
+    stage.control.put_json("go/forever", True)
     try:
         async with served(stage, 0, requests=2) as steady:
             stage.start_trainer(folders)
@@ -102,7 +104,7 @@ async def test_an_engine_that_is_killed_holds_up_nobody_and_comes_back_with_whol
                     if kill == kills:
                         assert check_answers(steady, folders, model, newest=60) >= 2
                         break
-                    await stage.until(lambda d=doomed: d.engine.torn, "a transfer")
+                    await stage.until(lambda d=doomed: d.engine.partially_updated, "a transfer")
                     await asyncio.sleep(draw.uniform(0, 0.2))
                     for process in set(psutil.Process().children(recursive=True)) - before:
                         process.kill()
@@ -111,7 +113,7 @@ async def test_an_engine_that_is_killed_holds_up_nobody_and_comes_back_with_whol
                         lambda r=reached: steady.engine.version >= r + 2, "the other's next versions", SECONDS + 10
                     )
                     with pytest.raises(EngineDeadError):
-                        await doomed.engine.respond(None, np.zeros(3, np.int32), [])
+                        await doomed.engine.generate(None, np.zeros(3, np.int32), [])
                     doomed.dead = True
             assert not steady.errors
     finally:
@@ -120,19 +122,19 @@ async def test_an_engine_that_is_killed_holds_up_nobody_and_comes_back_with_whol
 
 async def test_an_engine_whose_worker_is_started_again_is_not_waited_for(tmp_path: Path, model: Path) -> None:
     config = configuration(tmp_path, model)
-    config.weights.seconds = config.run.lost_seconds = 300.0
+    config.weights.timeout_seconds = config.run.heartbeat_timeout_seconds = 300.0
     stage = Stage(tmp_path, config)
     try:
         async with served(stage, 0, requests=0) as found:
             stage.start_trainer(changed_folders(tmp_path, model, 1))
             await stage.until(lambda: found.engine.version == 0, "the engine's first weights")
-            await stage.until(lambda: stage.control.value("sent/0"), "the end of the first update")
-        stage.control.forget("rollout-0")
-        offered = stage.control.value("weights/offer")
-        stage.control.put("go/1", True)
-        await stage.until(lambda: stage.control.value("weights/offer") != offered, "the next offer", 30)
-        assert stage.connect("rollout-0").begin_life() == 2
-        sent = await stage.until(lambda: stage.control.value("sent/1"), "an update without the engine", 30)
+            await stage.until(lambda: stage.control.get_json("sent/0"), "the end of the first update")
+        stage.control.clear_heartbeat("rollout-0")
+        offered = stage.control.get_json("weights/offer")
+        stage.control.put_json("go/1", True)
+        await stage.until(lambda: stage.control.get_json("weights/offer") != offered, "the next offer", 30)
+        assert stage.connect("rollout-0").register_instance() == 2
+        sent = await stage.until(lambda: stage.control.get_json("sent/1"), "an update without the engine", 30)
         assert sent["lost"] == 1
     finally:
         stage.close()

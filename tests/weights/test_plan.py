@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from megatron.core.parallel_state import RankGenerator
 
-from megatron_webrl.model import released
-from megatron_webrl.model.layout import Sizes, holders
-from megatron_webrl.model.parameter_map import model_map
-from megatron_webrl.weights.engine_map import EngineSizes, parameters
-from megatron_webrl.weights.plan import Engines, Plan, Trainer, even_shares, first_difference
-from megatron_webrl.weights.slices import Message, index
+from megatron_webrl.model import model_sizes
+from megatron_webrl.model.layout import ParallelSizes, replica_ranks
+from megatron_webrl.model.parameter_map import parameter_mappings
+from megatron_webrl.weights.engine_map import EngineSizes, engine_parameter_shapes
+from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan, balance_load, first_difference
+from megatron_webrl.weights.slices import TransferMessage, box_index
 from tests.model import tiny
 from tests.weights import layouts
 
@@ -31,7 +31,7 @@ class Transfer:
 
     def __init__(self, case: layouts.Case, staging: int = STAGING) -> None:
         self.case = case
-        self.plan = Plan(case.description, case.trainer, case.engines, 2, staging)
+        self.plan = TransferPlan(case.description, case.trainer, case.engines, 2, staging)
         state = layouts.numbered_state(case.description)
         self.held = [layouts.trainer_parameters(case, state, rank) for rank in range(case.trainer.ranks)]
         alike = {
@@ -52,19 +52,19 @@ class Transfer:
         times = [{n: torch.zeros_like(t) for n, t in want.items()} for want in wanted]
         for message in self.plan.messages(engine):
             for piece in message.slices:
-                box = self.held[message.sender][piece.source][index(piece.source_place, piece.size)]
+                box = self.held[message.sender][piece.source_param][box_index(piece.source_offset, piece.size)]
                 assert box.shape == piece.size
-                target = index(piece.target_place, piece.size)
-                assert got[message.receiver][piece.target][target].shape == piece.size
-                got[message.receiver][piece.target][target] = box
-                times[message.receiver][piece.target][target] += 1
+                target = box_index(piece.target_offset, piece.size)
+                assert got[message.receiver][piece.target_param][target].shape == piece.size
+                got[message.receiver][piece.target_param][target] = box
+                times[message.receiver][piece.target_param][target] += 1
         return got, times
 
-    def sent(self, message: Message) -> np.ndarray:
+    def sent(self, message: TransferMessage) -> np.ndarray:
         """Numbers of the elements in a message."""
         parameters_ = self.held[message.sender]
         return np.concatenate(
-            [parameters_[s.source][index(s.source_place, s.size)].numpy().ravel() for s in message.slices]
+            [parameters_[s.source_param][box_index(s.source_offset, s.size)].numpy().ravel() for s in message.slices]
         )
 
 
@@ -75,15 +75,15 @@ def test_every_element_of_every_engine_arrives_once_with_the_right_value(case: l
     for engine, sizes in enumerate(case.engines.sizes):
         got, times = transfer.carry_out(engine)
         for receiver, want in enumerate(transfer.wanted[engine]):
-            shapes = parameters(case.description, sizes, receiver)
+            shapes = engine_parameter_shapes(case.description, sizes, receiver)
             assert shapes == {name: tuple(tensor.shape) for name, tensor in want.items()}
             for name, tensor in want.items():
                 assert torch.equal(got[receiver][name], tensor), name
                 assert torch.equal(times[receiver][name], (tensor != layouts.PADDING).long()), name
             held = sum(int((tensor != layouts.PADDING).sum()) for tensor in want.values())
             messages = transfer.plan.messages(engine, receiver=receiver)
-            assert transfer.plan.bytes(engine, receiver) == held * 2 == sum(m.elements for m in messages) * 2
-        assert transfer.plan.bytes(engine) == sum(m.elements for m in transfer.plan.messages(engine)) * 2
+            assert transfer.plan.received_bytes(engine, receiver) == held * 2 == sum(m.elements for m in messages) * 2
+        assert transfer.plan.received_bytes(engine) == sum(m.elements for m in transfer.plan.messages(engine)) * 2
 
 
 @settings(max_examples=40, deadline=None)
@@ -105,10 +105,10 @@ def test_the_busiest_sender_has_hardly_more_than_the_least_possible(case: layout
     wanted = torch.cat([t.flatten() for ranks in transfer.wanted for want in ranks for t in want.values()]).numpy()
     copies = np.bincount(wanted[wanted > 0], minlength=len(transfer.holders))
     demands = {int(bits): int(copies[transfer.holders == bits].sum()) for bits in np.unique(transfer.holders) if bits}
-    load = transfer.plan.load()
+    load = transfer.plan.bytes_by_sender()
     assert sum(load.values()) == 2 * int(copies.sum())
     # Shares are cut at rows, so a rank may have a message more than its part.
-    assert max(load.values()) <= 1.1 * 2 * least_maximum(demands) + transfer.plan.message_bytes
+    assert max(load.values()) <= 1.1 * 2 * least_maximum(demands) + transfer.plan.max_message_bytes
 
 
 def least_maximum(demands: dict[int, int]) -> int:
@@ -137,8 +137,8 @@ def least_maximum(demands: dict[int, int]) -> int:
 @settings(max_examples=40, deadline=None)
 @given(case=layouts.cases(shared_nodes=True))
 def test_both_ends_of_a_pair_see_the_same_messages_in_one_order(case: layouts.Case) -> None:
-    plan = Plan(case.description, case.trainer, case.engines, 2, STAGING)
-    order = {name: number for number, (name, _) in enumerate(plan.tensors())}
+    plan = TransferPlan(case.description, case.trainer, case.engines, 2, STAGING)
+    order = {name: number for number, (name, _) in enumerate(plan.tensor_shapes())}
     for engine in range(len(case.engines.nodes)):
         everything = plan.messages(engine)
         assert plan.senders(engine) == tuple(sorted({message.sender for message in everything}))
@@ -154,17 +154,17 @@ def test_both_ends_of_a_pair_see_the_same_messages_in_one_order(case: layouts.Ca
             before = numbers[pair]
             numbers[pair] += 1
             assert message.elements == sum(piece.elements for piece in message.slices)
-            assert 0 < message.elements * 2 <= plan.message_bytes
-            names[pair] += [order[piece.name] for piece in message.slices]
+            assert 0 < message.elements * 2 <= plan.max_message_bytes
+            names[pair] += [order[piece.hf_param] for piece in message.slices]
         assert all(found == sorted(found) for found in names.values())
-        assert plan.traffic(engine) == {
+        assert plan.bytes_by_pair(engine) == {
             pair: sum(m.elements for m in everything if (m.sender, m.receiver) == pair) * 2 for pair in numbers
         }
 
 
 def test_senders_begin_with_different_receivers() -> None:
-    trainer = Trainer(Sizes(pipeline=4), 4, ("a",) * 4)
-    plan = Plan(**some_case(trainer=trainer, engines=Engines.alike(EngineSizes(4), (("b",) * 4,))))
+    trainer = TrainerTopology(ParallelSizes(pipeline=4), 4, ("a",) * 4)
+    plan = TransferPlan(**some_case(trainer=trainer, engines=EngineTopology.uniform(EngineSizes(4), (("b",) * 4,))))
     assert [plan.messages(0, sender=rank)[0].receiver for rank in range(4)] == [0, 1, 2, 3]
     for rank in range(4):
         assert {message.receiver for message in plan.messages(0, sender=rank)[:4]} == {0, 1, 2, 3}
@@ -174,9 +174,9 @@ def some_case(**changes: Any) -> dict[str, Any]:
     """Arguments of a plan, some of them changed."""
     shape = changes.pop("shape", tiny.Shape(experts=4))
     arguments = {
-        "description": tiny.configuration(shape),
-        "trainer": Trainer(Sizes(tensor=2, pipeline=2), 8, ("a",) * 4 + ("b",) * 4),
-        "engines": Engines.alike(EngineSizes(2), (("a", "a"), ("b", "b"))),
+        "hf_config": tiny.configuration(shape),
+        "trainer": TrainerTopology(ParallelSizes(tensor=2, pipeline=2), 8, ("a",) * 4 + ("b",) * 4),
+        "engines": EngineTopology.uniform(EngineSizes(2), (("a", "a"), ("b", "b"))),
         "item_bytes": 2,
         "staging_bytes": STAGING,
     }
@@ -184,8 +184,8 @@ def some_case(**changes: Any) -> dict[str, Any]:
 
 
 def test_ranks_agree_on_the_digest_and_any_difference_changes_it() -> None:
-    plan = Plan(**some_case())
-    assert Plan(**some_case()).digest == plan.digest
+    plan = TransferPlan(**some_case())
+    assert TransferPlan(**some_case()).digest == plan.digest
     assert len(plan.digest) == 64
     trainer, engines = some_case()["trainer"], some_case()["engines"]
     others = [
@@ -196,29 +196,31 @@ def test_ranks_agree_on_the_digest_and_any_difference_changes_it() -> None:
         {"shape": tiny.Shape(experts=4, dense_layers=(1,))},
         {"shape": tiny.Shape(experts=4, deepstack=(0, 1))},
         {"shape": tiny.Shape()},
-        {"trainer": replace(trainer, sizes=Sizes(tensor=2, pipeline=2, virtual=2))},
-        {"trainer": replace(trainer, sizes=Sizes(tensor=2, pipeline=2, expert=2))},
-        {"trainer": replace(trainer, sizes=Sizes(tensor=2, pipeline=2, expert_tensor=2))},
-        {"trainer": replace(trainer, sizes=Sizes(tensor=1, pipeline=2, context=2))},
+        {"trainer": replace(trainer, sizes=ParallelSizes(tensor=2, pipeline=2, virtual=2))},
+        {"trainer": replace(trainer, sizes=ParallelSizes(tensor=2, pipeline=2, expert=2))},
+        {"trainer": replace(trainer, sizes=ParallelSizes(tensor=2, pipeline=2, expert_tensor=2))},
+        {"trainer": replace(trainer, sizes=ParallelSizes(tensor=1, pipeline=2, context=2))},
         {"trainer": replace(trainer, nodes=("a",) * 8)},
-        {"engines": Engines(engines.sizes[:1], engines.nodes[:1])},
+        {"engines": EngineTopology(engines.sizes[:1], engines.nodes[:1])},
         {"engines": replace(engines, nodes=(("a", "a"), ("a", "b")))},
         {"engines": replace(engines, sizes=(EngineSizes(1, 2), EngineSizes(2)))},
-        {"engines": replace(engines, sizes=(EngineSizes(2, experts=True),) * 2)},
+        {"engines": replace(engines, sizes=(EngineSizes(2, expert_parallel=True),) * 2)},
         {"item_bytes": 4},
         {"staging_bytes": 2 * STAGING},
     ]
-    digests = [plan.digest, *(Plan(**some_case(**change)).digest for change in others)]
+    digests = [plan.digest, *(TransferPlan(**some_case(**change)).digest for change in others)]
     assert len(set(digests)) == len(digests)
 
 
 def test_the_first_tensor_that_differs_is_named() -> None:
-    mine = Plan(**some_case()).tensors()
-    entry = {tuple(item) for item in ((e.name, e.tensor_shape) for e in model_map(some_case()["description"]))}
+    mine = TransferPlan(**some_case()).tensor_shapes()
+    entry = {
+        tuple(item) for item in ((e.hf_param, e.tensor_shape) for e in parameter_mappings(some_case()["hf_config"]))
+    }
     assert set(mine) == entry
-    deeper = Plan(**some_case(shape=tiny.Shape(experts=4, layers=5))).tensors()
-    more_keys = Plan(**some_case(shape=tiny.Shape(experts=4, key_value_heads=4))).tensors()
-    tied = Plan(**some_case(shape=tiny.Shape(experts=4, tie=True))).tensors()
+    deeper = TransferPlan(**some_case(shape=tiny.Shape(experts=4, layers=5))).tensor_shapes()
+    more_keys = TransferPlan(**some_case(shape=tiny.Shape(experts=4, key_value_heads=4))).tensor_shapes()
+    tied = TransferPlan(**some_case(shape=tiny.Shape(experts=4, tie=True))).tensor_shapes()
     name = "model.language_model.layers.0.self_attn.k_proj.weight"
     assert first_difference(mine, more_keys) == f"tensor {name} has shape [64, 64] here and [128, 64] there"
     assert "layers.4.input_layernorm.weight" in first_difference(mine, deeper)
@@ -230,35 +232,47 @@ def test_the_first_tensor_that_differs_is_named() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"trainer": Trainer(Sizes(tensor=2, pipeline=2), 6, ("a",) * 6)}, "sizes, 4, do not divide its 6 ranks"),
-        ({"trainer": Trainer(Sizes(tensor=2), 8, ("a",))}, "nodes of 1 trainer ranks are given, but there are 8"),
-        ({"trainer": Trainer(Sizes(tensor=4), 8, ("a",) * 8)}, "tensor_parallel=4 does not divide num_key_value"),
-        ({"engines": Engines((), ())}, "at least one engine"),
-        ({"engines": Engines.alike(EngineSizes(2), (("a",),))}, "nodes of 1 ranks are given for engine 0, of 2"),
         (
-            {"engines": Engines.alike(EngineSizes(8), (("a",) * 8,))},
+            {"trainer": TrainerTopology(ParallelSizes(tensor=2, pipeline=2), 6, ("a",) * 6)},
+            "sizes, 4, do not divide its 6 ranks",
+        ),
+        (
+            {"trainer": TrainerTopology(ParallelSizes(tensor=2), 8, ("a",))},
+            "nodes of 1 trainer ranks are given, but there are 8",
+        ),
+        (
+            {"trainer": TrainerTopology(ParallelSizes(tensor=4), 8, ("a",) * 8)},
+            "tensor_parallel=4 does not divide num_key_value",
+        ),
+        ({"engines": EngineTopology((), ())}, "at least one engine"),
+        (
+            {"engines": EngineTopology.uniform(EngineSizes(2), (("a",),))},
+            "nodes of 1 ranks are given for engine 0, of 2",
+        ),
+        (
+            {"engines": EngineTopology.uniform(EngineSizes(8), (("a",) * 8,))},
             "engine tensor=8 does not divide num_attention_heads=4",
         ),
-        ({"engines": Engines.alike(EngineSizes(1, 5), (("a",) * 5,))}, "engine pipeline=5 exceeds 4 layers"),
+        ({"engines": EngineTopology.uniform(EngineSizes(1, 5), (("a",) * 5,))}, "engine pipeline=5 exceeds 4 layers"),
         ({"staging_bytes": 100}, r"staging memory of 100 bytes .* give at least .* \(weights.bucket_mib\)"),
     ],
 )
 def test_layouts_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Plan(**some_case(**change))
+        TransferPlan(**some_case(**change))
 
 
 def test_the_least_staging_memory_named_by_the_refusal_is_enough() -> None:
     with pytest.raises(ValueError, match="give at least") as refused:
-        Plan(**some_case(staging_bytes=100))
+        TransferPlan(**some_case(staging_bytes=100))
     least = int(str(refused.value).split("give at least ")[1].split()[0])
-    assert Plan(**some_case(staging_bytes=least)).message_bytes > 0
+    assert TransferPlan(**some_case(staging_bytes=least)).max_message_bytes > 0
     with pytest.raises(ValueError, match="give at least"):
-        Plan(**some_case(staging_bytes=least - 1))
+        TransferPlan(**some_case(staging_bytes=least - 1))
 
 
 def test_even_shares_leave_the_ranks_that_have_work_of_their_own_in_peace() -> None:
-    shares = even_shares({(0,): 90, (0, 1, 2): 60, (1, 2, 3): 30})
+    shares = balance_load({(0,): 90, (0, 1, 2): 60, (1, 2, 3): 30})
     assert shares[(0,)] == [90]
     assert shares[(0, 1, 2)][0] == 0
     load = [90, shares[0, 1, 2][1] + shares[1, 2, 3][0], shares[0, 1, 2][2] + shares[1, 2, 3][1], shares[1, 2, 3][2]]
@@ -268,12 +282,12 @@ def test_even_shares_leave_the_ranks_that_have_work_of_their_own_in_peace() -> N
 @pytest.mark.parametrize(
     ("sizes", "data"),
     [
-        (Sizes(tensor=2, pipeline=2, context=2), 2),
-        (Sizes(tensor=1, pipeline=2, expert=4), 8),
-        (Sizes(tensor=4, pipeline=1, expert=2, expert_tensor=2), 3),
+        (ParallelSizes(tensor=2, pipeline=2, context=2), 2),
+        (ParallelSizes(tensor=1, pipeline=2, expert=4), 8),
+        (ParallelSizes(tensor=4, pipeline=1, expert=2, expert_tensor=2), 3),
     ],
 )
-def test_holders_are_megatrons_data_parallel_groups(sizes: Sizes, data: int) -> None:
+def test_holders_are_megatrons_data_parallel_groups(sizes: ParallelSizes, data: int) -> None:
     ranks = sizes.tensor * sizes.context * sizes.pipeline * data
     order = "tp-cp-ep-dp-pp"
     dense = RankGenerator(sizes.tensor, 1, data, sizes.pipeline, sizes.context, order).get_ranks("dp-cp")
@@ -281,36 +295,38 @@ def test_holders_are_megatrons_data_parallel_groups(sizes: Sizes, data: int) -> 
     experts = RankGenerator(sizes.expert_tensor, sizes.expert, replicas, sizes.pipeline, 1, order).get_ranks("dp")
     description = tiny.configuration(tiny.Shape(experts=4, key_value_heads=4))
     found: dict[bool, set[tuple[int, ...]]] = defaultdict(set)
-    for entry in model_map(description):
+    for entry in parameter_mappings(description):
         if entry.layout.kind != "replicated":
-            found[entry.expert is not None].update(holders(entry, description, sizes, ranks))
+            found[entry.expert is not None].update(replica_ranks(entry, description, sizes, ranks))
     assert found[False] == {tuple(group) for group in dense}
     assert found[True] == {tuple(group) for group in experts}
 
 
 def test_a_plan_for_the_largest_model_on_32_nodes_has_the_right_totals() -> None:
-    description = released.configuration("235B-A22B")
+    description = model_sizes.make_hf_config("235B-A22B")
     nodes = tuple(f"n{rank // 8}" for rank in range(256))
-    trainer = Trainer(Sizes(tensor=4, pipeline=8, expert=8), 256, nodes)
-    engines = Engines.alike(EngineSizes(8), tuple((f"n{node}",) * 8 for node in range(32)))
-    plan = Plan(description, trainer, engines, 2, 512 * 2**20)
+    trainer = TrainerTopology(ParallelSizes(tensor=4, pipeline=8, expert=8), 256, nodes)
+    engines = EngineTopology.uniform(EngineSizes(8), tuple((f"n{node}",) * 8 for node in range(32)))
+    plan = TransferPlan(description, trainer, engines, 2, 512 * 2**20)
     assert description.text_config.vocab_size % 64 == 0  # so there is no padding
     for receiver in (0, 7):
-        shapes = parameters(description, engines.sizes[0], receiver).values()
-        assert plan.bytes(3, receiver) == 2 * sum(math.prod(shape) for shape in shapes)
-    load = plan.load()
-    assert sum(load.values()) == 32 * plan.bytes(0) == 32 * sum(plan.bytes(0, rank) for rank in range(8))
+        shapes = engine_parameter_shapes(description, engines.sizes[0], receiver).values()
+        assert plan.received_bytes(3, receiver) == 2 * sum(math.prod(shape) for shape in shapes)
+    load = plan.bytes_by_sender()
+    assert (
+        sum(load.values()) == 32 * plan.received_bytes(0) == 32 * sum(plan.received_bytes(0, rank) for rank in range(8))
+    )
     assert max(load.values()) <= 1.1 * sum(load.values()) / 256
     received = plan.messages(31, receiver=7)
-    assert sum(message.elements for message in received) * 2 == plan.bytes(31, 7)
+    assert sum(message.elements for message in received) * 2 == plan.received_bytes(31, 7)
     sender = plan.senders(31)[0]
     assert set(plan.messages(31, sender=sender, receiver=7)) <= set(received)
 
 
 def test_256_engines_share_the_trainer() -> None:
     description = tiny.configuration(tiny.Shape())
-    trainer = Trainer(Sizes(tensor=2), 256, tuple(f"n{rank // 8}" for rank in range(256)))
-    engines = Engines.alike(EngineSizes(1), tuple((f"n{engine // 8}",) for engine in range(256)))
-    plan = Plan(description, trainer, engines, 2, 2**22)
-    assert sum(plan.load().values()) == 256 * plan.bytes(0)
-    assert max(plan.load().values()) <= 1.1 * plan.bytes(0)
+    trainer = TrainerTopology(ParallelSizes(tensor=2), 256, tuple(f"n{rank // 8}" for rank in range(256)))
+    engines = EngineTopology.uniform(EngineSizes(1), tuple((f"n{engine // 8}",) for engine in range(256)))
+    plan = TransferPlan(description, trainer, engines, 2, 2**22)
+    assert sum(plan.bytes_by_sender().values()) == 256 * plan.received_bytes(0)
+    assert max(plan.bytes_by_sender().values()) <= 1.1 * plan.received_bytes(0)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_webrl.weights import transport
-from megatron_webrl.weights.slices import Message, Slice
+from megatron_webrl.weights.slices import Slice, TransferMessage
 from tests import forks
 from tests.weights.ranks import (
     MODEL,
@@ -161,7 +161,7 @@ def test_memory_beside_the_parameters_stays_within_the_staging_limit(ranks: Rank
 def test_messages_too_large_for_the_staging_limit_are_refused() -> None:
     piece = Slice("a", (100,), "a", (0,), "a", (0,))
     with pytest.raises(ValueError, match=r"takes up to 800 bytes.*staging_bytes=799"):
-        transport.receive(object(), [Message(0, 0, (piece,), 100)], object(), torch.float32, 799, 1, 1.0)  # type: ignore[arg-type]
+        transport.receive(object(), [TransferMessage(0, 0, (piece,), 100)], object(), torch.float32, 799, 1, 1.0)  # type: ignore[arg-type]
 
 
 def writes(case: Case, key: Rank) -> int:
@@ -374,10 +374,14 @@ def test_checksums_of_live_parameters_agree_slice_by_slice_where_and_only_where_
     case = Case(0, (1,), MODEL)
     received, engine = boxes(case, 1, 0, sender=False)
     expected = dict(
-        zip([(m.sender, s) for m in received for s in m.slices], transport.slice_sums(received, engine), strict=True)
+        zip(
+            [(m.sender, s) for m in received for s in m.slices],
+            transport.slice_checksums(received, engine),
+            strict=True,
+        )
     )
     for sender in range(SENDERS):
         mine, trainer = boxes(case, 1, sender, sender=True)
-        assert transport.slice_sums(mine, trainer) == [expected[sender, s] for m in mine for s in m.slices]
+        assert transport.slice_checksums(mine, trainer) == [expected[sender, s] for m in mine for s in m.slices]
         _, later = boxes(case, 2, sender, sender=True)
-        assert not set(transport.slice_sums(mine, later)) & set(expected.values())
+        assert not set(transport.slice_checksums(mine, later)) & set(expected.values())

@@ -30,8 +30,8 @@ async def take_all_versions(stage: Stage, engines: Sequence[Served]) -> None:
     """Have the trainer send its versions; after each all engines go on answering."""
     for version in range(UPDATES + 1):
         if version:
-            stage.control.put(f"go/{version}", True)
-        done = await stage.until(lambda v=version: stage.control.value(f"sent/{v}"), f"version {version}")
+            stage.control.put_json(f"go/{version}", True)
+        done = await stage.until(lambda v=version: stage.control.get_json(f"sent/{v}"), f"version {version}")
         assert done["lost"] == 0, stage.logs()  # every checksum agreed, on both sides
         await stage.until(lambda v=version: all(e.engine.version == v for e in engines), "engines on it", 10)
         count = [len(e.answers) for e in engines]
@@ -66,7 +66,7 @@ async def test_two_by_two_trainer_ranks_keep_engines_of_one_and_two_ranks_up_to_
                 *(stack.enter_async_context(served(stage, n, requests=4, **size)) for n, size in enumerate(sizes))
             )
             await take_all_versions(stage, engines)
-            exported = Path(await stage.until(lambda: stage.control.value("exported"), "the exported model"))
+            exported = Path(await stage.until(lambda: stage.control.get_json("exported"), "the exported model"))
             final = load(exported)
             assert [await gap(e, final) < TOLERANCE for e in engines] == [True, True]
             check_all_answers(engines, folders, model)

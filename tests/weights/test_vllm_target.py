@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from megatron_webrl.config import Config
-from megatron_webrl.rollout import vllm_environment
-from megatron_webrl.weights.vllm_target import check_version
+from megatron_webrl.config.schema import Config
+from megatron_webrl.rollout.engine import vllm_environment
+from megatron_webrl.weights.vllm_target import check_vllm_version
 from tools.make_tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -31,7 +31,7 @@ def run(module: str, *arguments: str | Path, seconds: float = 800.0) -> Any:
     """Run a helper as a process of its own; its report, read from the last argument."""
     config = Config()
     config.model.platform = "cpu"
-    environment = os.environ | vllm_environment.environment(config)
+    environment = os.environ | vllm_environment.engine_environment(config)
     environment |= {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     command = [sys.executable, "-m", module, *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, env=environment, timeout=seconds, capture_output=True, text=True)
@@ -65,19 +65,19 @@ def test_one_layer_at_a_time_holds_its_loading_form(report: Any) -> None:
 
 
 def test_packed_layers_are_reloaded_and_the_others_written_in_place(report: Any) -> None:
-    reloaded = {name for name, way in report["ways"].items() if way == "reload"}
+    reloaded = {name for name, way in report["load_paths"].items() if way == "reload"}
     linear = ("qkv", "proj", "linear_fc1", "linear_fc2", "qkv_proj", "o_proj", "gate_up_proj", "down_proj", "gate")
-    packed = {name for name in report["ways"] if name.split(".")[-2] in linear and name.endswith(".weight")}
-    packed |= {name for name in report["ways"] if name.endswith(("w13_weight", "w2_weight"))}
+    packed = {name for name in report["load_paths"] if name.split(".")[-2] in linear and name.endswith(".weight")}
+    packed |= {name for name in report["load_paths"] if name.endswith(("w13_weight", "w2_weight"))}
     assert reloaded == packed - {"visual.patch_embed.proj.weight"}
-    assert report["live"] == sorted(set(report["ways"]) - reloaded)
+    assert report["live"] == sorted(set(report["load_paths"]) - reloaded)
     assert len(reloaded) > 20
-    assert ("language_model.lm_head.weight" in report["ways"]) == (report["name"] == "experts")
+    assert ("language_model.lm_head.weight" in report["load_paths"]) == (report["name"] == "experts")
 
 
 def test_a_broken_transfer_leaves_a_torn_model_that_runs_and_a_whole_one_heals_it(report: Any) -> None:
     failure = report["failure"]
-    before, begun, *broken, healed = failure["torn"]
+    before, begun, *broken, healed = failure["partially_updated"]
     assert (before, begun, healed) == (False, False, False)
     assert broken == [True, True, True]
     assert failure["open"] == 0
@@ -114,7 +114,7 @@ def test_updates_do_not_add_up_in_memory(report: Any) -> None:
 
 
 def test_other_versions_of_vllm_are_refused() -> None:
-    check_version("0.32.4")
+    check_vllm_version("0.32.4")
     for version in ("0.31.2", "0.33.0", "0.320.0"):
         with pytest.raises(RuntimeError, match=rf"vLLM {version} is installed; .* support 0\.32\.x only"):
-            check_version(version)
+            check_vllm_version(version)

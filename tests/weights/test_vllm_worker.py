@@ -58,7 +58,7 @@ def test_live_slices_have_the_trainers_checksums(report: Any) -> None:
 
 
 def test_the_ways_in_are_counted(report: Any) -> None:
-    for ways in report["ways"]:
+    for ways in report["load_paths"]:
         assert ways.keys() == {"in_place", "reload"}
         assert ways["in_place"]["parameters"] == 45 + (report["ranks"] == 2)
         assert ways["reload"]["bytes"] > ways["in_place"]["bytes"] > 0
@@ -87,12 +87,12 @@ def test_a_trainer_rank_that_fails_leaves_a_torn_engine_that_lives_and_heals_ove
     failed = [said for said in faults["received"] if said is not None]
     assert failed, "no rank of the engine noticed"
     assert all(said.startswith("TransferError: link first failed on rank ") and BROKEN in said for said in failed)
-    assert faults["torn"] == [True] * report["ranks"]
+    assert faults["partially_updated"] == [True] * report["ranks"]
     assert any("no link to the trainer is joined" in (said or "") for said in faults["start"])
     assert faults["halfway"] > 100 * TOLERANCE
     assert faults["joined"] == [None] * report["ranks"]
     assert faults["update"] == [[None, None], [None] * report["ranks"]]
-    assert faults["torn_after"] == [False] * report["ranks"]
+    assert faults["partially_updated_after"] == [False] * report["ranks"]
     assert faults["healed"] < TOLERANCE
 
 

@@ -14,46 +14,49 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from megatron_webrl import compat
-from megatron_webrl.config import read
-from megatron_webrl.control import Control
+from megatron_webrl.config.load import parse_config
+from megatron_webrl.control.control_plane import ControlClient
+from megatron_webrl.model.convert.hf_metadata import copy_metadata
 from megatron_webrl.model.export import hf_tensors
-from megatron_webrl.model.folder import copy_description
 from megatron_webrl.model.load import load_hf
-from megatron_webrl.processes import die_with_parent
+from megatron_webrl.system import torchvision_shim
+from megatron_webrl.system.child_process import die_with_parent
 from megatron_webrl.trainer import parallel
-from megatron_webrl.trainer.build import make_learner
-from megatron_webrl.trainer.parallel import Rank
-from megatron_webrl.trainer.publish import Publisher
+from megatron_webrl.trainer.factory import make_learner
+from megatron_webrl.trainer.parallel import RankInfo
+from megatron_webrl.trainer.weight_sync import WeightSyncer
 
 
 def main() -> None:
     die_with_parent()
-    compat.install()
-    config, folders = read(sys.argv[1]), sys.argv[3:]
+    torchvision_shim.install()
+    config, folders = parse_config(sys.argv[1]), sys.argv[3:]
     host, _, port = sys.argv[2].rpartition(":")
-    rank = Rank.from_environment()
-    control = Control(host, int(port), f"trainer-{rank.rank}", config.run.lost_seconds)
+    rank = RankInfo.from_environment()
+    control = ControlClient(host, int(port), f"trainer-{rank.rank}", config.run.heartbeat_timeout_seconds)
     control.start_heartbeat()
-    platform = parallel.initialize(config, rank, control.store, f"test/{control.begin_life()}")
+    platform = parallel.initialize(config, rank, control.store, f"test/{control.register_instance()}")
     learner = make_learner(config, platform)
-    publisher = Publisher(learner.models, config, control, platform)
-    forever = control.value("go/forever")
+    publisher = WeightSyncer(learner.models, config, control, platform)
+    forever = control.get_json("go/forever")
     for version in itertools.count() if forever else range(len(folders) + 1):
         if version and not forever:
-            control.wait_key(f"go/{version}", 120, f"the word for version {version}")
+            control.wait_for_key(f"go/{version}", 120, f"the word for version {version}")
         if version:
             load_hf(learner.models, folders[(version - 1) % len(folders)])
-        seconds = publisher.publish(version)
+        seconds = publisher.sync(version)
         if rank.rank == 0:
-            control.put(f"sent/{version}", {"seconds": seconds, "lost": publisher.lost, **publisher.take_figures()})
+            control.put_json(
+                f"sent/{version}",
+                {"seconds": seconds, "lost": publisher.failed_transfers, **publisher.last_transfer_metrics()},
+            )
     target = Path(config.run_folder, "exported")
     tensors = {name: tensor.clone() for name, tensor in hf_tensors(learner.models)}
     if rank.rank == 0:
         target.mkdir(parents=True)
-        copy_description(Path(config.model.path), target)
+        copy_metadata(Path(config.model.path), target)
         save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-        control.put("exported", str(target))
+        control.put_json("exported", str(target))
     parallel.shutdown()
 
 

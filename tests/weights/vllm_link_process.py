@@ -22,14 +22,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_webrl.config import Config
-from megatron_webrl.model.layout import Sizes
-from megatron_webrl.model.parameter_map import model_map, parameter_shapes, to_megatron
-from megatron_webrl.rollout import vllm_environment
+from megatron_webrl.config.schema import Config
+from megatron_webrl.model.layout import ParallelSizes
+from megatron_webrl.model.parameter_map import parameter_mappings, parameter_shapes, to_megatron
+from megatron_webrl.rollout.engine import vllm_environment
 from megatron_webrl.weights import transport
 from megatron_webrl.weights.engine_map import EngineSizes
-from megatron_webrl.weights.plan import Engines, Plan, Trainer
-from megatron_webrl.weights.slices import index
+from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan
+from megatron_webrl.weights.slices import box_index
 from tests.weights.vllm_process import SAMPLING, Scoring, report_to
 
 SENDERS = 2
@@ -43,22 +43,22 @@ class Sender:
 
     def __init__(self, reference: Any, engine_ranks: int) -> None:
         self.reference, self.ranks = reference, engine_ranks
-        self.trainer = Trainer(Sizes(tensor=SENDERS), SENDERS, ("here",) * SENDERS)
-        self.engines = Engines.alike(EngineSizes(tensor=engine_ranks), (("here",) * engine_ranks,))
+        self.trainer = TrainerTopology(ParallelSizes(tensor=SENDERS), SENDERS, ("here",) * SENDERS)
+        self.engines = EngineTopology.uniform(EngineSizes(tensor=engine_ranks), (("here",) * engine_ranks,))
         self.store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=SECONDS)
         )
         self.plan = self.plan_of(reference.config)
         self.pool = ThreadPoolExecutor(SENDERS)
-        self.links: list[transport.Link] = []
+        self.links: list[transport.TransferLink] = []
 
-    def plan_of(self, description: Any) -> Plan:
-        return Plan(description, self.trainer, self.engines, 4, STAGING)
+    def plan_of(self, description: Any) -> TransferPlan:
+        return TransferPlan(description, self.trainer, self.engines, 4, STAGING)
 
-    def info(self, name: str, plan: Plan | None = None) -> dict[str, Any]:
+    def info(self, name: str, plan: TransferPlan | None = None) -> dict[str, Any]:
         """What an engine is told to join link `name`."""
         plan = plan or self.plan
-        tensors = base64.b64encode(zlib.compress(json.dumps(plan.tensors()).encode())).decode()
+        tensors = base64.b64encode(zlib.compress(json.dumps(plan.tensor_shapes()).encode())).decode()
         return {
             "host": "127.0.0.1",
             "port": self.store.port,
@@ -68,26 +68,26 @@ class Sender:
             "engines": asdict(self.engines),
             "staging_bytes": STAGING,
             "dtype": "float32",
-            "seconds": SECONDS,
-            "join_seconds": SECONDS,
+            "timeout_seconds": SECONDS,
+            "join_timeout_seconds": SECONDS,
         }
 
     def join(self, name: str) -> None:
-        def one(rank: int) -> transport.Link:
+        def one(rank: int) -> transport.TransferLink:
             store = dist.TCPStore("127.0.0.1", self.store.port, is_master=False, timeout=timedelta(seconds=SECONDS))
-            return transport.join(store, name, rank, SENDERS + self.ranks, SECONDS, "gloo")
+            return transport.join_link(store, name, rank, SENDERS + self.ranks, SECONDS, "gloo")
 
         assert self.plan.senders(0) == tuple(range(SENDERS))
         self.links = list(self.pool.map(one, range(SENDERS)))
 
     def parameters(self, rank: int) -> dict[str, torch.Tensor]:
         """What Megatron holds of the model on a rank; experts are whole on each."""
-        state, entries = self.reference.state_dict(), model_map(self.reference.config, "transposed")
+        state, entries = self.reference.state_dict(), parameter_mappings(self.reference.config, "transposed")
         shapes = parameter_shapes(entries, SENDERS, 1)
         found = {name: torch.zeros(shape) for name, shape in shapes.items()}
         for entry in entries:
             place = (rank, SENDERS) if entry.expert is None else (0, 1)
-            to_megatron(entry, state[entry.name], found[entry.parameter], *place)
+            to_megatron(entry, state[entry.hf_param], found[entry.megatron_param], *place)
         return found
 
     def send(self, transfer: int, verify: bool, broken: str = "") -> list[str | None]:
@@ -99,7 +99,7 @@ class Sender:
                 parameters.pop(broken, None)
             link = self.links[rank]
             ranks = {receiver: SENDERS + receiver for receiver in range(self.ranks)}
-            outgoing = transport.Outgoing(link, self.plan.messages(0, sender=rank), ranks)
+            outgoing = transport.OutgoingMessages(link, self.plan.messages(0, sender=rank), ranks)
             try:
                 return transport.send(
                     [outgoing], parameters.__getitem__, torch.float32, STAGING, transfer, SECONDS, verify=verify
@@ -113,7 +113,7 @@ class Sender:
         """Checksums of the receiver's slices in the order of its messages, from the trainer's parameters."""
         held = [self.parameters(rank) for rank in range(SENDERS)]
         return [
-            transport.checksum(held[message.sender][piece.source][index(piece.source_place, piece.size)])
+            transport.checksum(held[message.sender][piece.source_param][box_index(piece.source_offset, piece.size)])
             for message in self.plan.messages(0, receiver=receiver)
             for piece in message.slices
         ]
@@ -130,7 +130,7 @@ class Bench:
         return await asyncio.wait_for(self.llm.collective_rpc(method, args=arguments), 4 * SECONDS)
 
     async def step(self, step: str, info: dict[str, Any] | None = None) -> list[str | None]:
-        return await self.call("webrl_weights", step, info)
+        return await self.call("webrl_weight_update", step, info)
 
     async def join(self, name: str) -> list[str | None]:
         _, said = await asyncio.gather(
@@ -174,7 +174,7 @@ async def refusals(bench: Bench) -> dict[str, Any]:
     layout = sender.info("layout")
     layout["engines"]["sizes"][0]["pipeline"] = 2
     found["layout"] = await bench.step("init", layout)
-    found["store"] = await bench.step("init", sender.info("nowhere") | {"port": 1, "join_seconds": 1.0})
+    found["store"] = await bench.step("init", sender.info("nowhere") | {"port": 1, "join_timeout_seconds": 1.0})
     found["field"] = await bench.step("init", {"host": "127.0.0.1"})
     found["start"] = await bench.step("start")
     return found
@@ -184,12 +184,19 @@ async def faults(bench: Bench) -> dict[str, Any]:
     """A trainer rank fails in the middle; the engine lives, is torn, refuses the link, and is healed over another."""
     bench.scoring.perturb()
     sent, received = await bench.update(broken="decoder.layers.1.self_attention.linear_qkv.weight")
-    found: dict[str, Any] = {"sent": sent, "received": received, "torn": await bench.call("webrl_torn")}
+    found: dict[str, Any] = {
+        "sent": sent,
+        "received": received,
+        "partially_updated": await bench.call("webrl_partially_updated"),
+    }
     found["start"] = await bench.step("start")
     found["halfway"] = await bench.difference()
     found["joined"] = await bench.join("second")
     found["update"] = await bench.update()
-    found["healed"], found["torn_after"] = await bench.difference(), await bench.call("webrl_torn")
+    found["healed"], found["partially_updated_after"] = (
+        await bench.difference(),
+        await bench.call("webrl_partially_updated"),
+    )
     # An update that was never carried out, as a rank keeps it when another one fails; then the next one.
     bench.scoring.perturb()
     assert await bench.step("start") == [None] * bench.sender.ranks
@@ -203,7 +210,7 @@ async def run(folder: Path, ranks: int, result: Path) -> None:
     config.model.path, config.model.platform, config.rollout.tensor_parallel = str(folder), "cpu", ranks
     config.rollout.max_model_len, config.rollout.kv_cache_mib = 1024, 64
     starting = ThreadPoolExecutor(1)
-    llm = await asyncio.get_running_loop().run_in_executor(starting, vllm_environment.start, config, 0)
+    llm = await asyncio.get_running_loop().run_in_executor(starting, vllm_environment.start_engine, config, 0)
     bench = Bench(llm, folder, ranks)
     report: dict[str, Any] = {"refusals": await refusals(bench), "joined": await bench.join("first"), "rounds": []}
     for number in range(2):
@@ -211,9 +218,9 @@ async def run(folder: Path, ranks: int, result: Path) -> None:
         stale = await bench.difference()
         said = await bench.update(verify=number == 1)
         report["rounds"].append((said, stale, await bench.difference()))
-    live = await bench.call("webrl_live_sums")
+    live = await bench.call("webrl_live_checksums")
     report["sums"] = [(mine, bench.sender.sums(rank)) for rank, mine in enumerate(live)]
-    report["ways"] = await bench.call("webrl_ways")
+    report["load_paths"] = await bench.call("webrl_load_paths")
     report["faults"] = await faults(bench)
     llm.output_handler.cancel()  # it would report the end of the engine core as an error
     await asyncio.get_running_loop().run_in_executor(starting, llm.shutdown, 20.0)

@@ -23,10 +23,10 @@ from PIL import Image
 from torch import Tensor
 from vllm import LLM, SamplingParams
 
-from megatron_webrl.model.parameter_map import model_map
-from megatron_webrl.model.processing import Processor, decode_image
-from megatron_webrl.weights.engine_map import EngineSizes, parameters, shards
-from megatron_webrl.weights.slices import index
+from megatron_webrl.model.parameter_map import parameter_mappings
+from megatron_webrl.model.processor import Processor, decode_image
+from megatron_webrl.weights.engine_map import EngineSizes, engine_parameter_shapes, engine_shards
+from megatron_webrl.weights.slices import box_index
 from megatron_webrl.weights.vllm_target import ModelTarget
 
 RESPONSE = 24
@@ -105,7 +105,7 @@ class Bench:
         self.module = self.worker.model_runner.get_model()
         self.scoring = Scoring(folder)
         self.description = self.scoring.reference.config
-        self.expected = parameters(self.description, EngineSizes(), 0)
+        self.expected = engine_parameter_shapes(self.description, EngineSizes(), 0)
         self.target = self.make(self.expected)
 
     def make(self, expected: dict[str, tuple[int, ...]]) -> ModelTarget:
@@ -117,20 +117,24 @@ class Bench:
     def pieces(self) -> Iterator[Piece]:
         """Every slice of the reference's weights for a single rank: parameter, place in it, values."""
         state = self.scoring.reference.state_dict()
-        for entry in model_map(self.description, "transposed"):
-            part = state[entry.name][entry.within]
-            for shard in shards(entry, self.description, EngineSizes(), 0):
-                yield shard.parameter, index(shard.place, shard.size), part[index(shard.tensor, shard.size)]
+        for entry in parameter_mappings(self.description, "transposed"):
+            part = state[entry.hf_param][entry.part_index]
+            for shard in engine_shards(entry, self.description, EngineSizes(), 0):
+                yield (
+                    shard.engine_param,
+                    box_index(shard.parameter_offset, shard.size),
+                    part[box_index(shard.tensor_offset, shard.size)],
+                )
 
     def write(self, pieces: Any) -> None:
         for parameter, place, values in pieces:
             self.target.tensor(parameter)[place].copy_(values)
-            self.target.written(parameter, values.numel())
+            self.target.mark_written(parameter, values.numel())
 
     def update(self, pieces: Any) -> None:
-        self.target.begin()
+        self.target.start_update()
         self.write(pieces)
-        self.target.finish()
+        self.target.finish_update()
 
     def difference(self) -> float:
         """Largest difference of log-probabilities from transformers, with a fresh image and without one."""
@@ -183,11 +187,11 @@ def updates(bench: Bench) -> dict[str, Any]:
             random.Random(5).shuffle(pieces)
             bench.update(pieces)
         else:
-            bench.target.begin()
+            bench.target.start_update()
             for piece in pieces:
                 bench.write([piece])
                 opened = max(opened, bench.open_layers())
-            bench.target.finish()
+            bench.target.finish_update()
         rounds.append((stale, bench.difference()))
     return {
         "rounds": rounds,
@@ -199,36 +203,36 @@ def updates(bench: Bench) -> dict[str, Any]:
 def failure(bench: Bench) -> dict[str, Any]:
     """A transfer that breaks off in the middle of layers, at several places; then a whole one."""
     addresses = bench.memory()
-    report: dict[str, Any] = {"torn": [bench.target.torn]}
+    report: dict[str, Any] = {"partially_updated": [bench.target.partially_updated]}
     bench.perturb()
     pieces = list(bench.pieces())
-    bench.target.begin()
-    report["torn"].append(bench.target.torn)
+    bench.target.start_update()
+    report["partially_updated"].append(bench.target.partially_updated)
     for end in (1, len(pieces) // 3, len(pieces) - 1):
         random.Random(end).shuffle(pieces)
-        bench.target.begin()
+        bench.target.start_update()
         bench.write(pieces[:end])
-        bench.target.abandon()
-        report["torn"].append(bench.target.torn)
+        bench.target.abort_update()
+        report["partially_updated"].append(bench.target.partially_updated)
     report["open"], report["moved"] = bench.open_layers(), bench.memory() != addresses
     report["halfway"] = bench.difference()
     bench.update(bench.pieces())
-    report["torn"].append(bench.target.torn)
+    report["partially_updated"].append(bench.target.partially_updated)
     report["healed"] = bench.difference()
     return report
 
 
 def faults(bench: Bench) -> dict[str, str]:
     """What is said of slices that are missing, too many, unknown or out of turn. Leaves the engine whole."""
-    bench.target.begin()
+    bench.target.start_update()
     found = {"unknown": _error(lambda: bench.target.tensor("no.such.weight"))}
     pieces = list(bench.pieces())
     bench.write(pieces[:-1])
-    found["incomplete"] = _error(bench.target.finish)
+    found["incomplete"] = _error(bench.target.finish_update)
     bench.write(pieces[-1:])
     found["again"] = _error(lambda: bench.target.tensor(pieces[-1][0]))
-    found["more"] = _error(lambda: bench.target.written(pieces[-1][0], 1))
-    bench.target.finish()
+    found["more"] = _error(lambda: bench.target.mark_written(pieces[-1][0], 1))
+    bench.target.finish_update()
     found["outside"] = _error(lambda: bench.target.tensor(pieces[0][0]))
     found["last"] = pieces[-1][0]
     return found
@@ -243,13 +247,13 @@ def repeated(bench: Bench) -> dict[str, float]:
     for _ in range(UPDATES):
         bench.update(pieces)
     grown = psutil.Process().memory_info().rss - before
-    model = sum(bench.target.bytes().values())
+    model = sum(bench.target.bytes_by_load_path().values())
     return {"updates": UPDATES, "grown": grown / 2**20, "model": model / 2**20}
 
 
 def padding(bench: Bench) -> float:
     """Largest absolute value in the rows beyond the vocabulary."""
-    rows = bench.target.live("language_model.model.embed_tokens.weight")
+    rows = bench.target.in_place_tensor("language_model.model.embed_tokens.weight")
     assert rows is not None
     beyond = rows[bench.description.text_config.vocab_size :]
     return float(beyond.abs().max()) if beyond.numel() else 0.0
@@ -259,8 +263,8 @@ def main(folder: Path, result: Path) -> None:
     bench = Bench(folder)
     report: dict[str, Any] = {
         "refusals": refusals(bench),
-        "ways": bench.target.ways(),
-        "live": sorted(name for name in bench.expected if bench.target.live(name) is not None),
+        "load_paths": bench.target.load_paths(),
+        "live": sorted(name for name in bench.expected if bench.target.in_place_tensor(name) is not None),
         "loaded": bench.difference(),
         "updates": updates(bench),
         "failure": failure(bench),

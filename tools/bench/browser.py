@@ -21,23 +21,23 @@ from typing import Any
 
 from rich.console import Console
 
-from tools.bench.browsers.bare import FULL, QUICK, Amount
-from tools.bench.browsers.crowd import measure_memory, measure_waiting
-from tools.bench.browsers.gym import ABSENT, measure_browsergym
+from tools.bench.browsers.bare_playwright import FULL, QUICK, BrowserBenchSize
+from tools.bench.browsers.browsergym_peer import MISSING_MESSAGE, measure_browsergym
+from tools.bench.browsers.concurrent_sessions import measure_memory, measure_waiting
 from tools.bench.browsers.plots import draw
 from tools.bench.browsers.report import Section, show
 from tools.bench.browsers.resets import measure_resets
 from tools.bench.browsers.steps import measure_encoding, measure_steps
 
-SECTIONS: dict[str, Callable[[Amount, int], Coroutine[Any, Any, Section]]] = {
+SECTIONS: dict[str, Callable[[BrowserBenchSize, int], Coroutine[Any, Any, Section]]] = {
     "reset": measure_resets,
     "step": measure_steps,
     "memory": measure_memory,
     "waiting": measure_waiting,
     "encoding": measure_encoding,
 }
-GYM = "browsergym"
-PAPER = 150  # columns where the output is no terminal
+BROWSERGYM = "browsergym"
+REPORT_COLUMNS = 150  # columns where the output is no terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a minute at most; figures mean little")
     parser.add_argument(
-        "--only", nargs="+", choices=[*SECTIONS, GYM], metavar="SECTION", help=", ".join([*SECTIONS, GYM])
+        "--only", nargs="+", choices=[*SECTIONS, BROWSERGYM], metavar="SECTION", help=", ".join([*SECTIONS, BROWSERGYM])
     )
     parser.add_argument("--seed", type=int, default=0, help="of tasks, pages and waiting times (default: 0)")
     parser.add_argument("--browsergym-python", type=Path, metavar="PATH", help="interpreter that can import BrowserGym")
@@ -57,24 +57,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     console = Console()
     if not console.is_terminal:
-        console.width = PAPER
+        console.width = REPORT_COLUMNS
     sections: dict[str, Section] = {}
     for file in options.add:
         for name, found in json.loads(file.read_text())["sections"].items():
             sections[name] = Section.from_json(found)
-    wanted = options.only or ([] if options.add else [*SECTIONS, GYM])
+    wanted = options.only or ([] if options.add else [*SECTIONS, BROWSERGYM])
     amount = QUICK if options.quick else FULL
     for name in wanted:
         console.print(f"{name} ...", style="dim")
-        if name != GYM:
+        if name != BROWSERGYM:
             sections[name] = asyncio.run(SECTIONS[name](amount, options.seed))
         elif options.browsergym_python is not None:
             sections[name] = asyncio.run(measure_browsergym(amount, options.seed, options.browsergym_python))
     machine = f"{os.cpu_count()} CPUs, {platform.machine()}, load {os.getloadavg()[0]:.1f}"
     console.print(f"{machine}; load is that of the end\n")
     show(console, sections)
-    if GYM in wanted and GYM not in sections:
-        console.print(f"\n{ABSENT}", soft_wrap=True)
+    if BROWSERGYM in wanted and BROWSERGYM not in sections:
+        console.print(f"\n{MISSING_MESSAGE}", soft_wrap=True)
     if options.json:
         figures = {name: section.to_json() for name, section in sections.items()}
         header = {"machine": machine, "seed": options.seed, "quick": options.quick, "at": datetime.now(UTC).isoformat()}

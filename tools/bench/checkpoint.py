@@ -18,20 +18,21 @@ from typing import Any
 
 import torch
 
-from megatron_webrl import compat
-from megatron_webrl.config import CheckpointConfig, Config
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.trainer import CheckpointConfig
+from megatron_webrl.system import torchvision_shim
 from tools.make_tiny_model import make_tiny_model
 
-SAVES = 3
+CHECKPOINTS = 3
 
 
 def measure(rank: int, folder: str, model: str) -> None:
     """One rank: saves and updates in turn, for each layout and mode; the first rank writes the figures."""
-    compat.install()
+    torchvision_shim.install()
     torch.set_num_threads(1)
     from megatron_webrl.model import platform as platforms
 
-    platform = platforms.use("cpu")
+    platform = platforms.activate("cpu")
     torch.distributed.init_process_group(
         platform.backend,
         init_method=f"file://{folder}/rendezvous",
@@ -55,26 +56,26 @@ def measure(rank: int, folder: str, model: str) -> None:
 
 
 def _one(folder: Path, model: str, platform: Any, tensor_parallel: int, asynchronous: bool) -> dict[str, Any]:
-    from megatron_webrl.trainer.build import make_learner
-    from megatron_webrl.trainer.checkpoint import Checkpoints, TrainerState
+    from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
+    from megatron_webrl.trainer.factory import make_learner
 
     config = Config()
     config.model.path = model
     config.trainer.tensor_parallel, config.trainer.data_parallel = tensor_parallel, 2 // tensor_parallel
     learner = make_learner(config, platform)
-    settings = CheckpointConfig(asynchronous=asynchronous)
-    checkpoints = Checkpoints(folder / f"{tensor_parallel}-{asynchronous}", Path(model), settings)
+    settings = CheckpointConfig(async_save=asynchronous)
+    checkpoints = Checkpointer(folder / f"{tensor_parallel}-{asynchronous}", Path(model), settings)
     held, beside, alone, written, size = [], [], [], [], 0.0
     alone += [_update(learner) for _ in range(3)]
-    for version in range(SAVES):
+    for version in range(CHECKPOINTS):
         begun = time.monotonic()
-        checkpoints.begin(learner, TrainerState(version, 0, 0, (), {}, 0))
+        checkpoints.start_save(learner, TrainerState(version, 0, 0, (), {}, 0))
         held.append(time.monotonic() - begun)
         beside.append(_update(learner))
-        checkpoints.finish()
-        figures = checkpoints.take_figures()
+        checkpoints.wait_for_save()
+        figures = checkpoints.pop_metrics()
         written.append(figures["checkpoint/write_seconds"])
-        size = figures["checkpoint/mib"]
+        size = figures["checkpoint/size_mib"]
     checkpoints.close()
     return {
         "tensor_parallel": tensor_parallel,
@@ -93,7 +94,7 @@ def _update(learner: Any) -> float:
         chunk.zero_grad_buffer()
         for parameter in chunk.parameters():
             parameter.main_grad.fill_(1e-3)
-    learner.optimization.step()
+    learner.optimizer.step()
     return time.monotonic() - begun
 
 

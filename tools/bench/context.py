@@ -26,19 +26,22 @@ from pathlib import Path
 import numpy as np
 
 from megatron_webrl.browser.errors import BrowserError
-from megatron_webrl.config import BrowserConfig, Config, ContextConfig, ModelConfig, RunConfig, TasksConfig
-from megatron_webrl.farm.client import Browsers
+from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.config.rollout import ContextConfig
+from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
+from megatron_webrl.config.tasks import TasksConfig
+from megatron_webrl.farm.client import BrowserClient
 from megatron_webrl.rollout.browsers import open_browsers
 from megatron_webrl.rollout.contexts.policies import make_context
-from megatron_webrl.rollout.demonstrate import certain
-from megatron_webrl.rollout.engine import Engine
-from megatron_webrl.rollout.prompts import response_text
-from megatron_webrl.tasks.aim import OracleError
+from megatron_webrl.rollout.demonstrations import scripted_generation
+from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
+from megatron_webrl.rollout.prompts import format_response
+from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.tasks.registry import make_source, scripted_environments
-from megatron_webrl.trainer.batching import Sample
-from megatron_webrl.trainer.merging import merge
+from megatron_webrl.trainer.data.batching import TrainingSample
+from megatron_webrl.trainer.data.merging import merge_prefixes
 from megatron_webrl.types import Action, Observation, Task
-from tools.bench.episodes import as_sample
+from tools.bench.episodes import make_sample
 from tools.make_tiny_model import make_tiny_model
 
 BASE = "sliding, 4 rounds"
@@ -60,17 +63,17 @@ ATTEMPTS = 4
 
 
 @dataclass(frozen=True)
-class Episode:
+class RecordedEpisode:
     """What a script saw and did."""
 
     task: Task
     instruction: str
-    seen: tuple[Observation, ...]  # one more than actions, or as many if an answer ended it
+    observations: tuple[Observation, ...]  # one more than actions, or as many if an answer ended it
     actions: tuple[Action, ...]
 
 
 @dataclass(frozen=True)
-class Asked:
+class PromptStats:
     """One step's prompt, as the engine took it."""
 
     prompt: int  # tokens
@@ -79,32 +82,32 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Found:
+class ContextResult:
     """One policy on one episode."""
 
     task: str
-    asked: tuple[Asked, ...]  # of each step
+    prompts: tuple[PromptStats, ...]  # of each step
     response_tokens: int
     sequences: int  # of the trainer, after merging
     trained_tokens: int  # of these sequences
-    alone_tokens: int  # of the steps without merging
+    unmerged_tokens: int  # of the steps without merging
 
     @property
     def computed(self) -> int:
         """Prompt tokens that the engine computed."""
-        return sum(step.prompt - step.cached for step in self.asked)
+        return sum(step.prompt - step.cached for step in self.prompts)
 
     @property
     def prompted(self) -> int:
         """Prompt tokens."""
-        return sum(step.prompt for step in self.asked)
+        return sum(step.prompt for step in self.prompts)
 
 
 def configuration(folder: Path) -> Config:
     """One engine for all contestants, and the sites at the usual size."""
     model = make_tiny_model(folder / "model", max_position_embeddings=WINDOW, max_pixels=2**20, **MODEL)  # type: ignore[arg-type]
     config = Config(
-        run=RunConfig(directory=str(folder), name="context", start_seconds=300.0),
+        run=RunConfig(directory=str(folder), name="context", startup_timeout_seconds=300.0),
         model=ModelConfig(path=str(model), platform="cpu", dtype="float32"),
         browser=BrowserConfig(width=1280, height=768),
         tasks=TasksConfig(source="sites", environments=list(scripted_environments("sites")), max_steps=MAX_STEPS),
@@ -112,14 +115,14 @@ def configuration(folder: Path) -> Config:
     most = max(settings.rounds for settings in CONTESTANTS.values())
     config.rollout.context = ContextConfig(rounds=most)  # images that the engine takes
     config.rollout.max_model_len, config.rollout.max_new_tokens, config.rollout.kv_cache_mib = WINDOW, 1, 512
-    config.weights.caches = "salt"
+    config.weights.cache_invalidation = "salt"
     return config
 
 
-async def record(config: Config, count: int) -> list[Episode]:
+async def record_episodes(config: Config, count: int) -> list[RecordedEpisode]:
     """Episodes of held-out tasks, every environment in turn, done by scripts."""
     source = make_source(config.tasks)
-    tasks = [source.held_out(number) for number in range(count)]
+    tasks = [source.held_out_task(number) for number in range(count)]
     try:
         async with open_browsers(config, SESSIONS, "bench") as browsers:
             # More of them wait for a session.
@@ -128,17 +131,17 @@ async def record(config: Config, count: int) -> list[Episode]:
         source.close()
 
 
-async def _played(browsers: Browsers, task: Task) -> Episode:
+async def _played(browsers: BrowserClient, task: Task) -> RecordedEpisode:
     """An episode; again where a busy machine showed the script a page in movement. Raises BrowserError, OracleError."""
     for _ in range(ATTEMPTS - 1):
         try:
             return await _play(browsers, task)
-        except (BrowserError, OracleError) as error:
+        except (BrowserError, ScriptedPolicyError) as error:
             print(f"{task.id} is done again: {error}", file=sys.stderr)
     return await _play(browsers, task)
 
 
-async def _play(browsers: Browsers, task: Task) -> Episode:
+async def _play(browsers: BrowserClient, task: Task) -> RecordedEpisode:
     actions: list[Action] = []
     async with browsers.session() as session:
         seen = [await session.reset(task)]
@@ -147,46 +150,46 @@ async def _play(browsers: Browsers, task: Task) -> Episode:
             if actions[-1].kind == "answer":
                 break
             seen.append(await session.step(actions[-1]))
-    return Episode(task, seen[0].instruction or "", tuple(seen), tuple(actions))
+    return RecordedEpisode(task, seen[0].instruction or "", tuple(seen), tuple(actions))
 
 
-async def _replay(engine: Engine, settings: ContextConfig, episode: Episode, number: int) -> Found:
+async def _replay(engine: VLLMEngine, settings: ContextConfig, episode: RecordedEpisode, number: int) -> ContextResult:
     processor = engine.processor
     context = make_context(processor, settings, WINDOW - ANSWER)
-    context.begin(episode.instruction, episode.seen[0])
-    asked: list[Asked] = []
-    samples: list[Sample] = []
+    context.start_episode(episode.instruction, episode.observations[0])
+    asked: list[PromptStats] = []
+    samples: list[TrainingSample] = []
     for step, action in enumerate(episode.actions):
-        prompt = context.prompt()
-        images = [context.screenshots[i] for i in prompt.images]
-        answer = certain(processor, prompt.token_ids, images, response_text(action, settings))
-        met = await engine.respond(None, prompt.token_ids, images)
-        asked.append(Asked(len(met.prompt_token_ids), met.prompt_cached, len(images)))
+        prompt = context.build_prompt()
+        images = [context.screenshots[i] for i in prompt.image_indices]
+        answer = scripted_generation(processor, prompt.token_ids, images, format_response(action, settings))
+        met = await engine.generate(None, prompt.token_ids, images)
+        asked.append(PromptStats(len(met.prompt_token_ids), met.cached_prompt_tokens, len(images)))
         # Of an answer, all but the last token has been computed when it is complete.
-        await engine.respond(None, np.append(prompt.token_ids, answer.response_token_ids[:-1]), images)
-        samples.append(as_sample(answer, images, len(episode.actions), (number, 0)))
-        if step + 1 < len(episode.seen):
-            context.add(answer, action, None, episode.seen[step + 1])
+        await engine.generate(None, np.append(prompt.token_ids, answer.response_token_ids[:-1]), images)
+        samples.append(make_sample(answer, images, len(episode.actions), (number, 0)))
+        if step + 1 < len(episode.observations):
+            context.add_step(answer, action, None, episode.observations[step + 1])
     video = int(processor.tokenizer.convert_tokens_to_ids("<|video_pad|>"))
-    chains = merge(samples, (processor.image_token_id, video))
-    return Found(
+    chains = merge_prefixes(samples, (processor.image_token_id, video))
+    return ContextResult(
         task=episode.task.id,
-        asked=tuple(asked),
+        prompts=tuple(asked),
         response_tokens=sum(len(sample.response) for sample in samples),
         sequences=len(chains),
         trained_tokens=sum(chain.length for chain in chains),
-        alone_tokens=sum(sample.length for sample in samples),
+        unmerged_tokens=sum(sample.length for sample in samples),
     )
 
 
-async def measure(config: Config, count: int) -> dict[str, list[Found]]:
+async def measure(config: Config, count: int) -> dict[str, list[ContextResult]]:
     """What came of each contestant on the same episodes, one after the other."""
-    episodes = await record(config, count)
-    engine = await Engine.start(config, 0)
+    episodes = await record_episodes(config, count)
+    engine = await VLLMEngine.start(config, 0)
     found = {}
     try:
         for salt, (name, settings) in enumerate(CONTESTANTS.items()):
-            # With weights.caches=salt no contestant finds what another one left in the cache.
+            # With weights.cache_invalidation=salt no contestant finds what another one left in the cache.
             engine.version = salt
             found[name] = [await _replay(engine, settings, episode, i) for i, episode in enumerate(episodes)]
     finally:
@@ -194,11 +197,11 @@ async def measure(config: Config, count: int) -> dict[str, list[Found]]:
     return found
 
 
-def show(found: dict[str, list[Found]]) -> None:
+def show(found: dict[str, list[ContextResult]]) -> None:
     """Print one line a contestant, ratios to the first; then the ratio by length of episodes."""
     base = found[BASE]
-    steps = sum(len(each.asked) for each in base)
-    lengths = sorted(len(each.asked) for each in base)
+    steps = sum(len(each.prompts) for each in base)
+    lengths = sorted(len(each.prompts) for each in base)
     print(
         f"{len(base)} episodes, {steps} steps ({lengths[0]} to {lengths[-1]}, median {lengths[len(lengths) // 2]}), "
         f"{sum(each.response_tokens for each in base) / steps:.0f} tokens an answer\n"
@@ -223,14 +226,14 @@ def show(found: dict[str, list[Found]]) -> None:
         pairs = [
             (one.computed, other.computed)
             for one, other in zip(base, found[OURS], strict=True)
-            if low <= len(one.asked) <= high
+            if low <= len(one.prompts) <= high
         ]
         if pairs:
             one, other = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
             print(f"| {low} to {high} | {len(pairs)} | {one:.0f} | {other:.0f} | {one / other:.2f} |")
 
 
-def _total(found: Sequence[Found], name: str) -> int:
+def _total(found: Sequence[ContextResult], name: str) -> int:
     return sum(getattr(each, name) for each in found)
 
 

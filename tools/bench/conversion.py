@@ -32,24 +32,24 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from megatron_webrl import compat
-from megatron_webrl.model.convert import Options, hf_to_megatron, megatron_to_hf
-from megatron_webrl.model.layout import Sizes
-from megatron_webrl.model.parameter_map import model_map
+from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_megatron, megatron_to_hf
+from megatron_webrl.model.layout import ParallelSizes
+from megatron_webrl.model.parameter_map import parameter_mappings
+from megatron_webrl.system import torchvision_shim
 
-compat.install()
+torchvision_shim.install()
 
 from transformers import Qwen3VLConfig, Qwen3VLMoeConfig  # noqa: E402
 
 SECONDS = 600.0  # limit of one conversion
-INTERVAL = 0.002  # seconds between two looks at the memory
-SHARD = 500_000_000  # bytes of one file of the model
-SHARD_BACK = 5 * 10**9  # bytes of one file that megatron_to_hf writes
-WORKS = ("copy", "hf_to_megatron", "hf_to_megatron --tp 4", "megatron_to_hf", "megatron_to_hf of --tp 4")
+SAMPLE_INTERVAL_SECONDS = 0.002  # seconds between two looks at the memory
+INPUT_SHARD_BYTES = 500_000_000  # bytes of one file of the model
+OUTPUT_SHARD_BYTES = 5 * 10**9  # bytes of one file that megatron_to_hf writes
+WORKLOADS = ("copy", "hf_to_megatron", "hf_to_megatron --tp 4", "megatron_to_hf", "megatron_to_hf of --tp 4")
 
 
 @dataclass(frozen=True)
-class Size:
+class BenchModelSize:
     """What makes a model large. The other dimensions are those of Qwen3-VL-2B and 30B-A3B."""
 
     layers: int  # of the dense model
@@ -57,12 +57,12 @@ class Size:
     vocabulary: int
 
 
-FULL = (Size(12, 0, 40_960), Size(1, 128, 40_960))
-QUICK = (Size(2, 0, 8192), Size(1, 24, 8192))
-TINY = Size(1, 0, 64)
+FULL = (BenchModelSize(12, 0, 40_960), BenchModelSize(1, 128, 40_960))
+QUICK = (BenchModelSize(2, 0, 8192), BenchModelSize(1, 24, 8192))
+TINY = BenchModelSize(1, 0, 64)
 
 
-def make_model(folder: Path, size: Size) -> None:
+def make_model(folder: Path, size: BenchModelSize) -> None:
     """A Qwen3-VL folder in released form, in several files, with random weights."""
     text: dict[str, Any] = {
         "hidden_size": 2048,
@@ -84,13 +84,13 @@ def make_model(folder: Path, size: Size) -> None:
     )
     config.save_pretrained(folder)
     files: list[dict[str, torch.Tensor]] = [{}]
-    for entry in model_map(config):
-        if entry.name in files[-1]:
+    for entry in parameter_mappings(config):
+        if entry.hf_param in files[-1]:
             continue
-        if sum(tensor.nbytes for tensor in files[-1].values()) > SHARD:
+        if sum(tensor.nbytes for tensor in files[-1].values()) > INPUT_SHARD_BYTES:
             files.append({})
         bits = torch.randint(-(2**15), 2**15, entry.tensor_shape, dtype=torch.int16)
-        files[-1][entry.name] = bits.view(torch.bfloat16)
+        files[-1][entry.hf_param] = bits.view(torch.bfloat16)
     names = [f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" for number in range(len(files))]
     for name, tensors in zip(names, files, strict=True):
         save_file(tensors, folder / name, metadata={"format": "pt"})
@@ -107,37 +107,37 @@ def copy(source: Path, target: Path) -> None:
             os.fsync(file.fileno())
 
 
-def work(what: str, source: Path, target: Path) -> None:
+def run_workload(what: str, source: Path, target: Path) -> None:
     """One of WORKS."""
     if what == "copy":
         copy(source, target)
     elif what.startswith("megatron_to_hf"):
-        megatron_to_hf(source, target, SHARD_BACK, Options())
+        megatron_to_hf(source, target, OUTPUT_SHARD_BYTES, ConversionOptions())
     else:
         tensor = 4 if what.endswith("4") else 1
-        hf_to_megatron(source, target, Sizes(tensor=tensor, expert_tensor=tensor), Options())
+        hf_to_megatron(source, target, ParallelSizes(tensor=tensor, expert_tensor=tensor), ConversionOptions())
 
 
-def watched(what: str, source: Path, target: Path, results: Any) -> None:
+def run_and_measure(what: str, source: Path, target: Path, results: Any) -> None:
     """Do it and send seconds and the bytes of anonymous memory: before, and at the highest."""
-    before = anonymous()
+    before = anonymous_bytes()
     peak, done = [before], threading.Event()
 
     def look() -> None:
-        while not done.wait(INTERVAL):
-            peak[0] = max(peak[0], anonymous())
+        while not done.wait(SAMPLE_INTERVAL_SECONDS):
+            peak[0] = max(peak[0], anonymous_bytes())
 
     watcher = threading.Thread(target=look, daemon=True)
     watcher.start()
     begun = time.perf_counter()
-    work(what, source, target)
+    run_workload(what, source, target)
     seconds = time.perf_counter() - begun
     done.set()
     watcher.join()
     results.send({"seconds": seconds, "before": before, "peak": peak[0]})
 
 
-def in_process(call: Callable[..., None], *arguments: Any) -> dict[str, float] | None:
+def run_in_fork(call: Callable[..., None], *arguments: Any) -> dict[str, float] | None:
     """Run a call in a forked process; what it sent through the connection that it gets last, None for nothing."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
@@ -150,29 +150,29 @@ def in_process(call: Callable[..., None], *arguments: Any) -> dict[str, float] |
     return here.recv() if here.poll() else None
 
 
-def anonymous() -> int:
+def anonymous_bytes() -> int:
     """Bytes of this process's anonymous memory."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
-def measure(folder: Path, model_size: Size, rounds: int) -> dict[str, Any]:
+def measure(folder: Path, model_size: BenchModelSize, rounds: int) -> dict[str, Any]:
     """Medians of all works on one model."""
     model = folder / "model"
     model.mkdir()
-    in_process(lambda _: make_model(model, model_size))
+    run_in_fork(lambda _: make_model(model, model_size))
     size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    sources = dict.fromkeys(WORKS[:3], model)
-    sources |= {there: folder / back for there, back in zip(WORKS[3:], WORKS[1:3], strict=True)}
-    found: dict[str, list[dict[str, float]]] = {what: [] for what in WORKS}
+    sources = dict.fromkeys(WORKLOADS[:3], model)
+    sources |= {there: folder / back for there, back in zip(WORKLOADS[3:], WORKLOADS[1:3], strict=True)}
+    found: dict[str, list[dict[str, float]]] = {what: [] for what in WORKLOADS}
     for _ in range(rounds):
-        for what in WORKS:
+        for what in WORKLOADS:
             shutil.rmtree(folder / what, ignore_errors=True)
             for path in sources[what].rglob("*"):  # into the page cache
                 if path.is_file():
                     path.read_bytes()
             os.sync()  # what others have written is not this work's to wait for
-            result = in_process(watched, what, sources[what], folder / what)
+            result = run_in_fork(run_and_measure, what, sources[what], folder / what)
             assert result is not None
             found[what].append(result)
     return {
@@ -193,8 +193,8 @@ def warm_up(folder: Path) -> None:
     model = folder / "model"
     model.mkdir()
     make_model(model, TINY)
-    hf_to_megatron(model, folder / "there", Sizes(), Options())
-    megatron_to_hf(folder / "there", folder / "back", SHARD_BACK, Options())
+    hf_to_megatron(model, folder / "there", ParallelSizes(), ConversionOptions())
+    megatron_to_hf(folder / "there", folder / "back", OUTPUT_SHARD_BYTES, ConversionOptions())
 
 
 def main() -> None:
@@ -222,7 +222,7 @@ def print_table(results: dict[str, dict[str, Any]], rounds: int) -> None:
     print(f"MB/s, median of {rounds}; anonymous memory in MB; {os.cpu_count()} CPUs, {platform.machine()}; {sizes}\n")
     print("| | " + " | ".join(f"{label} MB/s | of copy | peak | above start" for label in results) + " |")
     print("|---|" + "---:|---:|---:|---:|" * len(results))
-    for what in WORKS:
+    for what in WORKLOADS:
         cells = []
         for result in results.values():
             row, plain = result["rows"][what], result["rows"]["copy"]

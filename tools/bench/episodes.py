@@ -10,49 +10,49 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from megatron_webrl.config import ContextConfig
-from megatron_webrl.model.processing import Processor
-from megatron_webrl.parity.pages import draw_page, words
-from megatron_webrl.rollout.actions import render
+from megatron_webrl.config.rollout import ContextConfig
+from megatron_webrl.model.processor import Processor
+from megatron_webrl.parity.page_images import draw_page, random_words
+from megatron_webrl.rollout.actions import format_tool_call
 from megatron_webrl.rollout.contexts.sliding import SlidingContext
-from megatron_webrl.rollout.demonstrate import certain
-from megatron_webrl.rollout.generation import Generation
-from megatron_webrl.trainer.batching import Sample
+from megatron_webrl.rollout.demonstrations import scripted_generation
+from megatron_webrl.rollout.generator import Generation
+from megatron_webrl.trainer.data.batching import TrainingSample
 from megatron_webrl.types import Action, Observation
 
 STEPS = (1, 2, 2, 3, 3, 3, 4, 4, 5, 6, 8, 10)
 """Steps of an episode are drawn from these: most tasks are short, a few take long."""
-THOUGHTS = (4, 40)
+THOUGHT_WORDS = (4, 40)
 """Words of an answer's thought, from the first number to the second, short ones more often."""
 WIDTH, HEIGHT = 480, 320  # pixels of a screenshot
 
 
-def make_episodes(processor: Processor, count: int, window: int, seed: int) -> list[list[Sample]]:
+def make_episodes(processor: Processor, count: int, window: int, seed: int) -> list[list[TrainingSample]]:
     """The steps of `count` episodes as training samples of at most `window` tokens, every answer an example."""
     return [_episode(processor, number, window, random.Random(f"{seed}/{number}")) for number in range(count)]
 
 
-def _episode(processor: Processor, number: int, window: int, rng: random.Random) -> list[Sample]:
+def _episode(processor: Processor, number: int, window: int, rng: random.Random) -> list[TrainingSample]:
     steps = rng.choice(STEPS)
     context = SlidingContext(processor, ContextConfig(rounds=4, response_format="vanilla", compact=True), window - 256)
-    context.begin(words(rng, rng.randint(5, 25)), _observation(rng))
+    context.start_episode(random_words(rng, rng.randint(5, 25)), _observation(rng))
     made = []
     for step in range(steps):
-        prompt = context.prompt()
-        images = tuple(context.screenshots[i] for i in prompt.images)
+        prompt = context.build_prompt()
+        images = tuple(context.screenshots[i] for i in prompt.image_indices)
         action, response = _answer(rng)
-        answer = certain(processor, prompt.token_ids, images, response)
-        made.append(as_sample(answer, images, steps, (number, 0)))
+        answer = scripted_generation(processor, prompt.token_ids, images, response)
+        made.append(make_sample(answer, images, steps, (number, 0)))
         if step + 1 < steps:
-            context.add(answer, action, None, _observation(rng))
+            context.add_step(answer, action, None, _observation(rng))
     return made
 
 
 def _observation(rng: random.Random) -> Observation:
     return Observation(
         screenshot=draw_page(rng.randrange(2**31), WIDTH, HEIGHT),
-        url=f"http://site.example/{words(rng, 1)}/{rng.randrange(1000)}",
-        title=words(rng, rng.randint(1, 6)),
+        url=f"http://site.example/{random_words(rng, 1)}/{rng.randrange(1000)}",
+        title=random_words(rng, rng.randint(1, 6)),
         page_changed=True,
     )
 
@@ -60,23 +60,23 @@ def _observation(rng: random.Random) -> Observation:
 def _answer(rng: random.Random) -> tuple[Action, str]:
     action = Action("left_click", (rng.randrange(0, 1000, 20), rng.randrange(0, 1000, 20)))
     if rng.random() < 0.2:
-        action = Action("type", text=words(rng, rng.randint(1, 6)))
-    low, high = THOUGHTS
-    thought = words(rng, round(low + (high - low) * rng.random() ** 2))
-    return action, f"Thought: {thought}.\nAction: {action.kind}\n{render(action)}"
+        action = Action("type", text=random_words(rng, rng.randint(1, 6)))
+    low, high = THOUGHT_WORDS
+    thought = random_words(rng, round(low + (high - low) * rng.random() ** 2))
+    return action, f"Thought: {thought}.\nAction: {action.kind}\n{format_tool_call(action)}"
 
 
-def as_sample(answer: Generation, images: Sequence[bytes], steps: int, trajectory: tuple[int, int]) -> Sample:
+def make_sample(answer: Generation, images: Sequence[bytes], steps: int, trajectory: tuple[int, int]) -> TrainingSample:
     """A step with its prompt's encoded images as a training sample; `steps`: of its trajectory."""
-    return Sample(
+    return TrainingSample(
         prompt=answer.prompt_token_ids,
         response=answer.response_token_ids,
-        behaviour=answer.logprobs,
+        behaviour_logprobs=answer.logprobs,
         versions=answer.versions,
         images=tuple(images),
         grids=answer.image_grids,
         temperature=1.0,
         advantage=1.0,
-        steps=steps,
-        trajectory=trajectory,
+        trajectory_steps=steps,
+        trajectory_id=trajectory,
     )

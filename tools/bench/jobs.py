@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from megatron_webrl.processes import die_with_parent
+from megatron_webrl.system.child_process import die_with_parent
 
 JOB_SECONDS = 3600.0
 

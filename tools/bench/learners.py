@@ -19,30 +19,30 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from megatron_webrl import compat, processes
-from megatron_webrl.config import Config
-from megatron_webrl.model.processing import Processor
-from megatron_webrl.trainer.batching import Sample
+from megatron_webrl.config.schema import Config
+from megatron_webrl.model.processor import Processor
+from megatron_webrl.system import child_process, torchvision_shim
+from megatron_webrl.trainer.data.batching import TrainingSample
 
 LEARNING_RATE = 1e-5
 LIMIT = timedelta(seconds=120)
 
 
 @dataclass(frozen=True)
-class Task:
+class TrainingBenchConfig:
     """What every variant gets."""
 
     model: str  # Hugging Face folder
     dtype: str
     platform: str
-    row: int  # tokens of a packed row
-    batch: int  # samples that are padded together
+    packed_length: int  # tokens of a packed row
+    padded_batch: int  # samples that are padded together
     attention: str  # transformers' implementation
     threads: int
 
 
 @dataclass(frozen=True)
-class Taken:
+class StepMeasurement:
     """One optimiser step."""
 
     seconds: float
@@ -52,19 +52,19 @@ class Taken:
     images: int  # that the vision tower encoded
 
 
-class Learner(Protocol):
+class BenchLearner(Protocol):
     """Takes optimiser steps."""
 
-    def step(self, samples: Sequence[Sample]) -> tuple[float, int, int]:
+    def step(self, samples: Sequence[TrainingSample]) -> tuple[float, int, int]:
         """Loss before the step, tokens computed, images encoded."""
         ...
 
 
-def serve(connection: Connection, parent: int, variant: str, task: Task) -> None:
+def serve(connection: Connection, parent: int, variant: str, task: TrainingBenchConfig) -> None:
     """Body of a variant's process: steps on request until the connection is closed; then its peak memory."""
-    processes.die_with_parent(parent=parent)
+    child_process.die_with_parent(parent=parent)
     torch.set_num_threads(task.threads)
-    compat.install()
+    torchvision_shim.install()
     torch.manual_seed(0)
     learner = VARIANTS[variant](task)
     connection.send("ready")
@@ -72,49 +72,49 @@ def serve(connection: Connection, parent: int, variant: str, task: Task) -> None
         begun, used = time.perf_counter(), time.process_time()
         loss, tokens, images = learner.step(samples)
         seconds, cpu_seconds = time.perf_counter() - begun, time.process_time() - used
-        connection.send(Taken(seconds, cpu_seconds, loss, tokens, images))
+        connection.send(StepMeasurement(seconds, cpu_seconds, loss, tokens, images))
     cuda = torch.cuda.is_available() and task.platform != "cpu"
     kept = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     connection.send(torch.cuda.max_memory_allocated() if cuda else kept)
 
 
-class Packed:
+class PackedLearner:
     """The trainer: rows of packed samples, Megatron's model and optimiser, one process."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrainingBenchConfig) -> None:
         from megatron_webrl.model import platform as platforms
 
         config = Config()
         config.model.path, config.model.dtype, config.model.platform = task.model, task.dtype, task.platform
-        config.trainer.tokens_per_microbatch = task.row
+        config.trainer.tokens_per_microbatch = task.packed_length
         config.trainer.optimizer.learning_rate = LEARNING_RATE
         config.trainer.optimizer.schedule, config.trainer.optimizer.warmup_fraction = "constant", 0.0
-        platform = platforms.use(task.platform)
+        platform = platforms.activate(task.platform)
         torch.distributed.init_process_group(
             platform.backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=LIMIT
         )
         # Megatron is imported on the platform that is in use.
-        from megatron_webrl.model import groups
-        from megatron_webrl.model.layout import Sizes
-        from megatron_webrl.trainer.build import make_builder, make_learner
+        from megatron_webrl.model import process_groups
+        from megatron_webrl.model.layout import ParallelSizes
+        from megatron_webrl.trainer.factory import make_learner, make_sequence_packer
 
-        groups.form(Sizes())
+        process_groups.init_process_groups(ParallelSizes())
         self.learner = make_learner(config, platform)
-        self.builder = make_builder(config, platform)
+        self.builder = make_sequence_packer(config, platform)
 
-    def step(self, samples: Sequence[Sample]) -> tuple[float, int, int]:
+    def step(self, samples: Sequence[TrainingSample]) -> tuple[float, int, int]:
         """Rows, forward, backward, optimiser."""
-        from megatron_webrl.trainer.loss import likelihood
+        from megatron_webrl.trainer.loss import negative_log_likelihood
 
         rows = self.builder.build(samples, "token_mean", 1)
-        metrics, _ = self.learner.step(rows, None, likelihood)
-        return metrics["loss"], sum(row.tokens for row in rows), sum(len(row.row.grids) for row in rows)
+        metrics, _ = self.learner.train_step(rows, None, negative_log_likelihood)
+        return metrics["loss"], sum(row.token_count for row in rows), sum(len(row.inputs.grids) for row in rows)
 
 
-class Transformers:
+class TransformersLearner:
     """transformers' model and torch's AdamW; batches padded on the left, logits for answers only."""
 
-    def __init__(self, task: Task, batch: int, order: str) -> None:
+    def __init__(self, task: TrainingBenchConfig, batch: int, order: str) -> None:
         from transformers import AutoModelForImageTextToText
 
         cuda = torch.cuda.is_available() and task.platform != "cpu"
@@ -137,7 +137,7 @@ class Transformers:
             eps=defaults.epsilon,
         )
 
-    def step(self, samples: Sequence[Sample]) -> tuple[float, int, int]:
+    def step(self, samples: Sequence[TrainingSample]) -> tuple[float, int, int]:
         """Batches, forward, backward, optimiser."""
         answers = sum(len(sample.response) for sample in samples)
         self.optimizer.zero_grad()
@@ -152,7 +152,7 @@ class Transformers:
         self.optimizer.step()
         return loss, tokens, sum(len(sample.images) for sample in samples)
 
-    def _batches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+    def _batches(self, samples: Sequence[TrainingSample]) -> list[list[TrainingSample]]:
         ordered = list(samples)
         if self.order == "length":
             ordered.sort(key=lambda sample: sample.length)
@@ -160,7 +160,7 @@ class Transformers:
             random.Random(0).shuffle(ordered)
         return [ordered[i : i + self.batch] for i in range(0, len(ordered), self.batch)]
 
-    def _loss(self, batch: Sequence[Sample]) -> torch.Tensor:
+    def _loss(self, batch: Sequence[TrainingSample]) -> torch.Tensor:
         """Sum of the negative log-likelihoods of all answer tokens."""
         longest, kept = max(s.length for s in batch), max(len(s.response) for s in batch)
         ids = np.full((len(batch), longest), self.processor.eos_token_id, np.int64)
@@ -188,8 +188,8 @@ class Transformers:
 
 
 VARIANTS: dict[str, Any] = {
-    "packed rows, Megatron": Packed,
-    "transformers, one by one": lambda task: Transformers(task, 1, "random"),
-    "transformers, padded": lambda task: Transformers(task, task.batch, "random"),
-    "transformers, padded, sorted by length": lambda task: Transformers(task, task.batch, "length"),
+    "packed sequences, Megatron": PackedLearner,
+    "transformers, one by one": lambda task: TransformersLearner(task, 1, "random"),
+    "transformers, padded": lambda task: TransformersLearner(task, task.batch, "random"),
+    "transformers, padded, sorted by length": lambda task: TransformersLearner(task, task.batch, "length"),
 }

@@ -24,12 +24,12 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_webrl.tracking import summary
-from megatron_webrl.tracking.learning_plot import smooth
-from megatron_webrl.tracking.plot import LAST, OTHER, OURS, PEER, Plot, page
+from megatron_webrl.tracking.learning_plot import moving_average
+from megatron_webrl.tracking.plot import BLUE, GREEN, GREY, ORANGE, Plot, render_svg
 from tools.bench.jobs import run_job
 
 CONFIG = Path("configs/quickstart.yaml")
-IMITATED = 2000
+IMITATION_EPISODES = 2000
 """Demonstrations of the control that goes on imitating: making and imitating them takes about as long as the RL."""
 
 _GRPO = (
@@ -40,7 +40,7 @@ _GRPO = (
 
 k=2 is about the mean number of steps, so that gradients are of one size in both and clipping leaves them alike."""
 _SHOWN = (
-    "trainer.updates=0", "evaluation.before=false", f"trainer.warm_start.demonstrations={IMITATED}",
+    "trainer.updates=0", "evaluation.before=false", f"trainer.warm_start.demonstrations={IMITATION_EPISODES}",
     "trainer.warm_start.epochs=2", "trainer.warm_start.samples_per_update=16",
     "trainer.warm_start.learning_rate=1e-3", "rollout.context.rounds=4",
 )  # fmt: skip
@@ -52,25 +52,25 @@ ARMS: dict[str, tuple[str, ...]] = {
     "imitation": (
         "trainer.updates=0",
         "evaluation.before=false",
-        f"trainer.warm_start.demonstrations={IMITATED}",
-        "trainer.warm_start.haste=0.6",
+        f"trainer.warm_start.demonstrations={IMITATION_EPISODES}",
+        "trainer.warm_start.premature_submit_probability=0.6",
         "trainer.warm_start.epochs=2",
         "trainer.warm_start.samples_per_update=16",
         "trainer.warm_start.learning_rate=1e-3",
     ),
-    "constant": (*_GRPO, "trainer.loss.normaliser=constant", "trainer.loss.k=2"),
-    "per_trajectory": (*_GRPO, "trainer.loss.normaliser=per_trajectory"),
+    "constant": (*_GRPO, "trainer.loss.normalizer=constant", "trainer.loss.normalizer_constant=2"),
+    "per_trajectory": (*_GRPO, "trainer.loss.normalizer=per_trajectory"),
     "sliding": (*_SHOWN, "rollout.context.policy=sliding"),
     "append": (*_SHOWN, "rollout.context.policy=append"),
 }
-DEFAULT = ("rewards", "shuffled", "imitation")
-COLOURS = dict(zip(ARMS, (OURS, PEER, OTHER, LAST, "#8f5ba8", "#7a7a7a", "#b0803a"), strict=True))
-LATE = 5
+DEFAULT_ARMS = ("rewards", "shuffled", "imitation")
+COLOURS = dict(zip(ARMS, (BLUE, GREY, ORANGE, GREEN, "#8f5ba8", "#7a7a7a", "#b0803a"), strict=True))
+LAST_UPDATES = 5
 """Updates at the end of a run over which its figures are means."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ArmResult:
     """What a run of an arm came to. Steps and tokens are means of the last LATE updates; None without updates."""
 
     arm: str
@@ -88,25 +88,25 @@ class Outcome:
     clipped: float | None  # share of tokens
 
 
-def outcome(arm: str, seed: int, run: Path, before: float | None, seconds: float) -> Outcome:
+def read_result(arm: str, seed: int, run: Path, before: float | None, seconds: float) -> ArmResult:
     """What the files of a run say; `before` stands in where it did not evaluate what it began with."""
-    content = summary.read(run)
+    content = summary.read_summary(run)
     evaluation, updates = content["evaluation"], content["updates"]
-    first, late = updates[:LATE], updates[-LATE:]
+    first, late = updates[:LAST_UPDATES], updates[-LAST_UPDATES:]
 
     def mean(part: Sequence[Mapping[str, Any]], name: str) -> float | None:
         values = [u["extra"][name] for u in part if u["extra"].get(name) is not None]
         return sum(values) / len(values) if values else None
 
-    sampled = [(u["version"] - 1, u["extra"].get("sampled_success")) for u in updates]
+    sampled = [(u["version"] - 1, u["extra"].get("rollout_success_rate")) for u in updates]
     entropy = mean(first, "entropy"), mean(late, "entropy")
-    return Outcome(
+    return ArmResult(
         arm=arm,
         seed=seed,
         before=evaluation["before"]["success"] if evaluation["before"] else before,
         after=evaluation["after"]["success"],
         gain=evaluation["gain"],
-        pixels=evaluation["pixels"],
+        pixels=evaluation["image_gain"],
         minutes=seconds / 60,
         sampled=tuple((version, rate) for version, rate in sampled if rate is not None),
         entropy=None if entropy[0] is None or entropy[1] is None else (entropy[0], entropy[1]),
@@ -117,7 +117,7 @@ def outcome(arm: str, seed: int, run: Path, before: float | None, seconds: float
     )  # fmt: skip
 
 
-def show(outcomes: Sequence[Outcome], console: Console) -> None:
+def show(outcomes: Sequence[ArmResult], console: Console) -> None:
     """Print the table."""
     table = Table(title="Greedy success on held-out tasks", title_justify="left")
     for column in ("arm", "seed", "before", "after", "gain, 95 %", "over blank images", "sampled, first and last",
@@ -128,7 +128,7 @@ def show(outcomes: Sequence[Outcome], console: Console) -> None:
         table.add_row(
             each.arm, str(each.seed), _percent(each.before), _percent(each.after), _points(each.gain),
             _points(each.pixels),
-            f"{_percent(_mean(rates[:LATE]))} {_percent(_mean(rates[-LATE:]))}",
+            f"{_percent(_mean(rates[:LAST_UPDATES]))} {_percent(_mean(rates[-LAST_UPDATES:]))}",
             "-" if each.entropy is None else f"{each.entropy[0]:.2f} {each.entropy[1]:.2f}",
             f"{_number(each.steps_success)} / {_number(each.steps_failure)}", _number(each.tokens_per_step),
             f"{each.minutes:.1f}",
@@ -136,22 +136,22 @@ def show(outcomes: Sequence[Outcome], console: Console) -> None:
     console.print(table)
 
 
-def draw(outcomes: Sequence[Outcome]) -> str:
+def draw(outcomes: Sequence[ArmResult]) -> str:
     """Sampled success over versions of every run, as an SVG."""
     curves = [each for each in outcomes if len(each.sampled) > 1]
     plot = Plot("Success of sampled episodes", f"means of five updates, {CONFIG.stem}", (_last(curves), 1))
     plot.axes("version", "share of episodes")
-    by_arm: dict[str, list[Outcome]] = defaultdict(list)
+    by_arm: dict[str, list[ArmResult]] = defaultdict(list)
     for each in curves:
         by_arm[each.arm].append(each)
-        plot.line(smooth(each.sampled), COLOURS[each.arm])
+        plot.line(moving_average(each.sampled), COLOURS[each.arm])
     for number, (arm, runs) in enumerate(by_arm.items()):
         after = sum(run.after for run in runs) / len(runs)
-        plot.key(number, f"{arm}, greedy after: {after:.0%}", COLOURS[arm])
-    return page([plot])
+        plot.legend_entry(number, f"{arm}, greedy after: {after:.0%}", COLOURS[arm])
+    return render_svg([plot])
 
 
-def measure(arms: Sequence[str], seeds: Sequence[int], before: float | None, console: Console) -> Iterator[Outcome]:
+def measure(arms: Sequence[str], seeds: Sequence[int], before: float | None, console: Console) -> Iterator[ArmResult]:
     """Run all arms, one after another. `before`: of the weights that all begin with, if known. Raises RuntimeError."""
     with tempfile.TemporaryDirectory(prefix="webrl-bench-") as temporary:
         for seed in seeds:
@@ -160,7 +160,7 @@ def measure(arms: Sequence[str], seeds: Sequence[int], before: float | None, con
                 overrides = [*ARMS[arm], f"run.seed={seed}", "tracking.sample_trajectories=0"]
                 started = time.monotonic()
                 run = run_job(CONFIG, f"{arm}-{seed}", overrides, Path(temporary))
-                found = outcome(arm, seed, run, before, time.monotonic() - started)
+                found = read_result(arm, seed, run, before, time.monotonic() - started)
                 before = found.before
                 console.print(f"  greedy success {_percent(found.before)} -> {_percent(found.after)}")
                 yield found
@@ -169,7 +169,7 @@ def measure(arms: Sequence[str], seeds: Sequence[int], before: float | None, con
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", nargs="*", choices=ARMS, default=DEFAULT, metavar="NAME", help=", ".join(ARMS))
+    parser.add_argument("--arms", nargs="*", choices=ARMS, default=DEFAULT_ARMS, metavar="NAME", help=", ".join(ARMS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="N", help="one run of each arm for each")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, after each run")
     parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="FILE", help="figures of earlier calls")
@@ -177,14 +177,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 140)
     try:
-        found = [Outcome(**line) for path in options.add for line in json.loads(path.read_text())["runs"]]
+        found = [ArmResult(**line) for path in options.add for line in json.loads(path.read_text())["runs"]]
         before = next((each.before for each in found if each.before is not None), None)
         for each in measure(options.arms, options.seeds, before, console):
             found.append(each)
             if options.json:  # at once: the next one takes long
-                keep(found, options.json)
+                write_results(found, options.json)
         if options.json:
-            keep(found, options.json)
+            write_results(found, options.json)
     except (RuntimeError, OSError) as error:
         sys.exit(f"bench.learning: {error}")
     show(found, console)
@@ -192,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.plots.write_text(draw(found))
 
 
-def keep(outcomes: Sequence[Outcome], path: Path) -> None:
+def write_results(outcomes: Sequence[ArmResult], path: Path) -> None:
     """Write figures to a file. Raises OSError."""
     content = {"cpus": os.cpu_count(), "load": os.getloadavg(), "runs": [asdict(each) for each in outcomes]}
     path.write_text(json.dumps(content, indent=1) + "\n")
@@ -202,7 +202,7 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _last(outcomes: Sequence[Outcome]) -> float:
+def _last(outcomes: Sequence[ArmResult]) -> float:
     return float(max((each.sampled[-1][0] for each in outcomes), default=1))
 
 

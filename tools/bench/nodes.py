@@ -29,19 +29,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_webrl import compat
-from megatron_webrl.config import Config
+from megatron_webrl.config.schema import Config
 from megatron_webrl.model import platform as platforms
-from megatron_webrl.ring.record import encode
+from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.ring import Ring
-from megatron_webrl.ring.segment import segment_name, sweep
+from megatron_webrl.ring.segment import segment_name, sweep_segments
+from megatron_webrl.system import torchvision_shim
 from megatron_webrl.types import Action, Step, Task, Trajectory
 
 RANKS, SECONDS = 2, 300.0
-STEPS, SHOT, WINDOW, TEXT, ANSWER = 10, 150_000, 4, 1000, 200
+STEPS, SCREENSHOT_BYTES, WINDOW, TEXT_TOKENS, RESPONSE_TOKENS = 10, 150_000, 4, 1000, 200
 """Of an episode: steps; bytes of a screenshot, screenshots in a prompt, its other tokens, tokens of an answer."""
-PLACEHOLDERS = 960  # tokens of a screenshot of 1280x768
-WAYS = {"one ring": None, "two rings, even": (0, 1), "two rings, one empty": (0, 0)}
+IMAGE_TOKENS = 960  # tokens of a screenshot of 1280x768
+RING_LAYOUTS = {"one ring": None, "two rings, even": (0, 1), "two rings, one empty": (0, 0)}
 """Way -> node of even and of odd groups; None: a job on one node."""
 
 
@@ -52,11 +52,11 @@ def episode(ticket: int, index: int, group_size: int) -> Trajectory:
         ticket=ticket,
         index=index,
         group_size=group_size,
-        incarnation=0,
+        restart_epoch=0,
         task=Task(f"bench/{ticket}", "sites", "bench", ticket, STEPS),
         instruction="Find the price.",
         steps=tuple(_step(rng, step) for step in range(STEPS)),
-        images=tuple(rng.bytes(SHOT) for _ in range(STEPS)),
+        images=tuple(rng.bytes(SCREENSHOT_BYTES) for _ in range(STEPS)),
         reward=float(index % 2),
         outcome="success" if index % 2 else "failure",
         temperature=1.0,
@@ -69,10 +69,10 @@ def episode(ticket: int, index: int, group_size: int) -> Trajectory:
 def _step(rng: np.random.Generator, step: int) -> Step:
     shots = np.arange(max(0, step - WINDOW + 1), step + 1, dtype=np.int32)
     return Step(
-        prompt_token_ids=rng.integers(0, 150_000, TEXT + PLACEHOLDERS * len(shots)).astype(np.int32),
-        response_token_ids=rng.integers(0, 150_000, ANSWER).astype(np.int32),
-        logprobs=-rng.random(ANSWER).astype(np.float32),
-        versions=np.zeros(ANSWER, np.int32),
+        prompt_token_ids=rng.integers(0, 150_000, TEXT_TOKENS + IMAGE_TOKENS * len(shots)).astype(np.int32),
+        response_token_ids=rng.integers(0, 150_000, RESPONSE_TOKENS).astype(np.int32),
+        logprobs=-rng.random(RESPONSE_TOKENS).astype(np.float32),
+        versions=np.zeros(RESPONSE_TOKENS, np.int32),
         images=shots,
         image_grids=np.tile(np.array([1, 48, 80], np.int32), (len(shots), 1)),
         finish_reason="stop",
@@ -80,77 +80,83 @@ def _step(rng: np.random.Generator, step: int) -> Step:
     )
 
 
-class Bench:
+class ExchangeBench:
     """One rank: its rings and what it measures."""
 
     def __init__(self, rank: int, names: Sequence[str], groups: int, group_size: int) -> None:
-        from megatron_webrl.trainer.nodes import Nodes
-        from megatron_webrl.trainer.wire import Wire
+        from megatron_webrl.trainer.exchange.node_topology import NodeTopology
+        from megatron_webrl.trainer.exchange.rank_messages import RankMessenger
 
         self.rank, self.groups, self.group_size = rank, groups, group_size
         self.rings = [Ring.attach(name) for name in names]
         self.config = Config()
-        self.wire = Wire(Nodes.meet(rank, RANKS), SECONDS, SECONDS)
+        self.wire = RankMessenger(NodeTopology.all_gather(rank, RANKS), SECONDS, SECONDS)
 
-    def fill(self, homes: tuple[int, int]) -> None:
+    def write_groups(self, homes: tuple[int, int]) -> None:
         """Write all groups; the first rank writes."""
         if self.rank == 0:
             for ticket in range(self.groups):
                 for index in range(self.group_size):
-                    self.rings[homes[ticket % 2]].write(encode(episode(ticket, index, self.group_size)), SECONDS)
+                    self.rings[homes[ticket % 2]].write(
+                        encode_trajectory(episode(ticket, index, self.group_size)), SECONDS
+                    )
         torch.distributed.barrier()
 
-    def once(self, homes: tuple[int, int] | None) -> dict[str, float]:
+    def run_update(self, homes: tuple[int, int] | None) -> dict[str, float]:
         """One update in one way: seconds of its parts, and bytes."""
         from megatron_webrl.trainer.accounting import Accounting
-        from megatron_webrl.trainer.beginning import Beginning
-        from megatron_webrl.trainer.groups import GroupSource
-        from megatron_webrl.trainer.node_rings import NodeRings
-        from megatron_webrl.trainer.sharing import OneRing
-        from megatron_webrl.trainer.shelf import Seat, Shelf
+        from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
+        from megatron_webrl.trainer.data.group_source import GroupSource
+        from megatron_webrl.trainer.exchange.multi_node_exchange import MultiNodeExchange
+        from megatron_webrl.trainer.exchange.record_exchange import SingleNodeExchange
+        from megatron_webrl.trainer.images.image_cache import ImageCache, ImageShard
 
-        self.fill(homes or (0, 0))
-        rings: OneRing | NodeRings = OneRing(self.rings[0])
+        self.write_groups(homes or (0, 0))
+        rings: SingleNodeExchange | MultiNodeExchange = SingleNodeExchange(self.rings[0])
         if homes is not None:
-            rings = NodeRings(self.rings[self.rank], self.wire, Shelf(self.wire, Seat(self.rank, 0)))
-        source = GroupSource(rings.records, self.config, Beginning.first(), Accounting()) if self.rank == 0 else None
+            rings = MultiNodeExchange(self.rings[self.rank], self.wire, ImageCache(self.wire, ImageShard(self.rank, 0)))
+        source = (
+            GroupSource(rings.record_source, self.config, ResumePoint.for_new_job(), Accounting())
+            if self.rank == 0
+            else None
+        )
         begun = time.perf_counter()
-        taken = None if source is None else source.take(0, self.groups, SECONDS, lambda ready: True)
+        taken = None if source is None else source.wait_for_groups(0, self.groups, SECONDS, lambda ready: True)
         looked = time.perf_counter()
-        groups = rings.share(taken)
+        groups = rings.broadcast_groups(taken)
         torch.distributed.barrier()
         shared = time.perf_counter()
         assert isinstance(groups, list)
-        found = {"look": looked - begun, "share": shared - looked}
-        if isinstance(rings, NodeRings):
+        found = {"headers": looked - begun, "exchange": shared - looked}
+        if isinstance(rings, MultiNodeExchange):
             found |= self._bring(rings, groups)
         for group, numbers in taken or []:
             assert source is not None
             source.close_group(group, numbers)
-        rings.end()
+        rings.finish_collecting()
         torch.distributed.barrier()
         return found
 
     def _bring(self, rings: Any, groups: Sequence[Any]) -> dict[str, float]:
-        from megatron_webrl.trainer.batching import training_samples
-        from megatron_webrl.trainer.locality import assign
-        from megatron_webrl.trainer.merging import single
+        from megatron_webrl.trainer.data.batching import training_samples
+        from megatron_webrl.trainer.data.merging import unmerged_sequence
+        from megatron_webrl.trainer.exchange.node_assignment import assign_to_nodes
 
-        chains = [single(sample) for sample in training_samples(groups, self.config, 0)]
+        chains = [unmerged_sequence(sample) for sample in training_samples(groups, self.config, 0)]
         begun = time.perf_counter()
-        parts = assign(chains, [float(chain.length) for chain in chains], rings.shelf.sites)
+        parts = assign_to_nodes(chains, [float(chain.length) for chain in chains], rings.image_cache.replica_nodes)
         planned = time.perf_counter()
         wanted = {rank: [bytes(name) for i in part for name in chains[i].images] for rank, part in enumerate(parts)}
         torch.distributed.barrier()
         before = time.perf_counter()
-        brought = rings.shelf.bring(wanted)
+        brought = rings.image_cache.fetch(wanted)
         torch.distributed.barrier()
         after = time.perf_counter()
         figures = {
-            "plan": planned - begun, "bring": after - before, "moved": float(brought.moved),
-            "local_share": 1 - brought.moved / brought.needed, "other": rings.take_figures()["nodes/other_mib"] * 2**20,
+            "plan": planned - begun, "fetch": after - before, "moved": float(brought.transferred_bytes),
+            "local_fraction": 1 - brought.transferred_bytes / brought.needed_bytes, "other": rings.pop_metrics()["nodes/other_mib"] * 2**20,
         }  # fmt: skip
-        return figures | {"send": self._send(brought.moved)}
+        return figures | {"send": self._send(brought.transferred_bytes)}
 
     def _send(self, size: int) -> float:
         """Seconds of sending as many bytes from one rank to the other by torch alone."""
@@ -169,9 +175,9 @@ class Bench:
 
 def run(rank: int, folder: str, names: Sequence[str], groups: int, group_size: int, rounds: int) -> None:
     """Body of a rank; the first one writes medians to found.json."""
-    compat.install()
+    torchvision_shim.install()
     torch.set_num_threads(1)
-    backend = platforms.use("cpu").backend
+    backend = platforms.activate("cpu").backend
     torch.distributed.init_process_group(
         backend,
         init_method=f"file://{folder}/rendezvous",
@@ -179,11 +185,11 @@ def run(rank: int, folder: str, names: Sequence[str], groups: int, group_size: i
         world_size=RANKS,
         timeout=timedelta(seconds=SECONDS),
     )
-    bench = Bench(rank, names, groups, group_size)
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    bench = ExchangeBench(rank, names, groups, group_size)
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in RING_LAYOUTS}
     for _ in range(rounds):
-        for way, homes in WAYS.items():
-            found[way].append(bench.once(homes))
+        for way, homes in RING_LAYOUTS.items():
+            found[way].append(bench.run_update(homes))
     if rank == 0:
         medians = {
             way: {name: statistics.median(each[name] for each in each_round) for name in each_round[0]}
@@ -195,7 +201,13 @@ def run(rank: int, folder: str, names: Sequence[str], groups: int, group_size: i
 
 def measure(groups: int, group_size: int, rounds: int) -> dict[str, dict[str, float]]:
     """Way -> medians of its figures: seconds, bytes, shares."""
-    size = 2 * groups * group_size * STEPS * (SHOT + 4 * (TEXT + WINDOW * PLACEHOLDERS + 3 * ANSWER))
+    size = (
+        2
+        * groups
+        * group_size
+        * STEPS
+        * (SCREENSHOT_BYTES + 4 * (TEXT_TOKENS + WINDOW * IMAGE_TOKENS + 3 * RESPONSE_TOKENS))
+    )
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         names = [segment_name("bench-nodes", f"{os.getpid()}/{node}") for node in range(RANKS)]
         for name in names:
@@ -209,22 +221,22 @@ def measure(groups: int, group_size: int, rounds: int) -> dict[str, dict[str, fl
 def table(results: dict[str, dict[str, float]]) -> str:
     """The figures as a table: milliseconds, MB, and how much an update waits longer than with one ring."""
     lines = [
-        "| | look ms | share ms | plan ms | bring ms | share + plan + bring, over one ring ms | moved MB | GB/s "
+        "| | headers ms | exchange ms | plan ms | fetch ms | exchange + plan + fetch, over one ring ms | moved MB | GB/s "
         "| of send alone | stay local | other MB |",
         "|---|" + "---:|" * 10,
     ]
-    base = results["one ring"]["share"]
+    base = results["one ring"]["exchange"]
     for way, each in results.items():
-        held = each["share"] + each.get("plan", 0.0) + each.get("bring", 0.0)
-        cells = [f"{1e3 * each['look']:.0f}", f"{1e3 * each['share']:.0f}"]
-        if "bring" in each:
-            rate = each["moved"] / each["bring"] / 1e9 if each["moved"] else None
-            ratio = each["send"] / each["bring"] if each["moved"] else None
-            cells += [f"{1e3 * each['plan']:.0f}", f"{1e3 * each['bring']:.0f}", f"{1e3 * (held - base):.0f}"]
+        held = each["exchange"] + each.get("plan", 0.0) + each.get("fetch", 0.0)
+        cells = [f"{1e3 * each['headers']:.0f}", f"{1e3 * each['exchange']:.0f}"]
+        if "fetch" in each:
+            rate = each["moved"] / each["fetch"] / 1e9 if each["moved"] else None
+            ratio = each["send"] / each["fetch"] if each["moved"] else None
+            cells += [f"{1e3 * each['plan']:.0f}", f"{1e3 * each['fetch']:.0f}", f"{1e3 * (held - base):.0f}"]
             cells += [f"{each['moved'] / 1e6:.1f}", "" if rate is None else f"{rate:.2f}"]
             cells += [
                 "" if ratio is None else f"{ratio:.2f}",
-                f"{each['local_share']:.2f}",
+                f"{each['local_fraction']:.2f}",
                 f"{each['other'] / 1e6:.1f}",
             ]
         else:
@@ -239,10 +251,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     arguments = parser.parse_args()
     groups, group_size, rounds = (2, 2, 1) if arguments.quick else (16, 8, 3)
-    sweep("webrl-bench-nodes-")
+    sweep_segments("webrl-bench-nodes-")
     results = measure(groups, group_size, rounds)
     episodes = groups * group_size
-    size = episodes * STEPS * SHOT / 1e6
+    size = episodes * STEPS * SCREENSHOT_BYTES / 1e6
     print(
         f"{episodes} episodes of {STEPS} steps, {size:.0f} MB of screenshots; median of {rounds}; "
         f"{os.cpu_count()} CPUs, {platform.machine()}, torch {torch.__version__}\n"

@@ -28,14 +28,14 @@ import numpy as np
 import torch
 
 from megatron_webrl.model import platform as platforms
-from megatron_webrl.model.description import describe
-from megatron_webrl.model.processing import Processor
-from megatron_webrl.parity.pages import draw_page
-from megatron_webrl.trainer.batching import Sample
-from megatron_webrl.trainer.cost import Cost, distinct_images
-from megatron_webrl.trainer.merging import Chain, merge, single
-from megatron_webrl.trainer.packing import replica_rows
-from megatron_webrl.trainer.rows import Microbatch, RowBuilder
+from megatron_webrl.model.hf_config import load_hf_config
+from megatron_webrl.model.processor import Processor
+from megatron_webrl.parity.page_images import draw_page
+from megatron_webrl.trainer.data.batching import TrainingSample
+from megatron_webrl.trainer.data.flops import FlopsEstimator, unique_images
+from megatron_webrl.trainer.data.merging import MergedSequence, merge_prefixes, unmerged_sequence
+from megatron_webrl.trainer.data.packing import pack_sequences
+from megatron_webrl.trainer.data.sequence_packer import Microbatch, SequencePacker
 from tools.bench.episodes import make_episodes
 from tools.make_tiny_model import make_tiny_model
 
@@ -43,24 +43,35 @@ MODEL = {
     "hidden": 256, "layers": 4, "heads": 8, "kv_heads": 4, "intermediate": 768, "vision_hidden": 256,
     "vision_layers": 4, "vision_heads": 8, "vision_intermediate": 768, "max_position_embeddings": 16384,
 }  # fmt: skip
-ROWS = ((128, 0), (256, 0), (600, 1), (1024, 0), (1200, 3), (2048, 0), (2200, 6), (4096, 0), (4200, 8), (8192, 0))
+TIMED_SEQUENCES = (
+    (128, 0),
+    (256, 0),
+    (600, 1),
+    (1024, 0),
+    (1200, 3),
+    (2048, 0),
+    (2200, 6),
+    (4096, 0),
+    (4200, 8),
+    (8192, 0),
+)
 """Tokens of the rows that are timed, and how many images of SIDE pixels are among them."""
 SIDE = 512
-RESPONSE = 64
+RESPONSE_TOKENS = 64
 STEPS = (1, 2, 3, 3, 4, 4, 5, 6, 8, 10, 15, 20)
 """Steps of a synthetic episode are drawn from these."""
-WINDOW, SHOT = 4, (1, 48, 64)  # screenshots in a prompt; patches of one
-PLACEHOLDER, VIDEO, LONGEST = 151655, 151656, 12000
-REPLICAS, LIMIT = 8, 16384
+WINDOW, SCREENSHOT_GRID = 4, (1, 48, 64)  # screenshots in a prompt; patches of one
+IMAGE_TOKEN_ID, VIDEO_TOKEN_ID, MAX_PROMPT_TOKENS = 151655, 151656, 12000
+REPLICAS, MAX_SEQUENCE_TOKENS = 8, 16384
 
 
-def web_agent_steps(episodes: int, seed: int) -> list[Sample]:
+def web_agent_steps(episodes: int, seed: int) -> list[TrainingSample]:
     """Steps with the prompts' outer form: a header, a summary once the window slides, then rounds with screenshots."""
-    made: list[Sample] = []
+    made: list[TrainingSample] = []
     for number in range(episodes):
         rng = np.random.default_rng((seed, number))
         count, header = int(rng.choice(STEPS)), _words(rng, min(6000, 300 + int(200 * rng.pareto(0.9))))
-        shot = np.full(SHOT[0] * SHOT[1] * SHOT[2] // 4, PLACEHOLDER, np.int32)
+        shot = np.full(SCREENSHOT_GRID[0] * SCREENSHOT_GRID[1] * SCREENSHOT_GRID[2] // 4, IMAGE_TOKEN_ID, np.int32)
         opening = [np.concatenate([_words(rng, min(2000, 30 + int(60 * rng.pareto(1.0)))), shot]) for _ in range(count)]
         answers = [_words(rng, min(500, 50 + int(60 * rng.pareto(1.2)))) for _ in range(count)]
         for step in range(count):
@@ -68,7 +79,7 @@ def web_agent_steps(episodes: int, seed: int) -> list[Sample]:
             summary = _words(rng, 25 * first)
             rounds = [part for i in range(first, step) for part in (opening[i], answers[i])]
             prompt = np.concatenate([header, summary, *rounds, opening[step]])
-            if len(prompt) > LONGEST:
+            if len(prompt) > MAX_PROMPT_TOKENS:
                 break
             made.append(_step(prompt, answers[step], tuple(range(first, step + 1)), number))
     return made
@@ -78,54 +89,56 @@ def _words(rng: np.random.Generator, count: int) -> np.ndarray:
     return rng.integers(1000, 100000, count).astype(np.int32)
 
 
-def _step(prompt: np.ndarray, response: np.ndarray, shots: tuple[int, ...], episode: int) -> Sample:
-    return Sample(
+def _step(prompt: np.ndarray, response: np.ndarray, shots: tuple[int, ...], episode: int) -> TrainingSample:
+    return TrainingSample(
         prompt=prompt,
         response=response,
-        behaviour=np.zeros(len(response), np.float32),
+        behaviour_logprobs=np.zeros(len(response), np.float32),
         versions=np.zeros(len(response), np.int32),
         images=tuple(b"%d/%d" % (episode, shot) for shot in shots),
-        grids=np.array([SHOT] * len(shots), np.int32),
+        grids=np.array([SCREENSHOT_GRID] * len(shots), np.int32),
         temperature=1.0,
         advantage=1.0,
-        steps=1,
-        trajectory=(episode, 0),
+        trajectory_steps=1,
+        trajectory_id=(episode, 0),
     )
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackingResult:
     """What came of one way of making rows. Costs in operations."""
 
-    rows: int
+    sequences: int
     utilisation: float  # real tokens over tokens that rows can hold
     work: float  # of all rows
-    replicas: float  # dearest over mean
-    row_balance: float  # dearest over mean
-    lockstep: float  # work if replicas wait for each other in every row, times their number
+    replica_imbalance: float  # dearest over mean
+    sequence_imbalance: float  # dearest over mean
+    lockstep_work: float  # work if replicas wait for each other in every row, times their number
     images: int  # encoded
     seconds: float  # to find the rows
 
 
-def packed(chains: Sequence[Chain], parts: list[list[list[int]]], cost: Cost, seconds: float) -> Packed:
+def packing_result(
+    chains: Sequence[MergedSequence], parts: list[list[list[int]]], cost: FlopsEstimator, seconds: float
+) -> PackingResult:
     """Figures of rows of `chains` dealt to replicas; a replica may have fewer rows than another."""
-    costs = [[cost.of(*(chains[i] for i in row)) for row in part] for part in parts]
+    costs = [[cost.packed_flops(*(chains[i] for i in row)) for row in part] for part in parts]
     flat, loads = [c for part in costs for c in part], [sum(part) for part in costs]
     longest = max(map(len, costs))
     columns = [max(part[i] if i < len(part) else 0.0 for part in costs) for i in range(longest)]
-    return Packed(
-        rows=len(flat),
-        utilisation=sum(chain.length for chain in chains) / (len(flat) * LIMIT),
+    return PackingResult(
+        sequences=len(flat),
+        utilisation=sum(chain.length for chain in chains) / (len(flat) * MAX_SEQUENCE_TOKENS),
         work=sum(flat),
-        replicas=max(loads) / statistics.mean(loads),
-        row_balance=max(flat) / statistics.mean(flat),
-        lockstep=sum(columns) * len(parts),
-        images=sum(len(distinct_images([chains[i] for i in row])) for part in parts for row in part),
+        replica_imbalance=max(loads) / statistics.mean(loads),
+        sequence_imbalance=max(flat) / statistics.mean(flat),
+        lockstep_work=sum(columns) * len(parts),
+        images=sum(len(unique_images([chains[i] for i in row])) for part in parts for row in part),
         seconds=seconds,
     )
 
 
-def first_fit(chains: Sequence[Chain]) -> list[list[list[int]]]:
+def first_fit(chains: Sequence[MergedSequence]) -> list[list[list[int]]]:
     """Longest first into the first row with room; rows in turn to the replica with the fewest tokens."""
     rows: list[list[int]] = []
     room: list[int] = []
@@ -133,7 +146,7 @@ def first_fit(chains: Sequence[Chain]) -> list[list[list[int]]]:
         place = next((r for r in range(len(rows)) if room[r] >= chains[index].length), len(rows))
         if place == len(rows):
             rows.append([])
-            room.append(LIMIT)
+            room.append(MAX_SEQUENCE_TOKENS)
         rows[place].append(index)
         room[place] -= chains[index].length
     parts: list[list[list[int]]] = [[] for _ in range(REPLICAS)]
@@ -141,59 +154,59 @@ def first_fit(chains: Sequence[Chain]) -> list[list[list[int]]]:
     for row, left in zip(rows, room, strict=True):
         replica = loads.index(min(loads))
         parts[replica].append(row)
-        loads[replica] += LIMIT - left
+        loads[replica] += MAX_SEQUENCE_TOKENS - left
     return parts
 
 
-def padded(chains: Sequence[Chain], cost: Cost) -> Packed:
+def padded(chains: Sequence[MergedSequence], cost: FlopsEstimator) -> PackingResult:
     """Batches of as many samples as fit when all are as long as the longest one."""
     longest = max(chain.length for chain in chains)
     pairs = longest * (longest + 1) / 2
     each = [
-        longest * cost.token
-        + pairs * cost.token_pair
-        + len(c.scored) * cost.scored
-        + sum(map(cost.image, c.grids.tolist()))
+        longest * cost.per_token
+        + pairs * cost.per_token_pair
+        + len(c.response_positions) * cost.per_scored_token
+        + sum(map(cost.image_flops, c.grids.tolist()))
         for c in chains
     ]
-    size = LIMIT // longest
+    size = MAX_SEQUENCE_TOKENS // longest
     batches = [sum(each[i : i + size]) for i in range(0, len(each), size)]
     loads = [sum(batches[replica::REPLICAS]) for replica in range(REPLICAS)]
     columns = [max(batches[i : i + REPLICAS]) for i in range(0, len(batches), REPLICAS)]
-    return Packed(
-        rows=len(batches),
+    return PackingResult(
+        sequences=len(batches),
         utilisation=sum(chain.length for chain in chains) / (len(each) * longest),
         work=sum(each),
-        replicas=max(loads) / statistics.mean(loads),
-        row_balance=max(batches) / statistics.mean(batches),
-        lockstep=sum(columns) * REPLICAS,
+        replica_imbalance=max(loads) / statistics.mean(loads),
+        sequence_imbalance=max(batches) / statistics.mean(batches),
+        lockstep_work=sum(columns) * REPLICAS,
         images=sum(len(chain.images) for chain in chains),
         seconds=0.0,
     )
 
 
-def compare(episodes: int) -> tuple[dict[str, Packed], str]:
+def compare(episodes: int) -> tuple[dict[str, PackingResult], str]:
     """Ways of making rows of the same steps, and the steps in words."""
-    cost = Cost.of_model(_released())
+    cost = FlopsEstimator.from_hf_config(_released())
     steps = web_agent_steps(episodes, seed=0)
     begun = time.perf_counter()
-    merged = merge(steps, (PLACEHOLDER, VIDEO))
+    merged = merge_prefixes(steps, (IMAGE_TOKEN_ID, VIDEO_TOKEN_ID))
     merging = time.perf_counter() - begun
-    alone = [single(step) for step in steps]
+    alone = [unmerged_sequence(step) for step in steps]
     lengths = sorted(chain.length for chain in alone)
     words = (
         f"{len(steps)} steps of {episodes} episodes, {lengths[0]} to {lengths[-1]} tokens, median "
         f"{lengths[len(lengths) // 2]}, 99 % under {lengths[len(lengths) * 99 // 100]}; {len(merged)} sequences after "
-        f"merging in {merging:.2f} s; rows of {LIMIT} tokens, {REPLICAS} replicas"
+        f"merging in {merging:.2f} s; rows of {MAX_SEQUENCE_TOKENS} tokens, {REPLICAS} replicas"
     )
 
-    def timed(make: Any, chains: list[Chain]) -> Packed:
+    def timed(make: Any, chains: list[MergedSequence]) -> PackingResult:
         begun = time.perf_counter()
         parts = make(chains)
-        return packed(chains, parts, cost, time.perf_counter() - begun)
+        return packing_result(chains, parts, cost, time.perf_counter() - begun)
 
-    def balanced(chains: list[Chain]) -> list[list[list[int]]]:
-        return replica_rows(chains, cost, LIMIT, REPLICAS)
+    def balanced(chains: list[MergedSequence]) -> list[list[list[int]]]:
+        return pack_sequences(chains, cost, MAX_SEQUENCE_TOKENS, REPLICAS)
 
     return {
         "balanced, merged": timed(balanced, merged),
@@ -222,7 +235,7 @@ def _released() -> Any:
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedSequence:
     """One row through the model, forward and backward."""
 
     tokens: int
@@ -231,23 +244,23 @@ class Timed:
     seconds: float  # the fastest round; of CPU time on the CPU
 
 
-def time_rows(folder: Path, rounds: int, rows: Sequence[tuple[int, int]]) -> list[Timed]:
+def time_sequences(folder: Path, rounds: int, rows: Sequence[tuple[int, int]]) -> list[TimedSequence]:
     """Time single-sample rows on a small model, in this process alone."""
     torch.set_num_threads(1)
-    platform = platforms.use("auto")
+    platform = platforms.activate("auto")
     store = torch.distributed.FileStore(str(folder / "store"), 1)
     torch.distributed.init_process_group(platform.backend, store=store, rank=0, world_size=1)
-    from megatron_webrl.model import groups
-    from megatron_webrl.model.layout import Sizes
+    from megatron_webrl.model import process_groups
+    from megatron_webrl.model.layout import ParallelSizes
     from megatron_webrl.model.load import load_hf
-    from megatron_webrl.model.qwen3_vl import build
+    from megatron_webrl.model.qwen3_vl.model import build_model
 
     path = make_tiny_model(folder / "timed", **MODEL)  # type: ignore[arg-type]
-    groups.form(Sizes())
-    chunks = build(path, dtype="float32", platform=platform)
+    process_groups.init_process_groups(ParallelSizes())
+    chunks = build_model(path, dtype="float32", platform=platform)
     load_hf(chunks, path)
-    processor, cost = Processor.load(path), Cost.of_model(describe(path))
-    builder = RowBuilder(processor, max(n for n, _ in rows), platform.device, 0, 1, cost)
+    processor, cost = Processor.load(path), FlopsEstimator.from_hf_config(load_hf_config(path))
+    builder = SequencePacker(processor, max(n for n, _ in rows), platform.device, 0, 1, cost)
     samples = [_sample(processor, tokens, images) for tokens, images in rows]
     batches = [builder.build([sample], "token_mean", 1)[0] for sample in samples]
     best = [float("inf")] * len(rows)
@@ -255,23 +268,26 @@ def time_rows(folder: Path, rounds: int, rows: Sequence[tuple[int, int]]) -> lis
         best = [min(b, _pass(chunks[0], batch, platform)) for b, batch in zip(best, batches, strict=True)]
     torch.distributed.destroy_process_group()
     return [
-        Timed(batch.tokens, len(batch.row.grids), cost.of(single(sample)), seconds)
+        TimedSequence(batch.token_count, len(batch.inputs.grids), cost.packed_flops(unmerged_sequence(sample)), seconds)
         for batch, sample, seconds in zip(batches, samples, best, strict=True)
     ]
 
 
-def _sample(processor: Processor, tokens: int, images: int) -> Sample:
+def _sample(processor: Processor, tokens: int, images: int) -> TrainingSample:
     rng = np.random.default_rng((tokens, images))
     shots = tuple(draw_page(i, SIDE, SIDE) for i in range(images))
     grids = processor.grids(shots)
     parts = []
     for grid in grids:
-        parts += [np.full(int(grid.prod()) // processor.merge**2, processor.image_token_id), rng.integers(20, 300, 3)]
-    filling = tokens - RESPONSE - sum(map(len, parts))
+        parts += [
+            np.full(int(grid.prod()) // processor.merge_size**2, processor.image_token_id),
+            rng.integers(20, 300, 3),
+        ]
+    filling = tokens - RESPONSE_TOKENS - sum(map(len, parts))
     prompt = np.concatenate([*parts, rng.integers(20, 300, filling)]).astype(np.int32)
-    zeros = np.zeros(RESPONSE, np.int32)
-    response = rng.integers(20, 300, RESPONSE).astype(np.int32)
-    return Sample(prompt, response, zeros.astype(np.float32), zeros, shots, grids, 1.0, 1.0, 1, (0, 0))
+    zeros = np.zeros(RESPONSE_TOKENS, np.int32)
+    response = rng.integers(20, 300, RESPONSE_TOKENS).astype(np.int32)
+    return TrainingSample(prompt, response, zeros.astype(np.float32), zeros, shots, grids, 1.0, 1.0, 1, (0, 0))
 
 
 def _pass(model: Any, batch: Microbatch, platform: platforms.Platform) -> float:
@@ -282,7 +298,7 @@ def _pass(model: Any, batch: Microbatch, platform: platforms.Platform) -> float:
     clock = time.process_time if platform.name == "cpu" else time.perf_counter
     torch.cuda.synchronize()
     begun = clock()
-    logits = model(batch.row)
+    logits = model(batch.inputs)
     logprobs, _ = vocab_parallel_logprobs(logits, batch.targets, 1.0, model.unpadded_vocab_size, None)
     (logprobs * batch.weight).sum().backward()
     torch.cuda.synchronize()
@@ -294,7 +310,7 @@ def merging(folder: Path, episodes: int) -> dict[str, float]:
     processor = Processor.load(make_tiny_model(folder / "context", max_position_embeddings=16384))
     steps = [step for episode in make_episodes(processor, episodes, 16384, seed=0) for step in episode]
     video = int(processor.tokenizer.convert_tokens_to_ids("<|video_pad|>"))
-    chains = merge(steps, (processor.image_token_id, video))
+    chains = merge_prefixes(steps, (processor.image_token_id, video))
     return {
         "episodes": episodes,
         "steps": len(steps),
@@ -306,7 +322,7 @@ def merging(folder: Path, episodes: int) -> dict[str, float]:
     }
 
 
-def show_times(rows: Sequence[Timed]) -> dict[str, float]:
+def show_times(rows: Sequence[TimedSequence]) -> dict[str, float]:
     """Print predictions against measurements; the correlation of both, plain and of their logarithms."""
     predicted, measured = np.array([r.operations for r in rows]), np.array([r.seconds for r in rows])
     # Relative errors count, so that the longest row does not decide alone.
@@ -329,7 +345,7 @@ def show_times(rows: Sequence[Timed]) -> dict[str, float]:
     return found
 
 
-def show_rows(found: dict[str, Packed], words: str) -> None:
+def show_packing(found: dict[str, PackingResult], words: str) -> None:
     """Print one line a way, ratios to the first."""
     ours = found["balanced, merged"]
     print(words + "\n")
@@ -346,10 +362,10 @@ def show_rows(found: dict[str, Packed], words: str) -> None:
     print("| rows made by | " + " | ".join(columns) + " |")
     print("|---|" + "---:|" * len(columns))
     for name, way in found.items():
-        slowest = way.work * way.replicas / (ours.work * ours.replicas)
-        balance = f"{way.replicas:.3f} | {way.row_balance:.3f}"
-        relative = f"{slowest:.2f} / {way.lockstep / ours.lockstep:.2f}"
-        used = f"{way.rows} | {way.utilisation:.1%} | {way.images} | {way.work / ours.work:.2f}"
+        slowest = way.work * way.replica_imbalance / (ours.work * ours.replica_imbalance)
+        balance = f"{way.replica_imbalance:.3f} | {way.sequence_imbalance:.3f}"
+        relative = f"{slowest:.2f} / {way.lockstep_work / ours.lockstep_work:.2f}"
+        used = f"{way.sequences} | {way.utilisation:.1%} | {way.images} | {way.work / ours.work:.2f}"
         print(f"| {name} | {used} | {balance} | {relative} | {way.seconds:.2f} |")
     print("work and time relative to the first line; time: replicas wait at the end / in every row\n")
 
@@ -363,10 +379,10 @@ def main() -> None:
     print(f"{os.cpu_count()} CPUs, {machine.machine()}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}\n")
     with tempfile.TemporaryDirectory(prefix="webrl-bench-") as temporary:
         saved = merging(Path(temporary), episodes // 4)
-        rows = time_rows(Path(temporary), rounds, ROWS[:-3] if arguments.quick else ROWS)
+        rows = time_sequences(Path(temporary), rounds, TIMED_SEQUENCES[:-3] if arguments.quick else TIMED_SEQUENCES)
     fit = show_times(rows)
     found, words = compare(episodes)
-    show_rows(found, words)
+    show_packing(found, words)
     print("rollout's own prompts: " + ", ".join(f"{value} {name}" for name, value in saved.items()))
     if arguments.json:
         figures = {

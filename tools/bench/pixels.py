@@ -27,59 +27,59 @@ import numpy as np
 import torch
 from PIL import Image
 
-from megatron_webrl.config import Config
+from megatron_webrl.config.schema import Config
 from megatron_webrl.model import platform as platforms
-from megatron_webrl.model.description import describe
-from megatron_webrl.model.processing import Processor
-from megatron_webrl.parity.pages import draw_page
-from megatron_webrl.trainer.batching import Sample
-from megatron_webrl.trainer.cost import Cost
-from megatron_webrl.trainer.rows import Microbatch, RowBuilder
+from megatron_webrl.model.hf_config import load_hf_config
+from megatron_webrl.model.processor import Processor
+from megatron_webrl.parity.page_images import draw_page
+from megatron_webrl.trainer.data.batching import TrainingSample
+from megatron_webrl.trainer.data.flops import FlopsEstimator
+from megatron_webrl.trainer.data.sequence_packer import Microbatch, SequencePacker
 from tools.make_tiny_model import make_tiny_model
 
 SIZES = ((1280, 720), (1280, 768), (160, 224))
 """Pixels. At 1280x720 and only there an image has to be resized: 720 is no multiple of 32."""
-LIMIT = 2**24
+MAX_PIXELS = 2**24
 """Pixels up to which the image processor leaves an image as large as it is."""
-RESPONSE = 16
+RESPONSE_TOKENS = 16
 WORKERS = (0, 1, 2)
 
 
 @dataclass(frozen=True)
-class Priced:
+class ImageCost:
     """Milliseconds of CPU time for one image, the fastest round."""
 
     image: str
     kib: float
     transformers: float
-    cut: float
+    patches: float
     normalise: float
 
     @property
     def ratio(self) -> float:
         """All of ours over the peer's."""
-        return (self.cut + self.normalise) / self.transformers
+        return (self.patches + self.normalise) / self.transformers
 
 
-def price(processor: Processor, rounds: int) -> list[Priced]:
+def measure_image_costs(processor: Processor, rounds: int) -> list[ImageCost]:
     """Each size as PNG and JPEG."""
     found = []
-    cut = processor.cut
+    cut = processor.patchifier
     for width, height in SIZES:
         for kind in ("PNG", "JPEG"):
-            data = picture(0, width, height, kind)
+            data = draw_screenshot(0, width, height, kind)
             t, h, w = processor.grids([data])[0].tolist()
-            patches = np.empty(cut.size((t, h, w)), np.uint8)
+            patches = np.empty(cut.image_bytes((t, h, w)), np.uint8)
             times = (
-                fastest(rounds, partial(processor.pixels, [data])),
-                fastest(rounds, partial(cut.patches, data, (t, h, w), patches)),
-                fastest(rounds, partial(processor.normalised, torch.from_numpy(patches))),
+                fastest_cpu_ms(rounds, partial(processor.pixels, [data])),
+                fastest_cpu_ms(rounds, partial(cut.patchify, data, (t, h, w), patches)),
+                fastest_cpu_ms(rounds, partial(processor.normalize_patches, torch.from_numpy(patches))),
             )
-            found.append(Priced(f"{width}x{height} {kind}", len(data) / 1024, *times))
+            found.append(ImageCost(f"{width}x{height} {kind}", len(data) / 1024, *times))
     return found
 
 
-def picture(seed: int, width: int, height: int, kind: str) -> bytes:
+def draw_screenshot(seed: int, width: int, height: int, kind: str) -> bytes:
     """A drawn page, encoded."""
     page = draw_page(seed, width, height)
     if kind == "PNG":
@@ -89,7 +89,7 @@ def picture(seed: int, width: int, height: int, kind: str) -> bytes:
     return buffer.getvalue()
 
 
-def fastest(rounds: int, work: Callable[[], Any]) -> float:
+def fastest_cpu_ms(rounds: int, work: Callable[[], Any]) -> float:
     """Milliseconds of CPU time; a first call does what is done once."""
     work()
     best = float("inf")
@@ -101,7 +101,7 @@ def fastest(rounds: int, work: Callable[[], Any]) -> float:
 
 
 @dataclass(frozen=True)
-class Trained:
+class PreprocessingResult:
     """One way through all rows."""
 
     image: str
@@ -111,23 +111,23 @@ class Trained:
     images: int
 
 
-class Trial:
+class PreprocessingBench:
     """Rows of screenshots and a small model, in this process alone."""
 
     def __init__(self, folder: Path, rows: int) -> None:
         torch.set_num_threads(1)
-        self.folder, self.rows, self.platform = folder, rows, platforms.use("auto")
+        self.folder, self.rows, self.platform = folder, rows, platforms.activate("auto")
         store = torch.distributed.FileStore(str(folder / "store"), 1)
         torch.distributed.init_process_group(self.platform.backend, store=store, rank=0, world_size=1)
         # Megatron is imported on the platform that is in use.
-        from megatron_webrl.model import groups
-        from megatron_webrl.model.layout import Sizes
+        from megatron_webrl.model import process_groups
+        from megatron_webrl.model.layout import ParallelSizes
         from megatron_webrl.model.load import load_hf
-        from megatron_webrl.model.qwen3_vl import build
+        from megatron_webrl.model.qwen3_vl.model import build_model
 
-        self.path = make_tiny_model(folder / "model", max_pixels=LIMIT, max_position_embeddings=16384)
-        groups.form(Sizes())
-        self.chunks = build(self.path, dtype="float32", platform=self.platform)
+        self.path = make_tiny_model(folder / "model", max_pixels=MAX_PIXELS, max_position_embeddings=16384)
+        process_groups.init_process_groups(ParallelSizes())
+        self.chunks = build_model(self.path, dtype="float32", platform=self.platform)
         load_hf(self.chunks, self.path)
         self.processor = Processor.load(self.path)
 
@@ -135,45 +135,48 @@ class Trial:
         """Leave the process group."""
         torch.distributed.destroy_process_group()
 
-    def run(self, width: int, height: int, images: int) -> list[Trained]:
+    def run(self, width: int, height: int, images: int) -> list[PreprocessingResult]:
         """Rows of `images` screenshots each: with pixels that are there, then by numbers of workers."""
-        samples = [self._sample(row, [picture(row * 100 + i, width, height, "PNG") for i in range(images)])
+        samples = [self._sample(row, [draw_screenshot(row * 100 + i, width, height, "PNG") for i in range(images)])
                    for row in range(self.rows)]  # fmt: skip
         name, found = f"{width}x{height} PNG, {images} a row", []
         ready = self._builder(0, samples).build(samples, "token_mean", 1)
         begun = time.perf_counter()
         self._compute(ready)
-        found.append(Trained(name, "there", time.perf_counter() - begun, 0.0, images * self.rows))
+        found.append(PreprocessingResult(name, "there", time.perf_counter() - begun, 0.0, images * self.rows))
         for workers in WORKERS:
             builder = self._builder(workers, samples)
-            if builder.preparation is not None:  # a worker has started when its first image is there
+            if builder.prefetcher is not None:  # a worker has started when its first image is there
                 self._compute(builder.build(samples[:workers], "token_mean", 1))
-                builder.waiting.take()
+                builder.wait_timer.pop_seconds()
             begun = time.perf_counter()
             self._compute(builder.build(samples, "token_mean", 1))
             seconds = time.perf_counter() - begun
             way = f"{workers} worker{'s' * (workers > 1)}" if workers else "in the process"
-            found.append(Trained(name, way, seconds, builder.waiting.take(), images * self.rows))
+            found.append(PreprocessingResult(name, way, seconds, builder.wait_timer.pop_seconds(), images * self.rows))
             builder.close()
         return found
 
-    def _builder(self, workers: int, samples: Sequence[Sample]) -> RowBuilder:
-        from megatron_webrl.trainer.build import with_pixels_ahead
+    def _builder(self, workers: int, samples: Sequence[TrainingSample]) -> SequencePacker:
+        from megatron_webrl.trainer.factory import with_image_prefetcher
 
         config = Config()
-        config.run.directory, config.trainer.pixel_workers = str(self.folder), workers
-        longest, cost = max(sample.length for sample in samples), Cost.of_model(describe(self.path))
-        builder = RowBuilder(self.processor, longest, self.platform.device, 0, 1, cost)
-        return with_pixels_ahead(builder, config, 0)
+        config.run.directory, config.trainer.image_workers = str(self.folder), workers
+        longest, cost = (
+            max(sample.length for sample in samples),
+            FlopsEstimator.from_hf_config(load_hf_config(self.path)),
+        )
+        builder = SequencePacker(self.processor, longest, self.platform.device, 0, 1, cost)
+        return with_image_prefetcher(builder, config, 0)
 
-    def _sample(self, number: int, shots: list[bytes]) -> Sample:
+    def _sample(self, number: int, shots: list[bytes]) -> TrainingSample:
         grids = self.processor.grids(shots)
-        merged = grids.prod(axis=1) // self.processor.merge**2
+        merged = grids.prod(axis=1) // self.processor.merge_size**2
         prompt = np.concatenate([np.append(np.full(n, self.processor.image_token_id), 30) for n in merged])
-        response = np.full(RESPONSE, 40, np.int32)
-        zeros = np.zeros(RESPONSE, np.int32)
+        response = np.full(RESPONSE_TOKENS, 40, np.int32)
+        zeros = np.zeros(RESPONSE_TOKENS, np.int32)
         behaviour = zeros.astype(np.float32)
-        return Sample(
+        return TrainingSample(
             prompt.astype(np.int32), response, behaviour, zeros, tuple(shots), grids, 1.0, 1.0, 1, (number, 0)
         )
 
@@ -183,20 +186,24 @@ class Trial:
 
         model = self.chunks[0]
         for batch in rows:
-            logprobs, _ = vocab_parallel_logprobs(model(batch.row), batch.targets, 1.0, model.unpadded_vocab_size, None)
+            logprobs, _ = vocab_parallel_logprobs(
+                model(batch.inputs), batch.targets, 1.0, model.unpadded_vocab_size, None
+            )
             (logprobs * batch.weight).sum().backward()
         torch.cuda.synchronize()
 
 
-def show_prices(found: Sequence[Priced]) -> None:
+def show_image_costs(found: Sequence[ImageCost]) -> None:
     """Print the first table."""
     print("| image | KiB | transformers, ms | worker, ms | left to the learner, ms | ours / transformers |")
     print("|---|" + "---:|" * 5)
     for p in found:
-        print(f"| {p.image} | {p.kib:.0f} | {p.transformers:.2f} | {p.cut:.2f} | {p.normalise:.2f} | {p.ratio:.2f} |")
+        print(
+            f"| {p.image} | {p.kib:.0f} | {p.transformers:.2f} | {p.patches:.2f} | {p.normalise:.2f} | {p.ratio:.2f} |"
+        )
 
 
-def show_trials(found: Sequence[Trained]) -> None:
+def show_results(found: Sequence[PreprocessingResult]) -> None:
     """Print the second table; hidden: of what the process itself takes for the pixels."""
     print("\n| rows of | pixels | s | / pixels that are there | s waiting | ms an image | hidden |")
     print("|---|---|" + "---:|" * 5)
@@ -216,12 +223,12 @@ def main() -> None:
     arguments = parser.parse_args()
     print(f"{os.cpu_count()} CPUs, {machine.machine()}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}\n")
     with tempfile.TemporaryDirectory(prefix="webrl-bench-") as temporary:
-        trial = Trial(Path(temporary), 4 if arguments.quick else 12)
-        prices = price(trial.processor, 3 if arguments.quick else 15)
-        show_prices(prices)
+        trial = PreprocessingBench(Path(temporary), 4 if arguments.quick else 12)
+        prices = measure_image_costs(trial.processor, 3 if arguments.quick else 15)
+        show_image_costs(prices)
         trials = [*trial.run(160, 224, 8), *trial.run(1280, 720, 1)]
         trial.close()
-    show_trials(trials)
+    show_results(trials)
     if arguments.json:
         figures = {
             "load": os.getloadavg()[0],

@@ -28,16 +28,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_webrl.weights.engine_map import EngineSizes, parameters
-from megatron_webrl.weights.plan import Plan
-from tools.bench.reshard_ranks import ENGINES, RANKS, SECONDS, TRAINER_RANKS, Task, serve
+from megatron_webrl.weights.engine_map import EngineSizes, engine_parameter_shapes
+from megatron_webrl.weights.plan import TransferPlan
+from tools.bench.reshard_ranks import ENGINES, RANKS, SECONDS, TRAINER_RANKS, ReshardBenchConfig, serve
 
 PRELOAD = ["tools.bench.reshard_ranks"]  # the ranks' processes are forked from one that has imported everything
-WAYS = ("sync", "raw", "copies", "broadcast")
-TYPES = (("float32", "bfloat16", "bfloat16"), ("bfloat16", "bfloat16", "bfloat16"), ("float32", "float32", "float32"))
+METHODS = ("sync", "raw", "copies", "broadcast")
+DTYPES = (("float32", "bfloat16", "bfloat16"), ("bfloat16", "bfloat16", "bfloat16"), ("float32", "float32", "float32"))
 
 
-class Ranks:
+class RankProcesses:
     """All ranks of a task, as the parent sees them."""
 
     def __init__(self, width: int, layers: int, vocabulary: int, types: tuple[str, str, str]) -> None:
@@ -45,7 +45,7 @@ class Ranks:
         context.set_forkserver_preload(PRELOAD)
         limit = timedelta(seconds=SECONDS)
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
-        self.task = Task(self.store.port, width, layers, vocabulary, types)
+        self.task = ReshardBenchConfig(self.store.port, width, layers, vocabulary, types)
         start = context.Barrier(RANKS)
         self.connections, self.processes = [], []
         for rank in range(RANKS):
@@ -57,14 +57,14 @@ class Ranks:
             self.processes.append(process)
         self._answers()
 
-    def order(self, what: str) -> tuple[float, float, list[Any]]:
+    def run_on_all(self, what: str) -> tuple[float, float, list[Any]]:
         """Have all ranks do it; seconds from the first start to the last end, seconds of CPU, what they answer."""
         for connection in self.connections:
             connection.send(what)
         begins, ends, cpu, answers = zip(*self._answers(), strict=True)
         return max(ends) - min(begins), sum(cpu), list(answers)
 
-    def end(self) -> None:
+    def shutdown(self) -> None:
         """Let them go."""
         for connection in self.connections:
             connection.send("end")
@@ -82,15 +82,15 @@ class Ranks:
         return found
 
 
-def sharded_share(plan: Plan, description: Any) -> list[float]:
+def sharded_bytes_ratio(plan: TransferPlan, description: Any) -> list[float]:
     """Of the tensors that an engine shards: bytes that its first rank receives, as a share of a broadcast's."""
-    whole = parameters(description, EngineSizes(), 0)
+    whole = engine_parameter_shapes(description, EngineSizes(), 0)
     shares = []
     for engine, sizes in enumerate(ENGINES):
-        local = parameters(description, sizes, 0)
+        local = engine_parameter_shapes(description, sizes, 0)
         sharded = {name for name, shape in local.items() if sizes.tensor == 1 or shape != whole[name]}
         elements = [
-            sum(s.elements for m in plan.messages(of, receiver=0) for s in m.slices if s.target in sharded)
+            sum(s.elements for m in plan.messages(of, receiver=0) for s in m.slices if s.target_param in sharded)
             for of in (engine, 0)
         ]
         shares.append(elements[0] / elements[1])
@@ -99,23 +99,23 @@ def sharded_share(plan: Plan, description: Any) -> list[float]:
 
 def measure(width: int, layers: int, vocabulary: int, types: tuple[str, str, str], rounds: int) -> dict[str, Any]:
     """Medians of all ways for one choice of types."""
-    ranks = Ranks(width, layers, vocabulary, types)
-    found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    ranks = RankProcesses(width, layers, vocabulary, types)
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in METHODS}
     try:
         for number in range(rounds + 1):
-            for way in WAYS:
-                seconds, cpu, _ = ranks.order(way)
+            for way in METHODS:
+                seconds, cpu, _ = ranks.run_on_all(way)
                 if number:  # the first round touches all memory
                     found[way].append((seconds, cpu))
-        ranks.order("sync")  # the copies have overwritten what the last one brought
-        _, _, answers = ranks.order("sums")
+        ranks.run_on_all("sync")  # the copies have overwritten what the last one brought
+        _, _, answers = ranks.run_on_all("sums")
     finally:
-        ranks.end()
+        ranks.shutdown()
     sent = sorted(item for answer in answers[:TRAINER_RANKS] for item in answer)
     if sent != sorted(item for answer in answers[TRAINER_RANKS:] for item in answer):
         raise AssertionError("checksums of trainer and engines differ after the sync")
     plan = ranks.task.plan()
-    moved, model = sum(plan.bytes(engine) for engine in range(len(ENGINES))), plan.bytes(0)
+    moved, model = sum(plan.received_bytes(engine) for engine in range(len(ENGINES))), plan.received_bytes(0)
     size = {"sync": moved, "raw": moved, "copies": 0, "broadcast": model * sum(sizes.ranks for sizes in ENGINES)}
     rows = {
         way: {
@@ -135,7 +135,7 @@ def measure(width: int, layers: int, vocabulary: int, types: tuple[str, str, str
         "rows": rows,
         "sync / raw": statistics.median(ratios),
         "sync / raw and copies": statistics.median(b / sync for b, (sync, _) in zip(both, found["sync"], strict=True)),
-        "sharded bytes / broadcast's": sharded_share(plan, ranks.task.description()),
+        "sharded bytes / broadcast's": sharded_bytes_ratio(plan, ranks.task.hf_config()),
     }
 
 
@@ -175,7 +175,7 @@ def main() -> None:
         options.layers, options.vocabulary, options.rounds = 2, 2048, 2
     print(f"median of {options.rounds}; {os.cpu_count()} CPUs, {platform.machine()}, gloo on one machine\n")
     results = []
-    for types in TYPES:
+    for types in DTYPES:
         results.append(measure(options.width, options.layers, options.vocabulary, types, options.rounds))
         show(results[-1])
     if options.json:

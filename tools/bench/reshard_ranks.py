@@ -12,20 +12,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_webrl import compat
-from megatron_webrl.model.layout import Sizes, holders
-from megatron_webrl.model.parameter_map import model_map, pieces
-from megatron_webrl.weights.engine_map import EngineSizes, parameters
-from megatron_webrl.weights.plan import Engines, Plan, Trainer
-from megatron_webrl.weights.slices import Message, Slice, index
-from megatron_webrl.weights.transport import Link, Outgoing, join, receive, send, slice_sums
+from megatron_webrl.model.layout import ParallelSizes, replica_ranks
+from megatron_webrl.model.parameter_map import parameter_mappings, shard_ranges
+from megatron_webrl.system import torchvision_shim
+from megatron_webrl.weights.engine_map import EngineSizes, engine_parameter_shapes
+from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan
+from megatron_webrl.weights.slices import Slice, TransferMessage, box_index
+from megatron_webrl.weights.transport import OutgoingMessages, TransferLink, join_link, receive, send, slice_checksums
 
-compat.install()
+torchvision_shim.install()
 
 from transformers import Qwen3VLConfig  # noqa: E402
 
 SECONDS = 300.0  # limit of any wait
-TRAINER = Sizes(tensor=2, pipeline=2)
+TRAINER = ParallelSizes(tensor=2, pipeline=2)
 TRAINER_RANKS = 4
 ENGINES = (EngineSizes(tensor=1), EngineSizes(tensor=2))
 RANKS = TRAINER_RANKS + sum(sizes.ranks for sizes in ENGINES)
@@ -34,22 +34,22 @@ BUCKET = 64 * 2**20  # bytes of the broadcast's buffers
 
 
 @dataclass(frozen=True)
-class Task:
+class ReshardBenchConfig:
     """What every rank is told. Types: of the trainer's parameters, on the wire, of the engines' parameters."""
 
     port: int
     width: int
     layers: int
     vocabulary: int
-    types: tuple[str, str, str]
+    dtype_names: tuple[str, str, str]
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
         """The types as torch's."""
-        trainer, wire, engine = (getattr(torch, name) for name in self.types)
+        trainer, wire, engine = (getattr(torch, name) for name in self.dtype_names)
         return trainer, wire, engine
 
-    def description(self) -> Any:
+    def hf_config(self) -> Any:
         """The model: the 2B's tower and proportions, fewer layers of each, a smaller vocabulary."""
         text = {
             "hidden_size": self.width,
@@ -71,55 +71,55 @@ class Task:
         vision |= {"num_position_embeddings": 2304, "deepstack_visual_indexes": [1]}
         return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
 
-    def plan(self) -> Plan:
+    def plan(self) -> TransferPlan:
         """Of both engines together."""
-        trainer = Trainer(TRAINER, TRAINER_RANKS, ("node",) * TRAINER_RANKS)
-        engines = Engines(ENGINES, tuple(("node",) * sizes.ranks for sizes in ENGINES))
-        return Plan(self.description(), trainer, engines, self.dtypes[1].itemsize, STAGING)
+        trainer = TrainerTopology(TRAINER, TRAINER_RANKS, ("node",) * TRAINER_RANKS)
+        engines = EngineTopology(ENGINES, tuple(("node",) * sizes.ranks for sizes in ENGINES))
+        return TransferPlan(self.hf_config(), trainer, engines, self.dtypes[1].itemsize, STAGING)
 
 
 def trainer_parameters(description: Any, rank: int) -> dict[str, tuple[int, ...]]:
     """Shapes of what a trainer rank holds."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for entry in model_map(description):
-        groups = holders(entry, description, TRAINER, TRAINER_RANKS)
+    for entry in parameter_mappings(description):
+        groups = replica_ranks(entry, description, TRAINER, TRAINER_RANKS)
         for number, group in enumerate(groups):
-            for piece in pieces(entry, number, len(groups)) if rank in group else ():
+            for piece in shard_ranges(entry, number, len(groups)) if rank in group else ():
                 ends = list(entry.shape)
-                ends[piece.dim] = piece.parameter + piece.length
-                shapes[entry.parameter] = tuple(map(max, ends, shapes.get(entry.parameter, ends)))
+                ends[piece.dim] = piece.shard_offset + piece.length
+                shapes[entry.megatron_param] = tuple(map(max, ends, shapes.get(entry.megatron_param, ends)))
     return shapes
 
 
-class Rank:
+class BenchRank:
     """What ranks of both sides have: a way to start together, groups, and buffers for the plain copy."""
 
-    def __init__(self, task: Task, rank: int) -> None:
+    def __init__(self, task: ReshardBenchConfig, rank: int) -> None:
         self.task, self.rank = task, rank
         self.store = dist.TCPStore("127.0.0.1", task.port, is_master=False, timeout=timedelta(seconds=SECONDS))
         self.plan = task.plan()
-        self.staging = torch.ones(self.plan.message_bytes, dtype=torch.uint8)
+        self.staging = torch.ones(self.plan.max_message_bytes, dtype=torch.uint8)
         self.transfers = 0
         self.tensors: dict[str, torch.Tensor] = {}
-        self.whole: Any = self._group("whole", list(range(RANKS)))
+        self.all_ranks_group: Any = self._group("whole", list(range(RANKS)))
         self.receivers = [0, *range(TRAINER_RANKS, RANKS)]
-        self.few: Any = self._group("few", self.receivers) if rank in self.receivers else None
+        self.receivers_group: Any = self._group("few", self.receivers) if rank in self.receivers else None
 
     def _group(self, name: str, ranks: list[int]) -> Any:
         store = dist.PrefixStore(name, self.store)
         return dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), timedelta(seconds=SECONDS))
 
-    def buffers(self, traffic: dict[tuple[int, int], int]) -> dict[tuple[int, int], torch.Tensor]:
+    def make_buffers(self, traffic: dict[tuple[int, int], int]) -> dict[tuple[int, int], torch.Tensor]:
         """A buffer for each pair of ranks, its memory touched."""
         return {pair: torch.ones(size, dtype=torch.uint8) for pair, size in traffic.items()}
 
-    def strips(self, messages: Sequence[Message], sender: bool) -> None:
+    def copy_strided_slices(self, messages: Sequence[TransferMessage], sender: bool) -> None:
         """Copy each slice that cannot go straight between its parameter and a buffer."""
         wire = self.task.dtypes[1]
         for message in messages:
             for piece in message.slices:
-                place = piece.source_place if sender else piece.target_place
-                box = self.tensors[piece.source if sender else piece.target][index(place, piece.size)]
+                place = piece.source_offset if sender else piece.target_offset
+                box = self.tensors[piece.source_param if sender else piece.target_param][box_index(place, piece.size)]
                 if box.dtype == wire and box.is_contiguous():
                     continue
                 packed = self.staging[: piece.elements * wire.itemsize].view(wire).view(piece.size)
@@ -127,16 +127,16 @@ class Rank:
 
     def bucket_sizes(self) -> list[int]:
         """Bytes of each broadcast of the whole model."""
-        total = self.plan.bytes(0)
+        total = self.plan.received_bytes(0)
         return [min(BUCKET, total - start) for start in range(0, total, BUCKET)]
 
 
-class TrainerRank(Rank):
+class TrainerRank(BenchRank):
     """A rank that sends."""
 
-    def __init__(self, task: Task, rank: int) -> None:
+    def __init__(self, task: ReshardBenchConfig, rank: int) -> None:
         super().__init__(task, rank)
-        description = task.description()
+        description = task.hf_config()
         self.shapes = [trainer_parameters(description, other) for other in range(TRAINER_RANKS)]
         torch.manual_seed(rank % TRAINER.tensor)  # a stage's replicated parameters need not agree here
         self.tensors = {name: torch.randn(shape).to(task.dtypes[0]) for name, shape in self.shapes[rank].items()}
@@ -144,17 +144,17 @@ class TrainerRank(Rank):
         for number, sizes in enumerate(ENGINES):
             senders = self.plan.senders(number)
             if rank in senders:
-                link = self.link(number, senders.index(rank), len(senders))
+                link = self.join_engine(number, senders.index(rank), len(senders))
                 ranks = {receiver: len(senders) + receiver for receiver in range(sizes.ranks)}
-                self.outgoing.append(Outgoing(link, self.plan.messages(number, sender=rank), ranks))
+                self.outgoing.append(OutgoingMessages(link, self.plan.messages(number, sender=rank), ranks))
         self.raw_buffers = [
-            self.buffers({pair: size for pair, size in self.plan.traffic(number).items() if pair[0] == rank})
+            self.make_buffers({pair: size for pair, size in self.plan.bytes_by_pair(number).items() if pair[0] == rank})
             for number in range(len(ENGINES))
         ]
 
-    def link(self, engine: int, rank: int, senders: int) -> Link:
+    def join_engine(self, engine: int, rank: int, senders: int) -> TransferLink:
         """The link to an engine."""
-        return join(self.store, f"engine-{engine}", rank, senders + ENGINES[engine].ranks, SECONDS, "gloo")
+        return join_link(self.store, f"engine-{engine}", rank, senders + ENGINES[engine].ranks, SECONDS, "gloo")
 
     def sync(self) -> None:
         """By plan."""
@@ -170,32 +170,34 @@ class TrainerRank(Rank):
         works = []
         for number, buffers in enumerate(self.raw_buffers):
             first = TRAINER_RANKS + sum(sizes.ranks for sizes in ENGINES[:number])
-            works += [self.whole.send([data], first + receiver, number) for (_, receiver), data in buffers.items()]
+            works += [
+                self.all_ranks_group.send([data], first + receiver, number) for (_, receiver), data in buffers.items()
+            ]
         for work in works:
             work.wait()
 
     def copies(self) -> None:
         """The packing alone."""
         for one in self.outgoing:
-            self.strips(one.messages, sender=True)
+            self.copy_strided_slices(one.messages, sender=True)
 
     def broadcast(self) -> None:
         """All parts to rank 0, which sends the model on."""
         wire = self.task.dtypes[1]
         if self.rank:
             for number, tensor in enumerate(self.tensors.values()):
-                self.whole.send([tensor.to(wire)], 0, number).wait()
+                self.all_ranks_group.send([tensor.to(wire)], 0, number).wait()
             return
         parts = [tensor.to(wire) for tensor in self.tensors.values()]
         for other in range(1, TRAINER_RANKS):
             for number, shape in enumerate(self.shapes[other].values()):
                 parts.append(torch.empty(shape, dtype=wire))
-                self.whole.recv([parts[-1]], other, number).wait()
+                self.all_ranks_group.recv([parts[-1]], other, number).wait()
         model = torch.cat([part.view(-1) for part in parts]).view(torch.uint8)
         start = 0
         for size in self.bucket_sizes():
             options = dist.BroadcastOptions()
-            self.few.broadcast([model[start : start + size]], options).wait()
+            self.receivers_group.broadcast([model[start : start + size]], options).wait()
             start += size
 
     def sums(self) -> list[Any]:
@@ -203,38 +205,38 @@ class TrainerRank(Rank):
         wire = self.task.dtypes[1]
 
         def box(piece: Slice) -> torch.Tensor:
-            return self.tensors[piece.source][index(piece.source_place, piece.size)].to(wire)
+            return self.tensors[piece.source_param][box_index(piece.source_offset, piece.size)].to(wire)
 
         return [
-            [(one.link.name, m.receiver, s.target, s.target_place), total]
+            [(one.link.name, m.receiver, s.target, s.target_offset), total]
             for one in self.outgoing
             for (m, s), total in zip(
-                [(m, s) for m in one.messages for s in m.slices], slice_sums(one.messages, box), strict=True
+                [(m, s) for m in one.messages for s in m.slices], slice_checksums(one.messages, box), strict=True
             )
         ]
 
 
-class EngineRank(Rank):
+class EngineRank(BenchRank):
     """A rank that receives."""
 
-    def __init__(self, task: Task, rank: int, engine: int, receiver: int) -> None:
+    def __init__(self, task: ReshardBenchConfig, rank: int, engine: int, receiver: int) -> None:
         super().__init__(task, rank)
         self.engine = engine
-        shapes = parameters(task.description(), ENGINES[engine], receiver)
+        shapes = engine_parameter_shapes(task.hf_config(), ENGINES[engine], receiver)
         self.tensors = {name: torch.zeros(shape, dtype=task.dtypes[2]) for name, shape in shapes.items()}
         senders = len(self.plan.senders(engine))
         size = senders + ENGINES[engine].ranks
-        self.link = join(self.store, f"engine-{engine}", senders + receiver, size, SECONDS, "gloo")
+        self.link = join_link(self.store, f"engine-{engine}", senders + receiver, size, SECONDS, "gloo")
         self.messages = self.plan.messages(engine, receiver=receiver)
-        traffic = {pair: size for pair, size in self.plan.traffic(engine).items() if pair[1] == receiver}
-        self.raw_buffers = self.buffers(traffic)
+        traffic = {pair: size for pair, size in self.plan.bytes_by_pair(engine).items() if pair[1] == receiver}
+        self.raw_buffers = self.make_buffers(traffic)
         self.bucket = torch.ones(BUCKET, dtype=torch.uint8)
 
     def tensor(self, parameter: str) -> torch.Tensor:
         """Part of weights.transport.Target."""
         return self.tensors[parameter]
 
-    def written(self, parameter: str, elements: int) -> None:
+    def mark_written(self, parameter: str, elements: int) -> None:
         """Part of weights.transport.Target; plain parameters need nothing done."""
 
     def sync(self) -> None:
@@ -244,33 +246,35 @@ class EngineRank(Rank):
 
     def raw(self) -> None:
         """The same bytes from the same ranks."""
-        works = [self.whole.recv([data], sender, self.engine) for (sender, _), data in self.raw_buffers.items()]
+        works = [
+            self.all_ranks_group.recv([data], sender, self.engine) for (sender, _), data in self.raw_buffers.items()
+        ]
         for work in works:
             work.wait()
 
     def copies(self) -> None:
         """The unpacking alone."""
-        self.strips(self.messages, sender=False)
+        self.copy_strided_slices(self.messages, sender=False)
 
     def broadcast(self) -> None:
         """The whole model, bucket by bucket."""
         for size in self.bucket_sizes():
-            self.few.broadcast([self.bucket[:size]], dist.BroadcastOptions()).wait()
+            self.receivers_group.broadcast([self.bucket[:size]], dist.BroadcastOptions()).wait()
 
     def sums(self) -> list[Any]:
         """Checksum of every slice that it received, with the slice's name and place."""
 
         def box(piece: Slice) -> torch.Tensor:
-            return self.tensors[piece.target][index(piece.target_place, piece.size)].to(self.task.dtypes[1])
+            return self.tensors[piece.target_param][box_index(piece.target_offset, piece.size)].to(self.task.dtypes[1])
 
         pairs = [(m, s) for m in self.messages for s in m.slices]
         return [
-            [(self.link.name, m.receiver, s.target, s.target_place), total]
-            for (m, s), total in zip(pairs, slice_sums(self.messages, box), strict=True)
+            [(self.link.name, m.receiver, s.target_param, s.target_offset), total]
+            for (m, s), total in zip(pairs, slice_checksums(self.messages, box), strict=True)
         ]
 
 
-def serve(orders: Connection, start: Any, task: Task, rank: int) -> None:
+def serve(orders: Connection, start: Any, task: ReshardBenchConfig, rank: int) -> None:
     """Be a rank until the parent says otherwise: carry out each order when all are ready; answer when it ran."""
     torch.set_num_threads(1)
     side: TrainerRank | EngineRank

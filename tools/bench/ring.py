@@ -24,13 +24,13 @@ import numpy as np
 
 from megatron_webrl.ring.checksum import checksum
 from megatron_webrl.ring.ring import Ring
-from megatron_webrl.ring.segment import segment_name, sweep
+from megatron_webrl.ring.segment import segment_name, sweep_segments
 
 SIZES = {"100 kB": 100_000, "3 MB": 3_000_000}
 CAPACITY = 256 * 2**20  # bytes
 SECONDS = 120.0  # limit of any wait
-PROCESSES = multiprocessing.get_context("fork")
-QUEUE_SHARE = 20  # the queue moves so many times less data: it is slow
+FORK_CONTEXT = multiprocessing.get_context("fork")
+QUEUE_DIVISOR = 20  # the queue moves so many times less data: it is slow
 
 
 def memcpy(source: bytes, total: int) -> float:
@@ -47,7 +47,7 @@ def memcpy(source: bytes, total: int) -> float:
         return rounds * len(places) * len(source) / (time.perf_counter() - begun) / 1e9
 
 
-def alone(work: Callable[[bytes], object], source: bytes, total: int) -> float:
+def throughput(work: Callable[[bytes], object], source: bytes, total: int) -> float:
     """GB/s of `work` over the same bytes again and again, in one process."""
     count = max(3, total // len(source) // 4)
     begun = time.perf_counter()
@@ -84,8 +84,8 @@ def ring(source: bytes, total: int, verify: bool) -> float:
 
 def queue(source: bytes, total: int) -> float:
     """GB/s through multiprocessing.Queue, which pickles into a pipe."""
-    count = max(3, total // QUEUE_SHARE // len(source))
-    records = PROCESSES.Queue(maxsize=CAPACITY // len(source))
+    count = max(3, total // QUEUE_DIVISOR // len(source))
+    records = FORK_CONTEXT.Queue(maxsize=CAPACITY // len(source))
 
     def write(started) -> None:
         started.wait(SECONDS)
@@ -100,8 +100,8 @@ def queue(source: bytes, total: int) -> float:
 
 def _begin(write: Callable) -> float:
     """Start the writer process and let it go; when it went."""
-    started = PROCESSES.Event()
-    PROCESSES.Process(target=write, args=(started,), daemon=True).start()
+    started = FORK_CONTEXT.Event()
+    FORK_CONTEXT.Process(target=write, args=(started,), daemon=True).start()
     time.sleep(0.2)  # it attaches meanwhile; a late one would only make the figure worse
     started.set()
     return time.perf_counter()
@@ -115,9 +115,9 @@ def measure(size: int, total: int, rounds: int) -> dict[str, float]:
         "ring": lambda: ring(source, total, verify=True),
         "ring, unverified read": lambda: ring(source, total, verify=False),
         "multiprocessing.Queue": lambda: queue(source, total),
-        "checksum alone: ring's": lambda: alone(checksum, source, total),
-        "checksum alone: zlib.crc32": lambda: alone(zlib.crc32, source, total),
-        "checksum alone: zlib.adler32": lambda: alone(zlib.adler32, source, total),
+        "checksum alone: ring's": lambda: throughput(checksum, source, total),
+        "checksum alone: zlib.crc32": lambda: throughput(zlib.crc32, source, total),
+        "checksum alone: zlib.adler32": lambda: throughput(zlib.adler32, source, total),
     }
     found: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds):
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     arguments = parser.parse_args()
     total, rounds = (400_000_000, 1) if arguments.quick else (4_000_000_000, 5)
-    sweep("webrl-bench-")
+    sweep_segments("webrl-bench-")
     results = {label: measure(size, total, rounds) for label, size in SIZES.items()}
     print(f"GB/s, median of {rounds}; {os.cpu_count()} CPUs, {platform.machine()}, ring of {CAPACITY >> 20} MiB\n")
     print("| | " + " | ".join(f"{label} | share of memcpy" for label in results) + " |")

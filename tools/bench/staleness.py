@@ -27,48 +27,51 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_webrl.config import Config, ConfigError
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.ring.errors import RecordError
 from megatron_webrl.tracking import summary
-from megatron_webrl.tracking.plot import OURS, PEER, Plot, page
-from megatron_webrl.trainer import group_files
+from megatron_webrl.tracking.plot import BLUE, GREY, Plot, render_svg
+from megatron_webrl.trainer.data import group_files
 from tools.bench import staleness_rank
 from tools.bench.jobs import run_job
 from tools.bench.learning import ARMS, CONFIG
-from tools.bench.staleness_rank import Arm, Pair, checkpoint_path
+from tools.bench.staleness_rank import ObjectiveComparison, UpdateStats, checkpoint_path
 
 GOAL_AT, GOAL = 2, 2.0
 """At this staleness decoupling is to divide both figures by so much."""
 
 SECONDS = 600.0  # limit of one measurement, and of loading before the first
-SAME_GRADIENT = 1e-3  # relative: without staleness and without clipping both objectives have the same gradient
-SAME_CLIPPED = 0.005  # share of tokens that may lie between a bound seen from the engine's numbers and the trainer's
-SAME_NORM = 0.01  # relative: of an update of the job, made again
-LARGEST_GAP = 0.05  # of log-probabilities: a quarter of what clipping bounds
+GRADIENT_TOLERANCE = 1e-3  # relative: without staleness and without clipping both objectives have the same gradient
+CLIPPED_TOLERANCE = (
+    0.005  # share of tokens that may lie between a bound seen from the engine's numbers and the trainer's
+)
+NORM_TOLERANCE = 0.01  # relative: of an update of the job, made again
+MAX_LOGPROB_MISMATCH = 0.05  # of log-probabilities: a quarter of what clipping bounds
 
-FIGURES: dict[str, Callable[[Arm], float]] = {
+FIGURES: dict[str, Callable[[UpdateStats], float]] = {
     "clip-trigger rate": lambda arm: arm.clipped,
     "gradient variance": lambda arm: arm.variance,
     "trace of covariance": lambda arm: arm.trace,
 }
-JUDGED, TRACE = ("clip-trigger rate", "gradient variance"), "trace of covariance"
+GOAL_FIGURES, TRACE = ("clip-trigger rate", "gradient variance"), "trace of covariance"
 """Of FIGURES: those that the goal is about, and one that is shown beside them."""
 
 
 @dataclass(frozen=True)
-class Amount:
+class StalenessBenchSize:
     """How much is done."""
 
     updates: int
     staleness: int  # the highest
 
 
-FULL = Amount(updates=13, staleness=8)
-QUICK = Amount(updates=3, staleness=2)
+FULL = StalenessBenchSize(updates=13, staleness=8)
+QUICK = StalenessBenchSize(updates=3, staleness=2)
 
 
 @dataclass(frozen=True)
-class Spread:
+class MeanAndRange:
     """One figure over the versions that were measured."""
 
     mean: float
@@ -91,15 +94,15 @@ def overrides(updates: int) -> list[str]:
     ]
 
 
-def measure(folder: Path, depth: int, console: Console) -> list[Pair]:
+def measure(folder: Path, depth: int, console: Console) -> list[ObjectiveComparison]:
     """All versions of the run in `folder` that have groups of staleness 0 to `depth`. Raises RuntimeError."""
-    config = staleness_rank.configuration(folder)
+    config = staleness_rank.run_config(folder)
     check_run(config)
     versions = complete_versions(folder, config, depth)
     for version in sorted({version - behind for version in versions for behind in range(depth + 1)}):
         check_records(config, version)
     updates = {update["version"]: update for update in summary.read_updates(folder)}
-    found: list[Pair] = []
+    found: list[ObjectiveComparison] = []
     for version in versions:
         with closing(_measured(folder, version, range(depth + 1))) as pairs:
             for pair in pairs:
@@ -120,14 +123,14 @@ def check_run(config: Config) -> None:
         raise RuntimeError(f"{run} has trainer.loss.name=raft, which clips nothing; use grpo or gspo")
     if loss.kl_coefficient:
         raise RuntimeError(f"{run} has trainer.loss.kl_coefficient={loss.kl_coefficient}; use a run without reference")
-    if config.trainer_ranks > 1:
-        raise RuntimeError(f"{run} was trained by {config.trainer_ranks} ranks; use a run of one")
+    if config.trainer_world_size > 1:
+        raise RuntimeError(f"{run} was trained by {config.trainer_world_size} ranks; use a run of one")
 
 
 def complete_versions(folder: Path, config: Config, depth: int) -> list[int]:
     """Versions with a checkpoint and with groups of themselves and of the `depth` before. Raises RuntimeError."""
     paths = config.records_folder.iterdir() if config.records_folder.is_dir() else ()
-    kept = {version for path in paths if (version := group_files.version_of(path)) is not None}
+    kept = {version for path in paths if (version := group_files.parse_version(path)) is not None}
     found = [
         version
         for version in sorted(kept)
@@ -145,39 +148,43 @@ def complete_versions(folder: Path, config: Config, depth: int) -> list[int]:
 
 def check_records(config: Config, version: int) -> None:
     """All tokens of a version's groups must be made by it, or staleness would not be what it is called."""
-    path = group_files.path_of(config.records_folder, version)
+    path = group_files.group_file_path(config.records_folder, version)
     trained = [t for group in group_files.read_groups(path) for t in group.trajectories if t.trainable]
     makers = {int(v) for t in trained for step in t.steps for v in step.versions}
     if makers != {version}:
         raise RuntimeError(f"{path} holds tokens of versions {sorted(makers)}, not of {version} alone")
 
 
-def check_fresh(pair: Pair) -> None:
+def check_fresh(pair: ObjectiveComparison) -> None:
     """Without staleness decoupling must change nothing. Raises RuntimeError."""
     where = f"version {pair.version}, staleness 0"
-    if pair.gap is None or not pair.gap <= LARGEST_GAP:
-        raise RuntimeError(f"{where}: behaviour and trainer differ by {pair.gap}, the limit is {LARGEST_GAP}")
-    if not pair.difference <= SAME_GRADIENT:
-        raise RuntimeError(f"{where}: gradients differ by {pair.difference:.2g}, the limit is {SAME_GRADIENT}")
+    if pair.logprob_mismatch is None or not pair.logprob_mismatch <= MAX_LOGPROB_MISMATCH:
+        raise RuntimeError(
+            f"{where}: behaviour and trainer differ by {pair.logprob_mismatch}, the limit is {MAX_LOGPROB_MISMATCH}"
+        )
+    if not pair.difference <= GRADIENT_TOLERANCE:
+        raise RuntimeError(f"{where}: gradients differ by {pair.difference:.2g}, the limit is {GRADIENT_TOLERANCE}")
     one, other = pair.decoupled.clipped, pair.coupled.clipped
-    if not abs(one - other) <= SAME_CLIPPED:
-        raise RuntimeError(f"{where}: {one:.2%} and {other:.2%} of tokens are clipped, the limit is {SAME_CLIPPED:.2%}")
+    if not abs(one - other) <= CLIPPED_TOLERANCE:
+        raise RuntimeError(
+            f"{where}: {one:.2%} and {other:.2%} of tokens are clipped, the limit is {CLIPPED_TOLERANCE:.2%}"
+        )
 
 
-def check_repeated(pair: Pair, update: Mapping[str, Any] | None, decoupled: bool) -> None:
+def check_repeated(pair: ObjectiveComparison, update: Mapping[str, Any] | None, decoupled: bool) -> None:
     """Made again from its checkpoint, an update must be the job's own. Raises RuntimeError."""
     if update is None:
         raise RuntimeError(f"updates.jsonl does not have the update from version {pair.version} on")
     arm = pair.decoupled if decoupled else pair.coupled
     norm, clipped = update["extra"]["gradient_norm"], update["clip_fraction"]
-    if not (abs(arm.gradient_norm - norm) <= SAME_NORM * norm and abs(arm.clipped - clipped) <= SAME_CLIPPED):
+    if not (abs(arm.gradient_norm - norm) <= NORM_TOLERANCE * norm and abs(arm.clipped - clipped) <= CLIPPED_TOLERANCE):
         raise RuntimeError(
             f"the update from version {pair.version} on is another than the job's: gradient norm {arm.gradient_norm:g} "
             f"for {norm:g}, {arm.clipped:.2%} clipped for {clipped:.2%}"
         )
 
 
-def _measured(folder: Path, version: int, staleness: Sequence[int]) -> Generator[Pair]:
+def _measured(folder: Path, version: int, staleness: Sequence[int]) -> Generator[ObjectiveComparison]:
     """By a process of its own. Raises RuntimeError if it ends or takes too long."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -198,24 +205,28 @@ def _measured(folder: Path, version: int, staleness: Sequence[int]) -> Generator
         process.kill()
 
 
-def spread(pairs: Sequence[Pair], staleness: int, arm: str, figure: Callable[[Arm], float]) -> Spread:
+def mean_and_range(
+    pairs: Sequence[ObjectiveComparison], staleness: int, arm: str, figure: Callable[[UpdateStats], float]
+) -> MeanAndRange:
     """A figure of an arm ("decoupled" or "coupled") over all versions."""
     values = [figure(getattr(pair, arm)) for pair in pairs if pair.staleness == staleness]
-    return Spread(sum(values) / len(values), min(values), max(values))
+    return MeanAndRange(sum(values) / len(values), min(values), max(values))
 
 
-def show(pairs: Sequence[Pair], console: Console) -> None:
+def show(pairs: Sequence[ObjectiveComparison], console: Console) -> None:
     """Print a table for each figure and what became of the goal."""
     stale = sorted({pair.staleness for pair in pairs})
     clipping, variance = (
         {staleness: _cells(pairs, staleness, name, form) for staleness in stale}
-        for name, form in zip(JUDGED, (_percent, _number), strict=True)
+        for name, form in zip(GOAL_FIGURES, (_percent, _number), strict=True)
     )
-    capped = [f"{spread(pairs, staleness, 'decoupled', lambda arm: arm.capped).mean:.2%}" for staleness in stale]
+    capped = [
+        f"{mean_and_range(pairs, staleness, 'decoupled', lambda arm: arm.capped).mean:.2%}" for staleness in stale
+    ]
     traces = [_ratio(*_both(pairs, staleness, TRACE)) for staleness in stale]
     _print_table("Response tokens clipped, without and with decoupling", clipping, ("above cap", capped), console)
     _print_table("Variance of the gradient", variance, ("trace ratio", traces), console)
-    for name in JUDGED:
+    for name in GOAL_FIGURES:
         console.print(_verdict(pairs, name), highlight=False, soft_wrap=True)
     console.print(
         f"versions measured: {len({pair.version for pair in pairs})}, means with lowest and highest; groups of an "
@@ -236,26 +247,28 @@ def _print_table(
     console.print(table)
 
 
-def draw(pairs: Sequence[Pair]) -> str:
+def draw(pairs: Sequence[ObjectiveComparison]) -> str:
     """Both figures over staleness, as an SVG: lines through means, a point for each version."""
     last = max(pair.staleness for pair in pairs)
     plots = []
-    for name in JUDGED:
+    for name in GOAL_FIGURES:
         figure = FIGURES[name]
         highest = max(figure(arm) for pair in pairs for arm in (pair.decoupled, pair.coupled))
         plot = Plot(
             name.capitalize(), "one update, by staleness of its groups", (1.02 * max(1, last), 1.35 * highest or 1)
         )
-        plot.axes("staleness, versions", "share of response tokens" if name == JUDGED[0] else "trace / squared mean")
+        plot.axes(
+            "staleness, versions", "share of response tokens" if name == GOAL_FIGURES[0] else "trace / squared mean"
+        )
         for number, (arm, words, colour) in enumerate(
-            (("coupled", "without decoupling", PEER), ("decoupled", "with", OURS))
+            (("coupled", "without decoupling", GREY), ("decoupled", "with", BLUE))
         ):
-            plot.line([(s, spread(pairs, s, arm, figure).mean) for s in range(last + 1)], colour)
+            plot.line([(s, mean_and_range(pairs, s, arm, figure).mean) for s in range(last + 1)], colour)
             for pair in pairs:
                 plot.dot(pair.staleness, figure(getattr(pair, arm)), colour)
-            plot.key(number, words, colour)
+            plot.legend_entry(number, words, colour)
         plots.append(plot)
-    return page(plots)
+    return render_svg(plots)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -289,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.json.write_text(json.dumps(_figures(pairs), indent=1) + "\n")
 
 
-def _measure_job(keep: Path | None, updates: int, depth: int, console: Console) -> list[Pair]:
+def _measure_job(keep: Path | None, updates: int, depth: int, console: Console) -> list[ObjectiveComparison]:
     with tempfile.TemporaryDirectory(prefix="webrl-bench-") as temporary:
         folder = keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -297,20 +310,22 @@ def _measure_job(keep: Path | None, updates: int, depth: int, console: Console) 
         return measure(run_job(CONFIG, "staleness", overrides(updates), folder), depth, console)
 
 
-def _both(pairs: Sequence[Pair], staleness: int, name: str) -> tuple[Spread, Spread]:
+def _both(pairs: Sequence[ObjectiveComparison], staleness: int, name: str) -> tuple[MeanAndRange, MeanAndRange]:
     """A figure without and with decoupling."""
     return (
-        spread(pairs, staleness, "coupled", FIGURES[name]),
-        spread(pairs, staleness, "decoupled", FIGURES[name]),
+        mean_and_range(pairs, staleness, "coupled", FIGURES[name]),
+        mean_and_range(pairs, staleness, "decoupled", FIGURES[name]),
     )
 
 
-def _cells(pairs: Sequence[Pair], staleness: int, name: str, form: Callable[[Spread], str]) -> tuple[str, str, str]:
+def _cells(
+    pairs: Sequence[ObjectiveComparison], staleness: int, name: str, form: Callable[[MeanAndRange], str]
+) -> tuple[str, str, str]:
     without, with_it = _both(pairs, staleness, name)
     return form(without), form(with_it), _ratio(without, with_it)
 
 
-def _verdict(pairs: Sequence[Pair], name: str) -> str:
+def _verdict(pairs: Sequence[ObjectiveComparison], name: str) -> str:
     without, with_it = _both(pairs, GOAL_AT, name)
     met = without.mean > 0 and GOAL * with_it.mean <= without.mean
     return (
@@ -319,21 +334,21 @@ def _verdict(pairs: Sequence[Pair], name: str) -> str:
     )
 
 
-def _ratio(without: Spread, with_it: Spread) -> str:
+def _ratio(without: MeanAndRange, with_it: MeanAndRange) -> str:
     if not with_it.mean:
         return "inf" if without.mean else "-"
     return f"{without.mean / with_it.mean:.2f}"
 
 
-def _percent(figure: Spread) -> str:
+def _percent(figure: MeanAndRange) -> str:
     return f"{figure.mean:.2%} ({100 * figure.low:.1f} to {100 * figure.high:.1f})"
 
 
-def _number(figure: Spread) -> str:
+def _number(figure: MeanAndRange) -> str:
     return f"{figure.mean:.2f} ({figure.low:.2f} to {figure.high:.2f})"
 
 
-def _figures(pairs: Sequence[Pair]) -> Mapping[str, Any]:
+def _figures(pairs: Sequence[ObjectiveComparison]) -> Mapping[str, Any]:
     means = [
         {
             "staleness": staleness,
@@ -346,7 +361,7 @@ def _figures(pairs: Sequence[Pair]) -> Mapping[str, Any]:
         "cpus": os.cpu_count(),
         "load": os.getloadavg(),
         "means": means,
-        "verdicts": [_verdict(pairs, name) for name in JUDGED],
+        "verdicts": [_verdict(pairs, name) for name in GOAL_FIGURES],
         "pairs": [asdict(pair) for pair in pairs],
     }
 

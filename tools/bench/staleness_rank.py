@@ -15,20 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_webrl import compat, processes
-from megatron_webrl.config import Config, read
-from megatron_webrl.trainer import checkpoint_files, group_files
+from megatron_webrl.config.load import parse_config
+from megatron_webrl.config.schema import Config
+from megatron_webrl.system import child_process, torchvision_shim
+from megatron_webrl.trainer.checkpoint import checkpoint_files
+from megatron_webrl.trainer.data import group_files
 from megatron_webrl.types import Group
 
 LIMIT = timedelta(seconds=120)
 
 
 @dataclass(frozen=True)
-class Arm:
+class UpdateStats:
     """One update with or without decoupling, and the groups' gradients at the weights with which it began."""
 
     clipped: float  # share of response tokens whose clipped branch is active, over all minibatches
-    capped: float  # share whose weight exceeds trainer.loss.behaviour_cap
+    capped: float  # share whose weight exceeds trainer.loss.importance_weight_cap
     gradient_norm: float  # before clipping, mean over optimiser steps
     trace: float  # of the covariance of the gradient over groups
     signal: float  # squared norm of the mean gradient
@@ -40,21 +42,21 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Pair:
+class ObjectiveComparison:
     """The same update of the same weights with the same groups, twice."""
 
     version: int  # of the weights
     staleness: int  # version less that of the policy that made the groups
     groups: int
-    gap: float | None  # max |behaviour - start policy| of log-probabilities at staleness 0; None at others
-    decoupled: Arm
-    coupled: Arm
+    logprob_mismatch: float | None  # max |behaviour - start policy| of log-probabilities at staleness 0; None at others
+    decoupled: UpdateStats
+    coupled: UpdateStats
     difference: float  # norm of the difference of the mean gradients by that of the decoupled one
 
 
-def configuration(folder: Path) -> Config:
+def run_config(folder: Path) -> Config:
     """That of the run in `folder`, wherever the folder lies by now. Raises ConfigError."""
-    config = read(folder / "config.yaml")
+    config = parse_config(folder / "config.yaml")
     config.run.directory, config.run.name = str(folder.absolute().parent), folder.absolute().name
     config.model.checkpoint = ""  # where the run began: not needed any more, and perhaps gone
     return config
@@ -62,20 +64,20 @@ def configuration(folder: Path) -> Config:
 
 def checkpoint_path(folder: Path, version: int) -> Path:
     """Where the run in `folder` has its checkpoint of a version."""
-    return checkpoint_files.folder_of(folder / "checkpoints", version)
+    return checkpoint_files.version_folder(folder / "checkpoints", version)
 
 
 def serve(connection: Connection, parent: int, folder: Path, version: int, staleness: Sequence[int]) -> None:
     """Body of the process: sends a Pair for each staleness."""
-    processes.die_with_parent(parent=parent)
-    compat.install()
-    config = configuration(folder)
+    child_process.die_with_parent(parent=parent)
+    torchvision_shim.install()
+    config = run_config(folder)
     learner, builder = _make(config)
-    from megatron_webrl.trainer import checkpoint
+    from megatron_webrl.trainer.checkpoint import checkpointer
 
     for behind in staleness:
-        groups = group_files.read_version(config.records_folder, version - behind)
-        restore = lambda: checkpoint.load(checkpoint_path(folder, version), learner)  # noqa: E731
+        groups = group_files.read_groups_of_version(config.records_folder, version - behind)
+        restore = lambda: checkpointer.load(checkpoint_path(folder, version), learner)  # noqa: E731
         connection.send(compare(learner, builder, config, groups, version, behind, restore))
 
 
@@ -87,22 +89,22 @@ def compare(
     version: int,
     staleness: int,
     restore: Callable[[], None],
-) -> Pair:
+) -> ObjectiveComparison:
     """Update from policy `version` on with both objectives; `restore` brings its weights and optimiser back."""
-    from megatron_webrl.trainer.loop import update
+    from megatron_webrl.trainer.loop import train_batch
 
-    arms: list[Arm] = []
+    arms: list[UpdateStats] = []
     means: list[Tensor] = []
     for decoupled in (True, False):
         chosen = with_decoupling(config, decoupled)
         restore()
-        mean, trace = moments(group_gradients(learner, builder, chosen, groups, version))
-        metrics, gap = update(learner, builder, chosen, groups, version)
+        mean, trace = mean_and_covariance_trace(group_gradients(learner, builder, chosen, groups, version))
+        metrics, gap = train_batch(learner, builder, chosen, groups, version)
         tokens = metrics["response_tokens"]
         arms.append(
-            Arm(
+            UpdateStats(
                 clipped=metrics["clipped"] / tokens,
-                capped=metrics["capped"] / tokens,
+                capped=metrics["importance_weight_capped"] / tokens,
                 gradient_norm=metrics["gradient_norm"],
                 trace=trace,
                 signal=float(mean.dot(mean)),
@@ -110,7 +112,7 @@ def compare(
         )
         means.append(mean)
     difference = float((means[0] - means[1]).norm() / means[0].norm())
-    return Pair(version, staleness, len(groups), gap.largest, arms[0], arms[1], difference)
+    return ObjectiveComparison(version, staleness, len(groups), gap.largest, arms[0], arms[1], difference)
 
 
 def with_decoupling(config: Config, decoupled: bool) -> Config:
@@ -126,22 +128,24 @@ def group_gradients(
 
     Each is scaled by the number of groups: their mean is the gradient of the batch.
     """
-    from megatron_webrl.trainer import batching
-    from megatron_webrl.trainer.learner import objective
+    from megatron_webrl.trainer.data import batching
+    from megatron_webrl.trainer.learner import make_objective
 
     loss = config.trainer.loss
     samples = batching.training_samples(groups, config, version)
-    in_batch = batching.weights(samples, loss.normaliser, loss.k)
+    in_batch = batching.token_weights(samples, loss.normalizer, loss.normalizer_constant)
     for group in groups:
-        places = [place for place, sample in enumerate(samples) if sample.trajectory[0] == group.ticket]
+        places = [place for place, sample in enumerate(samples) if sample.trajectory_id[0] == group.ticket]
         part = [samples[place] for place in places]
         # Alone, a group has other totals to be divided by; all its tokens' weights differ by the same factor.
-        factor = in_batch[places[0]] / batching.weights(part, loss.normaliser, loss.k)[0]
-        learner.accumulate(builder.build(part, loss.normaliser, loss.k), None, objective(loss))
-        yield learner.gradient() * (len(groups) * factor)
+        factor = in_batch[places[0]] / batching.token_weights(part, loss.normalizer, loss.normalizer_constant)[0]
+        learner.forward_backward(
+            builder.build(part, loss.normalizer, loss.normalizer_constant), None, make_objective(loss)
+        )
+        yield learner.flat_gradient() * (len(groups) * factor)
 
 
-def moments(gradients: Iterable[Tensor]) -> tuple[Tensor, float]:
+def mean_and_covariance_trace(gradients: Iterable[Tensor]) -> tuple[Tensor, float]:
     """Mean, float64 [weights], and trace of the unbiased covariance of two gradients or more."""
     total, squares, count = torch.zeros((), dtype=torch.float64), 0.0, 0
     for gradient in gradients:
@@ -155,14 +159,14 @@ def _make(config: Config) -> tuple[Any, Any]:
     """Learner and row builder of one rank, on the configuration's platform."""
     from megatron_webrl.model import platform as platforms
 
-    platform = platforms.use(config.model.platform)
+    platform = platforms.activate(config.model.platform)
     torch.distributed.init_process_group(
         platform.backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=LIMIT
     )
     # Megatron is imported on the platform that is in use.
-    from megatron_webrl.model import groups
-    from megatron_webrl.model.layout import Sizes
-    from megatron_webrl.trainer.build import make_builder, make_learner
+    from megatron_webrl.model import process_groups
+    from megatron_webrl.model.layout import ParallelSizes
+    from megatron_webrl.trainer.factory import make_learner, make_sequence_packer
 
-    groups.form(Sizes(), config.run.seed)
-    return make_learner(config, platform), make_builder(config, platform)
+    process_groups.init_process_groups(ParallelSizes(), config.run.seed)
+    return make_learner(config, platform), make_sequence_packer(config, platform)

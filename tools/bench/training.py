@@ -27,21 +27,21 @@ from typing import Any
 
 import numpy as np
 
-from megatron_webrl.model.processing import Processor
-from megatron_webrl.trainer.batching import Sample
+from megatron_webrl.model.processor import Processor
+from megatron_webrl.trainer.data.batching import TrainingSample
 from tools.bench.episodes import make_episodes
-from tools.bench.learners import VARIANTS, Taken, Task, serve
+from tools.bench.learners import VARIANTS, StepMeasurement, TrainingBenchConfig, serve
 from tools.make_tiny_model import make_tiny_model
 
 OURS = next(iter(VARIANTS))
 BASELINE = "transformers, padded"
 SECONDS = 1800.0  # limit of a process's start and of each step
-SAME_LOSS = {"float32": 1e-4, "bfloat16": 2e-2}  # relative
-HEAD = 32  # dimensions of an attention head
+LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}  # relative
+HEAD_DIM = 32  # dimensions of an attention head
 
 
 @dataclass(frozen=True)
-class Result:
+class VariantResult:
     """All rounds of one variant."""
 
     variant: str
@@ -63,7 +63,7 @@ class Result:
         return statistics.median(self.cpu_seconds)
 
 
-def measure(task: Task, samples: Sequence[Sample], rounds: int) -> list[Result]:
+def measure(task: TrainingBenchConfig, samples: Sequence[TrainingSample], rounds: int) -> list[VariantResult]:
     """Let all variants take turns; a first, short step of each is not counted."""
     context = multiprocessing.get_context("spawn")
     started: list[tuple[Any, Connection]] = []
@@ -77,7 +77,7 @@ def measure(task: Task, samples: Sequence[Sample], rounds: int) -> list[Result]:
             _reply(ours, variant)
             _step(ours, variant, samples[:2])
             print(f"{variant}: ready", file=sys.stderr)
-        taken: dict[str, list[Taken]] = {variant: [] for variant in VARIANTS}
+        taken: dict[str, list[StepMeasurement]] = {variant: [] for variant in VARIANTS}
         for number in range(rounds):
             for variant, (_, connection) in zip(VARIANTS, started, strict=True):
                 taken[variant].append(_step(connection, variant, samples))
@@ -93,7 +93,7 @@ def measure(task: Task, samples: Sequence[Sample], rounds: int) -> list[Result]:
             process.kill()
 
 
-def _step(connection: Connection, variant: str, samples: Sequence[Sample]) -> Taken:
+def _step(connection: Connection, variant: str, samples: Sequence[TrainingSample]) -> StepMeasurement:
     connection.send(samples)
     return _reply(connection, variant)
 
@@ -107,10 +107,10 @@ def _reply(connection: Connection, variant: str) -> Any:
         raise RuntimeError(f"the process of {variant!r} ended; what it wrote stands above") from None
 
 
-def _result(variant: str, taken: Sequence[Taken], connection: Connection) -> Result:
+def _result(variant: str, taken: Sequence[StepMeasurement], connection: Connection) -> VariantResult:
     connection.send(None)
     peak = _reply(connection, variant)
-    return Result(
+    return VariantResult(
         variant,
         tuple(each.seconds for each in taken),
         tuple(each.cpu_seconds for each in taken),
@@ -121,7 +121,7 @@ def _result(variant: str, taken: Sequence[Taken], connection: Connection) -> Res
     )
 
 
-def check_losses(results: Sequence[Result], limit: float) -> float:
+def check_losses(results: Sequence[VariantResult], limit: float) -> float:
     """The largest relative difference of a loss from the first variant's. Raises SystemExit beyond `limit`."""
     worst = 0.0
     for result in results[1:]:
@@ -135,7 +135,7 @@ def check_losses(results: Sequence[Result], limit: float) -> float:
     return worst
 
 
-def show(results: Sequence[Result], samples: Sequence[Sample]) -> None:
+def show(results: Sequence[VariantResult], samples: Sequence[TrainingSample]) -> None:
     """The table."""
     real, answers = sum(s.length for s in samples), sum(len(s.response) for s in samples)
     baseline = next(result for result in results if result.variant == BASELINE)
@@ -153,14 +153,14 @@ def show(results: Sequence[Result], samples: Sequence[Sample]) -> None:
         )
 
 
-def describe(samples: Sequence[Sample]) -> str:
+def describe(samples: Sequence[TrainingSample]) -> str:
     """Lengths and images of the samples, in words."""
     lengths, answers, images = (
         np.array([f(s) for s in samples])
         for f in (lambda s: s.length, lambda s: len(s.response), lambda s: len(s.images))
     )
     return (
-        f"{len(samples)} samples of {len({s.trajectory for s in samples})} episodes, {lengths.sum()} tokens "
+        f"{len(samples)} samples of {len({s.trajectory_id for s in samples})} episodes, {lengths.sum()} tokens "
         f"({lengths.min()} to {lengths.max()}, median {np.median(lengths):.0f}), {answers.sum()} of them answers "
         f"({answers.min()} to {answers.max()}), {images.sum()} images ({images.min()} to {images.max()} a sample)"
     )
@@ -174,14 +174,20 @@ def main() -> None:
         model = make_model(Path(folder) / "model", options)
         episodes = make_episodes(Processor.load(model), options.episodes, options.window, options.seed)
         samples = [sample for episode in episodes for sample in episode]
-        task = Task(
-            str(model), options.dtype, options.platform, options.row, options.batch, options.attention, options.threads
+        task = TrainingBenchConfig(
+            str(model),
+            options.dtype,
+            options.platform,
+            options.packed_length,
+            options.padded_batch,
+            options.attention,
+            options.threads,
         )
         results = measure(task, samples, options.rounds)
-    worst = check_losses(results, SAME_LOSS[options.dtype])
+    worst = check_losses(results, LOSS_TOLERANCE[options.dtype])
     print(
-        f"{describe(samples)}; hidden {options.hidden}, {options.layers} layers, rows of {options.row} tokens, batches "
-        f"of {options.batch}, {options.dtype}; median of {options.rounds} rounds; {options.threads} threads, "
+        f"{describe(samples)}; hidden {options.hidden}, {options.layers} layers, rows of {options.packed_length} tokens, batches "
+        f"of {options.padded_batch}, {options.dtype}; median of {options.rounds} rounds; {options.threads} threads, "
         f"{platform.machine()}; losses equal within {worst:.0e}\n"
     )
     show(results, samples)
@@ -193,7 +199,7 @@ def main() -> None:
 
 def make_model(folder: Path, options: argparse.Namespace) -> Path:
     """A model of the asked size, its vision tower in the proportions of Qwen3-VL-4B."""
-    heads = options.hidden // HEAD
+    heads = options.hidden // HEAD_DIM
     vision = 64 * max(1, round(options.hidden / 64 / 2.5))
     depth = math.ceil(options.layers * 2 / 3)
     return make_tiny_model(
@@ -202,7 +208,7 @@ def make_model(folder: Path, options: argparse.Namespace) -> Path:
         layers=options.layers,
         heads=heads,
         kv_heads=heads // math.gcd(heads, 4),
-        head_dim=HEAD,
+        head_dim=HEAD_DIM,
         intermediate=round(options.hidden * 3.8 / 64) * 64,
         vision_hidden=vision,
         vision_layers=depth,
@@ -228,13 +234,13 @@ def _parser() -> argparse.ArgumentParser:
         ("--episodes", 16, "episodes whose steps are the samples"),
         ("--window", 2048, "tokens of a sample, at most"),
         ("--rounds", 3, "optimiser steps that are measured"),
-        ("--row", 4096, "tokens of a packed row"),
-        ("--batch", 4, "samples that transformers pads together"),
+        ("--packed-length", 4096, "tokens of a packed row"),
+        ("--padded-batch", 4, "samples that transformers pads together"),
         ("--threads", len(os.sched_getaffinity(0)), "threads of each variant's process"),
         ("--seed", 0, "of model and samples"),
     ):
         parser.add_argument(option, type=int, default=default, help=f"{text} (default: {default})")
-    parser.add_argument("--dtype", choices=tuple(SAME_LOSS), default="float32")
+    parser.add_argument("--dtype", choices=tuple(LOSS_TOLERANCE), default="float32")
     parser.add_argument("--platform", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
         "--attention", choices=("sdpa", "eager"), default="sdpa", help="transformers' implementation (default: sdpa)"

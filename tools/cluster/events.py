@@ -9,7 +9,7 @@ from functools import partial
 Call = Callable[[], None]
 
 
-class Clock:
+class SimulatedClock:
     """Calls in the order of their times; those of one time in the order in which they were asked for."""
 
     def __init__(self) -> None:
@@ -17,16 +17,16 @@ class Clock:
         self._calls: list[tuple[float, int, Call]] = []
         self._count = 0
 
-    def at(self, time: float, call: Call) -> None:
+    def call_at(self, time: float, call: Call) -> None:
         """Call at a time that has not passed."""
         heapq.heappush(self._calls, (time, self._count, call))
         self._count += 1
 
-    def after(self, seconds: float, call: Call) -> None:
+    def call_later(self, seconds: float, call: Call) -> None:
         """Call some time from now."""
-        self.at(self.now + seconds, call)
+        self.call_at(self.now + seconds, call)
 
-    def run(self, ended: Callable[[], bool]) -> None:
+    def run_until(self, ended: Callable[[], bool]) -> None:
         """Let time pass until it has `ended`. Raises RuntimeError if nothing more can happen before."""
         while not ended():
             if not self._calls:
@@ -35,7 +35,7 @@ class Clock:
             call()
 
 
-class Job:
+class ServerJob:
     """Work at a server."""
 
     __slots__ = ("done", "end")
@@ -43,60 +43,60 @@ class Job:
     def __init__(self, end: float, done: Call | None) -> None:
         self.end, self.done = end, done  # end: in the server's progress; done: None once it is over or given up
 
-    def __lt__(self, other: Job) -> bool:
+    def __lt__(self, other: ServerJob) -> bool:
         return self.end < other.end
 
 
-class Shared:
+class ProcessorSharingServer:
     """Processor sharing: everybody gets on equally fast, the slower the more there are.
 
     Progress is what somebody who was there from the beginning would have got done. A job that starts at progress p
     ends at p + its work, so that arrivals and departures change the pace of all in O(log n).
     """
 
-    def __init__(self, clock: Clock, rate: Callable[[int], float]) -> None:
+    def __init__(self, clock: SimulatedClock, rate: Callable[[int], float]) -> None:
         """`rate`: of n jobs at once, what each of them gets done in a second."""
         self.count = 0
-        self.busy = self.area = self.accomplished = 0.0  # seconds with a job; job-seconds; work done
+        self.busy_seconds = self.job_seconds = self.work_done = 0.0  # seconds with a job; job-seconds; work done
         self._clock, self._rate = clock, rate
-        self._jobs: list[Job] = []
+        self._jobs: list[ServerJob] = []
         self._progress, self._since, self._speed = 0.0, 0.0, 1.0
         self._planned = 0  # number of the last plan; earlier ones are void
 
-    def begin(self, work: float, done: Call) -> Job:
+    def submit(self, work: float, done: Call) -> ServerJob:
         """A job joins; `done` is called at its end."""
-        self.advance()
-        job = Job(self._progress + work, done)
+        self.update_totals()
+        job = ServerJob(self._progress + work, done)
         heapq.heappush(self._jobs, job)
         self.count += 1
         self._plan()
         return job
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: ServerJob) -> None:
         """A job leaves before its end. One that has ended is left alone."""
         if job.done is None:
             return
-        self.advance()
+        self.update_totals()
         job.done = None
         self.count -= 1
         self._plan()
 
     def set_speed(self, speed: float) -> None:
         """From here on everything goes `speed` times as fast as the rate says; 0 stops it."""
-        self.advance()
+        self.update_totals()
         self._speed = speed
         self._plan()
 
-    def advance(self) -> None:
+    def update_totals(self) -> None:
         """Bring the sums up to this moment."""
         passed = self._clock.now - self._since
         self._since = self._clock.now
         if self.count and passed:
             done = passed * self._speed * self._rate(self.count)
             self._progress += done
-            self.busy += passed
-            self.area += passed * self.count
-            self.accomplished += done * self.count
+            self.busy_seconds += passed
+            self.job_seconds += passed * self.count
+            self.work_done += done * self.count
 
     def _plan(self) -> None:
         self._planned += 1
@@ -104,12 +104,12 @@ class Shared:
             heapq.heappop(self._jobs)
         if self._jobs and self._speed:
             seconds = (self._jobs[0].end - self._progress) / (self._speed * self._rate(self.count))
-            self._clock.after(max(0.0, seconds), partial(self._finish, self._planned))
+            self._clock.call_later(max(0.0, seconds), partial(self._finish, self._planned))
 
     def _finish(self, plan: int) -> None:
         if plan != self._planned:
             return
-        self.advance()
+        self.update_totals()
         self._progress = max(self._progress, self._jobs[0].end)  # rounding must not leave a rest of no length
         ended: list[Call] = []
         while self._jobs and self._jobs[0].end <= self._progress:

@@ -10,23 +10,23 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-from megatron_webrl.config import Config
-from megatron_webrl.config import read as read_config
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.schema import parse_config as read_config
 from megatron_webrl.tracking import episode_log, summary
 from tools.cluster import timeline
-from tools.cluster.simulation import Result, simulate
-from tools.cluster.work import Cycle, Episode, GroupWork, Recorded, Settings, Step
+from tools.cluster.simulation import SimulationResult, simulate
+from tools.cluster.work import EpisodeWork, GroupWork, RecordedWorkload, SimulationSettings, StepWork, UpdateTimes
 
-UNCOUNTED = 1  # the first update waits for engines and pages to begin
-WITHOUT_VARIANCE = ("all_failed", "all_succeeded", "zero_variance")  # fates
-OUTCOMES = ("success", "failure")  # of episodes that are not masked
-LITTLE = {"staleness": 0.1, "waiting": 0.05}  # versions, share: what differs by less agrees
+WARMUP_UPDATES = 1  # the first update waits for engines and pages to begin
+ZERO_VARIANCE_FATES = ("all_failed", "all_succeeded", "zero_variance")  # fates
+TRAINABLE_OUTCOMES = ("success", "failure")  # of episodes that are not masked
+ABSOLUTE_TOLERANCE = {"staleness": 0.1, "waiting": 0.05}  # versions, share: what differs by less agrees
 
 Update = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Figures:
+class RunFigures:
     """What is compared. Of the time from the end of the first update to that of the last."""
 
     per_hour: float  # trained trajectories
@@ -36,18 +36,18 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRun:
     """A run."""
 
     name: str
-    settings: Settings
-    workload: Recorded
-    cycles: tuple[Cycle, ...]
-    figures: Figures
+    settings: SimulationSettings
+    workload: RecordedWorkload
+    cycles: tuple[UpdateTimes, ...]
+    figures: RunFigures
 
 
 @dataclass(frozen=True)
-class Row:
+class FigureComparison:
     """One figure, simulated and measured."""
 
     name: str
@@ -62,14 +62,14 @@ class Row:
         return self.simulated / self.measured if self.measured else None
 
 
-def read(folder: Path) -> Measured:
+def read_run(folder: Path) -> MeasuredRun:
     """Read a run's folder. Raises ValueError or OSError for one that cannot be simulated, in one line."""
     config = read_config(folder / "config.yaml")
-    updates, lines = summary.read_updates(folder), episode_log.read(folder)
+    updates, lines = summary.read_updates(folder), episode_log.read_lines(folder)
     _refuse(folder, config, updates, lines)
-    placed = timeline.place(lines, config.rollout.stepping)
-    engine = timeline.fit(placed, *_spans(config, updates), _levels(updates))
-    settings = Settings(
+    placed = timeline.reconstruct_timelines(lines, config.rollout.stepping)
+    engine = timeline.fit_engine(placed, *_spans(config, updates), _levels(updates))
+    settings = SimulationSettings(
         mode=config.rollout.mode,
         stepping=config.rollout.stepping,
         max_staleness=config.rollout.max_staleness,
@@ -79,13 +79,13 @@ def read(folder: Path) -> Measured:
         updates=len(updates),
         serial=engine.serial,
         overlap=engine.overlap,
-        uncounted=UNCOUNTED,
+        warmup_updates=WARMUP_UPDATES,
     )
-    workload = _workload(placed, engine.work.tolist(), config.trainer.zero_variance_groups == "drop")
-    return Measured(folder.name, settings, workload, _cycles(updates, lines), _figures(updates, lines))
+    workload = _workload(placed, engine.request_work.tolist(), config.trainer.zero_variance_groups == "drop")
+    return MeasuredRun(folder.name, settings, workload, _cycles(updates, lines), _figures(updates, lines))
 
 
-def _refuse(folder: Path, config: Config, updates: Sequence[Update], lines: Sequence[timeline.Line]) -> None:
+def _refuse(folder: Path, config: Config, updates: Sequence[Update], lines: Sequence[timeline.EpisodeLine]) -> None:
     if config.run.resume:
         raise ValueError(f"{folder} was resumed (run.resume): its times have a gap; check a run of one piece")
     if config.evaluation.every:
@@ -93,15 +93,15 @@ def _refuse(folder: Path, config: Config, updates: Sequence[Update], lines: Sequ
             f"{folder} evaluated beside the training (evaluation.every={config.evaluation.every}), which is not "
             "simulated: check a run with evaluation.every=0"
         )
-    if len(updates) <= UNCOUNTED:
+    if len(updates) <= WARMUP_UPDATES:
         raise ValueError(
-            f"{folder} has {len(updates)} updates; the first {UNCOUNTED} are not counted: run at least {UNCOUNTED + 1}"
+            f"{folder} has {len(updates)} updates; the first {WARMUP_UPDATES} are not counted: run at least {WARMUP_UPDATES + 1}"
         )
-    if not any(line["fate"] == episode_log.TRAINED for line in lines):
+    if not any(line["disposition"] == episode_log.TRAINED for line in lines):
         raise ValueError(f"{folder} has no trained episodes in {episode_log.FILE}: it was made by an older version")
 
 
-def _spans(config: Config, updates: Sequence[Update]) -> tuple[list[timeline.Span], list[timeline.Span]]:
+def _spans(config: Config, updates: Sequence[Update]) -> tuple[list[timeline.TimeSpan], list[timeline.TimeSpan]]:
     """When the trainer trained, and when the engines stood still for weights; unix seconds."""
     training, pauses = [], []
     for update in updates:
@@ -115,12 +115,12 @@ def _spans(config: Config, updates: Sequence[Update]) -> tuple[list[timeline.Spa
     return training, pauses
 
 
-def _levels(updates: Sequence[Update]) -> list[timeline.Level]:
+def _levels(updates: Sequence[Update]) -> list[timeline.LoadInterval]:
     """Mean requests in an engine between updates, as far as the workers told."""
     return [
-        ((before["finished_at"], update["finished_at"]), update["extra"]["engine/requests"])
+        ((before["finished_at"], update["finished_at"]), update["extra"]["engine/running_requests"])
         for before, update in pairwise(updates)
-        if "engine/requests" in update["extra"]
+        if "engine/running_requests" in update["extra"]
     ]
 
 
@@ -129,65 +129,68 @@ def _pause(update: Update) -> float:
     return float(min(sync, update["extra"].get("weights/pause_seconds", sync)))
 
 
-def _cycles(updates: Sequence[Update], lines: Sequence[timeline.Line]) -> tuple[Cycle, ...]:
+def _cycles(updates: Sequence[Update], lines: Sequence[timeline.EpisodeLine]) -> tuple[UpdateTimes, ...]:
     tokens: dict[int, int] = defaultdict(int)
     for line in lines:
-        if line["fate"] == episode_log.TRAINED:
-            tokens[line["version"] + 1] += sum(step["prompt"] + step["response"] for step in line["steps"])
+        if line["disposition"] == episode_log.TRAINED:
+            tokens[line["version"] + 1] += sum(
+                step["prompt_tokens"] + step["response_tokens"] for step in line["steps"]
+            )
     cycles = []
-    for before, update in pairwise(updates[UNCOUNTED - 1 :]):
+    for before, update in pairwise(updates[WARMUP_UPDATES - 1 :]):
         seconds = update["seconds"]
         other = update["finished_at"] - before["finished_at"] - sum(seconds[part] for part in ("wait", "train", "sync"))
         per_token = seconds["train"] / max(1, tokens[update["version"]])
-        cycles.append(Cycle(per_token, seconds["sync"], _pause(update), max(0.0, other)))
+        cycles.append(UpdateTimes(per_token, seconds["sync"], _pause(update), max(0.0, other)))
     return tuple(cycles)
 
 
-def _workload(placed: Sequence[timeline.Placed], work: Sequence[float], drops: bool) -> Recorded:
+def _workload(placed: Sequence[timeline.EpisodeTimeline], work: Sequence[float], drops: bool) -> RecordedWorkload:
     """Whole groups by their tickets: episodes of one task are alike, and share their fate.
 
     Abandoned episodes count with the steps that they had, for the rest of them is not known.
     """
-    episodes: dict[int, list[Episode]] = defaultdict(list)
+    episodes: dict[int, list[EpisodeWork]] = defaultdict(list)
     fates: dict[int, set[str]] = defaultdict(set)
     outcomes: dict[int, set[str]] = defaultdict(set)
     remaining = iter(work)
     for one in placed:
         steps = tuple(
-            Step(next(remaining), step["browser"], step["prompt"], step["response"]) for step in one.line["steps"]
+            StepWork(next(remaining), step["browser_seconds"], step["prompt_tokens"], step["response_tokens"])
+            for step in one.line["steps"]
         )
-        if one.line["fate"] == "duplicate":
+        if one.line["disposition"] == "duplicate":
             continue
-        trainable = bool(steps) and one.line["outcome"] in (*OUTCOMES, "abandoned")
-        episodes[one.line["ticket"]].append(Episode(one.reset, steps, trainable))
-        fates[one.line["ticket"]].add(one.line["fate"])
+        trainable = bool(steps) and one.line["outcome"] in (*TRAINABLE_OUTCOMES, "aborted")
+        episodes[one.line["ticket"]].append(EpisodeWork(one.reset, steps, trainable))
+        fates[one.line["ticket"]].add(one.line["disposition"])
         if trainable:
             outcomes[one.line["ticket"]].add(one.line["outcome"])
     tickets = sorted(episodes)
     groups = [GroupWork(tuple(episodes[t]), _fault(fates[t], outcomes[t], drops)) for t in tickets]
-    return Recorded(groups, {ticket: place for place, ticket in enumerate(tickets)})
+    return RecordedWorkload(groups, {ticket: place for place, ticket in enumerate(tickets)})
 
 
 def _fault(fates: set[str], outcomes: set[str], drops: bool) -> str | None:
     """Why the group would be dropped whenever it came; None if it would be trained."""
     if not outcomes:
         return "masked"
-    if names := sorted(fates & set(WITHOUT_VARIANCE)):
+    if names := sorted(fates & set(ZERO_VARIANCE_FATES)):
         return names[0]
     # Of a group that came too late the trainer did not look at the rewards.
     return "zero_variance" if drops and "stale" in fates and len(outcomes) == 1 else None
 
 
-def _figures(updates: Sequence[Update], lines: Sequence[timeline.Line]) -> Figures:
-    counted = updates[UNCOUNTED:]
-    seconds = counted[-1]["finished_at"] - updates[UNCOUNTED - 1]["finished_at"]
+def _figures(updates: Sequence[Update], lines: Sequence[timeline.EpisodeLine]) -> RunFigures:
+    counted = updates[WARMUP_UPDATES:]
+    seconds = counted[-1]["finished_at"] - updates[WARMUP_UPDATES - 1]["finished_at"]
     versions = {update["version"] for update in counted}
     lags = [
         line["version"] - line["oldest_version"]
         for line in lines
-        if line["fate"] == episode_log.TRAINED and line["version"] + 1 in versions
+        if line["disposition"] == episode_log.TRAINED and line["version"] + 1 in versions
     ]
-    return Figures(
+    return RunFigures(
         per_hour=3600 * len(lags) / seconds,
         staleness=sum(lags) / len(lags),
         waiting=sum(update["seconds"]["wait"] for update in counted) / seconds,
@@ -195,7 +198,7 @@ def _figures(updates: Sequence[Update], lines: Sequence[timeline.Line]) -> Figur
     )
 
 
-def fed_with(run: Measured, other: Measured) -> Measured:
+def with_times_from(run: MeasuredRun, other: MeasuredRun) -> MeasuredRun:
     """The mode and the figures of a run, with all times and the work of another."""
     engine = other.settings
     return replace(
@@ -206,13 +209,15 @@ def fed_with(run: Measured, other: Measured) -> Measured:
     )
 
 
-def compare(run: Measured, seeds: int, tolerance: float) -> tuple[list[Row], list[Result]]:
+def compare_with_simulation(
+    run: MeasuredRun, seeds: int, tolerance: float
+) -> tuple[list[FigureComparison], list[SimulationResult]]:
     """Simulate a run as often as there are seeds; figures are means. A row agrees within the tolerance, a share."""
     results = [simulate(run.settings, run.workload, run.cycles, seed) for seed in range(seeds)]
     rows = []
     for name, measured in vars(run.figures).items():
         values = [getattr(result, name) for result in results]
         simulated = fmean(values)
-        agrees = abs(simulated - measured) <= max(tolerance * measured, LITTLE.get(name, 0.0))
-        rows.append(Row(name, measured, simulated, pstdev(values), agrees))
+        agrees = abs(simulated - measured) <= max(tolerance * measured, ABSOLUTE_TOLERANCE.get(name, 0.0))
+        rows.append(FigureComparison(name, measured, simulated, pstdev(values), agrees))
     return rows, results

@@ -10,62 +10,62 @@ from typing import Protocol
 
 import numpy as np
 
-from tools.cluster.events import Call, Clock, Job, Shared
-from tools.cluster.work import Episode, GroupWork, Settings, Workload, core_rate, engine_rate
+from tools.cluster.events import Call, ProcessorSharingServer, ServerJob, SimulatedClock
+from tools.cluster.work import EpisodeWork, GroupWork, SimulationSettings, Workload, core_rate, engine_rate
 
 
-class Pace(Protocol):
+class SimulatedStepping(Protocol):
     """When the agents of a worker generate and act."""
 
-    def join(self, agent: Agent) -> None: ...
-    def enter(self, agent: Agent, call: Call) -> None: ...
-    def leave(self, agent: Agent, call: Call) -> None: ...
-    def quit(self, agent: Agent) -> None: ...
+    def join(self, agent: SimulatedAgent) -> None: ...
+    def enter(self, agent: SimulatedAgent, call: Call) -> None: ...
+    def leave(self, agent: SimulatedAgent, call: Call) -> None: ...
+    def quit(self, agent: SimulatedAgent) -> None: ...
 
 
-class Free:
+class SimulatedFreeRunning:
     """Nobody waits for anybody."""
 
-    def join(self, agent: Agent) -> None:
+    def join(self, agent: SimulatedAgent) -> None:
         """Nothing."""
 
-    def enter(self, agent: Agent, call: Call) -> None:
+    def enter(self, agent: SimulatedAgent, call: Call) -> None:
         """Generate at once."""
         call()
 
-    def leave(self, agent: Agent, call: Call) -> None:
+    def leave(self, agent: SimulatedAgent, call: Call) -> None:
         """Act at once."""
         call()
 
-    def quit(self, agent: Agent) -> None:
+    def quit(self, agent: SimulatedAgent) -> None:
         """Nothing."""
 
 
-class Lockstep:
+class SimulatedLockstep:
     """Rounds: all generate, then all act (docs/rollout.md, Stepping)."""
 
     def __init__(self) -> None:
-        self._members: dict[Agent, None] = {}
-        self._round: dict[Agent, None] = {}  # who still generates
-        self._entering: dict[Agent, Call] = {}
-        self._leaving: dict[Agent, Call] = {}
+        self._members: dict[SimulatedAgent, None] = {}
+        self._round: dict[SimulatedAgent, None] = {}  # who still generates
+        self._entering: dict[SimulatedAgent, Call] = {}
+        self._leaving: dict[SimulatedAgent, Call] = {}
 
-    def join(self, agent: Agent) -> None:
+    def join(self, agent: SimulatedAgent) -> None:
         """Waited for from here on."""
         self._members[agent] = None
 
-    def enter(self, agent: Agent, call: Call) -> None:
+    def enter(self, agent: SimulatedAgent, call: Call) -> None:
         """Generate with the next round."""
         self._entering[agent] = call
         self._advance()
 
-    def leave(self, agent: Agent, call: Call) -> None:
+    def leave(self, agent: SimulatedAgent, call: Call) -> None:
         """Act when the round is over."""
         self._round.pop(agent, None)
         self._leaving[agent] = call
         self._advance()
 
-    def quit(self, agent: Agent) -> None:
+    def quit(self, agent: SimulatedAgent) -> None:
         """Waited for no more."""
         self._members.pop(agent, None)
         self._round.pop(agent, None)
@@ -86,35 +86,37 @@ class Lockstep:
                 call()
 
 
-class Worker:
+class SimulatedWorker:
     """One engine, the groups that it runs, and the cores of its node."""
 
-    def __init__(self, clock: Clock, settings: Settings, cores: Shared) -> None:
-        self.engine = Shared(clock, engine_rate(settings.serial))
+    def __init__(self, clock: SimulatedClock, settings: SimulationSettings, cores: ProcessorSharingServer) -> None:
+        self.engine = ProcessorSharingServer(clock, engine_rate(settings.serial))
         self.cores = cores
-        self.groups: dict[Group, None] = {}
-        self.pace: Pace = Lockstep() if settings.stepping == "lockstep" else Free()
+        self.groups: dict[SimulatedGroup, None] = {}
+        self.stepping: SimulatedStepping = (
+            SimulatedLockstep() if settings.stepping == "lockstep" else SimulatedFreeRunning()
+        )
 
 
-class Agent:
+class SimulatedAgent:
     """One episode under way: reset, then generate and act until its steps are done."""
 
-    __slots__ = ("_job", "_step", "_worker", "ended", "group", "oldest", "plan", "responses")
+    __slots__ = ("_job", "_step", "_worker", "ended", "group", "oldest_version", "response_tokens", "work")
 
-    def __init__(self, group: Group, plan: Episode, worker: Worker) -> None:
-        self.group, self.plan, self._worker = group, plan, worker
-        self.oldest: int | None = None  # version
-        self.responses = 0  # tokens
+    def __init__(self, group: SimulatedGroup, plan: EpisodeWork, worker: SimulatedWorker) -> None:
+        self.group, self.work, self._worker = group, plan, worker
+        self.oldest_version: int | None = None  # version
+        self.response_tokens = 0  # tokens
         self.ended = False
         self._step = 0
-        self._job: tuple[Shared, Job] | None = None
+        self._job: tuple[ProcessorSharingServer, ServerJob] | None = None
 
     def start(self) -> None:
         """Reset."""
-        self._worker.pace.join(self)
-        self.group.rollout.clock.after(self.plan.reset, self._next)
+        self._worker.stepping.join(self)
+        self.group.rollout.clock.call_later(self.work.reset, self._next)
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """End where it is."""
         if not self.ended:
             if self._job is not None:
@@ -125,102 +127,109 @@ class Agent:
     def _next(self) -> None:
         if self.ended:
             return
-        if self._step == len(self.plan.steps):
+        if self._step == len(self.work.steps):
             self._end()
         else:
-            self._worker.pace.enter(self, self._generate)
+            self._worker.stepping.enter(self, self._generate)
 
     def _generate(self) -> None:
         version = self.group.rollout.version
-        step = self.plan.steps[self._step]
-        self._job = self._worker.engine, self._worker.engine.begin(step.generation, lambda: self._generated(version))
+        step = self.work.steps[self._step]
+        self._job = self._worker.engine, self._worker.engine.submit(step.generation, lambda: self._generated(version))
 
     def _generated(self, version: int) -> None:
         self._job = None
-        self.oldest = version if self.oldest is None else min(self.oldest, version)
-        self.responses += self.plan.steps[self._step].response
-        self._worker.pace.leave(self, self._act)
+        self.oldest_version = version if self.oldest_version is None else min(self.oldest_version, version)
+        self.response_tokens += self.work.steps[self._step].response
+        self._worker.stepping.leave(self, self._act)
 
     def _act(self) -> None:
-        cpu = self.plan.steps[self._step].cpu
+        cpu = self.work.steps[self._step].cpu
         if cpu:
-            self._job = self._worker.cores, self._worker.cores.begin(cpu, self._wait)
+            self._job = self._worker.cores, self._worker.cores.submit(cpu, self._wait)
         else:
             self._wait()
 
     def _wait(self) -> None:
         self._job = None
-        browser, self._step = self.plan.steps[self._step].browser, self._step + 1
-        self.group.rollout.clock.after(browser, self._next)
+        browser, self._step = self.work.steps[self._step].browser, self._step + 1
+        self.group.rollout.clock.call_later(browser, self._next)
 
     def _end(self) -> None:
         self.ended = True
-        self._worker.pace.quit(self)
-        self.group.one_ended()
+        self._worker.stepping.quit(self)
+        self.group.episode_ended()
 
 
-class Group:
+class SimulatedGroup:
     """The episodes of a ticket while they run, and afterwards until the trainer closes them."""
 
-    def __init__(self, rollout: Rollout, work: GroupWork, worker: Worker) -> None:
+    def __init__(self, rollout: SimulatedRollout, work: GroupWork, worker: SimulatedWorker) -> None:
         self.rollout, self.work, self.worker = rollout, work, worker
-        self.abandoned = False
-        self.agents = [Agent(self, episode, worker) for episode in work.episodes]
+        self.aborted = False
+        self.agents = [SimulatedAgent(self, episode, worker) for episode in work.episodes]
         self._running = len(self.agents)
 
     @property
-    def oldest(self) -> int | None:
+    def oldest_version(self) -> int | None:
         """The oldest version among the responses that count."""
-        return min((a.oldest for a in self.agents if a.oldest is not None and a.plan.trainable), default=None)
+        return min(
+            (a.oldest_version for a in self.agents if a.oldest_version is not None and a.work.trainable), default=None
+        )
 
     @property
     def running(self) -> int:
         """Episodes under way."""
         return self._running
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """End all episodes where they are."""
-        self.abandoned = True
+        self.aborted = True
         for agent in self.agents:
-            agent.abandon()
+            agent.abort()
 
-    def one_ended(self) -> None:
+    def episode_ended(self) -> None:
         """The last one brings the group to the trainer."""
         self._running -= 1
         if not self._running:
             del self.worker.groups[self]
-            self.rollout.ended(self)
+            self.rollout.group_ended(self)
 
 
-class Rollout:
+class SimulatedRollout:
     """All workers. They take tickets under the limit that the trainer raises."""
 
     def __init__(
-        self, clock: Clock, settings: Settings, workload: Workload, seed: int, arrived: Callable[[Group], None]
+        self,
+        clock: SimulatedClock,
+        settings: SimulationSettings,
+        workload: Workload,
+        seed: int,
+        arrived: Callable[[SimulatedGroup], None],
     ) -> None:
         """`arrived` is told of every group that is whole."""
         self.clock, self.version = clock, 0
-        self.begun = 0  # episodes
+        self.started_episodes = 0  # episodes
         self._settings, self._workload, self._seed, self._arrived = settings, workload, seed, arrived
         self._rng = np.random.default_rng(seed)
-        nodes = [Shared(clock, core_rate(settings.cores)) for _ in range(settings.nodes)]
+        nodes = [ProcessorSharingServer(clock, core_rate(settings.cores)) for _ in range(settings.nodes)]
         share = -(-settings.engines // settings.nodes)
-        self.workers = [Worker(clock, settings, nodes[n // share]) for n in range(settings.engines)]
+        self.workers = [SimulatedWorker(clock, settings, nodes[n // share]) for n in range(settings.engines)]
         self._taken = self._limit = 0
         self._trains = self._paused = False
 
-    def set_limit(self, limit: int) -> None:
+    def set_ticket_limit(self, limit: int) -> None:
         """Tickets that may be taken in all."""
         self._limit = limit
         self._fill()
 
-    def offer(self, version: int) -> None:
+    def announce_weights(self, version: int) -> None:
         """There are new weights: groups that they make too old are given up."""
         for worker in self.workers:
             for group in list(worker.groups):
-                oldest = group.oldest
+                oldest = group.oldest_version
                 if oldest is not None and version - oldest > self._settings.staleness:
-                    group.abandon()
+                    group.abort()
 
     def pause(self) -> None:
         """The engines take weights."""
@@ -232,12 +241,12 @@ class Rollout:
         self.version, self._paused = version, False
         self._set_speed()
 
-    def training(self, trains: bool) -> None:
+    def set_training(self, trains: bool) -> None:
         """The trainer trains, or has done so."""
         self._trains = trains
         self._set_speed()
 
-    def ended(self, group: Group) -> None:
+    def group_ended(self, group: SimulatedGroup) -> None:
         """A group is whole: its place is free."""
         self._arrived(group)
         self._fill()
@@ -259,12 +268,12 @@ class Rollout:
                 for _ in range(min(share, self._settings.groups_in_flight - len(worker.groups))):
                     self._begin(worker)
 
-    def _begin(self, worker: Worker) -> None:
+    def _begin(self, worker: SimulatedWorker) -> None:
         # A ticket means the same work in every system, so that systems are compared on the same.
         work = self._workload.draw(self._taken, np.random.default_rng((self._seed, self._taken)))
         self._taken += 1
-        group = Group(self, work, worker)
-        self.begun += len(group.agents)
+        group = SimulatedGroup(self, work, worker)
+        self.started_episodes += len(group.agents)
         worker.groups[group] = None
         for agent in group.agents:
             agent.start()

@@ -1,7 +1,7 @@
 """The trainer's side of the simulation, and what comes of a simulated run.
 
 The loop is that of trainer/loop.py with the tickets of trainer/coordinator.py: collect, train, hand the weights over,
-close. Groups that arrive while it trains are looked at when it collects again, as in trainer/groups.py.
+close. Groups that arrive while it trains are looked at when it collects again, as in trainer/data/group_source.py.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_webrl.control import ticket_limit
-from tools.cluster.events import Clock
-from tools.cluster.rollout import Group, Rollout
-from tools.cluster.work import Cycle, Settings, Workload
+from megatron_webrl.control.control_plane import ticket_limit
+from tools.cluster.events import SimulatedClock
+from tools.cluster.rollout import SimulatedGroup, SimulatedRollout
+from tools.cluster.work import SimulationSettings, UpdateTimes, Workload
 
-HOPELESS = 10_000
+MAX_DROPPED_GROUPS = 10_000
 """Groups dropped in a row after which a batch is not waited for any longer."""
 
 
 @dataclass(frozen=True)
-class Result:
+class SimulationResult:
     """Figures of a simulated run. Rates and shares are of the time after the uncounted updates."""
 
     seconds: float
@@ -40,8 +40,8 @@ class Result:
     dropped: dict[str, int]
     waiting_episodes: int  # ended, and neither trained nor dropped
     running_episodes: int
-    begun: int
-    marks: tuple[float, ...] = field(repr=False)  # seconds at which each update was done
+    started_episodes: int
+    update_end_seconds: tuple[float, ...] = field(repr=False)  # seconds at which each update was done
 
 
 @dataclass
@@ -61,18 +61,22 @@ class _Sums:
 class Simulation:
     """One run of `settings.updates` updates."""
 
-    def __init__(self, settings: Settings, workload: Workload, cycles: Sequence[Cycle], seed: int) -> None:
+    def __init__(
+        self, settings: SimulationSettings, workload: Workload, cycles: Sequence[UpdateTimes], seed: int
+    ) -> None:
         """`cycles`: one of them is drawn for each update."""
-        if settings.updates <= settings.uncounted:
-            raise ValueError(f"updates={settings.updates} leave none to count after the first {settings.uncounted}")
+        if settings.updates <= settings.warmup_updates:
+            raise ValueError(
+                f"updates={settings.updates} leave none to count after the first {settings.warmup_updates}"
+            )
         self._settings, self._cycles = settings, cycles
         self._rng = np.random.default_rng(seed)
-        self._clock = Clock()
-        self._rollout = Rollout(self._clock, settings, workload, seed, self._arrived)
+        self._clock = SimulatedClock()
+        self._rollout = SimulatedRollout(self._clock, settings, workload, seed, self._arrived)
         self._version, self._published = 0, 0
         self._collecting, self._since = False, 0.0
-        self._inbox: deque[Group] = deque()
-        self._ready: list[Group] = []
+        self._inbox: deque[SimulatedGroup] = deque()
+        self._ready: list[SimulatedGroup] = []
         self._limit = self._dropped_groups = 0
         self._in_vain = 0  # groups dropped since the last batch
         self._trained, self._dropped = 0, Counter[str]()
@@ -81,16 +85,16 @@ class Simulation:
         self._sums, self._before = _Sums(), _Sums()
         self._marks: list[float] = []
 
-    def run(self) -> Result:
+    def run(self) -> SimulationResult:
         """Let it run to the end."""
-        self._raise_limit(self._settings.ahead)
+        self._raise_limit(self._settings.updates_ahead)
         self._collect()
-        self._clock.run(lambda: len(self._marks) >= self._settings.updates)
+        self._clock.run_until(lambda: len(self._marks) >= self._settings.updates)
         return self._result()
 
     # -- groups ------------------------------------------------------------------------------------
 
-    def _arrived(self, group: Group) -> None:
+    def _arrived(self, group: SimulatedGroup) -> None:
         self._inbox.append(group)
         if self._collecting:
             self._poll()
@@ -110,7 +114,7 @@ class Simulation:
                 self._ready.append(group)
             else:
                 self._drop(group, reason)
-        self._raise_limit(self._settings.ahead)
+        self._raise_limit(self._settings.updates_ahead)
         if self._collecting and len(self._ready) >= self._settings.groups_per_update:
             self._collecting = False
             self._sums.wait += self._clock.now - self._since
@@ -119,41 +123,41 @@ class Simulation:
             del self._ready[: self._settings.groups_per_update]
             self._update(batch)
 
-    def _reason_to_drop(self, group: Group) -> str | None:
-        if group.abandoned:
-            return "abandoned"
-        return "stale" if self._stale(group) else group.work.fault
+    def _reason_to_drop(self, group: SimulatedGroup) -> str | None:
+        if group.aborted:
+            return "aborted"
+        return "stale" if self._stale(group) else group.work.drop_reason
 
-    def _stale(self, group: Group) -> bool:
-        oldest = group.oldest
+    def _stale(self, group: SimulatedGroup) -> bool:
+        oldest = group.oldest_version
         return oldest is not None and self._version - oldest > self._settings.staleness
 
-    def _drop(self, group: Group, reason: str) -> None:
+    def _drop(self, group: SimulatedGroup, reason: str) -> None:
         self._dropped_groups += 1
         self._in_vain += 1
-        if self._in_vain > HOPELESS:
+        if self._in_vain > MAX_DROPPED_GROUPS:
             raise RuntimeError(
-                f"{HOPELESS} groups in a row were dropped, the last as {reason}: none is left to train on"
+                f"{MAX_DROPPED_GROUPS} groups in a row were dropped, the last as {reason}: none is left to train on"
             )
         for agent in group.agents:
-            self._dropped[reason if agent.plan.trainable else "masked"] += 1
-            self._tokens[False] += agent.responses
+            self._dropped[reason if agent.work.trainable else "masked"] += 1
+            self._tokens[False] += agent.response_tokens
 
     def _raise_limit(self, ahead: int) -> None:
         if self._version < self._settings.updates:
             count = self._settings.groups_per_update
             self._limit = ticket_limit(0, 0, self._version * count + self._dropped_groups, ahead, count)
-        self._rollout.set_limit(self._limit)
+        self._rollout.set_ticket_limit(self._limit)
 
     # -- an update ---------------------------------------------------------------------------------
 
-    def _update(self, batch: list[Group]) -> None:
+    def _update(self, batch: list[SimulatedGroup]) -> None:
         cycle = self._cycles[int(self._rng.integers(len(self._cycles)))]
-        tokens = sum(s.prompt + s.response for g in batch for a in g.agents if a.plan.trainable for s in a.plan.steps)
+        tokens = sum(s.prompt + s.response for g in batch for a in g.agents if a.work.trainable for s in a.work.steps)
         train = tokens * cycle.seconds_per_token
 
         def trained() -> None:
-            self._rollout.training(False)
+            self._rollout.set_training(False)
             self._sums.train += train
             self._version += 1
             if self._settings.mode == "one_step_off":
@@ -162,8 +166,8 @@ class Simulation:
                 self._sync(cycle, lambda: self._record(batch, cycle))
 
         def begin() -> None:
-            self._rollout.training(True)
-            self._clock.after(train, trained)
+            self._rollout.set_training(True)
+            self._clock.call_later(train, trained)
 
         def handed_over() -> None:
             if self._version + 1 < self._settings.updates:
@@ -177,28 +181,28 @@ class Simulation:
         else:
             handed_over()
 
-    def _sync(self, cycle: Cycle, done: Callable[[], None]) -> None:
+    def _sync(self, cycle: UpdateTimes, done: Callable[[], None]) -> None:
         self._published = self._version
-        self._rollout.offer(self._version)
+        self._rollout.announce_weights(self._version)
 
         def end() -> None:
             self._sums.sync += cycle.sync
             self._rollout.resume(self._version)
             done()
 
-        self._clock.after(cycle.sync - cycle.pause, self._rollout.pause)
-        self._clock.after(cycle.sync, end)
+        self._clock.call_later(cycle.sync - cycle.pause, self._rollout.pause)
+        self._clock.call_later(cycle.sync, end)
 
-    def _record(self, batch: list[Group], cycle: Cycle) -> None:
+    def _record(self, batch: list[SimulatedGroup], cycle: UpdateTimes) -> None:
         self._marks.append(self._clock.now)
         for group in batch:
             for agent in group.agents:
-                self._close(agent.plan.trainable, agent.oldest, agent.responses)
-        if self._version == self._settings.uncounted:
+                self._close(agent.work.trainable, agent.oldest_version, agent.response_tokens)
+        if self._version == self._settings.warmup_updates:
             self._before = self._now()
         if self._version < self._settings.updates:
-            self._raise_limit(self._settings.ahead)
-            self._clock.after(cycle.other, self._collect)
+            self._raise_limit(self._settings.updates_ahead)
+            self._clock.call_later(cycle.other, self._collect)
 
     def _close(self, trainable: bool, oldest: int | None, responses: int) -> None:
         self._tokens[trainable] += responses
@@ -216,24 +220,24 @@ class Simulation:
 
     def _now(self) -> _Sums:
         for worker in self._rollout.workers:
-            worker.engine.advance()
+            worker.engine.update_totals()
         sums = _Sums(**vars(self._sums))
         sums.time = self._clock.now
-        sums.busy = sum(worker.engine.busy for worker in self._rollout.workers)
-        sums.accomplished = sum(worker.engine.accomplished for worker in self._rollout.workers)
+        sums.busy = sum(worker.engine.busy_seconds for worker in self._rollout.workers)
+        sums.accomplished = sum(worker.engine.work_done for worker in self._rollout.workers)
         return sums
 
-    def _result(self) -> Result:
+    def _result(self) -> SimulationResult:
         now = vars(self._now())
         found = _Sums(**{name: now[name] - value for name, value in vars(self._before).items()})
         seconds, engines = found.time, len(self._rollout.workers)
         held = [*self._ready, *self._inbox]
         running = [group for worker in self._rollout.workers for group in worker.groups]
         under_way = sum(group.running for group in running)
-        return Result(
+        return SimulationResult(
             seconds=seconds,
             per_hour=3600 * found.trajectories / seconds,
-            updates_per_hour=3600 * (self._settings.updates - self._settings.uncounted) / seconds,
+            updates_per_hour=3600 * (self._settings.updates - self._settings.warmup_updates) / seconds,
             staleness=found.lags / max(1, found.trajectories),
             staleness_max=self._lag_max,
             waiting=found.wait / seconds,
@@ -246,11 +250,13 @@ class Simulation:
             dropped=dict(self._dropped),
             waiting_episodes=sum(len(g.agents) for g in [*held, *running]) - under_way,
             running_episodes=under_way,
-            begun=self._rollout.begun,
-            marks=tuple(self._marks),
+            started_episodes=self._rollout.started_episodes,
+            update_end_seconds=tuple(self._marks),
         )
 
 
-def simulate(settings: Settings, workload: Workload, cycles: Sequence[Cycle], seed: int = 0) -> Result:
+def simulate(
+    settings: SimulationSettings, workload: Workload, cycles: Sequence[UpdateTimes], seed: int = 0
+) -> SimulationResult:
     """One simulated run. The same seed gives the same run."""
     return Simulation(settings, workload, cycles, seed).run()

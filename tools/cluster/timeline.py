@@ -15,34 +15,34 @@ from typing import Any
 
 import numpy as np
 
-SERIAL = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-OVERLAP = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
-EQUAL = 1.01  # a fit whose error is within this factor of the least one is as good
+SERIAL_CANDIDATES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+OVERLAP_CANDIDATES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+FIT_TOLERANCE = 1.01  # a fit whose error is within this factor of the least one is as good
 
-Line = Mapping[str, Any]
-Span = tuple[float, float]  # from and to, unix seconds
-Level = tuple[Span, float]  # mean requests in an engine meanwhile
+EpisodeLine = Mapping[str, Any]
+TimeSpan = tuple[float, float]  # from and to, unix seconds
+LoadInterval = tuple[TimeSpan, float]  # mean requests in an engine meanwhile
 
 
 @dataclass(frozen=True)
-class Placed:
+class EpisodeTimeline:
     """An episode in time."""
 
-    line: Line
+    line: EpisodeLine
     reset: float  # seconds before its first answer is asked for, from the start of its group
-    begins: tuple[float, ...]  # unix seconds at which each answer was asked for
+    request_starts: tuple[float, ...]  # unix seconds at which each answer was asked for
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineFit:
     """What fits the requests of a run best: tools/cluster/work.py, Settings."""
 
     serial: float
     overlap: float
-    work: np.ndarray  # [requests], seconds of an engine with nothing else to do
+    request_work: np.ndarray  # [requests], seconds of an engine with nothing else to do
 
 
-def place(lines: Sequence[Line], stepping: str) -> list[Placed]:
+def reconstruct_timelines(lines: Sequence[EpisodeLine], stepping: str) -> list[EpisodeTimeline]:
     """All episodes in time, in no particular order."""
     starts: dict[int, float] = {}
     for line in lines:
@@ -52,22 +52,24 @@ def place(lines: Sequence[Line], stepping: str) -> list[Placed]:
     return [placed for cohort in _cohorts(lines) for placed in _in_step(cohort, starts)]
 
 
-def _start(line: Line) -> float:
+def _start(line: EpisodeLine) -> float:
     return float(line["finished_at"] - line["seconds"])
 
 
-def _free(line: Line, starts: Mapping[int, float]) -> Placed:
-    reset = max(0.0, line["seconds"] - sum(step["generation"] + step["browser"] for step in line["steps"]))
+def _free(line: EpisodeLine, starts: Mapping[int, float]) -> EpisodeTimeline:
+    reset = max(
+        0.0, line["seconds"] - sum(step["generation_seconds"] + step["browser_seconds"] for step in line["steps"])
+    )
     begins, now = [], _start(line) + reset
     for step in line["steps"]:
         begins.append(now)
-        now += step["generation"] + step["browser"]
-    return Placed(line, reset + _start(line) - starts[line["ticket"]], tuple(begins))
+        now += step["generation_seconds"] + step["browser_seconds"]
+    return EpisodeTimeline(line, reset + _start(line) - starts[line["ticket"]], tuple(begins))
 
 
-def _cohorts(lines: Sequence[Line]) -> list[list[Line]]:
+def _cohorts(lines: Sequence[EpisodeLine]) -> list[list[EpisodeLine]]:
     """Episodes of a worker that began before the first of them ended: they share their rounds from the first on."""
-    cohorts: list[list[Line]] = []
+    cohorts: list[list[EpisodeLine]] = []
     for line in sorted(lines, key=lambda line: (line["worker"], _start(line))):
         last = cohorts[-1] if cohorts else []
         together = last and last[0]["worker"] == line["worker"]
@@ -78,15 +80,15 @@ def _cohorts(lines: Sequence[Line]) -> list[list[Line]]:
     return cohorts
 
 
-def _in_step(cohort: Sequence[Line], group_starts: Mapping[int, float]) -> list[Placed]:
+def _in_step(cohort: Sequence[EpisodeLine], group_starts: Mapping[int, float]) -> list[EpisodeTimeline]:
     """Rounds end with their slowest, so that only the latest reset shows: it is taken for that of all."""
-    generations = _slowest(cohort, "generation")
-    browsers = _slowest(cohort, "browser")
+    generations = _slowest(cohort, "generation_seconds")
+    browsers = _slowest(cohort, "browser_seconds")
     starts = [0.0]  # of rounds, after the first one's
     for generation, browser in zip(generations, browsers, strict=True):
         starts.append(starts[-1] + generation + browser)
     firsts = [
-        line["finished_at"] - line["steps"][-1]["browser"] - generations[len(line["steps"]) - 1]
+        line["finished_at"] - line["steps"][-1]["browser_seconds"] - generations[len(line["steps"]) - 1]
         - starts[len(line["steps"]) - 1]
         for line in cohort
         if line["steps"]
@@ -96,18 +98,21 @@ def _in_step(cohort: Sequence[Line], group_starts: Mapping[int, float]) -> list[
     for line in cohort:
         begun = group_starts[line["ticket"]]
         reset = max(0.0, first - begun) if line["steps"] else line["finished_at"] - begun
-        placed.append(Placed(line, reset, tuple(first + start for start in starts[: len(line["steps"])])))
+        placed.append(EpisodeTimeline(line, reset, tuple(first + start for start in starts[: len(line["steps"])])))
     return placed
 
 
-def _slowest(cohort: Sequence[Line], what: str) -> list[float]:
+def _slowest(cohort: Sequence[EpisodeLine], what: str) -> list[float]:
     rounds = max(len(line["steps"]) for line in cohort)
     return [max(line["steps"][n][what] for line in cohort if n < len(line["steps"])) for n in range(rounds)]
 
 
-def fit(
-    episodes: Sequence[Placed], training: Sequence[Span], pauses: Sequence[Span], levels: Sequence[Level] = ()
-) -> Engine:
+def fit_engine(
+    episodes: Sequence[EpisodeTimeline],
+    training: Sequence[TimeSpan],
+    pauses: Sequence[TimeSpan],
+    levels: Sequence[LoadInterval] = (),
+) -> EngineFit:
     """How much slower requests get by others, and by training on the same processors.
 
     `training`, `pauses`: when. Of all pairs of Settings.serial and .overlap that is taken under which what the engines
@@ -119,26 +124,38 @@ def fit(
     """
     requests = _Requests(episodes, training, pauses, levels)
     if not len(requests.begins):
-        return Engine(0.0, 1.0, np.zeros(0))
-    trials = [(requests.error(serial, overlap), serial, 1 - overlap) for serial in SERIAL for overlap in OVERLAP]
+        return EngineFit(0.0, 1.0, np.zeros(0))
+    trials = [
+        (requests.error(serial, overlap), serial, 1 - overlap)
+        for serial in SERIAL_CANDIDATES
+        for overlap in OVERLAP_CANDIDATES
+    ]
     least = min(trials)[0]
-    _, serial, slower = min((trial for trial in trials if trial[0] <= EQUAL * least + 1e-9), key=lambda t: t[1:])
-    return Engine(serial, 1 - slower, requests.work(serial, 1 - slower))
+    _, serial, slower = min(
+        (trial for trial in trials if trial[0] <= FIT_TOLERANCE * least + 1e-9), key=lambda t: t[1:]
+    )
+    return EngineFit(serial, 1 - slower, requests.work(serial, 1 - slower))
 
 
 class _Requests:
     """Requests of all engines, and between which moments how many were in which."""
 
     def __init__(
-        self, episodes: Sequence[Placed], training: Sequence[Span], pauses: Sequence[Span], levels: Sequence[Level]
+        self,
+        episodes: Sequence[EpisodeTimeline],
+        training: Sequence[TimeSpan],
+        pauses: Sequence[TimeSpan],
+        levels: Sequence[LoadInterval],
     ) -> None:
         steps = [step for episode in episodes for step in episode.line["steps"]]
-        self.begins = np.array([begin for episode in episodes for begin in episode.begins])
-        self._ends = self.begins + np.array([step["generation"] for step in steps])
+        self.begins = np.array([begin for episode in episodes for begin in episode.request_starts])
+        self._ends = self.begins + np.array([step["generation_seconds"] for step in steps])
         # [requests, 3]: what a linear function of the tokens is made of
-        self._features = np.array([(1, step["prompt"] - step["cached"], step["response"]) for step in steps], float)
+        self._features = np.array(
+            [(1, step["prompt_tokens"] - step["cached_tokens"], step["response_tokens"]) for step in steps], float
+        )
         by_worker: dict[str, list[int]] = defaultdict(list)
-        for number, worker in enumerate(e.line["worker"] for e in episodes for _ in e.begins):
+        for number, worker in enumerate(e.line["worker"] for e in episodes for _ in e.request_starts):
             by_worker[worker].append(number)
         edges = [moment for span in (*training, *pauses, *(span for span, _ in levels)) for moment in span]
         self._engines = [
@@ -170,7 +187,7 @@ class _Load:
 
     def __init__(
         self, numbers: np.ndarray, begins: np.ndarray, ends: np.ndarray, edges: Sequence[float],
-        training: Sequence[Span], pauses: Sequence[Span],
+        training: Sequence[TimeSpan], pauses: Sequence[TimeSpan],
     ) -> None:  # fmt: skip
         self.numbers = numbers
         begin, end = np.sort(begins[numbers]), np.sort(ends[numbers])
@@ -182,11 +199,11 @@ class _Load:
         self._trains = _within(self._middles, training)
         self._pauses = _within(self._middles, pauses)
 
-    def area(self, span: Span) -> float:
+    def area(self, span: TimeSpan) -> float:
         """Request-seconds in a span."""
         return float((self._count * self._lengths)[_within(self._middles, [span])].sum())
 
-    def multiply(self, span: Span, factor: float) -> None:
+    def multiply(self, span: TimeSpan, factor: float) -> None:
         """There were so many more requests in a span."""
         self._count[_within(self._middles, [span])] *= factor
 
@@ -197,7 +214,7 @@ class _Load:
         return np.concatenate([[0.0], np.cumsum(rates * self._lengths)])
 
 
-def _within(moments: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
+def _within(moments: np.ndarray, spans: Sequence[TimeSpan]) -> np.ndarray:
     found = np.zeros(len(moments), bool)
     for begin, end in spans:
         found |= (moments > begin) & (moments < end)

@@ -8,11 +8,11 @@ from typing import Protocol
 
 import numpy as np
 
-UNLIMITED = 10**9
+UNLIMITED_CORES = 10**9
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepWork:
     """One step of an episode."""
 
     generation: float  # seconds of an engine that has no other request
@@ -23,11 +23,11 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Episode:
+class EpisodeWork:
     """One episode, whatever happens around it."""
 
     reset: float  # seconds before the first prompt
-    steps: tuple[Step, ...]
+    steps: tuple[StepWork, ...]
     trainable: bool = True  # False: masked
 
 
@@ -35,8 +35,8 @@ class Episode:
 class GroupWork:
     """The episodes of one ticket, and what the trainer would drop it for even if it came in time."""
 
-    episodes: tuple[Episode, ...]
-    fault: str | None = None  # all_failed, masked, ...
+    episodes: tuple[EpisodeWork, ...]
+    drop_reason: str | None = None  # all_failed, masked, ...
 
 
 class Workload(Protocol):
@@ -48,20 +48,20 @@ class Workload(Protocol):
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedWorkload:
     """Groups that a run had, or that a test lists."""
 
     groups: Sequence[GroupWork]
-    places: Mapping[int, int] = field(default_factory=dict)  # of tickets among the groups
+    index_by_ticket: Mapping[int, int] = field(default_factory=dict)  # of tickets among the groups
 
     def draw(self, ticket: int, rng: np.random.Generator) -> GroupWork:
         """What the ticket was, or any of the groups where that is not known."""
-        place = self.places.get(ticket)
+        place = self.index_by_ticket.get(ticket)
         return self.groups[int(rng.integers(len(self.groups))) if place is None else place]
 
 
 @dataclass(frozen=True)
-class Cycle:
+class UpdateTimes:
     """How long the trainer takes: one update's times."""
 
     seconds_per_token: float  # prompts and responses of the batch, each counted once
@@ -71,7 +71,7 @@ class Cycle:
 
 
 @dataclass(frozen=True)
-class Settings:
+class SimulationSettings:
     """The system. Modes and stepping are those of docs/rollout.md."""
 
     mode: str
@@ -84,8 +84,8 @@ class Settings:
     serial: float = 0.0  # share of a request's work that an engine does for one request at a time
     overlap: float = 1.0  # speed of the engines while the trainer trains: below 1 where they share processors
     nodes: int = 1
-    cores: int = UNLIMITED  # of each node, for browsers
-    uncounted: int = 1  # updates at the beginning that no figure counts
+    cores: int = UNLIMITED_CORES  # of each node, for browsers
+    warmup_updates: int = 1  # updates at the beginning that no figure counts
 
     @property
     def staleness(self) -> int:
@@ -93,7 +93,7 @@ class Settings:
         return {"async": self.max_staleness, "one_step_off": 1, "sync": 0}[self.mode]
 
     @property
-    def ahead(self) -> int:
+    def updates_ahead(self) -> int:
         """Updates whose groups may be begun before their turn, while groups are collected."""
         return self.max_staleness if self.mode == "async" else 0
 

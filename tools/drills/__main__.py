@@ -17,35 +17,35 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_webrl import processes
-from tests.virtual_nodes import small_disk
-from tests.virtual_slurm import Cluster, virtual_slurm, why_not
+from megatron_webrl.system import child_process
+from tests.slurm.virtual_nodes import small_disk
+from tests.slurm.virtual_slurm import Cluster, virtual_slurm, why_not
 from tools.drills.faults import DRILLS, Drill
-from tools.drills.run import START_SECONDS, DrillError, Run, left_on
+from tools.drills.run import START_SECONDS, DrillError, DrillJob, leftovers_on
 
 NODES = 4
-SCRATCH = "drills-"
-BEFORE = 2  # updates before the fault
-END_SECONDS = 1200.0
-LEFT_SECONDS = 30.0  # for processes of a job to be gone after it
+SCRATCH_PREFIX = "drills-"
+UPDATES_BEFORE_FAULT = 2  # updates before the fault
+JOB_SECONDS = 1200.0
+CLEANUP_SECONDS = 30.0  # for processes of a job to be gone after it
 DISK_MIB = 640
-OPEN_AT_END = 4  # tickets in flight: (max_staleness + 1) * groups_per_update of tests/tiny_settings.py
+OPEN_TICKETS_AT_END = 4  # tickets in flight: (max_staleness + 1) * groups_per_update of tests/tiny_settings.py
 
 
 @dataclass
-class Result:
+class DrillResult:
     """What came of a drill."""
 
     drill: str
     fault: str
-    happened: list[str] = field(default_factory=list)  # what the logs have told people after the fault
-    seconds: float | None = None  # from the fault to the end of the next update
-    wrong: list[str] = field(default_factory=list)
+    log_lines: list[str] = field(default_factory=list)  # what the logs have told people after the fault
+    recovery_seconds: float | None = None  # from the fault to the end of the next update
+    problems: list[str] = field(default_factory=list)
 
     @property
-    def well(self) -> bool:
+    def passed(self) -> bool:
         """Whether everything is as promised."""
-        return not self.wrong
+        return not self.problems
 
 
 def main() -> int:
@@ -64,8 +64,12 @@ def main() -> int:
     if reason := why_not(namespaces=True):
         sys.stderr.write(f"drill: {reason}\n")
         return 2
-    processes.sweep_scratch(SCRATCH)  # of drills that were killed
-    folder = Path(tempfile.mkdtemp(prefix="kept-drills-")) if options.keep else processes.scratch_folder(SCRATCH)
+    child_process.sweep_scratch(SCRATCH_PREFIX)  # of drills that were killed
+    folder = (
+        Path(tempfile.mkdtemp(prefix="kept-drills-"))
+        if options.keep
+        else child_process.make_scratch_folder(SCRATCH_PREFIX)
+    )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it tidies up, as after Ctrl-C
     try:
         results = run_drills([DRILLS[name] for name in options.names or DRILLS], folder)
@@ -74,13 +78,13 @@ def main() -> int:
             shutil.rmtree(folder, ignore_errors=True)
     if options.json:
         options.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
-    Console(width=140).print(table(results))
+    Console(width=140).print(results_table(results))
     if options.keep:
         print(f"runs and logs: {folder}")
-    return 0 if all(result.well for result in results) else 1
+    return 0 if all(result.passed for result in results) else 1
 
 
-def run_drills(drills: Sequence[Drill], folder: Path) -> list[Result]:
+def run_drills(drills: Sequence[Drill], folder: Path) -> list[DrillResult]:
     """Run drills one after another on one cluster, each with a job of its own in `folder`."""
     disk = folder / "small disk"
     disk.mkdir()
@@ -88,74 +92,82 @@ def run_drills(drills: Sequence[Drill], folder: Path) -> list[Result]:
         results = []
         for drill in drills:
             (folder / drill.name).mkdir()
-            result = perform(drill, cluster, folder / drill.name, disk)
-            words = "well" if result.well else "; ".join(result.wrong)
+            result = run_drill(drill, cluster, folder / drill.name, disk)
+            words = "well" if result.passed else "; ".join(result.problems)
             print(f"{drill.name}: {words}", flush=True)
             results.append(result)
         return results
 
 
-def perform(drill: Drill, cluster: Cluster, folder: Path, disk: Path) -> Result:
+def run_drill(drill: Drill, cluster: Cluster, folder: Path, disk: Path) -> DrillResult:
     """One drill, from sbatch to a tidy cluster."""
-    result = Result(drill.name, drill.fault)
-    run = Run.submit(cluster, folder, sys.executable, BEFORE + drill.after)
+    result = DrillResult(drill.name, drill.fault)
+    run = DrillJob.submit(cluster, folder, sys.executable, UPDATES_BEFORE_FAULT + drill.updates_after)
     try:
         if drill.small_disk:
-            run.await_(run.run_folder.is_dir, "folder of the run", START_SECONDS)
+            run.wait_for(run.run_folder.is_dir, "folder of the run", START_SECONDS)
             (run.run_folder / "checkpoints").symlink_to(disk)
         _watch(drill, run, result)
     except (DrillError, AssertionError, OSError) as error:
-        result.wrong.append(str(error))
-        cluster.run("scancel", run.job)
-    result.wrong += _left(cluster, drill.loses)
-    if drill.loses and not cluster.first_process(drill.loses):
-        cluster.start_node(drill.loses)
+        result.problems.append(str(error))
+        cluster.run("scancel", run.job_id)
+    result.problems += _left(cluster, drill.lost_node)
+    if drill.lost_node and not cluster.first_process(drill.lost_node):
+        cluster.start_node(drill.lost_node)
     return result
 
 
-def _watch(drill: Drill, run: Run, result: Result) -> None:
-    from tests.run_checks import wrong_with
+def _watch(drill: Drill, run: DrillJob, result: DrillResult) -> None:
+    from tests.preflight.run_checks import wrong_with
 
-    run.await_(lambda: run.saved() >= BEFORE, f"checkpoint of update {BEFORE}", START_SECONDS)
-    lives, said, struck = run.lives(*drill.same), run.sizes(), time.time()
-    drill.strike(run)
+    run.wait_for(
+        lambda: run.checkpoint_version() >= UPDATES_BEFORE_FAULT,
+        f"checkpoint of update {UPDATES_BEFORE_FAULT}",
+        START_SECONDS,
+    )
+    lives, said, struck = run.start_times(*drill.must_survive), run.log_sizes(), time.time()
+    drill.inject(run)
     since = struck
     if drill.requeued:  # what the job still makes before its end is no recovery
-        run.await_(run.restarts, "start of the job again", END_SECONDS)
+        run.wait_for(run.restarts, "start of the job again", JOB_SECONDS)
         since = time.time()
-    next_update = run.await_(lambda: run.finished_after(since), "update after the fault", END_SECONDS)
-    result.seconds = next_update - struck
-    if changed := sorted(name for name, begun in run.lives(*drill.same).items() if lives.get(name) != begun):
-        result.wrong.append(f"started again: {', '.join(changed)}")
-    state = run.wait(END_SECONDS)
-    result.happened = run.said_since(said)
+    next_update = run.wait_for(lambda: run.first_update_after(since), "update after the fault", JOB_SECONDS)
+    result.recovery_seconds = next_update - struck
+    if changed := sorted(
+        name for name, begun in run.start_times(*drill.must_survive).items() if lives.get(name) != begun
+    ):
+        result.problems.append(f"started again: {', '.join(changed)}")
+    state = run.wait_until_ended(JOB_SECONDS)
+    result.log_lines = run.log_lines_since(said)
     if state != "COMPLETED":
-        result.wrong.append(f"the job is {state}: {run.last_words()}")
+        result.problems.append(f"the job is {state}: {run.last_log_line()}")
         return
-    result.wrong += wrong_with(run.run_folder, run.updates, OPEN_AT_END)
+    result.problems += wrong_with(run.run_folder, run.updates, OPEN_TICKETS_AT_END)
     if bool(run.restarts()) != drill.requeued:
-        result.wrong.append(f"Slurm started the job again {run.restarts()} times")
-    if not re.search(drill.says, "\n".join(result.happened)):
-        result.wrong.append(f"the log does not say: {drill.says}")
+        result.problems.append(f"Slurm started the job again {run.restarts()} times")
+    if not re.search(drill.log_pattern, "\n".join(result.log_lines)):
+        result.problems.append(f"the log does not say: {drill.log_pattern}")
 
 
 def _left(cluster: Cluster, lost: str) -> list[str]:
-    deadline = time.monotonic() + LEFT_SECONDS
+    deadline = time.monotonic() + CLEANUP_SECONDS
     nodes = [f"n{number}" for number in range(1, cluster.nodes + 1)]
-    while left := [each for node in nodes if node != lost for each in left_on(cluster, node)]:
+    while left := [each for node in nodes if node != lost for each in leftovers_on(cluster, node)]:
         if time.monotonic() > deadline:
             return [f"left behind: {', '.join(left)}"]
         time.sleep(0.5)
     return []
 
 
-def table(results: Sequence[Result]) -> Table:
+def results_table(results: Sequence[DrillResult]) -> Table:
     """The results for people."""
     found = Table("drill", "fault", "what happened", "s to the next update", "result")
     for result in results:
-        happened = "\n".join(line[:150] for line in result.happened[:4])
-        seconds = "-" if result.seconds is None else f"{result.seconds:.0f}"
-        found.add_row(result.drill, result.fault, happened, seconds, "well" if result.well else "\n".join(result.wrong))
+        happened = "\n".join(line[:150] for line in result.log_lines[:4])
+        seconds = "-" if result.recovery_seconds is None else f"{result.recovery_seconds:.0f}"
+        found.add_row(
+            result.drill, result.fault, happened, seconds, "well" if result.passed else "\n".join(result.problems)
+        )
     return found
 
 

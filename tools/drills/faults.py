@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import psutil
 
-from tools.drills.run import FIRST, SECOND, DrillError, Run
+from tools.drills.run import FIRST_NODE, SECOND_NODE, DrillError, DrillJob
 
 CUT_SECONDS = 20.0
-FULL_FAILURES = 2  # checkpoints that fail for want of room before there is some again
+FAILED_CHECKPOINTS = 2  # checkpoints that fail for want of room before there is some again
 FAULT_SECONDS = 300.0
 
 
@@ -24,13 +24,13 @@ class Drill:
 
     name: str
     fault: str  # in words
-    strike: Callable[[Run], None]  # returns when the cause is gone again, or is for good
+    inject: Callable[[DrillJob], None]  # returns when the cause is gone again, or is for good
     requeued: bool = False  # Slurm starts the job again
-    same: tuple[tuple[str, str], ...] = ()  # (node, role): processes that must not have been started again
-    says: str = ""  # what the log of the job must say of it, as a regular expression
+    must_survive: tuple[tuple[str, str], ...] = ()  # (node, role): processes that must not have been started again
+    log_pattern: str = ""  # what the log of the job must say of it, as a regular expression
     small_disk: bool = False  # checkpoints have a disk of their own
-    loses: str = ""  # the node that does not come back
-    after: int = 4  # updates after the fault, at least
+    lost_node: str = ""  # the node that does not come back
+    updates_after: int = 4  # updates after the fault, at least
 
 
 def _kill(process: psutil.Process | None, what: str) -> None:
@@ -39,52 +39,56 @@ def _kill(process: psutil.Process | None, what: str) -> None:
     process.send_signal(signal.SIGKILL)
 
 
-def engine(run: Run) -> None:
+def kill_engine(run: DrillJob) -> None:
     """The process of vLLM beneath a worker."""
-    found = [process for process in run.cluster.processes(SECOND) if "EngineCore" in _line(process)]
-    _kill(next(iter(found), None), f"engine on {SECOND}")
+    found = [process for process in run.cluster.processes(SECOND_NODE) if "EngineCore" in _line(process)]
+    _kill(next(iter(found), None), f"engine on {SECOND_NODE}")
 
 
-def browsers(run: Run) -> None:
+def kill_browsers(run: DrillJob) -> None:
     """All Chromiums of a node, and the process that hosts them."""
     found = [
         process
-        for process in run.cluster.processes(SECOND)
+        for process in run.cluster.processes(SECOND_NODE)
         if "chrom" in _line(process).split(" ")[0] or "megatron_webrl.cli browsers serve" in _line(process)
     ]
     if not found:
-        raise DrillError(f"there are no browsers on {SECOND}")
+        raise DrillError(f"there are no browsers on {SECOND_NODE}")
     for process in found:
         with suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL)
 
 
-def trainer(run: Run) -> None:
+def kill_trainer_rank(run: DrillJob) -> None:
     """One rank of the trainer."""
-    _kill(run.role(SECOND, "trainer-1"), "trainer-1")
+    _kill(run.role_process(SECOND_NODE, "trainer-1"), "trainer-1")
 
 
-def node(run: Run) -> None:
+def kill_node(run: DrillJob) -> None:
     """A node of the job, with a trainer rank and an engine."""
-    run.cluster.kill_node(SECOND)
+    run.cluster.kill_node(SECOND_NODE)
 
 
-def link(run: Run) -> None:
+def cut_link(run: DrillJob) -> None:
     """The cable of a node, for a while."""
-    run.cluster.cut(SECOND)
+    run.cluster.cut(SECOND_NODE)
     try:
         time.sleep(CUT_SECONDS)
     finally:
-        run.cluster.mend(SECOND)
+        run.cluster.mend(SECOND_NODE)
 
 
-def disk(run: Run) -> None:
+def fill_disk(run: DrillJob) -> None:
     """The disk of the checkpoints is full until some could not be written."""
     filler = run.run_folder / "checkpoints" / "filler"
     descriptor = os.open(filler, os.O_CREAT | os.O_WRONLY)
     try:
-        run.await_(lambda: _filled(descriptor), "full disk", FAULT_SECONDS)
-        run.await_(lambda: run.version() - run.saved() > FULL_FAILURES, "update without a checkpoint", FAULT_SECONDS)
+        run.wait_for(lambda: _filled(descriptor), "full disk", FAULT_SECONDS)
+        run.wait_for(
+            lambda: run.newest_version() - run.checkpoint_version() > FAILED_CHECKPOINTS,
+            "update without a checkpoint",
+            FAULT_SECONDS,
+        )
     finally:
         os.close(descriptor)
         filler.unlink()
@@ -98,24 +102,38 @@ def _filled(descriptor: int) -> bool:
     return False
 
 
-def preempt(run: Run) -> None:
+def preempt_job(run: DrillJob) -> None:
     """What Slurm sends the script of a job that has to make room (#SBATCH --signal)."""
-    run.cluster.run("scancel", "--batch", "--signal=USR1", run.job)
+    run.cluster.run("scancel", "--batch", "--signal=USR1", run.job_id)
 
 
-TRAINERS = ((FIRST, "trainer-0"), (SECOND, "trainer-1"))
-WORKERS = ((FIRST, "rollout-0"), (SECOND, "rollout-1"))
+TRAINERS = ((FIRST_NODE, "trainer-0"), (SECOND_NODE, "trainer-1"))
+WORKERS = ((FIRST_NODE, "rollout-0"), (SECOND_NODE, "rollout-1"))
 
 DRILLS = {
     drill.name: drill
     for drill in (
-        Drill("engine", "an engine is killed", engine, same=(*TRAINERS, WORKERS[0]), says="rollout-1 .*started again"),
-        Drill("browsers", "all browsers of a node are killed", browsers, same=(*TRAINERS, *WORKERS)),
-        Drill("trainer", "a trainer rank is killed", trainer, same=WORKERS, says="trainer-1 was killed by SIGKILL"),
-        Drill("node", "a node is lost", node, requeued=True, loses=SECOND),
-        Drill("link", f"a node's link is cut for {CUT_SECONDS:.0f} s", link, same=(*TRAINERS, *WORKERS)),
-        Drill("disk", "the checkpoints' disk is full", disk, same=(*TRAINERS, *WORKERS), small_disk=True),
-        Drill("preempt", "the job is pre-empted", preempt, requeued=True, after=30),  # it goes on until it hears of it
+        Drill(
+            "engine",
+            "an engine is killed",
+            kill_engine,
+            must_survive=(*TRAINERS, WORKERS[0]),
+            log_pattern="rollout-1 .*started again",
+        ),
+        Drill("browsers", "all browsers of a node are killed", kill_browsers, must_survive=(*TRAINERS, *WORKERS)),
+        Drill(
+            "trainer",
+            "a trainer rank is killed",
+            kill_trainer_rank,
+            must_survive=WORKERS,
+            log_pattern="trainer-1 was killed by SIGKILL",
+        ),
+        Drill("node", "a node is lost", kill_node, requeued=True, lost_node=SECOND_NODE),
+        Drill("link", f"a node's link is cut for {CUT_SECONDS:.0f} s", cut_link, must_survive=(*TRAINERS, *WORKERS)),
+        Drill("disk", "the checkpoints' disk is full", fill_disk, must_survive=(*TRAINERS, *WORKERS), small_disk=True),
+        Drill(
+            "preempt", "the job is pre-empted", preempt_job, requeued=True, updates_after=30
+        ),  # it goes on until it hears of it
     )
 }
 

@@ -15,18 +15,18 @@ from typing import Any
 import psutil
 import yaml
 
-from megatron_webrl.processes import ROLE
+from megatron_webrl.system.child_process import ROLE_VARIABLE
 from megatron_webrl.tracking import summary
-from megatron_webrl.tracking.newest import newest_checkpoint
+from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
+from tests.slurm.virtual_slurm import END_STATES, Cluster
 from tests.tiny_settings import SETTINGS
-from tests.virtual_slurm import END_STATES, Cluster
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "quickstart"
 JOB_NODES = 2
-FIRST, SECOND = "n1", "n2"  # of the job; the first runs the script and the control plane
+FIRST_NODE, SECOND_NODE = "n1", "n2"  # of the job; the first runs the script and the control plane
 START_SECONDS, POLL_SECONDS = 900.0, 0.2
-USUAL = "|".join(
+EXPECTED_LOG_LINES = "|".join(
     (
         r"job: update \d",
         r"job: [a-z]+:  ",  # of the words at its end
@@ -34,7 +34,7 @@ USUAL = "|".join(
         r"\[W\d",  # of torch's sockets
     )
 )
-STAY_SECONDS = 5.0  # that a job must have ended for, to be over: one that is requeued shows an end for a moment
+ENDED_SECONDS = 5.0  # that a job must have ended for, to be over: one that is requeued shows an end for a moment
 
 
 class DrillError(RuntimeError):
@@ -42,17 +42,17 @@ class DrillError(RuntimeError):
 
 
 @dataclass
-class Run:
+class DrillJob:
     """One job: a trainer rank and an engine on each of two nodes, with a checkpoint after every update."""
 
     cluster: Cluster
     folder: Path  # its own; the run lies in it
     name: str
-    job: str
+    job_id: str
     updates: int
 
     @classmethod
-    def submit(cls, cluster: Cluster, folder: Path, python: str, updates: int) -> Run:
+    def submit(cls, cluster: Cluster, folder: Path, python: str, updates: int) -> DrillJob:
         """sbatch of launch/slurm/train_cpu.sh, as a user would."""
         name = folder.name
         settings: dict[str, Any] = {**SETTINGS, "model": {"path": str(MODEL)}}
@@ -77,94 +77,94 @@ class Run:
         path = self.folder / "job.log"
         return path.read_text(errors="replace") if path.is_file() else ""
 
-    def finished(self) -> list[tuple[int, float]]:
+    def finished_updates(self) -> list[tuple[int, float]]:
         """Version and time (unix) of the updates made so far."""
         with suppress(json.JSONDecodeError):
             return [(update["version"], update["finished_at"]) for update in summary.read_updates(self.run_folder)]
         return []
 
-    def version(self) -> int:
+    def newest_version(self) -> int:
         """The newest update."""
-        return max((version for version, _ in self.finished()), default=0)
+        return max((version for version, _ in self.finished_updates()), default=0)
 
-    def finished_after(self, moment: float) -> float:
+    def first_update_after(self, moment: float) -> float:
         """When the first update after a moment was made, both unix; 0 if there is none."""
-        return min((finished for _, finished in self.finished() if finished > moment), default=0.0)
+        return min((finished for _, finished in self.finished_updates() if finished > moment), default=0.0)
 
-    def saved(self) -> int:
+    def checkpoint_version(self) -> int:
         """The version in the newest complete checkpoint; 0 if there is none."""
-        newest = newest_checkpoint(self.run_folder)
+        newest = find_latest_checkpoint(self.run_folder)
         return int(newest.name.removeprefix("version-").partition(".")[0]) if newest else 0
 
-    def await_(self, condition: Callable[[], Any], what: str, seconds: float) -> Any:
+    def wait_for(self, condition: Callable[[], Any], what: str, seconds: float) -> Any:
         """Wait until the condition holds; returns what it returns. Raises DrillError, at once if the job is over."""
         deadline, ended = time.monotonic() + seconds, None
         while not (found := condition()):
             over = self.state() in END_STATES
             ended = (ended or time.monotonic()) if over else None
-            if ended and time.monotonic() - ended > STAY_SECONDS:
-                raise DrillError(f"the job ended ({self.state()}) before {what}: {self.last_words()}")
+            if ended and time.monotonic() - ended > ENDED_SECONDS:
+                raise DrillError(f"the job ended ({self.state()}) before {what}: {self.last_log_line()}")
             if time.monotonic() > deadline:
-                raise DrillError(f"no {what} within {seconds:.0f} s; the job is {self.state()}: {self.last_words()}")
+                raise DrillError(f"no {what} within {seconds:.0f} s; the job is {self.state()}: {self.last_log_line()}")
             time.sleep(POLL_SECONDS)
         return found
 
-    def wait(self, seconds: float) -> str:
+    def wait_until_ended(self, seconds: float) -> str:
         """The state in which the job has ended for good. Raises DrillError."""
         ended: list[float] = []
 
         def over() -> str:
             state = self.state()
             ended[:] = (ended or [time.monotonic()]) if state in END_STATES else []
-            return state if ended and time.monotonic() - ended[0] > STAY_SECONDS / 2 else ""
+            return state if ended and time.monotonic() - ended[0] > ENDED_SECONDS / 2 else ""
 
-        return self.await_(over, "end of the job", seconds)
+        return self.wait_for(over, "end of the job", seconds)
 
     def state(self) -> str:
         """What Slurm says of the job."""
-        return self.cluster.show(self.job)["JobState"]
+        return self.cluster.show(self.job_id)["JobState"]
 
     def restarts(self) -> int:
         """How often Slurm has started the job again."""
-        return int(self.cluster.show(self.job)["Restarts"])
+        return int(self.cluster.show(self.job_id)["Restarts"])
 
-    def sizes(self) -> dict[Path, int]:
+    def log_sizes(self) -> dict[Path, int]:
         """How long the logs are: the job's first, then those of its processes."""
         logs = [self.folder / "job.log", *sorted(self.run_folder.glob("logs/node-*/*.log"))]
         return {path: path.stat().st_size for path in logs if path.is_file()}
 
-    def said_since(self, sizes: Mapping[Path, int]) -> list[str]:
+    def log_lines_since(self, sizes: Mapping[Path, int]) -> list[str]:
         """What people were told since: lines of the job's log, updates left out, and warnings of its processes."""
         lines = []
-        for path in self.sizes():
+        for path in self.log_sizes():
             with path.open("rb") as file:
                 file.seek(sizes.get(path, 0))
                 new = file.read().decode(errors="replace").splitlines()
             if path.name == "job.log":
-                lines += [line for line in new if line.strip() and not re.match(USUAL, line)]
+                lines += [line for line in new if line.strip() and not re.match(EXPECTED_LOG_LINES, line)]
             else:
                 lines += [f"{path.stem}: {line}" for line in new if re.search(r"\b(WARNING|ERROR)\b", line)]
         return lines
 
-    def last_words(self) -> str:
+    def last_log_line(self) -> str:
         """The last line of the job's log."""
         return (self.log().strip().splitlines() or ["no log"])[-1][:300]
 
-    def role(self, node: str, name: str) -> psutil.Process | None:
+    def role_process(self, node: str, name: str) -> psutil.Process | None:
         """The process of a role, by the name its node gave it: trainer-1."""
         for process in self.cluster.processes(node):
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                if process.environ().get(ROLE) == name and "megatron_webrl.cli" in " ".join(process.cmdline()):
+                if process.environ().get(ROLE_VARIABLE) == name and "megatron_webrl.cli" in " ".join(process.cmdline()):
                     return process
         return None
 
-    def lives(self, *roles: tuple[str, str]) -> dict[str, float]:
+    def start_times(self, *roles: tuple[str, str]) -> dict[str, float]:
         """When these roles, each with its node, were started; those that run."""
-        found = {name: self.role(node, name) for node, name in roles}
+        found = {name: self.role_process(node, name) for node, name in roles}
         return {name: process.create_time() for name, process in found.items() if process is not None}
 
 
-def left_on(cluster: Cluster, node: str) -> list[str]:
+def leftovers_on(cluster: Cluster, node: str) -> list[str]:
     """What a node that is on should not have any more when no job runs: processes, shared memory, files in /tmp."""
     found = []
     for process in cluster.processes(node):

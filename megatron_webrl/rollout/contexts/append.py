@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_webrl.rollout.contexts.base import Context, Prompt, user_message
-from megatron_webrl.rollout.prompts import MAX_LIST_TEXT
+from megatron_webrl.rollout.contexts.base import Prompt, PromptContext, user_message
+from megatron_webrl.rollout.prompts import MAX_ELEMENT_LIST_CHARS
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class _Asked:
     page_text: int  # characters that its stretch tells of pages: elements, tabs, positions
 
 
-class AppendContext(Context):
+class AppendContext(PromptContext):
     """A stretch has at most `rounds` screenshots.
 
     It ends earlier where the next turn would exceed the token limit, where what it tells of pages would exceed
@@ -39,7 +39,7 @@ class AppendContext(Context):
 
     _asked: _Asked | None = None
 
-    def prompt(self) -> Prompt:
+    def build_prompt(self) -> Prompt:
         """The latest prompt, its answer and the new turn, or the first prompt of a stretch. Raises ContextOverflow."""
         if self._asked is None or self._asked.rounds != len(self._rounds):
             self._asked = self._continued() or _Asked(self._summarised(), len(self._rounds), len(self._page))
@@ -51,15 +51,15 @@ class AppendContext(Context):
         if before is None or len(self._rounds) - before.rounds != 1:  # an answer to something else
             return None
         page_text = before.page_text + len(self._page)
-        answer = self._rounds[-1].answer.response_token_ids
+        answer = self._rounds[-1].generation.response_token_ids
         if (
-            len(before.prompt.images) == self._settings.rounds
-            or page_text > MAX_LIST_TEXT
-            or self._processor.has_special(answer)
+            len(before.prompt.image_indices) == self._settings.rounds
+            or page_text > MAX_ELEMENT_LIST_CHARS
+            or self._processor.has_special_tokens(answer)
         ):
             return None
-        turn = self._processor.encode_turn(user_message(self._rounds[-1].result + self._page))
+        turn = self._processor.encode_turn(user_message(self._rounds[-1].result_text + self._page))
         end = [] if answer[-1] == self._processor.eos_token_id else [self._processor.eos_token_id]
         ids = np.concatenate([before.prompt.token_ids, answer, end, turn]).astype(np.int32)
-        prompt = self._within(ids, [*before.prompt.images, self._image])
+        prompt = self._within(ids, [*before.prompt.image_indices, self._image])
         return _Asked(prompt, len(self._rounds), page_text) if prompt else None

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from megatron_webrl.config import ContextConfig
-from megatron_webrl.model.processing import Processor
+from megatron_webrl.config.rollout import ContextConfig
+from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.contexts.append import AppendContext
-from megatron_webrl.rollout.contexts.base import Context
+from megatron_webrl.rollout.contexts.base import PromptContext
 from megatron_webrl.rollout.contexts.sliding import SlidingContext
-from megatron_webrl.rollout.toolset import COORDINATES, Toolset
+from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
 
-_POLICIES: dict[str, type[Context]] = {"sliding": SlidingContext, "append": AppendContext}
+_POLICIES: dict[str, type[PromptContext]] = {"sliding": SlidingContext, "append": AppendContext}
 
 
-def make_context(processor: Processor, settings: ContextConfig, limit: int, toolset: Toolset = COORDINATES) -> Context:
+def make_context(
+    processor: Processor, settings: ContextConfig, max_prompt_tokens: int, toolset: Toolset = COORDINATE_TOOLSET
+) -> PromptContext:
     """An episode's conversation by `settings.policy`; `limit`: tokens that a prompt may have, images expanded."""
-    return _POLICIES[settings.policy](processor, settings, limit, toolset)
+    return _POLICIES[settings.policy](processor, settings, max_prompt_tokens, toolset)

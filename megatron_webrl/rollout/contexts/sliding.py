@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_webrl.rollout.actions import CLOSE, OPEN, without_thinking
-from megatron_webrl.rollout.contexts.base import Context, Prompt, user_message
+from megatron_webrl.rollout.actions import TOOL_CALL_CLOSE, TOOL_CALL_OPEN, strip_thinking
+from megatron_webrl.rollout.contexts.base import Prompt, PromptContext, user_message
 
 
-class SlidingContext(Context):
+class SlidingContext(PromptContext):
     """Every prompt is rendered anew, with the last `rounds` screenshots."""
 
-    def prompt(self) -> Prompt:
+    def build_prompt(self) -> Prompt:
         """As many rounds and summary lines as fit. Raises ContextOverflow."""
         for kept in range(min(self._settings.rounds - 1, len(self._rounds)), 0, -1):
             found = self._with_rounds(kept)
@@ -31,15 +31,15 @@ class SlidingContext(Context):
         split = len(self._rounds) - kept
         text, messages, images = self._opening(split, 0), list[dict[str, Any]](), list[int]()
         for past in self._rounds[split:]:
-            messages += [user_message(text), {"role": "assistant", "content": self._quoted(past.answer.text)}]
-            images.append(past.image)
-            text = past.result
+            messages += [user_message(text), {"role": "assistant", "content": self._quoted(past.generation.text)}]
+            images.append(past.image_index)
+            text = past.result_text
         return self._fresh([*messages, user_message(text + self._page)], [*images, self._image])
 
     def _quoted(self, answer: str) -> str:
         """An earlier answer, its own tool-call tags kept, everything else neutralised: it may quote a page."""
-        pieces = without_thinking(answer).replace(CLOSE, OPEN).split(OPEN)
+        pieces = strip_thinking(answer).replace(TOOL_CALL_CLOSE, TOOL_CALL_OPEN).split(TOOL_CALL_OPEN)
         if len(pieces) != 3:  # not one call: no tag of it is worth keeping
-            return self._processor.neutralise(without_thinking(answer))
-        before, call, after = map(self._processor.neutralise, pieces)
-        return f"{before}{OPEN}{call}{CLOSE}{after}"
+            return self._processor.escape_special_tokens(strip_thinking(answer))
+        before, call, after = map(self._processor.escape_special_tokens, pieces)
+        return f"{before}{TOOL_CALL_OPEN}{call}{TOOL_CALL_CLOSE}{after}"

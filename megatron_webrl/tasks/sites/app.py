@@ -8,17 +8,29 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 from urllib.parse import quote
 
-from megatron_webrl.tasks.server import Reply, Request
-from megatron_webrl.tasks.sites.markup import Html, address, dialog, escape, field, form, hidden, join, link, tag, text
-from megatron_webrl.tasks.sites.moves import Follow, Look, Submit
+from megatron_webrl.tasks.server import PageRequest, PageResponse
+from megatron_webrl.tasks.sites.high_level_actions import FollowLink, PageLinks, SubmitForm
+from megatron_webrl.tasks.sites.markup import (
+    Html,
+    build_path,
+    dialog,
+    escape,
+    form,
+    hidden_field,
+    join,
+    link,
+    tag,
+    text,
+    text_field,
+)
 from megatron_webrl.tasks.sites.style import stylesheet
 
 Effect = tuple[str, ...]
 """Something that lasts: an order, a post, a moved appointment. Its kind, then what it consists of."""
 
-Page = Callable[..., Reply]
-P = TypeVar("P", bound=Page)
-MAX_TEXT = 2000  # characters of one field
+RouteHandler = Callable[..., PageResponse]
+P = TypeVar("P", bound=RouteHandler)
+MAX_FIELD_CHARACTERS = 2000  # characters of one field
 
 
 @dataclass(frozen=True)
@@ -31,12 +43,12 @@ class Account:
 
 
 @dataclass(frozen=True)
-class Start:
+class InitialSiteState:
     """How an episode finds the site: already signed in or not, with what in its way."""
 
     signed_in: bool = False
-    banner: bool = False  # a bar asks for consent to cookies
-    popup_after: int = 0  # a box comes up with this page; 0: none
+    cookie_banner: bool = False  # a bar asks for consent to cookies
+    popup_after_views: int = 0  # a box comes up with this page; 0: none
 
 
 def route(method: str, pattern: str) -> Callable[[P], P]:
@@ -59,40 +71,40 @@ class App:
     title: ClassVar[str]
     search_hint: ClassVar[str]
     popup: ClassVar[tuple[str, str]] = ("", "")  # title and text of the box that comes up
-    members_only: ClassVar[bool] = False
-    _routes: ClassVar[tuple[tuple[str, re.Pattern[str], Page], ...]] = ()
+    login_required: ClassVar[bool] = False
+    _routes: ClassVar[tuple[tuple[str, re.Pattern[str], RouteHandler], ...]] = ()
 
     def __init_subclass__(cls) -> None:
         own = [page for page in vars(cls).values() if hasattr(page, "route")]
         cls._routes += tuple((*page.route, page) for page in own)
 
-    def __init__(self, account: Account, start: Start) -> None:
+    def __init__(self, account: Account, start: InitialSiteState) -> None:
         self.account = account
-        self.signed_in, self.banner = start.signed_in, start.banner
+        self.signed_in, self.cookie_banner = start.signed_in, start.cookie_banner
         self.effects: list[Effect] = []
-        self.seen: set[str] = set()  # paths of pages shown, with their queries
-        self._popup_after, self._popup_done = start.popup_after, not start.popup_after
+        self.visited_paths: set[str] = set()  # paths of pages shown, with their queries
+        self._popup_after, self._popup_done = start.popup_after_views, not start.popup_after_views
         self._views = 0
         self._notice = ""
         self._here = "/"
 
     # Requests
 
-    def respond(self, request: Request) -> Reply:
+    def handle_request(self, request: PageRequest) -> PageResponse:
         """The page of a request."""
-        self._here = address(request.path, **request.query) if request.method == "GET" else self._here
-        if self.members_only and not self.signed_in and request.path not in ("/login", "/consent", "/dismiss"):
-            return self.redirect(address("/login", next=self._here))
+        self._here = build_path(request.path, **request.query) if request.method == "GET" else self._here
+        if self.login_required and not self.signed_in and request.path not in ("/login", "/consent", "/dismiss"):
+            return self.redirect(build_path("/login", next=self._here))
         for method, pattern, page in self._routes:
             found = pattern.fullmatch(request.path) if method == request.method else None
             if found:
                 return page(self, request, *found.groups())
-        return self.missing()
+        return self.not_found()
 
-    def page(self, title: str, *body: Html, status: int = 200) -> Reply:
+    def render_page(self, title: str, *body: Html, status: int = 200) -> PageResponse:
         """A page in the site's layout, with what the agent has to know and what is in its way."""
         self._views += 1
-        self.seen.add(self._here)
+        self.visited_paths.add(self._here)
         notice = tag("p", text(self._notice), css="notice") if self._notice else Html("")
         self._notice = ""
         covers = self._covers()
@@ -102,74 +114,76 @@ class App:
             f"<style>{stylesheet(self.name)}</style></head><body>{self._head()}"
             f"<main>{notice}{''.join(body)}</main><footer>{self.title}</footer>{covers}</body></html>"
         )
-        return Reply(status, html.encode(), headers={"Cache-Control": "no-store"})
+        return PageResponse(status, html.encode(), headers={"Cache-Control": "no-store"})
 
-    def redirect(self, path: str, notice: str = "") -> Reply:
+    def redirect(self, path: str, notice: str = "") -> PageResponse:
         """Send the browser to another page, where the notice is shown."""
         self._notice = notice
-        return Reply(303, headers={"Location": quote(path, safe="/?&=%+-_.~"), "Cache-Control": "no-store"})
+        return PageResponse(303, headers={"Location": quote(path, safe="/?&=%+-_.~"), "Cache-Control": "no-store"})
 
-    def missing(self) -> Reply:
+    def not_found(self) -> PageResponse:
         """The page of an address that does not exist."""
-        return self.page("Not found", tag("h1", text("Page not found")), link("/", "To the start page"), status=404)
+        return self.render_page(
+            "Not found", tag("h1", text("Page not found")), link("/", "To the start page"), status=404
+        )
 
-    def sign_in_first(self) -> Reply | None:
+    def redirect_to_login(self) -> PageResponse | None:
         """Where visitors are sent who have to sign in; None for those who have."""
         if self.signed_in:
             return None
-        return self.redirect(address("/login", next=self._here), "Please sign in to continue.")
+        return self.redirect(build_path("/login", next=self._here), "Please sign in to continue.")
 
     # Pages that every site has
 
-    def login_page(self, request: Request) -> Reply:
-        return self.page(
+    def login_page(self, request: PageRequest) -> PageResponse:
+        return self.render_page(
             "Sign in",
             tag("h1", text("Sign in")),
             form(
                 "/login",
-                hidden("next", local(request.query.get("next", "/"))),
-                field("user", "User name"),
-                field("password", "Password", kind="password"),
+                hidden_field("next", local_path(request.query.get("next", "/"))),
+                text_field("user", "User name"),
+                text_field("password", "Password", kind="password"),
                 button="Sign in",
                 css="sheet narrow",
             ),
         )
 
-    def login(self, request: Request) -> Reply:
+    def login(self, request: PageRequest) -> PageResponse:
         given = request.form.get("user", "").strip(), request.form.get("password", "").strip()
         if given != (self.account.user, self.account.password):
             return self.redirect("/login", "User name or password is wrong.")
         self.signed_in = True
-        return self.redirect(local(request.form.get("next", "/")), f"Welcome back, {self.account.name}.")
+        return self.redirect(local_path(request.form.get("next", "/")), f"Welcome back, {self.account.name}.")
 
-    def logout(self, request: Request) -> Reply:
+    def logout(self, request: PageRequest) -> PageResponse:
         self.signed_in = False
         return self.redirect("/", "You have signed out.")
 
-    def consent(self, request: Request) -> Reply:
-        self.banner = False
-        return self.redirect(local(request.form.get("back", "/")))
+    def accept_cookies(self, request: PageRequest) -> PageResponse:
+        self.cookie_banner = False
+        return self.redirect(local_path(request.form.get("back", "/")))
 
-    def dismiss(self, request: Request) -> Reply:
+    def dismiss_popup(self, request: PageRequest) -> PageResponse:
         self._popup_done = True
-        return self.redirect(local(request.form.get("back", "/")))
+        return self.redirect(local_path(request.form.get("back", "/")))
 
     _routes = (
         ("GET", re.compile("/login"), login_page),
         ("POST", re.compile("/login"), login),
         ("POST", re.compile("/logout"), logout),
-        ("POST", re.compile("/consent"), consent),
-        ("POST", re.compile("/dismiss"), dismiss),
+        ("POST", re.compile("/consent"), accept_cookies),
+        ("POST", re.compile("/dismiss"), dismiss_popup),
     )
 
     # Layout
 
-    def links(self) -> tuple[tuple[str, str], ...]:
+    def navigation_links(self) -> tuple[tuple[str, str], ...]:
         """Address and label of what the head of every page links to."""
         return ()
 
     @property
-    def popup_shown(self) -> bool:
+    def is_popup_shown(self) -> bool:
         """Whether the box has come up and is still there."""
         return not self._popup_done and self._views >= self._popup_after
 
@@ -182,49 +196,49 @@ class App:
             who = join((tag("span", text(self.account.name)), form("/logout", button="Sign out", css="plain")))
         else:
             who = link("/login", "Sign in")
-        menu = join(link(href, label) for href, label in self.links())
+        menu = join(link(href, label) for href, label in self.navigation_links())
         return tag("header", link("/", self.title, "brand"), tag("nav", menu), Html(search), tag("div", who, css="who"))
 
     def _covers(self) -> Html:
         parts = []
-        if self.banner:
+        if self.cookie_banner:
             words = tag("p", text("We use cookies to keep this site working. By staying you agree to them."))
-            back = hidden("back", self._here)
+            back = hidden_field("back", self._here)
             parts.append(tag("div", words, form("/consent", back, button="Accept cookies"), css="banner"))
-        if self.popup_shown:
+        if self.is_popup_shown:
             title, words_of_box = self.popup
-            close = form("/dismiss", hidden("back", self._here), button="No, thanks")
+            close = form("/dismiss", hidden_field("back", self._here), button="No, thanks")
             parts.append(dialog(title, tag("p", text(words_of_box)), close))
         return join(parts)
 
 
-def local(path: str) -> str:
+def local_path(path: str) -> str:
     """A path of this site, or its start page for anything else."""
     return path if re.fullmatch(r"/(?!/)[\x21-\x5b\x5d-\x7e]*", path) else "/"
 
 
-def entered(request: Request, name: str) -> str:
+def form_text(request: PageRequest, name: str) -> str:
     """What a field of a form holds, without surrounding spaces and with plain line ends."""
-    return request.form.get(name, "").replace("\r\n", "\n").strip()[:MAX_TEXT]
+    return request.form.get(name, "").replace("\r\n", "\n").strip()[:MAX_FIELD_CHARACTERS]
 
 
-def page_number(request: Request, pages: int) -> int:
+def page_number(request: PageRequest, pages: int) -> int:
     """The page of a list that is asked for, within what there is."""
     given = request.query.get("page", "1")
     return min(max(int(given), 1), pages) if given.isascii() and given.isdigit() and len(given) < 6 else 1
 
 
-def clear_way(app: App) -> Submit | None:
+def close_overlay(app: App) -> SubmitForm | None:
     """What closes that which covers the page."""
-    if app.popup_shown:
-        return Submit("/dismiss")
-    return Submit("/consent") if app.banner else None
+    if app.is_popup_shown:
+        return SubmitForm("/dismiss")
+    return SubmitForm("/consent") if app.cookie_banner else None
 
 
-def sign_in(app: App, look: Look) -> Follow | Submit | None:
+def sign_in(app: App, look: PageLinks) -> FollowLink | SubmitForm | None:
     """What signs in from wherever the agent is; None once it has."""
     if app.signed_in:
         return None
     if look.path.startswith("/login"):
-        return Submit("/login", {"user": app.account.user, "password": app.account.password})
-    return Follow("/login")
+        return SubmitForm("/login", {"user": app.account.user, "password": app.account.password})
+    return FollowLink("/login")

@@ -6,24 +6,24 @@ import random
 from dataclasses import dataclass, replace
 from datetime import date, datetime, time, timedelta
 
-from megatron_webrl.tasks.server import Reply, Request
-from megatron_webrl.tasks.sites.app import Account, App, Start, entered, route
+from megatron_webrl.tasks.server import PageRequest, PageResponse
+from megatron_webrl.tasks.sites.app import Account, App, InitialSiteState, form_text, route
+from megatron_webrl.tasks.sites.content_generator import draw_account, draw_names, draw_pairs, draw_weekday
 from megatron_webrl.tasks.sites.markup import (
     Html,
-    choices,
+    definition_list,
     dialog,
-    facts,
-    field,
     form,
     join,
     link,
+    radio_group,
     table,
     tag,
     text,
+    text_field,
 )
-from megatron_webrl.tasks.sites.words import a_weekday, account, names, pairs
 
-OPENS, CLOSES = 8, 18
+OPENING_HOUR, CLOSING_HOUR = 8, 18
 """Hours of the working day."""
 
 DURATIONS = (("30", "30 minutes"), ("60", "60 minutes"))
@@ -34,7 +34,7 @@ _ROOMS = ("Oak room", "River room", "Annex 2", "Library", "Video call")
 
 
 @dataclass(frozen=True)
-class Event:
+class Appointment:
     """An appointment."""
 
     id: int
@@ -49,40 +49,40 @@ class Event:
         """When it is over."""
         return self.start + timedelta(minutes=self.minutes)
 
-    def meets(self, other: Event) -> bool:
+    def overlaps(self, other: Appointment) -> bool:
         """Whether the two overlap."""
         return self.start < other.end and other.start < self.end
 
 
 @dataclass(frozen=True)
-class World:
+class CalendarData:
     """The calendar's content."""
 
     account: Account
     today: date
     people: tuple[str, ...]
-    events: tuple[Event, ...]
+    appointments: tuple[Appointment, ...]
 
-    def on(self, day: date) -> list[Event]:
+    def appointments_on(self, day: date) -> list[Appointment]:
         """The appointments of a day, in order."""
-        return sorted((e for e in self.events if e.start.date() == day), key=lambda e: e.start)
+        return sorted((e for e in self.appointments if e.start.date() == day), key=lambda e: e.start)
 
 
-def make_world(rng: random.Random) -> World:
+def generate_data(rng: random.Random) -> CalendarData:
     """The calendar of five weeks, from the week before today's on."""
-    today, people = a_weekday(rng), tuple(names(rng, 6))
-    titles, ids = iter(pairs(rng, _KINDS, _FORMS, 80)), iter(rng.sample(range(1000, 9999), 80))
+    today, people = draw_weekday(rng), tuple(draw_names(rng, 6))
+    titles, ids = iter(draw_pairs(rng, _KINDS, _FORMS, 80)), iter(rng.sample(range(1000, 9999), 80))
     events = []
     for week in range(-1, 4):
         for weekday in range(5):
-            day = monday(today) + timedelta(days=7 * week + weekday)
-            for hour in sorted(rng.sample(range(OPENS, CLOSES), rng.randint(1, 3))):
+            day = week_start(today) + timedelta(days=7 * week + weekday)
+            for hour in sorted(rng.sample(range(OPENING_HOUR, CLOSING_HOUR), rng.randint(1, 3))):
                 start = datetime.combine(day, time(hour))
-                event = Event(
+                event = Appointment(
                     next(ids), next(titles), rng.choice(people), rng.choice(_ROOMS), start, rng.choice((30, 60))
                 )
                 events.append(event)
-    return World(account(rng), today, people, tuple(events))
+    return CalendarData(draw_account(rng), today, people, tuple(events))
 
 
 class Calendar(App):
@@ -93,35 +93,35 @@ class Calendar(App):
 
     name, title, search_hint = "calendar", "Daybook", "Search appointments"
     popup = ("Daybook on your phone", "Take your appointments with you: our app is free for the first month.")
-    members_only = True
+    login_required = True
 
-    def __init__(self, world: World, start: Start) -> None:
+    def __init__(self, world: CalendarData, start: InitialSiteState) -> None:
         super().__init__(world.account, start)
-        self.world = world
-        self.events = {event.id: event for event in world.events}
+        self.data = world
+        self.appointments = {event.id: event for event in world.appointments}
 
-    def links(self) -> tuple[tuple[str, str], ...]:
+    def navigation_links(self) -> tuple[tuple[str, str], ...]:
         return ("/", "This week"), ("/new", "New appointment")
 
     @route("GET", "/")
-    def home(self, request: Request) -> Reply:
-        return self._week(monday(self.world.today))
+    def home(self, request: PageRequest) -> PageResponse:
+        return self._week(week_start(self.data.today))
 
     @route("GET", r"/week/(\d{4}-\d\d-\d\d)")
-    def week(self, request: Request, start: str) -> Reply:
-        day = as_day(start)
-        return self._week(monday(day)) if day else self.missing()
+    def week(self, request: PageRequest, start: str) -> PageResponse:
+        day = parse_date(start)
+        return self._week(week_start(day)) if day else self.not_found()
 
     @route("GET", r"/event/(\d{1,6})")
-    def event(self, request: Request, id: str) -> Reply:
-        event = self.events.get(int(id))
-        return self._event_page(event) if event else self.missing()
+    def event(self, request: PageRequest, id: str) -> PageResponse:
+        event = self.appointments.get(int(id))
+        return self._event_page(event) if event else self.not_found()
 
     @route("GET", r"/event/(\d{1,6})/cancel")
-    def ask(self, request: Request, id: str) -> Reply:
-        event = self.events.get(int(id))
+    def ask(self, request: PageRequest, id: str) -> PageResponse:
+        event = self.appointments.get(int(id))
         if event is None:
-            return self.missing()
+            return self.not_found()
         keep = link(f"/event/{id}", "Keep it")
         box = dialog(
             "Cancel this appointment?",
@@ -132,19 +132,19 @@ class Calendar(App):
         return self._event_page(event, box)
 
     @route("POST", r"/event/(\d{1,6})/cancel")
-    def cancel(self, request: Request, id: str) -> Reply:
-        event = self.events.pop(int(id), None)
+    def cancel(self, request: PageRequest, id: str) -> PageResponse:
+        event = self.appointments.pop(int(id), None)
         if event is None:
-            return self.missing()
+            return self.not_found()
         self.effects.append(("cancel", id))
         return self.redirect(week_path(event.start.date()), f"{event.title} has been cancelled.")
 
     @route("GET", r"/event/(\d{1,6})/move")
-    def move_page(self, request: Request, id: str) -> Reply:
-        event = self.events.get(int(id))
+    def move_page(self, request: PageRequest, id: str) -> PageResponse:
+        event = self.appointments.get(int(id))
         if event is None:
-            return self.missing()
-        return self.page(
+            return self.not_found()
+        return self.render_page(
             "Move",
             tag("div", link(f"/event/{id}", event.title), css="crumbs"),
             tag("h1", text(f"Move {event.title}")),
@@ -153,71 +153,73 @@ class Calendar(App):
         )
 
     @route("POST", r"/event/(\d{1,6})/move")
-    def move(self, request: Request, id: str) -> Reply:
-        event = self.events.get(int(id))
+    def move(self, request: PageRequest, id: str) -> PageResponse:
+        event = self.appointments.get(int(id))
         if event is None:
-            return self.missing()
-        start = as_start(entered(request, "day"), entered(request, "time"))
+            return self.not_found()
+        start = parse_start(form_text(request, "day"), form_text(request, "time"))
         if start is None:
             return self.redirect(f"/event/{id}/move", "Please give the date as 2026-03-05 and the time as 14:00.")
         moved = replace(event, start=start)
         if refusal := self._refusal(moved):
             return self.redirect(f"/event/{id}/move", refusal)
-        self.events[event.id] = moved
+        self.appointments[event.id] = moved
         self.effects.append(("move", id, start.date().isoformat(), f"{start:%H:%M}"))
         return self.redirect(f"/event/{id}", f"Moved to {_when(moved)}.")
 
     @route("GET", "/new")
-    def new_page(self, request: Request) -> Reply:
+    def new_page(self, request: PageRequest) -> PageResponse:
         fields = (
-            choices("minutes", "Duration", DURATIONS, "30"),
-            field("title", "Title", "What it is about"),
+            radio_group("minutes", "Duration", DURATIONS, "30"),
+            text_field("title", "Title", "What it is about"),
             *_when_fields(),
         )
-        return self.page(
+        return self.render_page(
             "New appointment",
             tag("h1", text("New appointment")),
             form("/new", *fields, button="Save appointment", css="sheet"),
         )
 
     @route("POST", "/new")
-    def new(self, request: Request) -> Reply:
-        title, minutes = entered(request, "title"), entered(request, "minutes")
-        start = as_start(entered(request, "day"), entered(request, "time"))
+    def new(self, request: PageRequest) -> PageResponse:
+        title, minutes = form_text(request, "title"), form_text(request, "minutes")
+        start = parse_start(form_text(request, "day"), form_text(request, "time"))
         if not title or minutes not in dict(DURATIONS) or start is None:
             return self.redirect("/new", "Please give a title, the date as 2026-03-05 and the time as 14:00.")
-        event = Event(max(self.events, default=1000) + 1, title, "nobody else", "No room", start, int(minutes))
+        event = Appointment(
+            max(self.appointments, default=1000) + 1, title, "nobody else", "No room", start, int(minutes)
+        )
         if refusal := self._refusal(event):
             return self.redirect("/new", refusal)
-        self.events[event.id] = event
+        self.appointments[event.id] = event
         self.effects.append(("create", title, start.date().isoformat(), f"{start:%H:%M}", minutes))
         return self.redirect(f"/event/{event.id}", "The appointment has been saved.")
 
     @route("GET", "/search")
-    def search(self, request: Request) -> Reply:
+    def search(self, request: PageRequest) -> PageResponse:
         asked = request.query.get("q", "").strip()
         words = asked.lower().split()
         found = [
             event
-            for event in sorted(self.events.values(), key=lambda event: event.start)
+            for event in sorted(self.appointments.values(), key=lambda event: event.start)
             if words and all(word in f"{event.title} {event.person}".lower() for word in words)
         ][:20]
         rows = [(text(_when(event)), link(f"/event/{event.id}", event.title), text(event.person)) for event in found]
-        return self.page(
+        return self.render_page(
             "Search",
             tag("h1", text(f'{len(found)} appointments match "{asked}"')),
             table(("When", "Appointment", "With"), rows),
         )
 
-    def _week(self, start: date) -> Reply:
+    def _week(self, start: date) -> PageResponse:
         days = [start + timedelta(days=number) for number in range(5)]
         turn = (
             link(week_path(start - timedelta(days=7)), "Week before"),
             link(week_path(start + timedelta(days=7)), "Week after"),
         )
         title = f"{days[0].day} {days[0]:%B} to {days[4].day} {days[4]:%B %Y}"
-        today = tag("p", text(f"Today is {self.world.today:%A}, {self.world.today.isoformat()}."), css="muted")
-        return self.page(
+        today = tag("p", text(f"Today is {self.data.today:%A}, {self.data.today.isoformat()}."), css="muted")
+        return self.render_page(
             title,
             tag("h1", text(title)),
             today,
@@ -226,7 +228,7 @@ class Calendar(App):
         )
 
     def _day(self, day: date) -> Html:
-        events = sorted((e for e in self.events.values() if e.start.date() == day), key=lambda event: event.start)
+        events = sorted((e for e in self.appointments.values() if e.start.date() == day), key=lambda event: event.start)
         boxes = join(
             tag(
                 "div",
@@ -238,7 +240,7 @@ class Calendar(App):
         )
         return tag("div", tag("h2", text(f"{day:%a} {day.isoformat()}")), boxes, css="day")
 
-    def _event_page(self, event: Event, *covers: Html) -> Reply:
+    def _event_page(self, event: Appointment, *covers: Html) -> PageResponse:
         rows = (
             ("When", text(_when(event))),
             ("Duration", text(f"{event.minutes} minutes")),
@@ -249,37 +251,37 @@ class Calendar(App):
             link(f"/event/{event.id}/move", "Move", "button"),
             link(f"/event/{event.id}/cancel", "Cancel appointment", "button"),
         )
-        return self.page(
+        return self.render_page(
             event.title,
             tag("div", link(week_path(event.start.date()), "Week"), css="crumbs"),
             tag("h1", text(event.title)),
-            tag("div", facts(rows), tag("div", *buttons, css="buttons"), css="sheet"),
+            tag("div", definition_list(rows), tag("div", *buttons, css="buttons"), css="sheet"),
             *covers,
         )
 
-    def _refusal(self, event: Event) -> str:
+    def _refusal(self, event: Appointment) -> str:
         """Why an appointment cannot be at that time; empty if it can."""
         day = event.start.date()
-        opens, closes = datetime.combine(day, time(OPENS)), datetime.combine(day, time(CLOSES))
+        opens, closes = datetime.combine(day, time(OPENING_HOUR)), datetime.combine(day, time(CLOSING_HOUR))
         if day.weekday() > 4 or event.start < opens or event.end > closes:
-            return f"Appointments are from Monday to Friday, {OPENS:02d}:00 to {CLOSES}:00."
-        for other in self.events.values():
-            if other.id != event.id and event.meets(other):
+            return f"Appointments are from Monday to Friday, {OPENING_HOUR:02d}:00 to {CLOSING_HOUR}:00."
+        for other in self.appointments.values():
+            if other.id != event.id and event.overlaps(other):
                 return f"That time is taken by {other.title}."
         return ""
 
 
-def monday(day: date) -> date:
+def week_start(day: date) -> date:
     """The first day of a day's week."""
     return day - timedelta(days=day.weekday())
 
 
 def week_path(day: date) -> str:
     """Where a day's week is."""
-    return f"/week/{monday(day).isoformat()}"
+    return f"/week/{week_start(day).isoformat()}"
 
 
-def as_day(words: str) -> date | None:
+def parse_date(words: str) -> date | None:
     """A date as 2026-03-05; None for anything else, and for years that nobody plans."""
     try:
         day = datetime.strptime(words, "%Y-%m-%d").date()
@@ -288,9 +290,9 @@ def as_day(words: str) -> date | None:
     return day if 2000 <= day.year < 2100 else None
 
 
-def as_start(day_words: str, time_words: str) -> datetime | None:
+def parse_start(day_words: str, time_words: str) -> datetime | None:
     """A date and a time as 14:00; None for anything else."""
-    day = as_day(day_words)
+    day = parse_date(day_words)
     try:
         return datetime.combine(day, datetime.strptime(time_words, "%H:%M").time()) if day else None
     except ValueError:
@@ -298,8 +300,8 @@ def as_start(day_words: str, time_words: str) -> datetime | None:
 
 
 def _when_fields() -> tuple[Html, Html]:
-    return field("day", "Date", "YYYY-MM-DD"), field("time", "Begins at", "HH:MM")
+    return text_field("day", "Date", "YYYY-MM-DD"), text_field("time", "Begins at", "HH:MM")
 
 
-def _when(event: Event) -> str:
+def _when(event: Appointment) -> str:
     return f"{event.start:%a} {event.start.date().isoformat()}, {event.start:%H:%M} to {event.end:%H:%M}"

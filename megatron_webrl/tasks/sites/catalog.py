@@ -17,10 +17,12 @@ ENVIRONMENTS: dict[str, Environment] = {
     **forms_tasks.ENVIRONMENTS,
 }
 
-SITES: dict[str, type[App]] = {environment.site.name: environment.site for environment in ENVIRONMENTS.values()}
+SITE_APPS: dict[str, type[App]] = {
+    environment.app_class.name: environment.app_class for environment in ENVIRONMENTS.values()
+}
 
 
 @lru_cache(maxsize=256)  # the episodes of a group share one
-def goal(environment: str, seed: int) -> Goal:
+def get_goal(environment: str, seed: int) -> Goal:
     """The task of an environment and a seed; the same on every machine. Raises KeyError."""
-    return ENVIRONMENTS[environment].make(random.Random(f"{environment}/{seed}"))
+    return ENVIRONMENTS[environment].make_goal(random.Random(f"{environment}/{seed}"))

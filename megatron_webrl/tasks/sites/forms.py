@@ -7,25 +7,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date, timedelta
 
-from megatron_webrl.tasks.server import Reply, Request
-from megatron_webrl.tasks.sites.app import Account, App, Start, entered, page_number, route
+from megatron_webrl.tasks.server import PageRequest, PageResponse
+from megatron_webrl.tasks.sites.app import Account, App, InitialSiteState, form_text, page_number, route
+from megatron_webrl.tasks.sites.content_generator import (
+    FIRST_NAMES,
+    LAST_NAMES,
+    draw_account,
+    draw_weekday,
+    format_date,
+)
 from megatron_webrl.tasks.sites.markup import (
     Html,
-    address,
-    choices,
+    build_path,
+    definition_list,
     dialog,
-    facts,
-    field,
     form,
     join,
     link,
+    page_count,
     pager,
-    pages_of,
+    radio_group,
     table,
     tag,
     text,
+    text_field,
 )
-from megatron_webrl.tasks.sites.words import FIRST, LAST, a_weekday, account, long_date
 
 SERVICES_PER_PAGE, APPLICATIONS_PER_PAGE = 7, 5
 
@@ -53,7 +59,7 @@ _POLLS = (
 
 
 @dataclass(frozen=True)
-class Entry:
+class FormField:
     """A field of an application: one of the options, or a line of text without any."""
 
     label: str
@@ -73,7 +79,7 @@ class Service:
     office: str
     fee: int  # whole dollars
     days: int  # until it is decided
-    steps: tuple[tuple[Entry, ...], ...]
+    form_steps: tuple[tuple[FormField, ...], ...]
 
     @property
     def slug(self) -> str:
@@ -81,9 +87,9 @@ class Service:
         return self.title.lower().replace(" ", "-")
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def fields(self) -> tuple[FormField, ...]:
         """All fields of all steps."""
-        return tuple(entry for step in self.steps for entry in step)
+        return tuple(entry for step in self.form_steps for entry in step)
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,7 @@ class Application:
 
 
 @dataclass(frozen=True)
-class World:
+class FormsData:
     """The desk's content."""
 
     account: Account
@@ -106,43 +112,43 @@ class World:
     applications: tuple[Application, ...]  # newest first
     poll: tuple[str, tuple[str, ...]]
 
-    def of(self, office: str) -> list[Service]:
+    def services_of(self, office: str) -> list[Service]:
         """The services of an office."""
         return [service for service in self.services if service.office == office]
 
 
-def make_world(rng: random.Random) -> World:
+def generate_data(rng: random.Random) -> FormsData:
     """Sixteen services of four offices, and a dozen applications."""
     titles, days = rng.sample(_SERVICES, len(_SERVICES)), rng.sample(range(2, 90), len(_SERVICES))
     services = tuple(
         Service(title, _OFFICES[index % len(_OFFICES)], rng.randint(4, 190), days[index], _steps(rng))
         for index, title in enumerate(titles)
     )
-    day, applications = a_weekday(rng), []
+    day, applications = draw_weekday(rng), []
     familiar = rng.sample(services, 5)
     for id in rng.sample(range(20_000, 99_999), rng.randint(9, 13)):
         day -= timedelta(days=rng.randint(3, 40))
         service = rng.choice(familiar)
         applications.append(Application(id, service, day, rng.choice(_STATES), draw_values(rng, service)))
-    return World(account(rng), services, tuple(applications), rng.choice(_POLLS))
+    return FormsData(draw_account(rng), services, tuple(applications), rng.choice(_POLLS))
 
 
-def _steps(rng: random.Random) -> tuple[tuple[Entry, ...], ...]:
-    picks = [Entry(label, _CHOICES[label]) for label in rng.sample(sorted(_CHOICES), 3)]
-    lines = [Entry(label) for label in rng.sample(_TEXTS, 3)]
+def _steps(rng: random.Random) -> tuple[tuple[FormField, ...], ...]:
+    picks = [FormField(label, _CHOICES[label]) for label in rng.sample(sorted(_CHOICES), 3)]
+    lines = [FormField(label) for label in rng.sample(_TEXTS, 3)]
     return (picks[0], lines[0]), (picks[1], picks[2], lines[1], lines[2])
 
 
 def draw_values(rng: random.Random, service: Service) -> dict[str, str]:
     """Something to enter in every field of a service."""
     lines = {
-        "Full name": f"{rng.choice(FIRST)} {rng.choice(LAST)}",
+        "Full name": f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}",
         "Street and number": f"{rng.choice(_STREETS)} {rng.randint(1, 180)}",
         "Reference": f"{rng.choice('ABCDEFGH')}{rng.randint(1000, 9999)}",
         "Telephone": f"0{rng.randint(100, 999)} {rng.randint(10000, 99999)}",
         "Postcode": str(rng.randint(10000, 99999)),
     }
-    return {entry.name: rng.choice(entry.options) if entry.options else lines[entry.label] for entry in service.entries}
+    return {entry.name: rng.choice(entry.options) if entry.options else lines[entry.label] for entry in service.fields}
 
 
 class Forms(App):
@@ -151,129 +157,135 @@ class Forms(App):
     name, title, search_hint = "forms", "City Service Desk", "Search services"
     popup = ("Tell us what you think", "Five minutes of your time make our desk better. Would you like to take part?")
 
-    def __init__(self, world: World, start: Start) -> None:
+    def __init__(self, world: FormsData, start: InitialSiteState) -> None:
         super().__init__(world.account, start)
-        self.world = world
+        self.data = world
         self.drafts: dict[str, dict[str, str]] = {}  # values by service
         self.applications = {application.id: application for application in world.applications}
         self._services = {service.slug: service for service in world.services}
 
-    def links(self) -> tuple[tuple[str, str], ...]:
+    def navigation_links(self) -> tuple[tuple[str, str], ...]:
         return ("/offices", "Offices"), ("/poll", "Poll"), ("/applications", "My applications")
 
     @route("GET", "/")
-    def home(self, request: Request) -> Reply:
-        services = self.world.services
-        pages = pages_of(len(services), SERVICES_PER_PAGE)
+    def home(self, request: PageRequest) -> PageResponse:
+        services = self.data.services
+        pages = page_count(len(services), SERVICES_PER_PAGE)
         page = page_number(request, pages)
         shown = services[(page - 1) * SERVICES_PER_PAGE : page * SERVICES_PER_PAGE]
-        return self.page("Services", tag("h1", text("All services")), _service_table(shown), pager("/", page, pages))
+        return self.render_page(
+            "Services", tag("h1", text("All services")), _service_table(shown), pager("/", page, pages)
+        )
 
     @route("GET", "/offices")
-    def offices(self, request: Request) -> Reply:
-        rows = [(link(office_path(name), name), text(len(self.world.of(name)))) for name in _OFFICES]
-        return self.page("Offices", tag("h1", text("Offices")), table(("Office", "Services"), rows))
+    def offices(self, request: PageRequest) -> PageResponse:
+        rows = [(link(office_path(name), name), text(len(self.data.services_of(name)))) for name in _OFFICES]
+        return self.render_page("Offices", tag("h1", text("Offices")), table(("Office", "Services"), rows))
 
     @route("GET", r"/office/([a-z-]+)")
-    def office(self, request: Request, slug: str) -> Reply:
+    def office(self, request: PageRequest, slug: str) -> PageResponse:
         name = next((name for name in _OFFICES if office_path(name) == f"/office/{slug}"), None)
         if name is None:
-            return self.missing()
-        return self.page(name, tag("h1", text(name)), _service_table(self.world.of(name)))
+            return self.not_found()
+        return self.render_page(name, tag("h1", text(name)), _service_table(self.data.services_of(name)))
 
     @route("GET", "/search")
-    def search(self, request: Request) -> Reply:
+    def search(self, request: PageRequest) -> PageResponse:
         words = request.query.get("q", "").lower().split()
-        found = [s for s in self.world.services if words and all(word in s.title.lower() for word in words)]
-        return self.page("Search", tag("h1", text(f"{len(found)} services found")), _service_table(found))
+        found = [s for s in self.data.services if words and all(word in s.title.lower() for word in words)]
+        return self.render_page("Search", tag("h1", text(f"{len(found)} services found")), _service_table(found))
 
     @route("GET", r"/service/([a-z-]+)")
-    def service(self, request: Request, slug: str) -> Reply:
+    def service(self, request: PageRequest, slug: str) -> PageResponse:
         service = self._services.get(slug)
         if service is None:
-            return self.missing()
+            return self.not_found()
         rows = (
             ("Office", link(office_path(service.office), service.office)),
             ("Fee", text(f"${service.fee}")),
             ("Decided within", text(f"{service.days} days")),
         )
-        return self.page(
+        return self.render_page(
             service.title,
             tag("h1", text(service.title)),
             tag("p", text("Apply here or at the counter. You can look at everything again before you send it.")),
-            tag("div", facts(rows), link(step_path(service, 1), "Apply now", "button"), css="sheet"),
+            tag("div", definition_list(rows), link(form_step_path(service, 1), "Apply now", "button"), css="sheet"),
         )
 
     @route("GET", r"/service/([a-z-]+)/step/(\d)")
-    def step(self, request: Request, slug: str, number: str) -> Reply:
+    def step(self, request: PageRequest, slug: str, number: str) -> PageResponse:
         service, index = self._services.get(slug), int(number) - 1
-        if service is None or not 0 <= index < len(service.steps):
-            return self.missing()
+        if service is None or not 0 <= index < len(service.form_steps):
+            return self.not_found()
         draft = self.drafts.get(slug, {})
         fields = [
-            choices(entry.name, entry.label, [(option, option) for option in entry.options], draft.get(entry.name, ""))
+            radio_group(
+                entry.name, entry.label, [(option, option) for option in entry.options], draft.get(entry.name, "")
+            )
             if entry.options
-            else field(entry.name, entry.label, value=draft.get(entry.name, ""))
-            for entry in service.steps[index]
+            else text_field(entry.name, entry.label, value=draft.get(entry.name, ""))
+            for entry in service.form_steps[index]
         ]
-        return self.page(
+        return self.render_page(
             service.title,
             tag("div", link(f"/service/{slug}", service.title), css="crumbs"),
-            tag("h1", text(f"{service.title}: step {number} of {len(service.steps)}")),
-            form(step_path(service, index + 1), *fields, button="Continue", css="sheet"),
+            tag("h1", text(f"{service.title}: step {number} of {len(service.form_steps)}")),
+            form(form_step_path(service, index + 1), *fields, button="Continue", css="sheet"),
         )
 
     @route("POST", r"/service/([a-z-]+)/step/(\d)")
-    def enter(self, request: Request, slug: str, number: str) -> Reply:
+    def enter(self, request: PageRequest, slug: str, number: str) -> PageResponse:
         service, index = self._services.get(slug), int(number) - 1
-        if service is None or not 0 <= index < len(service.steps):
-            return self.missing()
-        for entry in service.steps[index]:
-            value = entered(request, entry.name)
+        if service is None or not 0 <= index < len(service.form_steps):
+            return self.not_found()
+        for entry in service.form_steps[index]:
+            value = form_text(request, entry.name)
             if not value or (entry.options and value not in entry.options):
-                return self.redirect(step_path(service, index + 1), f"Please fill in {entry.label}.")
+                return self.redirect(form_step_path(service, index + 1), f"Please fill in {entry.label}.")
             self.drafts.setdefault(slug, {})[entry.name] = value
-        last = index + 1 == len(service.steps)
-        return self.redirect(review_path(service) if last else step_path(service, index + 2))
+        last = index + 1 == len(service.form_steps)
+        return self.redirect(review_path(service) if last else form_step_path(service, index + 2))
 
     @route("GET", r"/service/([a-z-]+)/review")
-    def review(self, request: Request, slug: str) -> Reply:
+    def review(self, request: PageRequest, slug: str) -> PageResponse:
         service = self._services.get(slug)
         if service is None:
-            return self.missing()
+            return self.not_found()
         draft = self.drafts.get(slug, {})
         if missing := self._unfinished(service):
-            return self.redirect(step_path(service, missing), "Please fill in this step first.")
-        return self.page(
+            return self.redirect(form_step_path(service, missing), "Please fill in this step first.")
+        return self.render_page(
             "Review",
             tag("h1", text(f"{service.title}: is this right?")),
-            tag("div", facts((entry.label, text(draft[entry.name])) for entry in service.entries), css="sheet"),
+            tag(
+                "div", definition_list((entry.label, text(draft[entry.name])) for entry in service.fields), css="sheet"
+            ),
             form(f"/service/{slug}/send", button="Send application"),
-            tag("p", link(step_path(service, 1), "Change something"), css="buttons"),
+            tag("p", link(form_step_path(service, 1), "Change something"), css="buttons"),
         )
 
     @route("POST", r"/service/([a-z-]+)/send")
-    def send(self, request: Request, slug: str) -> Reply:
+    def send(self, request: PageRequest, slug: str) -> PageResponse:
         service = self._services.get(slug)
         if service is None:
-            return self.missing()
+            return self.not_found()
         if missing := self._unfinished(service):
-            return self.redirect(step_path(service, missing), "Please fill in this step first.")
+            return self.redirect(form_step_path(service, missing), "Please fill in this step first.")
         self.effects.append(send_effect(service, self.drafts.pop(slug)))
         return self.redirect(f"/service/{slug}", "Your application has been sent.")
 
     @route("GET", "/applications")
-    def list_applications(self, request: Request) -> Reply:
-        if refused := self.sign_in_first():
+    def list_applications(self, request: PageRequest) -> PageResponse:
+        if refused := self.redirect_to_login():
             return refused
         found = list(self.applications.values())
-        pages = pages_of(len(found), APPLICATIONS_PER_PAGE)
+        pages = page_count(len(found), APPLICATIONS_PER_PAGE)
         page = page_number(request, pages)
         rows = [
-            (link(application_path(a), f"No. {a.id}"), text(a.service.title), text(long_date(a.day)), text(a.state))
+            (link(application_path(a), f"No. {a.id}"), text(a.service.title), text(format_date(a.day)), text(a.state))
             for a in found[(page - 1) * APPLICATIONS_PER_PAGE : page * APPLICATIONS_PER_PAGE]
         ]
-        return self.page(
+        return self.render_page(
             "Applications",
             tag("h1", text("Your applications")),
             table(("Application", "Service", "Sent on", "State"), rows),
@@ -281,11 +293,11 @@ class Forms(App):
         )
 
     @route("GET", r"/application/(\d{1,6})")
-    def application(self, request: Request, id: str) -> Reply:
+    def application(self, request: PageRequest, id: str) -> PageResponse:
         return self._application(int(id))
 
     @route("GET", r"/application/(\d{1,6})/withdraw")
-    def ask(self, request: Request, id: str) -> Reply:
+    def ask(self, request: PageRequest, id: str) -> PageResponse:
         return self._application(
             int(id),
             dialog(
@@ -297,24 +309,26 @@ class Forms(App):
         )
 
     @route("POST", r"/application/(\d{1,6})/withdraw")
-    def withdraw(self, request: Request, id: str) -> Reply:
-        if refused := self.sign_in_first():
+    def withdraw(self, request: PageRequest, id: str) -> PageResponse:
+        if refused := self.redirect_to_login():
             return refused
         if self.applications.pop(int(id), None) is None:
-            return self.missing()
+            return self.not_found()
         self.effects.append(("withdraw", id))
         return self.redirect("/applications", f"Application {id} has been withdrawn.")
 
     @route("GET", "/poll")
-    def poll(self, request: Request) -> Reply:
-        question, options = self.world.poll
-        vote = form("/vote", choices("option", "Your choice", [(o, o) for o in options]), button="Vote", css="sheet")
-        return self.page("Poll", tag("h1", text(question)), vote)
+    def poll(self, request: PageRequest) -> PageResponse:
+        question, options = self.data.poll
+        vote = form(
+            "/vote", radio_group("option", "Your choice", [(o, o) for o in options]), button="Vote", css="sheet"
+        )
+        return self.render_page("Poll", tag("h1", text(question)), vote)
 
     @route("POST", "/vote")
-    def vote(self, request: Request) -> Reply:
-        option = entered(request, "option")
-        if option not in self.world.poll[1]:
+    def vote(self, request: PageRequest) -> PageResponse:
+        option = form_text(request, "option")
+        if option not in self.data.poll[1]:
             return self.redirect("/poll", "Please choose one of the options.")
         self.effects.append(("vote", option))
         return self.redirect("/poll", "Thank you for your vote.")
@@ -322,27 +336,27 @@ class Forms(App):
     def _unfinished(self, service: Service) -> int:
         """Number of the first step that lacks something; 0 if none does."""
         draft = self.drafts.get(service.slug, {})
-        lacking = (n for n, step in enumerate(service.steps, 1) if any(entry.name not in draft for entry in step))
+        lacking = (n for n, step in enumerate(service.form_steps, 1) if any(entry.name not in draft for entry in step))
         return next(lacking, 0)
 
-    def _application(self, id: int, *covers: Html) -> Reply:
-        if refused := self.sign_in_first():
+    def _application(self, id: int, *covers: Html) -> PageResponse:
+        if refused := self.redirect_to_login():
             return refused
         found = self.applications.get(id)
         if found is None:
-            return self.missing()
+            return self.not_found()
         rows = [
             ("Service", text(found.service.title)),
-            ("Sent on", text(long_date(found.day))),
+            ("Sent on", text(format_date(found.day))),
             ("State", text(found.state)),
         ]
-        rows += [(entry.label, text(found.values[entry.name])) for entry in found.service.entries]
+        rows += [(entry.label, text(found.values[entry.name])) for entry in found.service.fields]
         tools = link(f"{application_path(found)}/withdraw", "Withdraw application", "button")
-        return self.page(
+        return self.render_page(
             f"Application {id}",
             tag("div", link("/applications", "My applications"), css="crumbs"),
             tag("h1", text(f"Application No. {id}")),
-            tag("div", facts(rows), join((tools,)), css="sheet"),
+            tag("div", definition_list(rows), join((tools,)), css="sheet"),
             *covers,
         )
 
@@ -357,12 +371,12 @@ def office_path(office: str) -> str:
     return f"/office/{office.lower().replace(' ', '-')}"
 
 
-def service_page(world: World, service: Service) -> int:
+def service_list_page(world: FormsData, service: Service) -> int:
     """The page of the list of all services that shows one."""
     return world.services.index(service) // SERVICES_PER_PAGE + 1
 
 
-def step_path(service: Service, number: int) -> str:
+def form_step_path(service: Service, number: int) -> str:
     """Where a step of an application is, from 1."""
     return f"/service/{service.slug}/step/{number}"
 
@@ -377,9 +391,9 @@ def application_path(application: Application) -> str:
     return f"/application/{application.id}"
 
 
-def services_path(page: int) -> str:
+def service_list_path(page: int) -> str:
     """Where a page of the list of all services is."""
-    return address("/", page=page)
+    return build_path("/", page=page)
 
 
 def _service_table(services: list[Service] | tuple[Service, ...]) -> Html:

@@ -7,22 +7,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date, timedelta
 
-from megatron_webrl.tasks.server import Reply, Request
-from megatron_webrl.tasks.sites.app import Account, App, Start, entered, page_number, route
+from megatron_webrl.tasks.server import PageRequest, PageResponse
+from megatron_webrl.tasks.sites.app import Account, App, InitialSiteState, form_text, page_number, route
+from megatron_webrl.tasks.sites.content_generator import draw_account, draw_names, draw_pairs, draw_weekday, format_date
 from megatron_webrl.tasks.sites.markup import (
     Html,
-    address,
-    area,
+    build_path,
     form,
     join,
     link,
+    page_count,
     pager,
-    pages_of,
     table,
     tag,
     text,
+    text_area,
 )
-from megatron_webrl.tasks.sites.words import a_weekday, account, long_date, names, pairs
 
 THREADS_PER_PAGE, POSTS_PER_PAGE = 7, 4
 LOUNGE = "Members' lounge"
@@ -64,7 +64,7 @@ class Post:
     id: int
     author: str
     day: date
-    words: str
+    text: str
     likes: int
 
 
@@ -78,7 +78,7 @@ class Thread:
 
 
 @dataclass(frozen=True)
-class World:
+class ForumData:
     """The forum's content."""
 
     account: Account
@@ -90,18 +90,18 @@ class World:
         return next(board for board, threads in self.boards.items() if thread in threads)
 
 
-def make_world(rng: random.Random) -> World:
+def generate_data(rng: random.Random) -> ForumData:
     """A forum of three open boards and the lounge, with some 40 threads."""
-    day = a_weekday(rng)
-    people = names(rng, 9)
+    day = draw_weekday(rng)
+    people = draw_names(rng, 9)
     members = {name: (rng.choice(_TOWNS), day - timedelta(days=rng.randint(300, 3000))) for name in people}
     threads = iter(rng.sample(range(1000, 9999), 60))
     posts = iter(rng.sample(range(10_000, 99_999), 800))
     boards = {}
     for board in (*rng.sample(_BOARDS, 3), LOUNGE):
-        titles = pairs(rng, _OPENINGS, _TOPICS[board], rng.randint(8, 12))
+        titles = draw_pairs(rng, _OPENINGS, _TOPICS[board], rng.randint(8, 12))
         boards[board] = tuple(_thread(rng, next(threads), title, people, posts, day) for title in titles)
-    return World(account(rng), members, boards)
+    return ForumData(draw_account(rng), members, boards)
 
 
 def _thread(rng: random.Random, id: int, title: str, people: list[str], ids: Iterator[int], day: date) -> Thread:
@@ -121,36 +121,36 @@ class Forum(App):
     name, title, search_hint = "forum", "The Clearing", "Search threads"
     popup = ("Meet us in person", "Our summer meeting takes place in June. Tickets are on sale in the lounge.")
 
-    def __init__(self, world: World, start: Start) -> None:
+    def __init__(self, world: ForumData, start: InitialSiteState) -> None:
         super().__init__(world.account, start)
-        self.world = world
+        self.data = world
         self._threads = {thread.id: thread for threads in world.boards.values() for thread in threads}
         self._posts = {post.id: thread for thread in self._threads.values() for post in thread.posts}
         self._replies: dict[int, list[str]] = {}  # by thread
         self._liked: set[int] = set()
 
-    def links(self) -> tuple[tuple[str, str], ...]:
+    def navigation_links(self) -> tuple[tuple[str, str], ...]:
         return ("/", "Boards"), ("/members", "Members")
 
     @route("GET", "/")
-    def home(self, request: Request) -> Reply:
+    def home(self, request: PageRequest) -> PageResponse:
         rows = []
-        for board, threads in self.world.boards.items():
+        for board, threads in self.data.boards.items():
             open_to = "Members only" if board == LOUNGE else "Everyone"
             rows.append((link(board_path(board), board), text(len(threads)), text(open_to)))
-        return self.page("Boards", tag("h1", text("Boards")), table(("Board", "Threads", "Open to"), rows))
+        return self.render_page("Boards", tag("h1", text("Boards")), table(("Board", "Threads", "Open to"), rows))
 
     @route("GET", r"/board/([a-z-]+)")
-    def board(self, request: Request, slug: str) -> Reply:
-        board = next((name for name in self.world.boards if board_path(name) == f"/board/{slug}"), None)
+    def board(self, request: PageRequest, slug: str) -> PageResponse:
+        board = next((name for name in self.data.boards if board_path(name) == f"/board/{slug}"), None)
         if board is None:
-            return self.missing()
-        if board == LOUNGE and (refused := self.sign_in_first()):
+            return self.not_found()
+        if board == LOUNGE and (refused := self.redirect_to_login()):
             return refused
-        threads = self.world.boards[board]
-        pages = pages_of(len(threads), THREADS_PER_PAGE)
+        threads = self.data.boards[board]
+        pages = page_count(len(threads), THREADS_PER_PAGE)
         page = page_number(request, pages)
-        return self.page(
+        return self.render_page(
             board,
             tag("div", link("/", "Boards"), css="crumbs"),
             tag("h1", text(board)),
@@ -159,30 +159,32 @@ class Forum(App):
         )
 
     @route("GET", "/search")
-    def search(self, request: Request) -> Reply:
+    def search(self, request: PageRequest) -> PageResponse:
         asked = request.query.get("q", "").strip()
         words = asked.lower().split()
         found = [
             thread
-            for board, threads in self.world.boards.items()
+            for board, threads in self.data.boards.items()
             for thread in threads
             if words and board != LOUNGE and all(word in thread.title.lower() for word in words)
         ]
-        return self.page("Search", tag("h1", text(f'{len(found)} threads match "{asked}"')), _thread_table(found))
+        return self.render_page(
+            "Search", tag("h1", text(f'{len(found)} threads match "{asked}"')), _thread_table(found)
+        )
 
     @route("GET", r"/thread/(\d{1,6})")
-    def thread(self, request: Request, id: str) -> Reply:
+    def thread(self, request: PageRequest, id: str) -> PageResponse:
         thread = self._threads.get(int(id))
         if thread is None:
-            return self.missing()
-        board = self.world.board_of(thread)
-        if board == LOUNGE and (refused := self.sign_in_first()):
+            return self.not_found()
+        board = self.data.board_of(thread)
+        if board == LOUNGE and (refused := self.redirect_to_login()):
             return refused
-        pages = pages_of(len(thread.posts), POSTS_PER_PAGE)
+        pages = page_count(len(thread.posts), POSTS_PER_PAGE)
         page = page_number(request, pages)
         shown = thread.posts[(page - 1) * POSTS_PER_PAGE : page * POSTS_PER_PAGE]
         own = self._replies.get(thread.id, []) if page == pages else []
-        return self.page(
+        return self.render_page(
             thread.title,
             tag("div", link("/", "Boards"), text(" / "), link(board_path(board), board), css="crumbs"),
             tag("h1", text(thread.title)),
@@ -195,19 +197,19 @@ class Forum(App):
         )
 
     @route("GET", "/members")
-    def members(self, request: Request) -> Reply:
+    def members(self, request: PageRequest) -> PageResponse:
         rows = [
-            (text(name), text(town), text(long_date(since)))
-            for name, (town, since) in sorted(self.world.members.items())
+            (text(name), text(town), text(format_date(since)))
+            for name, (town, since) in sorted(self.data.members.items())
         ]
-        return self.page("Members", tag("h1", text("Members")), table(("Name", "Town", "Member since"), rows))
+        return self.render_page("Members", tag("h1", text("Members")), table(("Name", "Town", "Member since"), rows))
 
     @route("POST", r"/follow/(\d{1,6})")
-    def follow(self, request: Request, id: str) -> Reply:
+    def follow(self, request: PageRequest, id: str) -> PageResponse:
         return self._did(("follow", id), int(id) in self._threads, f"/thread/{id}", "You follow this thread.")
 
     @route("POST", r"/like/(\d{1,6})")
-    def like(self, request: Request, id: str) -> Reply:
+    def like(self, request: PageRequest, id: str) -> PageResponse:
         thread = self._posts.get(int(id))
         path = post_path(thread, int(id)) if thread else "/"
         if self.signed_in:
@@ -215,20 +217,20 @@ class Forum(App):
         return self._did(("like", id), thread is not None, path, "You like this post.")
 
     @route("POST", r"/reply/(\d{1,6})")
-    def reply(self, request: Request, id: str) -> Reply:
-        words, thread = entered(request, "words"), self._threads.get(int(id))
+    def reply(self, request: PageRequest, id: str) -> PageResponse:
+        words, thread = form_text(request, "words"), self._threads.get(int(id))
         if not words or thread is None:
             return self.redirect("/", "A reply must not be empty.")
         if self.signed_in:
             self._replies.setdefault(thread.id, []).append(words)
-        path = thread_path(thread, pages_of(len(thread.posts), POSTS_PER_PAGE))
+        path = thread_path(thread, page_count(len(thread.posts), POSTS_PER_PAGE))
         return self._did(("reply", id, words), True, path, "Your reply has been posted.")
 
-    def _did(self, effect: tuple[str, ...], exists: bool, path: str, notice: str) -> Reply:
-        if refused := self.sign_in_first():
+    def _did(self, effect: tuple[str, ...], exists: bool, path: str, notice: str) -> PageResponse:
+        if refused := self.redirect_to_login():
             return refused
         if not exists:
-            return self.missing()
+            return self.not_found()
         self.effects.append(effect)
         return self.redirect(path, notice)
 
@@ -237,23 +239,23 @@ class Forum(App):
         foot = [tag("span", text(f"{likes} likes"), css="muted")]
         if self.signed_in:
             foot.append(form(f"/like/{post.id}", button="Like", css="quiet"))
-        who = tag("div", tag("b", text(post.author)), tag("div", text(long_date(post.day)), css="muted"))
-        return tag("div", who, tag("div", tag("p", text(post.words)), tag("div", *foot, css="foot")), css="post")
+        who = tag("div", tag("b", text(post.author)), tag("div", text(format_date(post.day)), css="muted"))
+        return tag("div", who, tag("div", tag("p", text(post.text)), tag("div", *foot, css="foot")), css="post")
 
     def _reply_form(self, thread: Thread) -> Html:
         if not self.signed_in:
-            return tag("p", link(address("/login", next=f"/thread/{thread.id}"), "Sign in to reply"))
-        return form(f"/reply/{thread.id}", area("words", "Your reply"), button="Post reply", css="sheet")
+            return tag("p", link(build_path("/login", next=f"/thread/{thread.id}"), "Sign in to reply"))
+        return form(f"/reply/{thread.id}", text_area("words", "Your reply"), button="Post reply", css="sheet")
 
 
 def board_path(board: str, page: int = 1) -> str:
     """Where a page of a board is."""
-    return address(f"/board/{board.lower().replace(' ', '-').replace(chr(39), '')}", page=page)
+    return build_path(f"/board/{board.lower().replace(' ', '-').replace(chr(39), '')}", page=page)
 
 
 def thread_path(thread: Thread, page: int = 1) -> str:
     """Where a page of a thread is."""
-    return address(f"/thread/{thread.id}", page=page)
+    return build_path(f"/thread/{thread.id}", page=page)
 
 
 def post_path(thread: Thread, id: int) -> str:
@@ -265,7 +267,7 @@ def post_path(thread: Thread, id: int) -> str:
 def _thread_table(threads: list[Thread] | tuple[Thread, ...]) -> Html:
     rows = [
         (link(thread_path(thread), thread.title), text(thread.posts[0].author), text(len(thread.posts) - 1),
-         text(long_date(thread.posts[-1].day)))
+         text(format_date(thread.posts[-1].day)))
         for thread in threads
     ]  # fmt: skip
     return table(("Thread", "Started by", "Replies", "Latest"), rows)

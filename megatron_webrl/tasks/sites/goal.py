@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_webrl.tasks.sites.app import App, Effect
-from megatron_webrl.tasks.sites.moves import Script
+from megatron_webrl.tasks.sites.high_level_actions import ScriptedPolicy
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class Goal:
     """A task in all its detail. Either `effects` must come about and nothing else, or `answer` must be given."""
 
     instruction: str
-    start: str  # path of the first page
-    app: Callable[[], App]  # a fresh copy of the site
-    script: Script
+    start_path: str  # path of the first page
+    make_app: Callable[[], App]  # a fresh copy of the site
+    scripted_policy: ScriptedPolicy
     effects: tuple[Effect, ...] = ()
     answer: str | None = None
 
@@ -31,12 +31,12 @@ class Goal:
 class Environment:
     """A template of tasks: goals are drawn from random numbers."""
 
-    site: type[App]
+    app_class: type[App]
     difficulty: str  # "easy", "medium" or "hard"
-    make: Callable[[random.Random], Goal]
+    make_goal: Callable[[random.Random], Goal]
 
 
-def verdict(goal: Goal, effects: list[Effect]) -> tuple[float | None, bool]:
+def reward_and_done(goal: Goal, effects: list[Effect]) -> tuple[float | None, bool]:
     """Reward and end: 1 as soon as exactly the wanted effects are there, 0 with the first one that is not wanted.
 
     What an answer is worth is the judge's affair; until then there is no reward.
@@ -48,5 +48,5 @@ def verdict(goal: Goal, effects: list[Effect]) -> tuple[float | None, bool]:
     return (1.0, True) if goal.effects and not any(left.values()) else (None, False)
 
 
-FAILED = (math.nan, True)
+SITE_ERROR_RESULT = (math.nan, True)
 """The result of an episode whose site could not answer: no number, so that the judge masks it."""

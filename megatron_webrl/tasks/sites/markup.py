@@ -26,7 +26,7 @@ def tag(name: str, *children: Html, css: str = "") -> Html:
     return Html(f"<{name}{style}>{''.join(children)}</{name}>")
 
 
-def address(path: str, /, **query: str | int) -> str:
+def build_path(path: str, /, **query: str | int) -> str:
     """A path with a query; what is empty, and the first page of a list, is left out."""
     kept = {name: value for name, value in query.items() if value != "" and (name, value) != ("page", 1)}
     return f"{path}?{urlencode(kept)}" if kept else path
@@ -46,12 +46,12 @@ def form(action: str, *fields: Html, button: str, css: str = "", method: str = "
     )
 
 
-def hidden(name: str, value: str) -> Html:
+def hidden_field(name: str, value: str) -> Html:
     """A field that nobody sees."""
     return Html(f'<input type="hidden" name="{escape(name)}" value="{escape(value)}">')
 
 
-def field(name: str, label: str, hint: str = "", value: str = "", kind: str = "text") -> Html:
+def text_field(name: str, label: str, hint: str = "", value: str = "", kind: str = "text") -> Html:
     """A line of text with its label; it must not stay empty."""
     return Html(
         f'<label class="field"><span>{escape(label)}</span><input type="{kind}" name="{escape(name)}" '
@@ -59,7 +59,7 @@ def field(name: str, label: str, hint: str = "", value: str = "", kind: str = "t
     )
 
 
-def area(name: str, label: str, hint: str = "") -> Html:
+def text_area(name: str, label: str, hint: str = "") -> Html:
     """Several lines of text with their label."""
     return Html(
         f'<label class="field"><span>{escape(label)}</span><textarea name="{escape(name)}" rows="4" '
@@ -67,7 +67,7 @@ def area(name: str, label: str, hint: str = "") -> Html:
     )
 
 
-def choices(name: str, label: str, options: Sequence[tuple[str, str]], chosen: str = "") -> Html:
+def radio_group(name: str, label: str, options: Sequence[tuple[str, str]], chosen: str = "") -> Html:
     """One of several (value, label); one must be chosen."""
     inputs = join(
         Html(
@@ -86,7 +86,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[Html]]) -> Html:
     return Html(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
 
 
-def facts(rows: Iterable[tuple[str, Html]]) -> Html:
+def definition_list(rows: Iterable[tuple[str, Html]]) -> Html:
     """Names and values, one below the other."""
     return tag("dl", *(join((tag("dt", text(name)), tag("dd", value))) for name, value in rows), css="facts")
 
@@ -95,12 +95,12 @@ def pager(path: str, page: int, pages: int, /, **query: str | int) -> Html:
     """Links to the pages of a long list; nothing for a short one."""
     if pages < 2:
         return Html("")
-    parts = [link(address(path, **query, page=page - 1), "Previous")] if page > 1 else []
+    parts = [link(build_path(path, **query, page=page - 1), "Previous")] if page > 1 else []
     for number in range(1, pages + 1):
         here = number == page
-        parts.append(tag("b", text(number)) if here else link(address(path, **query, page=number), str(number)))
+        parts.append(tag("b", text(number)) if here else link(build_path(path, **query, page=number), str(number)))
     if page < pages:
-        parts.append(link(address(path, **query, page=page + 1), "Next"))
+        parts.append(link(build_path(path, **query, page=page + 1), "Next"))
     return tag("nav", *parts, css="pager")
 
 
@@ -110,6 +110,6 @@ def dialog(title: str, body: Html, *buttons: Html) -> Html:
     return tag("div", inner, css="veil")
 
 
-def pages_of(items: int, per_page: int) -> int:
+def page_count(items: int, per_page: int) -> int:
     """How many pages a list takes; an empty one takes one."""
     return max(1, -(-items // per_page))

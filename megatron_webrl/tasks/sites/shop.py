@@ -6,29 +6,29 @@ import random
 from dataclasses import dataclass
 from datetime import date, timedelta
 
-from megatron_webrl.tasks.server import Reply, Request
-from megatron_webrl.tasks.sites.app import Account, App, Start, entered, page_number, route
+from megatron_webrl.tasks.server import PageRequest, PageResponse
+from megatron_webrl.tasks.sites.app import Account, App, InitialSiteState, form_text, page_number, route
+from megatron_webrl.tasks.sites.content_generator import draw_account, draw_weekday, format_date
 from megatron_webrl.tasks.sites.markup import (
     Html,
-    address,
-    choices,
-    facts,
-    field,
+    build_path,
+    definition_list,
     form,
     join,
     link,
+    page_count,
     pager,
-    pages_of,
+    radio_group,
     table,
     tag,
     text,
+    text_field,
 )
-from megatron_webrl.tasks.sites.words import a_weekday, account, long_date
 
 ITEMS_PER_PAGE, ORDERS_PER_PAGE = 8, 4
 MAX_QUANTITY = 9
-DELIVERIES = (("standard", "Standard"), ("express", "Express"), ("pickup", "Pick-up in store"))
-SORTS = (("", "Featured"), ("price", "Price, low to high"), ("rating", "Best rated"))
+DELIVERY_OPTIONS = (("standard", "Standard"), ("express", "Express"), ("pickup", "Pick-up in store"))
+SORT_OPTIONS = (("", "Featured"), ("price", "Price, low to high"), ("rating", "Best rated"))
 
 _KINDS = {
     "Kitchen": ("Kettle", "Skillet", "Cutting Board", "Teapot", "Pepper Mill", "Salad Bowl", "Whisk", "Carafe"),
@@ -58,7 +58,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Order:
+class PastOrder:
     """An earlier order of the account."""
 
     id: int
@@ -72,26 +72,26 @@ class Order:
 
 
 @dataclass(frozen=True)
-class World:
+class ShopData:
     """The shop's content."""
 
     account: Account
     items: tuple[Item, ...]
-    orders: tuple[Order, ...]  # newest first
+    orders: tuple[PastOrder, ...]  # newest first
 
     @property
     def categories(self) -> list[str]:
         """In the order of the menu."""
         return sorted({item.category for item in self.items})
 
-    def listed(self, category: str, sort: str = "") -> list[Item]:
+    def items_in_category(self, category: str, sort: str = "") -> list[Item]:
         """The items of a category as its pages show them."""
         found = [item for item in self.items if item.category == category]
         orders = {"price": lambda item: item.price, "rating": lambda item: (-item.rating, item.price)}
         return sorted(found, key=orders[sort]) if sort in orders else found
 
 
-def make_world(rng: random.Random) -> World:
+def generate_data(rng: random.Random) -> ShopData:
     """A shop of some 50 items and a dozen orders."""
     kinds = [(category, kind) for category in rng.sample(sorted(_KINDS), 4) for kind in _KINDS[category]]
     chosen = [
@@ -106,15 +106,15 @@ def make_world(rng: random.Random) -> World:
         )
         for id, (category, name), price in zip(ids, chosen, prices, strict=True)
     )
-    day, orders = a_weekday(rng), []
+    day, orders = draw_weekday(rng), []
     for number in rng.sample(range(10_000, 99_999), rng.randint(10, 14)):
         day -= timedelta(days=rng.randint(2, 14))
         lines = tuple((item, rng.randint(1, 3)) for item in rng.sample(items, rng.randint(1, 3)))
-        orders.append(Order(number, day, lines))
-    return World(account(rng), items, tuple(orders))
+        orders.append(PastOrder(number, day, lines))
+    return ShopData(draw_account(rng), items, tuple(orders))
 
 
-def money(cents: int) -> str:
+def format_price(cents: int) -> str:
     """Such as $12.50."""
     return f"${cents // 100}.{cents % 100:02d}"
 
@@ -125,25 +125,25 @@ class Shop(App):
     name, title, search_hint = "shop", "Larkfield Store", "Search items"
     popup = ("10 % off your next order", "Join 40,000 readers of our newsletter and save on everything you love.")
 
-    def __init__(self, world: World, start: Start, cart: dict[int, int] | None = None) -> None:
+    def __init__(self, world: ShopData, start: InitialSiteState, cart: dict[int, int] | None = None) -> None:
         super().__init__(world.account, start)
-        self.world = world
+        self.data = world
         self.cart = dict(cart or {})  # count by item id
         self._items = {item.id: item for item in world.items}
 
-    def links(self) -> tuple[tuple[str, str], ...]:
+    def navigation_links(self) -> tuple[tuple[str, str], ...]:
         count = sum(self.cart.values())
         return ("/orders", "My orders"), ("/cart", f"Cart ({count})")
 
     @route("GET", "/")
-    def home(self, request: Request) -> Reply:
-        counts = [(name, f"{len(self.world.listed(name))} items") for name in self.world.categories]
+    def home(self, request: PageRequest) -> PageResponse:
+        counts = [(name, f"{len(self.data.items_in_category(name))} items") for name in self.data.categories]
         shelves = join(
             tag("div", link(category_path(name), name), tag("div", text(count), css="muted"), css="card")
             for name, count in counts
         )
-        popular = sorted(self.world.items, key=lambda item: -item.reviews)[:4]
-        return self.page(
+        popular = sorted(self.data.items, key=lambda item: -item.reviews)[:4]
+        return self.render_page(
             "Home",
             tag("h1", text("Good things for every day")),
             tag("div", shelves, css="grid"),
@@ -152,19 +152,20 @@ class Shop(App):
         )
 
     @route("GET", r"/category/([a-z]+)")
-    def category(self, request: Request, slug: str) -> Reply:
+    def category(self, request: PageRequest, slug: str) -> PageResponse:
         name = slug.capitalize()
-        if name not in self.world.categories:
-            return self.missing()
+        if name not in self.data.categories:
+            return self.not_found()
         sort = request.query.get("sort", "")
-        sort = sort if sort in dict(SORTS) else ""
-        items = self.world.listed(name, sort)
-        pages = pages_of(len(items), ITEMS_PER_PAGE)
+        sort = sort if sort in dict(SORT_OPTIONS) else ""
+        items = self.data.items_in_category(name, sort)
+        pages = page_count(len(items), ITEMS_PER_PAGE)
         page = page_number(request, pages)
         tabs = join(
-            tag("b", text(label)) if key == sort else link(category_path(name, key), label) for key, label in SORTS
+            tag("b", text(label)) if key == sort else link(category_path(name, key), label)
+            for key, label in SORT_OPTIONS
         )
-        return self.page(
+        return self.render_page(
             name,
             tag("h1", text(name)),
             tag("div", tabs, css="tabs"),
@@ -173,43 +174,43 @@ class Shop(App):
         )
 
     @route("GET", "/search")
-    def search(self, request: Request) -> Reply:
+    def search(self, request: PageRequest) -> PageResponse:
         asked = request.query.get("q", "").strip()
         words = asked.lower().split()
-        found = [item for item in self.world.items if words and all(word in item.name.lower() for word in words)]
-        return self.page("Search", tag("h1", text(f'{len(found)} results for "{asked}"')), _cards(found))
+        found = [item for item in self.data.items if words and all(word in item.name.lower() for word in words)]
+        return self.render_page("Search", tag("h1", text(f'{len(found)} results for "{asked}"')), _cards(found))
 
     @route("GET", r"/item/(\d{1,6})")
-    def item(self, request: Request, id: str) -> Reply:
+    def item(self, request: PageRequest, id: str) -> PageResponse:
         item = self._items.get(int(id))
         if item is None:
-            return self.missing()
-        buy = form(f"/cart/add/{id}", field("quantity", "Quantity", value="1"), button="Add to cart")
+            return self.not_found()
+        buy = form(f"/cart/add/{id}", text_field("quantity", "Quantity", value="1"), button="Add to cart")
         details = (
             ("Rating", text(f"{item.rating / 10:.1f} of 5 ({item.reviews} reviews)")),
             ("Availability", text("In stock" if item.in_stock else "Sold out")),
             ("Article", text(f"No. {item.id}")),
         )
         right = tag(
-            "div", tag("h1", text(item.name)), tag("p", text(money(item.price)), css="price"), facts(details),
+            "div", tag("h1", text(item.name)), tag("p", text(format_price(item.price)), css="price"), definition_list(details),
             buy if item.in_stock else Html(""),
             form(f"/save/{id}", button="Save to wish list", css="quiet"),
         )  # fmt: skip
         crumbs = tag("div", link(category_path(item.category), item.category), css="crumbs")
-        return self.page(item.name, crumbs, tag("div", _picture(item), right, css="split"))
+        return self.render_page(item.name, crumbs, tag("div", _picture(item), right, css="split"))
 
     @route("POST", r"/save/(\d{1,6})")
-    def save(self, request: Request, id: str) -> Reply:
+    def save(self, request: PageRequest, id: str) -> PageResponse:
         if int(id) not in self._items:
-            return self.missing()
+            return self.not_found()
         self.effects.append(("save", id))
         return self.redirect(f"/item/{id}", "Saved to your wish list.")
 
     @route("POST", r"/cart/add/(\d{1,6})")
-    def add(self, request: Request, id: str) -> Reply:
-        item, given = self._items.get(int(id)), entered(request, "quantity")
+    def add(self, request: PageRequest, id: str) -> PageResponse:
+        item, given = self._items.get(int(id)), form_text(request, "quantity")
         if item is None or not item.in_stock:
-            return self.missing()
+            return self.not_found()
         count = self.cart.get(item.id, 0) + (int(given) if given in list("123456789") else 100)
         if count > MAX_QUANTITY:
             return self.redirect(f"/item/{id}", f"The quantity must be a number from 1 to {MAX_QUANTITY} in all.")
@@ -217,66 +218,71 @@ class Shop(App):
         return self.redirect("/cart", f"{item.name} is in your cart.")
 
     @route("POST", r"/cart/remove/(\d{1,6})")
-    def remove(self, request: Request, id: str) -> Reply:
+    def remove(self, request: PageRequest, id: str) -> PageResponse:
         self.cart.pop(int(id), None)
         return self.redirect("/cart", "Removed.")
 
     @route("GET", "/cart")
-    def show_cart(self, request: Request) -> Reply:
+    def show_cart(self, request: PageRequest) -> PageResponse:
         if not self.cart:
-            return self.page("Cart", tag("h1", text("Your cart is empty")), link("/", "Go shopping"))
+            return self.render_page("Cart", tag("h1", text("Your cart is empty")), link("/", "Go shopping"))
         rows = [
             (
-                link(f"/item/{id}", self._items[id].name), text(count), text(money(self._items[id].price * count)),
+                link(f"/item/{id}", self._items[id].name), text(count), text(format_price(self._items[id].price * count)),
                 form(f"/cart/remove/{id}", button="Remove", css="quiet"),
             )
             for id, count in self.cart.items()
         ]  # fmt: skip
-        return self.page(
+        return self.render_page(
             "Cart",
             tag("h1", text("Your cart")),
             table(("Item", "Quantity", "Price", ""), rows),
-            tag("h2", text(f"Total: {money(self._total())}")),
+            tag("h2", text(f"Total: {format_price(self._total())}")),
             link("/checkout", "Go to check-out", "button"),
         )
 
     @route("GET", "/checkout")
-    def checkout(self, request: Request) -> Reply:
+    def checkout(self, request: PageRequest) -> PageResponse:
         if not self.cart:
             return self.redirect("/cart")
         who = f"Ordering as {self.account.name}." if self.signed_in else "Ordering as a guest."
         lines = [(text(self._items[id].name), text(count)) for id, count in self.cart.items()]
-        return self.page(
+        return self.render_page(
             "Check-out",
             tag("h1", text("Check-out")),
             tag("p", text(who)),
             table(("Item", "Quantity"), lines),
-            tag("h2", text(f"Total: {money(self._total())}")),
-            form("/order", choices("delivery", "Delivery", DELIVERIES, "standard"), button="Place order", css="sheet"),
+            tag("h2", text(f"Total: {format_price(self._total())}")),
+            form(
+                "/order",
+                radio_group("delivery", "Delivery", DELIVERY_OPTIONS, "standard"),
+                button="Place order",
+                css="sheet",
+            ),
         )
 
     @route("POST", "/order")
-    def order(self, request: Request) -> Reply:
-        delivery = entered(request, "delivery")
-        if not self.cart or delivery not in dict(DELIVERIES):
+    def order(self, request: PageRequest) -> PageResponse:
+        delivery = form_text(request, "delivery")
+        if not self.cart or delivery not in dict(DELIVERY_OPTIONS):
             return self.redirect("/cart")
         self.effects.append(order_effect(self.account.user if self.signed_in else "guest", delivery, self.cart))
         self.cart.clear()
         return self.redirect("/thanks")
 
     @route("GET", "/thanks")
-    def thanks(self, request: Request) -> Reply:
-        return self.page("Thank you", tag("h1", text("Thank you for your order")), link("/", "Go on shopping"))
+    def thanks(self, request: PageRequest) -> PageResponse:
+        return self.render_page("Thank you", tag("h1", text("Thank you for your order")), link("/", "Go on shopping"))
 
     @route("GET", "/orders")
-    def orders(self, request: Request) -> Reply:
-        if refused := self.sign_in_first():
+    def orders(self, request: PageRequest) -> PageResponse:
+        if refused := self.redirect_to_login():
             return refused
-        orders = self.world.orders
-        pages = pages_of(len(orders), ORDERS_PER_PAGE)
+        orders = self.data.orders
+        pages = page_count(len(orders), ORDERS_PER_PAGE)
         page = page_number(request, pages)
         boxes = join(_order_box(order) for order in orders[(page - 1) * ORDERS_PER_PAGE : page * ORDERS_PER_PAGE])
-        return self.page("Orders", tag("h1", text("Your orders")), boxes, pager("/orders", page, pages))
+        return self.render_page("Orders", tag("h1", text("Your orders")), boxes, pager("/orders", page, pages))
 
     def _total(self) -> int:
         return sum(self._items[id].price * count for id, count in self.cart.items())
@@ -289,13 +295,13 @@ def order_effect(user: str, delivery: str, cart: dict[int, int]) -> tuple[str, .
 
 def category_path(category: str, sort: str = "", page: int = 1) -> str:
     """Where a page of a category is."""
-    return address(f"/category/{category.lower()}", sort=sort, page=page)
+    return build_path(f"/category/{category.lower()}", sort=sort, page=page)
 
 
-def _order_box(order: Order) -> Html:
+def _order_box(order: PastOrder) -> Html:
     lines = join(tag("div", text(f"{count} x {item.name}")) for item, count in order.lines)
-    head = tag("div", text(f"Order {order.id} of {long_date(order.day)}"), css="muted")
-    return tag("div", head, lines, tag("div", text(f"Total {money(order.total)}"), css="price"), css="box")
+    head = tag("div", text(f"Order {order.id} of {format_date(order.day)}"), css="muted")
+    return tag("div", head, lines, tag("div", text(f"Total {format_price(order.total)}"), css="price"), css="box")
 
 
 def _cards(items: list[Item]) -> Html:
@@ -305,7 +311,7 @@ def _cards(items: list[Item]) -> Html:
 def _card(item: Item) -> Html:
     stock = "" if item.in_stock else " · sold out"
     return tag(
-        "div", _picture(item), link(f"/item/{item.id}", item.name), tag("div", text(money(item.price)), css="price"),
+        "div", _picture(item), link(f"/item/{item.id}", item.name), tag("div", text(format_price(item.price)), css="price"),
         tag("div", text(f"{item.rating / 10:.1f} of 5{stock}"), css="muted"), css="card",
     )  # fmt: skip
 

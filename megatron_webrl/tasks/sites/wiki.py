@@ -8,23 +8,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date, timedelta
 
-from megatron_webrl.tasks.server import Reply, Request
-from megatron_webrl.tasks.sites.app import Account, App, Start, entered, page_number, route
+from megatron_webrl.tasks.server import PageRequest, PageResponse
+from megatron_webrl.tasks.sites.app import Account, App, InitialSiteState, form_text, page_number, route
+from megatron_webrl.tasks.sites.content_generator import (
+    TOWN_PREFIXES,
+    TOWN_SUFFIXES,
+    draw_account,
+    draw_names,
+    draw_pairs,
+    draw_weekday,
+    format_date,
+)
 from megatron_webrl.tasks.sites.markup import (
     Html,
-    address,
-    facts,
-    field,
+    build_path,
+    definition_list,
     form,
     join,
     link,
+    page_count,
     pager,
-    pages_of,
     table,
     tag,
     text,
+    text_field,
 )
-from megatron_webrl.tasks.sites.words import TOWN_ENDS, TOWN_STARTS, a_weekday, account, long_date, names, pairs
 
 ARTICLES_PER_PAGE, REVISIONS_PER_PAGE = 12, 8
 
@@ -37,7 +45,7 @@ _WORKS = (
     "her maps of the coast", "a cookery book", "songs for the harvest", "the town's first library", "clock making",
 )  # fmt: skip
 _TRADES = ("salt", "wool", "timber", "slate", "cheese", "boats", "glass", "paper")
-FACTS = {"Population": range(900, 60_000), "Founded": range(1150, 1890), "Elevation": range(3, 700)}
+NUMERIC_FACTS = {"Population": range(900, 60_000), "Founded": range(1150, 1890), "Elevation": range(3, 700)}
 _HEADINGS = ("Early records", "In literature", "Customs", "Weather", "Further reading")
 _SENTENCES = (
     "Little is known about the years before the great flood.", "Several travellers mention it in their letters.",
@@ -77,34 +85,37 @@ class Article:
 
 
 @dataclass(frozen=True)
-class World:
+class WikiData:
     """The wiki's content."""
 
     account: Account
     articles: dict[str, Article]  # by title
 
-    def of(self, category: str) -> list[Article]:
+    def articles_in(self, category: str) -> list[Article]:
         """The articles of a category by title."""
         return [self.articles[title] for title in sorted(self.articles) if self.articles[title].category == category]
 
 
-def make_world(rng: random.Random) -> World:
+def generate_data(rng: random.Random) -> WikiData:
     """An island of ten towns, their mayors, and five rivers."""
-    towns = pairs(rng, TOWN_STARTS, TOWN_ENDS, 10, gap="")
-    mayors = dict(zip(towns, names(rng, 10), strict=True))
+    towns = draw_pairs(rng, TOWN_PREFIXES, TOWN_SUFFIXES, 10, separator="")
+    mayors = dict(zip(towns, draw_names(rng, 10), strict=True))
     mouths = dict(zip(rng.sample(_RIVERS, 5), rng.sample(towns, 5), strict=True))  # town by river
     articles = [
         *_towns(rng, mayors, {f"River {river}": town for river, town in mouths.items()}),
         *(_river(rng, f"River {river}", town, towns) for river, town in mouths.items()),
         *(_mayor(rng, mayor, town, towns) for town, mayor in mayors.items()),
     ]
-    return World(account(rng), {article.title: article for article in articles})
+    return WikiData(draw_account(rng), {article.title: article for article in articles})
 
 
 def _towns(rng: random.Random, mayors: dict[str, str], mouths: dict[str, str]) -> Iterator[Article]:
     count = len(mayors)
-    populations, elevations = rng.sample(FACTS["Population"], count), rng.sample(FACTS["Elevation"], count)
-    founded = rng.sample(FACTS["Founded"], count)
+    populations, elevations = (
+        rng.sample(NUMERIC_FACTS["Population"], count),
+        rng.sample(NUMERIC_FACTS["Elevation"], count),
+    )
+    founded = rng.sample(NUMERIC_FACTS["Founded"], count)
     for index, (town, mayor) in enumerate(mayors.items()):
         own = [river for river, mouth in mouths.items() if mouth == town]
         river = own[0] if own else rng.choice(list(mouths))
@@ -140,7 +151,7 @@ def _mayor(rng: random.Random, mayor: str, town: str, towns: list[str]) -> Artic
 def _article(
     rng: random.Random, title: str, category: str, box: tuple[tuple[str, str], ...], words: tuple[str, ...]
 ) -> Article:
-    day, history = a_weekday(rng), []
+    day, history = draw_weekday(rng), []
     editors = rng.sample(_EDITORS, 4)
     for number in range(rng.randint(5, 22), 0, -1):
         history.append(Revision(number, rng.choice(editors), day, rng.choice(_SUMMARIES)))
@@ -156,19 +167,19 @@ class Wiki(App):
     name, title, search_hint = "wiki", "Island Almanac", "Search articles"
     popup = ("The Almanac needs you", "If everyone who reads this gave two coins, our drive would be over in an hour.")
 
-    def __init__(self, world: World, start: Start) -> None:
+    def __init__(self, world: WikiData, start: InitialSiteState) -> None:
         super().__init__(world.account, start)
-        self.world = world
+        self.data = world
         self._articles = {article.slug: article for article in world.articles.values()}
         self._changed: dict[tuple[str, str], str] = {}  # value by article and fact
 
-    def links(self) -> tuple[tuple[str, str], ...]:
+    def navigation_links(self) -> tuple[tuple[str, str], ...]:
         return ("/articles", "All articles"), *((category_path(name), name) for name in ("People", "Rivers", "Towns"))
 
     @route("GET", "/")
-    def home(self, request: Request) -> Reply:
-        featured = self.world.of("Towns")[0]
-        return self.page(
+    def home(self, request: PageRequest) -> PageResponse:
+        featured = self.data.articles_in("Towns")[0]
+        return self.render_page(
             "Main page",
             tag("h1", text("Welcome to the Island Almanac")),
             tag("p", text(f"{len(self._articles)} articles on the island's towns, rivers and people.")),
@@ -177,36 +188,36 @@ class Wiki(App):
         )  # fmt: skip
 
     @route("GET", "/articles")
-    def index(self, request: Request) -> Reply:
+    def index(self, request: PageRequest) -> PageResponse:
         return self._list(
-            request, "All articles", "/articles", [self.world.articles[t] for t in sorted(self.world.articles)]
+            request, "All articles", "/articles", [self.data.articles[t] for t in sorted(self.data.articles)]
         )
 
     @route("GET", r"/category/(people|rivers|towns)")
-    def category(self, request: Request, slug: str) -> Reply:
-        return self._list(request, slug.capitalize(), f"/category/{slug}", self.world.of(slug.capitalize()))
+    def category(self, request: PageRequest, slug: str) -> PageResponse:
+        return self._list(request, slug.capitalize(), f"/category/{slug}", self.data.articles_in(slug.capitalize()))
 
     @route("GET", "/search")
-    def search(self, request: Request) -> Reply:
+    def search(self, request: PageRequest) -> PageResponse:
         words = request.query.get("q", "").lower().split()
-        articles = self.world.articles
+        articles = self.data.articles
         found = [
             articles[title] for title in sorted(articles) if words and all(word in title.lower() for word in words)
         ]
         return self._list(request, f"{len(found)} articles found", "/articles", found[:ARTICLES_PER_PAGE])
 
     @route("GET", r"/article/([a-z-]+)")
-    def article(self, request: Request, slug: str) -> Reply:
+    def article(self, request: PageRequest, slug: str) -> PageResponse:
         article = self._articles.get(slug)
         if article is None:
-            return self.missing()
-        box = facts((label, self._words(self._value(article, label))) for label, _ in article.facts)
+            return self.not_found()
+        box = definition_list((label, self._words(self._value(article, label))) for label, _ in article.facts)
         tools = (
             link(f"/article/{slug}/edit", "Edit"),
             link(f"/article/{slug}/history", "History"),
             form(f"/watch/{slug}", button="Watch", css="quiet"),
         )
-        return self.page(
+        return self.render_page(
             article.title,
             tag("div", link(category_path(article.category), article.category), css="crumbs"),
             tag("h1", text(article.title)),
@@ -217,17 +228,17 @@ class Wiki(App):
         )  # fmt: skip
 
     @route("GET", r"/article/([a-z-]+)/history")
-    def history(self, request: Request, slug: str) -> Reply:
+    def history(self, request: PageRequest, slug: str) -> PageResponse:
         article = self._articles.get(slug)
         if article is None:
-            return self.missing()
-        if refused := self.sign_in_first():
+            return self.not_found()
+        if refused := self.redirect_to_login():
             return refused
-        pages = pages_of(len(article.history), REVISIONS_PER_PAGE)
+        pages = page_count(len(article.history), REVISIONS_PER_PAGE)
         page = page_number(request, pages)
         shown = article.history[(page - 1) * REVISIONS_PER_PAGE : page * REVISIONS_PER_PAGE]
-        rows = [(text(r.number), text(long_date(r.day)), text(r.editor), text(r.summary)) for r in shown]
-        return self.page(
+        rows = [(text(r.number), text(format_date(r.day)), text(r.editor), text(r.summary)) for r in shown]
+        return self.render_page(
             "History",
             tag("div", link(article_path(article), article.title), css="crumbs"),
             tag("h1", text(f"History of {article.title}")),
@@ -236,17 +247,17 @@ class Wiki(App):
         )
 
     @route("GET", r"/article/([a-z-]+)/edit")
-    def choose_fact(self, request: Request, slug: str) -> Reply:
+    def choose_fact(self, request: PageRequest, slug: str) -> PageResponse:
         article = self._articles.get(slug)
         if article is None:
-            return self.missing()
-        if refused := self.sign_in_first():
+            return self.not_found()
+        if refused := self.redirect_to_login():
             return refused
         rows = [
             (text(label), self._words(self._value(article, label)), link(f"/article/{slug}/edit/{number}", "Change"))
             for number, (label, _) in enumerate(article.facts)
         ]
-        return self.page(
+        return self.render_page(
             f"Edit {article.title}",
             tag("div", link(article_path(article), article.title), css="crumbs"),
             tag("h1", text(f"Edit the facts of {article.title}")),
@@ -254,34 +265,34 @@ class Wiki(App):
         )
 
     @route("GET", r"/article/([a-z-]+)/edit/(\d)")
-    def edit_page(self, request: Request, slug: str, number: str) -> Reply:
+    def edit_page(self, request: PageRequest, slug: str, number: str) -> PageResponse:
         article = self._articles.get(slug)
         if article is None or int(number) >= len(article.facts):
-            return self.missing()
-        if refused := self.sign_in_first():
+            return self.not_found()
+        if refused := self.redirect_to_login():
             return refused
         label = article.facts[int(number)][0]
-        return self.page(
+        return self.render_page(
             f"Edit {article.title}",
             tag("h1", text(f"{article.title}: {label}")),
             tag("p", text("Until now: "), self._words(self._value(article, label))),
             form(
                 f"/article/{slug}/edit/{number}",
-                field("value", "New value"),
-                field("summary", "Summary of your change"),
+                text_field("value", "New value"),
+                text_field("summary", "Summary of your change"),
                 button="Save",
                 css="sheet",
             ),
         )
 
     @route("POST", r"/article/([a-z-]+)/edit/(\d)")
-    def edit(self, request: Request, slug: str, number: str) -> Reply:
+    def edit(self, request: PageRequest, slug: str, number: str) -> PageResponse:
         article = self._articles.get(slug)
         if article is None or int(number) >= len(article.facts):
-            return self.missing()
-        if refused := self.sign_in_first():
+            return self.not_found()
+        if refused := self.redirect_to_login():
             return refused
-        value, summary = entered(request, "value"), entered(request, "summary")
+        value, summary = form_text(request, "value"), form_text(request, "summary")
         if not value or not summary:
             return self.redirect(f"/article/{slug}/edit/{number}", "Please give a value and a summary.")
         label = article.facts[int(number)][0]
@@ -290,20 +301,22 @@ class Wiki(App):
         return self.redirect(article_path(article), "Your change has been saved.")
 
     @route("POST", r"/watch/([a-z-]+)")
-    def watch(self, request: Request, slug: str) -> Reply:
-        if refused := self.sign_in_first():
+    def watch(self, request: PageRequest, slug: str) -> PageResponse:
+        if refused := self.redirect_to_login():
             return refused
         if slug not in self._articles:
-            return self.missing()
+            return self.not_found()
         self.effects.append(("watch", slug))
         return self.redirect(f"/article/{slug}", "This article is on your watchlist.")
 
-    def _list(self, request: Request, title: str, path: str, articles: list[Article]) -> Reply:
-        pages = pages_of(len(articles), ARTICLES_PER_PAGE)
+    def _list(self, request: PageRequest, title: str, path: str, articles: list[Article]) -> PageResponse:
+        pages = page_count(len(articles), ARTICLES_PER_PAGE)
         page = page_number(request, pages)
         shown = articles[(page - 1) * ARTICLES_PER_PAGE : page * ARTICLES_PER_PAGE]
         rows = [(link(article_path(article), article.title), text(article.category)) for article in shown]
-        return self.page(title, tag("h1", text(title)), table(("Article", "Category"), rows), pager(path, page, pages))
+        return self.render_page(
+            title, tag("h1", text(title)), table(("Article", "Category"), rows), pager(path, page, pages)
+        )
 
     def _value(self, article: Article, label: str) -> str:
         return self._changed.get((article.slug, label), dict(article.facts)[label])
@@ -311,7 +324,7 @@ class Wiki(App):
     def _words(self, words: str) -> Html:
         """Text with its links."""
         parts = _LINK.split(words)  # text, title, text, title, ..., text
-        articles = self.world.articles
+        articles = self.data.articles
         return join(
             link(article_path(articles[part]), part) if index % 2 and part in articles else text(part)
             for index, part in enumerate(parts)
@@ -330,4 +343,4 @@ def category_path(category: str) -> str:
 
 def history_path(article: Article, page: int = 1) -> str:
     """Where a page of an article's history is."""
-    return address(f"/article/{article.slug}/history", page=page)
+    return build_path(f"/article/{article.slug}/history", page=page)

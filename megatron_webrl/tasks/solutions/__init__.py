@@ -1,1 +1,1 @@
-"""Scripted solvers of MiniWoB++ environments: JavaScript expressions over a page, read by `tasks/oracles.py`."""
+"""Scripted solvers of MiniWoB++ environments: JavaScript expressions over a page, read by `tasks/scripted_policies.py`."""

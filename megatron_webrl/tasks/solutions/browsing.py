@@ -35,7 +35,7 @@ _POSTS = """(() => {
     : into($('#submitRow button'));
 })()"""
 
-TARGETS = {
+TARGET_SCRIPTS = {
     **dict.fromkeys(
         [
             "email-inbox", "email-inbox-delete", "email-inbox-forward", "email-inbox-important", "email-inbox-noscroll",

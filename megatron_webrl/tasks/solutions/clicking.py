@@ -119,7 +119,7 @@ _RIGHT_ANGLE = f"""(point, minus, unit) => {{ {_FAR}
   return far(corner, [[-b, a], [b, -a]]);
 }}"""
 
-TARGETS = {
+TARGET_SCRIPTS = {
     "click-test": "{element: $('#subbtn')}",
     "click-test-2": "{element: $('#subbtn')}",
     "click-test-transfer": "{element: $('#subbtn')}",

@@ -17,7 +17,7 @@ _ONWARD = """(() => {
   return moved ? submit() : {element: shape, by: [25 * x, 25 * y], slack: 2};
 })()"""
 
-TARGETS = {
+TARGET_SCRIPTS = {
     "drag-box": """(() => {
       const [small, large] = [$('#draggableSmall'), $('#draggableLarge')], [a, b] = [middle(small), middle(large)];
       if (smallBoxContained()) return submit();

@@ -51,7 +51,7 @@ _AT_START = """const write = (field, text) => {
   return {element: field, text, at: [box.left + 6, box.top + box.height / 2], within: 5};
 };"""
 
-TARGETS = {
+TARGET_SCRIPTS = {
     "enter-text": "fill([[$('#tt'), $('#query .bold').textContent]])",
     "enter-text-2": """fill([[$('#tt'),
       /all upper/.test(query()) ? quoted().toUpperCase() : quoted().toLowerCase()]])""",

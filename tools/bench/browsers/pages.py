@@ -6,8 +6,8 @@ import random
 
 from playwright.async_api import Page
 
-from megatron_webrl.parity.pages import words
-from megatron_webrl.tasks.server import LocalServer, Reply, Request
+from megatron_webrl.parity.page_images import random_words
+from megatron_webrl.tasks.server import LocalServer, PageRequest, PageResponse
 from megatron_webrl.types import Task
 
 HOST = "bench.localhost"
@@ -56,7 +56,7 @@ class BenchSite:
         """The server behind it."""
         return {HOST: self._server.address}
 
-    def renews(self, task: Task) -> bool:
+    def can_reuse_page(self, task: Task) -> bool:
         return False
 
     async def open(self, page: Page, task: Task) -> str:
@@ -72,19 +72,19 @@ class BenchSite:
         """Looking at one page."""
         return Task(id=f"bench/{name}", source="bench", environment=name, seed=0, max_steps=1)
 
-    def _respond(self, request: Request) -> Reply:
+    def _respond(self, request: PageRequest) -> PageResponse:
         found = self.pages.get(request.path.lstrip("/"))
-        return Reply(404) if found is None else Reply(200, found.encode())
+        return PageResponse(404) if found is None else PageResponse(200, found.encode())
 
 
 def make_pages(seed: int) -> dict[str, str]:
     """HTML by name; at 1280x768 each fills the viewport."""
     rng = random.Random(seed)
-    text = "".join(f"<p>{words(rng, rng.randint(40, 90))}.</p>" for _ in range(12))
-    fields = "".join(f"<label>{words(rng, 2)} <input value='{words(rng, 1)}'></label>" for _ in range(60))
+    text = "".join(f"<p>{random_words(rng, rng.randint(40, 90))}.</p>" for _ in range(12))
+    fields = "".join(f"<label>{random_words(rng, 2)} <input value='{random_words(rng, 1)}'></label>" for _ in range(60))
     cards = "".join(
         f"<div class=card style='background:hsl({rng.randrange(360)},60%,{rng.randint(55, 85)}%)'>"
-        f"<b>{words(rng, 3)}</b><br>{words(rng, 9)}<br><button>{words(rng, 1)}</button></div>"
+        f"<b>{random_words(rng, 3)}</b><br>{random_words(rng, 9)}<br><button>{random_words(rng, 1)}</button></div>"
         for _ in range(40)
     )
     bodies = {

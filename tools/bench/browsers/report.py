@@ -28,7 +28,7 @@ class Ratio:
 
 
 @dataclass(frozen=True)
-class Row:
+class Measurement:
     """One measured quantity, every sample of it."""
 
     name: str
@@ -56,11 +56,11 @@ class Section:
 
     title: str
     settings: Mapping[str, Any]
-    rows: Sequence[Row]
+    rows: Sequence[Measurement]
     notes: Sequence[str] = ()
     series: Mapping[str, Any] = field(default_factory=dict)  # more figures, for the plots
 
-    def row(self, name: str) -> Row:
+    def measurement(self, name: str) -> Measurement:
         """A row by its name. Raises KeyError."""
         found = {row.name: row for row in self.rows}
         return found[name]
@@ -74,13 +74,15 @@ class Section:
     def from_json(cls, found: Mapping[str, Any]) -> Section:
         """What `to_json` gave. Raises KeyError for anything else."""
         rows = [
-            Row(row["name"], row["unit"], tuple(row["values"]), tuple(Ratio(**ratio) for ratio in row["ratios"]))
+            Measurement(
+                row["name"], row["unit"], tuple(row["values"]), tuple(Ratio(**ratio) for ratio in row["ratios"])
+            )
             for row in found["rows"]
         ]
         return cls(found["title"], found["settings"], rows, found["notes"], found["series"])
 
 
-def better(row: Sequence[float], peer: Sequence[float], against: str, goal: float | None = None) -> Ratio:
+def ratio_to(row: Sequence[float], peer: Sequence[float], against: str, goal: float | None = None) -> Ratio:
     """Of times or costs: how many times less than the peer, by medians."""
     return Ratio(against, statistics.median(peer) / statistics.median(row), goal)
 

@@ -9,33 +9,40 @@ from collections.abc import Awaitable, Callable
 
 from playwright.async_api import Browser, async_playwright
 
-from megatron_webrl.browser.chromium import find_chromium, launch_arguments, sandboxed
-from megatron_webrl.browser.fleet import Fleet
-from megatron_webrl.config import BrowserConfig
-from megatron_webrl.tasks.miniwob import Miniwob
+from megatron_webrl.browser.browser_pool import BrowserPool
+from megatron_webrl.browser.chromium import find_chromium, launch_arguments, use_sandbox
+from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.tasks.miniwob import MiniWobTaskSource
 from megatron_webrl.types import Action
-from tools.bench.browsers.bare import NOWHERE, Amount, Bare, cpu_seconds, direct, turned
-from tools.bench.browsers.report import Row, Section, better
-from tools.bench.browsers.steps import pixels
+from tools.bench.browsers.bare_playwright import (
+    CLOSED_PORT,
+    BarePlaywright,
+    BrowserBenchSize,
+    cpu_seconds,
+    proxy_bypass,
+    rotated,
+)
+from tools.bench.browsers.report import Measurement, Section, ratio_to
+from tools.bench.browsers.steps import to_pixels
 
-PLACES = ((600, 800), (700, 800))  # of an episode's clicks: beside the task, whose page they leave as it is
+CLICKS = ((600, 800), (700, 800))  # of an episode's clicks: beside the task, whose page they leave as it is
 ENVIRONMENTS = ("click-test", "click-button", "click-dialog", "focus-text", "click-tab", "enter-text")
 QUANTITIES = ("s to the first screenshot", "s an episode", "CPU s an episode")
 
-Episode = Callable[[str], Awaitable[None]]
+RunEpisode = Callable[[str], Awaitable[None]]
 
 
-async def measure_resets(amount: Amount, seed: int) -> Section:
+async def measure_resets(amount: BrowserBenchSize, seed: int) -> Section:
     """The same episodes in warm contexts, in contexts opened on demand, and in a Chromium of their own."""
     settings, found = BrowserConfig(), defaultdict[str, list[float]](list)
     unseen: list[float] = []  # CPU time that goes out of sight with a browser's processes
-    with Miniwob(ENVIRONMENTS, len(PLACES)) as source:
-        tasks = (source.task(seed, ticket) for ticket in itertools.count())
-        arguments = launch_arguments(direct(settings, source), NOWHERE)
+    with MiniWobTaskSource(ENVIRONMENTS, len(CLICKS)) as source:
+        tasks = (source.training_task(seed, ticket) for ticket in itertools.count())
+        arguments = launch_arguments(proxy_bypass(settings, source), CLOSED_PORT)
 
         async def launch() -> Browser:
             return await playwright.chromium.launch(
-                executable_path=find_chromium(), args=arguments, chromium_sandbox=sandboxed()
+                executable_path=find_chromium(), args=arguments, chromium_sandbox=use_sandbox()
             )
 
         async def new_context(name: str) -> None:
@@ -50,15 +57,15 @@ async def measure_resets(amount: Amount, seed: int) -> Section:
             unseen.append(used - cpu_seconds())
 
         async def in_browser(browser: Browser, name: str, started: float) -> None:
-            bare = await Bare.open(browser, settings, source)
+            bare = await BarePlaywright.open(browser, settings, source)
             await source.open(bare.page, next(tasks))
-            await bare.look()
+            await bare.settled_screenshot()
             found[f"{QUANTITIES[0]}: {name}"].append(time.perf_counter() - started)
-            for place in PLACES:
-                await bare.step(*pixels(place))
+            for place in CLICKS:
+                await bare.step(*to_pixels(place))
             await bare.context.close()
 
-        async with async_playwright() as playwright, Fleet(settings, {"miniwob": source}, sessions=1) as fleet:
+        async with async_playwright() as playwright, BrowserPool(settings, {"miniwob": source}, sessions=1) as fleet:
             standing = await launch()
 
             async def warm(name: str) -> None:
@@ -66,11 +73,11 @@ async def measure_resets(amount: Amount, seed: int) -> Section:
                 async with fleet.session() as session:
                     await session.reset(next(tasks))
                     found[f"{QUANTITIES[0]}: {name}"].append(time.perf_counter() - started)
-                    for place in PLACES:
+                    for place in CLICKS:
                         await session.step(Action("left_click", place))
 
-            contestants: dict[str, Episode] = {
-                "Fleet, warm context": warm,
+            contestants: dict[str, RunEpisode] = {
+                "Pool, warm context": warm,
                 "Playwright, new context": new_context,
                 "Playwright, relaunch": relaunch,
             }
@@ -79,10 +86,10 @@ async def measure_resets(amount: Amount, seed: int) -> Section:
     rows = []
     for quantity, name in itertools.product(QUANTITIES, contestants):
         values, peer = found[f"{quantity}: {name}"], found[f"{quantity}: Playwright, relaunch"]
-        ratios = () if values is peer else (better(values, peer, "relaunch"),)
-        rows.append(Row(f"{quantity}: {name}", "s", tuple(values), ratios))
+        ratios = () if values is peer else (ratio_to(values, peer, "relaunch"),)
+        rows.append(Measurement(f"{quantity}: {name}", "s", tuple(values), ratios))
     return Section(
-        f"an episode of MiniWoB++: a reset and {len(PLACES)} clicks",
+        f"an episode of MiniWoB++: a reset and {len(CLICKS)} clicks",
         {"viewport": f"{settings.width}x{settings.height}", "environments": " ".join(ENVIRONMENTS)},
         rows,
         [
@@ -95,12 +102,12 @@ async def measure_resets(amount: Amount, seed: int) -> Section:
 
 
 async def _take_turns(
-    contestants: dict[str, Episode], found: dict[str, list[float]], unseen: list[float], amount: Amount
+    contestants: dict[str, RunEpisode], found: dict[str, list[float]], unseen: list[float], amount: BrowserBenchSize
 ) -> None:
     for work in contestants.values():
         await work("before the first turn")
     for turn in range(amount.rounds):
-        for name in turned(tuple(contestants), turn):
+        for name in rotated(tuple(contestants), turn):
             unseen.clear()
             started, used = time.perf_counter(), cpu_seconds()
             for _ in range(amount.episodes):

@@ -13,19 +13,19 @@ from typing import Any
 
 from playwright.async_api import Browser
 
-from megatron_webrl.browser.fleet import Fleet
-from megatron_webrl.browser.pixels import Picture
+from megatron_webrl.browser.browser_pool import BrowserPool
+from megatron_webrl.browser.page.pixels import ScreenshotDigest
 from megatron_webrl.browser.session import Session
-from megatron_webrl.config import BrowserConfig
+from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.types import COORDINATE_RANGE, Action
-from tools.bench.browsers.bare import Amount, Bare, cpu_seconds, turned
+from tools.bench.browsers.bare_playwright import BarePlaywright, BrowserBenchSize, cpu_seconds, rotated
 from tools.bench.browsers.pages import BenchSite
-from tools.bench.browsers.report import Row, Section, better
+from tools.bench.browsers.report import Measurement, Section, ratio_to
 
-LEAST_SHARE = 1 / 1.1
+MIN_SPEED_RATIO = 1 / 1.1
 """Of bare Playwright's speed: at most 10 % overhead."""
 
-KINDS = {"nothing changes": (700, 700), "the page changes": (100, 100)}  # where a click does that
+CLICK_KINDS = {"nothing changes": (700, 700), "the page changes": (100, 100)}  # where a click does that
 PARTS = ("step", "acting", "settling", "capturing")
 PAGES = ("empty", "text", "form", "cards", "picture")
 FORMATS = {"png": "PNG", "jpeg": "JPEG 80", "webp": "WebP 80"}
@@ -34,37 +34,40 @@ Step = Callable[[tuple[int, int]], Awaitable[Any]]
 Samples = dict[str, list[float]]
 
 
-async def measure_steps(amount: Amount, seed: int) -> Section:
+async def measure_steps(amount: BrowserBenchSize, seed: int) -> Section:
     """A session's click against bare Playwright's on the same page of the same Chromium."""
     settings = BrowserConfig()
     with BenchSite(seed) as site:
-        async with Fleet(settings, {"bench": site}, amount.together + 1) as fleet, fleet.session() as session:
+        async with (
+            BrowserPool(settings, {"bench": site}, amount.full_load_contexts + 1) as fleet,
+            fleet.session() as session,
+        ):
             await session.reset(site.task("box"))
             browser = _browser(session)
-            bare = await Bare.open(browser, settings, site)
+            bare = await BarePlaywright.open(browser, settings, site)
             await site.open(bare.page, site.task("box"))
             parts, compared = await _in_turn(session, bare, amount)
             await bare.context.close()
             rates, costs = await _at_full_load(fleet, browser, site, settings, amount)
     rows = []
-    for kind, part in itertools.product(KINDS, PARTS):
+    for kind, part in itertools.product(CLICK_KINDS, PARTS):
         own, peer = parts[f"{kind}, session: {part}"], parts[f"{kind}, bare: {part}"]
-        ratio = better(own, peer, "bare", LEAST_SHARE if part == "step" else None)
-        rows.append(Row(f"{kind}, {part}: bare Playwright", "ms", tuple(peer)))
-        rows.append(Row(f"{kind}, {part}: Session", "ms", tuple(own), (ratio,)))
+        ratio = ratio_to(own, peer, "bare", MIN_SPEED_RATIO if part == "step" else None)
+        rows.append(Measurement(f"{kind}, {part}: bare Playwright", "ms", tuple(peer)))
+        rows.append(Measurement(f"{kind}, {part}: Session", "ms", tuple(own), (ratio,)))
     for kind, values in compared.items():
-        rows.append(Row(f"{kind}, comparison of pixels, a part of capturing", "ms", tuple(values)))
-    faster = better(rates["bare"], rates["session"], "bare", LEAST_SHARE)
-    rows.append(Row("at full load: bare Playwright", "steps/s", tuple(rates["bare"])))
-    rows.append(Row("at full load: Session", "steps/s", tuple(rates["session"]), (faster,)))
-    cheaper = better(costs["session"], costs["bare"], "bare")
-    rows.append(Row("at full load, CPU of a step: bare Playwright", "ms", tuple(costs["bare"])))
-    rows.append(Row("at full load, CPU of a step: Session", "ms", tuple(costs["session"]), (cheaper,)))
+        rows.append(Measurement(f"{kind}, comparison of pixels, a part of capturing", "ms", tuple(values)))
+    faster = ratio_to(rates["bare"], rates["session"], "bare", MIN_SPEED_RATIO)
+    rows.append(Measurement("at full load: bare Playwright", "steps/s", tuple(rates["bare"])))
+    rows.append(Measurement("at full load: Session", "steps/s", tuple(rates["session"]), (faster,)))
+    cheaper = ratio_to(costs["session"], costs["bare"], "bare")
+    rows.append(Measurement("at full load, CPU of a step: bare Playwright", "ms", tuple(costs["bare"])))
+    rows.append(Measurement("at full load, CPU of a step: Session", "ms", tuple(costs["session"]), (cheaper,)))
     return Section(
         "a click, rest, a screenshot",
         {
             "viewport": f"{settings.width}x{settings.height}", "encoding": f"{settings.screenshot} {settings.quality}",
-            "full load": f"{amount.together} contexts, {amount.rounds} slices of {amount.seconds:g} s each",
+            "full load": f"{amount.full_load_contexts} contexts, {amount.rounds} slices of {amount.slice_seconds:g} s each",
         },
         rows,
         [
@@ -77,23 +80,23 @@ async def measure_steps(amount: Amount, seed: int) -> Section:
     )  # fmt: skip
 
 
-async def _in_turn(session: Session, bare: Bare, amount: Amount) -> tuple[Samples, Samples]:
+async def _in_turn(session: Session, bare: BarePlaywright, amount: BrowserBenchSize) -> tuple[Samples, Samples]:
     """Milliseconds of each part of a step by kind and contestant, and of comparisons by kind."""
     parts, compared = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
-    before = Picture(await bare.look())
-    for turn, kind in itertools.product(range(amount.rounds * amount.steps), KINDS):
-        for who in turned(("bare", "session"), turn):
+    before = ScreenshotDigest(await bare.settled_screenshot())
+    for turn, kind in itertools.product(range(amount.rounds * amount.steps), CLICK_KINDS):
+        for who in rotated(("bare", "session"), turn):
             started = time.perf_counter()
             if who == "bare":
-                screenshot, seconds = await bare.step(*pixels(KINDS[kind]))
+                screenshot, seconds = await bare.step(*to_pixels(CLICK_KINDS[kind]))
                 total = time.perf_counter() - started
                 started = time.perf_counter()
-                picture = Picture(screenshot)
+                picture = ScreenshotDigest(screenshot)
                 differs = await asyncio.to_thread(picture.differs, before)
                 compared[kind].append(1e3 * (time.perf_counter() - started))
                 before = picture
             else:
-                seen = await session.step(Action("left_click", KINDS[kind]))
+                seen = await session.step(Action("left_click", CLICK_KINDS[kind]))
                 total = time.perf_counter() - started
                 assert seen.seconds is not None
                 seconds, differs = vars(seen.seconds), seen.page_changed
@@ -105,7 +108,7 @@ async def _in_turn(session: Session, bare: Bare, amount: Amount) -> tuple[Sample
 
 
 async def _at_full_load(
-    fleet: Fleet, browser: Browser, site: BenchSite, settings: BrowserConfig, amount: Amount
+    fleet: BrowserPool, browser: Browser, site: BenchSite, settings: BrowserConfig, amount: BrowserBenchSize
 ) -> tuple[Samples, Samples]:
     """Steps a second, and CPU milliseconds a step, of some sessions and of as many bare contexts, in turn."""
     openers: dict[str, Callable[[], AbstractAsyncContextManager[Step]]] = {
@@ -114,18 +117,18 @@ async def _at_full_load(
     }
     rates, costs = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
     for turn in range(amount.rounds):
-        for who in turned(tuple(openers), turn):
+        for who in rotated(tuple(openers), turn):
             async with AsyncExitStack() as stack:
-                steps = [await stack.enter_async_context(openers[who]()) for _ in range(amount.together)]
+                steps = [await stack.enter_async_context(openers[who]()) for _ in range(amount.full_load_contexts)]
                 started, used = time.perf_counter(), cpu_seconds()
-                done = sum(await asyncio.gather(*(_count(step, started + amount.seconds) for step in steps)))
+                done = sum(await asyncio.gather(*(_count(step, started + amount.slice_seconds) for step in steps)))
                 rates[who].append(done / (time.perf_counter() - started))
                 costs[who].append(1e3 * (cpu_seconds() - used) / done)
     return rates, costs
 
 
 async def _count(step: Step, end: float) -> int:
-    done, places = 0, itertools.cycle(KINDS.values())
+    done, places = 0, itertools.cycle(CLICK_KINDS.values())
     while time.perf_counter() < end or not done:
         await step(next(places))
         done += 1
@@ -134,47 +137,47 @@ async def _count(step: Step, end: float) -> int:
 
 @asynccontextmanager
 async def _bare_step(browser: Browser, site: BenchSite, settings: BrowserConfig) -> AsyncIterator[Step]:
-    bare = await Bare.open(browser, settings, site)
+    bare = await BarePlaywright.open(browser, settings, site)
     await site.open(bare.page, site.task("box"))
-    yield lambda place: bare.step(*pixels(place))
+    yield lambda place: bare.step(*to_pixels(place))
     await bare.context.close()
 
 
 @asynccontextmanager
-async def _session_step(fleet: Fleet, site: BenchSite) -> AsyncIterator[Step]:
+async def _session_step(fleet: BrowserPool, site: BenchSite) -> AsyncIterator[Step]:
     async with fleet.session() as session:
         await session.reset(site.task("box"))
         yield lambda place: session.step(Action("left_click", place))
 
 
-async def measure_encoding(amount: Amount, seed: int) -> Section:
+async def measure_encoding(amount: BrowserBenchSize, seed: int) -> Section:
     """Seconds, CPU and bytes of a screenshot by format and kind of page."""
     settings, rows, series = BrowserConfig(), [], []
     with BenchSite(seed) as site:
-        async with Fleet(settings, {"bench": site}, 1) as fleet, fleet.session() as session:
-            for page in PAGES[-amount.pages :]:
+        async with BrowserPool(settings, {"bench": site}, 1) as fleet, fleet.session() as session:
+            for page in PAGES[-amount.page_kinds :]:
                 bares = {
-                    name: await Bare.open(_browser(session), replace(settings, screenshot=name), site)
+                    name: await BarePlaywright.open(_browser(session), replace(settings, screenshot=name), site)
                     for name in FORMATS
                 }
                 milliseconds, cost, size = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list), {}
                 for name, bare in bares.items():
                     await site.open(bare.page, site.task(page))
-                    size[name] = len(await bare.look())
+                    size[name] = len(await bare.settled_screenshot())
                 for turn in range(amount.rounds):
-                    for name in turned(tuple(bares), turn):
+                    for name in rotated(tuple(bares), turn):
                         used = cpu_seconds()
                         for _ in range(amount.steps):
                             started = time.perf_counter()
-                            await bares[name].capture()
+                            await bares[name].screenshot()
                             milliseconds[name].append(1e3 * (time.perf_counter() - started))
                         cost[name].append(1e3 * (cpu_seconds() - used) / amount.steps)
                 for name, bare in bares.items():
                     await bare.context.close()
                     label = f"{page}, {FORMATS[name]}: {size[name] / 1000:.1f} kB"
-                    ratio = better(milliseconds[name], milliseconds["png"], "PNG")
-                    rows.append(Row(label, "ms", tuple(milliseconds[name]), () if name == "png" else (ratio,)))
-                    rows.append(Row(f"{page}, {FORMATS[name]}, CPU", "ms", tuple(cost[name])))
+                    ratio = ratio_to(milliseconds[name], milliseconds["png"], "PNG")
+                    rows.append(Measurement(label, "ms", tuple(milliseconds[name]), () if name == "png" else (ratio,)))
+                    rows.append(Measurement(f"{page}, {FORMATS[name]}, CPU", "ms", tuple(cost[name])))
                     series.append({"page": page, "format": FORMATS[name], "bytes": size[name], "ms": rows[-2].median})
     return Section(
         "a screenshot of a page at rest over CDP",
@@ -185,7 +188,7 @@ async def measure_encoding(amount: Amount, seed: int) -> Section:
     )
 
 
-def pixels(place: tuple[int, int]) -> tuple[float, float]:
+def to_pixels(place: tuple[int, int]) -> tuple[float, float]:
     """Where a session of the default viewport clicks for a coordinate."""
     settings = BrowserConfig()
     return place[0] * settings.width / COORDINATE_RANGE, place[1] * settings.height / COORDINATE_RANGE

@@ -1,0 +1,1 @@
+"""Egress policy of a browser: proxy, quotas, recorded traffic."""

@@ -1,0 +1,304 @@
+"""What pages may reach: pure rules on hosts, ports and addresses. The gateway asks them before it connects."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from urllib.parse import unquote_to_bytes
+
+import idna
+
+from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.config.setting import ConfigError
+
+DEFAULT_PORTS = {"http": 80, "ws": 80, "https": 443, "wss": 443}
+
+METADATA_NAMES = frozenset(
+    {
+        "metadata", "metadata.goog", "metadata.google.internal", "metadata.azure.internal", "metadata.azure.com",
+        "metadata.tencentyun.com", "instance-data", "instance-data.ec2.internal",
+    }
+)  # fmt: skip
+METADATA_ADDRESSES = frozenset(
+    ip_address(text)
+    for text in (
+        "169.254.169.254", "169.254.169.253", "169.254.170.2", "169.254.170.23",  # AWS, GCP, Azure and others
+        "100.100.100.200", "168.63.129.16", "192.0.0.192",  # Alibaba, Azure, Oracle; the second is a public address
+        "fd00:ec2::254", "fd00:ec2::253", "fd00:ec2::23", "fd20:ce::254", "fd00:42::42",
+    )
+)  # fmt: skip
+
+# IANA's special-purpose registries. Among IPv6, all that is not 2000::/3 is refused; these are the holes within it.
+_SPECIAL = tuple(
+    (ip_network(text), name)
+    for text, name in (
+        ("0.0.0.0/8", "unspecified"),
+        ("10.0.0.0/8", "private"),
+        ("100.64.0.0/10", "shared"),
+        ("127.0.0.0/8", "loopback"),
+        ("169.254.0.0/16", "link-local"),
+        ("172.16.0.0/12", "private"),
+        ("192.0.0.0/24", "reserved"),
+        ("192.0.2.0/24", "reserved"),
+        ("192.88.99.0/24", "reserved"),
+        ("192.168.0.0/16", "private"),
+        ("198.18.0.0/15", "reserved"),
+        ("198.51.100.0/24", "reserved"),
+        ("203.0.113.0/24", "reserved"),
+        ("224.0.0.0/4", "multicast"),
+        ("240.0.0.0/4", "reserved"),
+        ("::/128", "unspecified"),
+        ("::1/128", "loopback"),
+        ("fc00::/7", "unique-local"),
+        ("fe80::/10", "link-local"),
+        ("fec0::/10", "private"),
+        ("ff00::/8", "multicast"),
+        ("2001::/23", "reserved"),  # Teredo among them, which embeds an IPv4 address
+        ("2001:db8::/32", "reserved"),
+        ("2002::/16", "reserved"),  # 6to4, which embeds one as well
+        ("3fff::/20", "reserved"),
+    )
+)
+_GLOBAL_IPV6 = ip_network("2000::/3")
+_EMBEDDING = tuple(ip_network(text) for text in ("::ffff:0:0/96", "64:ff9b::/96"))  # IPv4-mapped, NAT64
+
+_LABEL = re.compile(r"[a-z0-9_-]{1,63}")
+_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
+_URL = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?#\\]*)([^\\]*)", re.IGNORECASE | re.DOTALL)
+
+
+class EgressDenied(Exception):
+    """Something that may not be reached. `reason` is a short name to count by, the message one sentence."""
+
+    def __init__(self, reason: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.reason = reason
+
+
+@dataclass(frozen=True, order=True)
+class Endpoint:
+    """Host, in the one spelling that `host_of` gives it, and port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def normalize_host(text: str) -> str:
+    """The one spelling of a host: lower case, A-labels, no trailing dot, addresses in their usual form.
+
+    Reads what browsers read: percent-encoding, IDNA, IPv4 in one to four decimal, octal or hexadecimal parts, IPv6 in
+    brackets. Raises Refused (bad_host) for everything else.
+    """
+    if text.startswith("[") and text.endswith("]"):
+        try:
+            return str(IPv6Address(_without_zone(text[1:-1])))
+        except ValueError:
+            raise _bad_host(text) from None
+    try:
+        plain = unquote_to_bytes(text).decode()
+        if not plain.isascii():
+            plain = idna.uts46_remap(plain, std3_rules=False, transitional=False)
+        labels = plain.lower().removesuffix(".").split(".")
+        labels = [label if label.isascii() else idna.alabel(label).decode() for label in labels]
+    except (UnicodeError, idna.IDNAError):
+        raise _bad_host(text) from None
+    if not all(_LABEL.fullmatch(label) for label in labels) or sum(map(len, labels)) + len(labels) > 254:
+        raise _bad_host(text)
+    if _NUMBER.fullmatch(labels[-1]):
+        return str(_ipv4(labels, text))
+    return ".".join(labels)
+
+
+def parse_endpoint(authority: str, default_port: int | None = None) -> Endpoint:
+    """Host and port of `user@host:port`. Raises Refused (bad_host)."""
+    place = authority.rpartition("@")[2]
+    host, colon, port = place.rpartition(":")
+    if not colon or "]" in port:
+        host, port = place, ""
+    if not port and default_port is not None:
+        return Endpoint(normalize_host(host), default_port)
+    if not (port.isascii() and port.isdigit()) or not 0 < int(port[:6]) < 65536 or len(port) > 5:
+        raise _bad_host(authority)
+    return Endpoint(normalize_host(host), int(port))
+
+
+def split_url(url: str) -> tuple[str, Endpoint, str]:
+    """Scheme, endpoint and the rest (path and query, at least "/"). Raises Refused (bad_host, scheme)."""
+    found = _URL.fullmatch(url)
+    if not found:
+        raise EgressDenied("scheme", f"{_shown(url)} is not a web address")
+    scheme, authority, rest = found[1].lower(), found[2], found[3].partition("#")[0]
+    if scheme not in DEFAULT_PORTS:
+        raise EgressDenied("scheme", f"{scheme}: is not one of {', '.join(DEFAULT_PORTS)}")
+    return scheme, parse_endpoint(authority, DEFAULT_PORTS[scheme]), rest if rest.startswith("/") else f"/{rest}"
+
+
+def declared_endpoints(origins: Iterable[str], addresses: Mapping[str, str]) -> dict[Endpoint, Endpoint]:
+    """The endpoint of each origin of a site, with the one to connect to, which its `addresses` may name.
+
+    Raises Refused (bad_host, scheme).
+    """
+    targets = {normalize_host(host): address for host, address in addresses.items()}
+    declared = {}
+    for origin in origins:
+        _, endpoint, _ = split_url(origin)
+        target = targets.get(endpoint.host)
+        declared[endpoint] = endpoint if target is None else parse_endpoint(target, endpoint.port)
+    return declared
+
+
+def direct_endpoints(declared: Mapping[Endpoint, Endpoint], policy: EgressPolicy) -> dict[Endpoint, Endpoint]:
+    """Those declared endpoints that are plain HTTP servers of this machine by address, which need no gateway."""
+    found = {}
+    for endpoint, target in declared.items():
+        address = _literal(target.host)
+        if endpoint.port != 443 and address is not None and address.is_loopback:
+            try:
+                policy.check_endpoint(endpoint, declared)
+                policy.check_address(address, endpoint, declared)
+            except EgressDenied:
+                continue
+            found[endpoint] = target
+    return found
+
+
+@dataclass(frozen=True)
+class EgressPolicy:
+    """The rules of a fleet. Deny wins; what a task source declares may be anywhere but at a metadata service."""
+
+    open_web: bool
+    allow: tuple[str, ...]  # patterns as `pattern_of` writes them; none: every public host
+    deny: tuple[str, ...]
+    ports: frozenset[int]
+
+    @classmethod
+    def from_config(cls, settings: BrowserConfig) -> EgressPolicy:
+        """The rules that the settings ask for. Raises ConfigError."""
+        allow = tuple(normalize_pattern(text, "browser.allow") for text in settings.allow)
+        deny = tuple(normalize_pattern(text, "browser.deny") for text in settings.deny)
+        if allow and not settings.open_web:
+            raise ConfigError("browser.allow is of no use with browser.open_web=false; set browser.open_web=true")
+        for port in settings.ports:
+            if not 0 < port < 65536:
+                raise ConfigError(f"browser.ports holds {port}, which is not a port; use 1 to 65535")
+        return cls(settings.open_web, allow, deny, frozenset(settings.ports))
+
+    def check_endpoint(self, endpoint: Endpoint, declared: Mapping[Endpoint, Endpoint]) -> None:
+        """All that can be told before names are looked up. Raises Refused."""
+        host = endpoint.host
+        address = _literal(host)
+        if host in METADATA_NAMES:
+            raise EgressDenied("metadata", f"{host} is a cloud metadata service")
+        if address is not None:
+            self.check_address(address, endpoint, declared)
+        elif _matches(self.deny, host):
+            raise EgressDenied("denied", f"{host} is on the list of denied hosts (browser.deny)")
+        if endpoint in declared:
+            return
+        if not self.open_web:
+            places = ", ".join(sorted(map(str, declared))) or "none"
+            raise EgressDenied(
+                "not_declared", f"{endpoint} is not one of the allowed places: {places} (browser.open_web=false)"
+            )
+        if self.allow and not _matches(self.allow, host):
+            raise EgressDenied("not_allowed", f"{host} is not on the list of allowed hosts (browser.allow)")
+        if endpoint.port not in self.ports:
+            raise EgressDenied(
+                "port", f"port {endpoint.port} of {host} is not one of {sorted(self.ports)} (browser.ports)"
+            )
+        if host == "localhost" or host.endswith(".localhost"):
+            raise EgressDenied("loopback", f"{host} is this machine itself")
+
+    def check_address(
+        self, address: IPv4Address | IPv6Address, endpoint: Endpoint, declared: Mapping[Endpoint, Endpoint]
+    ) -> None:
+        """Whether an address may be connected to for the sake of `endpoint`. Raises Refused."""
+        address = _unwrapped(address)
+        if address in METADATA_ADDRESSES:
+            raise EgressDenied("metadata", f"{endpoint.host} leads to {address}, a cloud metadata service")
+        if _matches(self.deny, str(address)):
+            raise EgressDenied("denied", f"{address} is on the list of denied hosts (browser.deny)")
+        if endpoint not in declared and (kind := special_address_kind(address)) is not None:
+            raise EgressDenied(kind, f"{endpoint.host} leads to {address}, which is a {kind} address")
+
+
+def special_address_kind(address: IPv4Address | IPv6Address) -> str | None:
+    """What sets an address apart from public ones, such as "loopback"; None for a public one."""
+    address = _unwrapped(address)
+    for network, name in _SPECIAL:
+        if address in network:
+            return name
+    return "reserved" if address.version == 6 and address not in _GLOBAL_IPV6 else None
+
+
+def normalize_pattern(text: str, setting: str) -> str:
+    """A host, or `*.` and a host for it and all below it, in its one spelling. Raises ConfigError."""
+    below = text.startswith("*.")
+    try:
+        bare = text.removeprefix("*.")
+        host = normalize_host(f"[{bare}]" if ":" in bare and not bare.startswith("[") else bare)
+    except EgressDenied:
+        raise ConfigError(f"{setting} holds {text!r}; write hosts such as example.com or *.example.com") from None
+    return f"*.{host}" if below else host
+
+
+def _matches(patterns: Iterable[str], host: str) -> bool:
+    return any(
+        host == pattern or (pattern.startswith("*.") and (host == pattern[2:] or host.endswith(pattern[1:])))
+        for pattern in patterns
+    )
+
+
+def _literal(host: str) -> IPv4Address | IPv6Address | None:
+    try:
+        return ip_address(host)
+    except ValueError:
+        return None
+
+
+def _unwrapped(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
+    if any(address in network for network in _EMBEDDING):
+        return IPv4Address(int(address) & 0xFFFFFFFF)
+    return address
+
+
+def _ipv4(labels: list[str], text: str) -> IPv4Address:
+    """The address that one to four numbers stand for; the last one fills all bytes that are left."""
+    if len(labels) > 4 or not all(_NUMBER.fullmatch(label) for label in labels):
+        raise _bad_host(text)
+    try:
+        *first, last = [_number(label) for label in labels]
+        if any(part > 255 for part in first):
+            raise _bad_host(text)
+        value = sum(part << (8 * (3 - place)) for place, part in enumerate(first))
+        if last >= 1 << (8 * (4 - len(first))):
+            raise _bad_host(text)
+        return IPv4Address(value + last)
+    except ValueError:
+        raise _bad_host(text) from None
+
+
+def _number(label: str) -> int:
+    if label.startswith("0x"):
+        return int(label[2:] or "0", 16)
+    return int(label, 8) if label.startswith("0") and len(label) > 1 else int(label)
+
+
+def _without_zone(text: str) -> str:
+    if "%" in text:
+        raise ipaddress.AddressValueError(text)
+    return text
+
+
+def _bad_host(text: str) -> EgressDenied:
+    return EgressDenied("bad_host", f"{_shown(text)} is not a host that can be reached")
+
+
+def _shown(text: str) -> str:
+    return ascii(text[:100])

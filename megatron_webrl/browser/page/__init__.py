@@ -1,0 +1,1 @@
+"""One page of a session: observation and actions."""

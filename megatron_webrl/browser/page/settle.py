@@ -1,0 +1,129 @@
+"""When a page has come to rest after an action."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from megatron_webrl.browser.page.tab import DocumentReplaced, Tab
+from megatron_webrl.types import Scroll
+
+QUIET_LIMIT_MS = 1000
+"""A page that never rests (an animation without end) is taken as it is after so long."""
+
+READY_LIMIT_MS = 10_000
+"""A document that is not loaded by then is taken as it is; one that was cut off, after QUIET_LIMIT_MS."""
+
+NETWORK_IDLE_SECONDS = 3.0
+"""Requests that are under way when all else is at rest are waited for so long, all together."""
+
+SETTLE_SECONDS = 15.0
+"""A page that is replaced by another one over and over is taken as it is after so long."""
+
+MAX_TITLE = 2000  # characters
+MAX_URL = 4000
+
+# A blinking caret would make two looks at the same page differ.
+DISABLE_CARET_BLINK = """
+  const sheet = new CSSStyleSheet();
+  sheet.replaceSync("* { caret-animation: manual !important; }");
+  document.adoptedStyleSheets.push(sheet);
+"""
+
+# A form named "title" hides document.title; what the prototype gives cannot be hidden.
+_NATIVE = "const native = (name) => Object.getOwnPropertyDescriptor(Document.prototype, name).get.call(document);"
+
+# Resolves to [title, URL, scrollX, scrollY, page height] once the document is complete and two animation frames in a
+# row have passed without a change of the document or a scroll: the first frame lets handlers run, the second has
+# painted what they did. Timers stand in for frames that do not come, such as those of a page that is being replaced.
+_SETTLE = f"""(quietLimit, readyLimit) => new Promise((resolve) => {{
+  {_NATIVE}
+  const start = performance.now();
+  let moved = false, quiet = 0;
+  const mark = () => {{ moved = true; }};
+  const observer = new MutationObserver(mark);
+  observer.observe(document, {{subtree: true, childList: true, attributes: true, characterData: true}});
+  addEventListener("scroll", mark, true);
+  const finish = () => {{
+    observer.disconnect();
+    removeEventListener("scroll", mark, true);
+    const root = native("scrollingElement") || native("documentElement");
+    resolve([native("title").slice(0, {MAX_TITLE}), location.href.slice(0, {MAX_URL}),
+             Math.round(scrollX), Math.round(scrollY), root ? root.scrollHeight : 0]);
+  }};
+  const next = () => {{
+    let called = false;
+    const once = () => {{ if (!called) {{ called = true; frame(); }} }};
+    requestAnimationFrame(once);
+    setTimeout(once, 200);
+  }};
+  const frame = () => {{
+    const ready = native("readyState") === "complete";
+    const waited = performance.now() - start;
+    quiet = ready && !moved ? quiet + 1 : 0;
+    moved = false;
+    if (quiet >= 2 || waited > (ready ? quietLimit : readyLimit)) finish(); else next();
+  }};
+  next();
+}})"""
+
+# How many characters the focused text field holds; null if nothing that takes text has the focus.
+FOCUSED_TEXT_LENGTH = f"""() => {{
+  {_NATIVE}
+  let element = native("activeElement");
+  while (element && element.shadowRoot && element.shadowRoot.activeElement) element = element.shadowRoot.activeElement;
+  if (!element) return null;
+  if (element.tagName === "IFRAME") return 1;
+  if (element.isContentEditable) return element.textContent.length;
+  const plain = ["text", "search", "url", "tel", "email", "password", "number", "date", "time", "month", "week",
+                 "datetime-local"];
+  const takesText = element.tagName === "TEXTAREA" || (element.tagName === "INPUT" && plain.includes(element.type));
+  return takesText && !element.readOnly && !element.disabled ? element.value.length : null;
+}}"""
+
+
+@dataclass(frozen=True)
+class SettledPage:
+    """A page at rest, or as far as it came within the limits."""
+
+    title: str
+    url: str
+    scroll: Scroll
+    loading: bool = False  # it was still loading at the limit
+
+
+async def wait_until_idle(tab: Tab, until: float | None = None) -> SettledPage:
+    """Wait until nothing loads and nothing moves, each within its limit. Raises PlaywrightError.
+
+    `until`, on the loop's clock, is when a page that is replaced over and over is taken as it is; None: REST_SECONDS
+    from the call.
+    """
+    clock = asyncio.get_running_loop().time
+    limit, traffic = clock() + SETTLE_SECONDS if until is None else until, NETWORK_IDLE_SECONDS
+    while True:
+        loaded = await _loaded(tab, min(READY_LIMIT_MS / 1000, max(0.0, limit - clock())))
+        try:
+            ready_limit = QUIET_LIMIT_MS if loaded else READY_LIMIT_MS
+            title, url, *scroll = await tab.evaluate(f"() => ({_SETTLE})({QUIET_LIMIT_MS}, {ready_limit})")
+        except DocumentReplaced:
+            if clock() < limit:
+                continue  # the next document is asked
+            return SettledPage("", tab.page.url[:MAX_URL], Scroll(0, 0, 0), loading=True)
+        if not loaded or clock() >= limit:
+            return SettledPage(title, url, Scroll(*scroll), loading=not loaded)
+        if not tab.loaded.is_set():
+            continue
+        if tab.pending_requests.idle.is_set() or traffic <= 0:
+            return SettledPage(title, url, Scroll(*scroll))
+        asked = clock()
+        await tab.pending_requests.wait_idle(traffic)
+        traffic -= clock() - asked
+
+
+async def _loaded(tab: Tab, seconds: float) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            await tab.loaded.wait()
+    except TimeoutError:
+        return False
+    return True

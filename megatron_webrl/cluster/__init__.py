@@ -1,0 +1,1 @@
+"""Placement of processes on nodes, GPUs and cores; memory estimate."""

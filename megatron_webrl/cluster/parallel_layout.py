@@ -1,0 +1,116 @@
+"""What a model's dimensions and the machines allow of the parallel sizes, and sizes that follow from the machines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
+
+
+def check_parallel_layout(config: Config, description: dict[str, Any]) -> None:
+    """Refuse sizes by which the model that config.json describes cannot be split. Raises ConfigError."""
+    text, trainer = description["text_config"], config.trainer
+    sparse = description["model_type"] == "qwen3_vl_moe"
+    text = {"num_experts": text.get("num_local_experts"), **text}  # transformers 5 writes the other name
+    heads = trainer.tensor_parallel * trainer.context_parallel
+    heads_name = "tensor_parallel" if trainer.context_parallel == 1 else "tensor_parallel x context_parallel"
+    divided = [(heads_name, heads, name) for name in ("num_attention_heads", "num_key_value_heads")]
+    if sparse:
+        divided.append(("expert_parallel", trainer.expert_parallel, "num_experts"))
+        divided.append(("expert_tensor_parallel", trainer.expert_tensor_parallel, "moe_intermediate_size"))
+    else:
+        divided.append(("tensor_parallel", trainer.tensor_parallel, "intermediate_size"))
+    for setting_name, size, name in divided:
+        if text[name] % size:
+            raise ConfigError(
+                f"trainer.{setting_name}={size} does not divide {name}={text[name]} of {config.model.path}; "
+                f"choose a divisor of {text[name]}"
+            )
+    _check_pixels(config, description["vision_config"])
+    _check_parallel(config, text["num_hidden_layers"], sparse)
+    _check_engine_layout(config, text, description["vision_config"], sparse)
+    if config.rollout.max_model_len > text["max_position_embeddings"]:
+        raise ConfigError(
+            f"rollout.max_model_len={config.rollout.max_model_len} exceeds "
+            f"max_position_embeddings={text['max_position_embeddings']} of {config.model.path}"
+        )
+
+
+def _check_pixels(config: Config, vision: dict[str, Any]) -> None:
+    """The memory for pixels must hold the largest image that a prompt can have."""
+    trainer, tokens = config.trainer, config.rollout.max_model_len
+    if not trainer.image_workers:
+        if trainer.image_buffer_mib != type(trainer)().image_buffer_mib:
+            raise ConfigError(
+                f"trainer.image_buffer_mib={trainer.image_buffer_mib} has no effect with trainer.image_workers=0; leave it out"
+            )
+        return
+    # A token stands for a square of patches; an encoded image is at most about as large as the pixels in it.
+    side = vision["patch_size"] * vision["spatial_merge_size"]
+    needed = -(-2 * tokens * side**2 * 3 // 2**20)
+    if trainer.image_buffer_mib < needed:
+        raise ConfigError(
+            f"trainer.image_buffer_mib={trainer.image_buffer_mib} may not hold a screenshot of rollout.max_model_len={tokens} "
+            f"tokens; raise it to {needed}"
+        )
+
+
+def _check_parallel(config: Config, layers: int, sparse: bool) -> None:
+    trainer, path = config.trainer, config.model.path
+    chunks = trainer.pipeline_parallel * trainer.virtual_pipeline
+    if trainer.virtual_pipeline > 1 and trainer.pipeline_parallel == 1:
+        raise ConfigError(
+            f"trainer.virtual_pipeline={trainer.virtual_pipeline} needs trainer.pipeline_parallel of at least 2"
+        )
+    if chunks > layers:
+        raise ConfigError(
+            f"trainer.pipeline_parallel x virtual_pipeline = {chunks} exceeds the {layers} layers of {path}; lower them"
+        )
+    experts, ranks = (
+        trainer.expert_parallel * trainer.expert_tensor_parallel,
+        trainer.tensor_parallel * trainer.context_parallel * trainer.data_parallel,
+    )
+    if not sparse and experts > 1:
+        raise ConfigError(
+            f"trainer.expert_parallel={trainer.expert_parallel} and trainer.expert_tensor_parallel="
+            f"{trainer.expert_tensor_parallel} need a mixture of experts, but {path} is dense; set both to 1"
+        )
+    if ranks % experts:
+        raise ConfigError(
+            f"trainer.expert_parallel x expert_tensor_parallel = {experts} does not divide "
+            f"trainer.tensor_parallel x context_parallel x data_parallel = {ranks}, the ranks that share experts out"
+        )
+    if sparse and trainer.tensor_parallel > 1 and not trainer.sequence_parallel:
+        raise ConfigError(
+            f"trainer.sequence_parallel=false with trainer.tensor_parallel={trainer.tensor_parallel} cannot train the "
+            f"mixture of experts {path}; set it to true"
+        )
+
+
+def _check_engine_layout(config: Config, text: dict[str, Any], vision: dict[str, Any], sparse: bool) -> None:
+    """Refuse sizes of an engine that vLLM could not split the model into."""
+    rollout, path = config.rollout, config.model.path
+    size, kv_heads = rollout.tensor_parallel, text["num_key_value_heads"]
+    divided = [("num_attention_heads", text), ("num_heads", vision), ("intermediate_size", vision)]
+    if not sparse:
+        divided.append(("intermediate_size", text))
+    elif rollout.expert_parallel:
+        divided.append(("num_experts", text))
+    else:
+        divided.append(("moe_intermediate_size", text))
+    for name, section in divided:
+        if section[name] % size:
+            raise ConfigError(f"rollout.tensor_parallel={size} does not divide {name}={section[name]} of {path}")
+    if kv_heads % size and size % kv_heads:
+        raise ConfigError(
+            f"rollout.tensor_parallel={size} neither divides num_key_value_heads={kv_heads} of {path} nor is a "
+            "multiple of it"
+        )
+    if rollout.expert_parallel and not sparse:
+        raise ConfigError(f"rollout.expert_parallel=true needs a mixture of experts, but {path} is dense")
+    if rollout.pipeline_parallel > text["num_hidden_layers"]:
+        raise ConfigError(
+            f"rollout.pipeline_parallel={rollout.pipeline_parallel} exceeds the {text['num_hidden_layers']} layers "
+            f"of {path}"
+        )

@@ -1,0 +1,60 @@
+"""Settings of browsers and of what pages may reach."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_webrl.config.setting import setting
+
+
+@dataclass
+class BrowserConfig:
+    farm: str = setting(
+        "",
+        "Addresses of a browser farm's routers or nodes, separated by commas; empty: workers start nodes of their own.",
+    )
+    processes: int = setting(1, "Nodes that each worker starts, processes with a Chromium each.", low=1)
+    executable: str = setting("", "Chromium to run; empty: the first one found.")
+    width: int = setting(1280, "Viewport width, pixels.", low=32)
+    height: int = setting(768, "Viewport height, pixels.", low=32)
+    screenshot: str = setting("jpeg", "Encoding of screenshots.", choices=("jpeg", "png", "webp"))
+    quality: int = setting(80, "Quality of JPEG and WebP.", low=1, high=100)
+    marks: bool = setting(
+        False, "Number the elements in view and act by number (web_interaction) instead of coordinates (computer_use)."
+    )
+    max_marks: int = setting(100, "Elements numbered in one observation.", low=1)
+    actions: list[str] = setting(
+        [],
+        "Further actions: hover, double_click, right_click, drag, key, select_option, switch_tab, new_tab, close_tab.",
+    )
+    tabs: int = setting(5, "Tabs open at a time; without switch_tab in browser.actions always one.", low=2)
+    page_mib: int = setting(2048, "Memory that a page's process may take; one that wants more crashes.", low=512)
+    open_web: bool = setting(
+        False, "Let pages reach public addresses; otherwise only the origins that the task source declares."
+    )
+    allow: list[str] = setting(
+        [], "Public hosts that pages may reach: example.com, or *.example.com for all below it too; empty: all."
+    )
+    deny: list[str] = setting([], "Hosts and addresses that pages may not reach, whatever else permits them.")
+    ports: list[int] = setting([80, 443], "Ports of public hosts that pages may reach.")
+    record: str = setting("", "Folder to which every episode's answers are recorded; empty: none.")
+    replay: str = setting("", "Folder of recorded episodes that pages come from instead of the network; empty: none.")
+    max_requests: int = setting(5000, "Requests of one episode; a TLS connection counts as one.", low=1)
+    max_network_mib: int = setting(512, "Bytes that one episode may move, both directions together.", low=1)
+    request_timeout_seconds: float = setting(
+        60.0, "Limit of one plain HTTP request from its head to its last byte.", above=0
+    )
+    browsers: int = setting(0, "Chromiums of one worker; 0: one for every 16 sessions.", low=0)
+    reuse_pages: int = setting(
+        0,
+        "Pages kept after their episode for a later one of the same source to begin in, where the source permits it "
+        "(MiniWoB++ starts its pages anew in place): less work than a fresh context. 0: every episode has its own.",
+        low=0,
+    )
+    recycle_episodes: int = setting(2000, "Another Chromium takes over after so many episodes.", low=1)
+    recycle_mib: int = setting(
+        6144,
+        "Another Chromium takes over when one, its driver included, has grown by more than this since it began, MiB; "
+        "open sessions count.",
+        low=1,
+    )

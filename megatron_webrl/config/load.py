@@ -1,0 +1,84 @@
+"""Read a configuration: a YAML file and command-line overrides, merged by OmegaConf into the typed schema."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
+
+
+def parse_config(path: str | Path | None, overrides: list[str] | None = None) -> Config:
+    """Read a configuration, or take the defaults, and check types and keys only. Raises ConfigError."""
+    path = None if path is None else Path(path)
+    if path is not None and not path.is_file():
+        raise ConfigError(f"configuration {path} is not a file")
+    for override in overrides or []:
+        if "=" not in override:
+            raise ConfigError(f"override {override!r} is not of the form key=value")
+    try:
+        file = OmegaConf.load(path) if path is not None else OmegaConf.create({})
+        if not isinstance(file, DictConfig):
+            raise ConfigError(f"{path} does not hold a mapping of sections")
+        merged = OmegaConf.merge(OmegaConf.structured(Config), file, OmegaConf.from_dotlist(list(overrides or [])))
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_one_line(error, path)) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    assert isinstance(config, Config)
+    resolve_cluster_sizes(config)
+    return config
+
+
+def resolve_cluster_sizes(config: Config) -> None:
+    """Replace trainer.data_parallel=0 and rollout.engines=0 by what fills the GPUs. Raises ConfigError."""
+    cluster, trainer, rollout = config.cluster, config.trainer, config.rollout
+    replica = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.context_parallel
+    for section, name, gpus, size in (
+        (trainer, "data_parallel", cluster.gpus_per_node - cluster.engine_gpus_per_node, replica),
+        (rollout, "engines", cluster.engine_gpus_per_node, config.ranks_per_engine),
+    ):
+        if getattr(section, name) != 0:
+            continue
+        key = f"{'trainer' if section is trainer else 'rollout'}.{name}"
+        if cluster.gpus_per_node == 0:
+            raise ConfigError(
+                f"{key}=0 asks cluster.* for a number, but cluster.gpus_per_node=0; give a number of at least 1"
+            )
+        found, left = divmod(cluster.nodes * gpus, size) if size > 0 else (0, 0)
+        if found < 1 or left:
+            raise ConfigError(
+                f"{key}=0: {cluster.nodes} x {gpus} GPUs (cluster.nodes, and cluster.engine_gpus_per_node={cluster.engine_gpus_per_node} "
+                f"of cluster.gpus_per_node={cluster.gpus_per_node}) cannot be shared out by {size}; change these or the parallel sizes"
+            )
+        setattr(section, name, found)
+
+
+def save_config(config: Config, path: Path) -> None:
+    """Write the resolved configuration as YAML that `load` reads back."""
+    path.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+
+
+def flatten_config(config: Any, prefix: str = "") -> dict[str, Any]:
+    """The settings as a flat dictionary of dotted keys."""
+    result: dict[str, Any] = {}
+    for spec in dataclasses.fields(config):
+        value, key = getattr(config, spec.name), f"{prefix}{spec.name}"
+        result |= flatten_config(value, key + ".") if dataclasses.is_dataclass(value) else {key: value}
+    return result
+
+
+def _one_line(error: OmegaConfBaseException, path: Path | None) -> str:
+    message = str(error).splitlines()[0]
+    key = error.full_key or error.key
+    if "not in" in message and key is not None:
+        place = f"{path} or an override" if path is not None else "an override"
+        return f"unknown key {key} in {place}; docs/configuration.md lists all keys"
+    return f"{key}: {message}" if key is not None else message

@@ -1,0 +1,64 @@
+"""Settings of the algorithm, trainer.loss.* and trainer.reward.*: docs/algorithm.md says what they do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_webrl.config.setting import setting
+
+
+@dataclass
+class LossConfig:
+    name: str = setting(
+        "grpo",
+        "grpo: clipped surrogate, ratios per token; gspo: ratios per response; raft: log-likelihood of successes.",
+        choices=("grpo", "gspo", "raft"),
+    )
+    normalizer: str = setting(
+        "constant", "Weight of a trajectory's tokens.", choices=("constant", "per_trajectory", "token_mean")
+    )
+    normalizer_constant: int = setting(10, "The constant normaliser divides by k steps.", low=1)
+    decoupled: bool = setting(
+        True,
+        "Clip against the policy at the start of the update and correct for the one that acted by a weight; "
+        "otherwise clip against the one that acted.",
+    )
+    importance_weight_cap: float = setting(5.0, "Cap of the proximal/behaviour weight.", above=1)
+    importance_weight_mode: str = setting(
+        "mask", "Tokens whose weight exceeds the cap are left out, or weigh as much as the cap.",
+        choices=("mask", "truncate"),
+    )  # fmt: skip
+    clip_low: float = setting(0.2, "Ratio is clipped from below at 1 - clip_low; gspo: about 3e-4.", above=0, high=1)
+    clip_high: float = setting(0.2, "Ratio is clipped from above at 1 + clip_high; gspo: about 4e-4.", above=0)
+    dual_clip: float = setting(
+        3.0, "Bound of the surrogate, in advantages, where the advantage is negative; above 1, or 0: none.", low=0
+    )
+    kl_coefficient: float = setting(
+        0.0,
+        "Weight of the KL divergence from the policy with which RL began; 0: none, and no reference is kept.",
+        low=0,
+    )
+    raft_versions: int = setting(0, "Successes of so many earlier versions are imitated again (raft).", low=0)
+    raft_power: float = setting(
+        1.0, "Those of a versions ago with probability ((raft_versions + 1 - a) / raft_versions)^power.", low=0
+    )
+    raft_drop_unchanged: bool = setting(
+        False, "Do not imitate steps that left the page as it was, but for an episode's last (raft)."
+    )
+    shuffle_advantages: bool = setting(
+        False,
+        "Control: deal the advantages of a batch (raft: the rewards) out to its trajectories at random. Nothing can be "
+        "learned.",
+    )
+
+
+@dataclass
+class RewardConfig:
+    format_penalty: float = setting(0.0, "Taken from the reward, times the share of steps with a format error.", low=0)
+    repetition_penalty: float = setting(
+        0.0, "The same for steps that repeat the action before, which had left the page unchanged.", low=0
+    )
+    length_penalty: float = setting(
+        0.0, "Taken off times the mean over steps of a number that rises from 0 to 1 in the length window.", low=0
+    )
+    length_window: int = setting(512, "The last tokens before rollout.max_new_tokens.", low=1)

@@ -1,0 +1,193 @@
+"""The typed configuration: every setting with its meaning, default and limits.
+
+`load` reads a YAML file and command-line overrides with OmegaConf, checks every value and every
+combination, and raises ConfigError with one line that names the key, the value, the limit and the way
+out. It starts nothing and imports neither torch, megatron nor vLLM. docs/configuration.md is made from here.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.config.cluster import ClusterConfig
+from megatron_webrl.config.rollout import RolloutConfig
+from megatron_webrl.config.setting import setting
+from megatron_webrl.config.tasks import TasksConfig
+from megatron_webrl.config.trainer import TrainerConfig
+
+
+@dataclass
+class RunConfig:
+    name: str = setting("run", "Name of the run; its files go to <directory>/<name>.")
+    directory: str = setting("runs", "Folder that holds all runs and the MLflow database.")
+    seed: int = setting(0, "Seed of task sampling, of the order of samples and of the engines.", low=0)
+    resume: bool = setting(False, "Continue from the newest checkpoint of this run; without one, refuse.")
+    startup_timeout_seconds: float = setting(600.0, "Limit for a role to come up.", above=0)
+    heartbeat_timeout_seconds: float = setting(20.0, "A role that sends no heartbeat for so long is lost.", above=0)
+    hang_timeout_seconds: float = setting(
+        900.0,
+        "A rollout worker that makes no progress for so long, or the trainer once no rank of it does, hangs: all roles "
+        "show their stacks in their logs, and it is killed; 0: never.",
+        low=0,
+    )
+    max_worker_restarts: int = setting(
+        3, "Times that each rollout worker is started again after it ended badly.", low=0
+    )
+    max_requeues: int = setting(
+        3, "Times that Slurm may start a job again without a newer checkpoint, before the job fails.", low=0
+    )
+    max_trainer_restarts: int = setting(
+        3,
+        "Times in a row that all trainer ranks are started again, from the newest checkpoint, after one ended badly; a "
+        "checkpoint that is completed in between lets them count anew. 0: the job ends.",
+        low=0,
+    )
+
+
+@dataclass
+class ModelConfig:
+    path: str = setting("", "Hugging Face folder of a Qwen3-VL model.")
+    checkpoint: str = setting(
+        "", "Megatron checkpoint to start from; empty: the weights of model.path. Only its weights are taken."
+    )
+    dtype: str = setting("float32", "Type of weights and activations.", choices=("float32", "bfloat16"))
+    platform: str = setting(
+        "auto", "Where to compute; auto takes CUDA if there is a GPU.", choices=("auto", "cpu", "cuda")
+    )
+
+
+@dataclass
+class EvaluationConfig:
+    episodes: int = setting(30, "Held-out tasks of each environment.", low=1)
+    samples: int = setting(1, "Episodes of each task; more than one for pass@k.", low=1)
+    temperature: float = setting(0.0, "Sampling temperature of evaluations; 0: the likeliest token.", low=0)
+    before: bool = setting(False, "Evaluate what the run starts from.")
+    after: bool = setting(False, "Evaluate what the last update made.")
+    blank_images: bool = setting(
+        False, "With after: once more, every screenshot blank, to see how much the policy goes by the pixels."
+    )
+    every: int = setting(0, "Updates between evaluations beside the training; 0: none.", low=0)
+    concurrency: int = setting(
+        4, "Episodes of an evaluation that one worker runs at a time beside the training.", low=1
+    )
+    timeout_seconds: float = setting(
+        7200.0, "Limit of one evaluation; episodes not done by then count as missing.", above=0
+    )
+
+
+@dataclass
+class RingConfig:
+    capacity_mib: int = setting(1024, "Size of the shared-memory ring of one node.", low=1)
+    write_timeout_seconds: float = setting(900.0, "Limit for a writer to wait for room.", above=0)
+    exchange_timeout_seconds: float = setting(
+        120.0, "Limit of one message between trainer ranks of several nodes about what their rings hold.", above=0
+    )
+
+
+@dataclass
+class ControlConfig:
+    host: str = setting("127.0.0.1", "Address of the control plane.")
+    port: int = setting(0, "Port of the control plane; 0: any free one.", low=0, high=65535)
+
+
+@dataclass
+class WeightsConfig:
+    bucket_mib: int = setting(512, "Largest extra memory of one rank during a transfer.", low=1)
+    timeout_seconds: float = setting(300.0, "Limit of one weight transfer, and of joining for it.", above=0)
+    cache_invalidation: str = setting(
+        "reset",
+        "What an update does to an engine's caches: reset drops them and running requests compute their context again; "
+        "salt leaves old entries to running requests, out of reach of later ones.",
+        choices=("reset", "salt"),
+    )
+    verify: bool = setting(False, "Compare checksums of every slice on both sides in each transfer.")
+
+
+@dataclass
+class TrackingConfig:
+    experiment: str = setting("megatron_webrl", "MLflow experiment.")
+    uri: str = setting("", "MLflow tracking address; empty: MLFLOW_TRACKING_URI, else SQLite in the run directory.")
+    sample_trajectories: int = setting(2, "Trajectories with screenshots stored per update.", low=0)
+    keep_records: bool = setting(
+        False, "Store all groups that each update was trained on in records/ of the run; they are never deleted."
+    )
+
+
+@dataclass
+class Config:
+    """One run, whole."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    tasks: TasksConfig = field(default_factory=TasksConfig)
+    browser: BrowserConfig = field(default_factory=BrowserConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    ring: RingConfig = field(default_factory=RingConfig)
+    control: ControlConfig = field(default_factory=ControlConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+    @property
+    def run_folder(self) -> Path:
+        """Folder of this run's files."""
+        return Path(self.run.directory) / self.run.name
+
+    @property
+    def demonstrations_path(self) -> Path:
+        """Where the demonstrations of the warm start are, or where the first worker leaves them for the trainer."""
+        file = self.trainer.warm_start.demonstrations_file
+        return Path(file) if file else self.run_folder / "demonstrations.records"
+
+    @property
+    def records_folder(self) -> Path:
+        """Where the groups of every update are, a file a version, if they are kept."""
+        return self.run_folder / "records"
+
+    @property
+    def reference_weights_folder(self) -> Path:
+        """Where the weights that a warm start ended with lie, if the loss refers to them."""
+        return self.run_folder / "reference"
+
+    @property
+    def tracking_uri(self) -> str:
+        """tracking.uri, else MLFLOW_TRACKING_URI, else SQLite in the folder of all runs."""
+        database = Path(self.run.directory).absolute() / "mlflow.db"
+        return self.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{database}"
+
+    @property
+    def worker_names(self) -> tuple[str, ...]:
+        """Names of the rollout workers."""
+        return tuple(f"rollout-{worker}" for worker in range(self.rollout.engines))
+
+    @property
+    def staleness_limit(self) -> int:
+        """Versions that the oldest token of a trained group may lag behind, by mode."""
+        return {"async": self.rollout.max_staleness, "one_step_off": 1, "sync": 0}[self.rollout.mode]
+
+    @property
+    def trainer_grace_seconds(self) -> float:
+        """Seconds beyond run.heartbeat_timeout_seconds that workers give a silent trainer to be started again."""
+        return self.run.startup_timeout_seconds if self.run.max_trainer_restarts else 0.0
+
+    @property
+    def ranks_per_engine(self) -> int:
+        """Processes of one engine."""
+        return self.rollout.tensor_parallel * self.rollout.pipeline_parallel
+
+    @property
+    def engine_dtype(self) -> str:
+        """Type of the engine's weights."""
+        return self.model.dtype if self.rollout.dtype == "auto" else self.rollout.dtype
+
+    @property
+    def trainer_world_size(self) -> int:
+        """Processes of the trainer role."""
+        trainer = self.trainer
+        replica = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.context_parallel
+        return replica * trainer.data_parallel

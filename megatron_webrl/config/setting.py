@@ -1,0 +1,18 @@
+"""How a setting is declared: default, meaning and limits in one place."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+
+def setting(default: Any, help: str, *, low=None, high=None, above=None, choices=None) -> Any:
+    """A configuration field: default, meaning, and inclusive limits (`above` is exclusive)."""
+    limits = {"help": help, "low": low, "high": high, "above": above, "choices": choices}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata=limits)
+    return field(default=default, metadata=limits)
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run. The message is one line and says what to change."""

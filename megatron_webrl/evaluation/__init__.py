@@ -1,0 +1,1 @@
+"""Evaluations of held-out tasks: queue, results, tables."""

@@ -1,0 +1,68 @@
+"""What a run's folder holds of its evaluations: evaluations.jsonl, and evaluations/ with the single episodes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_webrl.evaluation.evaluation_queue import EvaluationResult
+from megatron_webrl.evaluation.results import paired_difference
+
+FILE = "evaluations.jsonl"
+
+
+def append_evaluation(folder: Path, line: dict[str, Any], results: Sequence[EvaluationResult]) -> None:
+    """Add an evaluation, its episodes first, so that who reads the line finds them."""
+    path = _episodes(folder, line)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(asdict(result)) + "\n" for result in results))
+    _write(folder, [*read_evaluations(folder), line])
+
+
+def read_evaluations(folder: Path) -> list[dict[str, Any]]:
+    """All evaluations of a run, in the order in which they were made."""
+    path = folder / FILE
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def read_results(folder: Path, line: dict[str, Any]) -> list[EvaluationResult]:
+    """The single episodes of an evaluation."""
+    return [EvaluationResult.from_json(text) for text in _episodes(folder, line).read_text().splitlines()]
+
+
+def truncate_after(folder: Path, version: int) -> None:
+    """Leave out evaluations of versions beyond the one that a run goes on from: those versions are made anew."""
+    lines = read_evaluations(folder)
+    kept = [line for line in lines if line["version"] <= version]
+    if len(kept) < len(lines):
+        _write(folder, kept)
+
+
+def summarise(folder: Path, version: int) -> dict[str, Any]:
+    """The part `evaluation` of summary.json; `version` is the last one that was made. None where nothing was measured.
+
+    `before` is the first one of its kind, of what the run started from; the others are those of the last version.
+    """
+    lines = read_evaluations(folder)
+    found: dict[str, Any] = {"before": next((line for line in lines if line["kind"] == "before"), None)}
+    for kind in ("after", "blank_images"):
+        of_kind = [line for line in lines if line["kind"] == kind and line["version"] == version]
+        found[kind] = of_kind[-1] if of_kind else None
+    for name, kind in (("gain", "before"), ("image_gain", "blank_images")):
+        one, other = found[kind], found["after"]
+        both = one is not None and other is not None
+        found[name] = paired_difference(read_results(folder, one), read_results(folder, other)) if both else None
+    return found
+
+
+def _episodes(folder: Path, line: dict[str, Any]) -> Path:
+    return folder / "evaluations" / f"version-{line['version']:06d}-{line['kind']}.jsonl"
+
+
+def _write(folder: Path, lines: Sequence[dict[str, Any]]) -> None:
+    temporary = folder / f".{FILE}"
+    temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    temporary.rename(folder / FILE)

@@ -1,0 +1,59 @@
+"""Evaluations as a person reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+COLUMN_NAMES = {"blank_images": "blank\nimages", "checkpoint": "success"}
+LEGEND = (
+    "success of judged episodes with its 95 % interval (Wilson), in percent; masked: episodes that a crash, an error "
+    "or a time limit ended, or that were never run; they count neither way"
+)
+
+
+def evaluation_table(lines: Sequence[Mapping[str, Any]]) -> Table:
+    """Success of several evaluations of the same tasks side by side: a row for each environment, and all together."""
+    result = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_footer=True)
+    result.add_column("task", footer="all", overflow="fold")
+    for line in lines:
+        name = COLUMN_NAMES.get(line["kind"], line["kind"])
+        result.add_column(name, footer=format_success(line), justify="right", no_wrap=True)
+    last = lines[-1]
+    for title, footer in (
+        ("epi-\nsodes", str(last["episodes"])),
+        ("masked", str(_without(last) + last["missing"])),
+        ("steps", f"{last['steps_mean']:.2f}"),
+    ):
+        result.add_column(title, footer=footer, justify="right")
+    for name in sorted({name for line in lines for name in line["environments"]}):
+        entry = last["environments"].get(name)
+        cells = [format_success(line["environments"].get(name)) for line in lines]
+        if entry is not None:
+            cells += [str(entry["episodes"]), str(_without(entry)), f"{entry['steps_mean']:.2f}"]
+        result.add_row(name, *cells)
+    return result
+
+
+def format_success(entry: Mapping[str, Any] | None) -> str:
+    """A share with its interval, in percent."""
+    if entry is None or entry["success"] is None:
+        return "-"
+    low, high = entry["interval"]
+    return f"{entry['success']:.0%} ({100 * low:.0f}-{100 * high:.0f})"
+
+
+def format_difference(name: str, gain: Mapping[str, Any]) -> str:
+    """A difference in one line."""
+    low, high = (100 * bound for bound in gain["interval"])
+    return (
+        f"{name}: {100 * gain['mean']:+.1f} points, 95 % interval {low:+.1f} to {high:+.1f} "
+        f"(paired bootstrap over {gain['tasks']} tasks)"
+    )
+
+
+def _without(entry: Mapping[str, Any]) -> int:
+    return sum(entry["no_verdict"].values())

@@ -1,0 +1,137 @@
+"""A node or a router as a process: socket, signals, limits, an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import resource
+import signal
+import socket
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.farm.auth_middleware import is_loopback
+from megatron_webrl.system import child_process
+
+log = logging.getLogger(__name__)
+
+LOG_FORMAT = "%(asctime)s {role} %(levelname)s %(name)s: %(message)s"
+KILL_TIMEOUT_SECONDS = 10.0
+START_POLL_SECONDS = 0.01
+BACKLOG = 4096  # connections that wait to be accepted; the kernel's limit (net.core.somaxconn) counts too
+KEEPALIVE_SECONDS = 75  # longer than clients keep a connection, so that they never meet one that is being closed
+GRACE_SECONDS = 5  # for requests under way at the end
+
+
+@dataclass(frozen=True)
+class ListenAddress:
+    """Where to listen, and what others are told."""
+
+    host: str
+    port: int  # 0: any free one
+    public_url: str | None = None  # under which clients reach it; None: host and port
+    address_file: Path | None = None  # receives {"url", "pid"} once requests are answered
+
+
+class Listener:
+    """A listening socket. `url` is where others reach it."""
+
+    def __init__(self, address: ListenAddress) -> None:
+        """Raises ConfigError."""
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        try:
+            self.socket = socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on --host={address.host} --port={address.port}: {error}") from None
+        # Accepted sockets inherit it; asyncio does not set it on those of a socket that it has not made. Without it the
+        # body of an answer, a write of its own, waits 40 ms for the client to acknowledge the head.
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._file = address.address_file
+        port = self.socket.getsockname()[1]
+        self.url = (address.public_url or f"http://{_public_name(address.host)}:{port}").rstrip("/")
+
+    def write_address_file(self) -> None:
+        """Write the address file, whole or not at all."""
+        if self._file is not None:
+            temporary = self._file.with_name(f"{self._file.name}.{os.getpid()}")
+            temporary.write_text(json.dumps({"url": self.url, "pid": os.getpid()}))
+            temporary.rename(self._file)
+
+
+def run_process(role: str, work: Coroutine[Any, Any, int], die_with_parent: bool) -> int:
+    """Run a process's work until it ends or SIGTERM or SIGINT cancels it; returns the exit code. Nothing is left below.
+
+    A second signal cancels its orderly end as well; what is left then is killed.
+    """
+    if die_with_parent:
+        child_process.die_with_parent(signal.SIGTERM)
+    faulthandler.enable()
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT.format(role=role), force=True)
+    for orphan in child_process.sweep_orphans():
+        log.warning("killed %s, whose owner is gone", orphan)
+    os.environ.update(child_process.owner_environment())
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # every connection is a file
+    try:
+        return asyncio.run(_until_signal(work))
+    finally:
+        for left in child_process.kill_descendants(KILL_TIMEOUT_SECONDS):
+            log.error("%s is still there", left)
+
+
+async def _until_signal(work: Coroutine[Any, Any, int]) -> int:
+    loop = asyncio.get_running_loop()
+    running = loop.create_task(work)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, running.cancel)
+    try:
+        return await running
+    except asyncio.CancelledError:
+        return 0
+
+
+@asynccontextmanager
+async def run_http_server(app: FastAPI, listener: Listener) -> AsyncIterator[asyncio.Event]:
+    """Answer requests; the event tells that this has ended by itself. At the end requests get GRACE_SECONDS."""
+    server = _UvicornServer(
+        uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False, backlog=BACKLOG,
+            timeout_keep_alive=KEEPALIVE_SECONDS, timeout_graceful_shutdown=GRACE_SECONDS,
+        )
+    )  # fmt: skip
+    ended = asyncio.Event()
+    running = asyncio.get_running_loop().create_task(server.serve([listener.socket]))
+    running.add_done_callback(lambda _: ended.set())
+    try:
+        while not server.started and not running.done():
+            await asyncio.sleep(START_POLL_SECONDS)
+        listener.write_address_file()
+        log.info("listening at %s", listener.url)
+        yield ended
+    finally:
+        server.should_exit = True
+        await running
+
+
+class _UvicornServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the caller's affair: it has browsers to close."""
+        yield
+
+
+def _public_name(host: str) -> str:
+    if host in ("0.0.0.0", "::"):
+        return socket.gethostname()
+    return f"[{host}]" if (":" in host and not is_loopback(host)) or host == "::1" else host

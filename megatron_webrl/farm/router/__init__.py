@@ -1,0 +1,1 @@
+"""The front of many browser servers."""

@@ -1,0 +1,32 @@
+"""A router as a process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_webrl.farm.auth_middleware import read_token
+from megatron_webrl.farm.http_service import ListenAddress, Listener, run_http_server, run_process
+from megatron_webrl.farm.router.router import Router
+from megatron_webrl.farm.router.router_api import router_app
+
+
+@dataclass(frozen=True)
+class RouterOptions:
+    """The command line of a router."""
+
+    address: ListenAddress
+    token_file: Path | None
+    die_with_parent: bool
+
+
+def run_router(options: RouterOptions) -> int:
+    """Route until SIGTERM or SIGINT; returns the exit code. Raises ConfigError."""
+    token = read_token(options.address.host, options.token_file)
+    return run_process("browser-router", _run(Listener(options.address), token), options.die_with_parent)
+
+
+async def _run(listener: Listener, token: str | None) -> int:
+    async with Router(token) as router, run_http_server(router_app(router, token), listener) as ended:
+        await ended.wait()
+    return 1  # nobody asked for the end

@@ -1,0 +1,1 @@
+"""A browser server: leases of sessions over HTTP."""

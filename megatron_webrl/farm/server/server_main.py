@@ -1,0 +1,81 @@
+"""A node as a process, from nothing to its end."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_webrl.browser.browser_pool import BrowserPool
+from megatron_webrl.browser.errors import BrowserError
+from megatron_webrl.config.browser_checks import check_browser_server_config
+from megatron_webrl.config.load import parse_config
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.farm.auth_middleware import read_token
+from megatron_webrl.farm.http_service import ListenAddress, Listener, run_http_server, run_process
+from megatron_webrl.farm.request_validation import TaskCatalog
+from megatron_webrl.farm.server.browser_server import BrowserServer
+from megatron_webrl.farm.server.registration import register_with_router
+from megatron_webrl.farm.server.server_api import server_app
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BrowserServerOptions:
+    """The command line of a node."""
+
+    config: str | None
+    overrides: tuple[str, ...]
+    address: ListenAddress
+    token_file: Path | None
+    sessions: int
+    router: str | None
+    lease_seconds: float
+    max_lease_seconds: float
+    die_with_parent: bool
+
+
+def run_server(options: BrowserServerOptions) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code. Raises ConfigError."""
+    token = read_token(options.address.host, options.token_file)
+    config = parse_config(options.config, list(options.overrides))
+    check_browser_server_config(config)
+    _check(options)
+    listener = Listener(options.address)
+    return run_process("browser-server", _run(options, config, token, listener), options.die_with_parent)
+
+
+async def _run(options: BrowserServerOptions, config: Config, token: str | None, listener: Listener) -> int:
+    catalogue = TaskCatalog.from_config(config)
+    try:
+        async with (
+            BrowserPool(config.browser, catalogue.sites, options.sessions, config.rollout.operation_timeout_seconds) as fleet,
+            BrowserServer(
+                config, catalogue, fleet, options.sessions, listener.url, options.lease_seconds,
+                options.max_lease_seconds,
+            ) as node,
+            run_http_server(server_app(node, token), listener) as ended,
+            register_with_router(node, options.router, token),
+        ):  # fmt: skip
+            await ended.wait()
+    except BrowserError as error:
+        log.error("%s", error)
+        return 1
+    finally:
+        catalogue.close()
+    return 1  # nobody asked for the end
+
+
+def _check(options: BrowserServerOptions) -> None:
+    for option, url in (("--router", options.router), ("--address", options.address.public_url)):
+        if url is not None and not url.startswith(("http://", "https://")):
+            raise ConfigError(f"{option}={url} is not an address such as http://node7:8700")
+    if options.sessions < 1:
+        raise ConfigError(f"--sessions={options.sessions} must be at least 1")
+    if not 0 < options.lease_seconds <= options.max_lease_seconds:
+        raise ConfigError(
+            f"--lease-seconds={options.lease_seconds:g} must be greater than 0 and at most "
+            f"--max-lease-seconds={options.max_lease_seconds:g}"
+        )

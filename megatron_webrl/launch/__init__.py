@@ -1,0 +1,1 @@
+"""One machine: launcher, role processes, watchdog, trainer restart."""

@@ -1,0 +1,216 @@
+"""Everything about a configuration that can be known to fail before anything starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+from megatron_webrl.cluster.parallel_layout import check_parallel_layout
+from megatron_webrl.cluster.placement import check_cluster
+from megatron_webrl.config.browser_checks import check_browser_settings
+from megatron_webrl.config.limits import check_limits
+from megatron_webrl.config.load import parse_config
+from megatron_webrl.config.loss import LossConfig
+from megatron_webrl.config.rollout import RolloutConfig
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.trainer import TrainerConfig
+from megatron_webrl.model.hf_config import read_model_config
+from megatron_webrl.sampling.checks import check_tasks
+
+SHARED_MEMORY = Path("/dev/shm")
+_DIMENSIONS = {
+    "text_config": (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
+    ),
+    "vision_config": (
+        "depth", "hidden_size", "intermediate_size", "num_heads", "patch_size", "temporal_patch_size",
+        "spatial_merge_size", "out_hidden_size", "num_position_embeddings", "deepstack_visual_indexes",
+    ),
+}  # fmt: skip
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
+    """Read, override, and check a configuration. Raises ConfigError."""
+    config = parse_config(path, overrides)
+    check_config(config)
+    return config
+
+
+def check_config(config: Config) -> None:
+    """Check every limit and combination that can be known before anything starts. Raises ConfigError."""
+    check_limits(config, "")
+    if not config.run.name or "/" in config.run.name or config.run.name.startswith("."):
+        raise ConfigError(f"run.name={config.run.name!r} is not a plain folder name")
+    check_parallel_layout(config, read_model_config(config.model.path))
+    _check_packages(config.trainer)
+    check_cluster(config)
+    _check_start(config)
+    _check_hang(config)
+    _check_warm_start(config)
+    _check_rollout(config)
+    _check_evaluation(config)
+    _check_ring(config)
+    if config.run.resume and not (config.run_folder / "checkpoints" / "latest").is_file():
+        raise ConfigError(
+            f"run.resume=true but {config.run_folder}/checkpoints holds no complete checkpoint; set run.resume=false"
+        )
+
+
+def _check_hang(config: Config) -> None:
+    """What may last long must not look like a hang."""
+    joining = (
+        2 * config.weights.timeout_seconds + 60
+    )  # twice the limit: a link is formed, then both sides compare their plans
+    for name, seconds in (
+        ("run.startup_timeout_seconds", config.run.startup_timeout_seconds),
+        ("twice weights.timeout_seconds, and 60", joining),
+    ):
+        if 0 < config.run.hang_timeout_seconds <= seconds:
+            raise ConfigError(
+                f"run.hang_timeout_seconds={config.run.hang_timeout_seconds:g} is not above {name}, {seconds:g}, for which a role may "
+                "be silent; raise it, or set it to 0 for no limit"
+            )
+
+
+def _check_packages(trainer: TrainerConfig) -> None:
+    for name, value, wanted, package in (
+        ("layers", trainer.layers, "transformer_engine", "transformer_engine"),
+        ("attention", trainer.attention, "flash", "flash_attn"),
+    ):
+        if value == wanted and importlib.util.find_spec(package) is None:
+            raise ConfigError(f"trainer.{name}={value} needs the package {package}, which is not installed here")
+
+
+def _check_start(config: Config) -> None:
+    """A checkpoint to start from must hold weights, and of the same architecture where it says which."""
+    checkpoint = Path(config.model.checkpoint)
+    if not config.model.checkpoint:
+        return
+    if not (checkpoint / "megatron" / "metadata.json").is_file():
+        raise ConfigError(
+            f"model.checkpoint={checkpoint} holds no Megatron checkpoint (megatron/metadata.json); "
+            "give a folder checkpoints/version-NNNNNN of a run, or what tools/hf_to_megatron.py wrote"
+        )
+    if not (checkpoint / "hf" / "config.json").is_file():
+        return
+    there, here = (_dimensions(read_model_config(path)) for path in (checkpoint / "hf", config.model.path))
+    for name in sorted(there.keys() | here.keys()):
+        if there.get(name) != here.get(name):
+            raise ConfigError(
+                f"model.checkpoint={checkpoint} has {name}={there.get(name)}, but model.path={config.model.path} has "
+                f"{here.get(name)}; give the model that the checkpoint was made from"
+            )
+
+
+def _dimensions(description: dict[str, Any]) -> dict[str, Any]:
+    """What the shapes of a model's weights follow from, by dotted name."""
+    found = {"model_type": description["model_type"], "tie_word_embeddings": _tied(description)}
+    for section, names in _DIMENSIONS.items():
+        found |= {f"{section}.{name}": description[section].get(name) for name in names}
+    found["text_config.num_experts"] = found["text_config.num_experts"] or description["text_config"].get(
+        "num_local_experts"
+    )
+    return found
+
+
+def _tied(description: dict[str, Any]) -> bool:
+    return bool(description.get("tie_word_embeddings", description["text_config"].get("tie_word_embeddings", False)))
+
+
+def _check_rollout(config: Config) -> None:
+    rollout, trainer = config.rollout, config.trainer
+    if rollout.max_new_tokens >= rollout.max_model_len:
+        raise ConfigError(
+            f"rollout.max_new_tokens={rollout.max_new_tokens} leaves no room for a prompt in "
+            f"rollout.max_model_len={rollout.max_model_len}; lower it or raise max_model_len"
+        )
+    if rollout.max_model_len > trainer.tokens_per_microbatch:
+        raise ConfigError(
+            f"trainer.tokens_per_microbatch={trainer.tokens_per_microbatch} cannot hold a sample of "
+            f"rollout.max_model_len={rollout.max_model_len} tokens; raise it or lower max_model_len"
+        )
+    if rollout.group_size < 2 and trainer.loss.name != "raft":
+        raise ConfigError("rollout.group_size=1 gives no baseline; use at least 2, or trainer.loss.name=raft")
+    _check_loss(config)
+    check_tasks(config.tasks)
+    if rollout.context.policy == "append" and rollout.context.rounds == 1:
+        raise ConfigError(
+            "rollout.context.rounds=1 leaves no room to append to (rollout.context.policy=append); set rounds to at "
+            "least 2, or policy to sliding"
+        )
+    if rollout.mode != "async" and rollout.max_staleness not in (config.staleness_limit, RolloutConfig().max_staleness):
+        raise ConfigError(
+            f"rollout.max_staleness={rollout.max_staleness} has no meaning with rollout.mode={rollout.mode}, whose "
+            f"groups lag {config.staleness_limit} behind; leave it out, or set rollout.mode=async"
+        )
+    check_browser_settings(config)
+
+
+def _check_warm_start(config: Config) -> None:
+    settings = config.trainer.warm_start
+    if settings.premature_submit_probability and config.tasks.source != "miniwob":
+        raise ConfigError(
+            f"trainer.warm_start.premature_submit_probability={settings.premature_submit_probability}, but only scripts of tasks.source=miniwob submit too early; "
+            "set it to 0"
+        )
+    if not settings.demonstrations_file:
+        return
+    if not settings.demonstrations:
+        raise ConfigError(
+            "trainer.warm_start.demonstrations_file has no effect with trainer.warm_start.demonstrations=0; set both"
+        )
+    if not Path(settings.demonstrations_file).is_file():
+        raise ConfigError(
+            f"trainer.warm_start.demonstrations_file={settings.demonstrations_file} is not a file; write one with `webrl demonstrate`"
+        )
+
+
+def _check_loss(config: Config) -> None:
+    loss, reward, usual = config.trainer.loss, config.trainer.reward, LossConfig()
+    if 0 < loss.dual_clip <= 1:
+        raise ConfigError(
+            f"trainer.loss.dual_clip={loss.dual_clip} would clip the ratio 1 itself; set it above 1, or 0 for none"
+        )
+    for name in ("raft_versions", "raft_power", "raft_drop_unchanged"):
+        if loss.name != "raft" and (value := getattr(loss, name)) != getattr(usual, name):
+            raise ConfigError(f"trainer.loss.{name}={value} has no effect with trainer.loss.name={loss.name}; use raft")
+    if reward.length_penalty and reward.length_window > config.rollout.max_new_tokens:
+        raise ConfigError(
+            f"trainer.reward.length_window={reward.length_window} exceeds "
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens}; lower it"
+        )
+    stored = (config.reference_weights_folder / "megatron" / "metadata.json").is_file()
+    if config.run.resume and loss.kl_coefficient and config.trainer.warm_start.demonstrations and not stored:
+        raise ConfigError(
+            f"trainer.loss.kl_coefficient={loss.kl_coefficient} refers to the weights after the warm start, but "
+            f"{config.reference_weights_folder} does not hold them: a run stores them only if it begins with the penalty; "
+            "set it to 0"
+        )
+
+
+def _check_evaluation(config: Config) -> None:
+    evaluation = config.evaluation
+    if evaluation.samples > 1 and evaluation.temperature == 0:
+        raise ConfigError(
+            f"evaluation.samples={evaluation.samples} with evaluation.temperature=0 repeats the same episode; set "
+            "temperature above 0, or samples=1"
+        )
+    if evaluation.blank_images and not evaluation.after:
+        raise ConfigError(
+            "evaluation.blank_images=true has nothing to be compared with; set evaluation.after=true as well"
+        )
+
+
+def _check_ring(config: Config) -> None:
+    if not SHARED_MEMORY.is_dir():
+        raise ConfigError(f"{SHARED_MEMORY} does not exist; mount a tmpfs there")
+    status = os.statvfs(SHARED_MEMORY)
+    size = status.f_blocks * status.f_frsize // 2**20
+    if config.ring.capacity_mib > size:
+        raise ConfigError(
+            f"ring.capacity_mib={config.ring.capacity_mib} exceeds the {size} MiB of {SHARED_MEMORY}; lower it or enlarge {SHARED_MEMORY}"
+        )

@@ -1,0 +1,206 @@
+"""Text and pixels of a Qwen3-VL folder: chat template, tokens, image placeholders, patches.
+
+Rollout and trainer both use this, and the engine runs the same processor class on the same folder, so that
+a prompt has the same tokens and an image the same patches everywhere.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+
+from megatron_webrl.model.patchifier import Patchifier, decode_image, open_image
+from megatron_webrl.system import torchvision_shim
+
+torchvision_shim.install()  # transformers brings in torchvision when a processor is first asked for
+
+_BREAK = "\u200b"  # zero-width space: invisible, and part of no added token
+_TAGS = (
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<tools>",
+    "</tools>",
+    "<think>",
+    "</think>",
+)
+"""What gives a prompt its form, whether or not the tokenizer has entries for it."""
+
+
+class Processor:
+    """The processor of one model folder. Stateless after loading; safe to use from several threads."""
+
+    def __init__(self, processor: Any) -> None:
+        self.tokenizer = processor.tokenizer
+        self._processor = processor
+        self._image_processor = processor.image_processor
+        self.merge_size = int(self._image_processor.merge_size)
+        self.image_token_id = int(processor.image_token_id)
+        self.eos_token_id = int(self.tokenizer.convert_tokens_to_ids("<|im_end|>"))
+        self._special = [i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special]
+        self._added = sorted({*self.tokenizer.get_added_vocab(), *_TAGS}, key=len, reverse=True)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Processor:
+        """Load from a Hugging Face folder. Raises ValueError if it is not one of a Qwen3-VL model."""
+        if not Path(folder).is_dir():
+            raise ValueError(f"model folder {folder} does not exist")
+        processor = transformers.AutoProcessor.from_pretrained(str(folder), local_files_only=True)
+        if not hasattr(processor, "image_processor") or not hasattr(processor, "image_token_id"):
+            raise ValueError(
+                f"model folder {folder} has a {type(processor).__name__}, which takes no images; give a Qwen3-VL folder"
+            )
+        return cls(processor)
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> np.ndarray:
+        """Tokens of a conversation up to where the assistant's answer begins: int32 [n].
+
+        A message has "role" and "content": a string, or a list of {"type": "text", "text": ...} and
+        {"type": "image"}. Each image is one placeholder token; `expand_image_tokens` gives it its full length.
+        """
+        text = self._processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return self._encode(text)
+
+    def encode_turn(self, message: dict[str, Any]) -> np.ndarray:
+        """Tokens of a user's message up to where the next answer begins: int32 [n].
+
+        They go on from the end token of an answer as `encode_chat` would have them there. The message's text must be
+        neutralised.
+        """
+        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
+        text = self._processor.apply_chat_template([*before, message], add_generation_prompt=True, tokenize=False)
+        end = self.tokenizer.convert_ids_to_tokens(self.eos_token_id)
+        _, turn, opening = text.rsplit(end, 2)  # the ends of the answer and of the message
+        return self._encode(turn + end + opening)
+
+    def encode_response(self, text: str) -> np.ndarray:
+        """Tokens of a response as the model should produce it, the end token last: int32 [n]."""
+        return np.append(self._encode(text), np.int32(self.eos_token_id))
+
+    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        """The text of a response, special tokens left out."""
+        ids = np.asarray(token_ids, np.int64)
+        # A model's vocabulary may be padded beyond the tokenizer's; a padded entry has no text.
+        known = ids[ids < len(self.tokenizer)]
+        return str(self.tokenizer.decode(known.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def has_special_tokens(self, response: np.ndarray) -> bool:
+        """Whether a response holds special tokens (chat, vision) other than the end token at its end."""
+        body = response[:-1] if len(response) and response[-1] == self.eos_token_id else response
+        return bool(np.isin(body, self._special).any())
+
+    def expand_image_tokens(self, token_ids: np.ndarray, grids: np.ndarray) -> np.ndarray:
+        """Repeat the i-th image placeholder as often as image i has merged patches: int32 [expanded].
+
+        `grids` is int32 [images, 3], patches (t, h, w). Raises ValueError if the counts differ.
+        """
+        ids = np.asarray(token_ids, np.int32)
+        places = ids == self.image_token_id
+        lengths = np.asarray(grids, np.int64).reshape(-1, 3).prod(axis=1) // self.merge_size**2
+        if int(places.sum()) != len(lengths):
+            raise ValueError(
+                f"the prompt has {int(places.sum())} image placeholders and {len(lengths)} images; they must be as many"
+            )
+        repeats = np.ones(len(ids), np.int64)
+        repeats[places] = lengths
+        return np.repeat(ids, repeats)
+
+    def image_token_counts(self, token_ids: np.ndarray) -> np.ndarray:
+        """Lengths of the runs of image placeholders in expanded tokens, in order: int64 [runs]."""
+        places = np.concatenate([[False], np.asarray(token_ids) == self.image_token_id, [False]])
+        edges = np.flatnonzero(places[1:] != places[:-1])
+        return edges[1::2] - edges[::2]
+
+    def pixels(self, images: Sequence[bytes]) -> tuple[torch.Tensor, np.ndarray]:
+        """Decode PNG, JPEG or WebP and cut into patches: float32 [patches, dim] and int32 grids [images, 3].
+
+        Raises ValueError for bytes that are no image.
+        """
+        if not images:
+            size = self._image_processor
+            return torch.zeros(0, 3 * size.temporal_patch_size * size.patch_size**2), np.zeros((0, 3), np.int32)
+        features = self._image_processor(images=[decode_image(data) for data in images], return_tensors="pt")
+        return features["pixel_values"].to(torch.float32), features["image_grid_thw"].numpy().astype(np.int32)
+
+    def grids(self, images: Sequence[bytes]) -> np.ndarray:
+        """The grids that `pixels` would give, from the images' sizes alone: int32 [images, 3]."""
+        return np.array([self._grid(data) for data in images], np.int32).reshape(-1, 3)
+
+    @property
+    def patchifier(self) -> Patchifier:
+        """How `pixels` cuts images. Raises ValueError for a processor that makes other pixels of the cut patches."""
+        cut = Patchifier(int(self._image_processor.patch_size), self.merge_size)
+        side = 2 * cut.patch_size * cut.merge_size
+        for height, width in ((side, side), (side - 3, side + 5)):  # as it is, and resized
+            data = _noise(height, width)
+            wanted, grids = self.pixels([data])
+            grid = tuple(grids[0].tolist())
+            patches = np.empty(cut.image_bytes(grid), np.uint8)
+            cut.patchify(data, grid, patches)
+            if not torch.equal(self.normalize_patches(torch.from_numpy(patches)), wanted):
+                raise ValueError(
+                    f"{type(self._image_processor).__name__} of the model folder makes other pixels than those that "
+                    "can be made ahead; set trainer.image_workers=0"
+                )
+        return cut
+
+    def normalize_patches(self, patches: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """What `pixels` gives for patches that were cut (`Patchifier.patchify`): float32 [patches, dim], on their device.
+
+        `out`: where to put it.
+        """
+        settings = self._image_processor
+        frames, inside = int(settings.temporal_patch_size), int(settings.patch_size) ** 2
+        factor = 1.0 / settings.rescale_factor
+        mean, std = (
+            torch.tensor(values, device=patches.device)[:, None] * factor
+            for values in (settings.image_mean, settings.image_std)
+        )
+        values = patches.view(-1, len(mean), inside).to(torch.float32).sub_(mean).div_(std)
+        if out is None:
+            out = values.new_empty(len(values), len(mean) * frames * inside)
+        # A still image stands in all frames of a patch.
+        out.view(-1, len(mean), frames, inside).copy_(values[:, :, None])
+        return out
+
+    def escape_special_tokens(self, text: str) -> str:
+        """Text from a page, changed so that no part of it can become a token with a meaning of its own.
+
+        Every entry of the tokenizer's added vocabulary (<|image_pad|>, <|im_end|>, <tool_call>, ...) and every tag that
+        gives a prompt its form is broken up by an invisible character after its first one; the rest stays as it is.
+        """
+        normalizer = self.tokenizer.backend_tokenizer.normalizer
+        if normalizer is not None:  # normalising later could make an entry out of something else
+            text = normalizer.normalize_str(text)
+        for token in self._added:
+            text = text.replace(token, (token[0] + _BREAK + token[1:]) if len(token) > 1 else _BREAK)
+        return text
+
+    def _encode(self, text: str) -> np.ndarray:
+        ids = self.tokenizer(text, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        return np.asarray(ids, np.int32)
+
+    def _grid(self, data: bytes) -> tuple[int, int, int]:
+        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+        width, height = open_image(data).size
+        patch, limits = self._image_processor.patch_size, self._image_processor.size
+        rows, columns = smart_resize(
+            height, width, patch * self.merge_size, min_pixels=limits.shortest_edge, max_pixels=limits.longest_edge
+        )
+        return 1, rows // patch, columns // patch
+
+
+def _noise(height: int, width: int) -> bytes:
+    """An image as PNG."""
+    buffer = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()

@@ -1,0 +1,1 @@
+"""Qwen3-VL on megatron-core."""

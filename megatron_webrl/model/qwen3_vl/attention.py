@@ -1,0 +1,115 @@
+"""Causal attention within each sample of a packed row.
+
+Context parallelism is that of DeepSpeed-Ulysses (arXiv 2309.14509): outside of attention a rank has its share of the
+tokens with all heads; an all-to-all before and one after give it, within, all tokens with its share of the heads.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import all_to_all
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.utils import get_pg_size
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.functional import scaled_dot_product_attention
+
+from megatron_webrl.model.qwen3_vl.text_config import MultimodalPackedSeqParams, TextConfig
+
+
+class PackedAttention(torch.nn.Module):
+    """Attention with grouped queries, each sample by itself. No [T, T] mask is made."""
+
+    def __init__(
+        self,
+        config: TextConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__()
+        assert pg_collection is not None
+        self.cp_group = pg_collection.cp
+        self.scale = softmax_scale
+        self.kernel = _flash if config.attention_kernel == "flash" else _per_sample
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: MultimodalPackedSeqParams,
+    ) -> Tensor:
+        """[T, 1, heads * dim] from query [T, 1, heads, dim], key and value [T, 1, groups, dim].
+
+        Under context parallelism T are this rank's tokens.
+        """
+        tokens = query.shape[0]
+        if get_pg_size(self.cp_group) > 1:
+            query, key, value = (_all_tokens(x, self.cp_group) for x in (query, key, value))
+        output = self.kernel(query, key, value, packed_seq_params, self.scale)
+        if get_pg_size(self.cp_group) > 1:
+            output = _all_heads(output.reshape(query.shape), self.cp_group)
+        return output.reshape(tokens, 1, -1)
+
+
+def _all_tokens(mine: Tensor, group: ProcessGroup) -> Tensor:
+    """[ranks * t, 1, heads / ranks, dim] from this rank's tokens [t, 1, heads, dim]."""
+    ranks, (tokens, _, heads, dim) = get_pg_size(group), mine.shape
+    by_rank = mine.reshape(tokens, ranks, heads // ranks, dim).transpose(0, 1).contiguous()
+    return all_to_all(group, by_rank).reshape(ranks * tokens, 1, heads // ranks, dim)
+
+
+def _all_heads(mine: Tensor, group: ProcessGroup) -> Tensor:
+    """[t, 1, ranks * heads, dim], this rank's tokens, from its heads of all tokens [ranks * t, 1, heads, dim]."""
+    ranks, (tokens, _, heads, dim) = get_pg_size(group), mine.shape
+    by_rank = mine.reshape(ranks, tokens // ranks, heads, dim).contiguous()
+    return all_to_all(group, by_rank).transpose(0, 1).reshape(tokens // ranks, 1, ranks * heads, dim)
+
+
+def _per_sample(
+    query: Tensor, key: Tensor, value: Tensor, row: MultimodalPackedSeqParams, scale: float | None
+) -> Tensor:
+    """[T, 1, heads, dim], one call of PyTorch's attention for each sample."""
+    grouped = query.shape[2] != key.shape[2]
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [1, heads, T, dim]
+    parts = [
+        scaled_dot_product_attention(
+            q[:, :, start:end],
+            k[:, :, start:end],
+            v[:, :, start:end],
+            is_causal=True,
+            scale=scale,
+            enable_gqa=grouped,
+        )
+        for start, end in pairwise(row.sample_boundaries)
+    ]
+    return torch.cat(parts, dim=2).permute(2, 0, 1, 3)
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, row: MultimodalPackedSeqParams, scale: float | None) -> Tensor:
+    """[T, heads, dim], all samples in one call of flash-attn's variable-length kernel."""
+    from flash_attn import flash_attn_varlen_func
+
+    longest = max(end - start for start, end in pairwise(row.sample_boundaries))
+    return flash_attn_varlen_func(
+        query.squeeze(1),
+        key.squeeze(1),
+        value.squeeze(1),
+        cu_seqlens_q=row.cu_seqlens_q,
+        cu_seqlens_k=row.cu_seqlens_kv,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+        softmax_scale=scale,
+        causal=True,
+    )

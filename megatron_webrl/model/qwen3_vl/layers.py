@@ -1,0 +1,99 @@
+"""Layers of the text model: DeepStack, recomputation, and the specs of dense and sparse layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megatron_webrl.model.compute_options import LayerImplementation
+from megatron_webrl.model.qwen3_vl.attention import PackedAttention
+from megatron_webrl.model.qwen3_vl.norm import RMSNorm
+from megatron_webrl.model.qwen3_vl.text_config import MultimodalPackedSeqParams
+
+
+class DeepStackLayer(TransformerLayer):
+    """A transformer layer that adds visual features to its output, if the row brings any for it.
+
+    The features stay outside of what is recomputed, so that the vision tower's backward pass runs once.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Output [T, 1, hidden] and context, as TransformerLayer gives them."""
+        layer = super().forward
+        if self.config.recompute_layers and self.training:
+            output, context = checkpoint(layer, *args, use_reentrant=False, **kwargs)
+        else:
+            output, context = layer(*args, **kwargs)
+        params: MultimodalPackedSeqParams = kwargs["packed_seq_params"]
+        features = params.deepstack_features.get(self.layer_number - 1)
+        if features is not None:
+            output = output.index_add(0, params.image_token_positions, features[:, None].to(output.dtype))
+        return output, context
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a layer is made of."""
+
+    column: Any
+    row: Any
+    norm: Any
+
+
+def block_spec(layers: LayerImplementation, sparse: list[bool]) -> TransformerBlockSubmodules:
+    """The layers of one model chunk and the final norm. `sparse`: per layer, whether it is a mixture of experts."""
+    parts = _parts(layers)
+    return TransformerBlockSubmodules(
+        layer_specs=[_layer_spec(parts, experts) for experts in sparse], layer_norm=parts.norm
+    )
+
+
+def _parts(layers: LayerImplementation) -> _Parts:
+    if layers == "local":
+        return _Parts(ColumnParallelLinear, RowParallelLinear, RMSNorm)
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
+
+    # Norms stay apart from the linear layers after them: parameters then have the names of the local layers.
+    return _Parts(TEColumnParallelLinear, TERowParallelLinear, TENorm)
+
+
+def _layer_spec(parts: _Parts, sparse: bool) -> ModuleSpec:
+    attention = SelfAttentionSubmodules(
+        linear_qkv=parts.column,
+        core_attention=PackedAttention,
+        linear_proj=parts.row,
+        q_layernorm=parts.norm,
+        k_layernorm=parts.norm,
+    )
+    mlp = MLPSubmodules(linear_fc1=parts.column, linear_fc2=parts.row)
+    return ModuleSpec(
+        module=DeepStackLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=parts.norm,
+            self_attention=ModuleSpec(
+                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=parts.norm,
+            mlp=_experts_spec(mlp) if sparse else ModuleSpec(module=MLP, submodules=mlp),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def _experts_spec(mlp: MLPSubmodules) -> ModuleSpec:
+    experts = ModuleSpec(module=SequentialMLP, submodules=mlp)
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))

@@ -1,0 +1,142 @@
+"""Megatron's configuration of the text model, and what every layer needs to know of a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_webrl.model.compute_options import AttentionKernel, ComputeOptions
+from megatron_webrl.model.layer_split import split_layers
+from megatron_webrl.model.layout import ParallelSizes, check_parallel_sizes
+from megatron_webrl.model.parameter_map import is_sparse
+from megatron_webrl.model.platform import Platform
+from megatron_webrl.model.process_groups import parallel_sizes_of
+
+
+@dataclass
+class TextConfig(TransformerConfig):
+    """Megatron's settings and ours."""
+
+    recompute_layers: bool = False
+    attention_kernel: AttentionKernel = "sdpa"
+
+
+@dataclass
+class MultimodalPackedSeqParams(PackedSeqParams):
+    """What every layer of the decoder needs to know of a packed row.
+
+    The format is "sbhd" although samples are packed: under "thd" Megatron would restart the rotary angles at
+    each sample by slicing them from the row's start, which is wrong for m-RoPE. Here each token brings its angles.
+    """
+
+    sample_boundaries: tuple[int, ...] = ()  # [samples + 1], the first token of each sample, then T
+    image_token_positions: Tensor | None = None  # int64 [V], positions of image tokens among this rank's tokens
+    deepstack_features: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # layer -> [V, hidden], added to its output there
+
+
+def make_text_config(
+    hf_config: Any, dtype: torch.dtype, platform: Platform, groups: ProcessGroupCollection, options: ComputeOptions
+) -> TextConfig:
+    """Megatron's settings for the text model. Raises ValueError if the parallel sizes do not divide it."""
+    text, sizes = hf_config.text_config, parallel_sizes_of(groups)
+    check_parallel_sizes(text, sizes)
+    sequence_parallel = options.sequence_parallel and sizes.tensor > 1
+    if getattr(text, "num_experts", 0) and sizes.tensor > 1 and not sequence_parallel:
+        raise ValueError(
+            f"sequence_parallel=false with tensor_parallel={sizes.tensor} cannot train a mixture of experts; "
+            "set sequence_parallel=true"
+        )
+    return TextConfig(
+        num_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        ffn_hidden_size=text.intermediate_size,
+        num_attention_heads=text.num_attention_heads,
+        num_query_groups=text.num_key_value_heads,
+        kv_channels=text.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=text.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        # Megatron sums the gradients of q and k norms over tensor-parallel ranks under this name.
+        qk_layernorm=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        # Weights always come from a file, so none are drawn.
+        perform_initialization=False,
+        use_cpu_initialization=platform.name == "cpu",
+        attention_backend=AttnBackend.local,
+        attention_kernel=options.attention,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        # The other one takes rows of one length only, and is refused for dense models, too.
+        moe_token_dispatcher_type="alltoall",
+        tensor_model_parallel_size=sizes.tensor,
+        context_parallel_size=sizes.context,
+        sequence_parallel=sequence_parallel,
+        **_pipeline(text, sizes, dtype),
+        **_experts(text, sizes),
+        **_recompute(text, options),
+    )
+
+
+def _pipeline(text: Any, sizes: ParallelSizes, dtype: torch.dtype) -> dict[str, Any]:
+    if sizes.pipeline == 1:
+        return {"pipeline_dtype": dtype}
+    parts = [["decoder"] * len(layers) for layers in split_layers(text.num_hidden_layers, sizes.num_chunks)]
+    parts[0].insert(0, "embedding")
+    parts[-1].append("loss")
+    return {
+        # With several chunks a stage and two stages, both neighbours are the same rank: only messages that are sent
+        # one kind at a time are told apart there.
+        "overlap_p2p_comm": sizes.virtual > 1,
+        "batch_p2p_comm": sizes.virtual == 1,
+        "pipeline_model_parallel_size": sizes.pipeline,
+        "pipeline_model_parallel_layout": parts,
+        "pipeline_dtype": dtype,
+        "variable_seq_lengths": True,
+    }
+
+
+def _experts(text: Any, sizes: ParallelSizes) -> dict[str, Any]:
+    sparse = [int(is_sparse(text, layer)) for layer in range(text.num_hidden_layers)]
+    if not any(sparse):
+        return {}
+    return {
+        "num_moe_experts": text.num_experts,
+        "moe_layer_freq": sparse,
+        "moe_ffn_hidden_size": text.moe_intermediate_size,
+        # A softmax over the chosen experts' logits is Qwen's softmax over all, scaled to a sum of one.
+        "moe_router_topk": text.num_experts_per_tok,
+        "moe_router_pre_softmax": False,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "expert_model_parallel_size": sizes.expert,
+        "expert_tensor_parallel_size": sizes.expert_tensor,
+    }
+
+
+def _recompute(text: Any, settings: ComputeOptions) -> dict[str, Any]:
+    if settings.recompute == "full":
+        # Megatron's own recomputation of layers would run backward through the vision tower once a layer.
+        return {"recompute_layers": True}
+    if settings.recompute == "selective":
+        kinds = {is_sparse(text, layer) for layer in range(text.num_hidden_layers)}
+        modules = ["core_attn", *(["mlp"] if False in kinds else []), *(["moe"] if True in kinds else [])]
+        return {"recompute_granularity": "selective", "recompute_modules": modules}
+    return {}

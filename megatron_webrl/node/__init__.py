@@ -1,1 +1,0 @@
-"""The nodes of a Slurm job: what each starts of both steps, and whether it is fit to."""

@@ -1,0 +1,244 @@
+"""The check: samples, one backend after the other, the verdict."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from rich.console import Console
+
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.model.compute_options import (
+    AttentionKernel,
+    ComputeOptions,
+    LayerImplementation,
+    MissingLibraryError,
+)
+from megatron_webrl.model.hf_config import load_hf_config, read_model_config
+from megatron_webrl.model.layer_split import split_layers
+from megatron_webrl.model.layout import ParallelSizes
+from megatron_webrl.model.processor import Processor
+from megatron_webrl.parity.backends import BackendFailed, BackendScores, run_backend
+from megatron_webrl.parity.report import compare_backends, print_report, write_json
+from megatron_webrl.parity.samples import ParitySample, built_in_samples, read_samples
+from megatron_webrl.parity.scoring_process import ScoringJob
+from megatron_webrl.rollout.engine import vllm_environment
+
+DEFAULT_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
+"""Largest difference of a log-probability that is rounding. Logits of bfloat16 near 16 are 0.06 to 0.125 apart."""
+EXIT_OK, EXIT_MISMATCH, EXIT_BACKEND_FAILED = 0, 1, 3
+
+
+@dataclass(frozen=True)
+class ParityRequest:
+    """What to check, and how."""
+
+    model: Path  # Hugging Face folder
+    samples: Path | None = None  # JSONL; None: the built-in ones
+    sizes: ParallelSizes = field(default_factory=ParallelSizes)
+    layers: str = "local"  # or "transformer_engine"
+    attention: str = "sdpa"  # or "flash"
+    dtype: str = "float32"
+    platform: str = "auto"
+    tolerance: float | None = None  # None: TOLERANCE of the type
+    max_new_tokens: int = 32  # tokens of an answer that transformers samples
+    max_model_len: int = 4096  # tokens of prompt and answer, at most; the long built-in sample has as many
+    vllm: bool = True
+    vllm_tensor_parallel: int = 1
+    timeout_seconds: float = 1800.0  # limit of each backend
+    seed: int = 0
+    json: Path | None = None
+
+
+def check_parity(request: ParityRequest, console: Console, folders: Mapping[str, Path] | None = None) -> int:
+    """Score, compare, print; returns 0, 1 beyond the tolerance, 3 if a backend failed.
+
+    `folders` gives single backends another folder of weights than request.model.
+    Raises ConfigError for input that makes no sense.
+    """
+    ranks = _ranks(request.sizes)
+    window = _check(request, ranks)
+    tolerance = DEFAULT_TOLERANCE[request.dtype] if request.tolerance is None else request.tolerance
+    try:
+        processor = Processor.load(request.model)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{request.model} holds no processor of Qwen3-VL: {_line(error)}") from error
+    if request.samples is None:
+        samples = built_in_samples(processor, window, request.max_new_tokens)
+    else:
+        samples = read_samples(request.samples, processor, window, request.max_new_tokens)
+    try:
+        samples, found = _run(request, samples, ranks, console, folders or {})
+    except BackendFailed as error:
+        console.print(str(error), style="red", markup=False, highlight=False)
+        return EXIT_BACKEND_FAILED
+    differences = compare_backends(found, samples, processor)
+    print_report(console, samples, found, differences, tolerance)
+    within = all(each.within(tolerance) for each in differences)
+    if request.json is not None:
+        settings = {**_settings(request), "tolerance": tolerance, "within_tolerance": within}
+        write_json(request.json, samples, found, differences, settings)
+    console.print(
+        f"{'within' if within else 'BEYOND'} the tolerance of {tolerance:g} for {request.dtype}",
+        style="green" if within else "bold red",
+    )
+    return EXIT_OK if within else EXIT_MISMATCH
+
+
+def _run(
+    request: ParityRequest, samples: list[ParitySample], ranks: int, console: Console, folders: Mapping[str, Path]
+) -> tuple[list[ParitySample], list[BackendScores]]:
+    """All backends in turn: transformers first, whose answers the others score."""
+    found: list[BackendScores] = []
+    plan = [("transformers", 1), ("megatron", ranks)]
+    if request.vllm and importlib.util.find_spec("vllm") is None:
+        console.print("vLLM is not installed here; it is left out")
+    elif request.vllm:
+        plan.append(("vllm", 1))
+    with tempfile.TemporaryDirectory(prefix="webrl-parity-") as folder:
+        for backend, processes in plan:
+            with console.status(f"{backend}: {len(samples)} samples, {processes} processes"):
+                work = _work(request, samples, folders.get(backend, request.model))
+                environment = _environment(backend, request, processes)
+                each = run_backend(backend, work, processes, environment, Path(folder) / backend)
+            console.print(f"{backend}: {each.load_seconds + each.score_seconds:.1f} s")
+            if each.responses:
+                samples = [replace(s, response_token_ids=r) for s, r in zip(samples, each.responses, strict=True)]
+            found.append(each)
+    return samples, found
+
+
+def _work(request: ParityRequest, samples: list[ParitySample], model: Path) -> ScoringJob:
+    return ScoringJob(
+        model=model,
+        samples=tuple(samples),
+        dtype=request.dtype,
+        platform=request.platform,
+        max_new_tokens=request.max_new_tokens,
+        seed=request.seed,
+        sizes=request.sizes,
+        compute_options=_model_settings(request),
+        vllm_tensor_parallel=request.vllm_tensor_parallel,
+        timeout_seconds=request.timeout_seconds,
+    )
+
+
+def _environment(backend: str, request: ParityRequest, processes: int) -> dict[str, str]:
+    """Environment variables of a backend's processes: they share the cores, and reach for no network."""
+    threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    variables = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    if backend == "vllm":
+        config = Config()
+        config.model.path, config.model.platform = str(request.model), request.platform
+        config.rollout.tensor_parallel = request.vllm_tensor_parallel
+        config.run.startup_timeout_seconds = request.timeout_seconds
+        variables = {**vllm_environment.engine_environment(config), **variables}
+    return variables
+
+
+def _ranks(sizes: ParallelSizes) -> int:
+    """Megatron's processes: the fewest that hold the layout."""
+    return sizes.pipeline * math.lcm(sizes.tensor, sizes.expert * sizes.expert_tensor)
+
+
+def _check(request: ParityRequest, ranks: int) -> int:
+    """Refuse what can be known to be wrong; returns the window that the model has. Raises ConfigError."""
+    text = _description(request).text_config
+    _model_settings(request)
+    if request.dtype not in DEFAULT_TOLERANCE:
+        raise ConfigError(f"--dtype={request.dtype} is not one of {', '.join(DEFAULT_TOLERANCE)}")
+    if request.tolerance is not None and not request.tolerance >= 0:
+        raise ConfigError(f"--tolerance={request.tolerance} must be at least 0")
+    for option, value in (
+        ("--max-new-tokens", request.max_new_tokens),
+        ("--max-model-len", request.max_model_len),
+        ("--tp", request.sizes.tensor),
+        ("--pp", request.sizes.pipeline),
+        ("--vpp", request.sizes.virtual),
+        ("--ep", request.sizes.expert),
+        ("--vllm-tp", request.vllm_tensor_parallel),
+    ):
+        if value < 1:
+            raise ConfigError(f"{option}={value} must be at least 1")
+    if not request.timeout_seconds > 0:
+        raise ConfigError(f"--timeout-seconds={request.timeout_seconds:g} must be greater than 0")
+    _check_layout(request.sizes, text)
+    _check_devices(request, ranks)
+    if request.json is not None and not request.json.absolute().parent.is_dir():
+        raise ConfigError(f"--json={request.json}: the folder {request.json.absolute().parent} does not exist")
+    # vLLM scores a prompt only if there is room for one token more.
+    return min(request.max_model_len, int(text.max_position_embeddings) - 1)
+
+
+def _description(request: ParityRequest) -> Any:
+    """transformers' configuration of the model. Raises ConfigError for another architecture."""
+    read_model_config(request.model)
+    try:
+        return load_hf_config(request.model)
+    except ValueError as error:
+        raise ConfigError(_line(error)) from error
+
+
+def _model_settings(request: ParityRequest) -> ComputeOptions:
+    """How Megatron computes. Raises ConfigError for a part that is not installed."""
+    try:
+        return ComputeOptions(
+            layers=cast(LayerImplementation, request.layers), attention=cast(AttentionKernel, request.attention)
+        )
+    except MissingLibraryError as error:
+        raise ConfigError(f"--{error}") from error
+
+
+def _check_layout(sizes: ParallelSizes, text: Any) -> None:
+    """What Megatron would refuse as well, but only after transformers has loaded and scored."""
+    divided = [("--tp", sizes.tensor, name) for name in ("num_attention_heads", "num_key_value_heads")]
+    if getattr(text, "num_experts", 0):
+        divided.append(("--ep", sizes.expert, "num_experts"))
+    elif sizes.expert > 1:
+        raise ConfigError(f"--ep={sizes.expert} needs a mixture of experts; the model is dense")
+    for option, size, name in divided:
+        if getattr(text, name) % size:
+            raise ConfigError(f"{option}={size} does not divide {name}={getattr(text, name)}")
+    if sizes.virtual > 1 and sizes.pipeline == 1:
+        raise ConfigError(f"--vpp={sizes.virtual} needs a pipeline: --pp of at least 2")
+    try:
+        split_layers(text.num_hidden_layers, sizes.num_chunks)
+    except ValueError as error:
+        raise ConfigError(f"--pp={sizes.pipeline} --vpp={sizes.virtual}: {error}") from error
+
+
+def _check_devices(request: ParityRequest, ranks: int) -> None:
+    gpus = torch.cuda.device_count()
+    if request.platform == "cuda" and not gpus:
+        raise ConfigError("--platform=cuda, but no GPU is seen here; use --platform cpu")
+    if request.platform == "cpu" or not gpus:
+        return
+    for option, wanted in (("--tp, --pp and --ep make", ranks), ("--vllm-tp makes", request.vllm_tensor_parallel)):
+        if wanted > gpus:
+            raise ConfigError(
+                f"{option} {wanted} ranks, one GPU each, but {gpus} GPUs are seen here; use fewer, or --platform cpu"
+            )
+
+
+def _settings(request: ParityRequest) -> dict[str, Any]:
+    return {
+        "model": str(request.model),
+        "sizes": asdict(request.sizes),
+        "layers": request.layers,
+        "attention": request.attention,
+        "dtype": request.dtype,
+        "platform": request.platform,
+        "seed": request.seed,
+    }
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,142 @@
+"""Is this node fit for a job? What it can tell alone: software, memory, browser, ports, cores, GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+
+from megatron_webrl.browser.chromium import find_chromium, use_sandbox
+from megatron_webrl.browser.errors import BrowserError
+from megatron_webrl.cluster.placement import Placement
+from megatron_webrl.config.schema import Config
+from megatron_webrl.launch import role_process
+from megatron_webrl.launch.validation import SHARED_MEMORY
+
+DOCTOR_SECONDS = 180.0
+BROWSER_SECONDS = 60.0
+NVIDIA_SMI_SECONDS = 60.0
+_PAGE, _SAID = "data:text/html,<p>fit</p>", "<p>fit</p>"
+
+
+class CheckFailed(RuntimeError):
+    """The node cannot take part. The message says why, and what would help."""
+
+
+def check_software(config: Config, placement: Placement) -> None:
+    """Everything that both roles use is installed (`webrl doctor`). Raises Unfit."""
+    command = role_process.webrl_command(["doctor", "--json"])
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DOCTOR_SECONDS, check=False)
+        missing = json.loads(done.stdout)["missing"]
+    except subprocess.TimeoutExpired:
+        raise CheckFailed(f"webrl doctor did not answer within {DOCTOR_SECONDS:.0f} s") from None
+    except ValueError:
+        words = done.stderr.strip().splitlines() or ["nothing"]
+        raise CheckFailed(f"webrl doctor failed: {words[-1]}") from None
+    if lacking := sorted({part for parts in missing.values() for part in parts}):
+        raise CheckFailed(f"missing {', '.join(lacking)}; `webrl doctor` there says more")
+
+
+def check_shared_memory(config: Config, placement: Placement) -> None:
+    """The ring and the trainer's screenshots find room. Raises Unfit."""
+    ranks = sum(process.role == "trainer" for process in placement.on_node(0))
+    pixels = ranks * config.trainer.image_buffer_mib if config.trainer.image_workers else 0
+    needed = config.ring.capacity_mib + pixels
+    status = os.statvfs(SHARED_MEMORY)
+    free = status.f_bavail * status.f_frsize // 2**20
+    if free < needed:
+        raise CheckFailed(
+            f"{SHARED_MEMORY} has {free} MiB free, but ring.capacity_mib and trainer.image_buffer_mib of {ranks} ranks need {needed}; "
+            "enlarge it (mount -o remount,size=...), remove what lies there, or lower them"
+        )
+
+
+def check_browser(config: Config, placement: Placement) -> None:
+    """Chromium starts and shows a page, unless the browsers are those of a farm. Raises Unfit."""
+    if config.browser.farm:
+        return
+    try:
+        program = find_chromium(config.browser.executable)
+    except BrowserError as error:
+        raise CheckFailed(str(error)) from error
+    with tempfile.TemporaryDirectory(prefix="webrl-check.") as profile:
+        command = [program, "--headless", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={profile}"]
+        command += [*([] if use_sandbox() else ["--no-sandbox"]), "--dump-dom", _PAGE]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=BROWSER_SECONDS, check=False)
+        except subprocess.TimeoutExpired:
+            raise CheckFailed(f"{program} showed no page within {BROWSER_SECONDS:.0f} s") from None
+        except OSError as error:
+            raise CheckFailed(f"{program} does not start: {error.strerror}") from error
+    if done.returncode or _SAID not in done.stdout:
+        words = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise CheckFailed(f"{program} shows no page: {words[-1][:300]}")
+
+
+def check_ports(config: Config, placement: Placement) -> None:
+    """Nobody listens at the ports of the placement. Raises Unfit."""
+    for port in (placement.control_port, *(process.port for process in placement.on_node(0))):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was just left is free
+            try:
+                tried.bind(("", port))
+            except OSError as error:
+                raise CheckFailed(
+                    f"port {port} is not free ({error.strerror}); end who has it, or set cluster.base_port"
+                ) from error
+
+
+def check_cores(config: Config, placement: Placement) -> None:
+    """The cores of the placement are there, and Slurm lets this job use them. Raises Unfit."""
+    mine = os.sched_getaffinity(0)
+    missing = sorted({core for process in placement.on_node(0) for core in process.cores} - mine)
+    if missing:
+        raise CheckFailed(
+            f"{len(missing)} cores of cluster.numa_cores, core {missing[0]} first, are not among the {len(mine)} of this "
+            "job; ask for whole nodes (--exclusive), or correct cluster.numa_cores"
+        )
+
+
+def check_gpus(config: Config, placement: Placement) -> None:
+    """There are enough GPUs with enough memory. Raises Unfit."""
+    cluster = config.cluster
+    if not cluster.gpus_per_node:
+        return
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    if not shutil.which(command[0]):
+        raise CheckFailed(
+            f"cluster.gpus_per_node={cluster.gpus_per_node}, but there is no nvidia-smi; is the driver installed?"
+        )
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise CheckFailed(f"nvidia-smi did not answer within {NVIDIA_SMI_SECONDS:.0f} s; a GPU hangs") from None
+    if done.returncode:
+        raise CheckFailed(f"nvidia-smi failed: {(done.stdout + done.stderr).strip()[:300]}")
+    check_gpu_memory(config, done.stdout.split())
+
+
+def check_gpu_memory(config: Config, mib: Sequence[str]) -> None:
+    """The GPUs that nvidia-smi has listed, by their memory in MiB. Raises Unfit."""
+    cluster = config.cluster
+    if len(mib) < cluster.gpus_per_node:
+        raise CheckFailed(f"{len(mib)} GPUs, but cluster.gpus_per_node={cluster.gpus_per_node}")
+    # A card of "80 GiB" reports a little less.
+    small = [text for text in mib if not text.isdigit() or int(text) < 0.95 * cluster.gpu_gib * 1024]
+    if small:
+        raise CheckFailed(f"a GPU has {small[0]} MiB, but cluster.gpu_gib={cluster.gpu_gib:g}")
+
+
+CHECKS: dict[str, Callable[[Config, Placement], None]] = {
+    "cores": check_cores,
+    "gpus": check_gpus,
+    "shared memory": check_shared_memory,
+    "ports": check_ports,
+    "browser": check_browser,
+    "software": check_software,
+}

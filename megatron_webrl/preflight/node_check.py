@@ -1,0 +1,114 @@
+"""`webrl node check`: is this node fit for a job, before any model is loaded? It tells the run's folder."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_webrl.cluster.placement import place_processes
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.preflight import node_report
+from megatron_webrl.preflight.local_checks import CHECKS, CheckFailed
+from megatron_webrl.preflight.node_report import NodeReport
+from megatron_webrl.system import torchvision_shim
+
+
+@dataclass
+class NodeCheck:
+    """The check of one node."""
+
+    config: Config
+    node_name: str  # of this node
+    nodes: Sequence[str]  # of the job, the first hosts the meeting
+    first_address: str  # of the first node
+    min_gib_per_second: float = 0.0  # GiB/s that neighbours must exchange
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a node that is not one of the job's."""
+        if self.node_name not in self.nodes:
+            raise ConfigError(f"node {self.node_name} (SLURMD_NODENAME) is not one of {', '.join(self.nodes)}")
+        self.report = NodeReport(self.node_name)
+
+    def run(self) -> NodeReport:
+        """Look at everything, write what was found, and return it."""
+        self._alone()
+        if len(self.nodes) > 1:
+            self._try("network", self._together)
+        node_report.write_report(self.config, self.report)
+        return self.report
+
+    def _alone(self) -> None:
+        placement = place_processes(self.config)
+        for check, look in CHECKS.items():
+            began = time.monotonic()
+            self._try(check, lambda look=look: look(self.config, placement))  # type: ignore[misc]
+            self.report.measurements[f"{check}, seconds"] = round(time.monotonic() - began, 2)
+
+    def _together(self) -> None:
+        torchvision_shim.install()
+        try:
+            from megatron_webrl.preflight import network_checks
+        except ImportError as error:
+            raise CheckFailed(f"torch does not import: {error}") from error
+        number, cuda = self.nodes.index(self.node_name), self.config.cluster.gpus_per_node > 0
+        met = network_checks.NetworkCheckGroup.join(
+            number, self.nodes, self.first_address, node_report.report_folder(self.config) / "meeting"
+        )
+        with ExitStack() as stack:
+            if number == 0:
+                met.store.set("clock", str(stack.enter_context(network_checks.clock_server())))
+            stack.callback(met.leave)
+            members = met.passed_members(network_checks.LOCAL_STAGE, not self.report.failed_checks)
+            if not self.report.failed_checks:
+                if number:
+                    port = int(met.store.get("clock"))
+                    self._try("clock", lambda: self._compare_clock(port))
+                names, rank = [self.nodes[member] for member in members], members.index(number)
+                self._try(
+                    "link",
+                    lambda: self._measure(
+                        "link", network_checks.check_links(met.store, names, rank, cuda, self.min_gib_per_second)
+                    ),
+                )
+            members = met.passed_members(network_checks.LINK_STAGE, not self.report.failed_checks)
+            if not self.report.failed_checks and len(members) > 1:
+                names, rank = [self.nodes[member] for member in members], members.index(number)
+                speed = network_checks.measure_all_reduce(
+                    network_checks.all_reduce_store(met.store), names, rank, cuda, 4 * network_checks.GROUP_SECONDS
+                )
+                self._measure("all-reduce", {"of all": speed})
+
+    def _compare_clock(self, port: int) -> None:
+        from megatron_webrl.preflight.network_checks import clock_offset
+
+        self.report.measurements["clock, seconds"] = round(clock_offset(self.first_address, port, self.nodes[0]), 6)
+
+    def _measure(self, what: str, speeds: dict[str, float]) -> None:
+        self.report.measurements |= {f"{what} {name}, GiB/s": round(speed, 3) for name, speed in speeds.items()}
+
+    def _try(self, name: str, look: Callable[[], Any]) -> None:
+        try:
+            look()
+        except CheckFailed as error:
+            self.report.failed_checks[name] = str(error)
+
+
+def run_node_check(config: Config, nodes: Sequence[str], address: str, minimum: float) -> int:
+    """Check this node and say what was found. Returns 0 also for a bad node: `webrl node choose` leaves it out."""
+    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    found = NodeCheck(config, name, nodes, address, minimum).run()
+    figures = ", ".join(
+        f"{what.split(',')[0]} {value:g} GiB/s" for what, value in found.measurements.items() if "GiB" in what
+    )
+    words = (
+        f"is not fit: {found.failure_reason}" if found.failure_reason else f"is fit{': ' if figures else ''}{figures}"
+    )
+    sys.stdout.write(f"node {name} {words}\n")
+    return 0

@@ -1,0 +1,173 @@
+"""Demonstrations: the agent with a scripted oracle in place of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron_webrl.config.rollout import ContextConfig
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.farm.client import BrowserClient, RemoteSession
+from megatron_webrl.model.processor import Processor
+from megatron_webrl.ring.record import encode_trajectory
+from megatron_webrl.ring.record_file import RecordFileWriter
+from megatron_webrl.rollout.agent import run_episode
+from megatron_webrl.rollout.browsers import open_browsers
+from megatron_webrl.rollout.generator import Generation, GenerationError
+from megatron_webrl.rollout.prompts import format_response
+from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
+from megatron_webrl.tasks.click_target import ScriptedPolicyError
+from megatron_webrl.tasks.registry import make_source, required_actions, scripted_environments
+from megatron_webrl.tasks.source import TaskSource
+from megatron_webrl.types import Trajectory
+
+FIRST_DEMONSTRATION_TICKET = 2**40
+"""Demonstrations have tickets of their own: no training ticket shares a page seed with them by its number."""
+
+MAX_SESSIONS = 8
+MAX_FAILURES = 20
+"""Failed episodes beyond a tenth of those wanted, after which making demonstrations is given up."""
+
+
+def scripted_generation(processor: Processor, token_ids: np.ndarray, images: Sequence[bytes], text: str) -> Generation:
+    """`text` as the answer to a prompt, all log-probabilities zero. The prompt has one placeholder per image."""
+    response, grids = processor.encode_response(text), processor.grids(images)
+    return Generation(
+        prompt_token_ids=processor.expand_image_tokens(token_ids, grids),
+        response_token_ids=response,
+        logprobs=np.zeros(len(response), np.float32),
+        versions=np.zeros(len(response), np.int32),
+        image_grids=grids,
+        text=text,
+        finish_reason="stop",
+    )
+
+
+class ScriptedGenerator:
+    """Answers with what the task's script would do next. One may serve many sessions."""
+
+    def __init__(
+        self, processor: Processor, settings: ContextConfig, max_new_tokens: int,
+        toolset: Toolset = COORDINATE_TOOLSET, premature_submit_probability: float = 0.0, seed: str = "",
+    ) -> None:  # fmt: skip
+        """`toolset` is what the sessions can do; `haste` is the chance of a step to submit too early."""
+        self._processor, self._settings, self._max_new_tokens = processor, settings, max_new_tokens
+        self._toolset, self._haste, self._random = toolset, premature_submit_probability, random.Random(seed)
+
+    async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
+        """The oracle's action in the configured response format, certain of itself: log-probabilities are zero.
+
+        Raises GenerationError if the oracle is at a loss or the answer exceeds `max_new_tokens`, BrowserError.
+        """
+        try:
+            action = await session.demonstration(premature_submit=self._random.random() < self._haste)
+        except ScriptedPolicyError as error:
+            raise GenerationError(str(error)) from error
+        text = format_response(action, self._settings, self._toolset)
+        answer = scripted_generation(self._processor, token_ids, images, text)
+        if len(answer.response_token_ids) > self._max_new_tokens:
+            raise GenerationError(
+                f"the answer has {len(answer.response_token_ids)} tokens, the limit is {self._max_new_tokens} "
+                "(rollout.max_new_tokens)"
+            )
+        return answer
+
+
+async def write_demonstrations(
+    config: Config, count: int, path: str | Path, progress: Callable[[int], None] = lambda done: None,
+    name: str = "demonstrations",
+) -> None:  # fmt: skip
+    """Write `count` scripted episodes to the record file `path`, several at a time.
+
+    Only successful ones; with trainer.warm_start.premature_submit_probability all that have a verdict. `progress` is told their number so
+    far; `name` is told to a farm, and names logs. Raises ConfigError for an environment without an oracle,
+    ProcessError or BrowserError if there is no browser, RuntimeError if too many episodes fail.
+    """
+    check_scripted_policies(config)
+    source = make_source(config.tasks)
+    try:
+        async with open_browsers(config, min(MAX_SESSIONS, count), name) as browsers:
+            await _Demonstrations(config, source, browsers, count, progress).write(path)
+    finally:
+        source.close()
+
+
+def check_scripted_policies(config: Config) -> None:
+    """Raises ConfigError for an environment that no script can do, or none with the actions that are enabled."""
+    known = scripted_environments(config.tasks.source)
+    wanted = f"trainer.warm_start.demonstrations={config.trainer.warm_start.demonstrations}"
+    missing = [name for name in config.tasks.environments if name not in known]
+    if missing:
+        raise ConfigError(
+            f"{wanted}, but {', '.join(missing)} of tasks.environments has no oracle; leave it out, or set "
+            f"demonstrations to 0 ({len(known)} environments of {config.tasks.source} have one: docs/tasks.md)"
+        )
+    for name in config.tasks.environments:
+        needed = set(required_actions(config.tasks.source, name)) - set(config.browser.actions)
+        if needed:
+            raise ConfigError(
+                f"{wanted}, but the oracle of {name} needs {', '.join(sorted(needed))}; add it to browser.actions, "
+                "leave the environment out, or set demonstrations to 0"
+            )
+
+
+class _Demonstrations:
+    """Runs episodes until there are enough of those wanted."""
+
+    def __init__(
+        self, config: Config, source: TaskSource, browsers: BrowserClient, count: int, progress: Callable[[int], None]
+    ) -> None:
+        self._config, self._source, self._browsers = config, source, browsers
+        self._count, self._progress = count, progress
+        self._processor = Processor.load(config.model.path)
+        self._toolset = Toolset.from_config(config.browser)
+        self._haste = config.trainer.warm_start.premature_submit_probability
+        self._taken = self._written = 0
+        self._failures: list[str] = []
+
+    async def write(self, path: str | Path) -> None:
+        with RecordFileWriter(path) as file:
+            try:
+                async with asyncio.TaskGroup() as workers:
+                    for _ in range(min(MAX_SESSIONS, self._count)):
+                        workers.create_task(self._work(file))
+            except ExceptionGroup as group:  # the first one ended the others
+                raise group.exceptions[0] from None
+
+    async def _work(self, file: RecordFileWriter) -> None:
+        # Episodes under way plus successes never exceed the count, so that exactly so many are made.
+        while self._taken - len(self._failures) < self._count:
+            ticket = FIRST_DEMONSTRATION_TICKET + self._taken
+            self._taken += 1
+            trajectory = await self._episode(ticket)
+            if trajectory.outcome == "success" or (self._haste and trajectory.trainable):
+                file.write(encode_trajectory(trajectory))
+                self._written += 1
+                self._progress(self._written)
+            else:
+                self._failed(trajectory)
+
+    async def _episode(self, ticket: int) -> Trajectory:
+        seed, rollout = self._config.run.seed, self._config.rollout
+        task = self._source.training_task(seed, ticket)
+        responder = ScriptedGenerator(
+            self._processor, rollout.context, rollout.max_new_tokens, self._toolset, self._haste, f"{seed}/{ticket}"
+        )
+        async with self._browsers.session() as session:
+            return await run_episode(
+                responder, session, self._processor, task, rollout,
+                ticket=ticket, index=0, group_size=1, restart_epoch=0, toolset=self._toolset,
+            )  # fmt: skip
+
+    def _failed(self, trajectory: Trajectory) -> None:
+        self._failures.append(f"{trajectory.task.id}: {trajectory.outcome}")
+        limit = MAX_FAILURES + self._count // 10
+        if len(self._failures) > limit:
+            raise RuntimeError(
+                f"{len(self._failures)} scripted episodes failed, more than {limit}; last: {self._failures[-1]}"
+            )

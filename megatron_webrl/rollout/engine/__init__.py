@@ -1,0 +1,1 @@
+"""The vLLM engine, its followers on other nodes, its weights."""

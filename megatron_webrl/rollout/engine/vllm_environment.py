@@ -1,0 +1,159 @@
+"""How vLLM is set up: the environment of its processes, its arguments, and starting it."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.system import torchvision_shim
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from megatron_webrl.rollout.engine.engine_leader import NodeSpan
+
+CPU_KV_CACHE_MIB = 512
+"""Left to itself, vLLM's CPU build takes nearly all memory of the machine for its KV cache."""
+_LIFE = 1_000_003  # an engine that starts again does not repeat what it sampled
+SCHEDULER_MODULE = "megatron_webrl.weights.vllm_scheduler"
+WORKER_EXTENSION_CLASS = "megatron_webrl.weights.vllm_worker.WeightReceiver"
+
+
+def on_cuda(config: Config) -> bool:
+    """Whether the engine computes on a GPU."""
+    import torch
+
+    return config.model.platform == "cuda" or (config.model.platform == "auto" and torch.cuda.is_available())
+
+
+def engine_environment(config: Config, span: NodeSpan | None = None) -> dict[str, str]:
+    """Environment variables of this process and its engine; to be set before vLLM is imported.
+
+    `span`: of an engine over several nodes.
+    """
+    path = [
+        str(torchvision_shim.SITECUSTOMIZE_FOLDER),
+        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
+    ]
+    variables = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(int(config.run.startup_timeout_seconds) + 1),
+        # Not fork: the child would share this process's locks, rings and browsers, and skip sitecustomize.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
+        "WEBRL_ENGINE_PARENT": str(os.getpid()),
+    }
+    if span is not None:
+        variables["VLLM_HOST_IP"] = span.host_ip  # left to itself, vLLM takes that of the way to the internet
+    if not on_cuda(config):
+        # Compiling takes longer than it saves; and vLLM's own binding puts every engine on the same cores.
+        variables |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(_threads(config)))
+    return variables
+
+
+def _threads(config: Config) -> int:
+    # Browsers and the trainer need the other half of the cores.
+    return max(1, len(os.sched_getaffinity(0)) // (2 * config.rollout.engines * config.ranks_per_engine))
+
+
+def engine_arguments(config: Config, worker: int, life: int = 1, span: NodeSpan | None = None) -> AsyncEngineArgs:
+    """vLLM's arguments for one engine, or for its part on one of the nodes of `span`.
+
+    `environment` must be in force. Raises ConfigError.
+    """
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    rollout, cuda = config.rollout, on_cuda(config)
+    if rollout.expert_parallel and not cuda:
+        raise ConfigError("rollout.expert_parallel=true: vLLM's CPU build dies at the first token; set it to false")
+    cache = rollout.kv_cache_mib or (0 if cuda else CPU_KV_CACHE_MIB)
+    limits: Any = {"image": rollout.context.rounds, "video": 0}
+    extra: dict[str, Any] = {"kv_cache_memory_bytes": cache * 2**20} if cache else {}
+    if cuda:
+        extra["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+    if span is not None:
+        extra |= {
+            "nnodes": span.nnodes,
+            "node_rank": span.node_rank,
+            "master_addr": span.master_addr,
+            "master_port": span.master_port,
+        }
+    return AsyncEngineArgs(
+        model=config.model.path,
+        dtype=config.engine_dtype,
+        seed=(config.run.seed + worker + _LIFE * (life - 1)) % 2**32,
+        tensor_parallel_size=rollout.tensor_parallel,
+        pipeline_parallel_size=rollout.pipeline_parallel,
+        enable_expert_parallel=rollout.expert_parallel,
+        max_model_len=rollout.max_model_len,
+        limit_mm_per_prompt=limits,
+        enforce_eager=not cuda,
+        enable_prefix_caching=True,
+        # The log-probabilities of what was sampled from: after temperature, as the trainer computes them.
+        logprobs_mode="processed_logprobs",
+        weight_transfer_config=WeightTransferConfig(backend="webrl"),
+        worker_extension_cls=WORKER_EXTENSION_CLASS,
+        disable_log_stats=True,
+        enable_log_requests=False,
+        **extra,
+    )
+
+
+def start_engine(config: Config, worker: int, life: int = 1, span: NodeSpan | None = None) -> AsyncLLM:
+    """Start vLLM; blocks until it can serve. The calling thread must live as long as the engine.
+
+    The engine's processes ask to die with their parent, and the kernel takes the thread that started them for it.
+    An engine over several nodes can serve once `serve_part` runs on the others.
+    """
+    torchvision_shim.install()
+    os.environ.update(engine_environment(config, span))
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.executor import Executor
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    class Client(AsyncLLM):
+        def __del__(self) -> None:
+            """Nothing: the engine's `close` ends it; vLLM's own destructor fails when the interpreter is going down."""
+
+    vllm_config = engine_arguments(config, worker, life, span).create_engine_config()
+    planning_ahead = "Async" if vllm_config.scheduler_config.async_scheduling else ""
+    vllm_config.scheduler_config.scheduler_cls = f"{SCHEDULER_MODULE}.Recomputing{planning_ahead}Scheduler"
+    executor: type[Executor] = Executor.get_class(vllm_config)
+    if vllm_config.parallel_config.world_size == 1:
+        # vLLM's CPU platform puts even a single worker into a process of its own, only to bind its threads, which is
+        # switched off above. Without it an engine is one process and starts in two thirds of the time.
+        vllm_config.parallel_config.distributed_executor_backend = "uni"
+        executor = UniProcExecutor
+    return Client(vllm_config, executor_class=executor, log_stats=False, log_requests=False)
+
+
+async def warm_up_pipeline(config: Config, llm: AsyncLLM) -> None:
+    """Have the later pipeline stages of an engine make room for what the earlier ones send them.
+
+    They do so in their first batch without requests. On a CPU vLLM runs none while it starts: without room, the first
+    request is the engine's end.
+    """
+    if config.rollout.pipeline_parallel > 1 and not on_cuda(config):
+        await llm.collective_rpc("execute_dummy_batch")
+
+
+def run_follower(config: Config, worker: int, life: int, span: NodeSpan) -> None:
+    """Run vLLM's ranks of one node of an engine, beside the worker's. Returns when one of them has ended.
+
+    As `vllm serve --headless` does. They wait for the ranks of the other nodes, and then for the worker's calls,
+    without limit: who started this process ends it.
+    """
+    torchvision_shim.install()
+    os.environ.update(engine_environment(config, span))
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    vllm_config = engine_arguments(config, worker, life, span).create_engine_config(headless=True)
+    executor = MultiprocExecutor(vllm_config, monitor_workers=False)
+    executor.start_worker_monitor(inline=True)

@@ -1,0 +1,201 @@
+"""A worker's part in evaluations: episodes of held-out tasks whose results are all that is kept of them.
+
+They run beside the worker's groups, and enter neither the ring nor the accounting of training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import io
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image
+
+from megatron_webrl.browser.errors import BrowserError
+from megatron_webrl.config.schema import Config
+from megatron_webrl.control.control_plane import POLL_SECONDS, ControlClient
+from megatron_webrl.evaluation import evaluation_queue
+from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, EvaluationResult
+from megatron_webrl.model.processor import decode_image
+from megatron_webrl.rollout.agent import run_episode
+from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
+from megatron_webrl.rollout.episode_runner import EpisodeRunner
+from megatron_webrl.rollout.generator import Generation, Generator
+from megatron_webrl.rollout.toolset import Toolset
+from megatron_webrl.types import Task, Trajectory
+
+if TYPE_CHECKING:
+    from megatron_webrl.farm.client import RemoteSession
+
+log = logging.getLogger(__name__)
+
+
+class FixedTemperature:
+    """The engine's answers at a temperature of the evaluation's own. Implements Responder."""
+
+    def __init__(self, engine: VLLMEngine, temperature: float) -> None:
+        self._engine, self._temperature = engine, temperature
+
+    async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
+        """As Engine.respond."""
+        return await self._engine.generate(session, token_ids, images, self._temperature)
+
+
+class BlankImages:
+    """The answers of another responder to whom every screenshot is a white one of its size. Implements Responder."""
+
+    def __init__(self, responder: Generator) -> None:
+        self._responder = responder
+
+    async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
+        """As the other one. Raises GenerationError."""
+        return await self._responder.generate(session, token_ids, [_blank(*decode_image(data).size) for data in images])
+
+
+@functools.lru_cache(maxsize=16)
+def _blank(width: int, height: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height), "white").save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+async def run_evaluation_episode(
+    config: Config, episodes: EpisodeRunner, responder: Generator, request: EvaluationRequest, episode: int, life: str
+) -> EvaluationResult:
+    """Run an episode of an evaluation. What breaks it off is its outcome, not an error."""
+    index, sample = request.task_and_sample(episode)
+    task, started = episodes.task_source.held_out_task(index), time.monotonic()
+    trajectory: Trajectory | None = None
+    try:
+        async with episodes.browsers.session() as session:
+            trajectory = await run_episode(
+                responder, session, episodes.processor, task, replace(config.rollout, temperature=request.temperature),
+                ticket=index, index=sample, group_size=request.samples, restart_epoch=0,
+                toolset=Toolset.from_config(config.browser),
+            )  # fmt: skip
+        outcome = trajectory.outcome
+    except BrowserError as error:
+        log.warning("sample %d of held-out task %d has no browser: %s", sample, index, error)
+        outcome = error.outcome
+    return _result(task, index, sample, outcome, trajectory, time.monotonic() - started, life)
+
+
+def _result(
+    task: Task, index: int, sample: int, outcome: str, trajectory: Trajectory | None, seconds: float, life: str
+) -> EvaluationResult:
+    steps = trajectory.steps if trajectory is not None else ()
+    versions = [version for step in steps for version in step.versions.tolist()]
+    return EvaluationResult(
+        index=index,
+        sample=sample,
+        task=task.id,
+        source=task.source,
+        environment=task.environment,
+        difficulty=task.difficulty,
+        outcome=outcome,
+        steps=len(steps),
+        response_tokens=sum(len(step.response_token_ids) for step in steps),
+        seconds=seconds,
+        versions=(min(versions), max(versions)) if versions else None,
+        worker=life,
+    )
+
+
+class Evaluator:
+    """Runs episodes of the evaluation that is asked for, as long as there are some. One event loop's."""
+
+    def __init__(
+        self, config: Config, control: ControlClient, engine: VLLMEngine, episodes: EpisodeRunner, life: str
+    ) -> None:
+        """`life` names this life of the worker."""
+        self.config, self.control, self.engine, self.episode_runner, self.instance_id = (
+            config,
+            control,
+            engine,
+            episodes,
+            life,
+        )
+        self._request: EvaluationRequest | None = None
+        self._running: set[asyncio.Task[None]] = set()
+
+    @property
+    def exclusive(self) -> bool:
+        """Whether an evaluation is asked for beside which nothing else may run."""
+        return self._request is not None and self._request.exclusive
+
+    def status(self) -> str:
+        """For the live board; empty without an evaluation."""
+        if self._request is None:
+            return ""
+        return f", evaluation {self._request.kind}: {len(self._running)} episodes running"
+
+    def poll(self) -> None:
+        """Take up what is asked for, and leave what is no longer. Never waits. Raises what an episode has raised."""
+        self._raise_failed()
+        request = evaluation_queue.current_request(self.control)
+        if request != self._request:
+            for task in self._running:  # of an evaluation that is over
+                task.cancel()
+            self._request = request
+        if request is None or self.engine.partially_updated or self.engine.version < 0:
+            return
+        if request.exclusive and request.version != self.engine.version:
+            return
+        while len(self._running) < self._slots and (
+            taken := evaluation_queue.claim_episode(self.control, request, self.instance_id)
+        ):
+            self._running.add(asyncio.create_task(self._run(request, *taken)))
+
+    async def close(self) -> None:
+        """Leave what still runs."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    @property
+    def _slots(self) -> int:
+        rollout = self.config.rollout
+        return rollout.groups_in_flight * rollout.group_size if self.exclusive else self.config.evaluation.concurrency
+
+    async def _run(self, request: EvaluationRequest, position: int, episode: int) -> None:
+        responder: Generator = FixedTemperature(self.engine, request.temperature)
+        if request.kind == "blank_images":
+            responder = BlankImages(responder)
+        result = await run_evaluation_episode(
+            self.config, self.episode_runner, responder, request, episode, self.instance_id
+        )
+        evaluation_queue.submit_result(self.control, request, position, result)
+
+    def _raise_failed(self) -> None:
+        for task in [task for task in self._running if task.done()]:
+            self._running.remove(task)
+            if not task.cancelled():
+                task.result()
+
+
+async def run_evaluation_worker(config: Config, control: ControlClient, worker: int, life: int) -> None:
+    """Evaluate the weights of model.path whenever asked, and do nothing else. Raises Stopped at the end of the job."""
+    control.report_status("starting the engine")
+    engine = await VLLMEngine.start(config, worker, life)
+    try:
+        async with EpisodeRunner.open(config, engine.processor, control.role) as episodes:
+            evaluator = Evaluator(config, control, engine, episodes, f"{control.role}.{life}")
+            try:
+                while True:
+                    control.check_job()
+                    request = evaluation_queue.current_request(control)
+                    if request is not None and engine.version < 0:
+                        await engine.serve_initial_weights(request.version)
+                    evaluator.poll()
+                    control.report_status(f"ready{evaluator.status()}")
+                    await asyncio.sleep(POLL_SECONDS)
+            finally:
+                await evaluator.close()
+    finally:
+        await engine.close()

@@ -1,0 +1,1 @@
+"""What a node of a Slurm job starts and watches."""

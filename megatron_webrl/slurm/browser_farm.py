@@ -1,0 +1,48 @@
+"""A node's share of a job's browsers, where they are on nodes of their own: `webrl node browsers`. docs/farm.md"""
+
+from __future__ import annotations
+
+import math
+import socket
+from urllib.parse import urlsplit
+
+from megatron_webrl.config.load import parse_config
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.farm.http_service import ListenAddress
+from megatron_webrl.farm.server.server_main import BrowserServerOptions, run_server
+
+
+def serve_browsers(path: str, overrides: list[str], router: str, port: int, nodes: int) -> int:
+    """Serve until SIGTERM; returns the exit code. The token comes from WEBRL_BROWSERS_TOKEN. Raises ConfigError."""
+    return run_server(
+        BrowserServerOptions(
+            config=path,
+            overrides=tuple(overrides),
+            address=ListenAddress(local_address_towards(router), port),
+            token_file=None,
+            sessions=sessions_per_server(parse_config(path, overrides), nodes),
+            router=router,
+            lease_seconds=60.0,
+            max_lease_seconds=3600.0,
+            die_with_parent=True,
+        )
+    )
+
+
+def sessions_per_server(config: Config, nodes: int) -> int:
+    """Sessions of each of so many nodes, for all episodes that the workers may run at a time."""
+    rollout, evaluation = config.rollout, config.evaluation
+    each = rollout.groups_in_flight * rollout.group_size + (evaluation.concurrency if evaluation.every else 0)
+    return math.ceil(each * rollout.engines / nodes)
+
+
+def local_address_towards(url: str) -> str:
+    """The address of this machine on the way to a URL. Raises ConfigError for a URL without a host that is known."""
+    parts = urlsplit(url)
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
+            probe.connect((parts.hostname or "", parts.port or 80))
+            return str(probe.getsockname()[0])
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--router={url}: {error}; give an address such as http://node7:8700") from error

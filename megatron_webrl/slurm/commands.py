@@ -1,0 +1,203 @@
+"""`webrl node`: what the scripts of launch/slurm/ run, on the first node or on each. docs/slurm.md"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_webrl.config.load import parse_config
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_webrl.cluster.placement import RoleName
+
+
+TOO_FEW_NODES_EXIT_CODE = 76  # of `choose`: too few nodes are fit
+
+
+def add_node(commands: Any) -> None:
+    """Add the command with its parts to `webrl`."""
+    node = commands.add_parser("node", help="the parts of a job on many nodes: what launch/slurm/ runs")
+    parts = node.add_subparsers(required=True, metavar="PART")
+
+    prepare = parts.add_parser(
+        "prepare", help="check a configuration and make the run's folder; prints its config.yaml"
+    )
+    shown = parts.add_parser("commands", help="print every process of a job, where it runs, and its full command")
+    for part, run in ((prepare, _prepare), (shown, _commands)):
+        part.add_argument("config", help="YAML file, such as configs/8b_32node.yaml")
+        part.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
+        part.add_argument("--farm", metavar="URL", help="take the browsers of this farm in the place of own ones")
+        _add_rehearse(part)
+        part.set_defaults(run=run)
+
+    browsers = parts.add_parser("browsers", help="this node's share of a job's browsers, as a node of a farm")
+    browsers.add_argument("config", help="YAML file of the job")
+    browsers.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
+    browsers.add_argument("--router", required=True, metavar="URL", help="the farm's router")
+    browsers.add_argument("--port", type=int, default=8700, help="where to listen (default: 8700)")
+    browsers.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes that share the sessions out")
+    browsers.set_defaults(run=_browsers)
+
+    choose = _add_part(parts, "choose", "print the nodes to use: the first good ones", _choose)
+    choose.add_argument("nodes", nargs="+", metavar="NODE", help="the nodes of the job, in Slurm's order")
+    choose.add_argument("--unchecked", action="store_true", help="take them as good without a check")
+
+    check = _add_part(parts, "check", "look at this node, together with all others of the job: is it fit?", _check)
+    check.add_argument("nodes", nargs="+", metavar="NODE", help="the nodes of the job; this is one of them")
+    check.add_argument("--first-address", required=True, metavar="ADDRESS", help="address of the first node")
+    check.add_argument(
+        "--min-gib-per-second", type=float, default=0.0, metavar="G", help="GiB/s that two nodes must exchange"
+    )
+
+    control = _add_part(parts, "control", "host the control plane and tell how the job goes", _control)
+    control.add_argument("--host", default=socket.gethostname(), help="address of this node (default: its name)")
+
+    for role, text in (("trainer", "the trainer ranks of this node"), ("rollout", "the rollout workers of this node")):
+        part = _add_part(parts, role, text, _step)
+        part.add_argument("--node", type=int, metavar="N", help="number of this node, from 0 (default: SLURM_NODEID)")
+        part.add_argument(
+            "--control", metavar="HOST:PORT", help="the control plane (default: as it tells in the folder)"
+        )
+        _add_rehearse(part)
+        part.set_defaults(role=role)
+
+    _add_part(parts, "stacks", "have every process of a job write its threads' stacks into its log", _stacks)
+
+    stop = _add_part(parts, "stop", "end a job after the update it is at, with a checkpoint", _stop)
+    how = stop.add_mutually_exclusive_group()
+    how.add_argument("--failed", metavar="REASON", help="end it at once, as failed for this reason")
+    how.add_argument("--preempted", action="store_true", help="end it because Slurm will, with the outcome preempted")
+
+
+def _stacks(options: argparse.Namespace) -> int:
+    from megatron_webrl.launch.watchdog import request_stack_dump
+
+    config = parse_config(options.config)
+    request_stack_dump(config.run_folder, "the user asked for them")
+    sys.stdout.write(f"asked for; they come within seconds, in {config.run_folder / 'logs'}\n")
+    return 0
+
+
+def _add_part(parts: Any, name: str, text: str, run: Any) -> argparse.ArgumentParser:
+    part: argparse.ArgumentParser = parts.add_parser(name, help=text)
+    part.add_argument("config", type=Path, help="config.yaml in the folder of the run, as `prepare` has made it")
+    part.set_defaults(run=run)
+    return part
+
+
+def _add_rehearse(part: argparse.ArgumentParser) -> None:
+    part.add_argument("--stub-command", default="", metavar="COMMAND", help="run COMMAND in the place of every role")
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    from megatron_webrl.slurm.prepare import prepare_job, resume_overrides
+
+    def tell(words: str) -> None:
+        sys.stderr.write(f"job: {words}\n")
+
+    overrides = _overrides(options)
+    overrides += resume_overrides(options.config, overrides, os.environ)
+    sys.stdout.write(f"{prepare_job(options.config, overrides, bool(options.stub_command), tell, os.environ)}\n")
+    return 0
+
+
+def _commands(options: argparse.Namespace) -> int:
+    from megatron_webrl.slurm.prepare import describe_commands
+
+    sys.stdout.write("\n".join(describe_commands(options.config, _overrides(options), options.stub_command)) + "\n")
+    return 0
+
+
+def _overrides(options: argparse.Namespace) -> list[str]:
+    from megatron_webrl.slurm.prepare import farm_overrides
+
+    return options.overrides + (farm_overrides(options.farm) if options.farm else [])
+
+
+def _browsers(options: argparse.Namespace) -> int:
+    from megatron_webrl.slurm.browser_farm import serve_browsers
+
+    return serve_browsers(options.config, options.overrides, options.router, options.port, options.nodes)
+
+
+def _check(options: argparse.Namespace) -> int:
+    from megatron_webrl.preflight.node_check import run_node_check
+
+    return run_node_check(
+        parse_config(options.config), options.nodes, options.first_address, options.min_gib_per_second
+    )
+
+
+def _choose(options: argparse.Namespace) -> int:
+    from megatron_webrl.preflight.node_report import bad_nodes
+    from megatron_webrl.slurm.prepare import TooFewNodes, choose_nodes
+
+    config = parse_config(options.config)
+    bad = {} if options.unchecked else bad_nodes(config, options.nodes)
+    for node, reason in bad.items():
+        sys.stderr.write(f"job: {node} is left out: {reason}\n")
+    try:
+        sys.stdout.write(f"{' '.join(choose_nodes(config, options.nodes, bad))}\n")
+    except TooFewNodes as error:
+        sys.stderr.write(f"webrl: {error}\n")
+        return TOO_FEW_NODES_EXIT_CODE
+    return 0
+
+
+def _control(options: argparse.Namespace) -> int:
+    from megatron_webrl.slurm.control_host import ControlHost
+
+    return ControlHost(parse_config(options.config), options.host).run()
+
+
+def _step(options: argparse.Namespace) -> int:
+    from megatron_webrl.launch.role_process import control_address_path, wait_for_control_address
+    from megatron_webrl.slurm.node_supervisor import NodeSupervisor
+
+    config = parse_config(options.config)
+    node = node_number(options.node, config, os.environ)
+    address = options.control
+    if address is None:
+        address = "{}:{}".format(
+            *wait_for_control_address(control_address_path(config), config.run.startup_timeout_seconds)
+        )
+    role: RoleName = options.role
+    return NodeSupervisor(config, role, node, address, options.stub_command).run()
+
+
+def _stop(options: argparse.Namespace) -> int:
+    from megatron_webrl.control.control_plane import ControlClient
+    from megatron_webrl.launch.role_process import control_address_path, wait_for_control_address
+    from megatron_webrl.types import PREEMPTED, STOPPED
+
+    config = parse_config(options.config)
+    seconds = config.run.startup_timeout_seconds if options.preempted else 1.0  # a job whose end is near may just begin
+    address = wait_for_control_address(control_address_path(config), seconds)
+    control = ControlClient(*address, "stop", config.run.heartbeat_timeout_seconds, connect_seconds=10.0)
+    if options.failed:
+        control.end_job(f"failed: {options.failed}")
+    else:
+        control.request_stop(PREEMPTED if options.preempted else STOPPED)
+    return 0
+
+
+def node_number(given: int | None, config: Config, environment: Mapping[str, str]) -> int:
+    """The number of this node: `given`, else what Slurm says of a step on cluster.nodes nodes. Raises ConfigError."""
+    nodes = config.cluster.nodes
+    if given is None:
+        have = environment.get("SLURM_STEP_NUM_NODES")
+        if "SLURM_NODEID" not in environment or have is None:
+            raise ConfigError("this is no step of Slurm (SLURM_NODEID, SLURM_STEP_NUM_NODES); say --node N")
+        if int(have) != nodes:
+            raise ConfigError(f"the step has {have} nodes, but cluster.nodes={nodes}; start it on as many")
+        given = int(environment["SLURM_NODEID"])
+    if not 0 <= given < nodes:
+        raise ConfigError(f"--node={given} is not one of the {nodes} nodes of the placement (cluster.nodes), from 0")
+    return given

@@ -1,0 +1,42 @@
+"""What is told at the end of a job, of one machine or of many: the same as `webrl status` says from then on."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_webrl.evaluation import result_table
+from megatron_webrl.status import page
+from megatron_webrl.status.report import build_report
+from megatron_webrl.tracking import summary
+from megatron_webrl.tracking.dashboard import LEGEND, updates_table
+
+WIDTH = 120  # of tables in the log of a Slurm job
+
+
+def print_final_report(folder: Path, console: Console, table: bool) -> None:
+    """Print figures, evaluations, and the report on a run whose job has ended; `table`: of all its updates, too."""
+    content, report = summary.read_summary(folder), build_report(folder, None)
+    if table and content["updates"]:
+        console.print(updates_table(content["updates"]))
+        console.print(LEGEND, style="dim")
+    evaluation = content["evaluation"]
+    if measured := [evaluation[kind] for kind in ("before", "after", "blank_images") if evaluation[kind]]:
+        console.print(result_table.evaluation_table(measured))
+        console.print(result_table.LEGEND, style="dim")
+    for name, words in (("gain", "gain of the run"), ("image_gain", "with screenshots over blank images")):
+        if evaluation[name]:
+            line = result_table.format_difference(words, evaluation[name])
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if happened := page.notable_events(report):
+        console.print(page.events_table(happened[-page.SHOWN_EVENTS :]))
+    page.print_lines(report, console)
+
+
+def final_report_lines(folder: Path) -> list[str]:
+    """The same as lines of a log that has told every update already."""
+    text = StringIO()
+    print_final_report(folder, Console(file=text, width=WIDTH), table=False)
+    return [stripped for line in text.getvalue().splitlines() if (stripped := line.rstrip())]

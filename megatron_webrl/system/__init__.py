@@ -1,0 +1,1 @@
+"""Processes, stack dumps and import shims."""

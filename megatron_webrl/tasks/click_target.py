@@ -1,0 +1,100 @@
+"""Where to click, for scripts that know the element: the coordinate of an action."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+from megatron_webrl.types import COORDINATE_RANGE, Action
+
+if TYPE_CHECKING:
+    from playwright.async_api import Page
+
+COORDINATE_STEP = 20  # few different coordinates are easier to learn
+RETRY_SECONDS, RETRY_INTERVAL_SECONDS = 2.0, 0.05  # seconds
+
+# Finds the coordinate nearest to the aim that hits the element (its own pixels on top), preferring multiples of STEP;
+# `within` bounds the distance from the aim in pixels. An element outside the viewport is scrolled to. The end of a drag
+# is `by` from its start, as near as `slack` pixels on each axis.
+_FIND = """({range, step, argument}) => {
+  const $ = (selector) => document.querySelector(selector);
+  const all = (selector) => [...document.querySelectorAll(selector)];
+  const query = () => $('#query').textContent;
+  const shown = (selector) => all(selector).some((e) => e.offsetHeight > 0);
+  const middle = (e) => { const r = e.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]; };
+  const pixel = ([x, y]) => [Math.min(x * innerWidth / range, innerWidth - 1),
+                             Math.min(y * innerHeight / range, innerHeight - 1)];
+  const nearest = (box, [aimX, aimY], reach, accept) => {
+    const cells = (low, high, size, spacing) => {
+      const first = Math.max(0, Math.ceil(low * range / size / spacing));
+      const last = Math.min(range / spacing, Math.floor(high * range / size / spacing));
+      return Array.from({length: Math.max(0, last - first + 1)}, (_, i) => (first + i) * spacing);
+    };
+    for (const spacing of [step, 1]) {
+      let best = null, least = Infinity;
+      for (const x of cells(box.left, box.right, innerWidth, spacing)) {
+        for (const y of cells(box.top, box.bottom, innerHeight, spacing)) {
+          const [px, py] = pixel([x, y]);
+          const distance = Math.hypot(px - aimX, py - aimY);
+          if (distance < least && distance <= reach && accept(px, py)) { best = [x, y]; least = distance; }
+        }
+      }
+      if (best) return best;
+    }
+    return null;
+  };
+  let target;
+  try { target = TARGET; } catch (error) { return {problem: `the page is not as expected: ${error}`}; }
+  if (target.key) return {kind: 'key', text: target.key};
+  const element = target.element;
+  if (!element) return {problem: 'the element to act on is not on the page'};
+  const aimed = target.at || middle(element);
+  if (aimed[1] < 0) return {kind: 'scroll', direction: 'up'};
+  if (aimed[1] >= innerHeight) return {kind: 'scroll', direction: 'down'};
+  const coordinate = nearest(element.getBoundingClientRect(), aimed, target.within || Infinity, (x, y) => {
+    const hit = document.elementFromPoint(x, y);
+    return hit && element.contains(hit);
+  });
+  if (!coordinate) return {problem: 'no visible point of the element can be clicked'};
+  const found = {kind: target.kind || (target.text === undefined ? 'left_click' : 'type'), coordinate,
+                 text: target.text, direction: target.direction};
+  if (!target.by) return found;
+  const [x, y] = pixel(coordinate), slack = target.slack || 1, endX = x + target.by[0], endY = y + target.by[1];
+  const around = {left: endX - slack, right: endX + slack, top: endY - slack, bottom: endY + slack};
+  const end = nearest(around, [endX, endY], Infinity, () => true);
+  return end ? {...found, kind: 'drag', end} : {problem: 'the drag would end outside the viewport'};
+}"""
+
+
+class ScriptedPolicyError(RuntimeError):
+    """The page does not allow what the oracle wants; the episode cannot be demonstrated."""
+
+
+async def resolve_target(page: Page, target: str, argument: Any = None) -> Action:
+    """A click, another action at an element, or a scroll towards the element that `target` names. Raises OracleError.
+
+    `target` is a JavaScript expression over the page and `argument`: {element}, {element, at: [x, y] in pixels},
+    {element, text} to type, {element, kind} with the text or direction of that kind, {element, by: [x, y] in pixels}
+    to drag, or {key}. What the page does not allow yet, in the middle of a movement, is tried for PATIENCE seconds.
+    """
+    script = _FIND.replace("TARGET", f"({target})")
+    asked = {"range": COORDINATE_RANGE, "step": COORDINATE_STEP, "argument": argument}
+    deadline = time.monotonic() + RETRY_SECONDS
+    found: dict[str, Any] = await page.evaluate(script, asked)
+    while "problem" in found and time.monotonic() < deadline:
+        await asyncio.sleep(RETRY_INTERVAL_SECONDS)
+        found = await page.evaluate(script, asked)
+    if "problem" in found:
+        raise ScriptedPolicyError(str(found["problem"]))
+    return Action(
+        found["kind"],
+        coordinate=_whole(found.get("coordinate")),
+        text=found.get("text"),
+        direction=found.get("direction"),
+        end_coordinate=_whole(found.get("end")),
+    )
+
+
+def _whole(point: list[float] | None) -> tuple[int, int] | None:
+    return None if point is None else (int(point[0]), int(point[1]))

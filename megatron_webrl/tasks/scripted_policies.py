@@ -1,0 +1,86 @@
+"""Scripted solvers of MiniWoB++ environments, which look at the page's elements instead of its pixels.
+
+Each is a JavaScript expression over the page's state that names what to do next, as `aim` takes it.
+"""
+
+from __future__ import annotations
+
+from playwright.async_api import Page
+
+from megatron_webrl.tasks.click_target import ScriptedPolicyError, resolve_target
+from megatron_webrl.tasks.solutions import browsing, clicking, dragging, filling
+from megatron_webrl.types import Action, ActionKind
+
+_TARGETS = clicking.TARGET_SCRIPTS | filling.TARGET_SCRIPTS | browsing.TARGET_SCRIPTS | dragging.TARGET_SCRIPTS
+
+_FURTHER_ACTIONS: dict[str, tuple[ActionKind, ...]] = {
+    **dict.fromkeys(dragging.TARGET_SCRIPTS, ("drag",)),
+    **dict.fromkeys(["form-sequence", "use-slider", "use-slider-2"], ("key",)),
+    **dict.fromkeys(
+        [
+            "email-inbox",
+            "email-inbox-nl-turk",
+            "email-inbox-noscroll",
+            "email-inbox-reply",
+            "email-inbox-star-reply",
+        ],
+        ("key",),
+    ),
+    "choose-list": ("select_option",),
+    "click-menu": ("hover",),
+}
+
+# What the expressions have in common: words of the instruction, and what is usually done to forms.
+_WITH_HELPERS = r"""(() => {
+  const say = (e) => e.textContent.trim();
+  const named = (selector, text) => all(selector).find((e) => say(e) === text);
+  const asked = (pattern) => query().match(pattern)[1];
+  const quoted = (n = 0) => [...query().matchAll(/"([^"]*)"/g)][n][1];
+  const ordinal = () => Number(asked(/(\d+)(?:st|nd|rd|th)/));
+  const submit = () => ({element: $('#subbtn, #submit, #area button.secondary-action')});
+  const fill = (fields, last = submit()) => {
+    const next = fields.find(([field, text]) => field.value !== text);
+    return next ? {element: next[0], text: next[1]} : last;
+  };
+  const tick = (wanted) => {
+    const wrong = all('#area input').find((box) => box.checked !== wanted(box));
+    return wrong ? {element: wrong} : submit();
+  };
+  const into = (element) => {
+    let view = element.parentNode;
+    while (view !== document.body && getComputedStyle(view).overflowY !== 'scroll') view = view.parentNode;
+    const [, y] = middle(element), box = view.getBoundingClientRect();
+    return view === document.body || (y >= box.top && y <= box.bottom) ? {element}
+      : {element: view, kind: 'scroll', direction: y < box.top ? 'up' : 'down'};
+  };
+  return TARGET;
+})()"""
+
+
+def supported_environments() -> tuple[str, ...]:
+    """The environments that an oracle solves."""
+    return tuple(_TARGETS)
+
+
+def required_actions(environment: str) -> tuple[ActionKind, ...]:
+    """What the environment's oracle needs that browser.actions must enable."""
+    return _FURTHER_ACTIONS.get(environment, ())
+
+
+async def next_scripted_action(page: Page, environment: str, premature_submit: bool = False) -> Action:
+    """What solves the environment from where the page is; `hasty`: submit at once where the page has a button for it.
+
+    Raises OracleError, KeyError for an unknown environment.
+    """
+    target = _TARGETS[environment]
+    try:
+        return await resolve_target_with_helpers(
+            page, f"submit().element?.offsetHeight ? submit() : {target}" if premature_submit else target
+        )
+    except ScriptedPolicyError as error:
+        raise ScriptedPolicyError(f"{environment}: {error}") from error
+
+
+async def resolve_target_with_helpers(page: Page, target: str) -> Action:
+    """The action that `target` names, an expression as for `aim` that may use what they have in common."""
+    return await resolve_target(page, _WITH_HELPERS.replace("TARGET", target))

@@ -1,0 +1,114 @@
+"""What a person sees: the table of updates, and what each role is doing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+
+def _success(update: Mapping[str, Any]) -> str:
+    sampled = update["extra"].get("rollout_success_rate")
+    return "-" if sampled is None else f"{sampled:.1%}"
+
+
+UPDATE_COLUMNS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
+    ("ver", lambda u: str(u["version"])),
+    ("grp", lambda u: str(u["groups"])),
+    ("success", _success),
+    ("steps", lambda u: f"{u['steps_mean']:.2f}"),
+    ("tok\n/step", lambda u: f"{u['response_tokens_mean']:.1f}"),
+    ("stale\n(max)", lambda u: f"{u['staleness_mean']:.1f} ({u['staleness_max']})"),
+    ("clip", lambda u: f"{u['clip_fraction']:.1%}"),
+    ("gap", lambda u: "-" if u["logprob_mismatch_max"] is None else f"{u['logprob_mismatch_max']:.0e}"),
+    ("tok\n/s", lambda u: f"{u['tokens_per_second']:.0f}"),
+    ("roll\nout s", lambda u: f"{u['seconds']['rollout']:.1f}"),
+    ("train\ns", lambda u: f"{u['seconds']['train']:.1f}"),
+    ("sync\ns", lambda u: f"{u['seconds']['sync']:.2f}"),
+    ("wait\ns", lambda u: f"{u['seconds']['wait']:.1f}"),
+)
+LEGEND = (
+    "success: of all episodes that came, those of dropped groups included; tok/step: response tokens; stale: versions, "
+    "mean (max); clip: share of clipped tokens; gap: largest |log p(engine) - log p(trainer)| of tokens made under the "
+    "same weights; tok/s: trained tokens by wall clock; rollout overlaps with train, sync and wait"
+)
+
+
+def updates_table(updates: Sequence[Mapping[str, Any]]) -> Table:
+    """The table of updates, a row each."""
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+    for name, _ in UPDATE_COLUMNS:
+        table.add_column(name, justify="right", no_wrap=True)
+    for update in updates:
+        table.add_row(*(show(update) for _, show in UPDATE_COLUMNS))
+    return table
+
+
+def progress_bar(console: Console) -> Progress:
+    """A bar with a count and the time, for work of one kind."""
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+    )
+
+
+def accounting_line(accounting: Mapping[str, Any]) -> str:
+    """The sums of finished episodes in one line."""
+    dropped = ", ".join(f"{name} {count}" for name, count in accounting["dropped"].items()) or "none"
+    dropped_sum = sum(accounting["dropped"].values())
+    rolled_back = accounting["rolled_back"]
+    total = accounting["trained"] + dropped_sum + accounting["waiting"] + rolled_back
+    lost = f" + {rolled_back} rolled back" if rolled_back else ""
+    verdict = "matches" if accounting["matches"] else "DOES NOT MATCH"
+    return (
+        f"episodes: {accounting['finished']} finished = {accounting['trained']} trained + "
+        f"{dropped_sum} dropped ({dropped}) + {accounting['waiting']} waiting{lost} = {total}: {verdict}"
+    )
+
+
+class TerminalDashboard:
+    """A live table on a terminal; in a log, one line for each new update and each change of what a role does."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        self.console, self.title = console, title
+        self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+        self._shown_updates = 0
+        self._shown_statuses: dict[str, str] = {}
+
+    def __enter__(self) -> TerminalDashboard:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, statuses: Mapping[str, str], updates: Sequence[Mapping[str, Any]]) -> None:
+        """Show what the roles do and the updates so far."""
+        if self._live is not None:
+            self._live.update(self._picture(statuses, updates))
+            return
+        for role, status in statuses.items():
+            # Counts within a status change all the time: a log gets a line for a new phase only.
+            phase = re.split("[:,]", status)[0]
+            if phase and self._shown_statuses.get(role) != phase:
+                self._shown_statuses[role] = phase
+                self.console.print(f"[{role}] {status}", markup=False, highlight=False, soft_wrap=True)
+        for update in updates[self._shown_updates :]:
+            cells = "  ".join(f"{name.replace(chr(10), ' ')} {show(update)}" for name, show in UPDATE_COLUMNS)
+            self.console.print(f"update {cells}", markup=False, highlight=False, soft_wrap=True)
+        self._shown_updates = max(self._shown_updates, len(updates))
+
+    def _picture(self, statuses: Mapping[str, str], updates: Sequence[Mapping[str, Any]]) -> RenderableType:
+        roles = Table.grid(padding=(0, 2))
+        for role, status in statuses.items():
+            roles.add_row(Text(role, style="cyan"), Text(status))
+        parts: list[RenderableType] = [Text(self.title, style="bold"), roles]
+        return Group(*parts, updates_table(updates)) if updates else Group(*parts)

@@ -1,0 +1,1 @@
+"""Checkpoints of the trainer and recovery from them."""

@@ -1,0 +1,43 @@
+"""How busy the engines were between two looks, from the running sums that the workers tell."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_webrl.control.control_plane import ControlClient
+
+RUNNING_SUMS = ("seconds", "busy", "requests", "episodes")
+
+
+class EngineUtilization:
+    """Differences of `engine_load/<worker>` (rollout/engine/engine_load.py), over all workers."""
+
+    def __init__(self, control: ControlClient, workers: Sequence[str]) -> None:
+        self._control, self._workers = control, workers
+        self._seen: dict[str, Any] = {}  # what each worker told last
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Figures since the last call by their MLflow names; nothing where no worker told anything.
+
+        `engine/idle_fraction`: share of the time in which an engine had no request; `engine/running_requests`: mean number of
+        requests in an engine; `engine/running_episodes`: mean number of episodes under way at a worker.
+        """
+        total: Counter[str] = Counter()
+        for worker in self._workers:
+            told: Any = self._control.get_json(f"engine_load/{worker}")
+            if told is None:
+                continue
+            before = self._seen.get(worker)
+            if before is None or before["instance_id"] != told["instance_id"]:
+                before = dict.fromkeys(RUNNING_SUMS, 0.0)
+            total.update({name: told[name] - before[name] for name in RUNNING_SUMS})
+            self._seen[worker] = told
+        if not total["seconds"]:
+            return {}
+        return {
+            "engine/idle_fraction": 1 - total["busy"] / total["seconds"],
+            "engine/running_requests": total["requests"] / total["seconds"],
+            "engine/running_episodes": total["episodes"] / total["seconds"],
+        }

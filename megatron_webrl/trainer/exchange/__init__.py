@@ -1,0 +1,1 @@
+"""What trainer ranks on several nodes tell each other about records and images."""

@@ -1,0 +1,101 @@
+"""The learner and the row builder that a configuration describes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from megatron.core import parallel_state
+from megatron.core.utils import get_pg_rank
+
+from megatron_webrl.config.schema import Config
+from megatron_webrl.model.compute_options import AttentionKernel, ComputeOptions, LayerImplementation, Recompute
+from megatron_webrl.model.hf_config import load_hf_config
+from megatron_webrl.model.load import load_hf
+from megatron_webrl.model.platform import Platform
+from megatron_webrl.model.processor import Processor
+from megatron_webrl.model.qwen3_vl import model as qwen3_vl
+from megatron_webrl.trainer.checkpoint.checkpoint_state import load_weights
+from megatron_webrl.trainer.data.flops import FlopsEstimator
+from megatron_webrl.trainer.data.sequence_packer import SequencePacker
+from megatron_webrl.trainer.distributed import wrap_ddp
+from megatron_webrl.trainer.images.image_prefetcher import ImagePrefetcher
+from megatron_webrl.trainer.images.image_workers import ImageWorkerPool
+from megatron_webrl.trainer.images.shm_allocator import SharedMemoryAllocator
+from megatron_webrl.trainer.learner import Learner
+from megatron_webrl.trainer.optimizer import check_adam_implementation, make_optimizer
+
+log = logging.getLogger(__name__)
+
+
+def make_learner(config: Config, platform: Platform) -> Learner:
+    """The model of `model.path` with its optimiser. Collective.
+
+    Raises LoadError, CheckpointError, or PartMissing for a library that the configuration names and that is missing.
+    """
+    check_adam_implementation(config.trainer.optimizer.implementation)
+    started, dtype = time.monotonic(), qwen3_vl.DTYPES[config.model.dtype]
+    chunks = qwen3_vl.build_model(config.model.path, dtype=dtype, platform=platform, options=compute_options(config))
+    if not config.model.checkpoint:
+        load_hf(chunks, config.model.path)
+    wrapped = wrap_ddp(chunks)
+    if config.model.checkpoint:
+        load_weights(Path(config.model.checkpoint), wrapped)
+    rl = make_optimizer(wrapped, config.trainer.optimizer, config.trainer.optimizer_steps, dtype)
+    log.info("model loaded in %.1f s", time.monotonic() - started)
+    return Learner(wrapped, chunks[0].unpadded_vocab_size, rl)
+
+
+def compute_options(config: Config) -> ComputeOptions:
+    """How the configuration wants the model computed."""
+    trainer = config.trainer
+    return ComputeOptions(
+        sequence_parallel=trainer.sequence_parallel,
+        recompute=cast(Recompute, trainer.recompute),
+        layers=cast(LayerImplementation, trainer.layers),
+        attention=cast(AttentionKernel, trainer.attention),
+        train_vision=trainer.train_vision,
+    )
+
+
+def make_sequence_packer(config: Config, platform: Platform) -> SequencePacker:
+    """What makes this rank's rows. The process groups must exist."""
+    trainer = config.trainer
+    return SequencePacker(
+        processor=Processor.load(config.model.path),
+        max_tokens=trainer.tokens_per_microbatch,
+        device=platform.device,
+        data_parallel_rank=parallel_state.get_data_parallel_rank(),
+        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        flops_estimator=FlopsEstimator.from_hf_config(load_hf_config(config.model.path), trainer.train_vision),
+        # Megatron's interleaved schedule takes rows in rounds of one per stage.
+        microbatch_multiple=trainer.pipeline_parallel if trainer.virtual_pipeline > 1 else 1,
+        merge_prefixes=trainer.merge_prefixes,
+        encodes_images=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
+        image_rank=get_pg_rank(parallel_state.get_tensor_and_context_parallel_group()),
+        num_image_ranks=trainer.tensor_parallel * trainer.context_parallel,
+        context_parallel_rank=parallel_state.get_context_parallel_rank(),
+        context_parallel_size=trainer.context_parallel,
+        token_multiple=trainer.tensor_parallel if trainer.sequence_parallel else 1,
+    )
+
+
+def with_image_prefetcher(builder: SequencePacker, config: Config, rank: int) -> SequencePacker:
+    """The builder with workers that make its pixels ahead, if it makes any and the configuration wants workers.
+
+    Call from the main thread, with which the workers die. Raises ProcessError.
+    """
+    settings = config.trainer
+    if not settings.image_workers or not builder.encodes_images:
+        return builder
+    arena, log_file = (
+        SharedMemoryAllocator(settings.image_buffer_mib * 2**20),
+        config.run_folder / "logs" / f"pixels-{rank}.log",
+    )
+    pool = ImageWorkerPool(settings.image_workers, arena, builder.processor.patchifier, log_file)
+    return replace(
+        builder, prefetcher=ImagePrefetcher(builder.processor, pool, arena, builder.device, builder.wait_timer)
+    )

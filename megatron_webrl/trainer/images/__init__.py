@@ -1,0 +1,1 @@
+"""Screenshots decoded ahead of the forward pass."""

@@ -1,0 +1,315 @@
+"""Which hosts, ports and addresses pages may reach; in whatever spelling."""
+
+from __future__ import annotations
+
+from ipaddress import IPv4Address, IPv6Address, ip_address
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_webrl.browser.egress.egress_policy import (
+    EgressDenied,
+    EgressPolicy,
+    Endpoint,
+    declared_endpoints,
+    direct_endpoints,
+    normalize_host,
+    parse_endpoint,
+    special_address_kind,
+    split_url,
+)
+from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.config.setting import ConfigError
+
+# As a task source declares it.
+SHOP = declared_endpoints(["http://shop.localhost", "https://Shop.localhost"], {"shop.localhost": "127.0.0.1:8000"})
+
+
+def policy(**settings: object) -> EgressPolicy:
+    return EgressPolicy.from_config(BrowserConfig(open_web=True, **settings))  # type: ignore[arg-type]
+
+
+def reason(rules: EgressPolicy, url: str, declared: dict[Endpoint, Endpoint] | None = None) -> str | None:
+    """Why a URL is refused before any look-up."""
+    try:
+        rules.check_endpoint(split_url(url)[1], declared or {})
+    except EgressDenied as refused:
+        return refused.reason
+    return None
+
+
+def address_reason(rules: EgressPolicy, address: str, host: str = "a.example", declared: bool = False) -> str | None:
+    endpoint = Endpoint(host, 80)
+    try:
+        rules.check_address(ip_address(address), endpoint, {endpoint: endpoint} if declared else {})
+    except EgressDenied as refused:
+        return refused.reason
+    return None
+
+
+@pytest.mark.parametrize(
+    ("spelling", "host"),
+    [
+        ("example.com", "example.com"),
+        ("EXAMPLE.Com", "example.com"),
+        ("example.com.", "example.com"),
+        ("my_host.example.com", "my_host.example.com"),
+        ("bücher.example", "xn--bcher-kva.example"),
+        ("BÜCHER.example", "xn--bcher-kva.example"),
+        ("xn--bcher-kva.example", "xn--bcher-kva.example"),
+        ("straße.example", "xn--strae-oqa.example"),
+        ("b%C3%BCcher.example", "xn--bcher-kva.example"),
+        ("\uff45\uff58\uff41\uff4d\uff50\uff4c\uff45\u3002com", "example.com"),
+        ("%6c%6Fcalhost", "localhost"),
+        ("127.0.0.1", "127.0.0.1"),
+        ("127.0.0.1.", "127.0.0.1"),
+        ("127.1", "127.0.0.1"),
+        ("127.0.1", "127.0.0.1"),
+        ("2130706433", "127.0.0.1"),
+        ("017700000001", "127.0.0.1"),
+        ("0x7f000001", "127.0.0.1"),
+        ("0X7F.1", "127.0.0.1"),
+        ("0177.0.0.01", "127.0.0.1"),
+        ("0x7f.0x0.0x0.0x1", "127.0.0.1"),
+        ("0", "0.0.0.0"),
+        ("0x", "0.0.0.0"),
+        ("\uff11\uff12\uff17.0.0.1", "127.0.0.1"),
+        ("\u2460\u2461\u2466.0.0.1", "127.0.0.1"),
+        ("0xa9fea9fe", "169.254.169.254"),
+        ("[::1]", "::1"),
+        ("[0:0:0:0:0:0:0:1]", "::1"),
+        ("[::FFFF:127.0.0.1]", "::ffff:7f00:1"),
+        ("[2001:4860:4860::8888]", "2001:4860:4860::8888"),
+    ],
+)
+def test_a_host_has_one_spelling(spelling: str, host: str) -> None:
+    assert normalize_host(spelling) == host
+    assert normalize_host(f"[{host}]" if ":" in host else host) == host
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", ".", "..", "a..b", ".a", "a b", "a\tb", "a\nb", "a\0b", "a%00b", "a%0ab", "a%2fb", "a%40b", "a/b", "a\\b",
+        "a<b", "a|b", "a^b", "a:b", "%", "%zz", "%ff", "256.1", "1.2.3.4.5", "1.2.3.256", "0x100000000", "08.1",
+        "a.1.2.3.4", "a.0x7f", "4294967296", "9" * 5000, "[", "]", "[]", "[::1", "::1", "[::1]a", "[1.2.3.4]",
+        "[fe80::1%eth0]", "[fe80::1%25eth0]", "[::g]", "a" * 64, "a." * 127 + "ab", "xn--\u00fc.example", "\ud800",
+    ],
+)  # fmt: skip
+def test_what_is_no_host_is_refused(text: str) -> None:
+    with pytest.raises(EgressDenied, match="is not a host that can be reached") as refused:
+        normalize_host(text)
+    assert refused.value.reason == "bad_host"
+
+
+@pytest.mark.parametrize(
+    ("authority", "endpoint"),
+    [
+        ("example.com", ("example.com", 80)),
+        ("example.com:", ("example.com", 80)),
+        ("example.com:8080", ("example.com", 8080)),
+        ("user:secret@example.com:8080", ("example.com", 8080)),
+        ("example.com:80@evil.example", ("evil.example", 80)),
+        ("a@b@evil.example", ("evil.example", 80)),
+        ("127.0.0.1:00080", ("127.0.0.1", 80)),
+        ("[::1]", ("::1", 80)),
+        ("[::1]:8080", ("::1", 8080)),
+    ],
+)
+def test_an_authority_is_a_host_and_a_port(authority: str, endpoint: tuple[str, int]) -> None:
+    assert parse_endpoint(authority, 80) == Endpoint(*endpoint)
+
+
+@pytest.mark.parametrize("authority", ["a:0", "a:65536", "a:-1", "a:+1", "a:8 0", "a:x", "a:²", "a:999999", ":80", "a"])
+def test_a_port_is_a_number_that_is_there_and_fits(authority: str) -> None:
+    with pytest.raises(EgressDenied):
+        parse_endpoint(authority)
+
+
+@pytest.mark.parametrize(
+    ("url", "parts"),
+    [
+        ("http://a.example", ("http", "a.example", 80, "/")),
+        ("HTTP://A.Example/x?y#z", ("http", "a.example", 80, "/x?y")),
+        ("https://a.example?y", ("https", "a.example", 443, "/?y")),
+        ("ws://a.example:81/", ("ws", "a.example", 81, "/")),
+        ("wss://a@a.example/b@c", ("wss", "a.example", 443, "/b@c")),
+        ("http://a.example#@b.example/", ("http", "a.example", 80, "/")),
+        ("http://a.example?@b.example/", ("http", "a.example", 80, "/?@b.example/")),
+    ],
+)
+def test_a_url_is_split_where_browsers_split_it(url: str, parts: tuple[str, str, int, str]) -> None:
+    scheme, endpoint, rest = split_url(url)
+    assert (scheme, endpoint.host, endpoint.port, rest) == parts
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["file:///etc/passwd", "ftp://a.example/", "javascript:alert(1)", "chrome://gpu", "data:text/html,x", "", "/", "a",
+     "http:a.example", "http:/a.example", "http://a.example\\@b.example/", "http://a.example/\\", " http://a.example"],
+)  # fmt: skip
+def test_only_web_addresses_have_an_endpoint(url: str) -> None:
+    with pytest.raises(EgressDenied) as refused:
+        split_url(url)
+    assert refused.value.reason in ("scheme", "bad_host")
+
+
+@given(st.text() | st.text("0123456789abcdefx.:[]%@", max_size=24))
+def test_any_text_is_a_host_in_a_spelling_that_stays_or_is_refused(text: str) -> None:
+    try:
+        host = normalize_host(text)
+    except EgressDenied:
+        return
+    assert host.isascii()
+    assert host == host.lower()
+    assert normalize_host(f"[{host}]" if ":" in host else host) == host
+    assert (
+        normalize_host(host.upper() + ("" if ":" in host else ".") if ":" not in host else f"[{host.upper()}]") == host
+    )
+
+
+@given(st.ip_addresses(v=4), st.data())
+def test_every_spelling_of_an_ipv4_address_is_that_address(address: IPv4Address, data: st.DataObject) -> None:
+    value, count = int(address), data.draw(st.integers(1, 4))
+    numbers = [value >> (24 - 8 * place) & 255 for place in range(count - 1)]
+    numbers.append(value & ((1 << (8 * (5 - count))) - 1))
+    forms = data.draw(st.lists(st.sampled_from(("{}", "{:#x}", "{:#X}", "0{:o}", "00{:o}")), min_size=4, max_size=4))
+    spelling = ".".join(form.format(number) for form, number in zip(forms, numbers, strict=False))
+    assert normalize_host(spelling) == str(address)
+
+
+@pytest.mark.parametrize(
+    ("address", "kind"),
+    [
+        ("0.0.0.0", "unspecified"), ("0.1.2.3", "unspecified"), ("10.0.0.1", "private"), ("172.16.0.1", "private"),
+        ("172.31.255.255", "private"), ("192.168.1.1", "private"), ("100.64.0.1", "shared"),
+        ("100.127.255.255", "shared"), ("127.0.0.1", "loopback"), ("127.255.255.254", "loopback"),
+        ("169.254.1.1", "link-local"), ("192.0.0.8", "reserved"), ("192.0.2.1", "reserved"), ("198.18.0.1", "reserved"),
+        ("198.51.100.1", "reserved"), ("203.0.113.1", "reserved"), ("224.0.0.1", "multicast"),
+        ("239.255.255.250", "multicast"), ("240.0.0.1", "reserved"), ("255.255.255.255", "reserved"),
+        ("::", "unspecified"), ("::1", "loopback"), ("::2", "reserved"), ("::7f00:1", "reserved"),
+        ("fc00::1", "unique-local"), ("fdff::1", "unique-local"), ("fe80::1", "link-local"),
+        ("fe80::1%eth0", "link-local"), ("fec0::1", "private"), ("ff02::1", "multicast"), ("2001:db8::1", "reserved"),
+        ("2001::1", "reserved"), ("2002:7f00:1::", "reserved"), ("2002:808:808::", "reserved"), ("4000::1", "reserved"),
+        ("::ffff:127.0.0.1", "loopback"), ("::ffff:10.0.0.1", "private"), ("::ffff:0:127.0.0.1", "reserved"),
+        ("64:ff9b::10.0.0.1", "private"), ("64:ff9b::127.0.0.1", "loopback"), ("64:ff9b:1::808:808", "reserved"),
+        ("8.8.8.8", None), ("100.63.255.255", None), ("100.128.0.0", None), ("172.32.0.1", None),
+        ("::ffff:8.8.8.8", None), ("64:ff9b::8.8.8.8", None), ("2606:4700:4700::1111", None),
+        ("2a00:1450:4001::1", None),
+    ],
+)  # fmt: skip
+def test_addresses_that_are_not_public_have_a_kind(address: str, kind: str | None) -> None:
+    assert special_address_kind(ip_address(address)) == kind
+    assert address_reason(policy(), address) == kind
+    assert address_reason(policy(), address, declared=True) is None
+
+
+EMBEDDING = {0xFFFF, 0x64FF9B << 64}  # the first 96 bits of IPv4-mapped and NAT64 addresses
+
+
+@given(st.ip_addresses() | st.builds(lambda high, low: IPv6Address(high << 32 | low),
+                                     st.sampled_from(sorted(EMBEDDING)), st.integers(0, 2**32 - 1)))  # fmt: skip
+def test_no_address_passes_that_the_standard_library_knows_as_not_global(address: IPv4Address | IPv6Address) -> None:
+    if special_address_kind(address) is None:
+        plain = ip_address(int(address) & 0xFFFFFFFF) if int(address) >> 32 in EMBEDDING else address
+        assert plain.is_global
+        assert not plain.is_multicast
+
+
+@pytest.mark.parametrize(
+    "address", ["169.254.169.254", "168.63.129.16", "100.100.100.200", "fd00:ec2::254", "::ffff:169.254.169.254"]
+)
+def test_a_metadata_address_is_refused_even_to_those_who_declare_it(address: str) -> None:
+    assert address_reason(policy(), address, declared=True) == "metadata"
+    url = f"http://[{address}]/" if ":" in address else f"http://{address}/"
+    assert reason(policy(), url, declared_endpoints([url], {})) == "metadata"
+
+
+def test_metadata_names_are_refused_in_every_spelling() -> None:
+    for host in ("metadata.google.internal", "METADATA.google.internal.", "metadata", "instance-data.ec2.internal"):
+        assert reason(policy(), f"http://{host}/computeMetadata/v1/") == "metadata"
+
+
+@pytest.mark.parametrize(
+    ("settings", "url", "expected"),
+    [
+        ({}, "http://a.example/", None),
+        ({}, "https://a.example/", None),
+        ({}, "http://a.example:8080/", "port"),
+        ({}, "http://a.example:22/", "port"),
+        ({"ports": [80, 443, 8080]}, "http://a.example:8080/", None),
+        ({}, "http://localhost/", "loopback"),
+        ({}, "http://x.LOCALHOST./", "loopback"),
+        ({}, "http://0x7f.1/", "loopback"),
+        ({}, "http://[::ffff:10.1.2.3]/", "private"),
+        ({"deny": ["evil.example"]}, "http://evil.example/", "denied"),
+        ({"deny": ["evil.example"]}, "http://EVIL.example./", "denied"),
+        ({"deny": ["evil.example"]}, "http://www.evil.example/", None),
+        ({"deny": ["*.evil.example"]}, "http://www.evil.example/", "denied"),
+        ({"deny": ["*.evil.example"]}, "http://evil.example/", "denied"),
+        ({"deny": ["*.evil.example"]}, "http://notevil.example/", None),
+        ({"deny": ["bücher.example"]}, "http://xn--bcher-kva.example/", "denied"),
+        ({"deny": ["8.8.8.8"]}, "http://0x08080808/", "denied"),
+        ({"deny": ["8.8.8.8"]}, "http://[::ffff:8.8.8.8]/", "denied"),
+        ({"allow": ["*.good.example"]}, "http://www.good.example/", None),
+        ({"allow": ["*.good.example"]}, "http://other.example/", "not_allowed"),
+        ({"allow": ["*.good.example"]}, "http://good.example.evil.example/", "not_allowed"),
+        ({"allow": ["*.good.example"], "deny": ["bad.good.example"]}, "http://bad.good.example/", "denied"),
+        ({"allow": ["localhost", "127.0.0.1"]}, "http://127.0.0.1/", "loopback"),
+        ({"allow": ["localhost", "127.0.0.1"]}, "http://localhost/", "loopback"),
+    ],
+)  # fmt: skip
+def test_deny_wins_over_allow_and_an_empty_allow_list_allows_what_is_public(
+    settings: dict[str, object], url: str, expected: str | None
+) -> None:
+    assert reason(policy(**settings), url) == expected
+
+
+def test_a_denied_address_is_denied_under_every_name() -> None:
+    assert address_reason(policy(deny=["8.8.8.8"]), "8.8.8.8") == "denied"
+    assert address_reason(policy(deny=["2606:4700::1"]), "2606:4700:0::1") == "denied"
+
+
+def test_by_default_only_what_is_declared_can_be_reached() -> None:
+    rules = EgressPolicy.from_config(BrowserConfig())
+    assert reason(rules, "http://shop.localhost/cart", SHOP) is None
+    assert reason(rules, "wss://SHOP.localhost./", SHOP) is None
+    assert reason(rules, "http://shop.localhost:8000/", SHOP) == "not_declared"
+    assert reason(rules, "https://a.example/", SHOP) == "not_declared"
+    assert (
+        reason(EgressPolicy.from_config(BrowserConfig(deny=["*.localhost"])), "http://shop.localhost/", SHOP)
+        == "denied"
+    )
+
+
+def test_declared_origins_lead_where_the_source_says() -> None:
+    assert {
+        Endpoint("shop.localhost", 80): Endpoint("127.0.0.1", 8000),
+        Endpoint("shop.localhost", 443): Endpoint("127.0.0.1", 8000),
+    } == SHOP
+    assert declared_endpoints(["http://[::1]:81", "http://a.example"], {"a.example": "10.0.0.1"}) == {
+        Endpoint("::1", 81): Endpoint("::1", 81),
+        Endpoint("a.example", 80): Endpoint("10.0.0.1", 80),
+    }
+
+
+def test_only_plain_servers_of_this_machine_are_reached_without_the_gateway() -> None:
+    declared = SHOP | declared_endpoints(["http://far.example", "http://a.example"], {"a.example": "10.0.0.1"})
+    assert direct_endpoints(declared, policy()) == {Endpoint("shop.localhost", 80): Endpoint("127.0.0.1", 8000)}
+    assert direct_endpoints(declared, policy(deny=["shop.localhost"])) == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"allow": ["a.example"]}, r"browser\.allow is of no use with browser\.open_web=false"),
+        ({"deny": ["http://a.example"]}, r"browser\.deny holds 'http://a\.example'; write hosts such as"),
+        ({"deny": ["*"]}, r"browser\.deny holds '\*'"),
+        ({"deny": ["a.*.example"]}, r"browser\.deny holds"),
+        ({"ports": [0]}, r"browser\.ports holds 0"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EgressPolicy.from_config(BrowserConfig(**settings))  # type: ignore[arg-type]

@@ -1,0 +1,269 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_webrl.config.load import flatten_config, parse_config, save_config
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.launch.validation import load_config
+from megatron_webrl.model.model_sizes import config_sections, size_from_path
+from tools.write_configuration_page import page
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def config_file(tmp_path: Path, tiny_model: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"model: {{path: {tiny_model}}}\nrollout: {{max_model_len: 1024, max_new_tokens: 64}}\nring: {{capacity_mib: 64}}\n"
+    )
+    return path
+
+
+def error(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, list(overrides))
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_overrides_replace_the_files_values(config_file: Path):
+    config = load_config(config_file, ["trainer.updates=7", "tasks.environments=[click-test,focus-text]"])
+    assert config.trainer.updates == 7
+    assert config.tasks.environments == ["click-test", "focus-text"]
+    assert config.rollout.max_model_len == 1024
+
+
+def test_a_saved_configuration_reads_back_the_same(config_file: Path, tmp_path: Path):
+    config = load_config(config_file, ["trainer.loss.normalizer_constant=4"])
+    save_config(config, tmp_path / "resolved.yaml")
+    assert load_config(tmp_path / "resolved.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("trainer.tensor_paralel=2", "unknown key trainer.tensor_paralel"),
+        ("trainer.tensor_parallel=3", "trainer.tensor_parallel=3 does not divide num_attention_heads=4"),
+        ("trainer.tensor_parallel=4", "does not divide num_key_value_heads=2"),
+        ("model.path=no/such/folder", "model.path=no/such/folder is not a folder"),
+        ("model.path=''", "model.path is empty"),
+        ("ring.capacity_mib=100000000", "ring.capacity_mib=100000000 exceeds the"),
+        ("trainer.optimizer.learning_rate=-1e-3", "trainer.optimizer.learning_rate=-0.001 must be greater than 0"),
+        ("trainer.optimizer.learning_rate=nan", "trainer.optimizer.learning_rate=nan must be greater than 0"),
+        ("trainer.updates=many", "trainer.updates: Value 'many'"),
+        ("trainer.loss.normalizer=sum", "trainer.loss.normalizer='sum' is not one of"),
+        ("rollout.max_new_tokens=1024", "leaves no room for a prompt"),
+        ("rollout.max_model_len=5000", "max_position_embeddings"),
+        ("trainer.tokens_per_microbatch=512", "trainer.tokens_per_microbatch=512 cannot hold"),
+        ("trainer.image_buffer_mib=5", "may not hold a screenshot of rollout.max_model_len=1024 tokens; raise it to 6"),
+        ("rollout.group_size=1", "gives no baseline"),
+        ("trainer.loss.dual_clip=0.9", "trainer.loss.dual_clip=0.9 would clip the ratio 1 itself"),
+        ("trainer.loss.raft_versions=3", "raft_versions=3 has no effect with trainer.loss.name=grpo"),
+        ("rollout.context.policy=growing", "rollout.context.policy='growing' is not one of sliding, append"),
+        ("rollout.context={policy: append, rounds: 1}", "rollout.context.rounds=1 leaves no room to append to"),
+        ("tasks.environments=[]", "tasks.environments is empty"),
+        ("tasks.sampler.name=random", "tasks.sampler.name='random' is not one of uniform, ratio, curriculum"),
+        ("tasks.sampler.target=1.5", "tasks.sampler.target=1.5 must be at most 1"),
+        ("tasks.sampler.target=-0.1", "tasks.sampler.target=-0.1 must be at least 0"),
+        ("tasks.sampler.weights={click-test: 2}", "tasks.sampler.weights has no effect on tasks.sampler.name=uniform"),
+        ("tasks.sampler.name=ratio", "needs either tasks.sampler.weights or tasks.sampler.difficulty_weights; neither"),
+        ("tasks.max_steps_by_difficulty={easy: 0}", "tasks.max_steps_by_difficulty.easy=0 must be at least 1"),
+        ("tasks.max_steps_by_difficulty={tough: 9}", "'tough' is not one of easy, medium, hard"),
+        ("tasks.evaluation_max_steps_by_difficulty={medum: 9}", "is not one of easy, medium, hard; near: medium"),
+        ("browser.executable=no-such-browser", "browser.executable=no-such-browser"),
+        ("browser.actions=[hover,juggle]", "browser.actions=juggle is not one of hover, double_click"),
+        ("browser.actions=[new_tab]", "browser.actions=new_tab has tabs but no switch_tab; add it"),
+        ("browser.farm=node7:8700", "'node7:8700' is not an address such as http://node7:8700 (browser.farm)"),
+        ("browser.processes=0", "browser.processes=0 must be at least 1"),
+        ("run.name=a/b", "run.name='a/b'"),
+        ("run.resume=true", "holds no complete checkpoint"),
+        ("trainer", "is not of the form key=value"),
+        ("trainer.pipeline_parallel=9", "= 9 exceeds the 4 layers"),
+        ("trainer.virtual_pipeline=2", "needs trainer.pipeline_parallel of at least 2"),
+        ("trainer.context_parallel=4", "tensor_parallel x context_parallel=4 does not divide num_key_value_heads=2"),
+        ("trainer.expert_parallel=2", "is dense; set both to 1"),
+        ("trainer.layers=transformer_engine", "needs the package transformer_engine, which is not installed here"),
+        ("evaluation.samples=4", "evaluation.samples=4 with evaluation.temperature=0 repeats the same episode"),
+        ("evaluation.blank_images=true", "set evaluation.after=true as well"),
+        ("evaluation.temperature=-1", "evaluation.temperature=-1.0 must be at least 0"),
+        ("trainer.attention=flash", "needs the package flash_attn, which is not installed here"),
+        ("trainer.data_parallel=0", "trainer.data_parallel=0 asks cluster.* for a number, but cluster.gpus_per_node=0"),
+        ("rollout.engines=-1", "rollout.engines=-1 must be at least 0"),
+        ("cluster.nodes=2", "trainer.data_parallel=1 makes 1 ranks, which cluster.nodes=2 do not divide"),
+        (
+            "cluster.gpus_per_node=2",
+            "cluster.engine_gpus_per_node=0 of cluster.gpus_per_node=2 must leave each role at least one GPU",
+        ),
+    ],
+)
+def test_a_broken_setting_is_named_in_one_line(config_file: Path, override: str, words: str):
+    assert words in error(config_file, override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["trainer.expert_parallel=3"], "trainer.expert_parallel=3 does not divide num_experts=4"),
+        (["trainer.expert_tensor_parallel=5"], "expert_tensor_parallel=5 does not divide moe_intermediate_size=96"),
+        (["trainer.expert_parallel=2"], "= 2 does not divide trainer.tensor_parallel x context_parallel"),
+        (["trainer.tensor_parallel=2", "trainer.sequence_parallel=false"], "set it to true"),
+    ],
+)
+def test_what_does_not_fit_a_mixture_of_experts_is_named(
+    config_file: Path, tiny_sparse_model: Path, overrides: list[str], words: str
+) -> None:
+    assert words in error(config_file, f"model.path={tiny_sparse_model}", *overrides)
+    assert (
+        load_config(config_file, [f"model.path={tiny_sparse_model}", "trainer.pipeline_parallel=2"]).trainer_world_size
+        == 2
+    )
+
+
+@pytest.mark.parametrize(
+    "setting", ["browser.processes=2", "browser.open_web=true", "tasks.latency.median_seconds=0.5"]
+)
+def test_settings_of_a_farms_nodes_have_no_effect_here_and_are_refused(config_file: Path, setting: str) -> None:
+    farm = "browser.farm=http://node7:8700"
+    with pytest.raises(ConfigError, match=r"has no effect with browser.farm=http://node7:8700"):
+        load_config(config_file, ["tasks.source=sites", "tasks.environments=[forms-vote]", farm, setting])
+    assert load_config(config_file, [farm, "browser.width=640"]).browser.farm == "http://node7:8700"
+
+
+def test_memory_for_pixels_without_workers_is_refused(config_file: Path) -> None:
+    assert load_config(config_file, ["trainer.image_workers=0"]).trainer.image_workers == 0
+    message = error(config_file, "trainer.image_workers=0", "trainer.image_buffer_mib=64")
+    assert "trainer.image_buffer_mib=64 has no effect with trainer.image_workers=0" in message
+
+
+def test_settings_of_another_loss_and_penalties_out_of_reach_are_refused(config_file: Path) -> None:
+    raft = "trainer.loss.name=raft"
+    assert (
+        load_config(config_file, [raft, "trainer.loss.raft_versions=3", "rollout.group_size=1"]).trainer.loss.raft_power
+        == 1
+    )
+    length = ["trainer.reward.length_penalty=0.1", "trainer.reward.length_window=65"]
+    assert "length_window=65 exceeds rollout.max_new_tokens=64" in error(config_file, *length)
+    assert load_config(config_file, [length[0], "trainer.reward.length_window=64", "trainer.loss.dual_clip=0"])
+
+
+def test_a_file_of_demonstrations_must_be_there_and_be_used(config_file: Path, tmp_path: Path) -> None:
+    file = f"trainer.warm_start.demonstrations_file={tmp_path / 'absent'}"
+    assert "warm_start.demonstrations_file has no effect" in error(config_file, file)
+    assert "is not a file; write one with `webrl demonstrate`" in error(
+        config_file, file, "trainer.warm_start.demonstrations=3"
+    )
+
+
+def test_only_scripts_of_miniwob_are_hasty(config_file: Path) -> None:
+    haste = "trainer.warm_start.premature_submit_probability=0.5"
+    assert load_config(config_file, [haste]).trainer.warm_start.premature_submit_probability == 0.5
+    words = error(config_file, haste, "tasks.source=sites", "tasks.environments=[wiki-look-up]")
+    assert (
+        "warm_start.premature_submit_probability=0.5, but only scripts of tasks.source=miniwob submit too early"
+        in words
+    )
+
+
+def test_a_resumed_run_needs_the_reference_that_its_start_stored(config_file: Path, tmp_path: Path) -> None:
+    run = ["run.resume=true", f"run.directory={tmp_path}", "trainer.warm_start.demonstrations=5"]
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "latest").touch()
+    assert load_config(config_file, run).run.resume
+    penalty = "trainer.loss.kl_coefficient=0.1"
+    assert "a run stores them only if it begins with the penalty" in error(config_file, *run, penalty)
+    (tmp_path / "run" / "reference" / "megatron").mkdir(parents=True)
+    (tmp_path / "run" / "reference" / "megatron" / "metadata.json").touch()
+    assert load_config(config_file, [*run, penalty]).trainer.loss.kl_coefficient == 0.1
+
+
+@pytest.mark.parametrize(("mode", "staleness"), [("async", 2), ("one_step_off", 1), ("sync", 0)])
+def test_the_mode_sets_the_staleness_and_another_one_is_refused(config_file: Path, mode: str, staleness: int) -> None:
+    assert load_config(config_file, [f"rollout.mode={mode}"]).staleness_limit == staleness
+    assert (
+        load_config(config_file, [f"rollout.mode={mode}", f"rollout.max_staleness={staleness}"]).staleness_limit
+        == staleness
+    )
+    if mode != "async":
+        message = error(config_file, f"rollout.mode={mode}", "rollout.max_staleness=3")
+        assert f"rollout.max_staleness=3 has no meaning with rollout.mode={mode}" in message
+
+
+def test_scripts_cannot_demonstrate_by_numbered_elements(config_file: Path) -> None:
+    words = error(config_file, "browser.marks=true", "trainer.warm_start.demonstrations=5")
+    assert "scripts act by coordinates; set demonstrations to 0, or browser.marks=false" in words
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["weights={clik-test: 1}"], "weights: 'clik-test' is not one of tasks.environments; near: click-test"),
+        (["weights={click-test: 0}"], "tasks.sampler.weights is 0 for every one of tasks.environments; raise one"),
+        (["weights={click-test: -1}"], "tasks.sampler.weights.click-test=-1.0 must be a number of at least 0"),
+        (["weights={click-test: .nan}"], "tasks.sampler.weights.click-test=nan must be a number of at least 0"),
+        (["difficulty_weights={esy: 1}"], "difficulty_weights: 'esy' is not one of easy, medium, hard; near: easy"),
+        (["difficulty_weights={easy: 1}", "weights={click-test: 1}"], "difficulty_weights; both are given"),
+    ],
+)
+def test_ratios_that_cannot_be_drawn_by_are_named(config_file: Path, overrides: list[str], words: str) -> None:
+    assert words in error(config_file, "tasks.sampler.name=ratio", *(f"tasks.sampler.{each}" for each in overrides))
+
+
+def test_a_broken_file_is_named(tmp_path: Path):
+    assert "is not a file" in error(tmp_path / "none.yaml")
+    (tmp_path / "bad.yaml").write_text("run: {name: [")
+    assert "bad.yaml is not valid YAML" in error(tmp_path / "bad.yaml")
+    (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
+    assert "list.yaml" in error(tmp_path / "list.yaml")
+
+
+def test_a_folder_of_another_model_is_refused(config_file: Path, tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert "model_type='llama'" in error(config_file, f"model.path={tmp_path}")
+
+
+def test_every_setting_has_a_meaning_and_the_page_lists_it():
+    text = page()
+    assert all(f"`{key}`" in text for key in flatten_config(Config()))
+    assert (ROOT / "docs" / "configuration.md").read_text() == text
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
+def test_every_configuration_in_the_repository_is_valid(path: Path, tiny_model: Path, tmp_path: Path):
+    size = size_from_path(parse_config(path).model.path)
+    if size is None:
+        assert load_config(path, [f"model.path={tiny_model}"]).model.path == str(tiny_model)
+        return
+    # Of a released model the shapes are here, of the packages for GPUs nothing.
+    (tmp_path / "config.json").write_text(json.dumps(config_sections(size)))
+    here = [f"model.path={tmp_path}", "trainer.layers=local", "trainer.attention=sdpa", "ring.capacity_mib=64"]
+    assert load_config(path, here).cluster.is_configured
+
+
+def test_the_kept_model_has_the_tokenizer_of_the_tiny_model(tiny_model: Path):
+    kept = Path(
+        load_config(ROOT / "configs" / "quickstart.yaml", [f"model.path={ROOT / 'models' / 'quickstart'}"]).model.path
+    )
+    assert (kept / "tokenizer.json").read_bytes() == (tiny_model / "tokenizer.json").read_bytes()
+
+
+def test_mlflow_goes_where_the_setting_or_the_environment_says(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert load_config(config_file, ["run.directory=/some/runs"]).tracking_uri == "sqlite:////some/runs/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking:5000")
+    assert load_config(config_file).tracking_uri == "http://tracking:5000"
+    assert load_config(config_file, ["tracking.uri=http://other:5000"]).tracking_uri == "http://other:5000"
+
+
+def test_checking_starts_nothing(config_file: Path):
+    before = set(os.listdir("/dev/shm"))
+    load_config(config_file)
+    assert set(os.listdir("/dev/shm")) == before

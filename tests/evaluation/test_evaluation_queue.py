@@ -1,0 +1,230 @@
+"""Evaluations through a real control plane: shared out, collected, repeated where a worker is lost, never waited for
+beyond their limit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_webrl.config.load import save_config
+from megatron_webrl.config.schema import Config
+from megatron_webrl.control.control_plane import ControlClient
+from megatron_webrl.evaluation import evaluation_queue, result_files
+from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, EvaluationResult, ResultCollector
+from megatron_webrl.tracking.mlflow_run import MLflowTracker
+from megatron_webrl.trainer.evaluation_scheduler import EvaluationScheduler
+from tests.waiting import until
+
+LIMIT = 60.0
+SERVER = """
+import sys
+from pathlib import Path
+from megatron_webrl.control.control_plane import serve
+serve("127.0.0.1", 0, "ring", Path(sys.argv[1]), seconds=120)
+"""
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+    path = tmp_path_factory.mktemp("control") / "control.json"
+    process = subprocess.Popen([sys.executable, "-c", SERVER, str(path)])
+    until(path.is_file, "a control plane")
+    fields = json.loads(path.read_text())
+    yield fields["host"], fields["port"]
+    process.kill()
+    process.wait()
+
+
+def connect(address: tuple[str, int], role: str) -> ControlClient:
+    return ControlClient(*address, role, heartbeat_timeout_seconds=10.0, connect_seconds=10)
+
+
+def request(number: int, tasks: int = 4, samples: int = 2) -> EvaluationRequest:
+    return EvaluationRequest(number, "during", tasks, samples, 1.0, version=0)
+
+
+def result(index: int, sample: int, life: str, outcome: str = "success") -> EvaluationResult:
+    return EvaluationResult(
+        index, sample, f"t/{index}", "miniwob", "click-test", "easy", outcome, 1, 5, 0.1, (0, 0), life
+    )
+
+
+def work(control: ControlClient, asked: EvaluationRequest, life: str, count: int) -> list[int]:
+    """Run so many episodes, or all that are left; returns which."""
+    done = []
+    while len(done) < count and (taken := evaluation_queue.claim_episode(control, asked, life)):
+        position, episode = taken
+        evaluation_queue.submit_result(control, asked, position, result(*asked.task_and_sample(episode), life))
+        done.append(episode)
+    return done
+
+
+def test_episodes_are_shared_out_and_those_of_a_lost_worker_run_again(address: tuple[str, int]):
+    trainer = connect(address, "trainer-0")
+    workers = [connect(address, f"rollout-{number}") for number in range(2)]
+    assert [worker.register_instance() for worker in workers] == [1, 1]
+    asked = request(1001)
+    evaluation_queue.submit_request(trainer, asked)
+    assert evaluation_queue.current_request(workers[0]) == asked
+    collector = ResultCollector(trainer, asked)
+    assert not collector.poll()
+    assert not collector.has_started
+    assert work(workers[0], asked, "rollout-0.1", 2) == [0, 1]
+    left = [
+        evaluation_queue.claim_episode(workers[0], asked, "rollout-0.1") for _ in range(2)
+    ]  # and is never heard of again
+    assert left == [(2, 2), (3, 3)]
+    assert work(workers[1], asked, "rollout-1.1", 100) == [4, 5, 6, 7]
+    assert not collector.poll()
+    assert (collector.has_started, collector.missing_count, collector.retried_episodes) == (True, 2, [])
+    assert workers[0].register_instance() == 2
+    assert not collector.poll()
+    assert collector.retried_episodes == [2, 3]
+    assert sorted(work(workers[0], asked, "rollout-0.2", 1) + work(workers[1], asked, "rollout-1.1", 9)) == [2, 3]
+    evaluation_queue.submit_result(
+        workers[0], asked, 2, result(2, 0, "rollout-0.1", "failure")
+    )  # too late: it counts once
+    assert collector.poll()
+    assert [(r.index, r.sample) for _, r in sorted(collector.results.items())] == [
+        (index, sample) for sample in range(2) for index in range(4)
+    ]
+    assert all(r.outcome == "success" for r in collector.results.values())
+    evaluation_queue.withdraw_request(trainer)
+    assert evaluation_queue.current_request(workers[0]) is None
+
+
+def test_every_episode_is_taken_once_by_workers_at_the_same_time(address: tuple[str, int]):
+    asked, done = request(1002, tasks=50), [[], [], []]  # type: EvaluationRequest, list[list[int]]
+    evaluation_queue.submit_request(connect(address, "trainer-0"), asked)
+
+    def run(number: int) -> None:
+        control = connect(address, f"other-{number}")
+        control.register_instance()
+        done[number] += work(control, asked, f"other-{number}.1", 1000)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert sorted(episode for part in done for episode in part) == list(range(100))
+
+
+class Engines:
+    """The trainer's link to the engines, of which a new one comes once."""
+
+    def __init__(self) -> None:
+        self.waiting, self.served, self.version = 1, [], 0  # type: int, list[int], int
+
+    def has_new_engines(self) -> bool:
+        return self.waiting > 0
+
+    def sync(self, version: int, new_engines_only: bool = False) -> None:
+        if new_engines_only:
+            self.waiting -= 1
+            self.served.append(version)
+        else:
+            self.version = version
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = Config()
+    config.run.directory, config.trainer.updates = str(tmp_path), 4
+    config.evaluation.episodes, config.evaluation.every = 3, 1
+    config.evaluation.before = config.evaluation.after = config.evaluation.blank_images = True
+    config.run_folder.mkdir()
+    save_config(config, config.run_folder / "config.yaml")
+    return config
+
+
+class Worker(threading.Thread):
+    """Its engine comes when the first evaluation is under way. A later version succeeds at more tasks, none blindly."""
+
+    def __init__(self, address: tuple[str, int], name: str, engines: Engines) -> None:
+        super().__init__(daemon=True)
+        self.engines = engines
+        self.control, self.life = connect(address, name), f"{name}.1"
+        self.control.register_instance()
+        self.kinds: list[str] = []
+
+    def run(self) -> None:
+        deadline = time.monotonic() + LIMIT
+        while "blank_images" not in self.kinds and time.monotonic() < deadline:
+            asked = evaluation_queue.current_request(self.control)
+            if asked is not None and not self.engines.waiting and (not self.kinds or asked.kind != self.kinds[-1]):
+                while taken := evaluation_queue.claim_episode(self.control, asked, self.life):
+                    index, sample = asked.task_and_sample(taken[1])
+                    good = asked.version > index and asked.kind != "blank_images"
+                    found = result(index, sample, self.life, "success" if good else "failure")
+                    evaluation_queue.submit_result(self.control, asked, taken[0], found)
+                self.kinds.append(asked.kind)
+            time.sleep(0.02)
+
+
+def test_a_run_is_evaluated_before_beside_and_after(address: tuple[str, int], config: Config, one_rank: None):
+    tracker = MLflowTracker(config, None, str)
+    engines: Any = Engines()
+    evaluation = EvaluationScheduler(config, connect(address, "trainer-0"), tracker, restart_epoch=0, version=0)
+    worker = Worker(address, "rollout-9", engines)
+    worker.start()
+    evaluation.run_before_training(0, engines)
+    assert engines.served == [0]  # an engine that came meanwhile did not wait
+    evaluation.poll_during_training(1)
+    until(lambda: "during" in worker.kinds, "evaluation beside the training")
+    evaluation.poll_during_training(4)  # writes down the one of version 1; that of the end comes afterwards
+    evaluation.run_after_training(4, engines)
+    assert engines.version == 4  # engines that lagged behind are not evaluated
+    worker.join(LIMIT)
+    assert worker.kinds == ["before", "during", "after", "blank_images"]
+    found = result_files.summarise(config.run_folder, 4)
+    assert [found[kind]["success"] for kind in ("before", "after", "blank_images")] == [0.0, 1.0, 0.0]
+    assert (found["gain"]["mean"], found["image_gain"]["mean"]) == (1.0, 1.0)
+    lines = result_files.read_evaluations(config.run_folder)
+    assert [(line["kind"], line["version"], line["success"]) for line in lines][1] == ("during", 1, 1 / 3)
+    history = tracker.client.get_metric_history(tracker.run_id, "evaluation/success/click-test")
+    assert {metric.step: metric.value for metric in history} == {0: 0.0, 1: 1 / 3, 4: 1.0}
+
+    # Going on from version 1: the start is known, and what came after is forgotten.
+    again = EvaluationScheduler(config, connect(address, "trainer-0"), tracker, restart_epoch=1, version=1)
+    again.run_before_training(1, engines)
+    assert [line["kind"] for line in result_files.read_evaluations(config.run_folder)] == ["before", "during"]
+
+
+def test_without_workers_an_evaluation_ends_at_its_limit_and_beside_the_training_at_once(
+    address: tuple[str, int], config: Config, one_rank: None
+):
+    tracker = MLflowTracker(config, None, str)
+    engines: Any = Engines()
+    control = connect(address, "trainer-0")
+    evaluation = EvaluationScheduler(config, control, tracker, restart_epoch=0, version=0)
+    config.evaluation.timeout_seconds = 3600.0
+    began = time.monotonic()
+    evaluation.poll_during_training(1)
+    evaluation.poll_during_training(2)  # finds the one of version 1 under way
+    evaluation.run_after_training(3, engines)  # the run was stopped before its last update
+    assert time.monotonic() - began < 10
+    assert result_files.read_evaluations(config.run_folder) == []
+    assert evaluation_queue.current_request(control) is None
+    config.evaluation.timeout_seconds, config.evaluation.after, config.evaluation.blank_images = 0.5, False, False
+    evaluation.poll_during_training(4)
+    evaluation.run_after_training(4, engines)
+    [line] = result_files.read_evaluations(config.run_folder)
+    assert (line["kind"], line["episodes"], line["missing"], line["success"]) == ("during", 0, 3, None)

@@ -1,0 +1,194 @@
+"""What an evaluation says of its results, against computations made another way."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from megatron_webrl.evaluation import result_files, result_table
+from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, EvaluationResult
+from megatron_webrl.evaluation.results import (
+    aggregate_results,
+    mlflow_metrics,
+    paired_difference,
+    pass_at,
+    wilson_interval,
+)
+from megatron_webrl.tracking import summary
+
+REQUEST = EvaluationRequest(number=1, kind="before", tasks=4, samples=1, temperature=0.0, version=3, exclusive=True)
+
+
+def result(
+    index: int, outcome: str = "success", *, sample: int = 0, environment: str = "click-test"
+) -> EvaluationResult:
+    return EvaluationResult(
+        index, sample, f"{environment}/{index}", "miniwob", environment, "easy", outcome, 2, 20, 1.5, (3, 4), "w.1"
+    )
+
+
+def bisected(share: float, trials: int, low: float, high: float) -> float:
+    """Where |share - p| stops being at most Z standard errors of p, between `low` (inside) and `high` (outside)."""
+    for _ in range(200):
+        middle = (low + high) / 2
+        inside = abs(share - middle) <= 1.959963984540054 * math.sqrt(middle * (1 - middle) / trials)
+        low, high = (middle, high) if inside else (low, middle)
+    return low
+
+
+@pytest.mark.parametrize(("successes", "trials"), [(0, 8), (8, 8), (1, 3), (50, 180), (179, 180), (500, 1000)])
+def test_the_interval_holds_what_is_within_its_standard_errors(successes: int, trials: int):
+    share = successes / trials
+    interval = wilson_interval(share, trials)
+    assert interval is not None
+    assert interval[0] == pytest.approx(bisected(share, trials, share, 0.0), abs=1e-9)
+    assert interval[1] == pytest.approx(bisected(share, trials, share, 1.0), abs=1e-9)
+    assert wilson_interval(0.0, 0) is None
+
+
+@pytest.mark.parametrize(("samples", "successes"), [(1, 0), (1, 1), (5, 2), (6, 6), (6, 0), (7, 1)])
+def test_pass_at_k_is_the_share_of_subsets_with_a_success(samples: int, successes: int):
+    outcomes = [index < successes for index in range(samples)]
+    for k in range(1, samples + 1):
+        subsets = list(itertools.combinations(outcomes, k))
+        assert pass_at(k, samples, successes) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+    with pytest.raises(ValueError, match=f"pass@{samples + 1} cannot be told from {samples} samples"):
+        pass_at(samples + 1, samples, successes)
+
+
+def test_the_gains_interval_is_that_of_all_resamples():
+    before = [result(index, outcome) for index, outcome in enumerate(["failure"] * 5 + ["success"])]
+    after = [result(index, outcome) for index, outcome in enumerate(["success"] * 3 + ["failure"] * 3)]
+    differences = np.array([1, 1, 1, 0, 0, -1])
+    means = [differences[list(draw)].mean() for draw in itertools.product(range(6), repeat=6)]
+    found = paired_difference(before, after)
+    assert found is not None
+    assert found["tasks"] == 6
+    assert found["mean"] == pytest.approx(2 / 6)
+    assert found["interval"] == pytest.approx(list(np.percentile(means, [2.5, 97.5])), abs=1 / 6 + 1e-9)
+
+
+def test_the_gain_is_that_of_tasks_judged_both_times():
+    before = [result(0, "failure"), result(1, "failure"), result(2, "browser_crashed")]
+    after = [result(0), result(1, "engine_error"), result(2), result(3)]
+    assert paired_difference(before, after) == {"mean": 1.0, "interval": [1.0, 1.0], "tasks": 1}
+    assert paired_difference(before, [result(7)]) is None
+    # Of several samples of a task the mean counts.
+    assert paired_difference([result(0), result(0, "failure", sample=1)], [result(0)]) == {
+        "mean": 0.5, "interval": [0.5, 0.5], "tasks": 1,
+    }  # fmt: skip
+
+
+def test_episodes_without_a_verdict_and_missing_ones_count_neither_way():
+    results = [result(0), result(1, "failure", environment="focus-text"), result(2, "browser_crashed")]
+    line = aggregate_results(REQUEST, results, seconds=9.0, restart_epoch=2)
+    assert json.loads(json.dumps(line)) == line
+    assert (line["success"], line["episodes"], line["no_verdict"], line["missing"]) == (
+        0.5,
+        2,
+        {"browser_crashed": 1},
+        1,
+    )
+    interval = wilson_interval(0.5, 2)
+    assert interval is not None
+    assert line["interval"] == list(interval)
+    assert (line["steps_mean"], line["response_tokens_mean"], line["versions"]) == (2, 10, [3, 4])
+    assert {name: entry["success"] for name, entry in line["environments"].items()} == {
+        "click-test": 1.0,
+        "focus-text": 0.0,
+    }
+    assert line["difficulties"]["easy"]["episodes"] == line["sources"]["miniwob"]["episodes"] == 2
+    assert line["pass_at"] == {"1": 0.5}
+
+
+def test_nothing_judged_is_no_success_of_zero():
+    line = aggregate_results(REQUEST, [result(0, "engine_error")], seconds=1.0)
+    assert (line["success"], line["interval"], line["episodes"], line["pass_at"]) == (None, None, 0, {})
+    assert "evaluation/success" not in mlflow_metrics(line)
+    assert result_table.format_success(line) == "-"
+    assert aggregate_results(REQUEST, [], seconds=1.0)["missing"] == 4
+
+
+def test_samples_of_a_task_do_not_make_the_interval_narrower():
+    request = replace(REQUEST, tasks=2, samples=3, temperature=1.0)
+    results = [result(i, "success" if s <= i else "failure", sample=s) for i in range(2) for s in range(3)]
+    line = aggregate_results(request, results, seconds=1.0)
+    assert line["success"] == 0.5
+    interval = wilson_interval(0.5, 2)
+    assert interval is not None
+    assert line["interval"] == list(interval)
+    assert line["pass_at"] == pytest.approx({"1": 0.5, "2": (2 / 3 + 1) / 2, "3": 1.0})
+
+
+def test_mlflow_gets_blank_images_under_a_name_of_their_own():
+    line = aggregate_results(REQUEST, [result(0), result(1, "failure", environment="focus-text")], seconds=2.0)
+    values = mlflow_metrics(line)
+    assert values["evaluation/success"] == 0.5
+    assert values["evaluation/success/focus-text"] == 0.0
+    assert values["evaluation/success_low"] == line["interval"][0]
+    blank = mlflow_metrics(line | {"kind": "blank_images"})
+    assert blank["evaluation/blank_images/success"] == 0.5
+    assert "evaluation/success" not in blank
+
+
+def test_the_summary_takes_the_first_before_and_what_the_last_version_reached(tmp_path: Path):
+    def append(kind: str, version: int, *outcomes: str) -> None:
+        results = [result(index, outcome) for index, outcome in enumerate(outcomes)]
+        request = replace(REQUEST, kind=kind, version=version, tasks=len(outcomes))
+        result_files.append_evaluation(tmp_path, aggregate_results(request, results, 1.0), results)
+
+    update = {"version": 1, "steps_mean": 1.0, "staleness_mean": 0.0, "staleness_max": 0, "extra": {}}
+    summary.write_updates(tmp_path, [update])
+    summary.write_summary(tmp_path, "finished", None)
+    assert summary.read_summary(tmp_path)["evaluation"] == dict.fromkeys(
+        ("before", "after", "blank_images", "gain", "image_gain")
+    )
+    append("before", 0, "failure", "failure")
+    append("during", 1, "failure", "success")
+    append("after", 1, "failure", "success")
+    summary.write_summary(tmp_path, "finished", None)
+    evaluation = summary.read_summary(tmp_path)["evaluation"]
+    assert (evaluation["before"]["version"], evaluation["after"]["success"]) == (0, 0.5)
+    assert evaluation["gain"]["mean"] == 0.5
+    assert evaluation["image_gain"] is None
+    # The run goes on: what was the end of it is not the end any more.
+    append("after", 2, "success", "success")
+    append("blank_images", 2, "failure", "success")
+    summary.write_updates(tmp_path, [update, update | {"version": 2}])
+    summary.write_summary(tmp_path, "finished", None)
+    evaluation = summary.read_summary(tmp_path)["evaluation"]
+    assert [evaluation[name]["mean"] for name in ("gain", "image_gain")] == [1.0, 0.5]
+    # It goes on from version 1 once more: version 2 was never there.
+    result_files.truncate_after(tmp_path, 1)
+    assert [line["version"] for line in result_files.read_evaluations(tmp_path)] == [0, 1, 1]
+
+
+def test_a_run_that_makes_no_update_ends_with_what_it_began_with(tmp_path: Path):
+    results = [result(0)]
+    result_files.append_evaluation(
+        tmp_path, aggregate_results(replace(REQUEST, kind="after", version=0, tasks=1), results, 1.0), results
+    )
+    summary.write_summary(tmp_path, "finished", None)
+    assert summary.read_summary(tmp_path)["evaluation"]["after"]["success"] == 1.0
+
+
+def test_the_table_fits_a_terminal_of_80_columns():
+    results = [
+        result(i, "success" if i % 3 else "failure", environment=f"click-collapsible-{i % 6}") for i in range(60)
+    ]
+    line = aggregate_results(replace(REQUEST, tasks=60), results, 1.0)
+    out = io.StringIO()
+    lines = [line, line | {"kind": "after"}, line | {"kind": "blank_images"}]
+    Console(file=out, width=80).print(result_table.evaluation_table(lines))
+    assert "…" not in out.getvalue()
+    assert "67% (54-77)" in out.getvalue()
+    words = result_table.format_difference("gain", {"mean": 0.25, "interval": [0.1, 0.4], "tasks": 60})
+    assert words == "gain: +25.0 points, 95 % interval +10.0 to +40.0 (paired bootstrap over 60 tasks)"

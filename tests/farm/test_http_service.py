@@ -1,0 +1,211 @@
+"""Nodes and routers as processes: who may speak to them, how they start and end."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+
+from megatron_webrl.cli import main
+from tests.farm.conftest import LIMIT, ROOT, SMALL, Http, Server, node, serving
+from tests.waiting import until
+
+TOKEN = secrets.token_urlsafe(24)
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+
+
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """What `webrl browsers ...` says when it refuses."""
+
+    def run(*arguments: str, token: str) -> str:
+        monkeypatch.setenv("WEBRL_BROWSERS_TOKEN", token)
+        assert main(["browsers", *arguments]) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert len(said.err.splitlines()) == 1
+        return said.err
+
+    return run
+
+
+def all_gone(processes: list[psutil.Process]) -> bool:
+    return not [process for process in processes if process.is_running() and _state(process) != psutil.STATUS_ZOMBIE]
+
+
+def _state(process: psutil.Process) -> str:
+    try:
+        return process.status()
+    except psutil.NoSuchProcess:
+        return psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("part", ["serve", "route"])
+def test_off_loopback_a_token_is_required(part: str, refusal: Callable[..., str], tmp_path: Path) -> None:
+    said = refusal(part, "--host", "0.0.0.0", "--port", "0", token="")
+    assert "WEBRL_BROWSERS_TOKEN holds no token, and --host=0.0.0.0 can be reached from elsewhere" in said
+    assert "--token-file" in said
+    short = refusal(part, "--port", "0", token="hunter2")
+    assert "at least 16" in short
+    assert "hunter2" not in short
+    assert "cannot be read" in refusal(part, "--token-file", str(tmp_path / "none"), token=TOKEN)
+    (tmp_path / "empty").touch()
+    assert "is empty" in refusal(part, "--token-file", str(tmp_path / "empty"), token=TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--sessions", "0"], "--sessions=0 must be at least 1"),
+        (["--lease-seconds", "5000"], "--lease-seconds=5000 must be greater than 0 and at most"),
+        (["--router", "node7:8701"], "--router=node7:8701 is not an address such as"),
+        (["browser.colour=red"], "unknown key browser.colour in an override"),
+        (["browser.quality=300"], "browser.quality=300 must be at most 100"),
+        (["no-such.yaml"], "configuration no-such.yaml is not a file"),
+        (["--host", "192.0.2.1"], "cannot listen on --host=192.0.2.1 --port=8700"),  # nobody's address
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_starts(
+    arguments: list[str], error: str, refusal: Callable[..., str]
+) -> None:
+    assert error in refusal("serve", *arguments, token=TOKEN)
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A router that can be reached from elsewhere."""
+    file = tmp_path_factory.mktemp("token") / "token"
+    file.write_text(TOKEN + "\n")
+    with serving("route", "--host", "0.0.0.0", "--token-file", str(file)) as server:
+        port = server.url.rpartition(":")[2]
+        yield Server(f"http://127.0.0.1:{port}", server.process)
+
+
+async def test_every_path_of_the_api_needs_the_token(guarded: Server, client: aiohttp.ClientSession) -> None:
+    http = Http(client, guarded.url)
+    paths = [
+        ("GET", "/v1/state"), ("GET", "/v1/tasks"), ("POST", "/v1/leases"), ("POST", "/v1/servers"),
+        ("GET", "/v1/leases/x"), ("DELETE", "/v1/leases/x"), ("POST", "/v1/leases/x/step"), ("GET", "/v1/nothing"),
+    ]  # fmt: skip
+    for method, path in paths:
+        wrong = [{}, {"Authorization": TOKEN}, {"Authorization": f"Bearer {TOKEN}x"}, {"Authorization": "Bearer \xe9"}]
+        for headers in wrong:
+            answer = await http(method, path, headers=headers)
+            assert answer.status == 401
+            assert answer.headers["WWW-Authenticate"] == "Bearer"
+            assert set(answer.json) == {"error", "outcome"}
+            assert TOKEN not in answer.body.decode()
+        assert (await http(method, path, headers=BEARER)).status != 401
+    for path in ("/healthz", "/metrics", "/", "/openapi.json"):
+        assert (await http("GET", path)).status in (200, 503)
+    assert (await http("GET", "/openapi.json")).json["paths"]["/v1/state"]["get"]["security"] == [{"token": []}]
+    assert (await http("GET", "/v1/state", headers={**BEARER, "Host": "farm.example"})).status == 200
+
+
+async def test_without_a_token_only_loopback_names_and_no_foreign_pages_are_answered(
+    client: aiohttp.ClientSession,
+) -> None:
+    with serving("route", WEBRL_BROWSERS_TOKEN="") as server:
+        http, place = Http(client, server.url), server.url.removeprefix("http://")
+        port = place.rpartition(":")[2]
+        for host in (place, f"localhost:{port}", f"[::1]:{port}", "127.0.0.1"):
+            assert (await http("GET", "/v1/state", headers={"Host": host})).status == 200, host
+        for host in (f"rebound.example:{port}", "localhost.example", "127.0.0.1.example", "10.0.0.1", ""):
+            for path in ("/v1/state", "/", "/metrics"):
+                assert (await http("GET", path, headers={"Host": host})).status == 403, host
+        foreign = await http("POST", "/v1/leases", json={}, headers={"Origin": "http://evil.example"})
+        assert (foreign.status, "other origins" in foreign.json["error"]) == (403, True)
+        assert (await http("POST", "/v1/leases", data=b"{}", headers={"Content-Type": "text/plain"})).status == 400
+        own = await http("GET", "/v1/state", headers={"Origin": server.url})
+        assert own.status == 200
+
+
+async def test_long_bodies_are_refused_however_they_are_sent(guarded: Server, client: aiohttp.ClientSession) -> None:
+    http = Http(client, guarded.url)
+    body = b'{"owner": "' + b"x" * 70_000 + b'"}'
+
+    async def in_pieces():  # type: ignore[no-untyped-def]
+        for start in range(0, len(body), 1000):
+            yield body[start : start + 1000]
+            await asyncio.sleep(0)
+
+    headers = {**BEARER, "Content-Type": "application/json"}
+    for data in (body, in_pieces()):
+        answer = await http("POST", "/v1/leases", data=data, headers=headers)
+        assert (answer.status, answer.json["error"]) == (413, "the body is longer than 65536 bytes")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_node_that_is_told_to_end_does_so_and_leaves_no_process(
+    client: aiohttp.ClientSession, number: signal.Signals
+) -> None:
+    with node(sessions=2) as server:
+        http = Http(client, server.url)
+        lease = await http.lease()
+        await http.reset(lease, "click-test")
+        waiting = asyncio.ensure_future(http("POST", f"/v1/leases/{lease}/step", json={"kind": "wait", "time": 2}))
+        below = server.children()
+        assert len(below) >= 3
+        server.process.send_signal(number)
+        assert await asyncio.to_thread(server.process.wait, LIMIT) == 0
+        until(lambda: all_gone(below), "no process left")
+        await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_a_node_dies_with_its_parent_if_asked_to(client: aiohttp.ClientSession, tmp_path: Path) -> None:
+    file = tmp_path / "address"
+    command = [
+        sys.executable, "-m", "megatron_webrl.cli", "browsers", "serve", "--port", "0", "--sessions", "1",
+        "--address-file", str(file), "--die-with-parent", *SMALL,
+    ]  # fmt: skip
+    parent = subprocess.Popen(
+        [sys.executable, "-c", f"import subprocess; subprocess.run({command!r})"], cwd=ROOT, stderr=subprocess.DEVNULL
+    )
+    try:
+        until(file.exists, "an address")
+        below = psutil.Process(parent.pid).children(recursive=True)
+        assert len(below) >= 4  # node, driver, browser, renderer
+    finally:
+        parent.kill()
+        parent.wait()
+    until(lambda: all_gone(below), "no process left")
+
+
+async def test_pages_reach_neither_the_node_nor_anything_else_of_this_machine(client: aiohttp.ClientSession) -> None:
+    with node("browser.open_web=true", sessions=1) as server:
+        http = Http(client, server.url)
+        port = server.url.rpartition(":")[2]
+        assert (await http("GET", "/v1/tasks")).json["sources"]["web"] == ["page"]
+        lease = await http.lease()
+        for host in ("127.0.0.1", "localhost", "[::1]", "2130706433"):
+            url = f"http://{host}:{port}/v1/state"
+            answer = await http("POST", f"/v1/leases/{lease}/reset", json={"url": url})
+            assert answer.status == 200, answer.body
+            assert answer.json["error"], url
+            assert "sessions" not in answer.json["title"]
+        refused = (await http("GET", f"/v1/leases/{lease}")).json["refused_requests"]
+        assert sum(refused.values()) >= 1
+        await http.reset(lease, "click-test")
+        step = await http("POST", f"/v1/leases/{lease}/step", json={"kind": "navigate", "url": server.url})
+        assert "may not be opened" in step.json["error"]
+        for url, error in (("ftp://example.com", "url: "), ("x", "url: "), ("ws://example.com", "url: ws")):
+            bad = await http("POST", f"/v1/leases/{lease}/reset", json={"url": url})
+            assert (bad.status, bad.json["error"].startswith(error)) == (400, True)
+
+
+def test_neither_node_nor_router_needs_torch() -> None:
+    for module in ("node_main", "router_main", "commands"):
+        code = f"import sys, megatron_webrl.farm.{module}; print('torch' in sys.modules)"
+        found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+        assert found.stdout.strip() == "False"
+    code = "import sys, megatron_webrl.farm.commands; print({'fastapi', 'aiohttp', 'playwright'} & set(sys.modules))"
+    cheap = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert cheap.stdout.strip() == "set()"

@@ -1,0 +1,163 @@
+"""`webrl eval` as a user runs it: a checkpoint, real vLLM, real Chromium; and bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from mlflow.tracking import MlflowClient
+
+from megatron_webrl.cli import main
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.launch.evaluation_launcher import EvaluatedCheckpoint, evaluation_config
+from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_megatron
+from megatron_webrl.model.layout import ParallelSizes
+from megatron_webrl.system.child_process import OWNER_VARIABLE
+
+SETTINGS: dict[str, Any] = {
+    "rollout": {
+        "groups_in_flight": 2,
+        "group_size": 2,
+        "max_new_tokens": 16,
+        "max_model_len": 1024,
+        "kv_cache_mib": 32,
+        "context": {"response_format": "bare", "compact": True},
+    },
+    "trainer": {"tokens_per_microbatch": 4096},
+    "tasks": {"environments": ["click-test", "focus-text"], "max_steps": 2},
+    "browser": {"width": 160, "height": 224, "screenshot": "png"},
+    "evaluation": {"episodes": 2, "after": True, "blank_images": True},
+    "ring": {"capacity_mib": 64},
+}
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path, tiny_model: Path) -> Path:
+    """A run's folder with a configuration and a checkpoint."""
+    folder = tmp_path / "runs" / "trained"
+    version = folder / "checkpoints" / "version-000007"
+    version.parent.mkdir(parents=True)
+    hf_to_megatron(tiny_model, version, ParallelSizes(), ConversionOptions())
+    (version / "state.json").write_text('{"version": 7}')
+    (version.parent / "latest").write_text(version.name)
+    settings = {**SETTINGS, "model": {"path": "gone"}, "run": {"name": "trained", "directory": str(tmp_path / "runs")}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    return folder
+
+
+def start(output: Path, *words: object) -> subprocess.Popen[bytes]:
+    environment = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
+    command = [sys.executable, "-m", "megatron_webrl.cli", "eval", *map(str, words)]
+    with output.open("wb") as file:
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+
+
+def left_by(process: subprocess.Popen[bytes]) -> list[str]:
+    """Processes, folders and shared memory of a command that has ended."""
+    found = [str(path) for path in Path(tempfile.gettempdir()).glob(f"webrl-{process.pid}-*")]
+    for other in psutil.process_iter():
+        try:
+            if other.environ().get(OWNER_VARIABLE, "").startswith(f"{process.pid}:"):
+                found.append(str(other))
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found + [name for name in os.listdir("/dev/shm") if name.startswith("webrl-trained")]
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+def test_a_runs_checkpoint_is_evaluated_and_an_interrupt_leaves_nothing(run_folder: Path, tmp_path: Path):
+    report, output = tmp_path / "report.json", tmp_path / "out.log"
+    process = start(output, run_folder, "--json", report)
+    assert process.wait(300) == 0, output.read_text()
+    found = json.loads(report.read_text())
+    assert found["checkpoint"] == str(run_folder / "checkpoints" / "version-000007")
+    for name in ("evaluation", "blank_images"):
+        line = found[name]
+        assert (line["version"], line["versions"], line["missing"]) == (7, [7, 7], 0)
+        assert line["episodes"] + sum(line["no_verdict"].values()) == 4
+        assert set(line["environments"]) == {"click-test", "focus-text"}
+    assert found["image_gain"]["tasks"] == 4
+    assert sorted(each["index"] for each in found["episodes"]) == [0, 1, 2, 3]
+    assert "click-test" in output.read_text()
+    assert "95 % interval" in output.read_text()
+    client = MlflowClient(f"sqlite:///{run_folder.parent / 'mlflow.db'}")
+    [run] = client.search_runs([client.get_experiment_by_name("megatron_webrl").experiment_id])
+    assert run.info.run_name == "trained-evaluation"
+    assert run.data.metrics["evaluation/success"] == found["evaluation"]["success"]
+    assert run.data.tags["checkpoint"] == found["checkpoint"]
+    assert sorted(path.name for path in run_folder.iterdir()) == ["checkpoints", "config.yaml"]
+    assert not left_by(process)
+
+    log = run_folder.with_name("trained-evaluation") / "logs" / "rollout-0.log"
+    old = log.stat().st_mtime_ns
+    process = start(output, run_folder)
+    deadline = time.monotonic() + 200
+    while not log.is_file() or log.stat().st_mtime_ns == old:
+        assert process.poll() is None, output.read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130, output.read_text()
+    assert "interrupted" in output.read_text()
+    assert not left_by(process)
+
+
+def test_a_checkpoints_run_says_how_and_overrides_replace_it(run_folder: Path, tiny_model: Path):
+    checkpoint = EvaluatedCheckpoint.resolve(run_folder)
+    assert (checkpoint.path.name, checkpoint.is_megatron, checkpoint.version) == ("version-000007", True, 7)
+    assert (
+        EvaluatedCheckpoint.resolve(checkpoint.path)
+        == EvaluatedCheckpoint.resolve(run_folder / "checkpoints")
+        == checkpoint
+    )
+    config = evaluation_config(checkpoint, ["evaluation.episodes=5", "evaluation.blank_images=false"])
+    assert (config.run.name, config.evaluation.episodes, config.evaluation.blank_images) == (
+        "trained-evaluation", 5, False,
+    )  # fmt: skip
+    assert config.model.path == str(checkpoint.path / "hf")
+    folder = EvaluatedCheckpoint.resolve(tiny_model)
+    assert (folder.is_megatron, folder.version) == (False, 0)
+    assert evaluation_config(folder, [str(run_folder / "config.yaml")]).model.path == str(tiny_model)
+    with pytest.raises(ConfigError, match="lies in no run's checkpoints; name a configuration after it"):
+        evaluation_config(folder, ["evaluation.episodes=5"])
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["nowhere"], "nowhere is no Hugging Face folder (config.json), nor a checkpoint: nowhere is no checkpoint"),
+        (["RUN", "--samples", "4"], "evaluation.samples=4 with evaluation.temperature=0 repeats the same episode"),
+        (["RUN", "--temperature", "hot"], "evaluation.temperature: Value 'hot'"),
+        (["RUN", "tasks.environments=[click-tset]"], "near: click-test"),
+        (["RUN", "missing.yaml"], "configuration missing.yaml is not a file"),
+        (["RUN", "--json", "/no/such/folder/file.json"], "--json=/no/such/folder/file.json: /no/such/folder is not a"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_starts(
+    run_folder: Path, words: list[str], error: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["eval", *(str(run_folder) if word == "RUN" else word for word in words)]) == 2
+    output = capsys.readouterr()
+    assert error in output.err
+    assert (output.err.count("\n"), output.out) == (1, "")
+    assert not run_folder.with_name("trained-evaluation").exists()
+
+
+def test_a_damaged_checkpoint_is_one_line(run_folder: Path, capsys: pytest.CaptureFixture[str]):
+    [file, *_] = sorted((run_folder / "checkpoints" / "version-000007" / "megatron").glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    before = set(Path(tempfile.gettempdir()).glob(f"webrl-{os.getpid()}-*"))
+    assert main(["eval", str(run_folder)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert set(Path(tempfile.gettempdir()).glob(f"webrl-{os.getpid()}-*")) == before

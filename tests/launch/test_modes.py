@@ -1,0 +1,43 @@
+"""Whole jobs in the modes that make each batch with fixed weights. The other tests of jobs are of mode `async`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.launch.test_job import Job, job, owned, rings  # noqa: F401
+
+pytestmark = [pytest.mark.alone, pytest.mark.soak, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "stepping", "lags"), [("sync", "lockstep", [0, 0, 0]), ("one_step_off", "free", [0, 1, 1])]
+)
+def test_each_batch_is_made_with_one_version_as_old_as_the_mode_says(
+    job: Job,  # noqa: F811
+    mode: str,
+    stepping: str,
+    lags: list[int],
+) -> None:
+    job.start(
+        f"rollout.mode={mode}",
+        f"rollout.stepping={stepping}",
+        "rollout.max_staleness=2",  # the default, which the mode replaces
+        "trainer.updates=3",
+    )
+    assert job.wait(500) == 0, job.output()
+    summary = job.summary()
+    updates = summary["updates"]
+    assert [update["staleness_max"] for update in updates] == lags
+    assert [update["staleness_mean"] for update in updates] == lags
+    assert {update["extra"]["versions_per_step"] for update in updates} == {1.0}
+    assert all(0 < update["extra"]["engine/idle_fraction"] < 1 for update in updates)
+    assert all(
+        0 < update["extra"]["engine/running_requests"] <= update["extra"]["engine/running_episodes"]
+        for update in updates
+    )
+    accounting = summary["accounting"]
+    assert accounting["matches"], accounting
+    assert accounting["tokens"]["trained"] > 0
+    assert job.process is not None
+    assert not owned(job.process.pid)
+    assert not rings(job)

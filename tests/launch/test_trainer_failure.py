@@ -1,0 +1,77 @@
+"""How many times in a row the trainer may fall, and what everyone is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_webrl.config.schema import Config
+from megatron_webrl.control.control_plane import ControlClient
+from megatron_webrl.launch import trainer_failure
+from megatron_webrl.launch.trainer_restart import with_attempt
+from megatron_webrl.tracking import events, summary
+from megatron_webrl.tracking.events import EventLog
+from tests.planes import connect, control_plane
+
+
+@pytest.fixture
+def control(tmp_path: Path) -> Iterator[ControlClient]:
+    with control_plane(tmp_path) as address:
+        yield connect(address, "node-0")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    config = Config()
+    config.run.directory, config.run.name, config.run.max_trainer_restarts = str(tmp_path), "here", 2
+    (config.run_folder / "checkpoints").mkdir(parents=True)
+    return config
+
+
+def complete(config: Config, name: str) -> None:
+    """Let there be a checkpoint of that name."""
+    (config.run_folder / "checkpoints" / "latest").write_text(f"{name}\n")
+
+
+def test_falls_count_anew_once_a_checkpoint_is_complete(control: ControlClient, config: Config) -> None:
+    journal = EventLog(config.run_folder)
+    told = [
+        trainer_failure.record_failure(control, config, journal, attempt, "trainer-0", f"fall {attempt}")
+        for attempt in (0, 1)
+    ]
+    complete(config, "version-000002")
+    told += [
+        trainer_failure.record_failure(control, config, journal, attempt, "trainer-1", f"fall {attempt}")
+        for attempt in (2, 3, 4)
+    ]
+    assert [fall.consecutive_failures for fall in told] == [1, 2, 1, 2, 3]
+    assert [fall.checkpoint for fall in told] == ["", "", *["version-000002"] * 3]
+    assert [fall.job_outcome(config) is None for fall in told] == [True] * 4 + [False]
+    assert told[-1].job_outcome(config) == (
+        "failed: the trainer failed 3 times in a row without a new checkpoint (run.max_trainer_restarts=2); "
+        "the last time: fall 4"
+    )
+    summary.write_summary(config.run_folder, "failed", None)
+    found = summary.read_summary(config.run_folder)["restarts"]
+    assert [(each["role"], each["reason"]) for each in found] == [
+        ("trainer-0", "fall 0"), ("trainer-0", "fall 1"), ("trainer-1", "fall 2"), ("trainer-1", "fall 3"),
+    ]  # fmt: skip
+    assert events.read_events(config.run_folder)[-1].event == events.FAILED
+
+
+def test_everyone_is_told_of_the_fall_that_was_declared_first(control: ControlClient, config: Config) -> None:
+    assert trainer_failure.failure_of_attempt(control, 0) is None
+    first = trainer_failure.record_failure(control, config, EventLog(config.run_folder), 0, "trainer-3", "killed")
+    other = trainer_failure.record_failure(
+        control, config, EventLog(config.run_folder), 0, "trainer-0", "lost its peer"
+    )
+    assert other == first == trainer_failure.failure_of_attempt(control, 0)
+    assert trainer_failure.failure_of_attempt(control, 1) is None
+    assert len(events.read_events(config.run_folder)) == 1
+
+
+def test_a_rank_is_told_its_attempt() -> None:
+    assert with_attempt(["webrl", "trainer"], 1) == ["webrl", "trainer", "--attempt", "1"]
+    assert with_attempt(["webrl", "--attempt", "1", "x"], 2) == ["webrl", "--attempt", "2", "x"]

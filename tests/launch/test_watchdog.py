@@ -1,0 +1,240 @@
+"""Roles that hang are found, show where, and are killed: small processes that talk to a real control plane."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_webrl.config.load import parse_config, save_config
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.control.control_plane import ControlClient, TicketEpoch
+from megatron_webrl.launch import role_process, watchdog
+from megatron_webrl.launch.role_process import RoleProcess
+from megatron_webrl.launch.validation import load_config
+from megatron_webrl.launch.watchdog import HangDetector, Watchdog
+from megatron_webrl.system import child_process, stack_dump
+from megatron_webrl.tracking.events import EventLog
+from tests.planes import connect, control_plane
+
+ROOT = Path(__file__).parent.parent
+ROLE = """
+import signal, sys, threading, time
+from megatron_webrl.system import stack_dump
+from megatron_webrl.control.control_plane import ControlClient
+
+def endless_loop_of_this_test():
+    while True:
+        signal.pause()
+
+stack_dump.register_dump_signal()
+port, name, marks = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+control = ControlClient("127.0.0.1", port, name, 10.0)
+control.start_heartbeat()
+while marks and control.get_json("halt") is None:
+    control.check_job()
+    marks -= 1
+    time.sleep(0.1)
+endless_loop_of_this_test()
+"""
+FOR_EVER = "1000000"
+
+
+class Machine:
+    """Roles on this machine, who guards them, and what it told."""
+
+    def __init__(self, config: Config, port: int) -> None:
+        self.config, self.told, self.port = config, [], port  # type: ignore[var-annotated]
+        self.control = ControlClient("127.0.0.1", port, "launcher", config.run.heartbeat_timeout_seconds)
+        self.guard = Watchdog(config, self.control, EventLog(config.run_folder), self.told.append)
+        self.roles: list[RoleProcess] = []
+
+    def start(self, name: str, marks: str) -> RoleProcess:
+        command = [sys.executable, "-c", ROLE, str(self.port), name, marks]
+        self.roles.append(RoleProcess.start(name, command, dict(os.environ), self.config.run_folder / f"{name}.log"))
+        self.until(lambda: self.control.liveness_value(name, "progress"), f"a mark of {name}")
+        return self.roles[-1]
+
+    def until(self, condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}: {self.told}"
+            self.guard.poll(self.roles)
+            time.sleep(0.05)
+
+
+@contextmanager
+def machine(folder: Path, *settings: str) -> Iterator[Machine]:
+    config = parse_config(None, [f"run.directory={folder}", "run.name=here", *settings])
+    config.run_folder.mkdir()
+    save_config(config, role_process.config_path(config))
+    with control_plane(config.run_folder) as address:
+        made = Machine(config, address[1])
+        try:
+            yield made
+        finally:
+            for role in made.roles:
+                child_process.kill_process_group(role.process.pid)
+
+
+def test_a_worker_that_hangs_though_its_heart_beats_shows_where_and_is_killed(tmp_path: Path) -> None:
+    with machine(tmp_path, "run.hang_timeout_seconds=4", "rollout.engines=2") as here:
+        here.start("rollout-0", FOR_EVER)
+        role = here.start("rollout-1", "3")
+        here.until(lambda: role.process.poll() is not None, "the end of rollout-1")
+        why = "rollout-1 made no progress for 4 s (run.hang_timeout_seconds)"
+        assert here.told == [
+            f"{why}: all roles show their stacks in their logs",
+            f"rollout-1 is killed, for: {why}",
+        ]
+        text = role.log.read_text()
+        assert "endless_loop_of_this_test" in text
+        assert "_beat" in text  # of the other thread
+        assert "in <module>" in here.roles[0].log.read_text()
+        assert here.roles[0].process.poll() is None
+        failure = role.failure_message()
+        assert failure is not None
+        assert failure.startswith(
+            f"rollout-1 was killed by SIGKILL; last log line: ERROR rollout-1 is killed, for: {why}"
+        )
+
+
+SPANNING = ("cluster.nodes=2", "trainer.data_parallel=2", "rollout.pipeline_parallel=2")
+
+
+@pytest.mark.parametrize(("name", "settings"), [("rollout-0", ()), ("rollout-0.follower-1", SPANNING)])
+def test_a_worker_or_a_part_that_is_stopped_is_found_by_its_silence_and_started_again(
+    tmp_path: Path, name: str, settings: tuple[str, ...]
+) -> None:
+    with machine(tmp_path, "run.heartbeat_timeout_seconds=3", "rollout.engines=1", *settings) as here:
+        role = here.start(name, FOR_EVER)
+        first = role.process.pid
+        os.kill(first, signal.SIGSTOP)
+        here.until(lambda: role.process.poll() is not None, "the end of the role")
+        stopped = f"python ({first}) is stopped and cannot show its stacks"
+        assert stopped in role.log.read_text()
+        assert f"{name}: {stopped}" in here.told
+        failure = role.failure_message()
+        assert failure is not None
+        assert "sent no heartbeat for 3 s" in failure
+        assert role_process.restart_worker(role, here.config, here.control, failure) is not None
+        here.until(lambda: here.control.liveness_value(name, "progress").startswith(f"{role.process.pid}:"), "it")
+        time.sleep(4)  # its new life is judged by itself
+        here.until(lambda: True, "a look")
+        assert role.process.poll() is None
+
+
+def test_of_trainer_ranks_that_wait_for_each_other_the_first_to_stop_is_killed(tmp_path: Path) -> None:
+    with machine(tmp_path, "run.hang_timeout_seconds=4", "trainer.data_parallel=3", "rollout.engines=1") as here:
+        others = [here.start(f"trainer-{rank}", FOR_EVER) for rank in (0, 2)]
+        culprit = here.start("trainer-1", "1")
+        here.control.start_ticket_epoch(TicketEpoch(0, 0, 0, (), 0), 1)
+        silent = time.monotonic() + 6
+        here.until(lambda: time.monotonic() > silent, "more than the limit, for one rank")
+        assert here.told == []
+        here.control.put_json("halt", True)
+        here.until(lambda: culprit.process.poll() is not None, "the end of trainer-1")
+        assert [other.process.poll() for other in others] == [None, None]
+        assert all("endless_loop_of_this_test" in other.log.read_text() for other in (*others, culprit))
+        assert "no trainer rank for 4 s" in here.told[0]
+
+
+def test_a_role_that_came_back_before_it_is_killed_lives_on(tmp_path: Path) -> None:
+    with machine(tmp_path, "rollout.engines=1") as here:
+        role = here.start("rollout-0", FOR_EVER)
+        watchdog.request_stack_dump(here.config.run_folder, "for a test", {"rollout-0": ("progress", "an older mark")})
+        here.until(lambda: "rollout-0 goes on, and is not killed" in here.told, "the order")
+        assert role.process.poll() is None
+
+
+def test_an_order_of_an_earlier_life_of_the_job_is_not_carried_out(tmp_path: Path) -> None:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    watchdog.request_stack_dump(folder, "long ago")
+    told: list[str] = []
+    supervisor = watchdog.StackDumper(EventLog(folder), told.append)
+    supervisor.poll([], lambda: pytest.fail("nobody is to be killed"))
+    assert told == []
+
+
+def test_a_judge_that_was_held_up_itself_says_nothing_of_others(tmp_path: Path) -> None:
+    config = parse_config(
+        None,
+        [
+            f"run.directory={tmp_path}",
+            "run.hang_timeout_seconds=2",
+            "run.heartbeat_timeout_seconds=2",
+            "rollout.engines=1",
+        ],
+    )
+    config.run_folder.mkdir(parents=True)
+    with control_plane(config.run_folder) as address:
+        worker = connect(address, "rollout-0")
+        for kind in ("heartbeat", "progress"):
+            worker.store.set(f"{kind}/rollout-0", "1:1")
+        judge = HangDetector(config, ControlClient(*address, "judge", config.run.heartbeat_timeout_seconds))
+        assert judge.poll() is None
+        time.sleep(7 * watchdog.POLL_SECONDS)
+        assert judge.poll() is None
+        time.sleep(2 * watchdog.POLL_SECONDS)
+        assert (judge.poll() or watchdog.KillRequest(0, "", {})).targets == {"rollout-0": ("heartbeat", "1:1")}
+
+
+def test_browsers_and_other_programs_are_never_signalled(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.touch()
+    code = (
+        "import subprocess, time; from megatron_webrl import stacks; stack_dump.register_dump_signal()\n"
+        "child = subprocess.Popen(['sleep', '100']); print(child.pid, flush=True); child.wait()"
+    )
+    with log.open("ab") as output:
+        leader = subprocess.Popen(
+            [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=output, text=True
+        )
+    assert leader.stdout is not None
+    child = psutil.Process(int(leader.stdout.readline()))
+    assert stack_dump.dump_stacks(leader.pid, log, "for a test") == []
+    assert f"-- stacks of python ({leader.pid}): for a test --" in log.read_text()
+    assert "subprocess.py" in log.read_text()
+    assert child.is_running()
+    child.kill()
+    assert leader.wait(10) == 0
+
+
+def test_a_user_can_ask_for_stacks(tmp_path: Path) -> None:
+    with machine(tmp_path, "rollout.engines=1") as here:
+        role = here.start("rollout-0", "1")
+        command = [
+            sys.executable,
+            "-m",
+            "megatron_webrl.cli",
+            "node",
+            "stacks",
+            str(here.config.run_folder / "config.yaml"),
+        ]
+        subprocess.run(command, cwd=ROOT, check=True, timeout=60)
+        here.until(lambda: "endless_loop_of_this_test" in role.log.read_text(), "its stacks")
+        assert role.process.poll() is None
+
+
+def test_a_limit_below_what_may_be_silent_is_refused(tmp_path: Path, tiny_model: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"model: {{path: {tiny_model}}}\nrollout: {{max_model_len: 1024, max_new_tokens: 16}}\n")
+    with pytest.raises(
+        ConfigError, match=r"run.hang_timeout_seconds=500 is not above run.startup_timeout_seconds, 600"
+    ):
+        load_config(path, ["run.hang_timeout_seconds=500"])
+    with pytest.raises(
+        ConfigError, match=r"run.hang_timeout_seconds=900 is not above twice weights.timeout_seconds, and 60, 1060"
+    ):
+        load_config(path, ["weights.timeout_seconds=500"])
+    load_config(path, ["run.hang_timeout_seconds=0"])

@@ -1,0 +1,123 @@
+"""What the two gloo processes of the conversion tests do; the first writes what the models held."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_webrl.config.schema import Config
+from megatron_webrl.model import platform as platforms
+from megatron_webrl.model.layout import ParallelSizes
+from megatron_webrl.system import torchvision_shim
+from tests.gloo import join
+
+LAYOUTS = {
+    "tensor": ParallelSizes(tensor=2),
+    "pipeline": ParallelSizes(pipeline=2),
+    "virtual": ParallelSizes(pipeline=2, virtual=2),
+    "expert": ParallelSizes(expert=2),
+    "expert tensor": ParallelSizes(tensor=2, expert_tensor=2),
+}
+SKIPPED = {("tensor", "tied"), ("pipeline", "dense")}  # the other layouts have all that is special in them
+CHECKPOINTS = ("converted-1", "converted-2")
+TRAINED = ("dense", "moe")
+VERSION = 5
+
+
+def run(rank: int, folder: str) -> None:
+    """Build every model in every layout, fill it from the folder and from each checkpoint, and save it once."""
+    platform = join(rank, 2, folder)
+    # Megatron is imported on the platform that is in use.
+    from megatron_webrl.model import process_groups
+
+    found = {}
+    for layout, sizes in LAYOUTS.items():
+        process_groups.init_process_groups(sizes)
+        for name in ("dense", "tied", "moe"):
+            if (name == "moe" or not layout.startswith("expert")) and (layout, name) not in SKIPPED:
+                found[layout, name] = _examine(Path(folder), name, layout, platform)
+        process_groups.destroy_process_groups()
+    if rank == 0:
+        torch.save(found, f"{folder}/found.pt")
+    torch.distributed.destroy_process_group()
+
+
+def _examine(folder: Path, name: str, layout: str, platform: platforms.Platform) -> dict[str, Any]:
+    """Hugging Face tensors of the model as each source filled it."""
+    from megatron.core import dist_checkpointing
+
+    from megatron_webrl.model.load import load_hf
+    from megatron_webrl.model.qwen3_vl.model import build_model
+
+    chunks = build_model(folder / name, dtype="float32", platform=platform)
+    found = {}
+    _forget(chunks)
+    load_hf(chunks, folder / name)
+    found["load_hf"] = _tensors(chunks)
+    saved = folder / f"{name}-{layout}" / "megatron"
+    if torch.distributed.get_rank() == 0:
+        saved.mkdir(parents=True)
+    torch.distributed.barrier()
+    dist_checkpointing.save(_state(chunks), str(saved))
+    for checkpoint in CHECKPOINTS:
+        _forget(chunks)
+        path = str(folder / f"{name}-{checkpoint}" / "megatron")
+        loaded = dist_checkpointing.load(_state(chunks), path, strict="raise_all")
+        for number, chunk in enumerate(chunks):
+            chunk.load_state_dict(loaded[f"model{number}"])
+        found[checkpoint] = _tensors(chunks)
+    return found
+
+
+def _state(chunks: list[Any]) -> dict[str, Any]:
+    return {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(chunks)}
+
+
+def _forget(chunks: list[Any]) -> None:
+    with torch.no_grad():
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.fill_(torch.nan)
+
+
+def _tensors(chunks: list[Any]) -> dict[str, torch.Tensor]:
+    from megatron_webrl.model.export import hf_tensors
+
+    return {name: tensor.clone() for name, tensor in hf_tensors(chunks)}
+
+
+def train(rank: int, folder: str) -> None:
+    """Alone: one step of the optimiser on each model, a trainer's checkpoint of it, and what its weights are."""
+    torchvision_shim.install()
+    platform = join(rank, 1, folder)
+    from megatron_webrl.model import process_groups
+
+    for name in TRAINED:
+        process_groups.init_process_groups(ParallelSizes(), seed=1)
+        target = Path(folder, "trained", name)
+        target.mkdir(parents=True)
+        torch.save(_trained(Path(folder, name), target / "checkpoints", platform), target / "weights.pt")
+        process_groups.destroy_process_groups()
+    torch.distributed.destroy_process_group()
+
+
+def _trained(model: Path, folder: Path, platform: platforms.Platform) -> dict[str, torch.Tensor]:
+    from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
+    from megatron_webrl.trainer.factory import make_learner
+
+    config = Config()
+    config.model.path = str(model)
+    config.trainer.tensor_parallel = config.trainer.data_parallel = 1
+    learner = make_learner(config, platform)
+    for chunk in learner.chunks:
+        chunk.zero_grad_buffer()
+        for parameter in chunk.parameters():
+            parameter.main_grad.copy_(torch.sin(37 * parameter.detach().float()))
+    learner.optimizer.step()
+    checkpoints = Checkpointer(folder, model, config.trainer.checkpoint)
+    checkpoints.start_save(learner, TrainerState(VERSION, 0, 4, (5,), {"trained": 8}, 1))
+    checkpoints.close()
+    assert checkpoints.last_error is None, checkpoints.last_error
+    return _tensors(learner.models)

@@ -1,0 +1,348 @@
+"""Conversion: bit-exact both ways at any parallel sizes, loadable by Megatron, and strict about what it is given."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader
+
+from megatron_webrl.model.convert.atomic_folder import TargetFolderError, atomic_folder, check_free_space
+from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_megatron, megatron_to_hf
+from megatron_webrl.model.convert.dist_checkpoint_files import DistCheckpointReader
+from megatron_webrl.model.convert.hf_files import LoadError
+from megatron_webrl.model.layout import ParallelSizes
+from tests.gloo import spawn
+from tests.model.convert import convert_ranks, hf_folders
+
+CHECKED = ConversionOptions(verify=True)
+SIZES = [
+    ParallelSizes(),
+    ParallelSizes(tensor=2),
+    ParallelSizes(pipeline=3),
+    ParallelSizes(tensor=2, pipeline=4),
+    ParallelSizes(tensor=2, expert=2),
+]
+LIMIT = 10**9
+EMBEDDING = "model.language_model.embed_tokens.weight"
+NORM = "model.language_model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the small models and of two checkpoints of each."""
+    folder = tmp_path_factory.mktemp("convert")
+    hf_folders.write_models(folder)
+    for name in hf_folders.MODELS:
+        hf_to_megatron(folder / name, folder / f"{name}-converted-1", ParallelSizes(), CHECKED)
+        hf_to_megatron(folder / name, folder / f"{name}-converted-2", ParallelSizes(tensor=2, pipeline=2), CHECKED)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(models: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """(layout, model) -> the model's tensors after each way of filling it; the checkpoints that Megatron saved."""
+    spawn(convert_ranks.run, str(models), seconds=600.0)
+    for name in hf_folders.MODELS:
+        for layout in convert_ranks.LAYOUTS:
+            if (models / f"{name}-{layout}").is_dir():
+                shutil.copytree(models / f"{name}-converted-1" / "hf", models / f"{name}-{layout}" / "hf")
+    return torch.load(models / "found.pt")
+
+
+@pytest.fixture(scope="module")
+def trained(models: Path) -> Path:
+    """Folder of each model's checkpoints after a step of training, and of the weights that it has then."""
+    spawn(convert_ranks.train, str(models), ranks=1)
+    return models / "trained"
+
+
+def _expected(models: Path, name: str) -> hf_folders.Tensors:
+    return hf_folders.released(load_file(models / name / "model.safetensors"))
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("name", hf_folders.MODELS)
+def test_there_and_back_is_bit_exact_at_any_sizes(
+    models: Path, tmp_path: Path, name: str, sizes: ParallelSizes
+) -> None:
+    if sizes.expert > 1 and name != "moe":
+        pytest.skip("only a mixture of experts has an expert-parallel size")
+    hf_to_megatron(models / name, tmp_path / "out", sizes, CHECKED)
+    files = list((tmp_path / "out/megatron").glob("*.distcp"))
+    assert len(files) == sizes.tensor * sizes.pipeline * sizes.expert
+    megatron_to_hf(tmp_path / "out", tmp_path / "back", LIMIT, CHECKED)
+    assert hf_folders.same(hf_folders.read(tmp_path / "back"), _expected(models, name))
+    for file in ("config.json", "tokenizer.json", "generation_config.json"):
+        assert (tmp_path / "back" / file).read_bytes() == (models / name / file).read_bytes()
+
+
+def test_megatron_loads_a_converted_checkpoint_strictly_in_every_layout(found: dict, models: Path) -> None:
+    for (layout, name), fillings in found.items():
+        for checkpoint in convert_ranks.CHECKPOINTS:
+            assert hf_folders.same(fillings[checkpoint], _expected(models, name)), (layout, name, checkpoint)
+
+
+def test_a_folder_loads_into_the_chunks_of_every_layout(found: dict, models: Path) -> None:
+    for (layout, name), fillings in found.items():
+        assert hf_folders.same(fillings["load_hf"], _expected(models, name)), (layout, name)
+
+
+def test_what_megatron_saved_in_every_layout_converts_to_the_same_folder(
+    found: dict, models: Path, tmp_path: Path
+) -> None:
+    for layout, name in found:
+        target = tmp_path / f"{name}-{layout}"
+        megatron_to_hf(models / f"{name}-{layout}", target, LIMIT, CHECKED)
+        assert hf_folders.same(hf_folders.read(target), _expected(models, name)), (layout, name)
+
+
+@pytest.mark.parametrize("form", hf_folders.FORMS)
+def test_experts_are_read_in_every_form_and_written_as_released(
+    models: Path, tmp_path: Path, form: hf_folders.ExpertFormat
+) -> None:
+    source = hf_folders.rewritten(models / "moe", tmp_path / "source", hf_folders.FORMS[form])
+    hf_to_megatron(source, tmp_path / "out", ParallelSizes(tensor=2), CHECKED)
+    megatron_to_hf(tmp_path / "out", tmp_path / "back", LIMIT, CHECKED)
+    assert hf_folders.same(hf_folders.read(tmp_path / "back"), _expected(models, "moe"))
+
+
+def test_types_and_every_bit_survive(models: Path, tmp_path: Path) -> None:
+    def change(tensors: hf_folders.Tensors) -> hf_folders.Tensors:
+        halves = {name: tensor if "norm" in name else tensor.bfloat16() for name, tensor in tensors.items()}
+        payload = torch.tensor([0x7F81, 0xFF80, 0x8000, 1]).to(torch.int32).to(torch.int16)
+        halves[EMBEDDING][3, :4] = payload.view(torch.bfloat16)  # a NaN with a payload, -inf, -0, a subnormal number
+        return halves
+
+    source = hf_folders.rewritten(models / "dense", tmp_path / "source", change)
+    hf_to_megatron(source, tmp_path / "out", ParallelSizes(tensor=2, pipeline=2), CHECKED)
+    megatron_to_hf(tmp_path / "out", tmp_path / "back", LIMIT, CHECKED)
+    assert hf_folders.same(hf_folders.read(tmp_path / "back"), load_file(source / "model.safetensors"))
+
+
+def test_a_type_that_is_asked_for_is_that_of_weights_and_configuration(models: Path, tmp_path: Path) -> None:
+    rounded = {name: tensor.bfloat16() for name, tensor in _expected(models, "moe").items()}
+    there = ConversionOptions(dtype=torch.bfloat16, verify=True)
+    hf_to_megatron(models / "moe", tmp_path / "out", ParallelSizes(tensor=2), there)
+    megatron_to_hf(tmp_path / "out", tmp_path / "back", LIMIT, CHECKED)
+    megatron_to_hf(models / "moe-converted-2", tmp_path / "other", LIMIT, there)
+    for folder in (tmp_path / "back", tmp_path / "other"):
+        assert hf_folders.same(hf_folders.read(folder), rounded)
+        assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_large_model_is_written_in_several_files_with_an_index(models: Path, tmp_path: Path) -> None:
+    megatron_to_hf(models / "moe-converted-1", tmp_path / "back", 200_000, CHECKED)
+    index = json.loads((tmp_path / "back/model.safetensors.index.json").read_text())
+    expected = _expected(models, "moe")
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
+    files = sorted((tmp_path / "back").glob("*.safetensors"))
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    assert all(file.stat().st_size < 220_000 for file in files)
+    assert hf_folders.same(hf_folders.read(tmp_path / "back"), expected)
+
+
+@pytest.mark.parametrize("name", convert_ranks.TRAINED)
+def test_a_trainers_checkpoints_are_read_without_their_optimiser_state(
+    trained: Path, tmp_path: Path, name: str
+) -> None:
+    checkpoints = trained / name / "checkpoints"
+    version = checkpoints / f"version-{convert_ranks.VERSION:06d}"
+    assert any(key.startswith("optimizer.") for key in DistCheckpointReader(version / "megatron").tensors)
+    expected = torch.load(trained / name / "weights.pt")
+    for number, source in enumerate((version, checkpoints)):
+        megatron_to_hf(source, tmp_path / f"back-{number}", LIMIT, CHECKED)
+        assert hf_folders.same(hf_folders.read(tmp_path / f"back-{number}"), expected)
+        assert (tmp_path / f"back-{number}/tokenizer.json").is_file()
+
+
+def _add_alias(metadata: Any, key: str, alias: str) -> None:
+    metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[key]
+    for index, place in list(metadata.storage_data.items()):
+        if index.fqn == key:
+            metadata.storage_data[type(index)(alias, index.offset)] = place
+
+
+def test_an_output_layer_that_equals_the_tied_embedding_is_accepted_and_left_out(models: Path, tmp_path: Path) -> None:
+    def add(tensors: hf_folders.Tensors) -> None:
+        tensors["lm_head.weight"] = tensors[EMBEDDING].clone()
+
+    source = hf_folders.rewritten(models / "tied", tmp_path / "source", add)
+    hf_to_megatron(source, tmp_path / "out", ParallelSizes(), CHECKED)
+    megatron_to_hf(tmp_path / "out", tmp_path / "back", LIMIT, CHECKED)
+    assert hf_folders.same(hf_folders.read(tmp_path / "back"), _expected(models, "tied"))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        (ParallelSizes(tensor=3), "tensor_parallel=3 does not divide num_attention_heads=4"),
+        (ParallelSizes(tensor=4), "tensor_parallel=4 does not divide num_key_value_heads=2"),
+        (ParallelSizes(expert=3), "expert_parallel=3 does not divide num_experts=4"),
+        (ParallelSizes(pipeline=5), "exceed 4 layers"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(models: Path, tmp_path: Path, sizes: ParallelSizes, words: str) -> None:
+    with pytest.raises(ValueError, match=f"{words}.*moe/config.json"):
+        hf_to_megatron(models / "moe", tmp_path / "out", sizes, ConversionOptions())
+    assert not list(tmp_path.iterdir())
+
+
+def test_types_that_a_checkpoint_keeps_as_one_must_agree(models: Path, tmp_path: Path) -> None:
+    name = "model.language_model.layers.2.self_attn.k_proj.weight"
+    source = hf_folders.rewritten(
+        models / "dense", tmp_path / "source", lambda tensors: tensors.update({name: tensors[name].bfloat16()})
+    )
+    with pytest.raises(LoadError, match=rf"{name} of .*model.safetensors has type BF16, but .* F32.*--dtype"):
+        hf_to_megatron(source, tmp_path / "out", ParallelSizes(), ConversionOptions())
+    hf_to_megatron(source, tmp_path / "out", ParallelSizes(), ConversionOptions(dtype=torch.float32, verify=True))
+
+
+def _cut(folder: Path) -> None:
+    file = max(folder.rglob("*.distcp"), key=lambda path: path.stat().st_size)
+    with file.open("r+b") as stream:
+        stream.truncate(file.stat().st_size - 1000)
+
+
+def _spoil(folder: Path) -> None:
+    with (folder / "megatron/__0_0.distcp").open("r+b") as stream:
+        stream.write(bytes(4096))
+
+
+def _edit(change: Callable[[Any], None]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        metadata = FileSystemReader(folder / "megatron").read_metadata()
+        change(metadata)
+        (folder / "megatron/.metadata").write_bytes(pickle.dumps(metadata))
+
+    return edit
+
+
+def _configure(part: str, name: str, value: Any) -> Callable[[Path], None]:
+    def configure(folder: Path) -> None:
+        content = json.loads((folder / "hf/config.json").read_text())
+        content[part][name] = value
+        (folder / "hf/config.json").write_text(json.dumps(content))
+
+    return configure
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_cut, r"tensor \S+: its file .*\.distcp is cut short"),
+        (_spoil, r"tensor \S+ of .*__0_0\.distcp cannot be read"),
+        (
+            lambda folder: (folder / "megatron/__1_0.distcp").unlink(),
+            r"tensor \S+: its file .*__1_0\.distcp is mis",
+        ),
+        (lambda folder: (folder / "megatron/.metadata").write_bytes(b"no"), r"\.metadata describes no distributed"),
+        (lambda folder: (folder / "megatron/.metadata").unlink(), r"is no checkpoint: it holds no megatron/\.metadata"),
+        (
+            _edit(lambda metadata: metadata.state_dict_metadata.pop("decoder.final_layernorm.weight")),
+            r"tensor decoder\.final_layernorm\.weight \[64\] is missing from .*megatron",
+        ),
+        (
+            _edit(lambda metadata: _add_alias(metadata, "decoder.final_layernorm.weight", "decoder.more.weight")),
+            r"tensor decoder\.more\.weight of .*megatron is unexpected",
+        ),
+        (
+            _edit(lambda metadata: metadata.state_dict_metadata["output_layer.weight"].chunks.pop()),
+            r"tensor output_layer\.weight of .* is not covered once",
+        ),
+        (
+            _configure("text_config", "intermediate_size", 128),
+            r"tensor \S+linear_fc1\.weight of .*megatron has shape \[4, 224, 64\], expected \[4, 256, 64\]",
+        ),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_by_name_and_leaves_nothing(
+    models: Path, tmp_path: Path, damage: Callable[[Path], object], words: str
+) -> None:
+    shutil.copytree(models / "dense-converted-2", tmp_path / "checkpoint")
+    damage(tmp_path / "checkpoint")
+    with pytest.raises(LoadError, match=words):
+        megatron_to_hf(tmp_path / "checkpoint", tmp_path / "back", LIMIT, ConversionOptions())
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_verifying_finds_a_single_changed_bit(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = convert_module().DistCheckpointWriter.finish
+
+    def flip(writer: Any) -> None:
+        finish(writer)
+        with DistCheckpointReader(writer.folder) as reader:
+            (row,) = reader.tensors["decoder.final_layernorm.weight"].chunks.values()
+            blob = row[0].path.read_bytes()
+            values = reader.read_chunk(row[0]).numpy().tobytes()
+        place = blob.index(values)
+        row[0].path.write_bytes(blob[:place] + bytes([blob[place] ^ 1]) + blob[place + 1 :])
+
+    monkeypatch.setattr(convert_module().DistCheckpointWriter, "finish", flip)
+    with pytest.raises(LoadError, match=rf"tensor {NORM} of .*model.safetensors differs"):
+        hf_to_megatron(models / "dense", tmp_path / "out", ParallelSizes(), CHECKED)
+    assert not list(tmp_path.iterdir())
+
+
+def convert_module() -> Any:
+    from megatron_webrl.model.convert import conversion
+
+    return conversion
+
+
+def test_a_folder_in_use_is_replaced_only_when_asked_and_only_by_a_complete_one(models: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    hf_to_megatron(models / "tied", target, ParallelSizes(), ConversionOptions())
+    with pytest.raises(TargetFolderError, match=r"out is not an empty folder.*--overwrite"):
+        hf_to_megatron(models / "dense", target, ParallelSizes(), ConversionOptions())
+    broken = hf_folders.rewritten(models / "dense", tmp_path / "broken", lambda tensors: tensors.__delitem__(NORM))
+    with pytest.raises(LoadError, match="is missing"):
+        hf_to_megatron(broken, target, ParallelSizes(), ConversionOptions(overwrite=True))
+    assert "output_layer.weight" not in DistCheckpointReader(target / "megatron").tensors
+    hf_to_megatron(models / "dense", target, ParallelSizes(), ConversionOptions(overwrite=True))
+    assert "output_layer.weight" in DistCheckpointReader(target / "megatron").tensors
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "out"]
+
+
+def test_the_input_is_never_overwritten(models: Path) -> None:
+    for target in (models / "dense", models):
+        with pytest.raises(TargetFolderError, match="holds the input"):
+            hf_to_megatron(models / "dense", target, ParallelSizes(), ConversionOptions(overwrite=True))
+
+
+def test_a_folder_taken_aside_by_a_killed_process_comes_back(tmp_path: Path) -> None:
+    with atomic_folder(tmp_path / "out", tmp_path / "in", overwrite=False) as folder:
+        prefix = folder.name.rstrip("0123456789")
+        (folder / "old").touch()
+    gone = 2**22 + 1  # beyond any process number
+    (tmp_path / "out").rename(tmp_path / f"{prefix}{gone}-old")
+    (tmp_path / f"{prefix}{gone}").mkdir()
+    with (
+        pytest.raises(TargetFolderError, match="not an empty"),
+        atomic_folder(tmp_path / "out", tmp_path / "in", overwrite=False),
+    ):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out/old").exists()
+
+
+def test_a_disk_without_room_is_refused_with_figures(tmp_path: Path) -> None:
+    with pytest.raises(TargetFolderError, match=r"GB left, but 1000000000\.00 GB are needed"):
+        check_free_space(tmp_path, 10**18)
+
+
+def test_a_type_that_weights_do_not_have_is_refused(models: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(models / "tied", source)
+    tensors = load_file(source / "model.safetensors")
+    save_file(tensors | {NORM: tensors[NORM].double()}, source / "model.safetensors")
+    with pytest.raises(LoadError, match=rf"{NORM} of .* has type F64"):
+        hf_to_megatron(source, tmp_path / "out", ParallelSizes(), ConversionOptions())

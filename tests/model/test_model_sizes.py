@@ -1,0 +1,46 @@
+"""The parameter map covers every tensor of every released size, and no other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration
+
+from megatron_webrl.model import model_sizes
+from megatron_webrl.model.layout import ParallelSizes, check_parallel_sizes
+from megatron_webrl.model.parameter_map import parameter_mappings, parameter_shapes
+
+BILLIONS = {"2B": 2.13, "4B": 4.44, "8B": 8.77, "32B": 33.4, "30B-A3B": 31.1, "235B-A22B": 235.7}
+"""Weights, vision tower included."""
+
+
+@pytest.mark.parametrize("name", model_sizes.MODEL_SIZES)
+def test_the_table_names_every_tensor_of_a_released_size_in_its_shape(name: str) -> None:
+    description = model_sizes.make_hf_config(name)
+    sparse = bool(model_sizes.MODEL_SIZES[name].num_experts)
+    with torch.device("meta"):
+        model = (Qwen3VLMoeForConditionalGeneration if sparse else Qwen3VLForConditionalGeneration)(description)
+    expected = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    if description.tie_word_embeddings:
+        del expected["lm_head.weight"]
+    # In memory transformers keeps experts transposed against the released files.
+    entries = parameter_mappings(description, "transposed" if sparse else "released")
+    assert {entry.hf_param: entry.tensor_shape for entry in entries} == expected
+    count = sum(torch.Size(shape).numel() for shape in expected.values())
+    assert count / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
+
+
+def test_the_forms_of_a_released_size_fill_the_same_parameters() -> None:
+    description = model_sizes.make_hf_config("30B-A3B")
+    wanted = parameter_shapes(parameter_mappings(description, "released"), 4, 2)
+    for form in ("transposed", "separate"):
+        assert parameter_shapes(parameter_mappings(description, form), 4, 2) == wanted
+
+
+@pytest.mark.parametrize("name", model_sizes.MODEL_SIZES)
+def test_the_sizes_in_use_divide_every_released_size(name: str) -> None:
+    experts = 8 if model_sizes.MODEL_SIZES[name].num_experts else 1
+    for tensor in (1, 2, 4):
+        check_parallel_sizes(
+            model_sizes.make_hf_config(name).text_config, ParallelSizes(tensor=tensor, pipeline=8, expert=experts)
+        )

@@ -1,0 +1,66 @@
+"""Episodes of a worker, on nodes of its own and on those of a farm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.tasks import TasksConfig
+from megatron_webrl.farm.local_servers import local_servers
+from megatron_webrl.farm.protocol import TOKEN_VARIABLE
+from megatron_webrl.model.processor import Processor
+from megatron_webrl.rollout.demonstrations import ScriptedGenerator
+from megatron_webrl.rollout.episode_runner import EpisodeRunner
+from megatron_webrl.system.child_process import ProcessError
+from megatron_webrl.types import Trajectory
+from tests.farm.nodes import config_for, node_processes
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_model: Path) -> Config:
+    config = config_for()
+    config.run, config.model = RunConfig(directory=str(tmp_path)), ModelConfig(path=str(tiny_model))
+    config.tasks = TasksConfig(environments=["click-test"], max_steps=3)
+    config.rollout = replace(config.rollout, groups_in_flight=1, group_size=2, max_new_tokens=64, max_model_len=4096)
+    return config
+
+
+async def play(config: Config, tickets: range) -> list[Trajectory]:
+    """An episode by script of each ticket."""
+    processor = Processor.load(config.model.path)
+    responder = ScriptedGenerator(processor, config.rollout.context, config.rollout.max_new_tokens)
+    async with EpisodeRunner.open(config, processor, "rollout-0") as episodes:
+        return [await episodes.run_episode(responder, ticket, 0, 0) for ticket in tickets]
+
+
+async def test_a_worker_has_nodes_of_its_own_with_logs_in_the_run(config: Config) -> None:
+    config.browser.processes = 2
+    assert [each.outcome for each in await play(config, range(3))] == ["success"] * 3
+    logs = sorted(path.name for path in (config.run_folder / "logs").iterdir())
+    assert logs == ["rollout-0-browsers-0.log", "rollout-0-browsers-1.log"]
+    assert not node_processes()
+
+
+async def test_a_farm_gives_the_same_episodes_as_own_nodes(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = await play(config, range(2))
+    async with local_servers(config, 2) as nodes:
+        monkeypatch.setenv(TOKEN_VARIABLE, nodes.token)
+        config.browser.farm = ",".join(nodes.addresses())
+        farm = await play(config, range(2))
+        config.browser.marks = True
+        with pytest.raises(ConfigError, match=r"has browser.marks=False instead of True"):
+            await play(config, range(1))
+    assert [each.outcome for each in farm] == ["success"] * 2
+    for one, other in zip(own, farm, strict=True):
+        assert (one.task, one.instruction, one.images) == (other.task, other.instruction, other.images)
+        assert [step.action for step in one.steps] == [step.action for step in other.steps]
+
+
+async def test_a_worker_whose_node_cannot_start_fails_with_one_error(config: Config) -> None:
+    config.browser.executable = "/bin/true"
+    with pytest.raises(ProcessError, match=r"rollout-0-browsers-0 exited with code 1.*/bin/true does not start"):
+        await play(config, range(1))

@@ -1,0 +1,138 @@
+"""A worker's part in an evaluation: real Chromium, a real control plane, a script in place of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
+from megatron_webrl.config.tasks import TasksConfig
+from megatron_webrl.control.control_plane import ControlClient, serve
+from megatron_webrl.evaluation import evaluation_queue
+from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, ResultCollector
+from megatron_webrl.farm.client import RemoteSession
+from megatron_webrl.model.processor import Processor, decode_image
+from megatron_webrl.rollout.demonstrations import ScriptedGenerator
+from megatron_webrl.rollout.episode_runner import EpisodeRunner
+from megatron_webrl.rollout.evaluator import Evaluator
+from megatron_webrl.rollout.generator import Generation
+from megatron_webrl.tasks.source import HELD_OUT_SEEDS
+from tests.farm.nodes import config_for, until
+
+LIMIT = 120.0
+
+
+class ScriptedEngine:
+    """What an Evaluator asks of an engine, answered by the tasks' scripts."""
+
+    def __init__(self, config: Config, processor: Processor) -> None:
+        self.version, self.partially_updated = 2, False
+        self.temperatures: list[float] = []
+        self.screenshots: list[bytes] = []
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self._script = ScriptedGenerator(processor, config.rollout.context, config.rollout.max_new_tokens)
+
+    async def generate(
+        self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes], temperature: float
+    ) -> Generation:
+        self.temperatures.append(temperature)
+        self.screenshots += images
+        await self.hold.wait()
+        generation = await self._script.generate(session, token_ids, images)
+        return replace(generation, versions=np.full_like(generation.versions, self.version))
+
+
+@pytest.fixture
+def control(tmp_path: Path) -> ControlClient:
+    path = tmp_path / "control.json"
+    threading.Thread(target=serve, args=("127.0.0.1", 0, "ring", path, LIMIT), daemon=True).start()
+    deadline = time.monotonic() + LIMIT
+    while not path.is_file():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    fields = json.loads(path.read_text())
+    return ControlClient(fields["host"], fields["port"], "rollout-0", heartbeat_timeout_seconds=60.0)
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_model: Path) -> Config:
+    config = config_for()
+    config.run, config.model = RunConfig(directory=str(tmp_path)), ModelConfig(path=str(tiny_model))
+    config.tasks = TasksConfig(environments=["click-test", "focus-text"], max_steps=3)
+    config.rollout = replace(config.rollout, groups_in_flight=1, group_size=2, max_new_tokens=64, max_model_len=4096)
+    config.evaluation.every, config.evaluation.concurrency = 1, 1
+    return config
+
+
+async def test_a_worker_plays_held_out_tasks_and_leaves_those_that_are_no_longer_asked_for(
+    config: Config, control: ControlClient
+) -> None:
+    assert control.register_instance() == 1
+    processor = Processor.load(config.model.path)
+    engine: Any = ScriptedEngine(config, processor)
+    async with EpisodeRunner.open(config, processor, "rollout-0") as episodes:
+        evaluator = Evaluator(config, control, engine, episodes, "rollout-0.1")
+
+        async def collect(request: EvaluationRequest) -> ResultCollector:
+            evaluation_queue.submit_request(control, request)
+            collector = ResultCollector(control, request)
+
+            def complete() -> bool:
+                evaluator.poll()
+                return collector.poll()
+
+            await until(complete, "all results", LIMIT)
+            return collector
+
+        request = EvaluationRequest(1, "during", tasks=4, samples=1, temperature=0.5, version=1)
+        collector = await collect(request)
+        results = [collector.results[episode] for episode in range(4)]
+        assert [r.outcome for r in results] == ["success"] * 4
+        assert [r.environment for r in results] == ["click-test", "focus-text"] * 2
+        assert [r.task for r in results] == [episodes.task_source.held_out_task(index).id for index in range(4)]
+        assert str(HELD_OUT_SEEDS.start) in results[0].task
+        assert [r.versions for r in results] == [(2, 2)] * 4
+        assert all(r.steps >= 1 and r.response_tokens > 0 and r.worker == "rollout-0.1" for r in results)
+        assert set(engine.temperatures) == {0.5}
+        assert not evaluator.exclusive
+
+        # Alone, an evaluation begins when the engine has its version, and sees white with nothing else changed.
+        sizes = {decode_image(image).size for image in engine.screenshots}
+        seen = len(engine.screenshots)
+        alone = EvaluationRequest(2, "blank_images", tasks=2, samples=1, temperature=0.0, version=3, exclusive=True)
+        evaluation_queue.submit_request(control, alone)
+        evaluator.poll()
+        assert evaluator.exclusive
+        assert evaluator.status() == ", evaluation blank_images: 0 episodes running"
+        engine.version = 3
+        collector = await collect(alone)
+        assert [r.versions for r in collector.results.values()] == [(3, 3)] * 2
+        blank = [decode_image(image) for image in engine.screenshots[seen:]]
+        assert {image.size for image in blank} == sizes
+        assert all(image.getextrema() == ((255, 255),) * 3 for image in blank)
+
+        # What is no longer asked for is left, its browser given back: the next one has room.
+        engine.hold.clear()
+        asked = len(engine.temperatures)
+        evaluation_queue.submit_request(
+            control, EvaluationRequest(3, "during", tasks=2, samples=1, temperature=0.0, version=3)
+        )
+        evaluator.poll()
+        await until(lambda: len(engine.temperatures) > asked, "an episode under way", LIMIT)
+        evaluation_queue.withdraw_request(control)
+        evaluator.poll()
+        assert evaluator.status() == ""
+        engine.hold.set()
+        collector = await collect(EvaluationRequest(4, "during", tasks=2, samples=1, temperature=0.0, version=3))
+        assert [r.outcome for r in collector.results.values()] == ["success"] * 2
+        await evaluator.close()

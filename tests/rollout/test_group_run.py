@@ -1,0 +1,203 @@
+"""A group's tries, limits and end before time. What runs an episode here is a function of the test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_webrl.config.rollout import RolloutConfig
+from megatron_webrl.rollout.deadline import Deadline
+from megatron_webrl.rollout.engine.engine_load import EngineLoad, TimeWeightedGauge
+from megatron_webrl.rollout.generator import Generation, Generator
+from megatron_webrl.rollout.group_run import RETRYABLE_OUTCOMES, GroupRun
+from megatron_webrl.types import ABORTED, Trajectory
+from tests.trajectories import trajectory
+
+LIMIT = 30.0  # seconds; CI machines are slow
+Play = Callable[[Generator, int, Deadline], Awaitable[Trajectory]]
+
+
+class ScriptedRunner:
+    """Runs the test's function as an episode; ends it with its limit, as the agent does."""
+
+    def __init__(self, play: Play) -> None:
+        self.play, self.begun = play, 0
+
+    async def run_episode(
+        self, responder: Generator, ticket: int, index: int, restart_epoch: int, deadline: Deadline | None = None
+    ) -> Trajectory:
+        assert deadline is not None
+        self.begun += 1
+        try:
+            async with deadline.scope(deadline.timeout_seconds):
+                return await self.play(responder, index, deadline)
+        except TimeoutError:
+            return trajectory(ticket, index, outcome=deadline.outcome, group_size=SETTINGS.group_size)
+
+
+class VersionedEngine:
+    """Answers with tokens of `version`."""
+
+    version = 0
+
+    async def generate(self, session: Any, token_ids: np.ndarray, images: Any) -> Generation:
+        empty = np.zeros(2, np.int32)
+        versions = np.full(2, self.version, np.int32)
+        return Generation(empty, empty, empty.astype(np.float32), versions, np.zeros((0, 3), np.int32), "", "stop")
+
+
+SETTINGS = RolloutConfig(group_size=3, retries=1, episode_timeout_seconds=LIMIT)
+NONE: Any = None
+
+
+def group_of(play: Play, engine: Generator = NONE, settings: RolloutConfig = SETTINGS) -> GroupRun:
+    return GroupRun(ScriptedRunner(play), engine, 7, 0, settings, EngineLoad())
+
+
+async def result(group: GroupRun) -> list[Trajectory]:
+    async with asyncio.timeout(LIMIT):
+        return await group.run()
+
+
+@pytest.mark.parametrize("outcome", sorted(RETRYABLE_OUTCOMES))
+async def test_what_the_machinery_failed_is_tried_again_and_is_one_episode(outcome: str) -> None:
+    failed: set[int] = set()
+
+    async def play(responder: Generator, index: int, limit: Deadline) -> Trajectory:
+        if index == 1 and not failed:
+            failed.add(index)
+            return trajectory(7, index, outcome=outcome, response=5)
+        return trajectory(7, index, reward=1.0)
+
+    group = group_of(play)
+    found = await result(group)
+    assert [each.index for each in found] == [0, 1, 2]
+    assert [each.outcome for each in found] == ["success"] * 3
+    assert [(each.tries, each.discarded_tokens) for each in found] == [(1, 0), (2, 5), (1, 0)]
+    assert group.finished_episodes == 3
+    assert not group.has_running_episodes
+
+
+async def test_tries_have_an_end_and_may_be_none() -> None:
+    async def play(responder: Generator, index: int, limit: Deadline) -> Trajectory:
+        return trajectory(7, index, outcome="browser_crashed", response=5)
+
+    for retries in (0, 2):
+        found = await result(group_of(play, settings=replace(SETTINGS, retries=retries)))
+        assert [each.outcome for each in found] == ["browser_crashed"] * 3
+        assert [(each.tries, each.discarded_tokens) for each in found] == [(retries + 1, 5 * retries)] * 3
+
+
+@pytest.mark.parametrize("outcome", ["failure", "context_overflow", "episode_timeout", "no_reward", "browser_busy"])
+async def test_what_another_try_would_not_change_is_not_tried_again(outcome: str) -> None:
+    async def play(responder: Generator, index: int, limit: Deadline) -> Trajectory:
+        return trajectory(7, index, outcome=outcome)
+
+    assert [(each.outcome, each.tries) for each in await result(group_of(play))] == [(outcome, 1)] * 3
+
+
+async def test_an_abandoned_group_ends_at_once_whatever_its_episodes_do() -> None:
+    waiting, retrying = asyncio.Event(), asyncio.Event()
+
+    async def play(responder: Generator, index: int, limit: Deadline) -> Trajectory:
+        if index == 0:
+            return trajectory(7, index, reward=1.0)
+        if index == 1:
+            waiting.set()
+            await asyncio.Event().wait()
+        await waiting.wait()
+        group.abort()  # from within: the try is masked after that, and not tried again
+        retrying.set()
+        return trajectory(7, index, outcome="engine_error")
+
+    group = group_of(play)
+    found = await result(group)
+    assert retrying.is_set()
+    assert [each.outcome for each in found][:2] == ["success", ABORTED]
+    assert found[2].outcome in ("engine_error", ABORTED)
+    assert group.finished_episodes == 3
+
+
+async def test_what_is_abandoned_before_it_begins_ends_too() -> None:
+    async def play(responder: Generator, index: int, limit: Deadline) -> Trajectory:
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets the event")
+
+    group = group_of(play)
+    group.abort()
+    assert [each.outcome for each in await result(group)] == [ABORTED] * 3
+
+
+async def test_the_oldest_version_is_that_of_the_responses_that_count() -> None:
+    engine, go, asked = VersionedEngine(), [asyncio.Event() for _ in range(3)], [asyncio.Event() for _ in range(3)]
+
+    async def play(responder: Generator, index: int, limit: Deadline) -> Trajectory:
+        engine.version = 1 if index == 0 else 4
+        await responder.generate(NONE, NONE, NONE)
+        asked[index].set()
+        await go[index].wait()
+        return trajectory(7, index, outcome="no_reward" if index == 0 else "failure")
+
+    group = group_of(play, engine)
+    assert group.oldest_version is None
+    running = asyncio.create_task(group.run())
+    async with asyncio.timeout(LIMIT):
+        for event in asked:
+            await event.wait()
+        assert group.oldest_version == 1
+        go[0].set()
+        go[1].set()
+        while group.finished_episodes < 2:
+            await asyncio.sleep(0)
+        assert group.oldest_version == 4  # the masked one does not count
+        go[2].set()
+        await running
+
+
+async def test_an_engine_that_is_gone_ends_the_whole_group_with_its_error() -> None:
+    ended: list[int] = []
+
+    async def play(responder: Generator, index: int, limit: Deadline) -> Trajectory:
+        if index == 2:
+            raise RuntimeError("engine 0 is dead")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(index)
+        raise AssertionError("nobody sets the event")
+
+    with pytest.raises(RuntimeError, match="engine 0 is dead"):
+        await result(group_of(play))
+    assert sorted(ended) == [0, 1]
+
+
+async def test_an_episode_has_its_time_from_each_scope_on() -> None:
+    limit = Deadline(0.05)
+    async with limit.scope(None):  # no limit of its own
+        await asyncio.sleep(0.1)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(LIMIT), limit.scope(limit.timeout_seconds) as scope:
+            await asyncio.Event().wait()
+    assert scope.expired()
+    assert limit.outcome == "episode_timeout"
+    limit.expire(ABORTED)  # after its end: nothing happens
+    assert limit.outcome == ABORTED
+
+
+def test_a_level_is_integrated_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 10.0
+    monkeypatch.setattr("megatron_webrl.rollout.engine.engine_load.time.monotonic", lambda: now)
+    level = TimeWeightedGauge()
+    now = 11.0
+    with level.track():
+        now = 13.0
+        with level.track():
+            now = 14.0
+        now = 18.0
+    now = 20.0
+    assert level.integrals() == (2 * 1 + 1 * 2 + 4 * 1, 7.0)

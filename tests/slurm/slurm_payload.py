@@ -1,0 +1,183 @@
+"""Stands in for every trainer rank and rollout worker in a rehearsal of a job (STUB_COMMAND=): is each where it should be?
+
+Each process compares what it was given (arguments, environment, devices, cores, ports, ring) with placement.json of
+the run, meets all others through the job's control plane, and keeps to its node's ring; the first rank collects what
+all have found in rehearsal.json and ends the job. Hundreds of them start on two cores: nothing but the standard library
+is imported, and the control plane, a TCPStore of torch, is spoken to in its own protocol (TCPStoreBackend.hpp).
+"""
+
+import json
+import os
+import socket
+import struct
+import sys
+import time
+from pathlib import Path
+
+SECONDS = 150.0
+POLL_SECONDS = 0.5
+
+
+class Store:
+    """A client of torch's TCPStore."""
+
+    def __init__(self, host: str, port: int) -> None:
+        deadline = time.monotonic() + SECONDS
+        while True:
+            try:
+                self.socket = socket.create_connection((host, port), 10)
+                break
+            except OSError:
+                assert time.monotonic() < deadline, f"no control plane at {host}:{port}"
+                time.sleep(0.2)
+        self.socket.sendall(struct.pack("<BI", 0, 0x3C85F7CE))
+
+    def set(self, key: str, value: str) -> None:
+        self.socket.sendall(bytes([1]) + _key(key) + _string(value.encode()))
+
+    def compare_set(self, key: str, expected: str, value: str) -> str:
+        self.socket.sendall(bytes([2]) + _key(key) + _string(expected.encode()) + _string(value.encode()))
+        return self._value()
+
+    def get(self, key: str) -> str:
+        self.socket.sendall(bytes([3]) + _key(key))
+        return self._value()
+
+    def add(self, key: str, amount: int) -> int:
+        self.socket.sendall(bytes([4]) + _key(key) + struct.pack("<q", amount))
+        return int(struct.unpack("<q", self._exactly(8))[0])
+
+    def has(self, key: str) -> bool:
+        self.socket.sendall(bytes([5]) + struct.pack("<Q", 1) + _key(key))
+        return self._exactly(1) == b"\0"
+
+    def until(self, key: str, count: int = 1) -> None:
+        """Wait for a counter. The process ends with the job."""
+        deadline = time.monotonic() + SECONDS
+        while not self.has(key) or int(self.get(key)) < count:
+            if self.has("end"):
+                sys.exit(f"the job has ended: {self.get('end')}")
+            assert time.monotonic() < deadline, f"{key} is not {count} after {SECONDS:.0f} s"
+            time.sleep(POLL_SECONDS)
+
+    def _value(self) -> str:
+        return self._exactly(struct.unpack("<Q", self._exactly(8))[0]).decode()
+
+    def _exactly(self, size: int) -> bytes:
+        found = b""
+        while len(found) < size:
+            part = self.socket.recv(size - len(found))
+            assert part, "the control plane has gone"
+            found += part
+        return found
+
+
+def _string(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+def _key(name: str) -> bytes:
+    return _string(b"/" + name.encode())
+
+
+def numbers(text: str) -> list[int]:
+    """Those of a list such as 0-2,7."""
+    found: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def facts(role: str, options: dict[str, str]) -> dict[str, object]:
+    """What this process was given."""
+    environment = os.environ
+    given: dict[str, object] = {
+        "name": environment["WEBRL_ROLE"],
+        "role": role,
+        "index": int(environment["RANK"] if role == "trainer" else options["--worker"]),
+        "node": int(options["--node"]),
+        "local_rank": int(environment["LOCAL_RANK"]) if role == "trainer" else None,
+        "world": int(environment["WORLD_SIZE"]) if role == "trainer" else None,
+        "slurm": [int(environment["SLURM_NODEID"]), environment["SLURMD_NODENAME"]],
+        "devices": numbers(environment.get("CUDA_VISIBLE_DEVICES", "")),
+        "cores": numbers(environment.get("WEBRL_CORES", "")),
+        "bound": sorted(os.sched_getaffinity(0)),
+        "meeting": [environment["MASTER_ADDR"], int(environment["MASTER_PORT"])],
+        "pid": os.getpid(),
+    }
+    return given
+
+
+def check(given: dict[str, object], placement: dict, control: str) -> None:
+    """Compare with the placement. Raises AssertionError."""
+    expected = next(
+        each for each in placement["processes"] if (each["role"], each["index"]) == (given["role"], given["index"])
+    )
+    for name in ("name", "node", "devices", "cores"):
+        assert given[name] == expected[name], f"{name} is {given[name]}, not {expected[name]}"
+    assert given["slurm"][0] == expected["node"], f"Slurm says node {given['slurm']}, not {expected['node']}"
+    machine = set(range(os.cpu_count() or 1))
+    held = sorted(machine & set(expected["cores"]))
+    assert not held or given["bound"] == held, f"bound to {given['bound']}, not {held}"
+    host, _, port = control.rpartition(":")
+    assert int(port) == placement["control_port"], port
+    if given["role"] == "trainer":
+        ranks = [each for each in placement["processes"] if each["role"] == "trainer"]
+        assert (given["local_rank"], given["world"]) == (expected["local_rank"], len(ranks))
+        first = next(each["port"] for each in ranks if each["index"] == 0)
+        assert given["meeting"] == [host, first], given["meeting"]
+    else:
+        assert given["meeting"] == ["127.0.0.1", expected["port"]], given["meeting"]
+
+
+def keep_to_ring(store: Store, given: dict[str, object], ring: dict) -> str:
+    """The node's first worker makes a segment of the ring's name; the others of the node find it, and theirs it is."""
+    path, mark = Path("/dev/shm") / ring["name"], str(given["node"])
+    if given["name"] == f"rollout-{ring['workers'][0]}":
+        with path.open("x") as segment:
+            segment.write(mark)
+        store.add(f"rehearsal/ring/{given['node']}", 1)
+        store.until("rehearsal/readers")
+        store.until("rehearsal/read", int(store.get("rehearsal/readers")))
+        path.unlink()
+    else:
+        store.until(f"rehearsal/ring/{given['node']}")
+        assert path.read_text() == mark, f"{path} is that of node {path.read_text()}, not {mark}"
+        store.add("rehearsal/read", 1)
+    return ring["name"]
+
+
+def main(arguments: list[str]) -> None:
+    """[--fail NAME] ROLE, and the options of that role."""
+    fail = ""
+    if arguments[0] == "--fail":
+        fail, arguments = arguments[1], arguments[2:]
+    role, rest = arguments[0], arguments[1:]
+    options = dict(zip(rest[::2], rest[1::2], strict=True))
+    given = facts(role, options)
+    if given["name"] == fail:
+        sys.exit("it fails on purpose")
+    folder = Path(options["--config"]).parent
+    placement = json.loads((folder / "placement.json").read_text())
+    check(given, placement, options["--control"])
+    host, _, port = options["--control"].rpartition(":")
+    store = Store(host, int(port))
+    everyone = [each["name"] for each in placement["processes"]]
+    if given["name"] == everyone[0]:
+        store.set("rehearsal/readers", str(len(everyone) - placement["nodes"]))  # all but the maker of each ring
+    given["ring"] = keep_to_ring(store, given, placement["rings"][given["node"]])
+    store.set(f"rehearsal/of/{given['name']}", json.dumps(given))
+    store.add("rehearsal/arrived", 1)
+    if given["name"] != "trainer-0":
+        store.until("rehearsal/over")
+        return
+    store.until("rehearsal/arrived", len(everyone))
+    found = [json.loads(store.get(f"rehearsal/of/{name}")) for name in everyone]
+    (folder / "rehearsal.json").write_text(json.dumps(found))
+    store.add("rehearsal/over", 1)
+    store.compare_set("end", "", json.dumps({"outcome": "finished", "role": "trainer-0"}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

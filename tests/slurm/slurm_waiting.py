@@ -1,0 +1,47 @@
+"""Stands in for ranks and workers in a rehearsal of a job (STUB_COMMAND=) that Slurm or a user ends early.
+
+`trainer-0` makes no update; it ends the job as it is asked to, with the checkpoint that a trainer would leave, and with
+outcome finished when Slurm has started the job again. --deaf: it never hears in the first start; --barren: every
+start is pre-empted at once, without a checkpoint.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from slurm_payload import POLL_SECONDS, SECONDS, Store
+
+
+def main(arguments: list[str]) -> None:
+    """[--deaf | --barren] ROLE, and the options of that role."""
+    kind = arguments.pop(0) if arguments[0].startswith("--") else ""
+    options = dict(zip(arguments[1::2], arguments[2::2], strict=True))
+    host, _, port = options["--control"].rpartition(":")
+    store, again = Store(host, int(port)), os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    deadline = time.monotonic() + SECONDS
+    while not store.has("end"):
+        assert time.monotonic() < deadline, "nobody ended the job"
+        if os.environ["WEBRL_ROLE"] == "trainer-0":
+            if kind == "--barren":
+                end(store, "preempted")
+            elif again:
+                end(store, "finished")
+            elif store.has("stop") and kind != "--deaf":
+                folder = Path(options["--config"]).parent / "checkpoints"
+                folder.mkdir()
+                (folder / "latest").write_text("version-000001\n")
+                end(store, store.get("stop"))
+        time.sleep(POLL_SECONDS)
+
+
+def end(store: Store, outcome: str) -> None:
+    """End the job."""
+    store.compare_set("end", "", json.dumps({"outcome": outcome, "role": "trainer-0"}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,159 @@
+"""How jobs end early on a real Slurm of virtual nodes, and what starts again: by signal, by time, by the user."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_webrl.cli import main
+from megatron_webrl.config.load import parse_config, save_config
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.launch.role_process import config_path
+from megatron_webrl.preflight import node_report
+from megatron_webrl.slurm import requeue
+from megatron_webrl.slurm.commands import TOO_FEW_NODES_EXIT_CODE
+from megatron_webrl.slurm.signals import is_notice
+from tests.slurm.slurm_jobs import ROOT, log, overrides, submit
+from tests.slurm.virtual_slurm import Cluster, virtual_slurm, why_not
+from tests.waiting import until
+
+pytestmark = pytest.mark.alone
+on_slurm = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+WAITING = f"{sys.executable} -I -S {Path(__file__).with_name('slurm_waiting.py')}"
+
+
+@pytest.fixture(autouse=True)
+def _from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(scope="module")
+def five() -> Iterator[Cluster]:
+    with virtual_slurm(5) as cluster:
+        yield cluster
+
+
+class Waiting:
+    """A job on one node that makes no update until it is ended."""
+
+    def __init__(self, cluster: Cluster, folder: Path, kind: str = "", *settings: str, **environment: str) -> None:
+        folder.mkdir()
+        self.cluster, self.folder, self.name = cluster, folder, f"{folder.name}{os.getpid()}"
+        self.run_folder = folder / self.name
+        self.job = submit(
+            cluster, folder, "train_cpu.sh", *overrides(folder, self.name), *settings, options=("--nodes=1",),
+            STUB_COMMAND=f"{WAITING} {kind}", PREFLIGHT="0", **environment,
+        )  # fmt: skip
+
+    @property
+    def log(self) -> str:
+        return log(self.folder)
+
+    @property
+    def outcome(self) -> str:
+        return json.loads((self.run_folder / "summary.json").read_text())["outcome"]
+
+    def until_it_runs(self) -> None:
+        until(lambda: self.log.count("started ") >= 2, lambda: f"both steps to start: {self.log}", 90)
+
+    def signal(self) -> None:
+        self.cluster.run("scancel", "--batch", "--signal=USR1", self.job)
+
+    def restarts(self) -> int:
+        return int(self.cluster.show(self.job)["Restarts"])
+
+
+@on_slurm
+@pytest.mark.slow
+def test_a_job_that_will_end_saves_and_goes_on_and_one_that_was_ended_does_not(five: Cluster, tmp_path: Path) -> None:
+    signalled = Waiting(five, tmp_path / "signalled")
+    late = Waiting(five, tmp_path / "late", "--deaf", GRACE_SECONDS="3")
+    stopped = Waiting(five, tmp_path / "stopped")
+    cancelled = Waiting(five, tmp_path / "cancelled")
+    barren = Waiting(five, tmp_path / "barren", "--barren", "run.max_requeues=1")
+    for job in (signalled, late, stopped, cancelled):
+        job.until_it_runs()
+    signalled.signal()
+    late.signal()
+    stop = [sys.executable, "-m", "megatron_webrl.cli", "node", "stop", str(stopped.run_folder / "config.yaml")]
+    subprocess.run(stop, check=True, timeout=60)
+    five.run("scancel", cancelled.job)
+
+    assert five.wait(signalled.job, 120) == "COMPLETED", signalled.log
+    assert (signalled.restarts(), signalled.outcome) == (1, "finished")
+    assert "job: SIGUSR1: the job will end, and has 3600 s for a checkpoint" in signalled.log
+    assert "job: to be preempted: it ends after the update under way, with a checkpoint" in signalled.log
+    assert "job: state:      preempted; " in signalled.log
+    words = f"job: start 2 of job {signalled.job}, goes on from version-000001; the start before ended: preempted"
+    assert words in signalled.log
+    assert parse_config(signalled.run_folder / "config.yaml").run.resume
+
+    assert five.wait(late.job, 120) == "COMPLETED", late.log
+    assert (late.restarts(), late.outcome) == (1, "finished")
+    assert "job: no checkpoint in the time after SIGUSR1: it goes on from the last one" in late.log
+    assert "the start before ended: failed: no checkpoint in the time after SIGUSR1" in late.log
+    assert f"start 2 of job {late.job}, begins anew, as no checkpoint is complete" in late.log
+    assert f"the earlier run of this name is kept as {late.run_folder}.1" in late.log
+    assert [start.restart_count for start in requeue.read_launches(late.run_folder)] == [0, 1]
+
+    assert five.wait(stopped.job, 60) == "COMPLETED", stopped.log
+    assert (stopped.restarts(), stopped.outcome) == (0, "stopped")
+
+    assert five.wait(cancelled.job, 60) == "CANCELLED", cancelled.log
+    assert cancelled.restarts() == 0
+
+    assert five.wait(barren.job, 120) == "FAILED", barren.log
+    assert barren.restarts() == 2
+    words = f"failed: job {barren.job} was started 2 times at no checkpoint and made no newer one (run.max_requeues=1)"
+    assert barren.outcome.startswith(words)
+    assert words.removeprefix("failed: ") in barren.log
+
+
+def test_too_few_fit_nodes_are_told_by_a_code_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = parse_config(None, [f"run.directory={tmp_path}", "run.name=here", "cluster.nodes=2"])
+    node_report.report_folder(config).mkdir(parents=True)
+    save_config(config, config_path(config))
+    node_report.write_report(config, node_report.NodeReport("n1"))
+    node_report.write_report(config, node_report.NodeReport("n2", {"browser": "it shows no page"}))
+    choose = ["node", "choose", str(config_path(config))]
+    assert main([*choose, "n1", "n2"]) == TOO_FEW_NODES_EXIT_CODE  # by which launch/slurm/common.sh holds a job
+    assert "1 of 2 nodes are fit" in capsys.readouterr().err
+    assert main([*choose, "n1"]) == 2  # no other node would help
+    node_report.write_report(config, node_report.NodeReport("n3"))
+    assert main([*choose, "n1", "n2", "n3"]) == 0
+    assert capsys.readouterr().out == "n1 n3\n"
+
+
+def test_only_what_slurm_announces_is_a_notice() -> None:
+    assert is_notice(signal.SIGUSR1, {})
+    assert not is_notice(signal.SIGTERM, {})  # no job of Slurm
+    assert not is_notice(signal.SIGINT, {"SLURM_JOB_ID": "1"})
+
+
+def test_starts_are_counted_by_job_and_checkpoint(tmp_path: Path) -> None:
+    config = parse_config(None, [f"run.directory={tmp_path}", "run.name=here", "run.max_requeues=1"])
+    latest = config.run_folder / "checkpoints" / "latest"
+    latest.parent.mkdir(parents=True)
+
+    def start(job: str, restart: int) -> str:
+        begun = requeue.record_launch(config, {"SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": str(restart)})
+        requeue.write_launches(config.run_folder, begun)
+        return begun[-1].message
+
+    assert requeue.record_launch(config, {}) == []
+    assert start("7", 0) == ""
+    assert "start 2 of job 7, begins anew" in start("7", 1)
+    latest.write_text("version-000004\n")
+    assert requeue.UNKNOWN_OUTCOME in start("7", 2)
+    assert "start 4 of job 7, goes on from version-000004" in start("7", 3)
+    assert start("8", 0) == ""  # another job may try as often again
+    with pytest.raises(ConfigError, match=r"job 7 was started 2 times at version-000004 .*run.max_requeues=1"):
+        start("7", 4)
+    assert json.loads((config.run_folder / "summary.json").read_text())["outcome"].startswith("failed: job 7 was")

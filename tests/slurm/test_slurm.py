@@ -1,0 +1,245 @@
+"""Whole jobs on a real Slurm of virtual nodes: sbatch of the scripts in launch/slurm/."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from megatron_webrl.cluster.cores import parse_cores
+from megatron_webrl.cluster.placement import place_processes
+from megatron_webrl.config.load import parse_config
+from tests.slurm.slurm_jobs import PAYLOAD, ROOT, SCRIPTS, log, overrides, rings, submit
+from tests.slurm.virtual_slurm import Cluster, free_ports, virtual_slurm, why_not
+from tests.tiny_settings import SETTINGS
+from tests.waiting import until
+
+pytestmark = [pytest.mark.alone, pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")]
+
+REHEARSAL_SECONDS = 180.0
+
+
+@pytest.fixture(autouse=True)
+def _from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Cluster]:
+    with virtual_slurm(4, gpus=8, cores=112) as cluster:
+        yield cluster
+
+
+@pytest.mark.slow
+def test_a_job_of_32_nodes_and_256_gpus_is_placed_as_planned(tmp_path: Path) -> None:
+    name = f"rehearsal{os.getpid()}"
+    with virtual_slurm(32, gpus=8, cores=112) as cluster:
+        began = time.monotonic()
+        job = submit(
+            cluster, tmp_path, "train_32node.sh", *overrides(tmp_path, name), STUB_COMMAND=PAYLOAD, PREFLIGHT="0"
+        )
+        state = cluster.wait(job, REHEARSAL_SECONDS)
+        seconds = time.monotonic() - began
+    assert state == "COMPLETED", log(tmp_path)
+    assert seconds < REHEARSAL_SECONDS
+    found = json.loads((tmp_path / name / "rehearsal.json").read_text())
+    _check_all(found, tmp_path / name / "config.yaml")
+    print(f"from sbatch to the end of the job: {seconds:.1f} s")  # noqa: T201
+    assert not rings(name)
+
+
+def _check_all(found: list[dict[str, Any]], settings: Path) -> None:
+    """What the processes of a job have found of themselves, held against the machines of the configuration."""
+    config = parse_config(settings)
+    cluster = config.cluster
+    assert (cluster.nodes, cluster.gpus_per_node, len(found)) == (32, 8, 256)
+    for role, count in (("trainer", 128), ("rollout", 128)):
+        assert sorted(each["index"] for each in found if each["role"] == role) == list(range(count))
+    everything = sorted(core for text in cluster.numa_cores for core in parse_cores(text))
+    nodes: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for each in found:
+        nodes[each["node"]].append(each)
+    assert sorted(nodes) == list(range(32))
+    for node, here in nodes.items():
+        assert sorted(device for each in here for device in each["devices"]) == list(range(8))  # disjoint, and complete
+        assert sorted(core for each in here for core in each["cores"]) == everything
+        assert {tuple(each["slurm"]) for each in here} == {(node, f"n{node + 1}")}
+        workers = [each for each in here if each["role"] == "rollout"]
+        assert len({each["meeting"][1] for each in workers}) == len(workers)
+        assert len({each["ring"] for each in here}) == 1
+    assert len({here[0]["ring"] for here in nodes.values()}) == 32
+    assert {each["world"] for each in found if each["role"] == "trainer"} == {128}
+    assert len({tuple(each["meeting"]) for each in found if each["role"] == "trainer"}) == 1
+    assert len({each["pid"] for each in found}) == 256
+    assert {ring.name for ring in place_processes(config).rings} == {each["ring"] for each in found}
+
+
+@pytest.mark.slow
+def test_a_role_that_fails_ends_the_job_with_its_name(four: Cluster, tmp_path: Path) -> None:
+    name = f"failing{os.getpid()}"
+    job = submit(
+        four, tmp_path, "train_32node.sh", *overrides(tmp_path, name), "cluster.nodes=4", "run.max_trainer_restarts=0",
+        options=("--nodes=4",),
+        STUB_COMMAND=f"{PAYLOAD} --fail trainer-9", PREFLIGHT="0",
+    )  # fmt: skip
+    assert four.wait(job, 120) == "FAILED", log(tmp_path)
+    outcome = json.loads((tmp_path / name / "summary.json").read_text())["outcome"]
+    assert outcome.startswith("failed: trainer-9 exited with code 1; last log line: it fails on purpose")
+    assert outcome in log(tmp_path)
+    for path in rings(name):
+        path.unlink()  # of the payload, which nobody told to tidy up
+
+
+def test_a_bad_configuration_is_refused_before_anything_starts(four: Cluster, tmp_path: Path) -> None:
+    job = submit(
+        four, tmp_path, "train_32node.sh", *overrides(tmp_path, "bad"), "trainer.tensor_parallel=3",
+        options=("--nodes=4",), STUB_COMMAND=PAYLOAD,
+    )  # fmt: skip
+    assert four.wait(job, 60) == "FAILED"
+    assert "webrl: trainer.data_parallel=0: 32 x 4 GPUs" in log(tmp_path)
+    assert not (tmp_path / "bad").exists()
+
+
+def test_a_job_with_too_few_nodes_says_so(four: Cluster, tmp_path: Path) -> None:
+    job = submit(
+        four, tmp_path, "train_32node.sh", *overrides(tmp_path, "few"), options=("--nodes=2",), STUB_COMMAND=PAYLOAD,
+        PREFLIGHT="0",
+    )  # fmt: skip
+    assert four.wait(job, 60) == "FAILED"
+    assert "cluster.nodes=32, but the job has 2 nodes" in log(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_job_trains_with_browsers_on_nodes_of_their_own(four: Cluster, tmp_path: Path, tiny_model: Path) -> None:
+    name, path = f"split{os.getpid()}", tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({**SETTINGS, "model": {"path": str(tiny_model)}}))
+    cpu = ("--nodes=1", "--gpus-per-node=0")
+    job = four.submit(
+        f"--chdir={ROOT}", f"--output={tmp_path}/job.log", *cpu, ":", *cpu, str(SCRIPTS / "train_split.sh"),
+        *overrides(tmp_path, name), "trainer.updates=1", PYTHON=sys.executable, SLURM_SUBMIT_DIR=str(ROOT),
+        CONFIG=str(path), MLFLOW_TRACKING_URI="", PREFLIGHT="0", FARM_PORT=str(free_ports(2)),
+    )  # fmt: skip
+    assert four.wait(job, 500) == "COMPLETED", log(tmp_path)
+    summary = json.loads((tmp_path / name / "summary.json").read_text())
+    assert (summary["outcome"], len(summary["updates"]), summary["accounting"]["matches"]) == ("finished", 1, True)
+    assert "job: browsers on 1 nodes" in log(tmp_path)
+    assert not list((tmp_path / name / "logs").glob("*browsers*"))  # of own nodes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_model_is_evaluated_on_a_node(four: Cluster, tmp_path: Path, tiny_model: Path) -> None:
+    path, result = tmp_path / "config.yaml", tmp_path / "result.json"
+    path.write_text(yaml.safe_dump(SETTINGS))
+    job = submit(
+        four, tmp_path, "eval.sh", str(tiny_model), str(path), *overrides(tmp_path, "evaluated"), "--episodes", "1",
+        "--json", str(result), MLFLOW_TRACKING_URI="",
+    )  # fmt: skip
+    assert four.wait(job, 400) == "COMPLETED", log(tmp_path)
+    assert len(json.loads(result.read_text())["episodes"]) == 2  # of two environments
+
+
+@pytest.mark.parametrize("script", ["train_32node.sh", "train_1node.sh", "train_cpu.sh"])
+def test_a_dry_run_shows_every_process_without_a_cluster(script: str) -> None:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
+    done = subprocess.run(
+        ["bash", str(SCRIPTS / script)],
+        env={**environment, "DRY_RUN": "1", "PYTHON": sys.executable},
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    config = parse_config({"train_32node.sh": "configs/8b_32node.yaml", "train_1node.sh": "configs/8b_1node.yaml"}.get(
+        script, "configs/quickstart.yaml"))  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("node ")]
+    assert len(lines) == len(place_processes(config).processes)
+    for process in place_processes(config).processes:
+        line = next(line for line in lines if line.startswith(f"node {process.node} {process.name}: "))
+        assert f"-m megatron_webrl.cli {process.role} --config runs/{config.run.name}/config.yaml" in line
+        assert not process.devices or f"CUDA_VISIBLE_DEVICES={process.devices[0]} " in line
+
+
+def test_a_cluster_and_its_jobs_die_with_the_process_that_started_it() -> None:
+    check_that_a_cluster_dies_with_its_starter("virtual_slurm(2)")
+
+
+def check_that_a_cluster_dies_with_its_starter(cluster: str) -> None:
+    """Of two nodes, started by this expression: nothing is left of it and of a job on both."""
+    marker = f"30{os.getpid()}"  # seconds that a task of the job sleeps
+    program = (
+        "import sys; from tests.slurm.virtual_slurm import virtual_slurm\n"
+        f"with {cluster} as cluster:\n"
+        f"    cluster.submit('--nodes=2', '--output=/dev/null', '--wrap=srun --nodes=2 --ntasks=2 sleep {marker}')\n"
+        "    print(cluster.folder, flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", program]
+    test = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert test.stdout is not None
+    folder = test.stdout.readline().strip()
+    until(lambda: len(running("sleep", marker)) == 2, "both tasks to run", 30)
+    assert len(running("slurmd", folder)) == 2
+    test.kill()
+    test.wait(10)
+    until(lambda: not running("sleep", marker) and not running("", folder), "the end of all", 40)
+
+
+def running(program: str, word: str) -> list[psutil.Process]:
+    """Processes whose command line begins with a program whose path has such a name, and has a word in it."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if program in line.split(" ")[0] and word in line and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+def test_a_node_whose_name_means_loopback_on_itself_is_reached_by_its_address(tmp_path: Path) -> None:
+    program = tmp_path / "scontrol"
+    for told, expected in (
+        ("127.0.0.1", r"127\.0\.0\.1"),
+        ("localhost", r"(?!127\.)[\d.]+"),
+        ("10.1.2.3", r"10\.1\.2\.3"),
+    ):
+        program.write_text(f"#!/bin/sh\necho NodeName=n1 NodeAddr={told} NodeHostName=n1\n")
+        program.chmod(0o755)
+        done = subprocess.run(
+            ["bash", "-c", "source launch/slurm/common.sh; address_of n1"],
+            env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+            capture_output=True, text=True, timeout=20, check=True,
+        )  # fmt: skip
+        assert re.fullmatch(expected, done.stdout.strip()), done.stdout
+
+
+def test_modules_and_an_apptainer_image_are_used_for_every_command(tmp_path: Path) -> None:
+    """Neither is here: what is called in their place writes down how."""
+    calls = tmp_path / "calls"
+    program = tmp_path / "apptainer"
+    program.write_text(
+        f'#!/bin/bash\necho "$@" >>{calls}\nwhile [ "$1" != my.sif ]; do shift; done\nshift\nexec "$@"\n'
+    )
+    program.chmod(0o755)
+    environment = {
+        **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "DRY_RUN": "1", "PYTHON": sys.executable,
+        "CONTAINER": "my.sif", "MOUNTS": "/data:/data", "MODULES": "cuda/12.8 gcc/13",
+        "BASH_FUNC_module%%": f'() {{ echo "module $*" >>{calls}; }}',
+    }  # fmt: skip
+    command = ["bash", str(SCRIPTS / "train_cpu.sh"), "run.name=contained"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert "node 0 trainer-0: " in done.stdout
+    *modules, call = calls.read_text().splitlines()
+    assert modules == ["module load cuda/12.8", "module load gcc/13"]
+    assert call.startswith(
+        f"exec --nv --bind {ROOT},/data:/data --pwd {ROOT} my.sif {sys.executable} -m megatron_webrl"
+    )
+    assert call.endswith("run.name=contained")

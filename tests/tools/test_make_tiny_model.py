@@ -1,0 +1,141 @@
+"""The tiny model: what is in the folder, and that it is made again byte for byte."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+from megatron_webrl.model.processor import Processor
+from megatron_webrl.rollout.actions import format_tool_call
+from megatron_webrl.types import Action
+from tools.make_tiny_model import main, make_tiny_model, position_table
+
+SMALL = {"hidden": 64, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate": 96, "vision_hidden": 64}
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
+
+
+def test_transformers_loads_every_tensor(tiny_model: Path) -> None:
+    model, report = transformers.AutoModelForImageTextToText.from_pretrained(tiny_model, output_loading_info=True)
+    assert type(model) is transformers.Qwen3VLForConditionalGeneration
+    assert not any(report.values())
+    assert 1_500_000 < sum(parameter.numel() for parameter in model.parameters()) < 3_000_000
+
+
+def test_the_same_seed_gives_the_same_files_in_another_process(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "one", seed=5, **SMALL)
+    options = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    command = [sys.executable, "-m", "tools.make_tiny_model", str(tmp_path / "two"), "--seed", "5", *options]
+    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    assert digests(tmp_path / "one") == digests(tmp_path / "two")
+
+
+def test_another_seed_changes_the_weights_only(tmp_path: Path) -> None:
+    one, two = (digests(make_tiny_model(tmp_path / str(seed), seed=seed, **SMALL)) for seed in (1, 2))
+    assert {name for name in one if one[name] != two[name]} == {"model.safetensors"}
+
+
+def test_experts_are_written_in_the_released_layout_and_load_transposed(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "experts", experts=4, layers=1)
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    prefix = "model.language_model.layers.0.mlp.experts."
+    assert weights[prefix + "gate_up_proj"].shape == (4, 128, 192)
+    assert weights[prefix + "down_proj"].shape == (4, 96, 128)
+    model, report = transformers.AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values())
+    loaded = model.state_dict()[prefix + "gate_up_proj"]
+    assert torch.equal(loaded, weights[prefix + "gate_up_proj"].transpose(1, 2))
+
+
+def test_the_type_and_untied_embeddings_are_as_asked(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "half", dtype="bfloat16", tie=False, **SMALL)
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    assert "lm_head.weight" in weights
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize(
+    ("action", "most"),
+    [
+        (Action("left_click", coordinate=(480, 120)), 8),
+        (Action("scroll", direction="down"), 4),
+        (Action("type", coordinate=(20, 1000), text="ok"), 12),
+    ],
+)
+def test_an_action_takes_few_tokens(tiny_model: Path, action: Action, most: int) -> None:
+    processor = Processor.load(tiny_model)
+    ids = processor.encode_response(format_tool_call(action))
+    assert len(ids) <= most
+    assert processor.decode(ids) == format_tool_call(action)
+
+
+def test_any_text_survives_the_tokenizer(tiny_model: Path) -> None:
+    processor = Processor.load(tiny_model)
+    for text in ("Grüße, 你好 \U0001f642\n\n\t x 12345 1, 2,3 ", '{"a": [1, 2]}}\n', "\x00\x7f"):
+        assert processor.decode(processor.encode_response(text)) == text
+
+
+def test_added_tokens_are_those_of_qwen(tiny_model: Path) -> None:
+    tokenizer = Processor.load(tiny_model).tokenizer
+    reference = {
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|endoftext|>",
+        "<|vision_start|>",
+        "<|image_pad|>",
+        "<tool_call>",
+        "</think>",
+    }
+    assert reference <= set(tokenizer.get_added_vocab())
+    assert len(tokenizer) <= 1024
+    assert tokenizer.eos_token == "<|im_end|>"
+
+
+def test_positions_that_are_near_have_embeddings_that_are_near() -> None:
+    table = position_table(16, 128).reshape(16, 16, 128)
+    near = (table[8, 8] - table[8, 9]).norm()
+    far = (table[8, 8] - table[8, 15]).norm()
+    assert 0 < near < far
+    assert len(np.unique(table.reshape(256, 128).numpy().round(3), axis=0)) == 256
+
+
+def test_a_folder_with_something_in_it_is_kept_without_force(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("dear")
+    with pytest.raises(FileExistsError, match="mine is not an empty folder"):
+        make_tiny_model(tmp_path / "mine", **SMALL)
+    assert main([str(tmp_path / "mine")]) == 2
+    assert "--force" in capsys.readouterr().err
+    make_tiny_model(tmp_path / "mine", force=True, **SMALL)
+    assert not (tmp_path / "mine" / "thesis.txt").exists()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"heads": 3, "kv_heads": 2}, "kv_heads=2 does not divide heads=3"),
+        ({"vision_hidden": 30}, "vision_heads=4 does not divide vision_hidden=30"),
+        ({"deepstack": (2,)}, "deepstack=.2,. names a layer outside 0..1"),
+        ({"experts": 4, "expert_intermediate": 64}, "must differ from hidden=128"),
+        ({"vocabulary": 300}, "vocabulary=300 has no room"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named(tmp_path: Path, sizes: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_tiny_model(tmp_path / "model", **sizes)
+    assert not list(tmp_path.iterdir())

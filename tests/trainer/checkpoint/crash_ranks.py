@@ -1,0 +1,146 @@
+"""A job of two ranks that saves in a loop and is killed, again and again; each start checks what the last one left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from megatron_webrl.system.child_process import become_subreaper, die_with_parent
+from tests.trainer.checkpoint.checkpoint_ranks import (
+    LAYOUTS,
+    checkpoints_in,
+    laid_out,
+    make_learner,
+    session,
+    state_of,
+    step,
+)
+
+LIMIT_SECONDS = 60.0
+SAVES = 4  # of the first start, to learn how long one takes
+
+
+def drive(_: int, folder: str, rounds: int, seed: int) -> None:
+    """Start and kill the job `rounds` times, and start it once more; leaves what each start found in rounds.json.
+
+    The ranks are forked from this process, which has everything of `tests.forks`: a start takes one second.
+    """
+    become_subreaper()  # what outlives a rank becomes a child of this process
+    rng, found = random.Random(seed), []
+    for number in range(rounds + 1):
+        ranks = [_fork(rank, Path(folder), number) for rank in (0, 1)]
+        report = Path(folder, f"round-{number}.json")
+        _wait(report.exists, f"round {number} did not start")
+        if number == 0:
+            begun = time.monotonic()
+            _wait(lambda: _latest(folder) >= SAVES, "the job does not save")
+            period = (time.monotonic() - begun) / SAVES
+        if number < rounds:
+            time.sleep(rng.uniform(0, 3 * period))  # the random point of the kill
+        for pid in rng.sample(ranks, 2):
+            os.kill(pid, signal.SIGKILL)
+            if rng.random() < 0.3:
+                time.sleep(rng.uniform(0, 0.05))  # the other rank lives on for a moment
+        _wait(_nothing_left, f"round {number}: something outlives the ranks")
+        left = sorted(path.name for path in Path(folder, "checkpoints").glob(".*"))
+        found.append(json.loads(report.read_text()) | {"left": left})
+    Path(folder, "rounds.json").write_text(json.dumps(found))
+
+
+def _wait(condition: Callable[[], bool], complaint: str) -> None:
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, complaint
+        time.sleep(0.002)
+
+
+def _latest(folder: str) -> int:
+    pointer = Path(folder, "checkpoints", "latest")
+    return int(pointer.read_text().removeprefix("version-")) if pointer.exists() else 0
+
+
+def _nothing_left() -> bool:
+    """Whether all children have ended; reaps them."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            pass
+    return not psutil.Process().children()
+
+
+def _fork(rank: int, folder: Path, number: int) -> int:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            die_with_parent(parent=parent)
+            _job(rank, folder, number)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(1)
+    return pid
+
+
+def _job(rank: int, folder: Path, number: int) -> None:
+    """Check what the last round left, report, and save one version after the other until killed."""
+    from megatron_webrl.trainer.checkpoint import checkpointer
+
+    rendezvous = folder / f"rendezvous-{number}"
+    rendezvous.mkdir(exist_ok=True)
+    layout = LAYOUTS[number % 2]  # replicas and tensor-parallel in turn
+    with session(rank, str(rendezvous)), laid_out(layout):
+        learner = make_learner(layout)
+        step(learner)  # from here on the optimiser has moments
+        checkpoints = checkpoints_in(folder)
+        torch.distributed.barrier()  # the first rank has swept
+        report: dict[str, Any] = {"swept": not list((folder / "checkpoints").glob(".*ing-*")), "version": 0}
+        if (folder / "checkpoints" / "latest").exists():
+            path = checkpointer.latest_checkpoint(folder / "checkpoints")
+            checkpointer.load(path, learner)
+            report["version"] = checkpointer.read_trainer_state(path).version
+            report["values"] = _values(learner)
+        everyone: list[Any] = [None, None]
+        torch.distributed.all_gather_object(everyone, report)
+        if rank == 0:
+            temporary = folder / "round.tmp"
+            temporary.write_text(json.dumps({"ranks": everyone}))
+            temporary.rename(folder / f"round-{number}.json")
+        version = report["version"]
+        while True:
+            version += 1
+            _fill(learner, version)
+            checkpoints.start_save(learner, state_of(version))
+            _fill(learner, -1)  # training goes on
+            checkpoints.poll()
+
+
+def _fill(learner: Any, version: int) -> None:
+    """Let every number of the state tell the version."""
+    with torch.no_grad():
+        for tensor in _tensors(learner):
+            tensor.fill_(version)
+
+
+def _values(learner: Any) -> list[float]:
+    """The different numbers of the state."""
+    return sorted({float(value) for tensor in _tensors(learner) for value in tensor.unique()})
+
+
+def _tensors(learner: Any) -> list[torch.Tensor]:
+    weights = [parameter for chunk in learner.chunks for parameter in chunk.parameters()]
+    states = [part.optimizer.state.values() for part in learner.optimizer.optimizer.chained_optimizers]
+    moments = [values[name] for state in states for values in state for name in ("exp_avg", "exp_avg_sq")]
+    return weights + moments

@@ -1,0 +1,165 @@
+"""A trainer on two nodes is killed while both rings hold what it has not done with; another one goes on.
+
+`resumed`: in another job, from the checkpoint alone. `restarted`: in the same job, whose workers never stop.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_webrl.ring.ring import Ring
+from megatron_webrl.tracking import episode_log
+from megatron_webrl.trainer.data import group_files
+from tests import forks
+from tests.planes import connect, control_plane
+from tests.trainer.checkpoint import node_resume_ranks as ranks
+from tests.trainer.exchange.node_ranks import group
+from tests.trainer.exchange.test_multi_node_exchange import make_rings
+
+LIMIT = 120.0
+
+
+@contextmanager
+def job(folder: Path, names: list[str]) -> Iterator[tuple[str, int]]:
+    """Control plane and workers; with the context they end."""
+    with control_plane(folder, LIMIT) as address:
+        workers = [
+            threading.Thread(target=ranks.work, args=(address, name, node), daemon=True)
+            for node, name in enumerate(names)
+        ]
+        for worker in workers:
+            worker.start()
+        yield address
+        # In a job whoever watches the ranks says so: here the test does.
+        connect(address, "test").end_job("failed: the test ends this life")
+        for worker in workers:
+            worker.join(LIMIT)
+
+
+def live(folder: Path, address: tuple[str, int], names: list[str], resumed: bool) -> None:
+    """The trainer until the job ends, or until the killed rank has taken the other one with it."""
+    (folder / "rendezvous-2").unlink(missing_ok=True)
+    context = forks.start(ranks.life, str(folder), address, names, resumed, ranks=2)
+    deadline = time.monotonic() + LIMIT
+    for process in context.processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    codes = [process.exitcode for process in context.processes]
+    for process in context.processes:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+    assert codes == ([0, 0] if resumed else [1, -signal.SIGKILL])
+
+
+@pytest.fixture(scope="module", params=["resumed", "restarted"])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Two lives of one run: what lay in the rings in between and at the end, and what the run wrote down."""
+    for names in make_rings():
+        folder = tmp_path_factory.mktemp(request.param)
+        run = ranks.folder_of(folder)
+        with ExitStack() as stack:
+            rings = [stack.enter_context(Ring.attach(name)) for name in names]
+            if request.param == "resumed":
+                with job(folder, names) as address:
+                    live(folder, address, names, resumed=False)
+                between, killed = [ring.usage().records for ring in rings], time.time()
+                with job(folder, names) as address:
+                    live(folder, address, names, resumed=True)
+            else:
+                with job(folder, names) as address:
+                    live(folder, address, names, resumed=False)
+                    between, killed = [ring.usage().records for ring in rings], time.time()
+                    live(folder, address, names, resumed=True)
+            yield {
+                "kind": request.param, "between": between, "left": [ring.usage().records for ring in rings],
+                "killed": killed, "saved": json.loads((run / "state.json").read_text()), "run": run,
+                "lines": episode_log.read_lines(run), "summary": json.loads((run / "summary.json").read_text()),
+            }  # fmt: skip
+
+
+def test_what_was_finished_under_the_dead_trainer_counts_in_its_job_only(found: dict[str, Any]) -> None:
+    saved = found["saved"]["accounting"]
+    before = saved["trained"] + sum(saved["dropped"].values())
+    adopted = [line for line in found["lines"][before:] if line["finished_at"] < found["killed"]]
+    lost = episode_log.read_rolled_back(found["run"])
+    assert found["summary"]["accounting"]["rolled_back"] == len(lost)
+    if found["kind"] == "resumed":
+        assert not adopted
+        assert not lost
+    else:
+        assert {line["worker"] for line in adopted} == {"rollout-0.1", "rollout-1.1"}
+        # From the saved version on the dead trainer had trained two updates at least.
+        assert len([line for line in lost if line["disposition"] == episode_log.TRAINED]) >= 2 * 2 * ranks.GROUPS
+        again = {line["ticket"] for line in found["lines"]} & {line["ticket"] for line in lost}
+        assert len(again) >= 2 * ranks.GROUPS
+
+
+def test_both_rings_held_groups_that_the_killed_life_had_not_closed(found: dict[str, Any]) -> None:
+    assert min(found["between"]) > 0
+
+
+def test_the_accounting_matches_and_what_is_left_is_what_waits(found: dict[str, Any]) -> None:
+    accounting = found["summary"]["accounting"]
+    assert accounting["matches"], accounting
+    assert accounting["trained"] == 2 * ranks.GROUPS * ranks.UPDATES
+    assert sum(found["left"]) == accounting["waiting"]
+    assert found["summary"]["outcome"] == "finished"
+    assert [update["version"] for update in found["summary"]["updates"]] == list(range(1, ranks.UPDATES + 1))
+
+
+def test_no_group_is_trained_twice_and_every_update_has_its_groups(found: dict[str, Any]) -> None:
+    lines = found["lines"]
+    assert max(Counter((line["ticket"], line["index"]) for line in lines).values()) == 1
+    trained: dict[int, set[int]] = defaultdict(set)
+    for line in lines:
+        if line["disposition"] == episode_log.TRAINED:
+            trained[line["version"]].add(line["ticket"])
+    assert {version: len(tickets) for version, tickets in trained.items()} == dict.fromkeys(
+        range(ranks.UPDATES), ranks.GROUPS
+    )
+    assert {line["ticket"] for line in lines if line["disposition"] == "all_failed"} == {
+        line["ticket"] for line in lines if not ranks.successes(line["ticket"])
+    }
+
+
+def test_no_ticket_is_skipped_and_those_open_in_the_checkpoint_come_again(found: dict[str, Any]) -> None:
+    closed = {line["ticket"] for line in found["lines"]}
+    assert found["saved"]["open_tickets"]
+    assert len(set(range(max(closed) + 1)) - closed) <= (ranks.AHEAD + 1) * ranks.GROUPS
+    assert closed.issuperset(sorted(found["saved"]["open_tickets"])[: ranks.GROUPS])
+
+
+def test_each_node_kept_what_came_from_its_ring_byte_for_byte(found: dict[str, Any]) -> None:
+    nodes = set()
+    for version in range(ranks.UPDATES):
+        for node in (0, 1):
+            for stored in group_files.read_groups(group_files.group_file_path(found["run"] / "records", version, node)):
+                wanted = group(stored.ticket, node, ranks.successes(stored.ticket))
+                for one, other in zip(stored.trajectories, wanted.trajectories, strict=True):
+                    assert [bytes(image) for image in one.images] == list(other.images)
+                    assert one.worker == f"rollout-{node}.1"
+                nodes.add(node)
+        groups = group_files.read_groups_of_version(found["run"] / "records", version)
+        trained = {
+            line["ticket"] for line in found["lines"] if (line["version"], line["disposition"]) == (version, "trained")
+        }
+        assert {each.ticket for each in groups} == trained
+    assert nodes == {0, 1}
+
+
+def test_what_went_between_nodes_is_in_the_summary(found: dict[str, Any]) -> None:
+    nodes, updates = found["summary"]["node_traffic"], found["summary"]["updates"]
+    assert nodes["other_mib"] == pytest.approx(sum(update["extra"]["nodes/other_mib"] for update in updates))
+    assert nodes["other_mib"] > 0
+    assert nodes["images_mib"] == 0  # nothing made pixels: there is no model
+    assert nodes["local_fraction"] == 1.0

@@ -1,0 +1,140 @@
+"""What one process of the packing tests does: the same samples, put into rows in several ways, through a real model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_webrl.config.rollout import ContextConfig
+from megatron_webrl.model.processor import Processor
+from megatron_webrl.rollout.actions import format_tool_call
+from megatron_webrl.rollout.contexts.policies import make_context
+from megatron_webrl.rollout.demonstrations import scripted_generation
+from megatron_webrl.trainer.data.batching import TrainingSample
+from megatron_webrl.trainer.data.flops import FlopsEstimator
+from megatron_webrl.types import Action, Observation
+from tests.gloo import join
+from tests.trainer.grown import SIZES, episode, step
+from tests.trajectories import screenshot
+
+LIMIT = 130
+WAYS: dict[str, dict[str, Any]] = {
+    "one by one": {"merge_prefixes": False, "microbatch_multiple": 9},
+    "packed": {"merge_prefixes": False},
+    "merged": {"merge_prefixes": True},
+    "merged, one row": {"merge_prefixes": True, "max_tokens": 400},
+    "merged, two replicas": {"merge_prefixes": True, "data_parallel_size": 2},
+    "packed, three replicas of two rows": {"merge_prefixes": False, "data_parallel_size": 3, "microbatch_multiple": 2},
+    "merged, more rows than samples": {"merge_prefixes": True, "data_parallel_size": 2, "microbatch_multiple": 4},
+}
+APPENDED_WAYS: dict[str, dict[str, Any]] = {
+    "one by one": {"merge_prefixes": False, "max_tokens": 1000, "microbatch_multiple": 5},
+    "merged": {"merge_prefixes": True, "max_tokens": 1000},
+}
+
+
+def make_samples(processor: Processor) -> list[TrainingSample]:
+    """Nine steps of four episodes: three that grow, one without a step to go on from; screenshots are shared."""
+    first, second = episode(processor, 0, (6, 2, 9)), episode(processor, 1, (3, 8), images=1, advantage=-0.5)
+    third, fourth = episode(processor, 2, (5, 1, 4, 2), images=1, advantage=0.3), episode(processor, 3, (7, 7))
+    return [*first, *second, *third[:3], fourth[1]]
+
+
+def appended_samples(processor: Processor) -> list[TrainingSample]:
+    """Five steps of an episode whose prompts the rollout's append policy makes: stretches of three and of two."""
+    settings = ContextConfig(policy="append", rounds=3, compact=True)
+    context = make_context(processor, settings, 1000)
+    pages = [Observation(screenshot(n, *SIZES[n % 3]), f"http://a/{n}", f"Page {n}", True) for n in range(6)]
+    context.start_episode("Click the button.", pages[0])
+    samples = []
+    for number, page in enumerate(pages[1:]):
+        prompt = context.build_prompt()
+        shown = tuple(context.screenshots[i] for i in prompt.image_indices)
+        click = Action("left_click", (100 * number, 500))
+        said = scripted_generation(
+            processor, prompt.token_ids, shown, f"<think>it is {number}</think>\n{format_tool_call(click)}"
+        )
+        if number == 1:  # cut off: it has no end token
+            said = replace(said, response_token_ids=said.response_token_ids[:-1])
+        samples.append(
+            step(
+                said.prompt_token_ids, said.response_token_ids, images=shown, grids=said.image_grids, first=100 * number
+            )
+        )
+        context.add_step(said, click, None, page)
+    return samples
+
+
+def run(rank: int, folder: str, model: str) -> None:
+    """Log-probabilities, gradients and what was computed, for each way of putting the samples into rows."""
+    platform = join(rank, 1, folder)
+    from megatron_webrl.model import process_groups
+    from megatron_webrl.model.hf_config import load_hf_config
+    from megatron_webrl.model.layout import ParallelSizes
+    from megatron_webrl.model.qwen3_vl.model import build_model
+
+    process_groups.init_process_groups(ParallelSizes())
+    (chunk,) = build_model(model, dtype="float32", platform=platform)
+    fill(chunk)
+    processor, cost = Processor.load(model), FlopsEstimator.from_hf_config(load_hf_config(model))
+    samples, appended = make_samples(processor), appended_samples(processor)
+    torch.save(
+        {name: _examine(chunk, processor, cost, samples, way) for name, way in WAYS.items()}, f"{folder}/found.pt"
+    )
+    torch.save(
+        {name: _examine(chunk, processor, cost, appended, way) for name, way in APPENDED_WAYS.items()},
+        f"{folder}/appended.pt",
+    )
+    torch.distributed.destroy_process_group()
+
+
+def fill(model: Any) -> None:
+    """Random weights under which activations and logits are of size one."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=parameter[0].numel() ** -0.5)
+            else:
+                parameter.normal_(mean=0.0 if name.endswith("bias") else 1.0, std=0.1)
+
+
+def _examine(
+    model: Any, processor: Processor, cost: FlopsEstimator, samples: list[TrainingSample], way: dict[str, Any]
+) -> dict[str, Any]:
+    from megatron_webrl.model.logprobs import vocab_parallel_logprobs
+    from megatron_webrl.trainer.data.sequence_packer import SequencePacker
+
+    options = {"data_parallel_size": 1, "max_tokens": LIMIT} | way
+    model.zero_grad()
+    tokens = patches = 0
+    rows, marks, scores = [], [], []
+    for replica in range(options["data_parallel_size"]):
+        builder = SequencePacker(
+            processor, device=torch.device("cpu"), data_parallel_rank=replica, flops_estimator=cost, **options
+        )
+        built = builder.build(samples, "per_trajectory", k=10)
+        rows.append(len(built))
+        for batch in built:
+            logprobs, _ = vocab_parallel_logprobs(
+                model(batch.inputs), batch.targets, batch.temperature, model.unpadded_vocab_size, None
+            )
+            (batch.weight * batch.advantage * logprobs).sum().backward()
+            real = batch.weight > 0
+            if real.any():
+                tokens, patches = tokens + batch.token_count, patches + len(batch.inputs.pixels)
+            marks.append(batch.behaviour_logprobs[real])
+            scores.append(logprobs.detach()[real])
+    order = torch.cat(marks).argsort()
+    gradients: dict[str, Tensor] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {
+        "marks": torch.cat(marks)[order],
+        "logprobs": torch.cat(scores)[order],
+        "gradients": gradients,
+        "tokens": tokens,
+        "patches": patches,
+        "rows": rows,
+    }

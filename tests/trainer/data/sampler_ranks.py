@@ -1,0 +1,199 @@
+"""What the process of the test of task sampling does: a trainer's coordinator and a worker take turns in it.
+
+The worker keeps some tickets under way and finishes the oldest at every poll of the trainer, so that which group
+arrives when does not depend on the machine. An episode passes by chance, but the chance is drawn from its task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import secrets
+from collections import deque
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_webrl.config.schema import Config
+from megatron_webrl.control.control_plane import ControlClient
+from tests.gloo import join
+from tests.planes import connect, control_plane
+from tests.trajectories import trajectory
+
+SKILL = {"click-test": 0.98, "click-tab": 0.5, "enter-text": 0.1, "focus-text": 0.8, "click-link": 0.02}
+UPDATES, GROUP, UNDER_WAY = 12, 4, 8
+METRICS = dict.fromkeys(("response_tokens", "loss", "gradient_norm", "learning_rate", "entropy", "tokens"), 1.0)
+
+
+def run(rank: int, folder: str) -> None:
+    """A run without interruption, and one that is resumed twice; for each sampler that has a state."""
+    join(rank, 1, folder)
+    from megatron_webrl.trainer.data import group_source
+
+    group_source.POLL_SECONDS = 0.001
+    found = {}
+    for name in ("curriculum", "near_target"):
+        for label, ends in (("whole", ()), ("resumed", (4, 8))):
+            found[name, label] = _Run(Path(folder), f"{name}-{label}", name).go(ends)
+    torch.save(found, f"{folder}/found.pt")
+    torch.distributed.destroy_process_group()
+
+
+class _Run:
+    """One run, in as many lives as it takes."""
+
+    def __init__(self, folder: Path, name: str, sampler: str) -> None:
+        from megatron_webrl.tasks.miniwob import MiniWobTaskSource
+
+        self.config = Config()
+        self.config.run.directory, self.config.run.name, self.config.run.seed = str(folder), name, 5
+        self.config.tasks.environments, self.config.tasks.sampler.name = list(SKILL), sampler
+        self.config.trainer.updates, self.config.trainer.groups_per_update = UPDATES, 3
+        # Many tickets ahead of estimates that move fast: a ticket that changed its state would change its task.
+        self.config.tasks.sampler.alpha, self.config.rollout.max_staleness = 0.8, 4
+        self.config.tracking.sample_trajectories, self.config.tracking.keep_records = 0, True
+        self.config.run_folder.mkdir()
+        (self.config.run_folder / "config.yaml").touch()
+        self.folder = folder
+        self.source = MiniWobTaskSource(list(SKILL), 4)
+        self.tasks: dict[int, set[str]] = {}  # ticket -> tasks that it meant
+        self.expected = torch.zeros(len(SKILL), dtype=torch.float64)  # draws, by the probabilities of all tickets
+        self.raises: list[tuple[int, int, list[int]]] = []  # of the ticket limit: from, to, states published before
+        self.open: list[tuple[int, ...]] = []  # tickets that the lives after the first took over
+
+    def go(self, ends: Iterable[int]) -> dict[str, Any]:
+        """Run to the end, with a new life from a checkpoint after each of the versions `ends`."""
+        from megatron_webrl.trainer.accounting import Accounting
+        from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState
+
+        state = TrainerState(0, 0, 0, (), Accounting().state_dict(), 0)
+        found: dict[str, Any] = {}
+        with self.source:
+            for end in (*ends, UPDATES):
+                if state.version:
+                    state = self._stored(state)
+                    self.open.append(state.open_tickets)
+                state, found = self._live(state, end)
+        updates = [json.loads(line) for line in (self.config.run_folder / "updates.jsonl").read_text().splitlines()]
+        return found | {
+            "tasks": self.tasks, "expected": self.expected, "open": self.open, "raises": self.raises,
+            "base": state.closed_tickets, "rates": state.task_sampler["rates"], "figures": updates[-1]["extra"],
+        }  # fmt: skip
+
+    def _stored(self, state: Any) -> Any:
+        """The state as a new incarnation reads it from a checkpoint."""
+        from megatron_webrl.trainer.checkpoint.checkpointer import read_trainer_state
+
+        (self.config.run_folder / "state.json").write_text(json.dumps(asdict(state)))
+        read = read_trainer_state(self.config.run_folder)
+        return replace(read, restart_epoch=read.restart_epoch + 1)
+
+    def _live(self, state: Any, end: int) -> tuple[Any, dict[str, Any]]:
+        """One life, with a control plane and a ring of its own. What it leaves unfinished is lost."""
+        from megatron_webrl.ring.ring import Ring
+        from megatron_webrl.tracking.metrics import UpdateSeconds
+        from megatron_webrl.tracking.mlflow_run import MLflowTracker
+        from megatron_webrl.trainer.checkpoint.recovery import make_resume_point
+        from megatron_webrl.trainer.coordinator import Coordinator
+        from megatron_webrl.trainer.data import group_files
+        from megatron_webrl.trainer.exchange.record_exchange import SingleNodeExchange
+        from megatron_webrl.trainer.logprob_mismatch import LogprobMismatch
+
+        ring_name = f"webrl-test-{secrets.token_hex(4)}"
+        with ExitStack() as stack:
+            address = stack.enter_context(control_plane(self.folder))
+            ring = Ring.create_or_attach(ring_name, 2**21, ring_name)
+            stack.callback(ring.close)
+            stack.callback(ring.unlink)
+            control = _RecordingControlClient(*address, "trainer-0", 60.0)
+            control.raises = self.raises
+            tracker, rings = (
+                MLflowTracker(self.config, state.mlflow_run_id, lambda tokens: ""),
+                SingleNodeExchange(ring),
+            )
+            coordinator = Coordinator(
+                self.config,
+                control,
+                rings,
+                state,
+                make_resume_point(control, rings, state, self.config.run_folder, True),
+                tracker,
+            )
+            coordinator.open_job(state.version)
+            worker = _Worker(self, address, ring, coordinator)
+            version, most, trained = state.version, 0, []
+            while version < end:
+                groups = coordinator.collect(version, lambda: worker.step(version))  # noqa: B023
+                version += 1
+                if version == end:
+                    coordinator.log_update(
+                        version, groups, METRICS, LogprobMismatch(None, 0), UpdateSeconds(1, 1, 1, 1, 0), {}
+                    )
+                    trained = [(g.ticket, [t.index for t in g.trajectories]) for g in groups]
+                coordinator.close_update(groups, version)
+                most = max(most, len(coordinator.task_sampler.states))
+            keys = [first for first in range(worker.latest) if control.get_json(f"sampler/{first}") is not None]
+            states = [s.first_ticket for s in coordinator.task_sampler.states]
+            stored = group_files.read_groups(group_files.group_file_path(self.config.records_folder, end - 1))
+            kept = [(g.ticket, [t.index for t in g.trajectories]) for g in stored]
+            return coordinator._state(version), {
+                "keys": keys, "states": states, "most": most, "trained": trained, "kept": kept,
+            }  # fmt: skip
+
+
+class _RecordingControlClient(ControlClient):
+    """The trainer's connection, with a note of what had been published at each rise of the ticket limit."""
+
+    raises: list[tuple[int, int, list[int]]]
+
+    def set_ticket_limit(self, limit: int) -> None:
+        index = self.get_json("sampler/index")
+        assert isinstance(index, list)
+        self.raises.append((int(self.store.get("tickets/limit")), limit, index))
+        super().set_ticket_limit(limit)
+
+
+class _Worker:
+    """Runs tickets in their order, several under way at a time."""
+
+    def __init__(self, run: _Run, address: tuple[str, int], ring: Any, coordinator: Any) -> None:
+        from megatron_webrl.sampling.states import SamplerStateReader
+
+        self.run, self.ring, self.coordinator = run, ring, coordinator
+        self.control = connect(address, "rollout-0")
+        self.states = SamplerStateReader.from_config(run.config, self.control)
+        self.start = self.control.ticket_epochs()[-1]
+        self.latest = 0
+        self.under_way: deque[list[Any]] = deque()
+
+    def step(self, version: int) -> bool:
+        """Fill up, and finish a ticket if the trainer lacks groups."""
+        while len(self.under_way) < UNDER_WAY and (position := self.control.claim_slot()) is not None:
+            self.under_way.append(self._play(self.start.ticket_at(position), version))
+        if len(self.coordinator.group_source._ready) < self.run.config.trainer.groups_per_update:
+            self.coordinator.control.check_job()
+            for each in self.under_way.popleft():
+                from megatron_webrl.ring.record import encode_trajectory
+
+                self.ring.write(encode_trajectory(each), 10.0)
+        return False
+
+    def _play(self, ticket: int, version: int) -> list[Any]:
+        probabilities = asyncio.run(self.states.probabilities(ticket))
+        task = self.run.source.training_task(self.run.config.run.seed, ticket, probabilities)
+        if ticket not in self.run.tasks:
+            self.run.expected += torch.tensor(probabilities, dtype=torch.float64)
+        self.run.tasks.setdefault(ticket, set()).add(task.id)
+        self.latest = max(self.latest, ticket)
+        chance = random.Random(task.id)
+        rewards = [float(chance.random() < SKILL[task.environment]) for _ in range(GROUP)]
+        made = [
+            trajectory(ticket, i, reward=r, version=version, group_size=GROUP, restart_epoch=self.start.restart_epoch)
+            for i, r in enumerate(rewards)
+        ]
+        return [replace(each, task=task) for each in made]

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_webrl.config.schema import Config
+from megatron_webrl.trainer.data import batching
+from megatron_webrl.types import Group
+from tests.trajectories import trajectory
+
+
+def groups() -> list[Group]:
+    return [
+        Group(
+            0,
+            (
+                trajectory(0, 0, reward=1.0, steps=2),
+                trajectory(0, 1, steps=3),
+                trajectory(0, 2, outcome="browser_error"),
+            ),
+        ),
+        Group(1, (trajectory(1, 0, reward=1.0), trajectory(1, 1, steps=4))),
+    ]
+
+
+def test_samples_are_the_steps_of_trainable_trajectories():
+    samples = batching.make_samples(groups())
+    assert [s.trajectory_id for s in samples] == [(0, 0)] * 2 + [(0, 1)] * 3 + [(1, 0)] + [(1, 1)] * 4
+    assert all((s.advantage > 0) == (s.trajectory_id[1] == 0) for s in samples)
+
+
+def test_imitation_takes_successes_only():
+    samples = batching.make_samples(groups(), batching.success_advantages)
+    assert {s.trajectory_id for s in samples} == {(0, 0), (1, 0)}
+    assert {s.advantage for s in samples} == {1.0}
+
+
+def test_a_warm_start_imitates_failures_too_but_nothing_that_is_masked():
+    found = {s.trajectory_id for s in batching.make_samples(groups(), batching.demonstration_advantages)}
+    trainable = {(t.ticket, t.index) for group in groups() for t in group.trajectories if t.trainable}
+    assert found == trainable
+    assert found > {s.trajectory_id for s in batching.make_samples(groups(), batching.success_advantages)}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+def test_minibatches_keep_trajectories_whole(count: int):
+    samples = batching.make_samples(groups())
+    parts = batching.minibatches(samples, count, seed=3)
+    assert len(parts) == min(count, 4)
+    seen = [{s.trajectory_id for s in part} for part in parts]
+    assert sum(map(len, seen)) == len(set().union(*seen)) == 4
+    assert sum(map(len, parts)) == len(samples)
+
+
+@pytest.mark.parametrize(
+    ("normaliser", "total"), [("constant", 10 * 3 / (4 * 10)), ("per_trajectory", 3.0), ("token_mean", 1.0)]
+)
+def test_token_weights_add_up(normaliser: str, total: float):
+    samples = batching.make_samples(groups())
+    values = batching.token_weights(samples, normaliser, k=10)
+    assert sum(w * len(s.response) for w, s in zip(values, samples, strict=True)) == pytest.approx(total)
+
+
+@pytest.mark.parametrize("normaliser", ["constant", "per_trajectory", "token_mean"])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_each_minibatch_is_an_objective_of_its_own(normaliser: str, count: int):
+    for part in batching.minibatches(batching.make_samples(groups()), count, seed=3):
+        trajectories = {s.trajectory_id for s in part}
+        tokens = sum(len(s.response) for s in part)
+        for sample, weight in zip(part, batching.token_weights(part, normaliser, k=7), strict=True):
+            length = {(0, 0): 2, (0, 1): 3, (1, 0): 1, (1, 1): 4}[sample.trajectory_id]
+            whole = {"constant": len(trajectories) * 7, "per_trajectory": len(trajectories) * length}
+            assert weight == pytest.approx(1 / (whole | {"token_mean": tokens})[normaliser])
+
+
+def test_the_loss_decides_which_samples_and_advantages_an_update_has():
+    config = Config()
+    plain = [(s.trajectory_id, s.advantage) for s in batching.make_samples(groups())]
+    assert [(s.trajectory_id, s.advantage) for s in batching.training_samples(groups(), config, 3)] == plain
+    config.trainer.loss.name = "raft"
+    assert {s.advantage for s in batching.training_samples(groups(), config, 3)} == {1.0}
+
+
+def test_imitation_can_leave_out_steps_that_changed_nothing():
+    config = Config()
+    config.trainer.loss.name, config.trainer.loss.raft_drop_unchanged = "raft", True
+    plain = trajectory(0, 0, reward=1.0, steps=5)
+    steps = [replace(step, page_changed=i in (1, 3)) for i, step in enumerate(plain.steps)]
+    samples = batching.training_samples([Group(0, (replace(plain, steps=tuple(steps)),))], config, 0)
+    kept = [next(i for i, step in enumerate(steps) if step.response_token_ids is s.response) for s in samples]
+    assert kept == [1, 3, 4]
+    assert {s.trajectory_steps for s in samples} == {5}
+
+
+def test_shuffled_advantages_are_the_same_ones_on_other_trajectories():
+    config = Config()
+    config.trainer.loss.shuffle_advantages = True
+    many = [
+        Group(t, tuple(trajectory(t, i, reward=float(i <= t % 3), steps=1 + i) for i in range(4))) for t in range(9)
+    ]
+    plain = batching.make_samples(many)
+    before = {s.trajectory_id: s.advantage for s in plain}
+    dealt = []
+    for version in (0, 0, 1):
+        samples = batching.training_samples(many, config, version)
+        after = {s.trajectory_id: s.advantage for s in samples}
+        assert sorted(after.values()) == sorted(before.values())
+        assert all(after[s.trajectory_id] == s.advantage for s in samples)
+        assert [s.trajectory_id for s in samples] == [s.trajectory_id for s in plain]
+        dealt.append(after)
+    assert dealt[0] == dealt[1] != dealt[2]
+    assert dealt[0] != before
+    config.run.seed = 1
+    assert {s.trajectory_id: s.advantage for s in batching.training_samples(many, config, 0)} != dealt[0]
+    assert batching.shuffled_rewards(many, config, 0) == many  # that is for imitation
+
+
+def test_shuffled_rewards_are_the_same_ones_on_other_trajectories_and_masked_ones_keep_theirs():
+    config = Config()
+    config.trainer.loss.name = "raft"
+    many = [Group(t, tuple(trajectory(t, i, reward=float(i <= t % 3)) for i in range(4))) for t in range(9)]
+    masked = replace(many[0].trajectories[0], outcome="engine_error", reward=0.0)
+    many[0] = replace(many[0], trajectories=(masked, *many[0].trajectories[1:]))
+    assert batching.shuffled_rewards(many, config, 0) == many
+    config.trainer.loss.shuffle_advantages = True
+
+    def rewards(groups: list[Group]) -> list[float]:
+        return [t.reward for group in groups for t in group.trajectories]
+
+    dealt = [batching.shuffled_rewards(many, config, version) for version in (0, 0, 1)]
+    assert rewards(dealt[0]) == rewards(dealt[1]) != rewards(dealt[2])
+    assert rewards(dealt[0]) != rewards(many)
+    for groups in dealt:
+        assert sorted(rewards(groups)) == sorted(rewards(many))
+        assert groups[0].trajectories[0] == masked
+        imitated = {s.trajectory_id for s in batching.training_samples(groups, config, 0)}
+        assert imitated == {(t.ticket, t.index) for g in groups for t in g.trajectories if t.reward}

@@ -1,0 +1,86 @@
+"""The cost of a sequence, against operations counted by hand and by PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_webrl.system import torchvision_shim
+from megatron_webrl.trainer.data.flops import FlopsEstimator
+from megatron_webrl.trainer.data.merging import MergedSequence, unmerged_sequence
+from tests.model import tiny
+from tests.trainer.grown import step, words
+
+torchvision_shim.install()
+
+from transformers import Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration  # noqa: E402
+
+DENSE = tiny.configuration(tiny.Shape(deepstack=(0, 1)))
+
+
+def chain(prompt: int, response: int, grids: tuple[tuple[int, int, int], ...] = ()) -> MergedSequence:
+    images = tuple(str(grid).encode() for grid in grids)
+    array = np.array(grids, np.int32).reshape(-1, 3)
+    return unmerged_sequence(step(words(0, prompt), words(1, response), images=images, grids=array))
+
+
+def counted(shape: tiny.Shape, sample: tiny.Sample) -> int:
+    """Operations of transformers' forward pass on one sample, as PyTorch counts them: attention not causal."""
+    config = tiny.configuration(shape)
+    kind: Any = Qwen3VLMoeForConditionalGeneration if shape.experts else Qwen3VLForConditionalGeneration
+    model = kind._from_config(config, attn_implementation="eager").eval()
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), counter:
+        tiny.reference_logits(model, sample)
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize("grids", [[], [[1, 4, 6]], [[1, 8, 4], [1, 2, 2], [1, 4, 12]]])
+def test_a_dense_models_cost_is_what_pytorch_counts(grids: list[list[int]]) -> None:
+    sample = tiny.make_sample(grids, text=30, response=11, seed=0)
+    cost = FlopsEstimator.from_hf_config(DENSE)
+    length, prompt = len(sample.tokens), sample.prompt
+    found = cost.packed_flops(chain(prompt, length - prompt, tuple(map(tuple, grids))))
+    # transformers makes logits for every token, and PyTorch counts all pairs of tokens.
+    found += prompt * cost.per_scored_token + length * (length - 1) / 2 * cost.per_token_pair
+    assert found == pytest.approx(counted(tiny.Shape(deepstack=(0, 1)), sample), rel=0.02)
+
+
+def test_sparse_layers_cost_their_chosen_experts() -> None:
+    sparse, mixed = (
+        FlopsEstimator.from_hf_config(tiny.configuration(tiny.Shape(experts=8, dense_layers=layers)))
+        for layers in ((), (1,))
+    )
+    dense = FlopsEstimator.from_hf_config(tiny.configuration(tiny.Shape()))
+    expert, router, plain = 3 * 64 * 24 * 2, 64 * 8, 3 * 64 * 112
+    assert dense.per_token - sparse.per_token == 2 * 4 * (plain - expert - router)
+    assert mixed.per_token - sparse.per_token == 2 * (plain - expert - router)
+    assert sparse.per_token_pair == dense.per_token_pair
+
+
+def test_cost_grows_with_the_square_of_length_within_a_sequence_only() -> None:
+    cost = FlopsEstimator.from_hf_config(DENSE)
+    long, short = chain(190, 10), chain(90, 5)
+    assert cost.packed_flops(long) > cost.packed_flops(short, short)
+    assert cost.packed_flops(short, short) == 2 * cost.packed_flops(short)
+    assert cost.packed_flops(chain(189, 11)) - cost.packed_flops(long) == pytest.approx(cost.per_scored_token)
+
+
+def test_an_image_that_occurs_twice_in_a_row_is_counted_once() -> None:
+    cost = FlopsEstimator.from_hf_config(DENSE)
+    one, both = chain(40, 4, ((1, 4, 6),)), chain(60, 4, ((1, 4, 6), (1, 8, 8)))
+    assert cost.packed_flops(one, both) == cost.packed_flops(one) + cost.packed_flops(both) - cost.image_flops(
+        (1, 4, 6)
+    )
+    assert cost.image_flops((2, 4, 6)) == 2 * cost.image_flops((1, 4, 6))
+    assert cost.image_flops((1, 8, 12)) > 4 * cost.image_flops((1, 4, 6))
+
+
+def test_a_frozen_tower_costs_its_forward_pass() -> None:
+    trained, frozen = FlopsEstimator.from_hf_config(DENSE), FlopsEstimator.from_hf_config(DENSE, train_vision=False)
+    assert frozen.image_flops((1, 4, 6)) == pytest.approx(trained.image_flops((1, 4, 6)) / 3)
+    assert frozen.per_token == trained.per_token

@@ -1,0 +1,253 @@
+"""The group source over a real ring."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_webrl.config.schema import Config
+from megatron_webrl.ring.record import encode_trajectory
+from megatron_webrl.ring.ring import Ring
+from megatron_webrl.tracking import episode_log
+from megatron_webrl.tracking.episode_log import EpisodeLog
+from megatron_webrl.trainer.accounting import Accounting
+from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
+from megatron_webrl.trainer.data.group_source import GroupSource, GroupTimeout
+from megatron_webrl.trainer.data.group_statistics import GROUP_KINDS
+from tests.trajectories import trajectory
+
+
+@pytest.fixture
+def ring() -> Iterator[Ring]:
+    name = f"webrl-test-{secrets.token_hex(4)}"
+    ring = Ring.create_or_attach(name, 2**20, name)
+    yield ring
+    ring.unlink()
+    ring.close()
+
+
+@pytest.fixture
+def source(ring: Ring) -> GroupSource:
+    config = Config()
+    config.rollout.max_staleness = 1
+    return GroupSource(ring, config, ResumePoint.for_new_job(), accounting=Accounting())
+
+
+def put(ring: Ring, ticket: int, rewards: list[float], **options) -> None:
+    for index, reward in enumerate(rewards):
+        ring.write(encode_trajectory(trajectory(ticket, index, reward=reward, group_size=len(rewards), **options)), 1.0)
+
+
+def go(ready: int) -> bool:
+    return True
+
+
+def test_groups_come_oldest_first_and_are_freed_when_closed(ring: Ring, source: GroupSource):
+    put(ring, 3, [1.0, 0.0])
+    put(ring, 1, [1.0, 0.0])
+    put(ring, 2, [1.0, 0.0])
+    taken = source.wait_for_groups(0, 2, 5.0, go)
+    assert taken is not None
+    assert [group.ticket for group, _ in taken] == [3, 1]
+    assert ring.usage().records == 6
+    for group, sequences in taken:
+        source.close_group(group, sequences)
+    assert ring.usage().records == 2
+    assert source.accounting.trained == 4
+    assert source.waiting_episodes() == 2
+    assert source.closed_tickets == {1, 3}
+
+
+def test_a_group_waits_until_it_is_whole(ring: Ring, source: GroupSource):
+    ring.write(encode_trajectory(trajectory(0, 1, group_size=2)), 1.0)
+    put(ring, 7, [0.0, 0.0])
+    with pytest.raises(GroupTimeout, match="0 of 1 arrived; episodes dropped: all_failed 2"):
+        source.wait_for_groups(0, 1, 0.2, go)
+    assert source.waiting_episodes() == 1
+    ring.write(encode_trajectory(trajectory(0, 0, reward=1.0, group_size=2)), 1.0)
+    taken = source.wait_for_groups(0, 1, 5.0, go)
+    assert taken is not None
+    assert [t.index for t in taken[0][0].trajectories] == [0, 1]
+
+
+def test_what_cannot_be_trained_is_dropped_by_name_and_freed(ring: Ring, source: GroupSource):
+    put(ring, 0, [1.0, 1.0], version=5)
+    put(ring, 1, [0.0, 0.0], outcome="engine_error")
+    put(ring, 2, [1.0, 0.0], version=3)
+    source.poll(version=5)
+    put(ring, 3, [0.0, 0.0], version=5)
+    source.poll(version=5)
+    assert source.accounting.dropped == {"all_succeeded": 2, "all_failed": 2, "engine_error": 2, "stale": 2}
+    assert source.dropped_tickets == 4
+    assert ring.usage().records == 0
+    assert source.waiting_episodes() == 0
+
+
+def test_a_ready_group_that_grows_too_old_is_dropped(ring: Ring, source: GroupSource):
+    put(ring, 0, [1.0, 0.0], version=4)
+    source.poll(version=5)
+    assert source.waiting_episodes() == 2
+    source.poll(version=6)
+    assert source.accounting.dropped == {"stale": 2}
+
+
+def test_a_masked_episode_of_a_trained_group_is_counted_by_its_own_name(ring: Ring, source: GroupSource):
+    for index, (reward, outcome) in enumerate([(1.0, None), (0.0, None), (0.0, "browser_error")]):
+        ring.write(encode_trajectory(trajectory(0, index, reward=reward, outcome=outcome, group_size=3)), 1.0)
+    taken = source.wait_for_groups(0, 1, 5.0, go)
+    assert taken is not None
+    source.close_group(*taken[0])
+    assert source.accounting.trained == 2
+    assert source.accounting.dropped == {"browser_error": 1}
+
+
+def test_a_group_with_an_abandoned_episode_is_dropped_though_the_rest_is_fresh(ring: Ring, source: GroupSource):
+    for index, outcome in enumerate([None, None, "aborted", "browser_crashed"]):
+        ring.write(
+            encode_trajectory(trajectory(0, index, reward=float(index == 0), outcome=outcome, group_size=4)), 1.0
+        )
+    source.poll(0)
+    assert source.accounting.dropped == {"aborted": 3, "browser_crashed": 1}
+    assert source.dropped_tickets == 1
+    assert ring.usage().records == 0
+
+
+@pytest.mark.parametrize(("mode", "kept"), [("async", 4), ("one_step_off", 2), ("sync", 0)])
+def test_the_mode_says_how_old_a_group_may_be(ring: Ring, mode: str, kept: int):
+    config = Config()
+    config.rollout.mode, config.rollout.max_staleness = mode, 2
+    source = GroupSource(ring, config, ResumePoint.for_new_job(), accounting=Accounting())
+    put(ring, 0, [1.0, 0.0], version=3)
+    put(ring, 1, [1.0, 0.0], version=4)
+    source.poll(version=5)
+    assert source.waiting_episodes() == kept
+
+
+def test_tokens_that_were_made_for_nothing_are_counted_by_reason(ring: Ring, source: GroupSource):
+    put(ring, 0, [1.0, 1.0], response=10)
+    mixed = [
+        replace(trajectory(1, 0, reward=1.0, response=20, group_size=3), tries=2, discarded_tokens=4),
+        trajectory(1, 1, response=10, group_size=3),
+        trajectory(1, 2, outcome="engine_error", response=6, group_size=3),
+    ]
+    for each in mixed:
+        ring.write(encode_trajectory(each), 1.0)
+    for group, sequences in source.wait_for_groups(0, 1, 5.0, go) or []:
+        source.close_group(group, sequences)
+    assert source.accounting.tokens_trained == 30
+    assert source.accounting.tokens_dropped == {"all_succeeded": 20, "engine_error": 6, "retried": 4}
+    waste = source.accounting.wasted_token_shares()
+    assert waste["wasted_token_fraction"] == pytest.approx(0.5)
+    assert waste["wasted_token_fraction/retried"] == pytest.approx(4 / 60)
+    assert Accounting.from_state_dict(source.accounting.state_dict()) == source.accounting
+    assert source.accounting.summary(5, 0)["tokens"]["trained"] == 30
+    assert source.accounting.summary(5, 0)["matches"]
+
+
+def test_records_of_another_job_are_freed_and_not_counted(ring: Ring, source: GroupSource):
+    put(ring, 0, [1.0, 0.0], restart_epoch=1)
+    source.poll(version=0)
+    assert ring.usage().records == 0
+    assert source.accounting.closed_episodes == source.waiting_episodes() == 0
+
+
+def test_waiting_ends_when_the_caller_says_so(ring: Ring, source: GroupSource):
+    assert source.wait_for_groups(0, 1, 60.0, lambda ready: False) is None
+
+
+def test_raft_keeps_groups_with_a_success_and_drops_those_without(ring: Ring, source: GroupSource):
+    source.config.trainer.loss.name = "raft"
+    put(ring, 0, [1.0, 1.0])
+    put(ring, 1, [0.0, 0.0])
+    source.poll(0)
+    assert source.waiting_episodes() == 2
+    assert source.accounting.dropped == {"all_failed": 2}
+
+
+def test_the_rates_of_kinds_of_groups_count_dropped_ones_and_begin_anew(ring: Ring, source: GroupSource):
+    put(ring, 0, [1.0, 1.0])
+    put(ring, 1, [0.0, 0.0])
+    put(ring, 2, [1.0, 0.0])
+    put(ring, 3, [0.0, 0.0])
+    put(ring, 4, [0.0, 0.0], outcome="engine_error")
+    source.poll(0)
+    figures = source.pop_metrics()
+    assert {name: figures.pop(f"group_rate/{name}") for name in GROUP_KINDS} == {
+        "all_succeeded": 0.25, "all_failed": 0.5, "zero_variance": 0.75,
+    }  # fmt: skip
+    environment = trajectory(0, 0).task.environment
+    assert figures == {
+        "rollout_success_rate": 3 / 8, f"rollout_success_rate/{environment}": 3 / 8, "rollout_episodes": 8,
+    }  # fmt: skip
+    assert source.pop_metrics() == {}
+
+
+def test_penalties_decide_whether_a_group_has_variance(ring: Ring):
+    config = Config()
+    config.trainer.reward.length_penalty, config.trainer.reward.length_window = 1.0, 4
+    config.rollout.max_new_tokens = 8
+    source = GroupSource(ring, config, ResumePoint.for_new_job(), accounting=Accounting())
+    for index, response in enumerate((4, 6)):  # both fail, one of them at length
+        ring.write(encode_trajectory(trajectory(0, index, response=response)), 1.0)
+    for index, (reward, response) in enumerate([(0.0, 4), (1.0, 8)]):  # a success that is worth a failure
+        ring.write(encode_trajectory(trajectory(1, index, reward=reward, response=response)), 1.0)
+    source.poll(0)
+    assert source.waiting_episodes() == 2
+    assert source.accounting.dropped == {"zero_variance": 2}
+    figures = source.pop_metrics()
+    assert {name: figures[f"group_rate/{name}"] for name in GROUP_KINDS} == {
+        "all_succeeded": 0.0, "all_failed": 0.5, "zero_variance": 0.5,
+    }  # fmt: skip
+
+
+def test_what_a_second_life_of_a_worker_writes_again_is_a_duplicate(ring: Ring, source: GroupSource):
+    ring.write(encode_trajectory(trajectory(0, 0, reward=1.0, group_size=2, worker="rollout-0.1")), 1.0)
+    put(ring, 0, [0.0, 0.0], worker="rollout-0.2")
+    taken = source.wait_for_groups(0, 1, 5.0, go)
+    assert taken is not None
+    (group, sequences) = taken[0]
+    assert [t.worker for t in group.trajectories] == ["rollout-0.1", "rollout-0.2"]
+    put(ring, 0, [1.0, 0.0], worker="rollout-0.2")  # while the group is being trained
+    source.poll(0)
+    source.close_group(group, sequences)
+    put(ring, 0, [1.0, 0.0], worker="rollout-0.3")  # and afterwards
+    source.poll(1)
+    assert source.accounting.trained == 2
+    assert source.accounting.dropped == {"duplicate": 5}
+    assert source.episodes_by_worker == {"rollout-0.1": 1, "rollout-0.2": 4, "rollout-0.3": 2}
+    assert sum(source.episodes_by_worker.values()) == source.accounting.closed_episodes
+    assert ring.usage().records == 0
+    assert source.dropped_tickets == 0
+
+
+def test_each_episode_that_is_counted_is_logged_with_its_fate(ring: Ring, tmp_path: Path):
+    log = EpisodeLog(tmp_path, 0)
+    source = GroupSource(ring, Config(), ResumePoint.for_new_job(), accounting=Accounting(), episode_log=log)
+    put(ring, 0, [1.0, 0.0])
+    put(ring, 1, [0.0, 0.0])
+    for group, sequences in source.wait_for_groups(0, 1, 5.0, go) or []:
+        source.close_group(group, sequences)
+    put(ring, 0, [1.0, 0.0])
+    source.poll(4)
+    found = [(line["ticket"], line["disposition"], line["version"]) for line in episode_log.read_lines(tmp_path)]
+    assert sorted(found) == [(0, "duplicate", 4)] * 2 + [(0, "trained", 0)] * 2 + [(1, "all_failed", 0)] * 2
+    assert len(found) == source.accounting.closed_episodes
+
+
+def test_a_group_is_told_of_as_soon_as_it_can_be_trained(ring: Ring):
+    told: list[int] = []
+    source = GroupSource(
+        ring, Config(), ResumePoint.for_new_job(), Accounting(), on_ready=lambda group: told.append(group.ticket)
+    )
+    put(ring, 0, [1.0, 0.0])
+    put(ring, 1, [1.0, 1.0])  # without variance
+    ring.write(encode_trajectory(trajectory(2, 0)), 1.0)  # not whole
+    source.poll(0)
+    assert told == [0]
+    ring.write(encode_trajectory(trajectory(2, 1, reward=1.0)), 1.0)
+    source.poll(0)
+    assert told == [0, 2]

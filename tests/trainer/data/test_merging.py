@@ -1,0 +1,135 @@
+"""Which steps become one sequence, and that each keeps what it was conditioned on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_webrl.trainer.data.batching import TrainingSample
+from megatron_webrl.trainer.data.merging import MergedSequence, merge_prefixes
+from tests.trainer.grown import step, words
+
+IMAGE, VIDEO = 500, 501
+PLACEHOLDERS = (IMAGE, VIDEO)
+GRID = [1, 4, 4]
+
+
+def grown(lengths: list[int], **options: object) -> list[TrainingSample]:
+    """Text steps; each prompt is the one before, its response and some words."""
+    samples: list[TrainingSample] = []
+    prompt = words(99, 6)
+    for number, length in enumerate(lengths):
+        samples.append(step(prompt, words(number, length), first=100 * number, **options))  # type: ignore[arg-type]
+        prompt = np.concatenate([prompt, samples[-1].response, words(50 + number, 3)])
+    return samples
+
+
+def seen(count: int, *, last: bytes = b"", grid: list[int] = GRID) -> TrainingSample:
+    """A step with `count` images, which goes on from the one with one image fewer."""
+    parts = [words(0, 4)]
+    for number in range(count):
+        parts += [np.full(4, IMAGE, np.int32), words(number, 2), words(100 + number, 3)]
+    images = [b"image %d" % number for number in range(count)]
+    images[0] = last or images[0]
+    return step(
+        np.concatenate(parts[:-1]), parts[-1], images=tuple(images), grids=np.array([grid] + [GRID] * (count - 1))
+    )
+
+
+def sizes(chains: list[MergedSequence]) -> list[int]:
+    return sorted(len(chain.samples) for chain in chains)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.randoms(use_true_random=False))
+def test_steps_that_go_on_from_each_other_become_one_sequence_in_any_order(lengths: list[int], random) -> None:
+    samples = grown(lengths)
+    shuffled = random.sample(samples, len(samples))
+    (chain,) = merge_prefixes(shuffled, PLACEHOLDERS)
+    assert [id(s) for s in chain.samples] == [id(s) for s in samples]
+    assert chain.length == samples[-1].length
+    assert np.array_equal(chain.tokens[chain.response_positions], np.concatenate([s.response for s in samples]))
+    assert (np.diff(chain.response_positions) > 0).all()
+    for sample, end in zip(samples, np.cumsum(lengths), strict=True):  # what stands before each response
+        start = chain.response_positions[end - len(sample.response)]
+        assert np.array_equal(chain.tokens[:start], sample.prompt)
+
+
+def test_a_response_right_after_a_response_is_merged() -> None:
+    first = step(words(0, 5), words(1, 3))
+    second = step(np.concatenate([first.prompt, first.response]), words(2, 4))
+    (chain,) = merge_prefixes([first, second], PLACEHOLDERS)
+    assert chain.response_positions.tolist() == [5, 6, 7, 8, 9, 10, 11]
+
+
+def test_a_step_joins_the_longest_sequence_that_it_goes_on_from() -> None:
+    first, second, third = grown([2, 3, 4])
+    other = step(first.prompt, np.append(first.response, np.int32(7)))  # the same prompt, another answer
+    chains = merge_prefixes([third, other, second, first], PLACEHOLDERS)
+    assert sizes(chains) == [1, 3]
+    aside = step(np.concatenate([first.prompt, first.response, words(9, 2)]), words(8, 2))
+    chains = merge_prefixes([first, aside, second, third], PLACEHOLDERS)  # two steps go on from the first
+    assert sizes(chains) == [2, 2]
+    assert sum(len(chain.response_positions) for chain in chains) == sum(
+        len(s.response) for s in (first, aside, second, third)
+    )
+
+
+def test_a_broken_sequence_starts_again() -> None:
+    first, second = grown([2, 3])
+    later = [replace(s, prompt=np.concatenate([words(70, 5), s.prompt])) for s in grown([4, 1])]
+    assert sizes(merge_prefixes([first, second, *later], PLACEHOLDERS)) == [2, 2]
+
+
+def test_a_prompt_that_ends_within_the_step_before_does_not_go_on_from_it() -> None:
+    first = step(words(0, 5), words(1, 6))
+    assert sizes(
+        merge_prefixes([first, step(np.append(first.prompt, first.response[:3]), words(2, 9))], PLACEHOLDERS)
+    ) == [1, 1]
+
+
+def test_other_trajectories_and_temperatures_are_kept_apart() -> None:
+    first, second, third = grown([2, 3, 4])
+    assert sizes(merge_prefixes([first, replace(second, trajectory_id=(0, 1)), third], PLACEHOLDERS)) == [1, 2]
+    assert sizes(merge_prefixes([first, replace(second, temperature=0.5)], PLACEHOLDERS)) == [1, 1]
+
+
+@pytest.mark.parametrize("token", PLACEHOLDERS)
+def test_nothing_goes_on_from_a_response_with_a_placeholder(token: int) -> None:
+    first, second, third = grown([2, 3, 4])
+    response = np.array([3, token, 4], np.int32)
+    odd = replace(second, response=response)
+    after = replace(third, prompt=np.concatenate([odd.prompt, response, words(1, 3)]))
+    chains = merge_prefixes([first, odd, after], PLACEHOLDERS)
+    assert [chain.samples for chain in chains] == [(first, odd), (after,)]
+
+
+def test_images_are_compared_by_content_and_grid() -> None:
+    assert sizes(merge_prefixes([seen(1), seen(2), seen(3)], PLACEHOLDERS)) == [3]
+    (chain,) = merge_prefixes([seen(1), seen(3)], PLACEHOLDERS)
+    assert chain.images == seen(3).images
+    assert chain.grids.tolist() == [GRID] * 3
+    assert sizes(merge_prefixes([seen(1), seen(2, last=b"another image")], PLACEHOLDERS)) == [1, 1]
+    assert sizes(merge_prefixes([seen(1), seen(2, grid=[1, 2, 8])], PLACEHOLDERS)) == [1, 1]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3), st.integers(1, 3)), max_size=12))
+def test_each_step_is_in_one_sequence_that_holds_its_tokens(shapes: list[tuple[int, int, int]]) -> None:
+    """Over an alphabet of one token, nearly everything goes on from something."""
+    samples = [
+        step(np.ones(prompt, np.int32), np.ones(response, np.int32), trajectory=(ticket, 0), first=10 * number)
+        for number, (ticket, prompt, response) in enumerate(shapes)
+    ]
+    chains = merge_prefixes(samples, PLACEHOLDERS)
+    assert sorted(id(s) for chain in chains for s in chain.samples) == sorted(map(id, samples))
+    for chain in chains:
+        assert len({s.trajectory_id for s in chain.samples}) == 1
+        ends = np.cumsum([len(s.response) for s in chain.samples])
+        for sample, end in zip(chain.samples, ends, strict=True):
+            own = chain.response_positions[end - len(sample.response) : end]
+            assert own.tolist() == list(range(len(sample.prompt), sample.length))

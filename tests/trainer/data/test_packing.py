@@ -1,0 +1,140 @@
+"""Rows: complete, within their limit, balanced, full; the same on every rank."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_webrl.trainer.data.flops import FlopsEstimator
+from megatron_webrl.trainer.data.merging import MergedSequence, unmerged_sequence
+from megatron_webrl.trainer.data.packing import pack_sequences
+from tests.trainer.grown import step
+
+COST = FlopsEstimator(
+    per_token=3e9, per_token_pair=2e5, per_scored_token=6e8, per_patch=1e9, per_patch_pair=1e5
+)  # near those of the 2B model
+LENGTHS = st.lists(st.tuples(st.integers(2, 500), st.sampled_from([1.0, 0.7])), min_size=1, max_size=60)
+
+
+def chain(length: int, temperature: float = 1.0, images: tuple[bytes, ...] = (), grid: int = 16) -> MergedSequence:
+    response = max(1, length // 30)
+    return unmerged_sequence(
+        step(
+            np.zeros(length - response, np.int32),
+            np.zeros(response, np.int32),
+            images=images,
+            grids=np.array([[1, grid, grid]] * len(images), np.int32).reshape(-1, 3),
+            temperature=temperature,
+        )
+    )
+
+
+def web_agent_chains(count: int, seed: int = 0) -> list[MergedSequence]:
+    """Steps of one to twelve thousand tokens, many short and few long, with one to four screenshots of 640 tokens."""
+    rng = random.Random(seed)
+    chains = []
+    for number in range(count):
+        length = min(12000, round(1000 * rng.paretovariate(0.9)))
+        shots = min(4, length // 900)
+        chains.append(chain(length + 640, images=tuple(b"%d/%d" % (number, i) for i in range(shots)), grid=50))
+    return chains
+
+
+def tokens(chains: list[MergedSequence], row: list[int]) -> int:
+    return sum(chains[i].length for i in row)
+
+
+def costs(chains: list[MergedSequence], rows: list[list[int]]) -> list[float]:
+    return [COST.packed_flops(*(chains[i] for i in row)) for row in rows]
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(500, 2000), st.integers(1, 4), st.integers(1, 3))
+def test_each_sequence_is_in_one_row_and_all_replicas_get_as_many(
+    shapes: list[tuple[int, float]], limit: int, replicas: int, multiple: int
+) -> None:
+    chains = [chain(*shape) for shape in shapes]
+    parts = pack_sequences(chains, COST, limit, replicas, multiple)
+    rows = [row for part in parts for row in part]
+    assert sorted(i for row in rows for i in row) == list(range(len(chains)))
+    assert all(tokens(chains, row) <= limit for row in rows)
+    assert all(len({chains[i].temperature for i in row}) <= 1 for row in rows)
+    assert len(parts) == replicas
+    assert len({len(part) for part in parts}) == 1
+    assert len(parts[0]) % multiple == 0
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(500, 2000), st.integers(1, 4), st.integers(1, 3))
+def test_no_row_is_empty_unless_sequences_are_fewer_than_rows_must_be(
+    shapes: list[tuple[int, float]], limit: int, replicas: int, multiple: int
+) -> None:
+    chains = [chain(length) for length, _ in shapes]
+    rows = [row for part in pack_sequences(chains, COST, limit, replicas, multiple) for row in part]
+    unit = replicas * multiple
+    if [] in rows:
+        assert len(chains) < len(rows) == math.ceil(len(chains) / unit) * unit
+        assert all(len(row) <= 1 for row in rows)
+
+
+def test_a_sequence_longer_than_a_row_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"600 tokens exceeds trainer\.tokens_per_microbatch=500; set it to at least"):
+        pack_sequences([chain(10), chain(600)], COST, 500)
+
+
+@pytest.mark.parametrize(("limit", "replicas", "multiple"), [(16384, 1, 1), (16384, 8, 2), (32768, 8, 1)])
+def test_rows_of_a_realistic_mix_are_full_and_replicas_balanced(limit: int, replicas: int, multiple: int) -> None:
+    chains = web_agent_chains(2000)
+    parts = pack_sequences(chains, COST, limit, replicas, multiple)
+    rows = [row for part in parts for row in part]
+    assert sum(c.length for c in chains) >= 0.95 * limit * len(rows)
+    loads = [sum(costs(chains, part)) for part in parts]
+    assert max(loads) <= 1.01 * sum(loads) / replicas
+
+
+def test_rows_are_balanced_by_cost_where_there_is_room() -> None:
+    chains = web_agent_chains(300)
+    rows = pack_sequences(chains, COST, 60000)[0]
+    found = costs(chains, rows)
+    assert max(found) <= 1.15 * sum(found) / len(found)
+
+
+def test_sequences_that_share_large_images_come_together() -> None:
+    chains = [chain(600, images=(b"%d" % (number // 4),), grid=64) for number in range(64)]
+    mixed = random.Random(0).sample(chains, 64)
+    rows = pack_sequences(mixed, COST, 4800)[0]
+    assert len(rows) == 8
+    encoded = sum(len({mixed[i].images for i in row}) for row in rows)
+    assert encoded <= 20  # of 16 images; 64 one by one
+
+
+def test_rows_of_overlapping_windows_are_full_and_encode_less() -> None:
+    chains = [
+        chain(3000 + 250 * (episode % 9), images=tuple(b"%d/%d" % (episode, first + i) for i in range(4)), grid=50)
+        for episode in range(100)
+        for first in range(episode % 12)
+    ]
+    parts = pack_sequences(chains, COST, 16384, 4)
+    rows = [row for part in parts for row in part]
+    assert sum(c.length for c in chains) >= 0.95 * 16384 * len(rows)
+    assert sum(costs(chains, rows)) < 0.92 * sum(COST.packed_flops(c) for c in chains)
+    loads = [sum(costs(chains, part)) for part in parts]
+    assert max(loads) <= 1.01 * sum(loads) / 4
+
+
+def test_replicas_meet_equal_rows_at_the_same_time() -> None:
+    chains = web_agent_chains(400)
+    parts = pack_sequences(chains, COST, 16384, 4)
+    columns = zip(*(costs(chains, part) for part in parts), strict=True)
+    assert all(max(column) <= 1.25 * min(column) for column in columns)
+
+
+def test_rows_depend_on_their_arguments_only() -> None:
+    assert pack_sequences(web_agent_chains(200), COST, 20000, 4, 2) == pack_sequences(
+        web_agent_chains(200), COST, 20000, 4, 2
+    )

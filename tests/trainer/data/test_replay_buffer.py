@@ -1,0 +1,134 @@
+"""The replay of successes, on a process group of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_webrl.config.schema import Config
+from megatron_webrl.ring.errors import RecordError
+from megatron_webrl.trainer.data import group_files
+from megatron_webrl.trainer.data.replay_buffer import ReplayBuffer, replay_probability
+from megatron_webrl.types import Group
+from tests.trajectories import screenshot, trajectory
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_rank() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def make(folder: Path, versions: int = 3, power: float = 0.0, every: int = 0) -> ReplayBuffer:
+    config = Config()
+    config.run.directory = str(folder)
+    config.trainer.loss.name, config.trainer.loss.raft_versions = "raft", versions
+    config.trainer.loss.raft_power, config.trainer.checkpoint.every = power, every
+    return ReplayBuffer(config)
+
+
+def batch(ticket: int, successes: int = 2) -> list[Group]:
+    """One group with `successes` of four episodes that succeeded, and a fifth that is masked."""
+    made = [trajectory(ticket, i, reward=float(i < successes), group_size=5, version=ticket) for i in range(4)]
+    made.append(trajectory(ticket, 4, reward=1.0, outcome="browser_error", group_size=5))
+    return [Group(ticket, tuple(made))]
+
+
+def names(groups: list[Group]) -> list[tuple[int, int]]:
+    assert all(len(group.trajectories) == 1 for group in groups)
+    return sorted((group.ticket, group.trajectories[0].index) for group in groups)
+
+
+def test_the_chance_falls_with_age_as_the_power_says() -> None:
+    assert [replay_probability(age, 4, 1.0) for age in (1, 2, 3, 4)] == [1.0, 0.75, 0.5, 0.25]
+    assert [replay_probability(age, 4, 2.0) for age in (1, 2, 4)] == [1.0, 0.5625, 0.0625]
+    assert [replay_probability(age, 3, 0.0) for age in (1, 2, 3)] == [1.0, 1.0, 1.0]
+
+
+def test_the_successes_of_the_last_versions_come_again_whole(tmp_path: Path) -> None:
+    replay = make(tmp_path)
+    assert replay.sample(0) == []
+    image = screenshot(0)
+    batches = [
+        [Group(g.ticket, tuple(replace(t, images=(image,)) for t in g.trajectories)) for g in batch(version)]
+        for version in range(5)
+    ]
+    for version, groups in enumerate(batches):
+        replay.add(groups, version)
+    drawn = replay.sample(5)
+    assert names(drawn) == [(version, i) for version in (2, 3, 4) for i in (0, 1)]
+    wanted = {t.index: t for t in batches[3][0].trajectories}
+    for group in drawn:
+        (found,) = group.trajectories
+        if found.ticket == 3:
+            original = wanted[found.index]
+            assert found.images == original.images
+            assert np.array_equal(found.steps[0].response_token_ids, original.steps[0].response_token_ids)
+
+
+def test_older_successes_are_drawn_less_often(tmp_path: Path) -> None:
+    replay = make(tmp_path, versions=4, power=1.0)
+    counts = np.zeros(4)
+    for version in range(4):
+        replay.add([group for ticket in range(100) for group in batch(1000 * version + ticket, 1)], version)
+    for ticket, _ in names(replay.sample(4)):
+        counts[ticket // 1000] += 1
+    assert counts[3] == 100
+    assert counts[:3] == pytest.approx(np.array([25, 50, 75]), abs=18)  # over four standard deviations
+    assert names(replay.sample(4)) == names(make(tmp_path, versions=4, power=1.0).sample(4))
+
+
+def test_a_resumed_run_draws_what_its_earlier_life_stored_and_writes_over_what_came_after(tmp_path: Path) -> None:
+    replay = make(tmp_path, every=1)
+    for version in range(5):
+        replay.add(batch(version), version)
+    resumed = make(tmp_path, every=1)
+    assert names(resumed.sample(4)) == [(version, i) for version in (1, 2, 3) for i in (0, 1)]
+    resumed.add(batch(40, successes=1), 4)
+    assert names(resumed.sample(5)) == [(2, 0), (2, 1), (3, 0), (3, 1), (40, 0)]
+
+
+def test_files_stay_for_the_versions_that_a_resume_may_ask_for(tmp_path: Path) -> None:
+    replay = make(tmp_path, versions=2, every=3)
+    for version in range(12):
+        replay.add(batch(version), version)
+    left = sorted(path.name for path in replay.folder.iterdir())
+    assert left == [f"version-{version:06d}.records" for version in range(4, 12)]
+
+
+def test_files_of_nodes_that_there_are_no_more_are_shared_out_and_written_over(tmp_path: Path) -> None:
+    replay = make(tmp_path)
+    for node, ticket in ((0, 1), (1, 20), (2, 30)):
+        path = group_files.group_file_path(replay.folder, 1, node)
+        group_files.write_trajectories(
+            path, [t for g in batch(ticket) for t in g.trajectories if t.trainable and t.reward]
+        )
+    assert names(replay.sample(2)) == [(ticket, i) for ticket in (1, 20, 30) for i in (0, 1)]
+    assert [path.name for _, path in group_files.list_group_files(replay.folder, 1, 2)] == [
+        "version-000001.node-1.records"
+    ]
+    replay.add(batch(2), 1)
+    assert names(replay.sample(2)) == [(2, 0), (2, 1)]
+
+
+def test_without_versions_nothing_is_stored(tmp_path: Path) -> None:
+    replay = make(tmp_path, versions=0)
+    replay.add(batch(0), 0)
+    assert replay.sample(1) == []
+    assert not replay.folder.exists()
+
+
+def test_a_version_that_is_missing_is_passed_over_and_a_damaged_one_is_not(tmp_path: Path) -> None:
+    replay = make(tmp_path)
+    replay.add(batch(1), 1)
+    assert names(replay.sample(2)) == [(1, 0), (1, 1)]
+    path = replay.folder / "version-000001.records"
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(RecordError, match=r"version-000001\.records is truncated"):
+        replay.sample(2)

@@ -1,0 +1,231 @@
+"""Rows as tensors: what each rank gets, and that it says what the engine saw."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_webrl.model.hf_config import load_hf_config
+from megatron_webrl.model.processor import Processor
+from megatron_webrl.model.qwen3_vl.packed_input import partition_images
+from megatron_webrl.model.qwen3_vl.rope import mrope_position_ids
+from megatron_webrl.trainer.data.batching import TrainingSample
+from megatron_webrl.trainer.data.flops import FlopsEstimator
+from megatron_webrl.trainer.data.sequence_packer import ImageGridMismatch, Microbatch, SequencePacker
+from tests.trainer.grown import episode, step, words
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_model: Path) -> Processor:
+    return Processor.load(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def cost(tiny_model: Path) -> FlopsEstimator:
+    return FlopsEstimator.from_hf_config(load_hf_config(tiny_model))
+
+
+def builder(processor: Processor, cost: FlopsEstimator, **options: Any) -> SequencePacker:
+    settings: dict[str, Any] = {"max_tokens": 400, "data_parallel_rank": 0, "data_parallel_size": 1, **options}
+    return SequencePacker(processor, device=torch.device("cpu"), flops_estimator=cost, **settings)
+
+
+def build(
+    processor: Processor, cost: FlopsEstimator, samples: list[TrainingSample], **options: Any
+) -> list[Microbatch]:
+    return builder(processor, cost, **options).build(samples, "per_trajectory", k=10)
+
+
+def test_a_merged_row_scores_each_span_with_its_own_numbers(processor: Processor, cost: FlopsEstimator) -> None:
+    samples = episode(processor, 0, (6, 2, 9))
+    (batch,) = build(processor, cost, samples[::-1])
+    assert batch.token_count == samples[-1].length
+    assert batch.inputs.cu_seqlens.tolist() == [0, batch.token_count]
+    assert batch.targets.tolist() == np.concatenate([s.response for s in samples]).tolist()
+    assert batch.behaviour_logprobs.tolist() == np.concatenate([s.behaviour_logprobs for s in samples]).tolist()
+    assert batch.versions.tolist() == np.concatenate([s.versions for s in samples]).tolist()
+    assert torch.equal(batch.inputs.tokens[batch.inputs.scored_positions + 1], batch.targets)
+    assert torch.allclose(batch.weight, torch.tensor(1 / 3))
+    assert len(batch.inputs.grids) == 4
+
+
+def test_weights_do_not_depend_on_merging(processor: Processor, cost: FlopsEstimator) -> None:
+    samples = [*episode(processor, 0, (6, 2)), *episode(processor, 1, (3,), advantage=-1.0)]
+    for normaliser in ("constant", "per_trajectory", "token_mean"):
+        found = []
+        for merge in (False, True):
+            rows = builder(processor, cost, merge_prefixes=merge).build(samples, normaliser, k=10)
+            numbers = torch.stack(
+                [torch.cat([getattr(r, n) for r in rows]) for n in ("behaviour_logprobs", "weight", "advantage")]
+            )
+            found.append(numbers[:, numbers[0].argsort()])
+        assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("normaliser", ["constant", "per_trajectory", "token_mean"])
+@pytest.mark.parametrize("merge", [False, True])
+def test_the_rows_of_all_replicas_weigh_each_token_as_the_whole_minibatch_says(
+    processor: Processor, cost: FlopsEstimator, normaliser: str, merge: bool
+) -> None:
+    samples = [*episode(processor, 0, (6, 2, 3)), *episode(processor, 1, (3,)), *episode(processor, 2, (5, 4))]
+    wanted = {}
+    for sample in samples:
+        steps = sum(other.trajectory_id == sample.trajectory_id for other in samples)
+        weight = {"constant": 1 / (3 * 10), "per_trajectory": 1 / (3 * steps), "token_mean": 1 / 23}[normaliser]
+        wanted |= dict.fromkeys(sample.behaviour_logprobs.tolist(), weight)
+    found: dict[float, float] = {}
+    for replica in range(2):
+        made = builder(
+            processor, cost, merge_prefixes=merge, max_tokens=200, data_parallel_rank=replica, data_parallel_size=2
+        )
+        for row in made.build(samples, normaliser, k=10):
+            pairs = zip(row.behaviour_logprobs.tolist(), row.weight.tolist(), strict=True)
+            for token, weight in pairs:
+                found[token] = found.get(token, 0.0) + weight
+    assert found == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_each_token_says_which_step_it_is_of_wherever_its_context_parallel_rank(
+    processor: Processor, cost: FlopsEstimator, merge: bool
+) -> None:
+    samples = [*episode(processor, 0, (6, 2, 3)), *episode(processor, 1, (7,))]
+    ranks = [
+        builder(processor, cost, merge_prefixes=merge, context_parallel_rank=r, context_parallel_size=2).build(
+            samples, "constant", 10
+        )
+        for r in (0, 1)
+    ]
+    steps = 0
+    for parts in zip(*ranks, strict=True):
+        assert torch.equal(parts[0].lengths, parts[1].lengths)
+        step = torch.cat([part.step for part in parts])
+        behaviour = torch.cat([part.behaviour for part in parts])
+        assert torch.bincount(step).tolist() == parts[0].lengths.tolist()
+        for number, length in enumerate(parts[0].lengths.tolist()):
+            (sample,) = (s for s in samples if s.behaviour_logprobs[0] in behaviour[step == number])
+            assert sorted(behaviour[step == number].tolist()) == sample.behaviour_logprobs.tolist()
+            assert len(sample.response) == length
+            steps += 1
+    assert steps == len(samples)
+
+
+def test_positions_and_images_of_a_row_are_those_of_its_samples(processor: Processor, cost: FlopsEstimator) -> None:
+    samples = [episode(processor, ticket, (4, 3))[-1] for ticket in range(3)]
+    (batch,) = build(processor, cost, samples)
+    starts = batch.inputs.cu_seqlens.tolist()
+    occurrence = 0
+    for start, end in pairwise(starts):
+        (sample,) = (
+            s
+            for s in samples
+            if s.behaviour_logprobs[0]
+            in batch.behaviour_logprobs[
+                (batch.inputs.scored_positions >= start) & (batch.inputs.scored_positions < end)
+            ]
+        )
+        whole = torch.from_numpy(np.concatenate([sample.prompt, sample.response]))
+        grids = torch.from_numpy(sample.grids.astype(np.int64))
+        expected = mrope_position_ids(whole, grids, processor.image_token_id, processor.merge_size)
+        assert torch.equal(batch.inputs.position_ids[:, start:end], expected)
+        for image, grid in zip(sample.images, sample.grids, strict=True):
+            assert batch.inputs.image_indices is not None
+            place = int(batch.inputs.image_indices[occurrence])
+            assert batch.inputs.grids[place].tolist() == grid.tolist()
+            first = int(batch.inputs.grids[:place].prod(dim=1).sum())
+            assert torch.equal(batch.inputs.pixels[first : first + int(grid.prod())], processor.pixels([image])[0])
+            occurrence += 1
+    assert len(batch.inputs.grids) == occurrence - 1  # two episodes begin with the same screenshot
+
+
+def test_a_placeholder_in_a_response_is_text(processor: Processor, cost: FlopsEstimator) -> None:
+    (first,) = episode(processor, 0, (5,))
+    odd = replace(first, response=np.array([30, processor.image_token_id, 31, 32, 33], np.int32))
+    (plain,), (batch,) = (build(processor, cost, [sample]) for sample in (first, odd))
+    assert torch.equal(plain.inputs.position_ids, batch.inputs.position_ids)
+    assert plain.inputs.image_token_positions is not None
+    assert batch.inputs.image_token_positions is not None
+    assert torch.equal(plain.inputs.image_token_positions, batch.inputs.image_token_positions)
+    assert batch.targets.tolist() == odd.response.tolist()
+
+
+def test_tensor_parallel_ranks_share_the_images_out(processor: Processor, cost: FlopsEstimator) -> None:
+    samples = [*episode(processor, 0, (4, 3, 2)), *episode(processor, 1, (4,), images=3)]
+    (whole,) = build(processor, cost, samples)
+    parts = whole.inputs.pixels.split(whole.inputs.grids.prod(dim=1).tolist())
+    shares = partition_images(whole.inputs.grids.tolist(), 3)
+    for rank in range(3):
+        (batch,) = build(processor, cost, samples, image_rank=rank, num_image_ranks=3)
+        assert batch.inputs.local_images is not None
+        assert batch.inputs.local_images.tolist() == shares[rank]
+        assert torch.equal(batch.inputs.pixels, torch.cat([parts[i] for i in shares[rank]]))
+        for name in ("tokens", "position_ids", "grids", "scored_positions", "image_indices", "image_token_positions"):
+            assert torch.equal(getattr(batch.inputs, name), getattr(whole.inputs, name))
+
+
+def test_a_rank_without_a_vision_tower_decodes_no_image(processor: Processor, cost: FlopsEstimator) -> None:
+    (sample,) = episode(processor, 0, (4,))
+    broken = replace(sample, images=tuple(b"no image" for _ in sample.images))
+    (batch,) = build(processor, cost, [broken], encodes_images=False)
+    assert batch.inputs.pixels.shape == (0, processor.pixels([])[0].shape[1])
+    assert batch.inputs.local_images is not None
+    assert batch.inputs.local_images.numel() == 0
+    assert batch.inputs.grids.tolist() == sample.grids.tolist()
+    with pytest.raises(ValueError, match="are no PNG, JPEG or WebP"):
+        build(processor, cost, [broken])
+
+
+def test_a_grid_other_than_the_engines_is_refused(processor: Processor, cost: FlopsEstimator) -> None:
+    (sample,) = episode(processor, 0, (4,), images=1)
+    turned = replace(sample, grids=np.array([[1, 2, 8]], np.int32))
+    with pytest.raises(
+        ImageGridMismatch, match=r"ticket 0, episode 0: the engine used \[1, 2, 8\], the trainer makes \[1, 4, 4\]"
+    ):
+        build(processor, cost, [turned])
+
+
+def test_rows_without_a_sample_hold_the_shortest_one_at_weight_zero(processor: Processor, cost: FlopsEstimator) -> None:
+    samples = [*episode(processor, 0, (6, 2)), *episode(processor, 1, (3,), images=1)]
+    parts = [
+        build(processor, cost, samples, data_parallel_rank=replica, data_parallel_size=3, microbatch_multiple=2)
+        for replica in range(3)
+    ]
+    assert [len(part) for part in parts] == [2, 2, 2]
+    weightless = [batch for part in parts for batch in part if not batch.weight.any()]
+    assert len(weightless) == 4
+    assert {batch.inputs.tokens.numel() for batch in weightless} == {samples[2].length}
+    assert {batch.token_count for batch in weightless} == {0}
+    assert sum(float(batch.weight.sum()) for part in parts for batch in part) == pytest.approx(8 / 4 + 3 / 2)
+
+
+def test_temperatures_share_no_row(processor: Processor, cost: FlopsEstimator) -> None:
+    samples = [step(words(i, 9), words(i, 3), temperature=1.0 - i % 2 / 4, trajectory=(i, 0)) for i in range(6)]
+    rows = build(processor, cost, samples)
+    assert sorted((row.temperature, len(row.targets)) for row in rows) == [(0.75, 9), (1.0, 9)]
+    assert rows[0].inputs.pixels.shape[0] == 0
+
+
+def test_context_parallel_ranks_share_the_response_tokens_out(processor: Processor, cost: FlopsEstimator) -> None:
+    samples = [*episode(processor, 0, (4, 3, 2)), *episode(processor, 1, (4,), images=3)]
+    (whole,) = build(processor, cost, samples)
+    ranks = [
+        batch
+        for rank in range(3)
+        for batch in build(
+            processor, cost, samples, context_parallel_rank=rank, context_parallel_size=3, token_multiple=2
+        )
+    ]
+    length = -(-whole.token_count // 6) * 2
+    for rank, batch in enumerate(ranks):
+        assert all(rank * length <= place < (rank + 1) * length for place in batch.inputs.scored_positions.tolist())
+        assert torch.equal(batch.inputs.tokens, whole.inputs.tokens)
+        assert torch.equal(batch.inputs.tokens[batch.inputs.scored_positions + 1], batch.targets)
+    for name in ("targets", "behaviour_logprobs", "versions", "advantage", "weight"):
+        assert torch.equal(torch.cat([getattr(batch, name) for batch in ranks]), getattr(whole, name))
+    assert [batch.token_count for batch in ranks] == [whole.token_count, 0, 0]

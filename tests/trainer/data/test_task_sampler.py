@@ -1,0 +1,172 @@
+"""Task sampling through coordinator, ring, control plane and checkpoint state; and its bookkeeping alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_webrl.config.tasks import SamplerConfig, TasksConfig
+from megatron_webrl.control.control_plane import ControlClient
+from megatron_webrl.trainer.data.task_sampler import TaskSampler
+from megatron_webrl.types import Group
+from tests.gloo import spawn
+from tests.planes import connect, control_plane
+from tests.trainer.data import sampler_ranks
+from tests.trainer.data.sampler_ranks import SKILL
+from tests.trajectories import trajectory
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("sampler")
+    spawn(sampler_ranks.run, str(folder), ranks=1, seconds=300)
+    return torch.load(folder / "found.pt", weights_only=False)
+
+
+BOTH = pytest.mark.parametrize("sampler", ["curriculum", "near_target"])
+
+
+@BOTH
+def test_a_resumed_run_goes_on_with_the_tasks_of_an_uninterrupted_one(found, sampler: str) -> None:
+    whole, resumed = found[sampler, "whole"], found[sampler, "resumed"]
+    assert not whole["open"]
+    assert len(resumed["open"]) == 2
+    assert all(len(tickets) >= 7 for tickets in resumed["open"])  # they were under way, and are run again
+    assert len(whole["tasks"]) > 60
+    assert all(len(tasks) == 1 for tasks in resumed["tasks"].values())
+    assert resumed["tasks"] == whole["tasks"]
+    assert resumed["rates"] == whole["rates"]
+    assert resumed["base"] == whole["base"]
+
+
+@BOTH
+def test_environments_are_drawn_as_often_as_the_states_of_their_tickets_say(found, sampler: str) -> None:
+    for label in ("whole", "resumed"):
+        run = found[sampler, label]
+        drawn = Counter(task.split("/")[1] for tasks in run["tasks"].values() for task in tasks)
+        for name, expected in zip(SKILL, run["expected"].tolist(), strict=True):
+            assert abs(drawn[name] - expected) < 5, name
+        wanted, unwanted = ("click-tab", "click-link")
+        assert drawn[wanted] > drawn[unwanted]
+
+
+@BOTH
+def test_a_state_is_published_before_its_first_ticket_may_be_taken(found, sampler: str) -> None:
+    raises = found[sampler, "resumed"]["raises"]
+    firsts = {first for _, _, index in raises for first in index}
+    assert len(firsts) > 12
+    for before, after, index in raises:
+        assert firsts & set(range(before, after)) <= set(index)
+
+
+@BOTH
+def test_states_of_closed_tickets_are_forgotten(found, sampler: str) -> None:
+    for label in ("whole", "resumed"):
+        run = found[sampler, label]
+        assert 1 < run["most"] < 20
+        assert run["states"][0] > 0
+        assert run["keys"] == [first for first in run["states"] if first < max(run["tasks"])]
+
+
+@BOTH
+def test_an_update_tells_what_the_sampler_knows(found, sampler: str) -> None:
+    run = found[sampler, "resumed"]
+    figures = {key: value for key, value in run["figures"].items() if key.startswith("sampler/")}
+    assert len(figures) == 3 * len(SKILL)
+    assert sum(figures[f"sampler/probability/{name}"] for name in SKILL) == pytest.approx(1)
+    assert figures["sampler/pass_rate/click-test"] > figures["sampler/pass_rate/enter-text"]
+    # The figures are those of the moment before the update's own groups are closed.
+    assert sum(figures[f"sampler/closed_tickets/{name}"] for name in SKILL) == run["base"] - 3
+
+
+@BOTH
+def test_the_groups_of_an_update_are_kept_where_that_is_wanted(found, sampler: str) -> None:
+    run = found[sampler, "whole"]
+    assert len(run["trained"]) == 3
+    assert run["kept"] == run["trained"]
+
+
+TWO = TasksConfig(environments=["a", "b"], sampler=SamplerConfig("curriculum", alpha=0.5, epsilon=0.0))
+
+
+@pytest.fixture
+def control(tmp_path: Path) -> Iterator[ControlClient]:
+    with control_plane(tmp_path) as address:
+        yield connect(address, "trainer-0")
+
+
+def group(ticket: int, environment: str, *outcomes: str) -> Group:
+    made = (trajectory(ticket, index, outcome=outcome) for index, outcome in enumerate(outcomes))
+    return Group(ticket, tuple(replace(each, task=replace(each.task, environment=environment)) for each in made))
+
+
+def test_groups_count_in_the_order_of_their_tickets_and_masked_episodes_do_not(control: ControlClient) -> None:
+    sampler = TaskSampler(TWO, 0, (), None)
+    sampler.publish_initial_states(control)
+    sampler.record_group(group(2, "a", "failure", "failure"))
+    sampler.record_group(group(0, "a", "success", "browser_crashed", "failure", "success", "success"))
+    sampler.record_group(group(1, "b", "browser_crashed"))
+    sampler.publish_adapted_state(control, 6)
+    assert sampler.pass_rates == {"a": 0.3125, "b": 0.5}  # 0.5, then half-way to 0.75, then half-way to 0
+    assert sampler.closed_tickets == {"a": 2, "b": 1}
+    assert [state.first_ticket for state in sampler.states] == [0, 6]  # tickets 3 to 5 are open
+    assert (
+        control.get_json("sampler/6") == list(sampler.states[1].probabilities) == pytest.approx([0.4622, 0.5378], 1e-3)
+    )
+
+
+def test_a_state_stays_as_long_as_one_of_its_tickets_is_open(control: ControlClient) -> None:
+    sampler = TaskSampler(TWO, 0, (), None)
+    sampler.publish_initial_states(control)
+    for limit, ticket in ((4, 1), (5, 3), (6, 2), (7, 4)):
+        sampler.record_group(group(ticket, "a", "success"))
+        sampler.publish_adapted_state(control, limit)
+    assert [state.first_ticket for state in sampler.states] == [0, 4, 5, 6, 7]
+    sampler.record_group(group(0, "b", "failure"))
+    sampler.publish_adapted_state(control, 8)
+    assert [state.first_ticket for state in sampler.states] == [5, 6, 7, 8]
+    assert control.get_json("sampler/index") == [5, 6, 7, 8]
+    assert control.get_json("sampler/4") is None
+
+
+def test_a_limit_that_is_lower_after_a_resume_redefines_only_what_was_never_issued(control: ControlClient) -> None:
+    sampler = TaskSampler(TWO, 0, (), None)
+    sampler.publish_initial_states(control)
+    for ticket, limit in enumerate((6, 9)):
+        sampler.record_group(group(ticket, "a", "success"))
+        sampler.publish_adapted_state(control, limit)
+    resumed = TaskSampler(TWO, 7, (2, 3, 4, 5, 6), sampler.state_dict())
+    assert resumed.states == sampler.states
+    resumed.publish_initial_states(control)
+    resumed.record_group(group(2, "b", "failure"))
+    resumed.publish_adapted_state(control, 4)  # a limit below the tickets that were under way
+    assert [state.first_ticket for state in resumed.states] == [0, 6, 7]
+
+
+def test_other_environments_after_a_resume_keep_what_is_known_and_draw_anew(control: ControlClient) -> None:
+    sampler = TaskSampler(TWO, 0, (), None)
+    sampler.publish_initial_states(control)
+    sampler.record_group(group(0, "a", "success"))
+    sampler.publish_adapted_state(control, 4)
+    three = replace(TWO, environments=["c", "a", "b"])
+    resumed = TaskSampler(three, 1, (), sampler.state_dict())
+    assert resumed.pass_rates == {"c": 0.5, "a": 0.75, "b": 0.5}
+    assert resumed.states[0].first_ticket == 0
+    assert resumed.states[0].probabilities == pytest.approx((0.25 / 0.6875, 0.1875 / 0.6875, 0.25 / 0.6875))
+
+
+@pytest.mark.parametrize("name", ["uniform", "ratio"])
+def test_a_sampler_without_a_state_publishes_nothing(control: ControlClient, name: str) -> None:
+    sampler = TaskSampler(TasksConfig(sampler=SamplerConfig(name)), 0, (), None)
+    sampler.publish_initial_states(control)
+    sampler.record_group(group(0, "click-test", "success"))
+    sampler.publish_adapted_state(control, 4)
+    assert control.get_json("sampler/index") is None
+    assert sampler.state_dict() is None
+    assert sampler.metrics() == {}

@@ -1,0 +1,177 @@
+"""Two nodes as two rings of this machine: what ranks train on, what moves, who is missed."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_webrl.ring.ring import Ring
+from megatron_webrl.trainer.data import group_files
+from megatron_webrl.trainer.images.image_keys import image_key, image_size
+from tests import forks
+from tests.gloo import spawn
+from tests.trainer.exchange import node_ranks
+from tests.trainer.learner_ranks import make_config, make_groups
+
+Found = dict[str, list[dict[str, Any]]]
+
+
+def make_rings() -> Iterator[list[str]]:
+    names = [f"webrl-test-{secrets.token_hex(4)}" for _ in range(2)]
+    rings = [Ring.create_or_attach(name, 2**23, name) for name in names]
+    yield names
+    for ring in rings:
+        ring.unlink()
+        ring.close()
+
+
+@pytest.fixture
+def names() -> Iterator[list[str]]:
+    yield from make_rings()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Found]:
+    """Layout -> what each rank found."""
+    folder = tmp_path_factory.mktemp("nodes")
+    for names in make_rings():
+        for layouts, ranks in ((node_ranks.PAIRS, 2), (node_ranks.FOURS, 4)):
+            spawn(node_ranks.updates, ranks, str(folder), str(tiny_model), names, layouts, ranks=ranks)
+        yield {
+            name: [torch.load(folder / f"found-{name}-{r}.pt", weights_only=False) for r in range(len(layout.nodes))]
+            for name, layout in (node_ranks.PAIRS | node_ranks.FOURS).items()
+        }
+
+
+LAYOUTS = pytest.mark.parametrize("layout", [*node_ranks.PAIRS, *node_ranks.FOURS])
+
+
+@LAYOUTS
+def test_every_rank_trains_on_what_the_plan_says_byte_for_byte(found: Found, layout: str) -> None:
+    assert all(rank["nodes"]["same"] for rank in found[layout])
+    assert len({str(rank["nodes"]["groups"]) for rank in found[layout]}) == 1
+    assert [ticket for ticket, _ in found[layout][0]["nodes"]["groups"]] != []
+    tokens = found[layout][0]["nodes"]["tokens"]
+    assert all(rank["nodes"]["tokens"] == tokens for rank in found[layout])
+
+
+@LAYOUTS
+def test_an_update_is_that_of_one_node_with_the_same_groups(found: Found, layout: str) -> None:
+    for rank in found[layout]:
+        (metrics, gap), (expected, expected_gap) = rank["nodes"]["result"], rank["one"]["result"]
+        assert metrics["gradient_norm"] > 0
+        assert metrics == {name: pytest.approx(value, rel=1e-3, abs=1e-6) for name, value in expected.items()}
+        assert gap.tokens == expected_gap.tokens > 0
+        for name, tensor in rank["nodes"]["weights"].items():
+            assert float((tensor - rank["one"]["weights"][name]).abs().max()) < 1e-5, name
+
+
+@LAYOUTS
+def test_screenshots_move_only_to_ranks_that_need_them_and_are_counted(
+    found: Found, layout: str, tiny_model: Path
+) -> None:
+    groups = make_groups(make_config(str(tiny_model)), len(node_ranks.HOMES))
+    homes = {
+        image_key(image): home
+        for home, group in zip(node_ranks.HOMES, groups, strict=True)
+        for each in group.trajectories
+        for image in each.images
+    }
+    nodes = (node_ranks.PAIRS | node_ranks.FOURS)[layout].nodes
+    moved = needed = 0
+    for node, rank in zip(nodes, found[layout], strict=True):
+        foreign = {name for name in rank["nodes"]["mine"] if homes[name] != node}
+        assert foreign == set(rank["nodes"]["brought"])
+        moved += sum(map(image_size, foreign))
+        needed += sum(map(image_size, rank["nodes"]["mine"]))
+    figures = found[layout][0]["nodes"]["figures"]
+    assert moved > 0  # five of six groups are on one node
+    assert figures["nodes/remote_images_mib"] * 2**20 == pytest.approx(moved)
+    assert figures["nodes/images_mib"] * 2**20 == pytest.approx(needed)
+    assert figures["nodes/local_fraction"] == pytest.approx(1 - moved / needed)
+    assert 0 < figures["nodes/other_mib"] < figures["nodes/images_mib"]
+
+
+def test_replicas_on_two_nodes_get_equally_much_to_do(found: Found) -> None:
+    rows, tokens = found["dp2"][0]["nodes"]["rows"], found["dp2"][0]["nodes"]["tokens"]
+    assert rows[::2] == rows[1::2]
+    assert max(sum(tokens[::2]), sum(tokens[1::2])) < 0.6 * sum(tokens)
+
+
+@LAYOUTS
+def test_trained_records_are_freed_in_both_rings(found: Found, layout: str) -> None:
+    assert [rank["nodes"]["left"] for rank in found[layout]] == [0] * len(found[layout])
+
+
+def test_a_node_that_brings_nothing_for_a_while_holds_nobody_up(names: list[str], tmp_path: Path) -> None:
+    spawn(node_ranks.late, str(tmp_path), names, seconds=300)
+    first, second = (torch.load(tmp_path / f"late-{rank}.pt") for rank in (0, 1))
+    assert first["seen"] == second["seen"]
+    assert first["seen"][0] == [0, 1]
+    assert sorted(first["seen"][1] + first["seen"][2]) == [2, 3, 4, 5]
+    assert first["seen"][3] == ["NEW_ENGINES", "STOP"]
+    assert first["left"] == second["left"] == 0
+
+
+def test_each_node_stores_its_successes_and_all_train_on_them_again(names: list[str], tmp_path: Path) -> None:
+    spawn(node_ranks.replayed, str(tmp_path), names, ranks=4, seconds=300)
+    ranks = [torch.load(tmp_path / f"replayed-{rank}.pt") for rank in range(4)]
+    wanted = {ticket: list(node_ranks.group(ticket, 0).trajectories[0].images) for ticket in (0, 20, 21, 22)}
+    for rank in ranks:
+        assert rank["drawn"] == [(ticket, 0) for ticket in wanted]
+        assert rank["images"] == wanted
+    folder = tmp_path / "run" / "replay"
+    for node, tickets in ((0, [0]), (1, [20, 21, 22])):
+        stored = group_files.read_groups(group_files.group_file_path(folder, 0, node))
+        assert [group.ticket for group in stored] == tickets
+        assert {(t, i) for t, i, _ in ranks[2 * node]["stored"]} == {(t, i) for t in tickets for i in (0, 1)}
+        for ticket, index, images in ranks[2 * node]["stored"]:
+            assert images == list(node_ranks.group(ticket, 0).trajectories[index].images)
+    assert [group.ticket for group in group_files.read_groups_of_version(folder, 0)] == [0, 20, 21, 22]
+    # What all nodes have, the screenshot that all episodes share, does not move.
+    own = {ticket: len(images[0]) for ticket, images in wanted.items()}
+    assert ranks[0]["moved"] == 2 * own[0] + 2 * sum(own[ticket] for ticket in (20, 21, 22))
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("killed", {0: "trainer-2 on node 1 is gone: ", 1: "trainer-", 3: "trainer-2 on node 1 is gone: "}),
+        ("stopped", {0: "trainer-2 on node 1 did not take what was due within 8 s: "}),
+        ("first", {1: "trainer-0 on node 0 is gone: ", 2: "trainer-0 on node 0 is gone: "}),
+    ],
+)
+def test_who_is_missing_is_named_within_the_limit(
+    names: list[str], tmp_path: Path, how: str, told: dict[int, str]
+) -> None:
+    context = forks.start(node_ranks.without, str(tmp_path), names, how, ranks=4)
+    deadline = time.monotonic() + 120
+    try:
+        while not all((tmp_path / f"told-{rank}").is_file() for rank in told):
+            assert time.monotonic() < deadline, sorted(path.name for path in tmp_path.iterdir())
+            time.sleep(0.05)
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGKILL)
+            process.join()
+    for rank, words in told.items():
+        seconds, kind, text = (tmp_path / f"told-{rank}").read_text().split("\n", 2)
+        assert kind == "RankMessageError"
+        assert text.startswith(words)
+        assert "\n" not in text
+        assert float(seconds) < 14.0
+
+
+def test_ranks_that_leave_a_node_out_are_told_to_name_theirs(tmp_path: Path) -> None:
+    spawn(node_ranks.undecided, str(tmp_path), seconds=300)
+    for rank in (0, 1):
+        assert "no trainer rank is on node 1 of cluster.nodes=2" in (tmp_path / f"told-{rank}").read_text()

@@ -1,0 +1,115 @@
+"""Where sequences are computed: at home, unless that leaves others with too little to do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_webrl.trainer.data.merging import MergedSequence
+from megatron_webrl.trainer.data.packing import pack_sequences
+from megatron_webrl.trainer.exchange.node_assignment import BALANCE_TOLERANCE, NodeSet, ReplicaNodes, assign_to_nodes
+from megatron_webrl.trainer.images.image_keys import image_key
+from tests.trainer.data.test_packing import COST, chain
+
+ONE, TWO, BOTH = frozenset({0}), frozenset({1}), frozenset({0, 1})
+SHAPES = st.lists(
+    st.tuples(st.integers(2, 500), st.integers(0, 2), st.sampled_from([1.0, 0.7])), min_size=1, max_size=50
+)
+
+
+def shot(number: int) -> bytes:
+    return image_key(b"%d" % number * 100)
+
+
+def sites(of_replica: Sequence[NodeSet], homes: Mapping[bytes, int]) -> ReplicaNodes:
+    return ReplicaNodes(tuple(of_replica), lambda name, site: homes[name] in site)
+
+
+def at_home(shapes: Sequence[tuple[int, int, float]], nodes: int) -> tuple[list[MergedSequence], dict[bytes, int]]:
+    """Chains of one screenshot each, which is on the given node."""
+    chains = [chain(length, temperature, (shot(i),)) for i, (length, _, temperature) in enumerate(shapes)]
+    return chains, {shot(i): node % nodes for i, (_, node, _) in enumerate(shapes)}
+
+
+def test_what_is_spread_evenly_stays_where_it_is() -> None:
+    chains, homes = at_home([(100, i % 2, 1.0) for i in range(10)], 2)
+    assert assign_to_nodes(chains, [1.0] * 10, sites([ONE, TWO], homes)) == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
+
+
+def test_a_site_with_twice_the_replicas_gets_twice_as_much() -> None:
+    chains, homes = at_home([(100, 0, 1.0)] * 12, 2)
+    one, two = assign_to_nodes(chains, [1.0] * 12, sites([ONE, TWO, TWO], homes))
+    assert (len(one), len(two)) == (4, 8)
+
+
+def test_what_is_on_both_nodes_moves_rather_than_what_would_have_to_be_sent() -> None:
+    chains, homes = at_home([(100, 0, 1.0)] * 8, 2)
+    chains[2:4] = [chain(100), chain(100)]  # without screenshots
+    _, two = assign_to_nodes(chains, [1.0] * 8, sites([ONE, TWO], homes))
+    assert {2, 3} < set(two)
+    assert len(two) == 4
+
+
+def test_many_sequences_are_assigned_in_no_time() -> None:
+    chains = [
+        chain(100, images=tuple(shot(10 * (i // 10) + max(0, i % 10 - j)) for j in range(4))) for i in range(2000)
+    ]
+    homes = {name: 0 for each in chains for name in each.images}
+    begun = time.process_time()
+    parts = assign_to_nodes(chains, [1.0] * 2000, sites([frozenset({node}) for node in range(32)], homes))
+    assert time.process_time() - begun < 5.0
+    assert max(map(len, parts)) <= 64
+    assert min(map(len, parts)) >= 60
+
+
+def test_sequences_that_share_screenshots_move_together() -> None:
+    chains = [chain(100, images=(shot(i // 4), shot(10 + i // 4))) for i in range(16)]
+    homes = {shot(number): 0 for number in (*range(4), *range(10, 14))}
+    _, two = assign_to_nodes(chains, [1.0] * 16, sites([ONE, TWO], homes))
+    assert len(two) == 8
+    assert len({i // 4 for i in two}) == 2
+
+
+@settings(deadline=None)
+@given(SHAPES, st.integers(1, 3), st.integers(1, 3))
+def test_all_are_assigned_once_and_no_move_would_make_it_more_even(
+    shapes: list[tuple[int, int, float]], first: int, second: int
+) -> None:
+    chains, homes = at_home(shapes, 2)
+    costs = [COST.packed_flops(each) for each in chains]
+    parts = assign_to_nodes(chains, costs, sites([ONE] * first + [TWO] * second, homes))
+    assert sorted(i for part in parts for i in part) == list(range(len(chains)))
+    share = (first, second)
+    loads = [sum(costs[i] for i in part) / each for part, each in zip(parts, share, strict=True)]
+    high = loads.index(max(loads))
+    if loads[high] > (1 + BALANCE_TOLERANCE) * sum(costs) / sum(share) * (1 + 1e-9):
+        for i in parts[high]:
+            assert loads[1 - high] + costs[i] / share[1 - high] >= loads[high] * (1 - 1e-9)
+
+
+@settings(deadline=None)
+@given(
+    SHAPES,
+    st.integers(500, 2000),
+    st.lists(st.sampled_from([ONE, TWO, BOTH]), min_size=1, max_size=5),
+    st.integers(1, 2),
+)
+def test_rows_of_several_sites_are_complete_within_their_limit_and_equally_many(
+    shapes: list[tuple[int, int, float]], limit: int, places: list[NodeSet], multiple: int
+) -> None:
+    chains, homes = at_home(shapes, 2)
+    where = sites(places, homes)
+    parts = pack_sequences(chains, COST, limit, len(places), multiple, where)
+    assert len(parts) == len(places)
+    assert len({len(part) for part in parts}) == 1
+    assert len(parts[0]) % multiple == 0
+    assert sorted(i for part in parts for row in part for i in row) == list(range(len(chains)))
+    for row in (row for part in parts for row in part):
+        assert sum(chains[i].length for i in row) <= limit
+        assert len({chains[i].temperature for i in row}) <= 1
+    assert parts == pack_sequences(chains, COST, limit, len(places), multiple, where)
+    if len(set(places)) == 1:
+        assert parts == pack_sequences(chains, COST, limit, len(places), multiple)

@@ -1,0 +1,65 @@
+"""Messages as bytes, and outlines of episodes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_webrl.ring.record import decode_trajectory, encode_trajectory
+from megatron_webrl.trainer.exchange.node_topology import NodeTopology
+from megatron_webrl.trainer.exchange.rank_messages import RankMessageError, pack_message, unpack_message
+from megatron_webrl.trainer.images.image_keys import (
+    IMAGE_KEY_BYTES,
+    image_key,
+    image_size,
+    restore_images,
+    strip_images,
+)
+from tests.trajectories import screenshot, trajectory
+
+
+@pytest.mark.parametrize("blobs", [(), (b"",), (b"one", memoryview(b"three"), bytearray(7))])
+def test_a_message_comes_out_as_it_went_in(blobs: tuple[bytes, ...]) -> None:
+    message = unpack_message(pack_message({"order": "look", "done": [1, 2]}, blobs), "trainer-1")
+    assert message.content == {"order": "look", "done": [1, 2]}
+    assert [bytes(blob) for blob in message.blobs] == [bytes(blob) for blob in blobs]
+    assert dict.fromkeys(message.blobs).keys() == set(map(bytes, blobs))
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda b: b[:-1], lambda b: b + b"x", lambda b: b[:5], lambda b: b[:8] + b"\xff" * 8]
+)
+def test_a_damaged_message_names_its_sender(spoil) -> None:
+    with pytest.raises(RankMessageError, match=r"a message of \d+ bytes from trainer-3 on node 1 is damaged"):
+        unpack_message(spoil(bytes(pack_message([1, 2, 3], [b"blob"]))), "trainer-3 on node 1")
+
+
+def test_an_outline_is_a_record_that_names_its_screenshots() -> None:
+    whole = replace(trajectory(3, 1, steps=2), images=(screenshot(1), screenshot(2), screenshot(1)))
+    record = b"".join(encode_trajectory(strip_images(whole)))
+    assert len(record) < len(b"".join(encode_trajectory(whole))) - sum(map(len, whole.images)) + 3 * IMAGE_KEY_BYTES + 8
+    found = decode_trajectory(record)
+    assert [bytes(name) for name in found.images] == [image_key(image) for image in whole.images]
+    assert [image_size(name) for name in found.images] == [len(image) for image in whole.images]
+    assert found.images[0] == found.images[2] != found.images[1]
+    assert np.array_equal(found.steps[1].logprobs, whole.steps[1].logprobs)
+    again = restore_images(found, {image_key(image): image for image in whole.images}.__getitem__)
+    assert b"".join(encode_trajectory(again)) == b"".join(encode_trajectory(whole))
+
+
+def test_every_rank_hears_of_the_first_one_and_of_nobody_twice() -> None:
+    of = (0, 1, 2, 0, 4, 3, 1, 4, 5, 0)
+    heard = {0}
+    told: list[int] = []
+    for rank in range(len(of)):
+        nodes = NodeTopology(of, rank)
+        above, below = nodes.broadcast_tree(rank)
+        told += below
+        assert (above is None) == (rank == 0)
+        for other in below:
+            assert NodeTopology(of, other).broadcast_tree(other)[0] == rank
+    assert sorted([*heard, *told]) == list(range(len(of)))
+    assert NodeTopology(of, 3).node_leaders == (0, 1, 2, 4, 5, 8)
+    assert NodeTopology(of, 6).other_ranks_on_node(1) == (6,)

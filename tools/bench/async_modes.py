@@ -1,0 +1,244 @@
+"""How many trajectories are trained in an hour, asynchronously and in loops that wait: whole jobs, one after another.
+
+    python -m tools.bench.async_modes [--quick] [--updates N] [--json FILE] [--plots FILE]
+
+Every job is `webrl train` with the same model, tasks, batch and number of updates: a tiny Qwen3-VL that has imitated
+scripts for a while does multi-step tasks on the sites, whose answers take as long as those of the web do. Jobs differ
+in rollout.mode and rollout.stepping only. Counted is what was trained after the first update, which waits for engines
+and pages to begin. Groups without variance are trained like others: this measures time, not learning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from megatron_webrl.tracking import episode_log, summary
+from megatron_webrl.tracking.plot import BLUE, GREEN, GREY, ORANGE, Plot, render_svg
+from tools.bench.jobs import run_job
+from tools.make_tiny_model import make_tiny_model
+
+CONTESTANTS: dict[str, tuple[str, ...]] = {
+    "async": ("rollout.mode=async",),
+    "one step off": ("rollout.mode=one_step_off",),
+    "sync, free-running": ("rollout.mode=sync",),
+    "sync, in step": ("rollout.mode=sync", "rollout.stepping=lockstep"),
+}
+OURS_NAME, PEER_NAME, GOAL = "async", "sync, in step", 2.9
+COLOURS = dict(zip(CONTESTANTS, (BLUE, GREEN, ORANGE, GREY), strict=True))
+PIXELS = 320 * 240  # of a page that the model sees: where two cores stand for GPUs, those would wait for browsers
+ENVIRONMENTS = ("shop-save-item", "shop-buy-item", "forum-follow-thread", "calendar-create", "wiki-watch", "forms-vote")
+
+
+@dataclass(frozen=True)
+class ModesBenchSize:
+    """How much is done."""
+
+    updates: int
+    demonstrations: int
+    epochs: int
+    groups: int  # in an update
+    group_size: int
+
+
+FULL = ModesBenchSize(updates=6, demonstrations=80, epochs=6, groups=4, group_size=8)
+QUICK = ModesBenchSize(updates=2, demonstrations=8, epochs=1, groups=1, group_size=2)
+
+
+@dataclass(frozen=True)
+class ModeResult:
+    """What a job gave. Shares are of the time from the end of the first update to that of the last."""
+
+    name: str
+    seconds: float
+    trajectories: int  # trained in that time
+    per_hour: float
+    waiting: float  # share: the trainer waited for groups
+    training: float
+    syncing: float
+    idle: float  # share in which an engine had no request
+    wasted: float  # share of response tokens that were never trained, of the whole run
+    staleness: float  # versions, mean over trajectories
+    curve: tuple[tuple[float, int], ...]  # seconds, trajectories trained by then
+
+
+def configuration(folder: Path, amount: ModesBenchSize, environments: Sequence[str]) -> dict[str, Any]:
+    """What all jobs have in common."""
+    return {
+        "model": {"path": str(folder / "model")},
+        "trainer": {
+            "updates": amount.updates,
+            "groups_per_update": amount.groups,
+            "tokens_per_microbatch": 16384,
+            "zero_variance_groups": "keep",
+            "optimizer": {"learning_rate": 1e-5, "schedule": "constant", "warmup_fraction": 0.0},
+        },
+        "rollout": {
+            "group_size": amount.group_size,
+            "groups_in_flight": 2 * amount.groups,
+            "max_new_tokens": 64,
+            "max_model_len": 4096,
+            "kv_cache_mib": 256,
+            "context": {"response_format": "bare", "compact": True, "rounds": 1},
+        },
+        "tasks": {
+            "source": "sites",
+            "environments": list(environments),
+            "max_steps": 6,
+            "latency": {"median_seconds": 2.0, "sigma": 1.0},
+        },
+        "browser": {"width": 640, "height": 480, "screenshot": "jpeg"},
+        "tracking": {"sample_trajectories": 0},
+        "ring": {"capacity_mib": 512},
+    }
+
+
+def warm_start(folder: Path, amount: ModesBenchSize) -> Path:
+    """A checkpoint of a model that has imitated scripts."""
+    overrides = [
+        "trainer.updates=0",
+        f"trainer.warm_start.demonstrations={amount.demonstrations}",
+        f"trainer.warm_start.epochs={amount.epochs}",
+        "trainer.warm_start.samples_per_update=16",
+        "tasks.latency.median_seconds=0",
+    ]
+    return run_job(folder / "config.yaml", "warm-start", overrides, folder) / "checkpoints" / "version-000000"
+
+
+def figures(name: str, run: Path) -> ModeResult:
+    """What a job's files say. Raises RuntimeError if its accounting does not match."""
+    accounting = summary.read_summary(run)["accounting"]
+    if not accounting["matches"]:
+        raise RuntimeError(f"the accounting of {run} does not match: {accounting}")
+    updates = summary.read_updates(run)
+    begin, counted = updates[0], updates[1:]
+    trained = [
+        line["version"] + 1 for line in episode_log.read_lines(run) if line["disposition"] == episode_log.TRAINED
+    ]
+    seconds = counted[-1]["finished_at"] - begin["finished_at"]
+    done, curve = 0, [(0.0, 0)]
+    for update in counted:
+        done += trained.count(update["version"])
+        curve.append((update["finished_at"] - begin["finished_at"], done))
+
+    def share(part: str) -> float:
+        return float(sum(update["seconds"][part] for update in counted) / seconds)
+
+    def mean(key: str) -> float:
+        return float(sum(update["extra"].get(key, 0.0) for update in counted) / len(counted))
+
+    return ModeResult(
+        name=name,
+        seconds=seconds,
+        trajectories=done,
+        per_hour=3600 * done / seconds,
+        waiting=share("wait"),
+        training=share("train"),
+        syncing=share("sync"),
+        idle=mean("engine/idle_fraction"),
+        wasted=updates[-1]["extra"]["wasted_token_fraction"],
+        staleness=sum(update["staleness_mean"] for update in counted) / len(counted),
+        curve=tuple(curve),
+    )
+
+
+def measure(amount: ModesBenchSize, environments: Sequence[str], console: Console) -> list[ModeResult]:
+    """Run all jobs, one after another. Raises RuntimeError."""
+    with tempfile.TemporaryDirectory(prefix="webrl-bench-") as temporary:
+        folder = Path(temporary)
+        make_tiny_model(folder / "model", max_pixels=PIXELS)
+        (folder / "config.yaml").write_text(yaml.safe_dump(configuration(folder, amount, environments)))
+        console.print("warm start ...")
+        checkpoint = warm_start(folder, amount)
+        found = []
+        for name, overrides in CONTESTANTS.items():
+            console.print(f"{name} ...")
+            plain = name.replace(",", "").replace(" ", "-")
+            run = run_job(folder / "config.yaml", plain, [*overrides, f"model.checkpoint={checkpoint}"], folder)
+            found.append(figures(name, run))
+        return found
+
+
+def show(found: Sequence[ModeResult], amount: ModesBenchSize, console: Console) -> None:
+    """Print the table."""
+    table = Table(title="Trained trajectories per hour", title_justify="left")
+    columns = "", "per hour", "async / this", "trainer waits", "trains", "syncs", "engine idle", "wasted", "stale"
+    for column in columns:
+        table.add_column(column, justify="left" if not column else "right")
+    best = {each.name: each for each in found}[OURS_NAME]
+    for each in found:
+        shares = (each.waiting, each.training, each.syncing, each.idle, each.wasted)
+        table.add_row(
+            each.name, f"{each.per_hour:.0f}", f"{best.per_hour / each.per_hour:.2f}",
+            *(f"{share:.1%}" for share in shares), f"{each.staleness:.2f}",
+        )  # fmt: skip
+    console.print(table)
+    gain = best.per_hour / {each.name: each for each in found}[PEER_NAME].per_hour
+    verdict = "met" if gain >= GOAL else "missed"
+    console.print(f"async against {PEER_NAME}: {gain:.2f} (goal {GOAL}: {verdict})", highlight=False)
+    console.print(
+        f"{amount.updates} updates of {amount.groups} x {amount.group_size} trajectories; shares are of the time after "
+        "the first update; wasted: response tokens never trained, of the whole run; stale: versions, mean",
+        soft_wrap=True, highlight=False,
+    )  # fmt: skip
+
+
+def draw(found: Sequence[ModeResult]) -> str:
+    """Trajectories trained over time, and where the time went, as an SVG."""
+    longest, most = max(each.seconds for each in found), max(each.trajectories for each in found)
+    plot = Plot("Trained trajectories", "after the first update", (1.02 * longest, 1.9 * most))
+    plot.axes("seconds", "trajectories")
+    for number, each in enumerate(found):
+        plot.line(each.curve, COLOURS[each.name])
+        plot.legend_entry(number, f"{each.name}, {each.per_hour:.0f}/h", COLOURS[each.name])
+    return render_svg([plot])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two small updates each; figures mean little")
+    parser.add_argument("--updates", type=int, metavar="N", help=f"updates of each job (default: {FULL.updates})")
+    parser.add_argument("--environments", nargs="+", metavar="NAME", default=ENVIRONMENTS, help="of the sites")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument("--plots", type=Path, metavar="FILE", help="draw the figures as an SVG")
+    options = parser.parse_args(arguments)
+    amount = QUICK if options.quick else FULL
+    if options.updates is not None:
+        if options.updates < 2:
+            parser.error(f"--updates={options.updates}: the first one is not counted; give at least 2")
+        amount = ModesBenchSize(**asdict(amount) | {"updates": options.updates})
+    console = Console()
+    try:
+        found = measure(amount, options.environments, console)
+    except RuntimeError as error:
+        sys.exit(f"bench.async_modes: {error}")
+    show(found, amount, console)
+    if options.plots:
+        options.plots.write_text(draw(found))
+    if options.json:
+        options.json.write_text(json.dumps(_figures(found, amount), indent=1) + "\n")
+
+
+def _figures(found: Sequence[ModeResult], amount: ModesBenchSize) -> Mapping[str, Any]:
+    return {
+        "cpus": os.cpu_count(),
+        "load": os.getloadavg(),
+        "amount": asdict(amount),
+        "jobs": [asdict(f) for f in found],
+    }
+
+
+if __name__ == "__main__":
+    main()
