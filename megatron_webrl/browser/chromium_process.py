@@ -18,6 +18,7 @@ from megatron_webrl.browser.driver import PlaywrightDriver
 from megatron_webrl.browser.errors import BrowserCrashed
 from megatron_webrl.browser.process_memory import limit_page_memory, pids_by_process_group, resident_mib
 from megatron_webrl.system import child_process
+from megatron_webrl.system.text import first_line
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class Chromium:
                 await driver.stop(graceful=False)
             if not isinstance(error, PlaywrightError | TimeoutError | ProcessLookupError | psutil.NoSuchProcess):
                 raise
-            reason = (str(error) or f"not up within {START_SECONDS} s").splitlines()[0]
+            reason = f"not up within {START_SECONDS} s" if isinstance(error, TimeoutError) else first_line(error)
             raise BrowserCrashed(f"{executable} does not start: {reason}") from error
         log.info("launched %s in %.2f s", executable, time.monotonic() - started)
         return chromium

@@ -24,6 +24,7 @@ from megatron_webrl.browser.page.step_messages import StepMessages
 from megatron_webrl.browser.page.tabs import Tabs
 from megatron_webrl.browser.task_page import TaskPage
 from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.system.text import first_line
 from megatron_webrl.types import Action, Observation, Task
 
 log = logging.getLogger(__name__)
@@ -106,12 +107,12 @@ class Session:
                 return session
         except (PlaywrightError, TimeoutError) as error:
             if not browser.is_connected():
-                raise BrowserCrashed(f"Chromium ended while a context was opened: {_first_line(error)}") from error
+                raise BrowserCrashed(f"Chromium ended while a context was opened: {first_line(error)}") from error
             if isinstance(error, TimeoutError):
                 raise BrowserTimeout(
                     f"no context within {step_seconds} s (rollout.operation_timeout_seconds)"
                 ) from error
-            raise BrowserError(f"a context could not be opened: {_first_line(error)}") from error
+            raise BrowserError(f"a context could not be opened: {first_line(error)}") from error
 
     async def reset(self, task: Task) -> Observation:
         """Open the task's page; `instruction` is set. Raises BrowserError, KeyError for an unknown source.
@@ -151,7 +152,7 @@ class Session:
             self.mark_lost(BrowserError(f"a context did not close within {CLOSE_SECONDS} s"))
             return False
         except PlaywrightError as error:
-            self.mark_lost(BrowserError(f"a context did not close: {_first_line(error)}"))
+            self.mark_lost(BrowserError(f"a context did not close: {first_line(error)}"))
         finally:
             await self.network.close()
         return True
@@ -189,7 +190,7 @@ class Session:
         try:
             log.debug("recorded %s", await recording.save())
         except (PlaywrightError, OSError) as error:
-            log.warning("an episode was not recorded: %s", _first_line(error))
+            log.warning("an episode was not recorded: %s", first_line(error))
 
     async def _bounded(self, name: str, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, or a BrowserError after `step_seconds` or as soon as the page is lost."""
@@ -214,7 +215,7 @@ class Session:
             await asyncio.wait({self._lost}, timeout=ERROR_GRACE_SECONDS)
             if self._lost.done():
                 raise self._lost.result() from error
-            raise BrowserError(f"{name} failed: {_first_line(error)}") from error
+            raise BrowserError(f"{name} failed: {first_line(error)}") from error
         finally:
             running.cancel()
             watching.cancel()
@@ -222,7 +223,3 @@ class Session:
 
     def _browser_ended(self, browser: Browser) -> None:
         self.mark_lost(BrowserCrashed("Chromium has ended"))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

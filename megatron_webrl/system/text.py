@@ -1,0 +1,8 @@
+"""Text for messages."""
+
+from __future__ import annotations
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, or the name of its class if it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
