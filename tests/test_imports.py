@@ -1,4 +1,4 @@
-"""Who may import whom: docs/architecture.md, kept by reading the code."""
+"""The structure that docs/architecture.md describes, checked by reading the code."""
 
 from __future__ import annotations
 
@@ -10,56 +10,43 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "megatron_webrl"
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "megatron_webrl"
 FILES = sorted(PACKAGE.rglob("*.py"))
-
-BOTTOM = {"__version__", "config", "config_checks", "control", "evaluations", "processes", "stacks", "types", "compat"}
-MAY_IMPORT = {
-    "trainer": {"weights", "model", "ring", "tracking", "sampling"},
-    "rollout": {"judge", "browser", "farm", "tasks", "weights", "model", "ring", "sampling", "placement"},
-    "judge": set(),
-    "browser": set(),
-    "farm": {"browser", "tasks", "judge"},
-    "tasks": {"sampling"},
-    "sampling": set(),
-    "weights": {"model"},
-    "model": set(),
-    "ring": set(),
-    "tracking": set(),
-    "node": {
-        "roles",
-        "falls",
-        "hangs",
-        "revival",
-        "placement",
-        "placement_cores",
-        "placement_page",
-        "config_checks",
-        "config_layout",
-        "config_site",
-        "browser",
-        "farm",
-        "ring",
-        "status",
-        "tracking",
-    },
-    "status": {"placement", "placement_cores", "ring", "tracking"},
-    "parity": {"trainer", "rollout", "model"},
-}
+LAYERS = (
+    {"cli"},
+    {"slurm", "doctor", "parity"},
+    {"preflight"},
+    {"launch"},
+    {"status"},
+    {"trainer", "rollout"},
+    {"farm"},
+    {"browser", "tasks", "judge"},
+    {"weights", "cluster"},
+    {"model", "evaluation"},
+    {"tracking"},
+    {"ring", "sampling"},
+    {"control"},
+    {"config"},
+    {"system", "types"},
+)
+"""From top to bottom. A module imports from its own package and from the layers below it."""
 ONLY = {
     "vllm": {
         "weights/vllm_target.py",
         "weights/vllm_worker.py",
         "weights/vllm_scheduler.py",
-        "rollout/engine/vllm_engine.py",
-        "rollout/engine/vllm_environment.py",
+        "rollout/engine",
         "parity/vllm_scores.py",
     },
     "megatron": {"model", "trainer", "weights", "parity/megatron_scores.py"},
 }
+MOST_LINES = 400
+MOST_MODULES = 20
 
 
-def imports(path: Path) -> Iterator[str]:
+def imported_names(path: Path) -> Iterator[str]:
+    """Dotted names that a file imports, inside functions too; of `from a import b` both `a` and `a.b`."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -68,35 +55,100 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """A circle for each edge of the graph that closes one, found by depth-first search."""
+    found: list[list[str]] = []
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> None:
+        if module in path:
+            found.append([*path[path.index(module) :], module])
+        elif module not in done:
+            for other in sorted(graph[module]):
+                visit(other, [*path, module])
+            done.add(module)
+
+    for module in sorted(graph):
+        visit(module, [])
+    return found
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    graph: dict[str, set[str]] = {module_name(path): set() for path in FILES}
+    for path in FILES:
+        name = module_name(path)
+        graph[name] = {other for other in imported_names(path) if other in graph} - {name, "megatron_webrl"}
+    assert not [" -> ".join(circle) for circle in circles(graph)]
+
+
+def test_the_search_for_circles_finds_them():
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}
+    assert circles(graph) == [["a", "b", "c", "a"]]
+    assert not circles({"a": {"b", "c"}, "b": {"c"}, "c": set()})
+
+
+def test_every_package_has_a_layer():
+    packages = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES} - {"__init__"}
+    assert packages == set().union(*LAYERS)
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_a_module_imports_only_what_lies_below_it(path: Path):
+def test_a_module_imports_only_from_the_layers_below(path: Path):
     place = path.relative_to(PACKAGE)
-    part = place.parts[0]
-    for name in imports(path):
+    package = place.parts[0].removesuffix(".py")
+    depth = next((number for number, layer in enumerate(LAYERS) if package in layer), -1)
+    below = set().union(*LAYERS[depth + 1 :])
+    for name in imported_names(path):
         top, *rest = name.split(".")
-        if top == "megatron_webrl" and rest and part in MAY_IMPORT:
-            assert rest[0] == part or rest[0] in BOTTOM | MAY_IMPORT[part], f"{place} imports {name}"
+        if top == "megatron_webrl" and rest and rest[0] != "__version__":
+            assert rest[0] == package or rest[0] in below, f"{place} imports {name}"
         if top in ONLY:
-            assert str(place) in ONLY[top] or part in ONLY[top], f"{place} imports {name}"
+            assert any(place.is_relative_to(allowed) for allowed in ONLY[top]), f"{place} imports {name}"
 
 
-def test_what_both_roles_use_of_the_model_needs_no_megatron():
-    assert not [name for name in imports(PACKAGE / "model" / "processing.py") if name.startswith("megatron.")]
+def test_both_roles_prepare_model_inputs_without_megatron():
+    assert not [name for name in imported_names(PACKAGE / "model" / "processor.py") if name.startswith("megatron.")]
 
 
-def test_the_weights_take_of_the_model_only_what_needs_no_megatron():
-    data = {"megatron_webrl.model.parameter_map", "megatron_webrl.model.layout"}
+def test_weight_transfer_takes_only_pure_data_from_the_model():
+    pure = {"megatron_webrl.model.parameter_map", "megatron_webrl.model.layout"}
     for path in (PACKAGE / "weights").glob("*.py"):
-        modules = {".".join(name.split(".")[:3]) for name in imports(path) if name.startswith("megatron_webrl.model")}
-        assert modules - {"megatron_webrl.model"} <= data, path
+        used = {name for name in imported_names(path) if name.startswith("megatron_webrl.model.")}
+        assert {".".join(name.split(".")[:3]) for name in used} <= pure, path
     for name in ("parameter_map", "layout"):
-        assert not [found for found in imports(PACKAGE / "model" / f"{name}.py") if found.startswith("megatron.")]
+        assert not [each for each in imported_names(PACKAGE / "model" / f"{name}.py") if each.startswith("megatron.")]
 
 
-def test_what_starts_the_processes_of_a_node_imports_torch_only_where_something_failed():
-    code = "import sys, megatron_webrl.slurm.node_supervisor, megatron_webrl.slurm.prepare; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, check=False).returncode == 0
+def test_a_node_supervisor_starts_without_torch():
+    modules = "megatron_webrl.slurm.node_supervisor, megatron_webrl.slurm.prepare"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-def test_the_types_import_nothing_of_ours():
-    assert not [name for name in imports(PACKAGE / "types.py") if name.startswith("megatron_webrl")]
+def test_the_types_import_nothing_from_the_package():
+    assert not [name for name in imported_names(PACKAGE / "types.py") if name.startswith("megatron_webrl")]
+
+
+def test_the_root_of_the_package_holds_three_modules():
+    assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "cli.py", "types.py"}
+
+
+def sources() -> list[Path]:
+    return [path for folder in ("megatron_webrl", "tests", "tools") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def test_no_file_is_too_long_to_read():
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources()}
+    assert not {name: lines for name, lines in lengths.items() if lines > MOST_LINES}
+
+
+def test_no_folder_is_too_full_to_find_a_module_in():
+    counts: dict[str, int] = {}
+    for path in sources():
+        folder = str(path.parent.relative_to(ROOT))
+        counts[folder] = counts.get(folder, 0) + 1
+    assert not {folder: count for folder, count in counts.items() if count > MOST_MODULES}
