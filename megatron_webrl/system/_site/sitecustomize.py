@@ -43,7 +43,7 @@ def load(name: str, spec: importlib.machinery.ModuleSpec) -> object:
 
 def cure_imports() -> None:
     """Run megatron_webrl.system.torchvision_shim.install from its file: the package itself may not be on the path yet."""
-    spec = importlib.util.spec_from_file_location("_webrl_torchvision_shim", HERE.parent / "system/torchvision_shim.py")
+    spec = importlib.util.spec_from_file_location("_webrl_torchvision_shim", HERE.parent / "torchvision_shim.py")
     if spec is not None:
         load("_webrl_torchvision_shim", spec).install()  # type: ignore[attr-defined]
 
