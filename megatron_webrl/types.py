@@ -6,10 +6,14 @@ ticket form a group and share a baseline. See docs/architecture.md for the gloss
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from playwright.async_api import Page
 
 COORDINATE_RANGE = 1000
 """Actions address the viewport in integers 0..COORDINATE_RANGE on both axes, whatever its size in pixels."""
@@ -219,3 +223,32 @@ class Group:
         """The lowest policy version among the trainable trajectories; None if there is none."""
         versions = [t.oldest_version for t in self.trajectories if t.trainable]
         return min((v for v in versions if v is not None), default=None)
+
+
+class TaskSite(Protocol):
+    """What a browser session needs from a task source: open the page of a task, read its result."""
+
+    @property
+    def origins(self) -> frozenset[str]:
+        """Origins that pages may reach, such as http://shop.localhost."""
+        ...
+
+    @property
+    def addresses(self) -> Mapping[str, str]:
+        """Server of each host name, such as {"shop.localhost": "127.0.0.1:8000"}; other names are looked up in DNS.
+
+        URLs stay the same from run to run although local servers take any free port.
+        """
+        ...
+
+    def can_reuse_page(self, task: Task) -> bool:
+        """Whether `open` accepts the page of a finished episode of this task, in the same browser context."""
+        ...
+
+    async def open(self, page: Page, task: Task) -> str:
+        """Load the start page of the task; returns the instruction."""
+        ...
+
+    async def result(self, page: Page, task: Task) -> tuple[float | None, bool]:
+        """Reward (None until there is one) and whether the task is over."""
+        ...

@@ -1,7 +1,8 @@
-"""Waiting for what another process does."""
+"""Wait for a condition, with a limit."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -12,3 +13,10 @@ def until(condition: Callable[[], object], what: str | Callable[[], str], second
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds:g} s for {what if isinstance(what, str) else what()}"
         time.sleep(0.02)
+
+
+async def eventually(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    """Wait in the event loop until the condition holds. Raises TimeoutError."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.02)

@@ -1,4 +1,4 @@
-"""One running Chromium with the driver that speaks to it."""
+"""One running Chromium with its Playwright driver."""
 
 from __future__ import annotations
 
@@ -26,26 +26,25 @@ START_SECONDS = 60.0
 CLOSE_SECONDS = 15.0
 PING_SECONDS = 10.0
 MAX_FAILED_PINGS = 2
-"""So many questions must stay unanswered in a row: this process may have slept over the answer to one."""
+"""Unanswered pings in a row before a browser counts as hung: a pause of this process may delay one answer."""
 
 
 class Chromium:
-    """Driver and browser start and end together: after a crash either may be gone."""
+    """Driver and browser, started and ended together; after a crash either may be gone."""
 
     def __init__(self, driver: PlaywrightDriver, browser: Browser, control: CDPSession, pid: int) -> None:
         self.browser, self.pid = browser, pid
-        self.resident_mib = self._began_mib = (
-            0.0  # resident memory, driver included, when last measured and after the launch
-        )
+        self.resident_mib = 0.0  # at the latest measurement, driver included
+        self._launched_mib = 0.0  # after the launch
         self._driver, self._control = driver, control
-        self._reachable = True
-        # Debian's chromium is a shell script that stays the leader of the group.
+        self._connected = True
+        # Debian's chromium is a shell script, which remains the leader of the process group.
         self._group = os.getpgid(pid)
-        self._group_began = child_process.start_time(self._group)
+        self._group_started = child_process.start_time(self._group)
 
     @classmethod
     async def launch(cls, executable: str, arguments: list[str], page_mib: int) -> Chromium:
-        """Start both within START_SECONDS; a page's process gets `page_mib` at most. Raises BrowserCrashed."""
+        """Start both within START_SECONDS; each renderer may use `page_mib` MiB. Raises BrowserCrashed."""
         started, driver = time.monotonic(), None
         try:
             async with asyncio.timeout(START_SECONDS):
@@ -54,48 +53,48 @@ class Chromium:
                     executable_path=executable,
                     args=arguments,
                     chromium_sandbox=use_sandbox(),
-                    handle_sigint=False, handle_sigterm=False, handle_sighup=False,  # the worker closes it
+                    handle_sigint=False, handle_sigterm=False, handle_sighup=False,  # this process closes it
                     timeout=START_SECONDS * 1000,
                 )  # fmt: skip
                 control = await browser.new_browser_cdp_session()
                 chromium = cls(driver, browser, control, await _pid(control))
                 await asyncio.to_thread(limit_page_memory, chromium.pid, page_mib)
                 chromium.measure_memory(await asyncio.to_thread(pids_by_process_group))
-                chromium._began_mib = chromium.resident_mib
+                chromium._launched_mib = chromium.resident_mib
         except BaseException as error:
             if driver is not None:
                 await driver.stop(graceful=False)
             if not isinstance(error, PlaywrightError | TimeoutError | ProcessLookupError | psutil.NoSuchProcess):
                 raise
-            reason = f"not up within {START_SECONDS} s" if isinstance(error, TimeoutError) else first_line(error)
+            reason = f"not started within {START_SECONDS} s" if isinstance(error, TimeoutError) else first_line(error)
             raise BrowserCrashed(f"{executable} does not start: {reason}") from error
         log.info("launched %s in %.2f s", executable, time.monotonic() - started)
         return chromium
 
     @property
     def alive(self) -> bool:
-        """Whether driver and browser can be spoken to."""
-        return self._reachable and self.browser.is_connected()
+        """Whether driver and browser are connected."""
+        return self._connected and self.browser.is_connected()
 
     @property
     def growth_mib(self) -> float:
-        """Resident memory beyond what it held after the launch, when last measured."""
-        return self.resident_mib - self._began_mib
+        """Growth of the resident memory since the launch, at the latest measurement."""
+        return self.resident_mib - self._launched_mib
 
-    def on_exit(self, ended: Callable[[str], None]) -> None:
-        """Call `ended` with a sentence when browser or driver end; possibly with both."""
+    def on_exit(self, callback: Callable[[str], None]) -> None:
+        """Call `callback` with the reason when the browser or the driver ends; possibly once for each."""
 
-        def driver_ended() -> None:
-            self._reachable = False
-            ended("the browser's driver has ended")
+        def on_driver_exit() -> None:
+            self._connected = False
+            callback("the browser's driver has ended")
 
-        self.browser.on("disconnected", lambda browser: ended("Chromium has ended"))
-        self._driver.on_exit(driver_ended)
+        self.browser.on("disconnected", lambda browser: callback("Chromium has ended"))
+        self._driver.on_exit(on_driver_exit)
         if not self.browser.is_connected():
-            asyncio.get_running_loop().call_soon(ended, "Chromium has ended")
+            asyncio.get_running_loop().call_soon(callback, "Chromium has ended")
 
     async def is_responsive(self) -> bool:
-        """Whether the browser answers a question that its main thread answers at once."""
+        """Whether the browser's main thread answers a ping."""
         for _ in range(MAX_FAILED_PINGS):
             try:
                 async with asyncio.timeout(PING_SECONDS):
@@ -103,17 +102,17 @@ class Chromium:
                 return True
             except TimeoutError:
                 continue
-            except PlaywrightError:  # it has ended; the news may come a little later
-                self._reachable = False
+            except PlaywrightError:  # it has ended; the event may arrive later
+                self._connected = False
                 return False
         return False
 
     def measure_memory(self, groups: Mapping[int, Sequence[int]]) -> None:
-        """Set `mib`; `groups` from `by_group`. Takes a few milliseconds for each process."""
+        """Update `resident_mib`; `groups` from `pids_by_process_group`. Takes milliseconds per process."""
         self.resident_mib = resident_mib([*groups.get(self._group, ()), self._driver.process.pid])
 
     async def close(self, *, graceful: bool = True) -> None:
-        """End both; whatever is left after CLOSE_SECONDS, or is not to be ended gently, is killed."""
+        """End both, gracefully for at most CLOSE_SECONDS, then by SIGKILL."""
         graceful = graceful and self.alive
         try:
             if graceful:
@@ -121,7 +120,7 @@ class Chromium:
                     await self.browser.close()
         except (PlaywrightError, TimeoutError) as error:
             graceful = False
-            log.warning("Chromium did not end by itself: %s", error or f"{CLOSE_SECONDS} s")
+            log.warning("Chromium did not close gracefully: %s", error or f"{CLOSE_SECONDS} s")
         finally:
             if not graceful:
                 await asyncio.to_thread(self._kill)
@@ -129,11 +128,11 @@ class Chromium:
             await asyncio.to_thread(self._kill)
 
     def _kill(self) -> None:
-        # A number that is given to another process again names another group.
-        if child_process.start_time(self._group) in (0, self._group_began):
+        # The start time guards against a process group id that was reused.
+        if child_process.start_time(self._group) in (0, self._group_started):
             child_process.kill_process_group(self._group)
 
 
 async def _pid(control: CDPSession) -> int:
-    found: list[dict[str, Any]] = (await control.send("SystemInfo.getProcessInfo"))["processInfo"]
-    return next(int(process["id"]) for process in found if process["type"] == "browser")
+    processes: list[dict[str, Any]] = (await control.send("SystemInfo.getProcessInfo"))["processInfo"]
+    return next(int(process["id"]) for process in processes if process["type"] == "browser")

@@ -1,4 +1,4 @@
-"""Playwright's driver: the Node process that speaks to one Chromium."""
+"""Playwright's driver: the Node.js process that controls one Chromium."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ log = logging.getLogger(__name__)
 
 STOP_SECONDS = 15.0
 
-_environment: ContextVar[dict[str, str]] = ContextVar("what a driver finds in its environment")
+_environment: ContextVar[dict[str, str]] = ContextVar("environment of the next driver")
 
 
 def _driver_environment() -> dict[str, str]:
     return {**get_driver_env(), **_environment.get({})}
 
 
-# Playwright has no setting for this. The variables of this process stay as they are: others start processes, too.
+# Playwright has no setting for this; changing os.environ would affect other child processes.
 transport.get_driver_env = _driver_environment
 
 
 class PlaywrightDriver:
-    """What it and its Chromium put into the temporary folder lies in `folder`, and is removed with it.
+    """A driver process with its own temporary folder, which is removed when the driver stops.
 
-    Both carry the mark of this process: what survives it is ended by `child_process.sweep_orphans`, and the folder is
-    removed by `child_process.sweep_scratch`.
+    Driver and Chromium carry this process as owner in their environment: if they survive it,
+    `child_process.sweep_orphans` ends them and `child_process.sweep_scratch` removes the folder.
     """
 
     def __init__(self, playwright: Playwright, process: psutil.Process, folder: Path) -> None:
         self.playwright, self.process, self.folder = playwright, process, folder
-        self._watch: int | None = None
+        self._pidfd: int | None = None
 
     @classmethod
     async def start(cls) -> PlaywrightDriver:
-        """Raises BrowserCrashed. Give it a limit: nothing is left if it is cancelled."""
+        """Start a driver. Raises BrowserCrashed. Cancellation, for example by a timeout, leaves nothing behind."""
         folder = child_process.make_scratch_folder()
-        # What pages show must not depend on the machine's time zone.
+        # Pages must not depend on the machine's time zone.
         token = _environment.set({**child_process.owner_environment(), "TMPDIR": str(folder), "TZ": "UTC"})
         try:
             try:
@@ -66,19 +66,19 @@ class PlaywrightDriver:
         finally:
             _environment.reset(token)
 
-    def on_exit(self, ended: Callable[[], None]) -> None:
-        """Call `ended` when the process ends: Playwright tells only those who wait for an answer."""
+    def on_exit(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when the process ends; Playwright reports that only to pending calls."""
         loop = asyncio.get_running_loop()
         try:
-            self._watch = os.pidfd_open(self.process.pid)
+            self._pidfd = os.pidfd_open(self.process.pid)
         except ProcessLookupError:
-            loop.call_soon(ended)
+            loop.call_soon(callback)
         else:
-            loop.add_reader(self._watch, self._woken, ended)
+            loop.add_reader(self._pidfd, self._on_readable, callback)
 
     async def stop(self, *, graceful: bool = True) -> None:
-        """End it with all that it has started, and remove its folder."""
-        self._look_away()
+        """End the driver and its child processes, and remove its folder."""
+        self._stop_watching()
         stopping = asyncio.ensure_future(self.playwright.stop())
         try:
             if not graceful:
@@ -86,29 +86,29 @@ class PlaywrightDriver:
             async with asyncio.timeout(STOP_SECONDS):
                 await stopping
         except (PlaywrightError, TimeoutError) as error:
-            log.warning("the browser's driver did not end by itself: %s", error or f"{STOP_SECONDS} s")
+            log.warning("the browser's driver did not stop gracefully: %s", error or f"{STOP_SECONDS} s")
         finally:
             await asyncio.to_thread(_remove, self.folder)
 
-    def _woken(self, ended: Callable[[], None]) -> None:
-        self._look_away()
-        ended()
+    def _on_readable(self, callback: Callable[[], None]) -> None:
+        self._stop_watching()
+        callback()
 
-    def _look_away(self) -> None:
-        if self._watch is not None:
-            asyncio.get_running_loop().remove_reader(self._watch)
-            os.close(self._watch)
-            self._watch = None
+    def _stop_watching(self) -> None:
+        if self._pidfd is not None:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
 
 
 def _processes(folder: Path) -> list[psutil.Process]:
-    """The driver and what it has started, as far as they still have the environment that they were given."""
-    found = []
+    """The driver and its child processes, found by TMPDIR in their environment."""
+    processes = []
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if process.environ().get("TMPDIR") == str(folder):
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def _remove(folder: Path) -> None:
@@ -117,10 +117,10 @@ def _remove(folder: Path) -> None:
 
 
 def _kill(folder: Path) -> None:
-    """End a driver with all below it."""
-    found = _processes(folder)
-    groups = {_group(process) for process in found} - {0, os.getpgrp()}
-    for process in found:
+    """Kill a driver with its child processes and their process groups."""
+    processes = _processes(folder)
+    groups = {_group(process) for process in processes} - {0, os.getpgrp()}
+    for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     for group in groups:

@@ -1,20 +1,20 @@
-"""What can go wrong with a browser. `outcome` names what masks an episode that meets the error."""
+"""Errors of browsers and pages. `outcome` is the recorded outcome of the masked episode."""
 
 from __future__ import annotations
 
 
 class BrowserError(RuntimeError):
-    """The browser or its page cannot go on; says nothing about the policy."""
+    """The browser or its page failed; the policy is not to blame."""
 
     outcome = "browser_error"
 
 
 class BrowserMissing(BrowserError):
-    """There is no Chromium to run."""
+    """No Chromium is installed."""
 
 
 class BrowserCrashed(BrowserError):
-    """Chromium, or the driver that speaks to it, has ended."""
+    """Chromium or its Playwright driver has ended."""
 
     outcome = "browser_crashed"
 
@@ -26,16 +26,16 @@ class PageCrashed(BrowserError):
 
 
 class BrowserTimeout(BrowserError):
-    """An operation took longer than its limit."""
+    """An operation exceeded its time limit."""
 
     outcome = "browser_timeout"
 
 
 class NotRecorded(BrowserError):
-    """A task is to be replayed that was not recorded."""
+    """The task to replay was not recorded."""
 
     outcome = "not_recorded"
 
 
 class HostUnreachable(Exception):
-    """A server that cannot be connected to, though policy permits it. The message is one sentence."""
+    """No connection to a server that the policy permits. The message is one sentence for the agent."""

@@ -1,4 +1,4 @@
-"""How much memory browsers hold, and a limit to what pages take."""
+"""Measure the memory of browsers and limit the memory of pages."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ import psutil
 
 log = logging.getLogger(__name__)
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def pids_by_process_group() -> dict[int, list[int]]:
-    """The processes of each process group."""
-    found: dict[int, list[int]] = defaultdict(list)
+    """Process ids by process group."""
+    groups: dict[int, list[int]] = defaultdict(list)
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with suppress(ProcessLookupError, PermissionError):
-                found[os.getpgid(int(entry))].append(int(entry))
-    return found
+                groups[os.getpgid(int(entry))].append(int(entry))
+    return groups
 
 
 def resident_mib(pids: Iterable[int]) -> float:
-    """Proportional set size of processes together: memory that n processes share counts as an n-th for each.
+    """Total proportional set size: memory shared by n processes counts as 1/n for each.
 
-    Of a process that may not be looked into (a renderer in Chromium's sandbox), what it shares with nobody.
+    For a process that must not be inspected (a sandboxed renderer) its private memory.
     """
     return sum(_proportional(pid) for pid in pids) / 2**20
 
 
 def _proportional(pid: int) -> int:
-    """Bytes; 0 for a process that has gone."""
+    """Proportional set size in bytes; 0 for a process that has ended."""
     with suppress(FileNotFoundError, ProcessLookupError):
         try:
             for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
@@ -43,25 +43,25 @@ def _proportional(pid: int) -> int:
                     return int(line.split()[1]) * 1024
         except PermissionError:
             _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
-            return (int(resident) - int(shared)) * _PAGE
+            return (int(resident) - int(shared)) * _PAGE_BYTES
     return 0
 
 
 def limit_page_memory(browser: int, mib: int) -> int:
-    """Let each process that Chromium starts for pages take `mib` MiB at most; returns how many zygotes were told.
+    """Limit each renderer process to `mib` MiB; returns the number of zygote processes limited.
 
-    `browser`: id of Chromium's browser process. Renderers are forked from zygotes, whose limits they inherit. Counted
-    is writable memory of the process's own (RLIMIT_DATA): address space that is merely set aside, of which V8 takes a
-    terabyte, and memory that is shared with other processes do not count.
+    `browser`: id of Chromium's browser process. Renderers are forked from zygotes and inherit their limits. RLIMIT_DATA
+    counts private writable memory: reserved address space, of which V8 takes a terabyte, and shared memory do not
+    count.
     """
-    told = 0
+    limited = 0
     for child in psutil.Process(browser).children(recursive=True):
         try:
             if "--type=zygote" in child.cmdline():
                 child.rlimit(psutil.RLIMIT_DATA, (mib << 20, mib << 20))
-                told += 1
+                limited += 1
         except psutil.NoSuchProcess:
-            continue  # a helper that has done its work
+            continue  # a helper process that has ended
         except psutil.AccessDenied:
-            log.warning("the memory of pages is not limited: process %d may not be told so", child.pid)
-    return told
+            log.warning("cannot limit the memory of pages: no permission for process %d", child.pid)
+    return limited

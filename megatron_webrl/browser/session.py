@@ -22,56 +22,55 @@ from megatron_webrl.browser.page.popup_handler import PopupHandler
 from megatron_webrl.browser.page.script_watchdog import terminate_endless_scripts
 from megatron_webrl.browser.page.step_messages import StepMessages
 from megatron_webrl.browser.page.tabs import Tabs
-from megatron_webrl.browser.task_page import TaskPage
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.system.text import first_line
-from megatron_webrl.types import Action, Observation, Task
+from megatron_webrl.types import Action, Observation, Task, TaskSite
 
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 10.0
-SCRIPT_TIMEOUT_FRACTION = 0.25  # of an operation's time, twice: a page that is silent for so long has its script ended
-ERROR_GRACE_SECONDS = 1.0  # the reason of a failure may become known a little later
+SCRIPT_TIMEOUT_FRACTION = 0.25  # of step_seconds, between two pings of the page and for the answer to one
+ERROR_GRACE_SECONDS = 1.0  # for the reason of a failure to arrive
 T = TypeVar("T")
 
 
 class Session:
-    """Life: prepare -> reset -> step, step, ... -> close; a fleet prepares and closes it.
+    """One browser context: prepare -> reset -> step, step, ... -> close. The pool prepares and closes it.
 
-    Every operation ends within `step_seconds` or raises a BrowserError; after one the session is of no more use.
+    Every operation ends within `step_seconds` or raises a BrowserError, after which the session is unusable.
     """
 
     def __init__(
-        self, context: BrowserContext, settings: BrowserConfig, sites: Mapping[str, TaskPage], step_seconds: float,
-        access: NetworkAccess,
+        self, context: BrowserContext, settings: BrowserConfig, sites: Mapping[str, TaskSite], step_seconds: float,
+        network: NetworkAccess,
     ) -> None:  # fmt: skip
-        self.network = access
+        self.network = network
         self.task: Task | None = None
         self._context, self._settings, self._sites, self._step_seconds = context, settings, sites, step_seconds
         self._recording: HARRecorder | None = None
-        self._notes = StepMessages()
-        self._whole = True  # the last operation was not broken off
+        self._messages = StepMessages()
+        self._completed = True  # the last operation was not interrupted
         self._lost: asyncio.Future[BrowserError] = asyncio.get_running_loop().create_future()
-        self._intrusions = PopupHandler(context, self._notes)
+        self._popups = PopupHandler(context, self._messages)
         limit = settings.tabs if "switch_tab" in settings.actions else 1
-        self._tabs = Tabs(context, self._notes, self._intrusions, limit, self.mark_lost)
-        self._hands = ActionExecutor(self._tabs, settings, self._notes, access)
-        self._eyes = PageObserver(self._tabs, settings, self._notes, access)
+        self._tabs = Tabs(context, self._messages, self._popups, limit, self.mark_lost)
+        self._executor = ActionExecutor(self._tabs, settings, self._messages, network)
+        self._observer = PageObserver(self._tabs, settings, self._messages, network)
 
     @property
     def lost(self) -> asyncio.Future[BrowserError]:
-        """Done once the session is of no more use, with the reason."""
+        """Done, with the reason, once the session is unusable."""
         return self._lost
 
     @property
     def reusable(self) -> bool:
-        """Whether `reset` may begin another episode here, in the page as it was left."""
+        """Whether `reset` may start another episode in the current page."""
         settings = self._settings
         return (
             self.task is not None
             and self._sites[self.task.source].can_reuse_page(self.task)
             and not (settings.record or settings.replay)
-            and self._whole
+            and self._completed
             and not self._lost.done()
             and self._tabs.has_single_tab
         )
@@ -83,12 +82,12 @@ class Session:
 
     @classmethod
     async def prepare(
-        cls, browser: Browser, settings: BrowserConfig, sites: Mapping[str, TaskPage], step_seconds: float,
-        access: NetworkAccess, proxy: ProxySettings,
+        cls, browser: Browser, settings: BrowserConfig, sites: Mapping[str, TaskSite], step_seconds: float,
+        network: NetworkAccess, proxy: ProxySettings,
     ) -> Session:  # fmt: skip
-        """A context of its own with an empty page, ready for `reset`. Raises BrowserError.
+        """Open a context with an empty page, ready for `reset`. Raises BrowserError.
 
-        `access` is what the context may reach, by way of `proxy`; `close` closes it.
+        `proxy` points to the port of `network`, which `close` closes.
         """
         try:
             async with asyncio.timeout(step_seconds):
@@ -100,9 +99,9 @@ class Session:
                     proxy=proxy,
                 )
                 await context.add_init_script(settle.DISABLE_CARET_BLINK)
-                await context.grant_permissions([])  # which denies all of them, without a question
-                session = cls(context, settings, sites, step_seconds, access)
-                browser.on("disconnected", session._browser_ended)
+                await context.grant_permissions([])  # denies all permissions without a prompt
+                session = cls(context, settings, sites, step_seconds, network)
+                browser.on("disconnected", session._on_browser_exit)
                 await session._tabs.start()
                 return session
         except (PlaywrightError, TimeoutError) as error:
@@ -115,34 +114,34 @@ class Session:
             raise BrowserError(f"a context could not be opened: {first_line(error)}") from error
 
     async def reset(self, task: Task) -> Observation:
-        """Open the task's page; `instruction` is set. Raises BrowserError, KeyError for an unknown source.
+        """Open the task's page; the observation has `instruction`. Raises BrowserError, KeyError for an unknown source.
 
-        In a session that had an episode before, in the same browser context, what was counted and seen is forgotten.
+        A session that is reused forgets the counts and observations of its earlier episode.
         """
-        again, self.task = self.task is not None, task
-        return await self._bounded(f"reset of {task.id}", self._open(self._sites[task.source], task, again))
+        reused, self.task = self.task is not None, task
+        return await self._bounded(f"reset of {task.id}", self._open(self._sites[task.source], task, reused))
 
     async def step(self, action: Action) -> Observation:
-        """Carry out an action and wait until the page has come to rest.
+        """Execute an action and wait until the page is idle.
 
-        What the page does not allow is told in Observation.error, and the episode goes on. Raises BrowserError,
-        ValueError for an action that lacks what its kind needs.
+        What the action could not do is reported in Observation.error, and the episode continues. Raises BrowserError,
+        ValueError for a missing argument.
         """
         if self.task is None:
-            raise ValueError("reset comes before step")
-        self._intrusions.reset_dialog_count()
+            raise ValueError("call reset before step")
+        self._popups.reset_dialog_count()
         return await self._bounded(action.kind, self._act(self._sites[self.task.source], self.task, action))
 
     def mark_lost(self, error: BrowserError) -> None:
-        """End what is going on, and whatever comes, by an error; the first one counts."""
+        """Fail the current and all later operations with an error; the first error counts."""
         if not self._lost.done():
             self._lost.set_result(error)
 
     async def close(self) -> bool:
-        """Close the context; whether that worked. What a crashed browser cannot close is gone already."""
-        if self._context.browser is not None:  # which outlives this session by far
-            self._context.browser.remove_listener("disconnected", self._browser_ended)
-        self._intrusions.close()
+        """Close the context; returns False after a timeout. A crashed browser has no context to close."""
+        if self._context.browser is not None:  # it outlives this session
+            self._context.browser.remove_listener("disconnected", self._on_browser_exit)
+        self._popups.close()
         self._tabs.close()
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
@@ -157,31 +156,31 @@ class Session:
             await self.network.close()
         return True
 
-    async def _renew(self) -> None:
+    async def _reset_state(self) -> None:
         self.network.reset()
-        await self._eyes.reset()
-        await self.page.mouse.move(0, 0)  # what it was left on would be lit
+        await self._observer.reset()
+        await self.page.mouse.move(0, 0)  # away from elements with a hover effect
 
-    async def _open(self, site: TaskPage, task: Task, again: bool) -> Observation:
+    async def _open(self, site: TaskSite, task: Task, reused: bool) -> Observation:
         started = time.monotonic()
-        if again:
-            await self._renew()
+        if reused:
+            await self._reset_state()
         if self._settings.replay:
             await HARReplayer.start(self._context, Path(self._settings.replay), task, self.network)
         elif self._settings.record:
             self._recording = HARRecorder(self._context, Path(self._settings.record), task)
             await self._recording.start()
         instruction = await site.open(self.page, task)
-        self._notes.clear()
-        # Going back must not lead out of the task, to the empty page before it.
+        self._messages.clear()
+        # Going back must not lead to the empty page before the task.
         cdp = self._tabs.active.cdp
         await retry_if_replaced(lambda: cdp.send("Page.resetNavigationHistory"))
-        return await self._eyes.observe(site, task, time.monotonic() - started, instruction)
+        return await self._observer.observe(site, task, time.monotonic() - started, instruction)
 
-    async def _act(self, site: TaskPage, task: Task, action: Action) -> Observation:
+    async def _act(self, site: TaskSite, task: Task, action: Action) -> Observation:
         started = time.monotonic()
-        await self._hands.execute(action, self._eyes.marks)
-        return await self._eyes.observe(site, task, time.monotonic() - started, None)
+        await self._executor.execute(action, self._observer.marks)
+        return await self._observer.observe(site, task, time.monotonic() - started, None)
 
     async def _save_recording(self) -> None:
         if self._recording is None:
@@ -193,24 +192,26 @@ class Session:
             log.warning("an episode was not recorded: %s", first_line(error))
 
     async def _bounded(self, name: str, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, or a BrowserError after `step_seconds` or as soon as the page is lost."""
-        self._whole = False
+        """Await `work`. Raises BrowserError after `step_seconds` or as soon as the session is lost."""
+        self._completed = False
         running = asyncio.ensure_future(work)
         watching = asyncio.ensure_future(
-            terminate_endless_scripts(self._tabs, self._notes, self._step_seconds * SCRIPT_TIMEOUT_FRACTION)
+            terminate_endless_scripts(self._tabs, self._messages, self._step_seconds * SCRIPT_TIMEOUT_FRACTION)
         )
         either: set[asyncio.Future[Any]] = {running, self._lost}
         try:
             await asyncio.wait(either, timeout=self._step_seconds, return_when=asyncio.FIRST_COMPLETED)
             if running.done():
                 result = running.result()
-                self._whole = True
+                self._completed = True
                 return result
             if self._lost.done():
                 raise self._lost.result()
-            late = BrowserTimeout(f"{name} took more than {self._step_seconds} s (rollout.operation_timeout_seconds)")
-            self.mark_lost(late)
-            raise late
+            timeout = BrowserTimeout(
+                f"{name} took more than {self._step_seconds} s (rollout.operation_timeout_seconds)"
+            )
+            self.mark_lost(timeout)
+            raise timeout
         except PlaywrightError as error:
             await asyncio.wait({self._lost}, timeout=ERROR_GRACE_SECONDS)
             if self._lost.done():
@@ -221,5 +222,5 @@ class Session:
             watching.cancel()
             await asyncio.gather(running, watching, return_exceptions=True)
 
-    def _browser_ended(self, browser: Browser) -> None:
+    def _on_browser_exit(self, browser: Browser) -> None:
         self.mark_lost(BrowserCrashed("Chromium has ended"))

@@ -28,7 +28,6 @@ class BrowserConfig:
         "Further actions: hover, double_click, right_click, drag, key, select_option, switch_tab, new_tab, close_tab.",
     )
     tabs: int = setting(5, "Tabs open at a time; without switch_tab in browser.actions always one.", low=2)
-    page_mib: int = setting(2048, "Memory that a page's process may take; one that wants more crashes.", low=512)
     open_web: bool = setting(
         False, "Let pages reach public addresses; otherwise only the origins that the task source declares."
     )
@@ -41,20 +40,9 @@ class BrowserConfig:
     replay: str = setting("", "Folder of recorded episodes that pages come from instead of the network; empty: none.")
     max_requests: int = setting(5000, "Requests of one episode; a TLS connection counts as one.", low=1)
     max_network_mib: int = setting(512, "Bytes that one episode may move, both directions together.", low=1)
-    request_timeout_seconds: float = setting(
-        60.0, "Limit of one plain HTTP request from its head to its last byte.", above=0
-    )
-    browsers: int = setting(0, "Chromiums of one worker; 0: one for every 16 sessions.", low=0)
     reuse_pages: int = setting(
         0,
         "Pages kept after their episode for a later one of the same source to begin in, where the source permits it "
         "(MiniWoB++ starts its pages anew in place): less work than a fresh context. 0: every episode has its own.",
         low=0,
-    )
-    recycle_episodes: int = setting(2000, "Another Chromium takes over after so many episodes.", low=1)
-    recycle_mib: int = setting(
-        6144,
-        "Another Chromium takes over when one, its driver included, has grown by more than this since it began, MiB; "
-        "open sessions count.",
-        low=1,
     )

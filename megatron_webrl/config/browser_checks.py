@@ -15,7 +15,6 @@ from megatron_webrl.types import OPTIONAL_ACTION_KINDS, TAB_ACTION_KINDS
 # Settings of browser.* that only the process with the browsers reads.
 BROWSER_SERVER_SETTINGS = (
     "processes", "executable", "reuse_pages", "open_web", "allow", "deny", "ports", "max_requests", "max_network_mib",
-    "request_timeout_seconds",
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from megatron_webrl.browser.egress.egress_policy import EgressDenied, split_url
 from megatron_webrl.config.schema import Config
 from megatron_webrl.farm.protocol import ResetRequest
 from megatron_webrl.tasks.registry import make_all_sources
-from megatron_webrl.tasks.source import TaskSite, TaskSource
+from megatron_webrl.tasks.source import TaskSource
 from megatron_webrl.tasks.web import SOURCE_NAME as WEB
 from megatron_webrl.tasks.web import OpenWeb
 from megatron_webrl.types import COORDINATE_RANGE, Action, Task
@@ -40,7 +40,7 @@ class TaskCatalog:
             source.close()
 
     @property
-    def sites(self) -> dict[str, TaskSite]:
+    def sites(self) -> dict[str, TaskSource | OpenWeb]:
         """Where tasks are done, by the name of their source."""
         return {**self.sources, **({WEB: self.web} if self.web is not None else {})}
 

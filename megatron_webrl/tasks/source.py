@@ -15,41 +15,19 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import TasksConfig
 from megatron_webrl.sampling.samplers import draw_environment
 from megatron_webrl.tasks.server import LocalServer
-from megatron_webrl.types import Action, Task
+from megatron_webrl.types import Action, Task, TaskSite
 
 TRAINING_SEEDS = range(0, 2**30)
 HELD_OUT_SEEDS = range(2**30, 2**31)
 """Page seeds of evaluation; disjoint from those of training."""
 
 
-class TaskSite(Protocol):
-    """Where tasks are done: what a browser session needs, and what a script can do there."""
+class TaskSource(TaskSite, Protocol):
+    """Tasks, the site where they are done, and a scripted policy for them."""
 
     @property
     def environments(self) -> Sequence[str]:
-        """What kinds of tasks are done here."""
-        ...
-
-    @property
-    def origins(self) -> frozenset[str]:
-        """All that pages may reach."""
-        ...
-
-    @property
-    def addresses(self) -> Mapping[str, str]:
-        """Where host names of the source's pages lead to."""
-        ...
-
-    def can_reuse_page(self, task: Task) -> bool:
-        """Whether `open` may be given the page of an episode of this task, in its browser context, for another one."""
-        ...
-
-    async def open(self, page: Page, task: Task) -> str:
-        """Bring the page to the start of the task; returns the instruction."""
-        ...
-
-    async def result(self, page: Page, task: Task) -> tuple[float | None, bool]:
-        """Reward (None while there is none) and whether the task is over."""
+        """Names of the source's environments."""
         ...
 
     async def demonstrate(self, page: Page, task: Task, premature_submit: bool = False) -> Action:
@@ -62,10 +40,6 @@ class TaskSite(Protocol):
     def close(self) -> None:
         """Give back what the source holds."""
         ...
-
-
-class TaskSource(TaskSite, Protocol):
-    """Tasks, and the site where they are done."""
 
     def make_task(self, environment: str, seed: int) -> Task:
         """The task of an environment and a page seed; the same on every machine."""

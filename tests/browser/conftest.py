@@ -1,8 +1,9 @@
-"""A small site of the tests' own, and fleets on it."""
+"""A small site of the tests' own, and browser pools on it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from playwright.async_api import Page
 
 from megatron_webrl.browser.browser_pool import BrowserPool
+from megatron_webrl.browser.egress import egress_policy
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.tasks.server import FolderServer
 from megatron_webrl.types import Task
@@ -74,18 +76,29 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderSite]:
     site.server.close()
 
 
+@pytest.fixture
+def first_loopback_is_public(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let 127.0.0.1 stand in for a public address; the rest of 127.0.0.0/8 stays loopback."""
+    real = egress_policy.special_address_kind
+    monkeypatch.setattr(
+        egress_policy,
+        "special_address_kind",
+        lambda address: None if address == ip_address("127.0.0.1") else real(address),
+    )
+
+
 def page_task(name: str) -> Task:
-    """The task that is done on one of PAGES."""
+    """The task on one of PAGES."""
     return Task(id=f"site/{name}", source="site", environment=name, seed=0, max_steps=3)
 
 
 def pool_on(site: FolderSite, sessions: int = 1, step_seconds: float = 20.0, **settings: Any) -> BrowserPool:
-    """A fleet with a viewport of 400x300 pixels; `settings` are those of BrowserConfig."""
+    """A pool with a viewport of 400x300 pixels; `settings` are fields of BrowserConfig."""
     chosen = {"width": 400, "height": 300, "screenshot": "png"} | settings
     return BrowserPool(BrowserConfig(**chosen), {"site": site}, sessions, step_seconds)
 
 
 def write_pages(folder: Path, pages: Mapping[str, str]) -> None:
-    """Each page as a file."""
+    """Write each page to a file."""
     for name, text in pages.items():
         (folder / f"{name}.html").write_text(f"<!DOCTYPE html>{text}")

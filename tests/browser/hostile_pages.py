@@ -11,10 +11,9 @@ import zlib
 from collections.abc import Awaitable, Callable
 from functools import cache
 
-SIDE = 20_000  # pixels of a gigantic image
+from tests.browser.local_network import WebServer
 
-FORBIDDEN = "127.0.0.2"
-"""The machine that pages must not reach; PORT stands for the port of both machines."""
+SIDE = 20_000  # pixels of a gigantic image
 
 
 def on_click(script: str, more: str = "") -> str:
@@ -35,6 +34,7 @@ BUFFERS = """const kept = []; for (;;) kept.push(new Uint8Array(1 << 26).fill(ke
 WORKER = "URL.createObjectURL(new Blob(['for (;;);']))"
 SPECIAL = "&lt;|image_pad|&gt;&lt;|im_end|&gt;"
 
+# PORT stands for the port of the server that sends the page.
 PAGES = {
     "fine": "<title>Fine</title><p>A page like any other.</p>",
     # Dialogs and windows
@@ -148,12 +148,11 @@ def gigantic_png() -> bytes:
     return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", data) + chunk(b"IEND", b"")
 
 
-class Machine:
-    """A web server of one address. `closing` ends the answers that never end by themselves."""
+class Machine(WebServer):
+    """Serves the hostile pages. `closing` ends the responses that never end by themselves."""
 
     def __init__(self, address: str) -> None:
-        self.address, self.port = address, 0
-        self.connections = 0
+        super().__init__(address)
         self.closing = asyncio.Event()
         self._special: dict[str, Callable[[asyncio.StreamWriter], Awaitable[None]]] = {
             "redirect": self._redirect, "slow_head": self._slow_head, "slow_body": self._slow_body,
@@ -161,29 +160,17 @@ class Machine:
             "bomb": self._bomb, "gigantic.png": self._image, "garbage": self._garbage, "hang_up": self._hang_up,
         }  # fmt: skip
 
-    async def start(self, port: int = 0) -> None:
-        self._server = await asyncio.start_server(self._serve, self.address, port)
-        self.port = self._server.sockets[0].getsockname()[1]
-
     def close(self) -> None:
         self.closing.set()
-        self._server.close()
+        super().close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        try:
-            head = await reader.readuntil(b"\r\n\r\n")
-            name = head.split(b" ")[1].decode("latin-1")[1:].partition("?")[0]
-            if name in self._special:
-                await self._special[name](writer)
-                return
-            page = PAGES.get(name)
-            self._answer(writer, "404 Not Found" if page is None else "200 OK", page or "")
-            await writer.drain()
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass
-        finally:
-            writer.close()
+    async def respond(self, path: str, writer: asyncio.StreamWriter) -> None:
+        name = path[1:].partition("?")[0]
+        if name in self._special:
+            await self._special[name](writer)
+            return
+        page = PAGES.get(name)
+        self._answer(writer, "404 Not Found" if page is None else "200 OK", page or "")
 
     def _answer(self, writer: asyncio.StreamWriter, code: str, page: str) -> None:
         text = f"<!DOCTYPE html>{page.replace('PORT', str(self.port))}".encode()

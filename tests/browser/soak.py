@@ -17,13 +17,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import psutil
 from playwright.async_api import Error as PlaywrightError
 
+from megatron_webrl.browser import browser_pool
 from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.errors import BrowserError
 from megatron_webrl.browser.process_memory import resident_mib
@@ -35,6 +36,7 @@ from megatron_webrl.tasks.miniwob import MiniWobTaskSource
 from megatron_webrl.tasks.scripted_policies import next_scripted_action
 from megatron_webrl.types import Action, Task
 from tests.browser.browser_processes import browser_pids
+from tests.waiting import eventually
 
 ENVIRONMENTS = ("click-test", "click-test-2", "click-dialog", "click-button", "focus-text", "click-tab", "enter-text")
 KILLS = {"browser": 0.05, "driver": 0.01, "renderer": 0.01}
@@ -42,7 +44,7 @@ KILLS = {"browser": 0.05, "driver": 0.01, "renderer": 0.01}
 
 SESSIONS, BROWSERS, MAX_STEPS = 6, 2, 4
 STEP_SECONDS = 60.0
-REST_SECONDS = 120.0  # for a fleet to have everything ready again
+REST_SECONDS = 120.0  # for a pool to have everything ready again
 
 
 @dataclass
@@ -60,13 +62,13 @@ class Report:
 class Soak:
     """Runs episodes; each one ends in exactly one outcome."""
 
-    def __init__(self, source: MiniWobTaskSource, fleet: BrowserPool, seed: int) -> None:
+    def __init__(self, source: MiniWobTaskSource, pool: BrowserPool, seed: int) -> None:
         self.report = Report()
-        self._source, self._fleet, self._seed = source, fleet, seed
+        self._source, self._pool, self._seed = source, pool, seed
         self._began = time.monotonic()
 
     async def run(self, indices: Iterator[int]) -> None:
-        """Run the episodes with these numbers, SESSIONS at a time, and measure once the fleet is at rest."""
+        """Run the episodes with these numbers, SESSIONS at a time, and measure once the pool is at rest."""
 
         async def work() -> None:
             for index in indices:
@@ -92,7 +94,7 @@ class Soak:
                 await kill
 
     async def _play(self, task: Task) -> str:
-        async with self._fleet.episode(task) as (session, seen):
+        async with self._pool.episode(task) as (session, seen):
             for _ in range(task.max_steps):
                 seen = await session.step(await scripted(session, task))
                 if seen.done:
@@ -109,11 +111,11 @@ class Soak:
 
     async def _measure(self) -> None:
         def at_rest() -> bool:
-            gauges = self._fleet.gauges()
+            gauges = self._pool.gauges()
             names = ("sessions_in_use", "browsers", "browsers_draining", "sessions_warm")
             return [gauges[name] for name in names] == [0, BROWSERS, 0, BROWSERS]
 
-        await until(at_rest, REST_SECONDS)
+        await eventually(at_rest, REST_SECONDS)
         gc.collect()
         below = [child.pid for child in psutil.Process().children(recursive=True)]
         browsers = await asyncio.to_thread(resident_mib, below)
@@ -131,25 +133,20 @@ async def scripted(session: Session, task: Task) -> Action:
         return Action("wait", time=0)
 
 
-async def until(condition: Callable[[], bool], seconds: float) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.05)
-
-
 async def soak(episodes: int, seed: int, parts: int) -> Report:
     """Run `episodes`, measuring memory after each of `parts`, which are equal."""
     started, shared = time.monotonic(), set(os.listdir("/dev/shm"))
     temporary = set(os.listdir(tempfile.gettempdir()))
     with MiniWobTaskSource(ENVIRONMENTS, MAX_STEPS) as source:
-        settings = BrowserConfig(width=160, height=210, browsers=BROWSERS)
-        async with BrowserPool(settings, {"miniwob": source}, SESSIONS, STEP_SECONDS) as fleet:
-            runs = Soak(source, fleet, seed)
+        settings = BrowserConfig(width=160, height=210)
+        browser_pool.SESSIONS_PER_BROWSER = SESSIONS // BROWSERS
+        async with BrowserPool(settings, {"miniwob": source}, SESSIONS, STEP_SECONDS) as pool:
+            runs = Soak(source, pool, seed)
             bounds = [episodes * part // parts for part in range(parts + 1)]
             for first, last in itertools.pairwise(bounds):
                 await runs.run(iter(range(first, last)))
             report = runs.report
-            report.counts = dataclasses.asdict(fleet.counters)
+            report.counts = dataclasses.asdict(pool.counters)
     report.left = [f"process {name}" for name in child_process.kill_descendants(0.0)]
     report.left += [f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - shared if "chrom" in name]
     report.left += [f"temporary {name}" for name in set(os.listdir(tempfile.gettempdir())) - temporary]

@@ -1,4 +1,4 @@
-"""What a fleet does about browsers that crash, hang, grow or grow old, and what they leave behind."""
+"""Browsers that crash, hang, grow or age are replaced, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 from playwright.async_api import Page
 
-from megatron_webrl.browser import browser_pool as fleet_module
+from megatron_webrl.browser import browser_pool as pool_module
+from megatron_webrl.browser import browser_supervisor as supervisor_module
 from megatron_webrl.browser import chromium_process as process_module
 from megatron_webrl.browser import session as session_module
 from megatron_webrl.browser.browser_pool import BrowserPool
@@ -29,6 +30,7 @@ from megatron_webrl.tasks.server import LocalServer, PageRequest, PageResponse
 from megatron_webrl.types import Action, Task
 from tests.browser.browser_processes import alive_pids, browser_pids
 from tests.browser.conftest import ORIGIN, FolderSite, page_task, pool_on
+from tests.waiting import eventually
 
 SECONDS = 60.0  # limit of a test's waits
 STORES = """<!DOCTYPE html><title>...</title><script>(async () => {
@@ -93,87 +95,84 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(SECONDS):
-        while not condition():
-            await asyncio.sleep(0.02)
-
-
 def pool_of(site: CountingSite, **settings: int) -> BrowserPool:
     return BrowserPool(BrowserConfig(width=400, height=300, **settings), {"site": site}, 1, 20.0)
 
 
 async def test_a_kept_page_serves_the_next_episode_of_its_source_and_is_counted_anew(counting: CountingSite) -> None:
-    async with pool_of(counting, reuse_pages=1) as fleet:
-        async with fleet.episode(page_task("stores")) as (first, seen):
+    async with pool_of(counting, reuse_pages=1) as pool:
+        async with pool.episode(page_task("stores")) as (first, seen):
             assert not json.loads(seen.title)[0]
             first.network.count_request()
             await first.step(Action("left_click", coordinate=(500, 500)))
-        await until(lambda: fleet.gauges()["sessions_in_use"] == 0)
-        assert fleet.gauges()["sessions_cached"] == 1
-        async with fleet.episode(page_task("stores")) as (again, seen):
+        await eventually(lambda: pool.gauges()["sessions_in_use"] == 0)
+        assert pool.gauges()["sessions_cached"] == 1
+        async with pool.episode(page_task("stores")) as (again, seen):
             assert again is first
             assert json.loads(seen.title)[0] == "seen=1"
-            assert (seen.page_changed, fleet.gauges()["sessions_cached"]) == (False, 0)
+            assert (seen.page_changed, pool.gauges()["sessions_cached"]) == (False, 0)
             assert again.network.requests == 0
-        async with fleet.episode(page_task("other")) as (last, _):
+        async with pool.episode(page_task("other")) as (last, _):
             assert last is first
-        async with fleet.episode(page_task("other")) as (fresh, _):  # its source does not let the page be kept
+        async with pool.episode(page_task("other")) as (fresh, _):  # its source does not let the page be kept
             assert fresh is not first
-        assert (fleet.counters.sessions, fleet.counters.sessions_reused) == (4, 2)
+        assert (pool.counters.sessions, pool.counters.sessions_reused) == (4, 2)
 
 
 async def test_a_lost_or_broken_off_session_is_not_kept_and_a_kept_one_that_is_lost_is_let_go(
     counting: CountingSite,
 ) -> None:
-    async with pool_of(counting, reuse_pages=2) as fleet:
-        async with fleet.episode(page_task("stores")) as (session, _):
+    async with pool_of(counting, reuse_pages=2) as pool:
+        async with pool.episode(page_task("stores")) as (session, _):
             step = asyncio.ensure_future(session.step(Action("wait", time=5.0)))
             await asyncio.sleep(0)
             step.cancel()
             await asyncio.gather(step, return_exceptions=True)
-        await until(lambda: fleet.gauges()["sessions_in_use"] == 0)
-        assert fleet.gauges()["sessions_cached"] == 0
-        async with fleet.episode(page_task("stores")) as (session, _):
+        await eventually(lambda: pool.gauges()["sessions_in_use"] == 0)
+        assert pool.gauges()["sessions_cached"] == 0
+        async with pool.episode(page_task("stores")) as (session, _):
             pass
-        assert fleet.gauges()["sessions_cached"] == 1
+        assert pool.gauges()["sessions_cached"] == 1
         os.kill(browser_pids("browser")[0], signal.SIGKILL)
-        await until(lambda: fleet.gauges()["sessions_cached"] == 0)
-        async with fleet.episode(page_task("stores")) as (fresh, _):
+        await eventually(lambda: pool.gauges()["sessions_cached"] == 0)
+        async with pool.episode(page_task("stores")) as (fresh, _):
             assert fresh is not session
-        assert fleet.counters.sessions_lost == 0
+        assert pool.counters.sessions_lost == 0
 
 
 async def test_nothing_of_an_episode_is_there_in_the_next_one(counting: CountingSite) -> None:
-    async with pool_of(counting) as fleet:
+    async with pool_of(counting) as pool:
         for number in (1, 2):
-            async with fleet.session() as session:
+            async with pool.session() as session:
                 seen = await session.reset(page_task("stores"))
                 assert json.loads(seen.title) == ["", None, None, "", "", 0], number
                 seen = await session.reset(page_task("stores"))
                 assert json.loads(seen.title) == ["seen=1", "1", "1", "seen", "seen", 0], number
             assert counting.asked["/kept.txt"] == number  # the second page of an episode has it from the cache
-        assert fleet.counters.launches == 1
+        assert pool.counters.launches == 1
 
 
-async def test_sessions_are_dealt_out_over_browsers_and_a_crash_costs_only_those_of_one(site: FolderSite) -> None:
-    async with pool_on(site, sessions=4, browsers=2) as fleet, contextlib.AsyncExitStack() as stack:
-        sessions = [await stack.enter_async_context(fleet.session()) for _ in range(4)]
+async def test_sessions_are_spread_over_browsers_and_a_crash_loses_only_those_of_one(
+    site: FolderSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "SESSIONS_PER_BROWSER", 2)
+    async with pool_on(site, sessions=4) as pool, contextlib.AsyncExitStack() as stack:
+        sessions = [await stack.enter_async_context(pool.session()) for _ in range(4)]
         await asyncio.gather(*(session.reset(page_task("first")) for session in sessions))
-        assert fleet.gauges()["sessions_in_use"] == 4
+        assert pool.gauges()["sessions_in_use"] == 4
         os.kill(browser_pids("browser")[0], signal.SIGKILL)
-        await until(lambda: sum(session.lost.done() for session in sessions) == 2)
+        await eventually(lambda: sum(session.lost.done() for session in sessions) == 2)
         kept = [session for session in sessions if not session.lost.done()]
         seen = await asyncio.gather(*(session.step(Action("wait", time=0)) for session in kept))
         assert [observation.title for observation in seen] == ["First", "First"]
-        await until(lambda: fleet.gauges()["browsers"] == 2)
-        assert (fleet.counters.crashes, fleet.counters.sessions_lost, fleet.counters.launches) == (1, 2, 3)
+        await eventually(lambda: pool.gauges()["browsers"] == 2)
+        assert (pool.counters.crashes, pool.counters.sessions_lost, pool.counters.launches) == (1, 2, 3)
 
 
 @pytest.mark.parametrize("victim", ["browser", "driver", "renderer"])
 async def test_what_dies_costs_a_step_and_its_temporary_files_go(site: FolderSite, scratch: Path, victim: str) -> None:
-    async with pool_on(site) as fleet:
-        async with fleet.session() as session:
+    async with pool_on(site) as pool:
+        async with pool.session() as session:
             await session.reset(page_task("first"))
             waiting = asyncio.ensure_future(session.step(Action("wait", time=5)))
             for pid in browser_pids(victim):
@@ -181,10 +180,10 @@ async def test_what_dies_costs_a_step_and_its_temporary_files_go(site: FolderSit
             with pytest.raises(BrowserError) as raised:
                 await waiting
         assert raised.value.outcome == ("page_crashed" if victim == "renderer" else "browser_crashed")
-        async with fleet.episode(page_task("second")) as (_, seen):
+        async with pool.episode(page_task("second")) as (_, seen):
             assert seen.title == "Second"
-        assert fleet.counters.crashes == (victim != "renderer")
-        await until(lambda: len(list(scratch.iterdir())) == 1)  # that of the browser that runs
+        assert pool.counters.crashes == (victim != "renderer")
+        await eventually(lambda: len(list(scratch.iterdir())) == 1)  # that of the browser that runs
     assert not list(scratch.iterdir())
 
 
@@ -193,27 +192,27 @@ async def test_what_hangs_is_noticed_by_the_limit_of_an_operation_and_replaced(
     site: FolderSite, scratch: Path, monkeypatch: pytest.MonkeyPatch, victim: str
 ) -> None:
     monkeypatch.setattr(process_module, "PING_SECONDS", 1.0)
-    async with pool_on(site) as fleet:
-        async with fleet.session() as session:
+    async with pool_on(site) as pool:
+        async with pool.session() as session:
             await session.reset(page_task("first"))
             stopped = browser_pids(victim)
             session._step_seconds = 2.0
             os.kill(stopped[0], signal.SIGSTOP)
             with pytest.raises(BrowserTimeout, match="took more than 2"):
                 await session.step(Action("wait", time=0))
-            await until(lambda: fleet.counters.hangs == 1)
-        async with fleet.episode(page_task("second")) as (_, seen):
+            await eventually(lambda: pool.counters.hangs == 1)
+        async with pool.episode(page_task("second")) as (_, seen):
             assert seen.title == "Second"
-        await until(lambda: not alive_pids(stopped))
-        await until(lambda: len(list(scratch.iterdir())) == 1)
+        await eventually(lambda: not alive_pids(stopped))
+        await eventually(lambda: len(list(scratch.iterdir())) == 1)
 
 
 async def test_what_hangs_is_noticed_without_an_operation_too(
     site: FolderSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_module, "PING_SECONDS", 1.0)
-    monkeypatch.setattr(fleet_module, "HEALTH_CHECK_SECONDS", 0.1)
-    async with pool_on(site) as fleet, fleet.session() as session:
+    monkeypatch.setattr(supervisor_module, "HEALTH_CHECK_SECONDS", 0.1)
+    async with pool_on(site) as pool, pool.session() as session:
         await session.reset(page_task("first"))
         os.kill(browser_pids("browser")[0], signal.SIGSTOP)
         async with asyncio.timeout(SECONDS):
@@ -231,49 +230,50 @@ async def click_often(session: session_module.Session) -> None:
 
 
 async def test_a_page_that_never_lets_go_costs_its_own_session_only(site: FolderSite) -> None:
-    async with pool_on(site, sessions=2) as fleet, fleet.session() as other:
+    async with pool_on(site, sessions=2) as pool, pool.session() as other:
         await other.reset(page_task("first"))
-        async with fleet.session() as session:
+        async with pool.session() as session:
             await session.reset(page_task("first"))
             before = set(browser_pids("renderer"))
             await session.page.evaluate(ENDLESS)  # the page runs on once it has answered
             session._step_seconds = 2.0
             with pytest.raises(BrowserTimeout):
                 await click_often(session)
-        await until(lambda: before - set(browser_pids("renderer")))
+        await eventually(lambda: before - set(browser_pids("renderer")))
         assert (await other.step(Action("wait", time=0))).title == "First"
-        assert (fleet.counters.launches, fleet.counters.hangs, fleet.counters.sessions_lost) == (1, 0, 1)
+        assert (pool.counters.launches, pool.counters.hangs, pool.counters.sessions_lost) == (1, 0, 1)
 
 
 async def test_a_context_that_does_not_close_has_its_browser_replaced(
     site: FolderSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with pool_on(site) as fleet:
+    async with pool_on(site) as pool:
         old = browser_pids("browser")
-        async with fleet.session() as session:
+        async with pool.session() as session:
             await session.reset(page_task("first"))
             monkeypatch.setattr(session_module, "CLOSE_SECONDS", 0.0)
-        await until(lambda: fleet.counters.recycled_by_stuck_contexts == 1)
+        await eventually(lambda: pool.counters.recycled_by_stuck_contexts == 1)
         monkeypatch.setattr(session_module, "CLOSE_SECONDS", 10.0)
-        await until(lambda: not alive_pids(old))
-        async with fleet.episode(page_task("second")) as (_, seen):
+        await eventually(lambda: not alive_pids(old))
+        async with pool.episode(page_task("second")) as (_, seen):
             assert seen.title == "Second"
 
 
 async def test_a_browser_that_has_grown_gives_way_to_another_one(
     site: FolderSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_module, "HEALTH_CHECK_SECONDS", 0.1)
-    async with pool_on(site, sessions=2, recycle_mib=5) as fleet:
+    monkeypatch.setattr(supervisor_module, "HEALTH_CHECK_SECONDS", 0.1)
+    monkeypatch.setattr(supervisor_module, "RECYCLE_MIB", 5)
+    async with pool_on(site, sessions=2) as pool:
         old = browser_pids("browser")
-        async with fleet.session() as session:
+        async with pool.session() as session:
             await session.reset(page_task("first"))
-            await until(lambda: fleet.counters.recycled_by_memory)
-            await until(lambda: fleet.gauges()["browsers_draining"] == 1)
-            assert fleet.gauges()["resident_mib"] > 10
+            await eventually(lambda: pool.counters.recycled_by_memory)
+            await eventually(lambda: pool.gauges()["browsers_draining"] == 1)
+            assert pool.gauges()["resident_mib"] > 10
             assert (await session.step(Action("wait", time=0))).title == "First"
             assert alive_pids(old)
-        await until(lambda: not alive_pids(old))
+        await eventually(lambda: not alive_pids(old))
 
 
 @pytest.mark.parametrize("victim", ["browser", "driver", "page"])
@@ -285,10 +285,10 @@ async def test_a_reset_that_fails_by_the_browsers_fault_is_tried_again(victim: s
             os.kill(browser_pids(victim)[0], signal.SIGKILL)
 
     site = CountingSite(kill)
-    async with pool_of(site) as fleet, fleet.episode(page_task("stores")) as (session, seen):
+    async with pool_of(site) as pool, pool.episode(page_task("stores")) as (session, seen):
         assert seen.title.startswith("[")
         assert (await session.step(Action("wait", time=0))).title == seen.title
-        assert (site.openings, fleet.counters.retries) == (2, 1)
+        assert (site.openings, pool.counters.retries) == (2, 1)
     site.server.close()
 
 
@@ -297,57 +297,58 @@ async def test_a_reset_is_tried_twice_and_named_by_what_happened() -> None:
         os.kill(browser_pids("browser")[0], signal.SIGKILL)
 
     site = CountingSite(kill)
-    async with pool_of(site) as fleet:
+    async with pool_of(site) as pool:
         with pytest.raises(BrowserCrashed, match="Chromium has ended"):
-            async with fleet.episode(page_task("stores")):
+            async with pool.episode(page_task("stores")):
                 raise AssertionError("there is no such episode")
         assert site.openings == 2
-        await until(lambda: fleet.gauges()["sessions_warm"] == 1)
-        assert fleet.gauges()["sessions_in_use"] == 0
+        await eventually(lambda: pool.gauges()["sessions_warm"] == 1)
+        assert pool.gauges()["sessions_in_use"] == 0
     site.server.close()
 
 
 async def test_a_reset_that_fails_by_the_site_is_not_tried_again(counting: CountingSite) -> None:
     counting.server.close()
-    async with pool_of(counting) as fleet:
+    async with pool_of(counting) as pool:
         with pytest.raises(BrowserError, match="ERR_CONNECTION_REFUSED"):
-            async with fleet.episode(page_task("stores")):
+            async with pool.episode(page_task("stores")):
                 raise AssertionError("there is no such episode")
-        assert (counting.openings, fleet.counters.retries) == (1, 0)
+        assert (counting.openings, pool.counters.retries) == (1, 0)
 
 
 async def test_a_browser_that_does_not_start_is_named_and_tried_again_later(
     site: FolderSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_module, "LAUNCH_BACKOFF_SECONDS", 0.0)
+    monkeypatch.setattr(supervisor_module, "LAUNCH_BACKOFF_SECONDS", 0.0)
     broken, script = tmp_path / "broken", tmp_path / "chromium"
     script.write_text(f'#!/bin/sh\n[ -e {broken} ] && exit 1\nexec {find_chromium()} "$@"\n')
     script.chmod(0o755)
-    async with pool_on(site, executable=str(script), recycle_episodes=2) as fleet:
+    monkeypatch.setattr(supervisor_module, "RECYCLE_EPISODES", 2)
+    async with pool_on(site, executable=str(script)) as pool:
         broken.touch()
         for _ in range(3):  # without a successor the old one goes on
-            async with fleet.episode(page_task("first")) as (_, seen):
+            async with pool.episode(page_task("first")) as (_, seen):
                 assert seen.title == "First"
-        await until(lambda: fleet.counters.failed_launches >= 3)
+        await eventually(lambda: pool.counters.failed_launches >= 3)
         os.kill(browser_pids("browser")[0], signal.SIGKILL)
-        await until(lambda: fleet.counters.crashes == 1)
+        await eventually(lambda: pool.counters.crashes == 1)
         with pytest.raises(BrowserCrashed, match="chromium does not start"):
-            await fleet.episode(page_task("first")).__aenter__()
+            await pool.episode(page_task("first")).__aenter__()
         broken.unlink()
-        async with fleet.episode(page_task("second")) as (_, seen):
+        async with pool.episode(page_task("second")) as (_, seen):
             assert seen.title == "Second"
 
 
 async def test_a_session_that_nobody_waits_for_any_more_goes_to_the_next_one(site: FolderSite) -> None:
-    async with pool_on(site) as fleet:
+    async with pool_on(site) as pool:
         for _ in range(3):
-            taking = asyncio.ensure_future(fleet._take())
+            taking = asyncio.ensure_future(pool._acquire())
             await asyncio.sleep(0)
             taking.cancel()
             await asyncio.gather(taking, return_exceptions=True)
-        async with fleet.episode(page_task("first")) as (_, seen):
+        async with pool.episode(page_task("first")) as (_, seen):
             assert seen.title == "First"
-        await until(lambda: fleet.gauges()["sessions_in_use"] == 0)
+        await eventually(lambda: pool.gauges()["sessions_in_use"] == 0)
 
 
 def test_memory_is_what_processes_hold_alone_or_their_share_of() -> None:
@@ -365,7 +366,7 @@ def test_memory_is_what_processes_hold_alone_or_their_share_of() -> None:
 
 OWNER = """
 import asyncio, sys
-from megatron_webrl.browser.browser_pool import Fleet
+from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.config.browser import BrowserConfig
 
 async def main():
@@ -377,7 +378,7 @@ asyncio.run(main())
 """
 
 
-async def test_the_next_fleet_removes_what_a_killed_process_has_left(site: FolderSite, scratch: Path) -> None:
+async def test_the_next_pool_removes_what_a_killed_process_has_left(site: FolderSite, scratch: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(scratch)}
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, env=environment) as owner:
         assert owner.stdout is not None
@@ -394,5 +395,5 @@ async def test_the_next_fleet_removes_what_a_killed_process_has_left(site: Folde
             assert [folder.name.split("-")[1] for folder in scratch.iterdir()] == [str(os.getpid())]
         assert not list(scratch.iterdir())
     finally:
-        for pid in alive_pids(left):  # where the fleet did not
+        for pid in alive_pids(left):  # where the pool did not
             os.kill(pid, signal.SIGKILL)

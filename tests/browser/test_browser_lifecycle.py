@@ -10,23 +10,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_webrl.browser import browser_supervisor
 from megatron_webrl.browser.chromium import find_chromium
 from megatron_webrl.browser.errors import BrowserCrashed, BrowserMissing
 from megatron_webrl.types import Action
+from tests.browser.browser_processes import browser_pids
 from tests.browser.conftest import FolderSite, page_task, pool_on
 
 
 def children() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE}
-
-
-def chromium_pid() -> int:
-    """The browser process below this one: neither the shell script that started it nor one of its helpers."""
-    for child in psutil.Process().children(recursive=True):
-        words = child.cmdline()
-        if "--remote-debugging-pipe" in words and "chrom" in words[0] and not any("--type=" in word for word in words):
-            return child.pid
-    raise AssertionError("no browser process below this one")
 
 
 def test_a_missing_chromium_is_named_with_the_package_to_install(
@@ -48,11 +41,11 @@ def test_the_headless_shell_is_preferred_and_others_serve(monkeypatch: pytest.Mo
 
 
 async def test_each_session_has_a_context_of_its_own(site: FolderSite) -> None:
-    async with pool_on(site, sessions=2) as fleet:
+    async with pool_on(site, sessions=2) as pool:
         for _ in range(3):
-            async with fleet.session() as session:
+            async with pool.session() as session:
                 assert (await session.reset(page_task("store"))).title == "fresh"
-        assert fleet.counters.launches == 1
+        assert pool.counters.launches == 1
 
 
 async def test_no_more_sessions_than_allowed_run_at_a_time(site: FolderSite) -> None:
@@ -60,39 +53,42 @@ async def test_no_more_sessions_than_allowed_run_at_a_time(site: FolderSite) -> 
 
     async def episode() -> None:
         nonlocal running, most
-        async with fleet.session() as session:
+        async with pool.session() as session:
             running += 1
             most = max(most, running)
             await session.reset(page_task("first"))
             running -= 1
 
-    async with pool_on(site, sessions=2) as fleet:
+    async with pool_on(site, sessions=2) as pool:
         await asyncio.gather(*(episode() for _ in range(6)))
     assert most == 2
 
 
 async def test_a_killed_browser_is_an_error_to_its_sessions_and_is_launched_again(site: FolderSite) -> None:
-    async with pool_on(site, sessions=2) as fleet:
-        async with fleet.session() as session:
+    async with pool_on(site, sessions=2) as pool:
+        async with pool.session() as session:
             await session.reset(page_task("first"))
             waiting = asyncio.ensure_future(session.step(Action("wait", time=5)))
-            os.kill(chromium_pid(), signal.SIGKILL)
+            os.kill(browser_pids("browser")[0], signal.SIGKILL)
             with pytest.raises(BrowserCrashed, match="Chromium has ended"):
                 await waiting
-        async with fleet.session() as session:
+        async with pool.session() as session:
             assert (await session.reset(page_task("second"))).title == "Second"
-        assert fleet.counters.launches == 2
+        assert pool.counters.launches == 2
 
 
-async def test_an_old_browser_is_replaced_once_its_sessions_have_ended(site: FolderSite) -> None:
-    async with pool_on(site, sessions=2, recycle_episodes=3) as fleet:
-        old = psutil.Process(chromium_pid())
-        async with fleet.session() as first:
+async def test_an_old_browser_is_replaced_once_its_sessions_have_ended(
+    site: FolderSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(browser_supervisor, "RECYCLE_EPISODES", 3)
+    async with pool_on(site, sessions=2) as pool:
+        old = psutil.Process(browser_pids("browser")[0])
+        async with pool.session() as first:
             await first.reset(page_task("first"))
             for _ in range(2):
-                async with fleet.session() as other:
+                async with pool.session() as other:
                     assert (await other.reset(page_task("second"))).title == "Second"
-            assert fleet.counters.launches == 2
+            assert pool.counters.launches == 2
             assert (await first.step(Action("wait", time=0))).title == "First"
             assert old.is_running()
         await asyncio.to_thread(psutil.wait_procs, [old], timeout=15)
@@ -102,8 +98,8 @@ async def test_an_old_browser_is_replaced_once_its_sessions_have_ended(site: Fol
 @pytest.mark.alone
 async def test_closing_leaves_no_process_and_nothing_in_shared_memory(site: FolderSite) -> None:
     before, shared = children(), set(os.listdir("/dev/shm"))
-    async with pool_on(site, sessions=4) as fleet:
-        async with fleet.session() as session:
+    async with pool_on(site, sessions=4) as pool:
+        async with pool.session() as session:
             await session.reset(page_task("first"))
         during = children() - before
         assert len(during) >= 3  # driver, browser, renderer
@@ -114,11 +110,11 @@ async def test_closing_leaves_no_process_and_nothing_in_shared_memory(site: Fold
 
 async def test_a_stopped_browser_is_killed_within_the_limit(site: FolderSite, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_webrl.browser.chromium_process.CLOSE_SECONDS", 1.0)
-    fleet = pool_on(site)
-    await fleet.start()
-    pid = chromium_pid()
+    pool = pool_on(site)
+    await pool.start()
+    [pid] = browser_pids("browser")
     os.kill(pid, signal.SIGSTOP)
     async with asyncio.timeout(20):
-        await fleet.close()
+        await pool.close()
     gone, _ = psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=10)
     assert gone or not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

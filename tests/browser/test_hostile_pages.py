@@ -62,14 +62,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderSite]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fleet(site: FolderSite) -> AsyncIterator[BrowserPool]:
-    async with pool_on(site) as fleet:
-        yield fleet
+async def pool(site: FolderSite) -> AsyncIterator[BrowserPool]:
+    async with pool_on(site) as pool:
+        yield pool
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def session(fleet: BrowserPool) -> AsyncIterator[Session]:
-    async with fleet.session() as session:
+async def session(pool: BrowserPool) -> AsyncIterator[Session]:
+    async with pool.session() as session:
         yield session
 
 
@@ -90,8 +90,8 @@ async def test_dialogs_are_answered_and_told(session: Session) -> None:
 
 
 @pytest.mark.parametrize("name", ["loop", "timer"])
-async def test_a_loop_of_dialogs_does_not_hold_the_session(fleet: BrowserPool, name: str) -> None:
-    async with asyncio.timeout(15), fleet.session() as session:
+async def test_a_loop_of_dialogs_does_not_hold_the_session(pool: BrowserPool, name: str) -> None:
+    async with asyncio.timeout(15), pool.session() as session:
         seen = await clicked(session, name)
         assert 'the page opened a dialog, "again", which was answered with OK (' in str(seen.error)
         seen = await session.step(Action("navigate", url="http://site.localhost/other.html"))

@@ -25,15 +25,15 @@ TOP_LEFT = (100, 100)  # 40, 30 in pixels: within the first element of each page
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fleet(site: FolderSite) -> AsyncIterator[BrowserPool]:
-    async with pool_on(site) as fleet:
-        yield fleet
+async def pool(site: FolderSite) -> AsyncIterator[BrowserPool]:
+    async with pool_on(site) as pool:
+        yield pool
 
 
 @asynccontextmanager
-async def opened(fleet: BrowserPool, name: str) -> AsyncIterator[tuple[Session, Observation]]:
+async def opened(pool: BrowserPool, name: str) -> AsyncIterator[tuple[Session, Observation]]:
     """A session with one of the site's pages open."""
-    async with fleet.session() as session:
+    async with pool.session() as session:
         yield session, await session.reset(page_task(name))
 
 
@@ -41,8 +41,8 @@ def click(x: int, y: int) -> Action:
     return Action("left_click", coordinate=(x, y))
 
 
-async def test_a_reset_shows_the_page_with_its_instruction(fleet: BrowserPool) -> None:
-    async with opened(fleet, "colours") as (_, seen):
+async def test_a_reset_shows_the_page_with_its_instruction(pool: BrowserPool) -> None:
+    async with opened(pool, "colours") as (_, seen):
         assert (seen.title, seen.url) == ("Colours", "http://site.localhost/colours.html")
         assert seen.instruction == "instruction of colours"
         assert (seen.reward, seen.done, seen.error, seen.page_changed) == (None, False, None, False)
@@ -51,15 +51,15 @@ async def test_a_reset_shows_the_page_with_its_instruction(fleet: BrowserPool) -
         assert image.getpixel((40, 30)) == (255, 0, 0)
 
 
-async def test_coordinates_cover_the_viewport_from_the_first_to_the_last_pixel(fleet: BrowserPool) -> None:
-    async with opened(fleet, "trace") as (session, _):
+async def test_coordinates_cover_the_viewport_from_the_first_to_the_last_pixel(pool: BrowserPool) -> None:
+    async with opened(pool, "trace") as (session, _):
         for point in ((0, 0), (500, 500), (1000, 1000)):
             await session.step(click(*point))
         assert await session.page.evaluate("clicks") == [[0, 0], [200, 150], [399, 299]]
 
 
-async def test_typing_replaces_the_text_and_presses_enter(fleet: BrowserPool) -> None:
-    async with opened(fleet, "form") as (session, _):
+async def test_typing_replaces_the_text_and_presses_enter(pool: BrowserPool) -> None:
+    async with opened(pool, "form") as (session, _):
         seen = await session.step(Action("type", coordinate=TOP_LEFT, text="new"))
         assert seen.title == "sent new"
         assert seen.page_changed
@@ -67,15 +67,15 @@ async def test_typing_replaces_the_text_and_presses_enter(fleet: BrowserPool) ->
         assert again.title == "sent more"
 
 
-async def test_typing_without_a_focused_field_is_told_and_the_episode_goes_on(fleet: BrowserPool) -> None:
-    async with opened(fleet, "colours") as (session, _):
+async def test_typing_without_a_focused_field_is_told_and_the_episode_goes_on(pool: BrowserPool) -> None:
+    async with opened(pool, "colours") as (session, _):
         seen = await session.step(Action("type", text="lost"))
         assert seen.error == "no text field has the focus"
         assert (await session.step(click(*TOP_LEFT))).error is None
 
 
-async def test_scrolling_moves_one_viewport_less_fifty_pixels(fleet: BrowserPool) -> None:
-    async with opened(fleet, "long") as (session, _):
+async def test_scrolling_moves_one_viewport_less_fifty_pixels(pool: BrowserPool) -> None:
+    async with opened(pool, "long") as (session, _):
         seen = await session.step(Action("scroll", direction="down"))
         assert seen.page_changed
         assert await session.page.evaluate("scrollY") == 250
@@ -84,15 +84,15 @@ async def test_scrolling_moves_one_viewport_less_fifty_pixels(fleet: BrowserPool
         assert not (await session.step(Action("scroll", direction="up"))).page_changed
 
 
-async def test_the_part_of_the_page_in_view_is_told(fleet: BrowserPool) -> None:
-    async with opened(fleet, "long") as (session, first):
+async def test_the_part_of_the_page_in_view_is_told(pool: BrowserPool) -> None:
+    async with opened(pool, "long") as (session, first):
         height = await session.page.evaluate("document.documentElement.scrollHeight")
         assert first.scroll == Scroll(0, 0, height)
         assert (await session.step(Action("scroll", direction="down"))).scroll == Scroll(0, 250, height)
 
 
-async def test_the_seconds_of_a_step_are_told_by_what_they_went_into(fleet: BrowserPool) -> None:
-    async with opened(fleet, "first") as (session, _):
+async def test_the_seconds_of_a_step_are_told_by_what_they_went_into(pool: BrowserPool) -> None:
+    async with opened(pool, "first") as (session, _):
         seen = await session.step(Action("wait", time=0.3))
         assert seen.seconds is not None
         assert 0.3 <= seen.seconds.acting < 10
@@ -107,8 +107,8 @@ async def test_screenshots_have_the_configured_encoding_and_quality(
     sizes = []
     for quality in (30, 95):
         async with (
-            pool_on(site, screenshot=encoding, quality=quality, marks=marks) as fleet,
-            opened(fleet, "long") as (_, seen),
+            pool_on(site, screenshot=encoding, quality=quality, marks=marks) as pool,
+            opened(pool, "long") as (_, seen),
         ):
             image = Image.open(io.BytesIO(seen.screenshot))
             assert (image.format, image.size) == (encoding.upper(), (400, 300))
@@ -119,8 +119,8 @@ async def test_screenshots_have_the_configured_encoding_and_quality(
     assert sizes[0] < sizes[1]
 
 
-async def test_a_link_is_followed_before_the_page_is_shown_and_going_back_returns(fleet: BrowserPool) -> None:
-    async with opened(fleet, "first") as (session, first):
+async def test_a_link_is_followed_before_the_page_is_shown_and_going_back_returns(pool: BrowserPool) -> None:
+    async with opened(pool, "first") as (session, first):
         seen = await session.step(click(*TOP_LEFT))
         assert (seen.title, seen.page_changed) == ("Second", True)
         back = await session.step(Action("go_back"))
@@ -130,8 +130,8 @@ async def test_a_link_is_followed_before_the_page_is_shown_and_going_back_return
         assert (nothing.title, nothing.page_changed) == ("First", False)
 
 
-async def test_only_allowed_places_can_be_navigated_to(fleet: BrowserPool) -> None:
-    async with opened(fleet, "first") as (session, _):
+async def test_only_allowed_places_can_be_navigated_to(pool: BrowserPool) -> None:
+    async with opened(pool, "first") as (session, _):
         for url in ("https://example.com/", "file:///etc/passwd", "javascript:alert(1)", "http://[", "chrome://gpu"):
             seen = await session.step(Action("navigate", url=url))
             assert "may not be opened: " in str(seen.error)
@@ -144,7 +144,7 @@ async def test_only_allowed_places_can_be_navigated_to(fleet: BrowserPool) -> No
         assert (seen.title, seen.error) == ("Second", None)
 
 
-async def test_pages_reach_no_other_origin(fleet: BrowserPool, tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_pages_reach_no_other_origin(pool: BrowserPool, tmp_path_factory: pytest.TempPathFactory) -> None:
     secret: Path = tmp_path_factory.mktemp("other") / "secret.html"
     secret.write_text("secret")
     other = FolderServer(secret.parent)
@@ -156,7 +156,7 @@ async def test_pages_reach_no_other_origin(fleet: BrowserPool, tmp_path_factory:
         await Promise.allSettled(tries);
         return await closed;
     }}"""
-    async with opened(fleet, "first") as (session, _):
+    async with opened(pool, "first") as (session, _):
         assert await session.page.evaluate(script) == "closed"
         await session.page.evaluate(f"() => {{ location.href = 'http://{other.address}/secret.html'; }}")
         seen = await session.step(Action("wait", time=0))
@@ -168,42 +168,42 @@ async def test_pages_reach_no_other_origin(fleet: BrowserPool, tmp_path_factory:
     other.close()
 
 
-async def test_page_changed_means_that_pixels_differ(fleet: BrowserPool) -> None:
-    async with opened(fleet, "colours") as (session, _):
+async def test_page_changed_means_that_pixels_differ(pool: BrowserPool) -> None:
+    async with opened(pool, "colours") as (session, _):
         assert not (await session.step(click(900, 900))).page_changed
         assert (await session.step(click(*TOP_LEFT))).page_changed
         assert not (await session.step(click(*TOP_LEFT))).page_changed
 
 
-async def test_a_focused_field_looks_the_same_at_every_time(fleet: BrowserPool) -> None:
-    async with opened(fleet, "form") as (session, _):
+async def test_a_focused_field_looks_the_same_at_every_time(pool: BrowserPool) -> None:
+    async with opened(pool, "form") as (session, _):
         await session.step(click(*TOP_LEFT))
         for _ in range(3):
             assert not (await session.step(Action("wait", time=0.4))).page_changed
 
 
-async def test_a_moving_page_is_shown_at_rest(fleet: BrowserPool) -> None:
-    async with opened(fleet, "moving") as (session, _):
+async def test_a_moving_page_is_shown_at_rest(pool: BrowserPool) -> None:
+    async with opened(pool, "moving") as (session, _):
         assert (await session.step(click(*TOP_LEFT))).title == "at rest"
 
 
-async def test_the_page_decides_on_reward_and_end(fleet: BrowserPool) -> None:
-    async with opened(fleet, "win") as (session, _):
+async def test_the_page_decides_on_reward_and_end(pool: BrowserPool) -> None:
+    async with opened(pool, "win") as (session, _):
         seen = await session.step(Action("answer", text="done"))
         assert (seen.reward, seen.done) == (None, False)
         seen = await session.step(click(*TOP_LEFT))
         assert (seen.reward, seen.done) == (1, True)
 
 
-async def test_a_second_window_is_closed_and_told(fleet: BrowserPool) -> None:
-    async with opened(fleet, "popup") as (session, _):
+async def test_a_second_window_is_closed_and_told(pool: BrowserPool) -> None:
+    async with opened(pool, "popup") as (session, _):
         seen = await session.step(click(*TOP_LEFT))
         assert seen.title == "Popup"
         assert seen.error == "a new window was closed; only one page can be open"
 
 
-async def test_a_crashed_page_raises_an_error_that_names_it(fleet: BrowserPool) -> None:
-    async with opened(fleet, "first") as (session, _):
+async def test_a_crashed_page_raises_an_error_that_names_it(pool: BrowserPool) -> None:
+    async with opened(pool, "first") as (session, _):
         cdp = await session.page.context.new_cdp_session(session.page)
         crash = asyncio.ensure_future(cdp.send("Page.crash"))
         with pytest.raises(PageCrashed, match="renderer process has crashed"):
@@ -213,7 +213,7 @@ async def test_a_crashed_page_raises_an_error_that_names_it(fleet: BrowserPool) 
 
 
 async def test_an_operation_over_its_limit_raises_an_error_that_names_it(site: FolderSite) -> None:
-    async with pool_on(site, step_seconds=2.0) as fleet, fleet.session() as session:
+    async with pool_on(site, step_seconds=2.0) as pool, pool.session() as session:
         await session.reset(page_task("first"))
         with pytest.raises(BrowserTimeout, match=r"wait took more than 2.0 s \(rollout.operation_timeout_seconds\)"):
             await session.step(Action("wait", time=5))
@@ -223,6 +223,6 @@ async def test_a_page_that_does_not_open_is_a_browser_error(tmp_path: Path) -> N
     gone = FolderSite(tmp_path)
     assert gone.addresses  # the first look at them starts the server
     gone.server.close()
-    async with pool_on(gone) as fleet, fleet.session() as session:
+    async with pool_on(gone) as pool, pool.session() as session:
         with pytest.raises(BrowserError, match=r"reset of site/first failed: .*ERR_CONNECTION_REFUSED"):
             await session.reset(page_task("first"))

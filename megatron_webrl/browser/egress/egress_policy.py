@@ -1,4 +1,4 @@
-"""What pages may reach: pure rules on hosts, ports and addresses. The gateway asks them before it connects."""
+"""Rules on hosts, ports and addresses that pages may reach; the egress proxy applies them before it connects."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ METADATA_ADDRESSES = frozenset(
     )
 )  # fmt: skip
 
-# IANA's special-purpose registries. Among IPv6, all that is not 2000::/3 is refused; these are the holes within it.
+# IANA's special-purpose registries. IPv6 addresses outside 2000::/3 are refused; these are exceptions within it.
 _SPECIAL = tuple(
     (ip_network(text), name)
     for text, name in (
@@ -56,9 +56,9 @@ _SPECIAL = tuple(
         ("fe80::/10", "link-local"),
         ("fec0::/10", "private"),
         ("ff00::/8", "multicast"),
-        ("2001::/23", "reserved"),  # Teredo among them, which embeds an IPv4 address
+        ("2001::/23", "reserved"),  # includes Teredo, which embeds an IPv4 address
         ("2001:db8::/32", "reserved"),
-        ("2002::/16", "reserved"),  # 6to4, which embeds one as well
+        ("2002::/16", "reserved"),  # 6to4, which embeds an IPv4 address
         ("3fff::/20", "reserved"),
     )
 )
@@ -71,7 +71,7 @@ _URL = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?#\\]*)([^\\]*)", re.IGNORECASE | 
 
 
 class EgressDenied(Exception):
-    """Something that may not be reached. `reason` is a short name to count by, the message one sentence."""
+    """The policy or a quota forbids a request. `reason` is a short name to count by, the message one sentence."""
 
     def __init__(self, reason: str, sentence: str) -> None:
         super().__init__(sentence)
@@ -80,7 +80,7 @@ class EgressDenied(Exception):
 
 @dataclass(frozen=True, order=True)
 class Endpoint:
-    """Host, in the one spelling that `host_of` gives it, and port."""
+    """Host, in the canonical spelling of `normalize_host`, and port."""
 
     host: str
     port: int
@@ -90,10 +90,10 @@ class Endpoint:
 
 
 def normalize_host(text: str) -> str:
-    """The one spelling of a host: lower case, A-labels, no trailing dot, addresses in their usual form.
+    """Canonical spelling of a host: lower case, A-labels, no trailing dot, addresses in their usual form.
 
-    Reads what browsers read: percent-encoding, IDNA, IPv4 in one to four decimal, octal or hexadecimal parts, IPv6 in
-    brackets. Raises Refused (bad_host) for everything else.
+    Accepts what browsers accept: percent-encoding, IDNA, IPv4 in one to four decimal, octal or hexadecimal parts, IPv6
+    in brackets. Raises EgressDenied (bad_host) for everything else.
     """
     if text.startswith("[") and text.endswith("]"):
         try:
@@ -116,11 +116,11 @@ def normalize_host(text: str) -> str:
 
 
 def parse_endpoint(authority: str, default_port: int | None = None) -> Endpoint:
-    """Host and port of `user@host:port`. Raises Refused (bad_host)."""
-    place = authority.rpartition("@")[2]
-    host, colon, port = place.rpartition(":")
+    """Host and port of `user@host:port`. Raises EgressDenied (bad_host)."""
+    host_and_port = authority.rpartition("@")[2]
+    host, colon, port = host_and_port.rpartition(":")
     if not colon or "]" in port:
-        host, port = place, ""
+        host, port = host_and_port, ""
     if not port and default_port is not None:
         return Endpoint(normalize_host(host), default_port)
     if not (port.isascii() and port.isdigit()) or not 0 < int(port[:6]) < 65536 or len(port) > 5:
@@ -129,20 +129,20 @@ def parse_endpoint(authority: str, default_port: int | None = None) -> Endpoint:
 
 
 def split_url(url: str) -> tuple[str, Endpoint, str]:
-    """Scheme, endpoint and the rest (path and query, at least "/"). Raises Refused (bad_host, scheme)."""
-    found = _URL.fullmatch(url)
-    if not found:
-        raise EgressDenied("scheme", f"{_shown(url)} is not a web address")
-    scheme, authority, rest = found[1].lower(), found[2], found[3].partition("#")[0]
+    """Scheme, endpoint and the rest (path and query, at least "/"). Raises EgressDenied (bad_host, scheme)."""
+    match = _URL.fullmatch(url)
+    if not match:
+        raise EgressDenied("scheme", f"{_quoted(url)} is not a web address")
+    scheme, authority, rest = match[1].lower(), match[2], match[3].partition("#")[0]
     if scheme not in DEFAULT_PORTS:
         raise EgressDenied("scheme", f"{scheme}: is not one of {', '.join(DEFAULT_PORTS)}")
     return scheme, parse_endpoint(authority, DEFAULT_PORTS[scheme]), rest if rest.startswith("/") else f"/{rest}"
 
 
 def declared_endpoints(origins: Iterable[str], addresses: Mapping[str, str]) -> dict[Endpoint, Endpoint]:
-    """The endpoint of each origin of a site, with the one to connect to, which its `addresses` may name.
+    """Map the endpoint of each origin of a site to the endpoint to connect to, which `addresses` may override.
 
-    Raises Refused (bad_host, scheme).
+    Raises EgressDenied (bad_host, scheme).
     """
     targets = {normalize_host(host): address for host, address in addresses.items()}
     declared = {}
@@ -154,8 +154,8 @@ def declared_endpoints(origins: Iterable[str], addresses: Mapping[str, str]) -> 
 
 
 def direct_endpoints(declared: Mapping[Endpoint, Endpoint], policy: EgressPolicy) -> dict[Endpoint, Endpoint]:
-    """Those declared endpoints that are plain HTTP servers of this machine by address, which need no gateway."""
-    found = {}
+    """Declared endpoints that are plain HTTP servers at a loopback address; browsers reach them without the proxy."""
+    direct = {}
     for endpoint, target in declared.items():
         address = _literal(target.host)
         if endpoint.port != 443 and address is not None and address.is_loopback:
@@ -164,33 +164,33 @@ def direct_endpoints(declared: Mapping[Endpoint, Endpoint], policy: EgressPolicy
                 policy.check_address(address, endpoint, declared)
             except EgressDenied:
                 continue
-            found[endpoint] = target
-    return found
+            direct[endpoint] = target
+    return direct
 
 
 @dataclass(frozen=True)
 class EgressPolicy:
-    """The rules of a fleet. Deny wins; what a task source declares may be anywhere but at a metadata service."""
+    """The rules of a browser pool. Deny wins; a declared endpoint may be anywhere except at a metadata service."""
 
     open_web: bool
-    allow: tuple[str, ...]  # patterns as `pattern_of` writes them; none: every public host
+    allow: tuple[str, ...]  # patterns as returned by `normalize_pattern`; empty: every public host
     deny: tuple[str, ...]
     ports: frozenset[int]
 
     @classmethod
     def from_config(cls, settings: BrowserConfig) -> EgressPolicy:
-        """The rules that the settings ask for. Raises ConfigError."""
+        """Build the rules from the settings. Raises ConfigError."""
         allow = tuple(normalize_pattern(text, "browser.allow") for text in settings.allow)
         deny = tuple(normalize_pattern(text, "browser.deny") for text in settings.deny)
         if allow and not settings.open_web:
-            raise ConfigError("browser.allow is of no use with browser.open_web=false; set browser.open_web=true")
+            raise ConfigError("browser.allow has no effect with browser.open_web=false; set browser.open_web=true")
         for port in settings.ports:
             if not 0 < port < 65536:
-                raise ConfigError(f"browser.ports holds {port}, which is not a port; use 1 to 65535")
+                raise ConfigError(f"browser.ports contains {port}, which is not a port; use 1 to 65535")
         return cls(settings.open_web, allow, deny, frozenset(settings.ports))
 
     def check_endpoint(self, endpoint: Endpoint, declared: Mapping[Endpoint, Endpoint]) -> None:
-        """All that can be told before names are looked up. Raises Refused."""
+        """Check an endpoint before its name is resolved. Raises EgressDenied."""
         host = endpoint.host
         address = _literal(host)
         if host in METADATA_NAMES:
@@ -202,9 +202,9 @@ class EgressPolicy:
         if endpoint in declared:
             return
         if not self.open_web:
-            places = ", ".join(sorted(map(str, declared))) or "none"
+            allowed = ", ".join(sorted(map(str, declared))) or "none"
             raise EgressDenied(
-                "not_declared", f"{endpoint} is not one of the allowed places: {places} (browser.open_web=false)"
+                "not_declared", f"{endpoint} is not one of the allowed places: {allowed} (browser.open_web=false)"
             )
         if self.allow and not _matches(self.allow, host):
             raise EgressDenied("not_allowed", f"{host} is not on the list of allowed hosts (browser.allow)")
@@ -218,7 +218,7 @@ class EgressPolicy:
     def check_address(
         self, address: IPv4Address | IPv6Address, endpoint: Endpoint, declared: Mapping[Endpoint, Endpoint]
     ) -> None:
-        """Whether an address may be connected to for the sake of `endpoint`. Raises Refused."""
+        """Check an address that `endpoint` resolved to. Raises EgressDenied."""
         address = _unwrapped(address)
         if address in METADATA_ADDRESSES:
             raise EgressDenied("metadata", f"{endpoint.host} leads to {address}, a cloud metadata service")
@@ -229,7 +229,7 @@ class EgressPolicy:
 
 
 def special_address_kind(address: IPv4Address | IPv6Address) -> str | None:
-    """What sets an address apart from public ones, such as "loopback"; None for a public one."""
+    """Kind of a non-public address, such as "loopback"; None for a public one."""
     address = _unwrapped(address)
     for network, name in _SPECIAL:
         if address in network:
@@ -238,13 +238,13 @@ def special_address_kind(address: IPv4Address | IPv6Address) -> str | None:
 
 
 def normalize_pattern(text: str, setting: str) -> str:
-    """A host, or `*.` and a host for it and all below it, in its one spelling. Raises ConfigError."""
+    """Canonical spelling of a host pattern; `*.host` matches the host and its subdomains. Raises ConfigError."""
     below = text.startswith("*.")
     try:
         bare = text.removeprefix("*.")
         host = normalize_host(f"[{bare}]" if ":" in bare and not bare.startswith("[") else bare)
     except EgressDenied:
-        raise ConfigError(f"{setting} holds {text!r}; write hosts such as example.com or *.example.com") from None
+        raise ConfigError(f"{setting} contains {text!r}; write hosts such as example.com or *.example.com") from None
     return f"*.{host}" if below else host
 
 
@@ -269,7 +269,7 @@ def _unwrapped(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
 
 
 def _ipv4(labels: list[str], text: str) -> IPv4Address:
-    """The address that one to four numbers stand for; the last one fills all bytes that are left."""
+    """The address of one to four numbers; the last number fills all remaining bytes."""
     if len(labels) > 4 or not all(_NUMBER.fullmatch(label) for label in labels):
         raise _bad_host(text)
     try:
@@ -297,8 +297,8 @@ def _without_zone(text: str) -> str:
 
 
 def _bad_host(text: str) -> EgressDenied:
-    return EgressDenied("bad_host", f"{_shown(text)} is not a host that can be reached")
+    return EgressDenied("bad_host", f"{_quoted(text)} is not a host that can be reached")
 
 
-def _shown(text: str) -> str:
+def _quoted(text: str) -> str:
     return ascii(text[:100])

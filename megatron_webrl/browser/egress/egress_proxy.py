@@ -1,10 +1,9 @@
-"""The only way from a page to the network: a forward proxy that looks names up itself, checks the addresses that it
-finds, and connects to those very addresses.
+"""Forward proxy, the only way from a page to the network: it resolves names, checks the addresses and connects to them.
 
-Redirects, sub-resources, workers, sockets and pop-ups are all requests to it, and there is no second look-up that a
-name's owner could answer differently. Each browser context has a port of its own, by which its episode is known.
-Credentials would tell as well, but Playwright answers for them by intercepting every request and switching the cache
-off; and no page can reach another's port, for the gateway refuses loopback addresses.
+Redirects, sub-resources, workers, sockets and pop-ups all pass through it. No name is resolved a second time, so a
+DNS server cannot return another address after the check. Each browser context has a port of its own that identifies
+its episode. Proxy credentials could identify it too, but Playwright supports them by intercepting every request and
+disabling the cache. A page cannot reach another context's port, because the proxy refuses loopback addresses.
 """
 
 from __future__ import annotations
@@ -26,23 +25,25 @@ from megatron_webrl.config.browser import BrowserConfig
 
 log = logging.getLogger(__name__)
 
-CONNECT_SECONDS = 10.0  # of a look-up and all attempts together
+CONNECT_SECONDS = 10.0  # for a DNS look-up and all attempts together
 CONNECT_ATTEMPT_SECONDS = 4.0
-CONNECT_ATTEMPTS = 4  # addresses of a name that are tried
+CONNECT_ATTEMPTS = 4  # addresses tried for one name
 LOOKUP_THREADS = 32
 BACKLOG = 128
 
 Resolver = Callable[[str], Awaitable[list[str]]]
-"""The addresses of a host name. Raises OSError."""
+"""Resolves a host name to addresses. Raises OSError."""
 
 
 class EgressProxy:
-    """Example: `access = await gateway.admit(declared)`, a context with the proxy `127.0.0.1:<access.port>`, and
-    `await access.close()` at the episode's end.
+    """Opens one port per episode.
+
+    Example: `network = await proxy.open_port(declared)`, a context with the proxy `127.0.0.1:<network.port>`, and
+    `await network.close()` when the episode ends.
     """
 
     def __init__(self, settings: BrowserConfig, resolve: Resolver | None = None) -> None:
-        """`resolve` stands in for the system's name service. Raises ConfigError."""
+        """`resolve` replaces the system's resolver. Raises ConfigError."""
         self.egress_policy = EgressPolicy.from_config(settings)
         self.refused: Counter[str] = Counter()
         self._settings = settings
@@ -50,58 +51,58 @@ class EgressProxy:
         self._resolve = resolve or self._look_up
 
     async def open_port(self, declared: Mapping[Endpoint, Endpoint]) -> NetworkAccess:
-        """Open a port for one episode, whose task source declares these endpoints; see `declared_endpoints`."""
-        access = NetworkAccess(self.egress_policy, declared, self._settings, self.refused)
+        """Open a port for one episode; `declared` as returned by `declared_endpoints` for its task source."""
+        network = NetworkAccess(self.egress_policy, declared, self._settings, self.refused)
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            if not server.is_serving():  # accepted while the episode ended
+            if not server.is_serving():  # accepted while the episode was ending
                 writer.transport.abort()
                 return
-            await ProxyConnection(access, self.connect, self._settings.request_timeout_seconds, reader, writer).run()
+            await ProxyConnection(network, self.connect, reader, writer).run()
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=MAX_HEAD_BYTES, backlog=BACKLOG)
-        access.server, access.port = server, server.sockets[0].getsockname()[1]
-        return access
+        network.server, network.port = server, server.sockets[0].getsockname()[1]
+        return network
 
     def close(self) -> None:
-        """Give the threads back; ports are closed with their episodes."""
+        """Stop the look-up threads; each port closes with its episode."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def connect(self, access: NetworkAccess, endpoint: Endpoint) -> UpstreamConnection:
-        """A connection to an address that policy permits. Raises Refused, Unreachable."""
+    async def connect(self, network: NetworkAccess, endpoint: Endpoint) -> UpstreamConnection:
+        """Connect to an address that the policy permits. Raises EgressDenied, HostUnreachable."""
         if self._settings.replay:
             raise EgressDenied("replay", f"{endpoint} is not reached: pages come from archives (browser.replay)")
-        access.egress_policy.check_endpoint(endpoint, access.declared)
-        target = access.declared.get(endpoint, endpoint)
+        network.egress_policy.check_endpoint(endpoint, network.declared)
+        target = network.declared.get(endpoint, endpoint)
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                addresses = await self._addresses(access, target.host)
-                # One forbidden address among several spoils the name: honest ones do not mix.
+                addresses = await self._addresses(network, target.host)
+                # One forbidden address denies the name: no legitimate name mixes public and private addresses.
                 for address in addresses:
-                    access.egress_policy.check_address(address, endpoint, access.declared)
+                    network.egress_policy.check_address(address, endpoint, network.declared)
                 return await _first_connection(endpoint, target.port, addresses[:CONNECT_ATTEMPTS])
         except TimeoutError:
             raise HostUnreachable(f"{endpoint} did not answer within {CONNECT_SECONDS} s") from None
 
-    async def _addresses(self, access: NetworkAccess, host: str) -> list[IPv4Address | IPv6Address]:
+    async def _addresses(self, network: NetworkAccess, host: str) -> list[IPv4Address | IPv6Address]:
         try:
             return [ip_address(host)]
         except ValueError:
-            pass  # a name
+            pass  # a host name
         if host == "localhost" or host.endswith(".localhost"):
             return [IPv4Address("127.0.0.1")]
         try:
-            async with access.lookup_semaphore:
+            async with network.lookup_semaphore:
                 return [ip_address(text) for text in await self._resolve(host)]
         except (OSError, ValueError) as error:
             log.debug("no address of %s: %s", host, error)
             raise HostUnreachable(f"no address is known for {host}") from None
 
     async def _look_up(self, host: str) -> list[str]:
-        found = await asyncio.get_running_loop().run_in_executor(
+        results = await asyncio.get_running_loop().run_in_executor(
             self._threads, lambda: socket.getaddrinfo(host.encode(), None, type=socket.SOCK_STREAM)
         )
-        return [str(address[0]) for *_, address in found]
+        return [str(address[0]) for *_, address in results]
 
 
 async def _first_connection(
@@ -111,7 +112,7 @@ async def _first_connection(
     for address in addresses:
         try:
             async with asyncio.timeout(CONNECT_ATTEMPT_SECONDS):
-                # An address, not a name: nothing is looked up again.
+                # By address, not by name: no second look-up.
                 reader, writer = await asyncio.open_connection(str(address), port, limit=MAX_HEAD_BYTES)
                 return UpstreamConnection(endpoint, reader, writer)
         except TimeoutError:

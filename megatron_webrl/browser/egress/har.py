@@ -1,7 +1,7 @@
-"""Episodes recorded to HAR archives, and replayed from them without a network.
+"""Record episodes to HAR files and replay them without a network.
 
-A task has one archive for each visit: `NAME.0.har`, `NAME.1.har`, ... NAME is made of the task's id. They hold
-everything that servers said, cookies and tokens included.
+Each recorded visit of a task is one file: `NAME.0.har`, `NAME.1.har`, ...; NAME is derived from the task id. The files
+contain all responses, cookies and tokens included.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.types import Task
 
-MAX_NAME = 80  # characters of a task's id in a file name
+MAX_NAME = 80  # characters of a task id in a file name
 MAX_REDIRECTS = 20
-MAX_URL = 120  # characters of an address in a note
+MAX_URL = 120  # characters of a URL in a message
 _BOUNDARY = re.compile(r'boundary="?([^";]+)')
-# Answers are fulfilled as they were read: decoded, and whole.
+# Responses are replayed decoded and in one piece.
 _FRAMING = frozenset({"content-encoding", "content-length", "transfer-encoding", "connection", "keep-alive"})
 
 RequestKey = tuple[str, str, str]
-"""Method, address without fragment, digest of the body."""
+"""Method, URL without fragment, digest of the body."""
 
 
 @dataclass(frozen=True)
 class RecordedResponse:
-    """What a server said once."""
+    """One recorded response."""
 
     status: int
-    headers: dict[str, str]  # several cookies are joined by a line feed, as Playwright takes them
+    headers: dict[str, str]  # several cookies are joined by a line feed, as Playwright expects
     body: bytes
-    location: str | None  # where a redirect leads to, absolute
+    location: str | None  # absolute target of a redirect
 
 
 def check_har_settings(settings: BrowserConfig) -> None:
-    """Raises ConfigError for settings that contradict each other, or a folder that cannot be used."""
+    """Raises ConfigError for contradictory settings or an unusable folder."""
     if settings.record and settings.replay:
         raise ConfigError("browser.record and browser.replay are both set; leave one of them empty")
     if settings.replay and not Path(settings.replay).is_dir():
@@ -66,13 +66,13 @@ def check_har_settings(settings: BrowserConfig) -> None:
 
 
 def har_name(task: Task) -> str:
-    """A file name for a task: its id as far as that is safe, and a digest that tells ids apart."""
+    """File name of a task: its id with unsafe characters replaced, and a digest of the id."""
     plain = re.sub(r"[^A-Za-z0-9-]+", "_", task.id)[:MAX_NAME].strip("_")
     return f"{plain}-{hashlib.blake2b(task.id.encode(), digest_size=6).hexdigest()}"
 
 
 class HARRecorder:
-    """What one context is answered, from `start` on; `save` makes a visit of it, in one stroke."""
+    """Records the responses of one browser context; `save` publishes them atomically as one visit."""
 
     def __init__(self, context: BrowserContext, folder: Path, task: Task) -> None:
         self._context, self._folder, self._name = context, folder, har_name(task)
@@ -80,11 +80,11 @@ class HARRecorder:
         os.close(handle)
 
     async def start(self) -> None:
-        """Begin to record. Raises PlaywrightError."""
+        """Start recording. Raises PlaywrightError."""
         await self._context.tracing.start_har(self._draft, content="embed", mode="minimal")
 
     async def save(self) -> Path:
-        """Write the archive; no reader sees half of it. Raises PlaywrightError, OSError."""
+        """Write the file; readers never see it incomplete. Raises PlaywrightError, OSError."""
         try:
             await self._context.tracing.stop_har()
             return await asyncio.to_thread(self._publish)
@@ -92,66 +92,66 @@ class HARRecorder:
             self.discard_draft()
 
     def discard_draft(self) -> None:
-        """Leave nothing behind. A second call does nothing."""
+        """Remove the temporary file. A second call does nothing."""
         Path(self._draft).unlink(missing_ok=True)
 
     def _publish(self) -> Path:
         os.chmod(self._draft, 0o600)
         visit = 0
         while True:
-            place = self._folder / f"{self._name}.{visit}.har"
+            path = self._folder / f"{self._name}.{visit}.har"
             try:
-                os.link(self._draft, place)  # which fails where another visit has the name already
-                return place
+                os.link(self._draft, path)  # fails if another visit has this name
+                return path
             except FileExistsError:
                 visit += 1
 
 
 class HARReplayer:
-    """Answers the requests of one context from the archives of a task, and refuses all others."""
+    """Answers the requests of one context from the recorded visits of a task; refuses all other requests."""
 
-    def __init__(self, answers: dict[RequestKey, list[RecordedResponse]], access: NetworkAccess) -> None:
-        self._answers, self._access = answers, access
+    def __init__(self, responses: dict[RequestKey, list[RecordedResponse]], network: NetworkAccess) -> None:
+        self._responses, self._network = responses, network
         self._asked: Counter[RequestKey] = Counter()
 
     @classmethod
-    async def start(cls, context: BrowserContext, folder: Path, task: Task, access: NetworkAccess) -> HARReplayer:
-        """Take over the context's requests. Raises NotRecorded, PlaywrightError."""
-        replay = cls(await asyncio.to_thread(load_visits, folder, task), access)
+    async def start(cls, context: BrowserContext, folder: Path, task: Task, network: NetworkAccess) -> HARReplayer:
+        """Intercept the context's requests. Raises NotRecorded, PlaywrightError."""
+        replay = cls(await asyncio.to_thread(load_visits, folder, task), network)
         await context.route("**/*", replay._serve)
         await context.route_web_socket("**/*", replay._refuse_socket)
         return replay
 
     async def _serve(self, route: Route) -> None:
-        with suppress(PlaywrightError):  # the page that asked has gone
-            await self._answer(route)
+        with suppress(PlaywrightError):  # the requesting page has closed
+            await self._respond(route)
 
-    async def _answer(self, route: Route) -> None:
+    async def _respond(self, route: Route) -> None:
         request = route.request
         content_type = request.headers.get("content-type", "")
-        answer = self._next(request_key(request.method, request.url, content_type, request.post_data_buffer))
+        response = self._next(request_key(request.method, request.url, content_type, request.post_data_buffer))
         for _ in range(MAX_REDIRECTS):
-            if answer is None or answer.location is None or request.is_navigation_request():
+            if response is None or response.location is None or request.is_navigation_request():
                 break
-            answer = self._next(request_key("GET", answer.location, "", None))
-        if answer is None:
+            response = self._next(request_key("GET", response.location, "", None))
+        if response is None:
             self._refuse(request.method, request.url)
             await route.abort("blockedbyclient")
-        elif answer.location is not None:
-            # What a redirect leads to would not be asked of this class; a page that goes there is.
-            script = f"<!DOCTYPE html><script>location.replace({_quoted(answer.location)})</script>"
-            cookies = {name: value for name, value in answer.headers.items() if name == "set-cookie"}
+        elif response.location is not None:
+            # Playwright does not route the target of a redirect here; it routes a navigation by script.
+            script = f"<!DOCTYPE html><script>location.replace({_quoted(response.location)})</script>"
+            cookies = {name: value for name, value in response.headers.items() if name == "set-cookie"}
             await route.fulfill(status=200, headers=cookies, content_type="text/html", body=script)
         else:
-            await route.fulfill(status=answer.status, headers=answer.headers, body=answer.body)
+            await route.fulfill(status=response.status, headers=response.headers, body=response.body)
 
     def _next(self, key: RequestKey) -> RecordedResponse | None:
-        """The answers to the same request come in the order in which they were recorded; the last one stays."""
-        found = self._answers.get(key)
-        if not found:
+        """The next response to a request, in the order of the recording; the last one repeats."""
+        responses = self._responses.get(key)
+        if not responses:
             return None
         self._asked[key] += 1
-        return found[min(self._asked[key], len(found)) - 1]
+        return responses[min(self._asked[key], len(responses)) - 1]
 
     async def _refuse_socket(self, socket: WebSocketRoute) -> None:
         self._refuse("WebSocket", socket.url)
@@ -163,19 +163,19 @@ class HARReplayer:
         except EgressDenied:
             host = ""
         sentence = f"{method} {shorten(url, MAX_URL)} was not recorded (browser.replay)"
-        self._access.record_refusal(host, EgressDenied("not_recorded", sentence))
+        self._network.record_refusal(host, EgressDenied("not_recorded", sentence))
 
 
 def load_visits(folder: Path, task: Task) -> dict[RequestKey, list[RecordedResponse]]:
-    """The answers of all visits of a task; a request is answered as in the first visit that made it.
+    """The responses of all visits of a task; for each request those of the first visit that made it.
 
     Raises NotRecorded.
     """
     joined: dict[RequestKey, list[RecordedResponse]] = {}
     name, visit = har_name(task), 0
-    while (place := folder / f"{name}.{visit}.har").is_file():
-        for key, answers in _read(place).items():
-            joined.setdefault(key, answers)
+    while (path := folder / f"{name}.{visit}.har").is_file():
+        for key, responses in _read(path).items():
+            joined.setdefault(key, responses)
         visit += 1
     if not visit:
         raise NotRecorded(f"{task.id} has no archive {name}.0.har in {folder} (browser.replay); record it first")
@@ -183,31 +183,31 @@ def load_visits(folder: Path, task: Task) -> dict[RequestKey, list[RecordedRespo
 
 
 def request_key(method: str, url: str, content_type: str, body: bytes | None) -> RequestKey:
-    """What makes two requests the same one. The random boundary between the parts of a form makes no difference."""
+    """Key under which requests count as equal; the random boundary of multipart forms is ignored."""
     content = body or b""
-    if found := _BOUNDARY.search(content_type):
-        content = content.replace(found[1].encode(), b"boundary")
+    if match := _BOUNDARY.search(content_type):
+        content = content.replace(match[1].encode(), b"boundary")
     return method, urldefrag(url).url, hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def _read(place: Path) -> dict[RequestKey, list[RecordedResponse]]:
+def _read(path: Path) -> dict[RequestKey, list[RecordedResponse]]:
     try:
-        entries = json.loads(place.read_text())["log"]["entries"]
-        found: dict[RequestKey, list[RecordedResponse]] = {}
+        entries = json.loads(path.read_text())["log"]["entries"]
+        responses: dict[RequestKey, list[RecordedResponse]] = {}
         for entry in entries:
             request, response = entry["request"], entry["response"]
-            # One that was broken off has no status; that nothing has changed is of no use without what was there.
+            # An aborted response has no status; 304 refers to a cached response that is not recorded.
             if response["status"] > 0 and response["status"] != 304:
                 posted = request.get("postData", {})
                 body = posted.get("text", "").encode()
                 key = request_key(request["method"], request["url"], posted.get("mimeType", ""), body)
-                found.setdefault(key, []).append(_answer_of(request["url"], response))
-        return found
+                responses.setdefault(key, []).append(_recorded_response(request["url"], response))
+        return responses
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise NotRecorded(f"{place} cannot be read: {type(error).__name__}: {error}") from error
+        raise NotRecorded(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _answer_of(url: str, response: dict[str, Any]) -> RecordedResponse:
+def _recorded_response(url: str, response: dict[str, Any]) -> RecordedResponse:
     headers: dict[str, str] = {}
     for header in response["headers"]:
         name, value = header["name"].lower(), header["value"]
@@ -217,7 +217,7 @@ def _answer_of(url: str, response: dict[str, Any]) -> RecordedResponse:
             headers[name] = value
     content = response.get("content", {})
     text, encoded = content.get("text", ""), content.get("encoding") == "base64"
-    if text and not encoded and "content-type" in headers:  # it was decoded, and is written anew
+    if text and not encoded and "content-type" in headers:  # replayed as UTF-8
         headers["content-type"] = headers["content-type"].split(";")[0] + "; charset=utf-8"
     redirected = 300 <= response["status"] < 400 and "location" in headers
     return RecordedResponse(

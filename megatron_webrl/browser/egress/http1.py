@@ -1,4 +1,4 @@
-"""HTTP/1.1 messages as a proxy sees them: heads, and where bodies end."""
+"""HTTP/1.1 framing for a proxy: heads, and the length of bodies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-MAX_HEAD_BYTES = 65536  # the reader's limit: no head, chunk line or trailer may be longer
+MAX_HEAD_BYTES = 65536  # limit of the stream reader, for a head, a chunk line or a trailer
 BUFFER_BYTES = 65536
 CHUNKED = -1
 UNTIL_CLOSE = -2
@@ -23,48 +23,48 @@ _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]*)?\r\n")
 
 
 class MalformedHTTP(Exception):
-    """Bytes that are not HTTP/1.1, or that different readers would understand differently."""
+    """Bytes that are not HTTP/1.1, or that two parsers could read differently."""
 
 
 @dataclass(frozen=True)
 class HTTPHead:
-    """First line and headers of a message."""
+    """Start line and headers of a message."""
 
     start_line: str
     headers: tuple[tuple[str, str], ...]
     size: int  # bytes
 
     def header_values(self, name: str) -> list[str]:
-        """The comma-separated words of all headers of that name, in lower case."""
+        """The comma-separated values of all headers with that name, in lower case."""
         values = [value for key, value in self.headers if key.lower() == name]
-        return [word.strip().lower() for value in values for word in value.split(",") if word.strip()]
+        return [item.strip().lower() for value in values for item in value.split(",") if item.strip()]
 
     def parse_request_line(self) -> tuple[str, str]:
-        """Method and target. Raises BadMessage."""
-        found = _REQUEST.fullmatch(self.start_line)
-        if not found:
+        """Method and target. Raises MalformedHTTP."""
+        match = _REQUEST.fullmatch(self.start_line)
+        if not match:
             raise MalformedHTTP("not a request line")
-        return found[1], found[2]
+        return match[1], match[2]
 
     def parse_status_line(self) -> tuple[int, str, bool]:
-        """Code, reason, and whether the server speaks HTTP/1.1. Raises BadMessage."""
-        found = _STATUS.fullmatch(self.start_line)
-        if not found:
+        """Status code, reason, and whether the server speaks HTTP/1.1. Raises MalformedHTTP."""
+        match = _STATUS.fullmatch(self.start_line)
+        if not match:
             raise MalformedHTTP("not a status line")
-        return int(found[2]), found[3] or "", found[1] == "1"
+        return int(match[2]), match[3] or "", match[1] == "1"
 
     def end_to_end_headers(self, keep: frozenset[str] = frozenset()) -> list[tuple[str, str]]:
-        """The headers that concern both ends rather than one connection, and those named in `keep`."""
+        """The headers without hop-by-hop ones, except the hop-by-hop headers in `keep`."""
         dropped = (HOP_BY_HOP_HEADERS | set(self.header_values("connection"))) - keep - FRAMING_HEADERS
         if self.header_values("transfer-encoding"):
-            dropped |= {"content-length"}  # of no meaning beside it, but some would believe it
+            dropped |= {"content-length"}  # ignored next to Transfer-Encoding, but some servers use it
         return [(name, value) for name, value in self.headers if name.lower() not in dropped]
 
 
 async def read_head(reader: asyncio.StreamReader, strict: bool = True) -> HTTPHead | None:
-    """The next head; None where the other side has ended. Raises BadMessage.
+    """Read the next head; None if the peer has closed the connection. Raises MalformedHTTP.
 
-    `strict` is for requests. Of answers, which come in every shape, lines that are no header are left out.
+    `strict` is for requests. In responses, which are often malformed, lines that are not headers are skipped.
     """
     try:
         raw = await reader.readuntil(b"\r\n\r\n")
@@ -85,14 +85,14 @@ async def read_head(reader: asyncio.StreamReader, strict: bool = True) -> HTTPHe
     return HTTPHead(first, tuple(headers), len(raw))
 
 
-def encode_head(first: str, headers: list[tuple[str, str]]) -> bytes:
-    """A head as bytes."""
-    lines = [first, *(f"{name}: {value}" for name, value in headers), "", ""]
+def encode_head(start_line: str, headers: list[tuple[str, str]]) -> bytes:
+    """Encode a head as bytes."""
+    lines = [start_line, *(f"{name}: {value}" for name, value in headers), "", ""]
     return "\r\n".join(lines).encode("latin-1")
 
 
 def request_body_length(head: HTTPHead) -> int:
-    """Bytes of a request's body, or CHUNKED. Raises BadMessage."""
+    """Length of a request body in bytes, or CHUNKED. Raises MalformedHTTP."""
     coding, length = head.header_values("transfer-encoding"), _content_length(head)
     if coding and (coding != ["chunked"] or length is not None):
         raise MalformedHTTP("a body of unclear length")
@@ -100,7 +100,7 @@ def request_body_length(head: HTTPHead) -> int:
 
 
 def response_body_length(head: HTTPHead, method: str, code: int) -> int:
-    """Bytes of an answer's body, or CHUNKED, or UNTIL_END. Raises BadMessage."""
+    """Length of a response body in bytes, or CHUNKED or UNTIL_CLOSE. Raises MalformedHTTP."""
     if method == "HEAD" or code < 200 or code in (204, 304):
         return 0
     if coding := head.header_values("transfer-encoding"):
@@ -110,7 +110,7 @@ def response_body_length(head: HTTPHead, method: str, code: int) -> int:
 
 
 async def iter_body(reader: asyncio.StreamReader, length: int) -> AsyncIterator[bytes]:
-    """A body in pieces, chunk lines and trailers included. Raises BadMessage."""
+    """Yield a body in pieces, chunk lines and trailers included. Raises MalformedHTTP."""
     if length == UNTIL_CLOSE:
         while piece := await reader.read(BUFFER_BYTES):
             yield piece
@@ -121,11 +121,11 @@ async def iter_body(reader: asyncio.StreamReader, length: int) -> AsyncIterator[
         size = 1
         while size:
             line = await _line(reader)
-            found = _CHUNK_SIZE.fullmatch(line)
-            if not found:
+            match = _CHUNK_SIZE.fullmatch(line)
+            if not match:
                 raise MalformedHTTP("not a chunk size")
             yield line
-            size = int(found[1], 16)
+            size = int(match[1], 16)
             if size:
                 async for piece in _exactly(reader, size):
                     yield piece

@@ -1,4 +1,4 @@
-"""What one episode may reach of the network, and what it has used and been refused."""
+"""Network access of one episode: its proxy port, quotas, usage and refusals."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from megatron_webrl.browser.egress.egress_policy import EgressDenied, EgressPoli
 from megatron_webrl.config.browser import BrowserConfig
 
 MAX_CONNECTIONS = 128
-"""Open at a time. Chromium itself holds 32 through one proxy, and as many WebSockets; other programs need no more."""
+"""Open at a time. Chromium opens at most 32 through one proxy, and as many WebSockets."""
 
-MAX_LOOKUPS = 8  # at a time: slow names of one episode must not hold up the others
+MAX_LOOKUPS = 8  # at a time: slow names of one episode must not delay other episodes
 MAX_ERRORS = 50
 MAX_REPORTED_ERRORS = 3
 
 
 @dataclass(frozen=True)
 class NetworkError:
-    """Something that was refused or could not be reached."""
+    """A refused request or an unreachable server."""
 
     host: str  # or empty
     message: str
 
 
 class NetworkAccess:
-    """One episode's way to the network: an own port of the gateway. Counts what goes through it."""
+    """One episode's port of the egress proxy, with its request and byte counts."""
 
     def __init__(
         self, policy: EgressPolicy, declared: Mapping[Endpoint, Endpoint], settings: BrowserConfig, totals: Counter[str]
     ) -> None:
-        """`declared`: what the task source declares. `totals` counts refusals by reason, of all episodes."""
+        """`declared`: endpoints of the task source. `totals` counts refusals by reason over all episodes."""
         self.egress_policy, self.declared = policy, declared
         self.port = 0
         self.requests = self.bytes = 0
         self.refused: Counter[str] = Counter()
-        self.errors: deque[NetworkError] = deque(maxlen=MAX_ERRORS)  # those not told yet
+        self.errors: deque[NetworkError] = deque(maxlen=MAX_ERRORS)  # not yet reported
         self.lookup_semaphore = asyncio.Semaphore(MAX_LOOKUPS)
         self.connections: set[asyncio.Task[None]] = set()
         self.server: asyncio.Server | None = None
         self._settings, self._totals = settings, totals
 
     def refusal_reason(self, url: str) -> str | None:
-        """Why an address may not be opened, as far as can be told before its name is looked up; None if it may."""
+        """Why a URL is refused before its name is resolved; None if it is not."""
         try:
             _, endpoint, _ = split_url(url)
             self.egress_policy.check_endpoint(endpoint, self.declared)
@@ -53,7 +53,7 @@ class NetworkAccess:
         return None
 
     def count_request(self) -> None:
-        """Raises Refused for one too many."""
+        """Count a request. Raises EgressDenied beyond browser.max_requests."""
         if self.requests >= self._settings.max_requests:
             raise EgressDenied(
                 "requests", f"the episode has used its {self._settings.max_requests} requests (browser.max_requests)"
@@ -61,7 +61,7 @@ class NetworkAccess:
         self.requests += 1
 
     def count_bytes(self, number: int) -> None:
-        """Raises Refused once the episode has moved more than it may."""
+        """Count bytes moved. Raises EgressDenied beyond browser.max_network_mib."""
         self.bytes += number
         if self.bytes > self._settings.max_network_mib << 20:
             raise EgressDenied(
@@ -69,40 +69,40 @@ class NetworkAccess:
             )
 
     def count_connection(self) -> None:
-        """Raises Refused for one too many."""
+        """Check the number of open connections. Raises EgressDenied beyond MAX_CONNECTIONS."""
         if len(self.connections) > MAX_CONNECTIONS:
             raise EgressDenied("connections", f"the episode has {MAX_CONNECTIONS} connections open")
 
     def record_refusal(self, host: str, refused: EgressDenied) -> None:
-        """Count a refusal and keep it for the agent."""
+        """Count a refusal and keep its message for the agent."""
         self.refused[refused.reason] += 1
         self._totals[refused.reason] += 1
         self.record_error(host, str(refused))
 
-    def record_error(self, host: str, sentence: str) -> None:
-        """Keep for the agent what went wrong on the way to a host."""
-        self.errors.append(NetworkError(host, sentence))
+    def record_error(self, host: str, message: str) -> None:
+        """Keep the message of a failed connection for the agent."""
+        self.errors.append(NetworkError(host, message))
 
     def take_errors(self, url: str) -> list[str]:
-        """What went wrong since the last call and explains the page at `url`; an error page explains itself by all."""
+        """Messages since the last call about the host of `url`; for an error page, messages about all hosts."""
         try:
             host = split_url(url)[1].host
         except EgressDenied:
             host = ""
-        found = [trouble.message for trouble in self.errors if not host or trouble.host in ("", host)]
+        messages = [error.message for error in self.errors if not host or error.host in ("", host)]
         self.errors.clear()
-        return list(dict.fromkeys(reversed(found)))[:MAX_REPORTED_ERRORS]
+        return list(dict.fromkeys(reversed(messages)))[:MAX_REPORTED_ERRORS]
 
     def reset(self) -> None:
-        """Count anew, for another episode."""
+        """Clear counts and messages for another episode."""
         self.requests = self.bytes = 0
         self.refused.clear()
         self.errors.clear()
 
     async def close(self) -> None:
-        """End every connection of the episode; its port no longer answers. A second call does nothing."""
+        """Close the port and every connection of the episode. A second call does nothing."""
         if self.server is not None:
             self.server.close()
-        for conversation in self.connections:
-            conversation.cancel()
+        for connection in self.connections:
+            connection.cancel()
         await asyncio.gather(*self.connections, return_exceptions=True)

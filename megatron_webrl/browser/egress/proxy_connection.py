@@ -1,4 +1,4 @@
-"""One connection from a browser to the gateway: requests that are passed on, tunnels, and refusals."""
+"""One connection from a browser to the egress proxy: forwarded requests, tunnels, refusals."""
 
 from __future__ import annotations
 
@@ -22,18 +22,21 @@ from megatron_webrl.browser.egress.http1 import (
 from megatron_webrl.browser.egress.network_access import NetworkAccess
 from megatron_webrl.browser.errors import HostUnreachable
 
+REQUEST_SECONDS = 60.0
+"""Limit of one plain HTTP request, from its head to the last byte of the response."""
+
 IDLE_SECONDS = 120.0
-"""A tunnel through which nothing goes, or a connection without a request, is closed after so long."""
+"""An idle tunnel, or a connection without a request, is closed after this time."""
 
 THROTTLE_SECONDS = 0.3
-"""A page that has used up what it may is answered no sooner: refusals in a row would keep the whole fleet busy."""
+"""Delay of each refusal once a quota is used up: a page that retries in a loop must not keep the event loop busy."""
 
-LINGER_SECONDS = 2.0
+LINGER_SECONDS = 2.0  # to read on after an error page, before the connection closes
 
 
 @dataclass(frozen=True)
 class UpstreamConnection:
-    """A connection to a server."""
+    """An open connection to a server."""
 
     endpoint: Endpoint
     reader: asyncio.StreamReader
@@ -41,58 +44,56 @@ class UpstreamConnection:
 
 
 class ProxyConnection:
-    """Serves one connection until either side ends it.
+    """Serves one connection until either side closes it.
 
-    What is refused is answered by a page with one sentence. What cannot be reached is not answered at all, so that the
-    browser reports it as it would without a gateway; for a tunnel it is a status of 502.
+    A refused request gets a page with one sentence. A request to an unreachable server gets no response, so that the
+    browser reports it as it would without a proxy; a tunnel to one gets status 502.
     """
 
     def __init__(
-        self, access: NetworkAccess, connect: Callable[[NetworkAccess, Endpoint], Awaitable[UpstreamConnection]], request_seconds: float,
+        self, network: NetworkAccess, connect: Callable[[NetworkAccess, Endpoint], Awaitable[UpstreamConnection]],
         reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
     ) -> None:  # fmt: skip
-        self._access, self._connect, self._request_seconds = access, connect, request_seconds
+        self._network, self._connect = network, connect
         self._reader, self._writer = reader, writer
         self._upstream: UpstreamConnection | None = None
-        self._reused = False  # the upstream has answered a request before
-        self._host = ""  # that the request is for
-        self._answering = False  # bytes of an answer have gone out
+        self._reused = False  # the upstream connection has served an earlier request
+        self._host = ""  # of the current request
+        self._responding = False  # part of the response has been sent
 
     async def run(self) -> None:
-        """Answer requests; returns when the connection is closed."""
+        """Serve requests until the connection closes."""
         task = asyncio.current_task()
         assert task is not None
-        self._access.connections.add(task)
+        self._network.connections.add(task)
         try:
             await self._serve()
-        except (ConnectionError, MalformedHTTP, asyncio.CancelledError):  # nothing waits for this task but its end
+        except (ConnectionError, MalformedHTTP, asyncio.CancelledError):  # only cancelled to end this task
             self._writer.transport.abort()
         finally:
-            self._access.connections.discard(task)
+            self._network.connections.discard(task)
             self._writer.close()
-            self._hang_up()
+            self._close_upstream()
 
     async def _serve(self) -> None:
         try:
             while await self._next():
                 pass
         except EgressDenied as refused:
-            self._access.record_refusal(self._host, refused)
+            self._network.record_refusal(self._host, refused)
             if refused.reason in ("requests", "bytes"):
                 await asyncio.sleep(THROTTLE_SECONDS)
-            await self._page(403, "Forbidden", str(refused))
+            await self._send_error_page(403, "Forbidden", str(refused))
         except HostUnreachable as error:
-            self._access.record_error(self._host, str(error))
+            self._network.record_error(self._host, str(error))
             self._writer.transport.abort()
         except TimeoutError:
-            self._access.record_error(
-                self._host, f"a request took more than {self._request_seconds} s (browser.request_timeout_seconds)"
-            )
+            self._network.record_error(self._host, f"a request took more than {REQUEST_SECONDS} s")
             self._writer.transport.abort()
 
     async def _next(self) -> bool:
-        """Serve the next request; whether there may be another."""
-        self._answering, self._host = False, ""
+        """Serve the next request; returns whether another may follow."""
+        self._responding, self._host = False, ""
         try:
             async with asyncio.timeout(IDLE_SECONDS):
                 head = await read_head(self._reader)
@@ -102,33 +103,33 @@ class ProxyConnection:
         except TimeoutError:
             return False
         except MalformedHTTP as error:
-            await self._page(400, "Bad Request", f"the request is not understood: {error}")
+            await self._send_error_page(400, "Bad Request", f"the request is not understood: {error}")
             return False
-        self._access.count_connection()
-        self._access.count_request()
-        self._access.count_bytes(head.size)
+        self._network.count_connection()
+        self._network.count_request()
+        self._network.count_bytes(head.size)
         if method == "CONNECT":
             await self._connect_through(target)
             return False
-        async with asyncio.timeout(self._request_seconds):
+        async with asyncio.timeout(REQUEST_SECONDS):
             scheme, endpoint, path = split_url(target)
             self._host = endpoint.host
             if scheme not in ("http", "ws"):
                 raise EgressDenied("scheme", f"{scheme}: needs a tunnel")
-            code, more = await self._forward(method, endpoint, path, head, length)
+            code, keep_alive = await self._forward(method, endpoint, path, head, length)
         if code == 101 and self._upstream is not None:
             await self._tunnel(self._upstream)
             return False
-        return more and "close" not in head.header_values("connection")
+        return keep_alive and "close" not in head.header_values("connection")
 
     async def _connect_through(self, target: str) -> None:
         endpoint = parse_endpoint(target)
         self._host = endpoint.host
         try:
-            upstream = self._upstream = await self._connect(self._access, endpoint)
+            upstream = self._upstream = await self._connect(self._network, endpoint)
         except HostUnreachable as error:
-            self._access.record_error(self._host, str(error))
-            await self._page(502, "Bad Gateway", str(error))
+            self._network.record_error(self._host, str(error))
+            await self._send_error_page(502, "Bad Gateway", str(error))
             return
         self._writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
         await self._tunnel(upstream)
@@ -138,77 +139,77 @@ class ProxyConnection:
     async def _forward(
         self, method: str, endpoint: Endpoint, path: str, head: HTTPHead, length: int
     ) -> tuple[int, bool]:
-        """Pass a request on and its answer back; the answer's code, and whether the connection goes on."""
+        """Forward a request and its response; returns the status code and whether the connection stays open."""
         upgrade = "websocket" in head.header_values("upgrade")
         keep = frozenset({"connection", "upgrade"}) if upgrade else frozenset()
-        shown = str(endpoint).removesuffix(":80")
-        kept = [
+        host = str(endpoint).removesuffix(":80")
+        headers = [
             (name, value) for name, value in head.end_to_end_headers(keep) if name.lower() not in ("host", "expect")
         ]
         upstream = await self._upstream_for(endpoint)
-        upstream.writer.write(encode_head(f"{method} {path} HTTP/1.1", [("Host", shown), *kept]))
+        upstream.writer.write(encode_head(f"{method} {path} HTTP/1.1", [("Host", host), *headers]))
         if not length:
-            return await self._answer(method, upstream, upgrade)
-        sending = asyncio.ensure_future(self._pass_on(self._reader, upstream.writer, length))
-        answering = asyncio.ensure_future(self._answer(method, upstream, upgrade))
+            return await self._relay_response(method, upstream, upgrade)
+        sending = asyncio.ensure_future(self._relay(self._reader, upstream.writer, length))
+        responding = asyncio.ensure_future(self._relay_response(method, upstream, upgrade))
         try:
-            # A server may answer, and hang up, before it has read everything.
-            await asyncio.wait({sending, answering}, return_when=asyncio.FIRST_COMPLETED)
+            # A server may respond, and close the connection, before it has read the whole request.
+            await asyncio.wait({sending, responding}, return_when=asyncio.FIRST_COMPLETED)
             if sending.done() and isinstance(error := sending.exception(), EgressDenied | MalformedHTTP):
                 raise error
-            code, more = await answering
-            return code, more and sending.done() and not sending.exception()
+            code, keep_alive = await responding
+            return code, keep_alive and sending.done() and not sending.exception()
         finally:
-            for task in (sending, answering):
+            for task in (sending, responding):
                 task.cancel()
-            await asyncio.gather(sending, answering, return_exceptions=True)
+            await asyncio.gather(sending, responding, return_exceptions=True)
 
-    async def _answer(self, method: str, upstream: UpstreamConnection, upgrade: bool) -> tuple[int, bool]:
+    async def _relay_response(self, method: str, upstream: UpstreamConnection, upgrade: bool) -> tuple[int, bool]:
         code = 100
         while code < 200:
             head = await read_head(upstream.reader, strict=False)
             if head is None and self._reused:
-                raise ConnectionError("the server has closed an idle connection")  # browsers ask again by themselves
+                raise ConnectionError("the server has closed an idle connection")  # browsers retry on their own
             if head is None:
                 raise HostUnreachable(f"{upstream.endpoint} ended the connection without an answer")
-            self._access.count_bytes(head.size)
-            code, reason, modern = head.parse_status_line()
+            self._network.count_bytes(head.size)
+            code, reason, is_http11 = head.parse_status_line()
             if code == 101:
                 if not upgrade:
-                    raise MalformedHTTP("an answer that nobody asked for")
+                    raise MalformedHTTP("an upgrade that was not requested")
                 headers = head.end_to_end_headers(frozenset({"connection", "upgrade"}))
                 self._writer.write(encode_head(f"HTTP/1.1 101 {reason}", headers))
                 return code, False
             length = response_body_length(head, method, code)
-            more = modern and length != UNTIL_CLOSE and "close" not in head.header_values("connection")
-            headers = [*head.end_to_end_headers(), *([] if more or code < 200 else [("Connection", "close")])]
+            keep_alive = is_http11 and length != UNTIL_CLOSE and "close" not in head.header_values("connection")
+            headers = [*head.end_to_end_headers(), *([] if keep_alive or code < 200 else [("Connection", "close")])]
             self._writer.write(encode_head(f"HTTP/1.1 {code} {reason}", headers))
-            self._answering = True
-        await self._pass_on(upstream.reader, self._writer, length)
-        if not more:
-            self._hang_up()
-        return code, more
+            self._responding = True
+        await self._relay(upstream.reader, self._writer, length)
+        if not keep_alive:
+            self._close_upstream()
+        return code, keep_alive
 
     async def _upstream_for(self, endpoint: Endpoint) -> UpstreamConnection:
-        """The connection of the request before, if it leads there and still stands; else another."""
+        """The previous request's connection if it has the same endpoint and is open; else a new one."""
         upstream = self._upstream
         self._reused = upstream is not None and upstream.endpoint == endpoint and not upstream.reader.at_eof()
         if upstream is None or not self._reused:
-            self._hang_up()
-            upstream = self._upstream = await self._connect(self._access, endpoint)
+            self._close_upstream()
+            upstream = self._upstream = await self._connect(self._network, endpoint)
         return upstream
 
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, length: int) -> None:
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, length: int) -> None:
         async for piece in iter_body(reader, length):
-            self._access.count_bytes(len(piece))
+            self._network.count_bytes(len(piece))
             writer.write(piece)
             await writer.drain()
 
     # Tunnels
 
     async def _tunnel(self, upstream: UpstreamConnection) -> None:
-        """Pass bytes in both directions until either side ends or nothing has gone through for IDLE_SECONDS."""
-        self._answering = True
+        """Relay bytes in both directions until either side closes or IDLE_SECONDS pass without any."""
+        self._responding = True
         loop = asyncio.get_running_loop()
         last = loop.time()
 
@@ -216,7 +217,7 @@ class ProxyConnection:
             nonlocal last
             while piece := await reader.read(BUFFER_BYTES):
                 last = loop.time()
-                self._access.count_bytes(len(piece))
+                self._network.count_bytes(len(piece))
                 writer.write(piece)
                 await writer.drain()
 
@@ -235,11 +236,11 @@ class ProxyConnection:
                 task.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
 
-    # Ends
+    # End of a connection
 
-    async def _page(self, code: int, reason: str, sentence: str) -> None:
-        """A short page instead of an answer; an answer that has begun is cut off."""
-        if self._answering:
+    async def _send_error_page(self, code: int, reason: str, sentence: str) -> None:
+        """Send a short page as the response; abort the connection if a response has begun."""
+        if self._responding:
             self._writer.transport.abort()
             return
         text = f"<!DOCTYPE html><title>Not reachable</title><p>Not reachable: {html.escape(sentence)}.</p>".encode()
@@ -251,16 +252,16 @@ class ProxyConnection:
         try:
             self._writer.write_eof()
         except OSError:
-            return  # the browser has hung up already
-        # To close before everything is read would reset the connection, and the page would be lost.
+            return  # the browser has closed the connection
+        # Closing with unread bytes resets the connection, and the browser would lose the page.
         try:
             async with asyncio.timeout(LINGER_SECONDS):
                 while await self._reader.read(BUFFER_BYTES):
                     pass
         except TimeoutError:
-            pass  # whoever sends so much does not want the page
+            pass  # the browser still sends: it does not read the page
 
-    def _hang_up(self) -> None:
+    def _close_upstream(self) -> None:
         if self._upstream is not None:
-            self._upstream.writer.transport.abort()  # to close would wait for a server that no longer reads
+            self._upstream.writer.transport.abort()  # closing would wait for a server that no longer reads
             self._upstream = None

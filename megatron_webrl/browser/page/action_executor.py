@@ -1,4 +1,4 @@
-"""Carrying out actions with mouse, keyboard and tabs."""
+"""Execute actions with mouse, keyboard and tabs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from megatron_webrl.browser.page.tabs import Tabs
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.types import COORDINATE_ACTION_KINDS, COORDINATE_RANGE, MARK_ACTION_KINDS, Action
 
-SCROLL_OVERLAP = 50  # pixels that stay in view when scrolling
-WAIT_SECONDS = 1.0  # of a wait action without a time
+SCROLL_OVERLAP = 50  # pixels that stay in view
+WAIT_SECONDS = 1.0  # of a wait action without `time`
 MAX_WAIT_SECONDS = 5.0
-COMMIT_SECONDS = 20.0  # for a site to answer
-DRAG_STEPS = 8  # positions of the mouse on the way
-MAX_URL = 200  # characters of an address in a note
+COMMIT_SECONDS = 20.0  # for a site to respond to a navigation
+DRAG_STEPS = 8  # mouse positions along the way
+MAX_URL = 200  # characters of a URL in a message
 
-# Chooses an option of the list that the element is or belongs to, by label, else by value.
+# Selects an option of the <select> that is or contains the element, by label, else by value.
 _SELECT = """function (wanted) {
   const list = this.nodeType === 1 ? this.closest("select") : null;
   if (!list) return "this is no list of options";
@@ -45,14 +45,14 @@ _SELECT = """function (wanted) {
 
 
 class ActionExecutor:
-    """Acts on the active tab. What an action could not do goes to the notes."""
+    """Acts on the active tab; adds a message for what an action could not do."""
 
-    def __init__(self, tabs: Tabs, settings: BrowserConfig, notes: StepMessages, access: NetworkAccess) -> None:
-        self._tabs, self._settings, self._notes, self._access = tabs, settings, notes, access
+    def __init__(self, tabs: Tabs, settings: BrowserConfig, messages: StepMessages, network: NetworkAccess) -> None:
+        self._tabs, self._settings, self._messages, self._network = tabs, settings, messages, network
         basic = {*COORDINATE_ACTION_KINDS, *(MARK_ACTION_KINDS if settings.marks else ())}
         self._enabled = basic | set(settings.actions)
         self._marks: Marks | None = None
-        self._work: dict[str, Callable[[Action], Awaitable[None]]] = {
+        self._handlers: dict[str, Callable[[Action], Awaitable[None]]] = {
             "left_click": self._click, "click": self._click, "double_click": self._click, "right_click": self._click,
             "type": self._type, "hover": self._hover, "drag": self._drag, "key": self._key, "scroll": self._scroll,
             "select_option": self._select, "wait": self._wait, "go_back": self._go_back, "navigate": self._navigate,
@@ -61,18 +61,18 @@ class ActionExecutor:
         }  # fmt: skip
 
     async def execute(self, action: Action, marks: Marks | None) -> None:
-        """Carry out an action; `marks` are those of the observation that it answers.
+        """Execute an action; `marks` are the elements of the observation that it refers to.
 
-        Raises ValueError if it lacks what its kind needs, PlaywrightError if the page is lost.
+        Raises ValueError if a required argument is missing, PlaywrightError if the page is lost.
         """
         if action.kind not in self._enabled:
-            self._notes.add(f"{action.kind} is not enabled (browser.actions)")
+            self._messages.add(f"{action.kind} is not enabled (browser.actions)")
             return
         self._marks, tab = marks, self._tabs.active
         try:
-            await self._work[action.kind](action)
+            await self._handlers[action.kind](action)
         except ElementUnavailable as error:
-            self._notes.add(str(error))
+            self._messages.add(str(error))
         except PlaywrightError:
             if not await self._tabs.was_closed(tab):
                 raise
@@ -80,7 +80,7 @@ class ActionExecutor:
     # Mouse
 
     async def _click(self, action: Action) -> None:
-        x, y = await self._needed(action)
+        x, y = await self._required_point(action)
         await self._page.mouse.click(
             x, y,
             button="right" if action.kind == "right_click" else "left",
@@ -88,10 +88,10 @@ class ActionExecutor:
         )  # fmt: skip
 
     async def _hover(self, action: Action) -> None:
-        await self._page.mouse.move(*await self._needed(action))
+        await self._page.mouse.move(*await self._required_point(action))
 
     async def _drag(self, action: Action) -> None:
-        start = await self._needed(action)
+        start = await self._required_point(action)
         end = await self._point(action.end_coordinate, action.end_element_id)
         if end is None:
             raise ValueError(f"{action} lacks what its kind needs")
@@ -103,8 +103,8 @@ class ActionExecutor:
     async def _scroll(self, action: Action) -> None:
         if action.direction is None:
             raise ValueError(f"{action} lacks what its kind needs")
-        middle = self._pixel((COORDINATE_RANGE // 2, COORDINATE_RANGE // 2))
-        await self._page.mouse.move(*(await self._point(action.coordinate, action.element_id) or middle))
+        centre = self._pixel((COORDINATE_RANGE // 2, COORDINATE_RANGE // 2))
+        await self._page.mouse.move(*(await self._point(action.coordinate, action.element_id) or centre))
         distance = max(self._settings.height - SCROLL_OVERLAP, SCROLL_OVERLAP)
         await self._page.mouse.wheel(0, distance if action.direction == "down" else -distance)
 
@@ -122,7 +122,7 @@ class ActionExecutor:
         except DocumentReplaced:
             length = None
         if length is None:
-            self._notes.add("no text field has the focus")
+            self._messages.add("no text field has the focus")
             return
         if length:
             await self._page.keyboard.press("ControlOrMeta+a")
@@ -138,25 +138,25 @@ class ActionExecutor:
     async def _select(self, action: Action) -> None:
         if action.text is None:
             raise ValueError(f"{action} lacks what its kind needs")
-        x, y = await self._needed(action)
+        x, y = await self._required_point(action)
         opened = None
         try:
             if self._marks is not None and action.element_id is not None:
-                views: RendererTree = self._marks.renderer_tree
+                tree: RendererTree = self._marks.renderer_tree
                 node: DOMNode | None = self._marks.node(action.element_id)
             else:
-                views = opened = await RendererTree.open(
+                tree = opened = await RendererTree.open(
                     self._tabs.active, (self._settings.width, self._settings.height)
                 )
-                node = await views.hit_test(x, y)
-            problem = await views.call_function(node, _SELECT, action.text) if node else "this is no list of options"
+                node = await tree.hit_test(x, y)
+            problem = await tree.call_function(node, _SELECT, action.text) if node else "this is no list of options"
         except PlaywrightError as error:
             problem = shorten(error.message, MAX_URL)
         finally:
             if opened is not None:
                 await opened.close()
         if problem:
-            self._notes.add(f'"{shorten(action.text, 80)}" was not selected: {problem}')
+            self._messages.add(f'"{shorten(action.text, 80)}" was not selected: {problem}')
 
     # Time, history and tabs
 
@@ -164,31 +164,31 @@ class ActionExecutor:
         await asyncio.sleep(min(WAIT_SECONDS if action.time is None else action.time, MAX_WAIT_SECONDS))
 
     async def _answer(self, action: Action) -> None:
-        """The end of an episode is not the page's affair."""
+        """Do nothing: an answer ends the episode without acting on the page."""
 
     async def _go_back(self, action: Action) -> None:
         history = await self._tabs.active.cdp.send("Page.getNavigationHistory")
         if history["currentIndex"] <= 0:
-            self._notes.add("there is no earlier page")
+            self._messages.add("there is no earlier page")
             return
         try:
             async with asyncio.timeout(COMMIT_SECONDS):
                 await self._page.go_back(wait_until="commit", timeout=0)
         except TimeoutError:
             await self._tabs.active.cdp.send("Page.stopLoading")
-            self._notes.add(f"the earlier page did not answer within {COMMIT_SECONDS:g} s")
+            self._messages.add(f"the earlier page did not answer within {COMMIT_SECONDS:g} s")
 
     async def _navigate(self, action: Action) -> None:
         if action.url is None:
             raise ValueError(f"{action} lacks what its kind needs")
-        if self._may_go(action.url):
-            await self._go(action.url)
+        if self._is_allowed(action.url):
+            await self._open_url(action.url)
 
     async def _new_tab(self, action: Action) -> None:
-        if action.url is not None and not self._may_go(action.url):
+        if action.url is not None and not self._is_allowed(action.url):
             return
         if await self._tabs.open_tab() is not None and action.url is not None:
-            await self._go(action.url)
+            await self._open_url(action.url)
 
     async def _switch_tab(self, action: Action) -> None:
         if action.tab is None:
@@ -198,31 +198,31 @@ class ActionExecutor:
     async def _close_tab(self, action: Action) -> None:
         await self._tabs.close_tab(action.tab)
 
-    def _may_go(self, url: str) -> bool:
-        refusal = self._access.refusal_reason(url)
+    def _is_allowed(self, url: str) -> bool:
+        refusal = self._network.refusal_reason(url)
         if refusal is not None:
-            self._notes.add(f"{url[:MAX_URL]} may not be opened: {refusal}")
+            self._messages.add(f"{url[:MAX_URL]} may not be opened: {refusal}")
         return refusal is None
 
-    async def _go(self, url: str) -> None:
+    async def _open_url(self, url: str) -> None:
         problem = await self._tabs.active.navigate(url, COMMIT_SECONDS)
         if problem:
-            self._notes.add(f"{url[:MAX_URL]} cannot be opened: {problem}")
+            self._messages.add(f"{url[:MAX_URL]} cannot be opened: {problem}")
 
-    # Places
+    # Points
 
     @property
     def _page(self) -> Page:
         return self._tabs.active.page
 
-    async def _needed(self, action: Action) -> Point:
+    async def _required_point(self, action: Action) -> Point:
         point = await self._point(action.coordinate, action.element_id)
         if point is None:
             raise ValueError(f"{action} lacks what its kind needs")
         return point
 
     async def _point(self, coordinate: tuple[int, int] | None, element_id: int | None) -> Point | None:
-        """Pixels of a coordinate or an element; None if neither is given. Raises Unavailable."""
+        """Pixels of a coordinate or an element; None if neither is given. Raises ElementUnavailable."""
         if coordinate is not None:
             return self._pixel(coordinate)
         if element_id is None:
@@ -235,7 +235,7 @@ class ActionExecutor:
             raise ElementUnavailable(f"element {element_id} {error}") from None
 
     def _pixel(self, coordinate: tuple[int, int]) -> Point:
-        """Pixels of a coordinate in 0..COORDINATE_RANGE; the far edge is the last pixel."""
+        """Pixels of a coordinate in 0..COORDINATE_RANGE; COORDINATE_RANGE is the last pixel."""
         x, y = coordinate
         width, height = self._settings.width, self._settings.height
         return min(x * width / COORDINATE_RANGE, width - 1), min(y * height / COORDINATE_RANGE, height - 1)

@@ -1,4 +1,4 @@
-"""The documents of one renderer as DOMSnapshot tells them: who holds whom, what is clickable, what lies where."""
+"""A CDP DOMSnapshot of one renderer: tree structure, clickable elements, boxes, text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-ELEMENT_NODE, TEXT_NODE = 1, 3  # kinds of nodes
+ELEMENT_NODE, TEXT_NODE = 1, 3  # DOM node types
 MAX_OPTIONS = 20
 MAX_CHARACTERS = 400
 _ROLES = {
@@ -19,25 +19,25 @@ _NAMING = ("aria-label", "placeholder", "title", "alt", "value")
 
 @dataclass(frozen=True)
 class MarkupElement:
-    """What the markup alone tells of an element."""
+    """An interactive element according to its markup alone."""
 
     node: int
     frame: str
     role: str
-    name: str  # or empty
+    name: str  # may be empty
 
 
 class DOMSnapshot:
-    """Nodes go by their backend ids; shadow roots, open and closed, and frames of the same process are included."""
+    """Nodes are identified by backend ids; open and closed shadow roots and same-process frames are included."""
 
     def __init__(self, captured: dict[str, Any]) -> None:
-        """`captured`: the answer of DOMSnapshot.captureSnapshot."""
+        """`captured`: the response of DOMSnapshot.captureSnapshot."""
         self._strings: list[str] = captured["strings"]
         self._documents: list[dict[str, Any]] = captured["documents"]
         self.parent: dict[int, int] = {}
-        self.document_order: dict[int, int] = {}  # place in the document
-        self.clickable: list[int] = []  # elements that listen to the mouse
-        self.clickable_frame_ids: dict[int, str] = {}  # of each clickable element, the id of its frame
+        self.document_order: dict[int, int] = {}  # index in document order
+        self.clickable: list[int] = []  # elements with mouse listeners
+        self.clickable_frame_ids: dict[int, str] = {}  # by clickable element
         self.boxes: dict[int, tuple[float, float, float, float]] = {}  # x, y, width, height in its frame's viewport
         owners = {
             document: self._ids(outer)[node]
@@ -50,25 +50,25 @@ class DOMSnapshot:
         self.scroll = (float(root.get("scrollOffsetX", 0)), float(root.get("scrollOffsetY", 0)))
 
     def self_and_ancestors(self, node: int) -> Iterator[int]:
-        """The node and everything that holds it, from the inside out."""
-        here: int | None = node
-        while here is not None:
-            yield here
-            here = self.parent.get(here)
+        """Yield the node, then its ancestors from the inside out."""
+        current: int | None = node
+        while current is not None:
+            yield current
+            current = self.parent.get(current)
 
     def text(self, node: int) -> str:
-        """The text within an element, in order."""
-        return " ".join(self._inside(node))[:MAX_CHARACTERS]
+        """The text of an element in document order, shortened."""
+        return " ".join(self._texts(node))[:MAX_CHARACTERS]
 
     def options(self, node: int) -> tuple[str, ...]:
-        """The labels of the options of a <select>, the first ones; nothing for other elements."""
+        """The first MAX_OPTIONS labels of a <select>; empty for other elements."""
         if self._names.get(node) != "SELECT":
             return ()
-        found = [child for child in self._below(node) if self._names.get(child) == "OPTION"]
-        return tuple(self.text(option).strip() for option in found[:MAX_OPTIONS])
+        options = [child for child in self._descendants(node) if self._names.get(child) == "OPTION"]
+        return tuple(self.text(option).strip() for option in options[:MAX_OPTIONS])
 
     def elements_by_markup(self) -> Iterator[MarkupElement]:
-        """Elements whose tag or attributes say that they are there to be acted on, in order."""
+        """Yield elements whose tag or role attribute marks them as interactive, in document order."""
         for document in self._documents:
             frame = self._string(document["frameId"])
             for node, flat in zip(self._ids(document), document["nodes"].get("attributes", ()), strict=False):
@@ -129,23 +129,23 @@ class DOMSnapshot:
             children.setdefault(self.parent[node], []).append(node)
         return children
 
-    def _below(self, node: int) -> Iterator[int]:
-        waiting = [node]
-        while waiting:
-            here = waiting.pop()
-            yield here
-            waiting += reversed(self._children.get(here, ()))
+    def _descendants(self, node: int) -> Iterator[int]:
+        stack = [node]
+        while stack:
+            current = stack.pop()
+            yield current
+            stack += reversed(self._children.get(current, ()))
 
-    def _inside(self, node: int) -> Iterator[str]:
+    def _texts(self, node: int) -> Iterator[str]:
         length = 0
-        for child in self._below(node):
-            words = " ".join(self._values.get(child, "").split())
-            if words:
-                yield words
-                length += len(words)
+        for child in self._descendants(node):
+            text = " ".join(self._values.get(child, "").split())
+            if text:
+                yield text
+                length += len(text)
             if length > MAX_CHARACTERS:
                 return
 
 
-def _pairs(rare: dict[str, list[int]] | None) -> tuple[list[int], list[int]]:
-    return (rare["index"], rare["value"]) if rare else ([], [])
+def _pairs(sparse: dict[str, list[int]] | None) -> tuple[list[int], list[int]]:
+    return (sparse["index"], sparse["value"]) if sparse else ([], [])

@@ -1,7 +1,7 @@
-"""Where things lie on a page: what is at a point, and at which point an element can be hit.
+"""Hit testing over CDP: the node at a point, and a point at which an element can be clicked.
 
-A page is drawn by one renderer, and frames from other sites by renderers of their own: a tree of views. All is asked
-for over CDP, past the page's scripts, so frames, open and closed shadow roots are all seen, and no script can lie.
+One renderer draws the page, further renderers draw frames from other sites: a tree of views. CDP bypasses the page's
+scripts, so frames and open and closed shadow roots are included, and no script can forge the result.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from playwright.async_api import CDPSession
 from playwright.async_api import Error as PlaywrightError
 
 from megatron_webrl.browser.page.dom_snapshot import DOMSnapshot
-from megatron_webrl.browser.page.tab import ISOLATED_WORLD_NAME, Tab
+from megatron_webrl.browser.page.tab import Tab, open_isolated_world, script_result
 
 MAX_FRAMES = 30
-"""Frames that are looked into; a page with more of them is full of advertisements."""
+"""Frames that are inspected; a page with more is full of advertisements."""
 
 MAX_NODES = 60_000
-"""Documents of more nodes are not looked into: they would take seconds of the machine at each step."""
+"""Larger documents are not inspected: that would take seconds of CPU time at each step."""
 
-MIN_SIDE = 2.0  # pixels of an element that can be hit
+MIN_SIDE = 2.0  # pixels; smaller elements cannot be hit
 Box = tuple[float, float, float, float]  # x, y, width, height in pixels of the viewport
 Point = tuple[float, float]
 
@@ -33,34 +33,34 @@ class ElementUnavailable(Exception):
 
 
 class PageTooLarge(ElementUnavailable):
-    """The elements of a page cannot be told apart; the message is a sentence."""
+    """The page has too many nodes to number its elements; the message is a sentence for the agent."""
 
 
 @dataclass(frozen=True)
 class DOMNode:
-    """An element in one document of one view."""
+    """A node of one document in one view."""
 
     view: RendererView
     frame_id: str
-    loader_id: str  # of its document: ids of nodes may come again in another one
+    loader_id: str  # of its document: another document may use the same node ids
     backend_node_id: int
 
 
 class RendererView:
-    """What one renderer draws. `refresh` comes first."""
+    """The documents drawn by one renderer. Call `refresh` first."""
 
     def __init__(self, cdp: CDPSession, parent: RendererView | None) -> None:
         self.cdp, self.parent = cdp, parent
-        self.children: dict[int, RendererView] = {}  # by the id of the element that shows them
-        self.left = self.top = 0.0  # of its viewport in the page's
-        self.loader_ids: dict[str, str] = {}  # of the document of each frame
+        self.children: dict[int, RendererView] = {}  # by the backend node id of the frame element
+        self.left = self.top = 0.0  # of its viewport within the page's
+        self.loader_ids: dict[str, str] = {}  # by frame id
         self.root_frame_id = ""
         self.snapshot = DOMSnapshot({"strings": [], "documents": [_EMPTY]})
 
     async def refresh(self) -> None:
-        """See the documents as they are.
+        """Capture the current documents.
 
-        Raises PlaywrightError if the renderer or its place on the page has gone, TooLarge.
+        Raises PlaywrightError if the renderer or its frame element is gone, PageTooLarge.
         """
         await self._check_size()
         tree, captured = await asyncio.gather(
@@ -77,7 +77,7 @@ class RendererView:
 
     async def _check_size(self) -> None:
         if await self._nodes() > MAX_NODES:
-            await self.cdp.send("HeapProfiler.collectGarbage")  # nodes of documents that are gone do not count
+            await self.cdp.send("HeapProfiler.collectGarbage")  # nodes of closed documents do not count
             nodes = await self._nodes()
             if nodes > MAX_NODES:
                 raise PageTooLarge(f"elements cannot be found in a page of {nodes} nodes; {MAX_NODES} are the most")
@@ -86,30 +86,30 @@ class RendererView:
         return int((await self.cdp.send("Memory.getDOMCounters"))["nodes"])
 
     async def boxes(self, node: int) -> list[Box]:
-        """The parts of an element on the page, the largest first; none if it is not shown."""
+        """Boxes of an element on the page, the largest first; empty if it is not displayed."""
         try:
-            answer = await self.cdp.send("DOM.getContentQuads", {"backendNodeId": node})
+            response = await self.cdp.send("DOM.getContentQuads", {"backendNodeId": node})
         except PlaywrightError:
             return []
-        found = []
-        for quad in answer["quads"]:
+        boxes = []
+        for quad in response["quads"]:
             xs, ys = quad[0::2], quad[1::2]
-            found.append((self.left + min(xs), self.top + min(ys), max(xs) - min(xs), max(ys) - min(ys)))
-        return sorted(found, key=lambda box: -box[2] * box[3])
+            boxes.append((self.left + min(xs), self.top + min(ys), max(xs) - min(xs), max(ys) - min(ys)))
+        return sorted(boxes, key=lambda box: -box[2] * box[3])
 
     async def hit_test(self, x: float, y: float) -> tuple[int, str] | None:
-        """The node at a point of the page, and its frame."""
+        """Backend id and frame id of the node at a point of the page."""
         left, top = self.snapshot.scroll
         try:
-            place = {"x": int(x - self.left + left), "y": int(y - self.top + top)}
-            answer = await self.cdp.send("DOM.getNodeForLocation", place)
+            location = {"x": int(x - self.left + left), "y": int(y - self.top + top)}
+            response = await self.cdp.send("DOM.getNodeForLocation", location)
         except PlaywrightError:
             return None
-        return int(answer["backendNodeId"]), str(answer["frameId"])
+        return int(response["backendNodeId"]), str(response["frameId"])
 
 
 class RendererTree:
-    """All views of a tab, the page's own first."""
+    """All views of a tab, the main one first."""
 
     def __init__(self, tab: Tab, size: tuple[int, int]) -> None:
         self.main = RendererView(tab.cdp, None)
@@ -118,70 +118,70 @@ class RendererTree:
 
     @classmethod
     async def open(cls, tab: Tab, size: tuple[int, int]) -> RendererTree:
-        """Look at a tab whose viewport has `size` in pixels.
+        """Capture all views of a tab; `size` is its viewport in pixels.
 
-        Raises PlaywrightError if it is being replaced, TooLarge.
+        Raises PlaywrightError if the document is being replaced, PageTooLarge.
         """
-        views = cls(tab, size)
-        await views.main.refresh()
+        tree = cls(tab, size)
+        await tree.main.refresh()
         frames = tab.page.frames[1 : MAX_FRAMES + 1]
         sessions = await asyncio.gather(
             *(tab.page.context.new_cdp_session(frame) for frame in frames), return_exceptions=True
         )
-        of = {tab.page.main_frame: views.main}
+        views = {tab.page.main_frame: tree.main}
         for frame, session in zip(frames, sessions, strict=True):
-            parent = of.get(frame.parent_frame) if frame.parent_frame else None
+            parent = views.get(frame.parent_frame) if frame.parent_frame else None
             if parent is None:
                 continue
-            if isinstance(session, BaseException):  # it is drawn by its parent's renderer
-                of[frame] = parent
+            if isinstance(session, BaseException):  # drawn by the renderer of its parent
+                views[frame] = parent
                 continue
             view = RendererView(session, parent)
-            views.views.append(view)
+            tree.views.append(view)
             try:
                 await view.refresh()
-                of[frame] = view
+                views[frame] = view
             except (PlaywrightError, PageTooLarge):
-                continue  # it is not shown, has just gone, or is a world of its own
-        return views
+                continue  # not displayed, closed in the meantime, or too large
+        return tree
 
     async def close(self) -> None:
-        """Let go of the other renderers."""
+        """Detach from the other renderers."""
         await asyncio.gather(*(view.cdp.detach() for view in self.views[1:]), return_exceptions=True)
 
     async def hit_test(self, x: float, y: float) -> DOMNode | None:
-        """The element at a point of the viewport, in whichever view."""
+        """The node at a point of the viewport, in any view."""
         view = self.main
         while True:
-            found = await view.hit_test(x, y)
-            if found is None:
+            hit = await view.hit_test(x, y)
+            if hit is None:
                 return None
-            node, frame = found
+            node, frame = hit
             inner = view.children.get(node)
             if inner is None:
                 return DOMNode(view, frame, view.loader_ids.get(frame, ""), node)
             view = inner
 
     async def locate(self, node: DOMNode) -> tuple[Box, Point] | None:
-        """The visible part of an element, and a point where it and nothing else is hit; None if there is none."""
+        """The visible part of an element and a point at which it is hit; None if there is none."""
         for box in await node.view.boxes(node.backend_node_id):
-            part = self._clipped(box)
-            if part is None:
+            visible = self._clipped(box)
+            if visible is None:
                 continue
-            for point in _points(part):
+            for point in _points(visible):
                 hit = await self.hit_test(*point)
                 if (
                     hit is not None
                     and hit.view is node.view
                     and node.backend_node_id in hit.view.snapshot.self_and_ancestors(hit.backend_node_id)
                 ):
-                    return part, point
+                    return visible, point
         return None
 
     async def click_point(self, node: DOMNode) -> Point:
-        """Where an element can be hit at this moment. Raises Unavailable, with words for the agent."""
+        """A point at which an element can be hit now. Raises ElementUnavailable with a message for the agent."""
         try:
-            for view in reversed(list(_outwards(node.view))):  # a frame's place follows from that of its parent
+            for view in reversed(list(_outwards(node.view))):  # the position of a frame depends on its parent's
                 await view.refresh()
         except PageTooLarge:
             raise ElementUnavailable("cannot be found again: the page has grown too large") from None
@@ -192,21 +192,21 @@ class RendererTree:
             or node.backend_node_id not in node.view.snapshot.document_order
         ):
             raise ElementUnavailable("is gone")
-        found = await self.locate(node)
-        if found is None:
+        location = await self.locate(node)
+        if location is None:
             raise ElementUnavailable("is hidden or covered")
-        return found[1]
+        return location[1]
 
     async def call_function(self, node: DOMNode, function: str, *arguments: Any) -> Any:
-        """What a function of JavaScript returns with the element as `this`, out of reach of the page's scripts.
+        """Call a JavaScript function with the element as `this`, isolated from the page's scripts; returns its result.
 
         Raises PlaywrightError.
         """
         cdp = node.view.cdp
-        world = await cdp.send("Page.createIsolatedWorld", {"frameId": node.frame_id, "worldName": ISOLATED_WORLD_NAME})
-        context = {"backendNodeId": node.backend_node_id, "executionContextId": world["executionContextId"]}
-        element = (await cdp.send("DOM.resolveNode", context))["object"]["objectId"]
-        answer = await cdp.send(
+        world = await open_isolated_world(cdp, node.frame_id)
+        target = {"backendNodeId": node.backend_node_id, "executionContextId": world}
+        element = (await cdp.send("DOM.resolveNode", target))["object"]["objectId"]
+        response = await cdp.send(
             "Runtime.callFunctionOn",
             {
                 "functionDeclaration": function,
@@ -215,12 +215,10 @@ class RendererTree:
                 "returnByValue": True,
             },
         )
-        if "exceptionDetails" in answer:
-            raise PlaywrightError(f"a script failed: {answer['exceptionDetails'].get('text')}")
-        return answer["result"].get("value")
+        return script_result(response)
 
     def may_be_visible(self, node: DOMNode) -> bool:
-        """Whether an element could be in view, by its place in its own frame; cheap, and true too often."""
+        """Whether an element could be in view, by its box within its own frame; a cheap over-estimate."""
         box = node.view.snapshot.boxes.get(node.backend_node_id)
         if box is None:
             return False
@@ -236,25 +234,25 @@ class RendererTree:
 
 
 def _outwards(view: RendererView) -> Iterator[RendererView]:
-    here: RendererView | None = view
-    while here is not None:
-        yield here
-        here = here.parent
+    current: RendererView | None = view
+    while current is not None:
+        yield current
+        current = current.parent
 
 
 def _points(box: Box) -> Sequence[Point]:
-    """The middle, then the middles of the four quarters."""
+    """The centre of a box, then the centres of its quarters."""
     x, y, width, height = box
     quarters = [(x + width * a, y + height * b) for b in (0.25, 0.75) for a in (0.25, 0.75)]
     return [(x + width / 2, y + height / 2), *quarters]
 
 
 def _loaders(tree: dict[str, Any]) -> dict[str, str]:
-    """The loader of each frame's document, in order."""
-    found = {str(tree["frame"]["id"]): str(tree["frame"]["loaderId"])}
+    """Loader id by frame id, in document order."""
+    loaders = {str(tree["frame"]["id"]): str(tree["frame"]["loaderId"])}
     for child in tree.get("childFrames", ()):
-        found |= _loaders(child)
-    return found
+        loaders |= _loaders(child)
+    return loaders
 
 
 _EMPTY: dict[str, Any] = {

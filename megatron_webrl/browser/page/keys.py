@@ -1,4 +1,4 @@
-"""Key chords such as "Control+a": which there are."""
+"""Syntax of key chords such as "Control+a"."""
 
 from __future__ import annotations
 

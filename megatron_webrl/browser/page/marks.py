@@ -1,4 +1,4 @@
-"""Set-of-Marks: the elements in view that can be acted on, numbered, from the accessibility tree."""
+"""Set-of-Marks: number the interactive elements in view, from the accessibility tree."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from megatron_webrl.browser.page.step_messages import shorten
 from megatron_webrl.browser.page.tab import Tab
 from megatron_webrl.types import Element
 
-MAX_NAME = 80  # characters of a name, a value or an option
+MAX_NAME = 80  # characters of a name, value or option
 MAX_TREE_NODES = 20_000
-"""The elements of a larger document are told by their markup: its accessibility tree takes seconds to read."""
+"""Elements of a larger document are found by markup: reading its accessibility tree takes seconds."""
 
 CANDIDATES_PER_MARK = 4
-"""Candidates that are looked at for each element that may be numbered; the rest of a gigantic page is left out."""
+"""Candidates examined per available number; the rest of a huge page is skipped."""
 
 INTERACTIVE_ROLES = frozenset({
     "button", "popupbutton", "togglebutton", "link", "tab", "treeitem", "disclosuretriangle",
@@ -35,13 +35,13 @@ INTERACTIVE_ROLES = frozenset({
     "textbox", "searchbox", "combobox", "listbox", "option", "menulistpopup", "colorwell", "date", "datetime",
     "inputtime", "menuitem", "menuitemcheckbox", "menuitemradio",
 })  # fmt: skip
-"""Roles that are there to be acted on."""
+"""Roles of elements that can be acted on."""
 
 _NEVER = frozenset({"rootwebarea", "iframe", "iframepresentational", "inlinetextbox", "linebreak"})
 _LARGE = 0.5
-"""An element without such a role that covers more of the viewport is a container that listens for its contents."""
+"""An element without an interactive role that covers more of the viewport is taken for a container."""
 
-# Property of the accessibility tree -> words for its values; other values say nothing.
+# Property of the accessibility tree -> text for its values; other values are not shown.
 _STATES: dict[str, dict[Any, str]] = {
     "focused": {True: "focused"},
     "disabled": {True: "disabled"},
@@ -64,88 +64,93 @@ class _Candidate:
     states: tuple[str, ...]
 
     @property
-    def plain(self) -> bool:
-        """Whether only what it listens to or its focus says that it can be acted on."""
+    def lacks_role(self) -> bool:
+        """Whether it is a candidate only because of a mouse listener or because it can be focused."""
         return self.role not in INTERACTIVE_ROLES
 
 
 class Marks:
-    """The numbered elements of one observation; the numbers mean nothing in the next one."""
+    """The numbered elements of one observation; numbers are valid for that observation only."""
 
-    def __init__(self, views: RendererTree, elements: tuple[Element, ...], nodes: dict[int, DOMNode]) -> None:
-        self.elements, self.renderer_tree = elements, views
+    def __init__(self, tree: RendererTree, elements: tuple[Element, ...], nodes: dict[int, DOMNode]) -> None:
+        self.elements, self.renderer_tree = elements, tree
         self._nodes = nodes
 
     def node(self, number: int) -> DOMNode:
-        """The element with a number. Raises Unavailable."""
+        """The node with a number. Raises ElementUnavailable."""
         if number not in self._nodes:
             raise ElementUnavailable("is not in the observation")
         return self._nodes[number]
 
     async def click_point(self, number: int) -> Point:
-        """Where an element can be hit at this moment, in pixels. Raises Unavailable."""
+        """A point in pixels at which an element can be hit now. Raises ElementUnavailable."""
         return await self.renderer_tree.click_point(self.node(number))
 
     async def close(self) -> None:
-        """Forget the elements."""
+        """Detach from the renderers."""
         await self.renderer_tree.close()
 
 
 async def find_marks(tab: Tab, size: tuple[int, int], limit: int) -> Marks:
-    """The first `limit` elements, in the order of the document, that are in view and not covered.
+    """Number the first `limit` elements, in document order, that are in view and not covered.
 
-    Raises PlaywrightError if the page is being replaced, TooLarge.
+    Raises PlaywrightError if the page is being replaced, PageTooLarge.
     """
-    views = await RendererTree.open(tab, size)
+    tree = await RendererTree.open(tab, size)
     try:
-        listed = await asyncio.gather(*(_listed(view) for view in views.views))
-        candidates = [found for of_view in listed for found in of_view if views.may_be_visible(found.node)]
+        by_view = await asyncio.gather(*(_view_candidates(view) for view in tree.views))
+        candidates = [candidate for view in by_view for candidate in view if tree.may_be_visible(candidate.node)]
         candidates = candidates[: limit * CANDIDATES_PER_MARK]
-        places = await asyncio.gather(*(views.locate(found.node) for found in candidates))
-        shown = [(found, place[0]) for found, place in zip(candidates, places, strict=True) if place is not None]
-        shown = _without_containers(shown, size)[:limit]
+        locations = await asyncio.gather(*(tree.locate(candidate.node) for candidate in candidates))
+        visible = [
+            (candidate, location[0])
+            for candidate, location in zip(candidates, locations, strict=True)
+            if location is not None
+        ]
+        marked = list(enumerate(_without_containers(visible, size)[:limit], 1))
     except BaseException:
-        await views.close()
+        await tree.close()
         raise
-    elements = tuple(_element(number, found, box) for number, (found, box) in enumerate(shown, 1))
-    return Marks(views, elements, {number: found.node for number, (found, _) in enumerate(shown, 1)})
+    elements = tuple(_element(number, candidate, box) for number, (candidate, box) in marked)
+    return Marks(tree, elements, {number: candidate.node for number, (candidate, _) in marked})
 
 
-async def _listed(view: RendererView) -> list[_Candidate]:
-    """What a view's accessibility trees and listeners offer, in the order of the document."""
+async def _view_candidates(view: RendererView) -> list[_Candidate]:
+    """The candidates of a view, by accessibility tree and mouse listeners, in document order."""
     if len(view.snapshot.document_order) > MAX_TREE_NODES:
-        return await asyncio.to_thread(_offered, view, _from_markup(view))
+        return await asyncio.to_thread(_candidates, view, _from_markup(view))
     frames = list(view.loader_ids)[:MAX_FRAMES]
     trees = await asyncio.gather(*(_tree(view, frame) for frame in frames))
-    return await asyncio.to_thread(_offered, view, dict(zip(frames, trees, strict=True)))
+    return await asyncio.to_thread(_candidates, view, dict(zip(frames, trees, strict=True)))
 
 
 def _from_markup(view: RendererView) -> dict[str, list[dict[str, Any]]]:
-    """By frame, what stands in for its accessibility tree."""
+    """Substitute for the accessibility trees, by frame: entries built from the markup."""
     trees: dict[str, list[dict[str, Any]]] = {}
-    for found in view.snapshot.elements_by_markup():
-        entry = {"backendDOMNodeId": found.node, "role": {"value": found.role}, "name": {"value": found.name}}
-        trees.setdefault(found.frame, []).append(entry)
+    for element in view.snapshot.elements_by_markup():
+        entry = {"backendDOMNodeId": element.node, "role": {"value": element.role}, "name": {"value": element.name}}
+        trees.setdefault(element.frame, []).append(entry)
     return trees
 
 
-def _offered(view: RendererView, trees: dict[str, list[dict[str, Any]]]) -> list[_Candidate]:
-    found: dict[int, _Candidate] = {}
-    described: dict[int, dict[str, Any]] = {}
+def _candidates(view: RendererView, trees: dict[str, list[dict[str, Any]]]) -> list[_Candidate]:
+    candidates: dict[int, _Candidate] = {}
+    entries: dict[int, dict[str, Any]] = {}
     for frame, tree in trees.items():
         for entry in tree:
             node = entry.get("backendDOMNodeId")
             if node is None or node not in view.snapshot.document_order:
                 continue
-            described[node] = entry
-            if not entry.get("ignored") and _offers(entry):
-                found[node] = _candidate(view, frame, node, entry)
+            entries[node] = entry
+            if not entry.get("ignored") and _is_interactive(entry):
+                candidates[node] = _candidate(view, frame, node, entry)
     for node in view.snapshot.clickable:
-        if node not in found:
-            entry = described.get(node, {})
+        if node not in candidates:
+            entry = entries.get(node, {})
             if _role(entry) not in _NEVER:
-                found[node] = _candidate(view, view.snapshot.clickable_frame_ids[node], node, entry)
-    return sorted(found.values(), key=lambda candidate: view.snapshot.document_order[candidate.node.backend_node_id])
+                candidates[node] = _candidate(view, view.snapshot.clickable_frame_ids[node], node, entry)
+    order = view.snapshot.document_order
+    return sorted(candidates.values(), key=lambda candidate: order[candidate.node.backend_node_id])
 
 
 async def _tree(view: RendererView, frame: str) -> list[dict[str, Any]]:
@@ -154,16 +159,16 @@ async def _tree(view: RendererView, frame: str) -> list[dict[str, Any]]:
     except PlaywrightError:
         if frame == view.root_frame_id:
             raise
-        return []  # a frame that has just gone
+        return []  # the frame has closed in the meantime
 
 
-def _offers(entry: dict[str, Any]) -> bool:
+def _is_interactive(entry: dict[str, Any]) -> bool:
     role = _role(entry)
     return role in INTERACTIVE_ROLES or (role not in _NEVER and _property(entry, "focusable") is True)
 
 
 def _candidate(view: RendererView, frame: str, node: int, entry: dict[str, Any]) -> _Candidate:
-    states = [words.get(_property(entry, name)) for name, words in _STATES.items()]
+    states = [texts.get(_property(entry, name)) for name, texts in _STATES.items()]
     name = str(entry.get("name", {}).get("value") or view.snapshot.text(node))
     value = entry.get("value", {}).get("value")
     role = _role(entry)
@@ -176,26 +181,28 @@ def _candidate(view: RendererView, frame: str, node: int, entry: dict[str, Any])
     )
 
 
-def _without_containers(shown: Sequence[tuple[_Candidate, Box]], size: tuple[int, int]) -> list[tuple[_Candidate, Box]]:
-    """Without those that merely hold others, or fill the page, and have no role of their own."""
-    holders: set[tuple[int, int]] = set()
-    for found, _ in shown:
-        view = found.node.view
-        _, *above = view.snapshot.self_and_ancestors(found.node.backend_node_id)
-        holders |= {(id(view), node) for node in above}
+def _without_containers(
+    visible: Sequence[tuple[_Candidate, Box]], size: tuple[int, int]
+) -> list[tuple[_Candidate, Box]]:
+    """Drop candidates without an interactive role that contain other candidates or fill the page."""
+    containers: set[tuple[int, int]] = set()
+    for candidate, _ in visible:
+        view = candidate.node.view
+        _, *ancestors = view.snapshot.self_and_ancestors(candidate.node.backend_node_id)
+        containers |= {(id(view), node) for node in ancestors}
     large = _LARGE * size[0] * size[1]
     return [
-        (found, box)
-        for found, box in shown
-        if not found.plain
-        or ((id(found.node.view), found.node.backend_node_id) not in holders and box[2] * box[3] <= large)
+        (candidate, box)
+        for candidate, box in visible
+        if not candidate.lacks_role
+        or ((id(candidate.node.view), candidate.node.backend_node_id) not in containers and box[2] * box[3] <= large)
     ]
 
 
-def _element(number: int, found: _Candidate, box: Box) -> Element:
+def _element(number: int, candidate: _Candidate, box: Box) -> Element:
     x, y, width, height = (round(side) for side in box)
-    options = found.node.view.snapshot.options(found.node.backend_node_id)
-    element = Element(number, found.role, found.name, (x, y, width, height), found.value, found.states)
+    options = candidate.node.view.snapshot.options(candidate.node.backend_node_id)
+    element = Element(number, candidate.role, candidate.name, (x, y, width, height), candidate.value, candidate.states)
     return replace(element, options=tuple(shorten(option, MAX_NAME) for option in options))
 
 
@@ -204,8 +211,8 @@ def _role(entry: dict[str, Any]) -> str:
 
 
 def _property(entry: dict[str, Any], name: str) -> Any:
-    for found in entry.get("properties", ()):
-        if found["name"] == name:
-            value = found["value"].get("value")
+    for item in entry.get("properties", ()):
+        if item["name"] == name:
+            value = item["value"].get("value")
             return value if isinstance(value, bool | str) else None
     return None

@@ -1,4 +1,4 @@
-"""Making an observation of the active tab: at rest, with its screenshot, elements and result."""
+"""Observe the active tab once it is idle: screenshot, elements, result."""
 
 from __future__ import annotations
 
@@ -18,95 +18,94 @@ from megatron_webrl.browser.page.pixels import ScreenshotDigest, draw_marks
 from megatron_webrl.browser.page.step_messages import StepMessages
 from megatron_webrl.browser.page.tab import Tab, is_document_replaced
 from megatron_webrl.browser.page.tabs import Tabs
-from megatron_webrl.browser.task_page import TaskPage
 from megatron_webrl.config.browser import BrowserConfig
-from megatron_webrl.types import Observation, StepSeconds, Task
+from megatron_webrl.types import Observation, StepSeconds, Task, TaskSite
 
 MARK_ATTEMPTS = 3
-"""A page that is replaced so often while its elements are listed is shown without numbers."""
+"""A page replaced this often while its elements are listed is shown without numbers."""
 
 OBSERVE_ATTEMPTS = 10
-"""A page that is replaced so often while it is looked at cannot be seen."""
+"""A page replaced this often while it is observed cannot be observed."""
 
 T = TypeVar("T")
 
 
 class PageObserver:
-    """Sees what the agent is shown. `marks` are the elements of the latest observation."""
+    """Builds observations. `marks` are the elements of the latest observation."""
 
-    def __init__(self, tabs: Tabs, settings: BrowserConfig, notes: StepMessages, access: NetworkAccess) -> None:
+    def __init__(self, tabs: Tabs, settings: BrowserConfig, messages: StepMessages, network: NetworkAccess) -> None:
         self.marks: Marks | None = None
-        self._tabs, self._settings, self._notes, self._access = tabs, settings, notes, access
-        self._picture: ScreenshotDigest | None = None  # the latest, without numbers
+        self._tabs, self._settings, self._messages, self._network = tabs, settings, messages, network
+        self._digest: ScreenshotDigest | None = None  # of the latest screenshot, without numbers
 
     async def reset(self) -> None:
-        """Compare with nothing seen so far."""
-        self._picture = None
+        """Forget the latest observation."""
+        self._digest = None
         await self._drop_marks()
 
-    async def observe(self, site: TaskPage, task: Task, seconds_acting: float, instruction: str | None) -> Observation:
-        """Wait until the page is at rest and look at it. Raises PlaywrightError if it is lost."""
+    async def observe(self, site: TaskSite, task: Task, seconds_acting: float, instruction: str | None) -> Observation:
+        """Wait until the page is idle and observe it. Raises PlaywrightError if it is lost."""
         started = time.monotonic()
         until = asyncio.get_running_loop().time() + settle.SETTLE_SECONDS
-        rest = await self._rest(until)
-        rested = time.monotonic()
+        settled = await self._settle(until)
+        settled_at = time.monotonic()
         if self._settings.marks:
-            rest = await self._mark(rest, until)
+            settled = await self._mark(settled, until)
         tab = self._tabs.active
         screenshot, (reward, done) = await asyncio.gather(
             retry_if_replaced(lambda: self._capture(tab)), retry_if_replaced(lambda: site.result(tab.page, task))
         )
-        before, self._picture = self._picture, ScreenshotDigest(screenshot)
-        changed = before is not None and await asyncio.to_thread(self._picture.differs, before)
+        before, self._digest = self._digest, ScreenshotDigest(screenshot)
+        changed = before is not None and await asyncio.to_thread(self._digest.differs, before)
         elements = self.marks.elements if self.marks else None
         if elements is not None:
             settings = self._settings
             screenshot = await asyncio.to_thread(
                 draw_marks, screenshot, elements, settings.screenshot, settings.quality
             )
-        tabs = await self._tabs.list_tabs(rest.title, rest.url)
-        if rest.url.startswith("chrome-error:"):
-            self._notes.add("the page cannot be reached")
-        for sentence in self._access.take_errors(rest.url):
-            self._notes.add(sentence)
-        if rest.loading:
-            self._notes.add("the page is still loading")
-        seconds = StepSeconds(seconds_acting, rested - started, time.monotonic() - rested)
+        tabs = await self._tabs.list_tabs(settled.title, settled.url)
+        if settled.url.startswith("chrome-error:"):
+            self._messages.add("the page cannot be reached")
+        for sentence in self._network.take_errors(settled.url):
+            self._messages.add(sentence)
+        if settled.loading:
+            self._messages.add("the page is still loading")
+        seconds = StepSeconds(seconds_acting, settled_at - started, time.monotonic() - settled_at)
         return Observation(
-            screenshot=screenshot, url=rest.url, title=rest.title, page_changed=changed, instruction=instruction,
-            error=self._notes.pop_text(), reward=reward, done=done, elements=elements, tabs=tabs, scroll=rest.scroll,
-            seconds=seconds,
+            screenshot=screenshot, url=settled.url, title=settled.title, page_changed=changed,
+            instruction=instruction, error=self._messages.pop_text(), reward=reward, done=done, elements=elements,
+            tabs=tabs, scroll=settled.scroll, seconds=seconds,
         )  # fmt: skip
 
-    async def _rest(self, until: float) -> settle.SettledPage:
-        """The active tab at rest, whichever it is then: windows that open on the way become active."""
+    async def _settle(self, until: float) -> settle.SettledPage:
+        """Wait until the active tab is idle; a window that opens in the meantime becomes the active tab."""
         while True:
             tab = self._tabs.active
             try:
-                rest = await settle.wait_until_idle(tab, until)
+                settled = await settle.wait_until_idle(tab, until)
             except PlaywrightError:
                 if not await self._tabs.was_closed(tab):
                     raise
-                continue  # it has closed itself
+                continue  # the tab has closed itself
             await self._tabs.wait_for_new_tabs()
             if tab is self._tabs.active:
-                return rest
+                return settled
 
-    async def _mark(self, rest: settle.SettledPage, until: float) -> settle.SettledPage:
-        """Number the elements; returns the page at rest as it is then."""
+    async def _mark(self, settled: settle.SettledPage, until: float) -> settle.SettledPage:
+        """Number the elements; returns the page state that the numbers belong to."""
         await self._drop_marks()
         size = self._settings.width, self._settings.height
         for _ in range(MARK_ATTEMPTS):
             try:
                 self.marks = await find_marks(self._tabs.active, size, self._settings.max_marks)
-                return rest
+                return settled
             except PageTooLarge as error:
-                self._notes.add(str(error))
-                return rest
+                self._messages.add(str(error))
+                return settled
             except PlaywrightError:
-                rest = await self._rest(until)
-        self._notes.add("the elements of the page could not be listed")
-        return rest
+                settled = await self._settle(until)
+        self._messages.add("the elements of the page could not be listed")
+        return settled
 
     async def _drop_marks(self) -> None:
         if self.marks is not None:
@@ -114,7 +113,7 @@ class PageObserver:
             self.marks = None
 
     async def _capture(self, tab: Tab) -> bytes:
-        # What numbers are drawn on is captured without loss.
+        # Numbers are drawn on a lossless capture.
         encoding = "png" if self._settings.marks else self._settings.screenshot
         options: dict[str, Any] = {"format": encoding, "optimizeForSpeed": True}
         if encoding != "png":
@@ -122,12 +121,12 @@ class PageObserver:
         return base64.b64decode((await tab.cdp.send("Page.captureScreenshot", options))["data"])
 
 
-async def retry_if_replaced(look: Callable[[], Awaitable[T]]) -> T:
-    """What a look at the page gives, at the next document if one goes away meanwhile. Raises PlaywrightError."""
+async def retry_if_replaced(call: Callable[[], Awaitable[T]]) -> T:
+    """Await `call()`; repeat it on the next document if the document is replaced. Raises PlaywrightError."""
     for _ in range(OBSERVE_ATTEMPTS - 1):
         try:
-            return await look()
+            return await call()
         except PlaywrightError as error:
             if not is_document_replaced(error):
                 raise
-    return await look()
+    return await call()

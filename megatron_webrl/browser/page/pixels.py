@@ -1,6 +1,6 @@
-"""Screenshots as pixels: comparing them, and numbers drawn on them.
+"""Compare the pixels of screenshots and draw numbers on them.
 
-Numbers are drawn after the capture, not in the page: no page can tell that they are there, move or hide them.
+Numbers are drawn after the capture, not in the page: a page can neither detect nor move nor hide them.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _COLOURS = ("#d7263d", "#1b6ca8", "#2e7d32", "#8e24aa", "#b35900", "#00707a", "#
 
 
 class ScreenshotDigest:
-    """An encoded screenshot and, once it was compared, digests of its pixels, which are not kept themselves."""
+    """An encoded screenshot with lazily computed digests of its pixels; the pixels are not kept."""
 
     def __init__(self, encoded: bytes) -> None:
         self._encoded = encoded
 
     def differs(self, other: ScreenshotDigest) -> bool:
-        """Whether pixels differ, not merely bytes. Raises OSError for bytes that are no image."""
+        """Whether the pixels differ, not merely the bytes. Raises OSError for bytes that are not an image."""
         if self._encoded == other._encoded:
             return False
         return self._coarse != other._coarse or self._fine != other._fine
 
     @cached_property
     def _coarse(self) -> bytes:
-        """Of the means of eight by eight pixels where they can be decoded alone, in JPEG: a sixth of the work."""
+        """For JPEG, the digest of the means of 8x8 blocks, a sixth of the work of a full decode; else `_fine`."""
         with Image.open(io.BytesIO(self._encoded)) as image:
             if image.format != "JPEG":
                 return self._fine
@@ -54,7 +54,7 @@ def _digest(image: Image.Image) -> bytes:
 def draw_marks(screenshot: bytes, elements: Sequence[Element], encoding: str, quality: int) -> bytes:
     """The screenshot with a numbered box around each element, as "png", "jpeg" or "webp".
 
-    Raises OSError for bytes that are no image.
+    Raises OSError for bytes that are not an image.
     """
     with Image.open(io.BytesIO(screenshot)) as opened:
         image = opened.convert("RGB")
@@ -64,7 +64,7 @@ def draw_marks(screenshot: bytes, elements: Sequence[Element], encoding: str, qu
         colour = _COLOURS[element.id % len(_COLOURS)]
         x, y, width, height = element.box
         draw.rectangle((x, y, x + width - 1, y + height - 1), outline=colour, width=2)
-    for element in elements:  # after all boxes, so that no number is crossed out
+    for element in elements:  # after all boxes, so that no box covers a number
         _label(draw, font, element, image.size)
     buffer = io.BytesIO()
     if encoding == "png":
@@ -80,7 +80,7 @@ def _label(
     draw: ImageDraw.ImageDraw, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, element: Element,
     size: tuple[int, int],
 ) -> None:  # fmt: skip
-    """The number at the top left: above the box, or within it where there is no room above."""
+    """Draw the number at the top left: above the box, or inside it if there is no room above."""
     text = str(element.id)
     left, top, right, bottom = draw.textbbox((0, 0), text, font=font)
     width, height = int(right - left) + 4, int(bottom - top) + 4

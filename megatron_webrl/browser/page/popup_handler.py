@@ -1,4 +1,4 @@
-"""What pages do uninvited: dialogs, file choosers, downloads, addresses that belong to other programs."""
+"""Handles dialogs, file choosers, downloads and links to other programs."""
 
 from __future__ import annotations
 
@@ -13,70 +13,72 @@ from playwright.async_api import Error as PlaywrightError
 from megatron_webrl.browser.page.step_messages import StepMessages, shorten
 
 MAX_DIALOGS = 20
-"""A page that has opened so many in one step opens no more: its running script is ended, its dialogs are taken away."""
+"""After this many dialogs in one step the running script is terminated and the page's dialog functions removed."""
 
-DIALOG_SECONDS = 10.0  # to answer one, or to silence a page
+DIALOG_SECONDS = 10.0  # to answer a dialog, or to remove the dialog functions
 MAX_TEXT = 100  # characters of a dialog's text
-_SILENCE = "(() => { const nothing = () => undefined; window.alert = window.confirm = window.prompt = nothing; })()"
+_REMOVE_DIALOGS = (
+    "(() => { const nothing = () => undefined; window.alert = window.confirm = window.prompt = nothing; })()"
+)
 _SCHEMES = frozenset({"http", "https", "about", "blob", "data", "javascript", "chrome-error", ""})
 
 
 class PopupHandler:
-    """Answers or refuses them, and tells the agent by notes."""
+    """Answers dialogs, refuses the rest, and adds messages for the agent."""
 
-    def __init__(self, context: BrowserContext, notes: StepMessages) -> None:
-        self._notes = notes
+    def __init__(self, context: BrowserContext, messages: StepMessages) -> None:
+        self._messages = messages
         self._dialogs = 0
         self._sessions: dict[Page, CDPSession] = {}
-        self._answering: set[asyncio.Task[None]] = set()
-        context.on("dialog", self._dialog)
+        self._tasks: set[asyncio.Task[None]] = set()
+        context.on("dialog", self._on_dialog)
 
     def attach(self, page: Page, cdp: CDPSession) -> None:
-        """Refuse files and downloads of a page."""
+        """Subscribe to the file choosers and downloads of a page."""
         self._sessions[page] = cdp
-        page.on("filechooser", self._chooser)
-        page.on("download", self._download)
+        page.on("filechooser", self._on_file_chooser)
+        page.on("download", self._on_download)
 
     def on_navigation_request(self, url: str) -> None:
-        """A page asks to go to an address."""
+        """Report a navigation that Chromium refuses because of its scheme."""
         try:
             scheme = urlsplit(url).scheme.lower()
         except ValueError:
             return
         if scheme not in _SCHEMES:
-            self._notes.add(f"{shorten(url, MAX_TEXT)} was not opened: only web pages can be")
+            self._messages.add(f"{shorten(url, MAX_TEXT)} was not opened: only web pages can be")
 
     def reset_dialog_count(self) -> None:
-        """Dialogs are counted anew."""
+        """Start a new step: set the count of dialogs to 0."""
         self._dialogs = 0
 
     def close(self) -> None:
-        """Answer nothing any more."""
-        for task in self._answering:
+        """Stop answering."""
+        for task in self._tasks:
             task.cancel()
 
-    def _dialog(self, dialog: Dialog) -> None:
+    def _on_dialog(self, dialog: Dialog) -> None:
         self._dialogs += 1
         text = shorten(dialog.message, MAX_TEXT)
         if dialog.type == "beforeunload":
-            self._notes.add("the page asked whether to leave it; it was left")
+            self._messages.add("the page asked whether to leave it; it was left")
         else:
-            self._notes.add(f'the page opened a dialog, "{text}", which was answered with OK')
+            self._messages.add(f'the page opened a dialog, "{text}", which was answered with OK')
         if self._dialogs % MAX_DIALOGS == 0 and dialog.page in self._sessions:
-            # Asked for while the dialog holds the script: it takes effect when the script goes on.
-            self._do(_silence(self._sessions[dialog.page]))
-        self._do(_answer(dialog))
+            # Sent while the dialog blocks the script: takes effect when the script resumes.
+            self._start(_remove_dialogs(self._sessions[dialog.page]))
+        self._start(_answer(dialog))
 
-    def _chooser(self, chooser: FileChooser) -> None:
-        self._notes.add("the page asked for a file; none was given")
+    def _on_file_chooser(self, chooser: FileChooser) -> None:
+        self._messages.add("the page asked for a file; none was given")
 
-    def _download(self, download: Download) -> None:
-        self._notes.add(f"the download of {shorten(download.suggested_filename, MAX_TEXT)} was refused")
+    def _on_download(self, download: Download) -> None:
+        self._messages.add(f"the download of {shorten(download.suggested_filename, MAX_TEXT)} was refused")
 
-    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        self._answering.add(task)
-        task.add_done_callback(self._answering.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
 async def _answer(dialog: Dialog) -> None:
@@ -84,14 +86,14 @@ async def _answer(dialog: Dialog) -> None:
         async with asyncio.timeout(DIALOG_SECONDS):
             await dialog.accept(dialog.default_value if dialog.type == "prompt" else None)
     except (PlaywrightError, TimeoutError):
-        pass  # it went with its page, or the page's own limits end it
+        pass  # the page has closed, or the time limit of the operation ends it
 
 
-async def _silence(cdp: CDPSession) -> None:
+async def _remove_dialogs(cdp: CDPSession) -> None:
     try:
         async with asyncio.timeout(DIALOG_SECONDS):
-            # Both at once: between two timers there may be nothing to end, and no answer.
-            silence = cdp.send("Runtime.evaluate", {"expression": _SILENCE})
-            await asyncio.gather(cdp.send("Runtime.terminateExecution"), silence)
+            # Both at once: between two timers no script runs, and terminateExecution is not answered.
+            remove = cdp.send("Runtime.evaluate", {"expression": _REMOVE_DIALOGS})
+            await asyncio.gather(cdp.send("Runtime.terminateExecution"), remove)
     except (PlaywrightError, TimeoutError):
-        pass  # the page has gone, or the limits of the session end it
+        pass  # the page has closed, or the time limit of the operation ends it

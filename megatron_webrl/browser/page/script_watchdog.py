@@ -1,4 +1,4 @@
-"""Pages whose scripts run without end."""
+"""Terminates endless scripts."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from megatron_webrl.browser.page.step_messages import StepMessages
 from megatron_webrl.browser.page.tabs import Tabs
 
 
-async def terminate_endless_scripts(tabs: Tabs, notes: StepMessages, patience: float) -> None:
-    """Ask the active tab for a sign of life every `patience` seconds; end its script if it gives none for as long.
+async def terminate_endless_scripts(tabs: Tabs, messages: StepMessages, seconds: float) -> None:
+    """Ping the active tab every `seconds`; terminate its script if it does not answer within `seconds`.
 
-    Runs until it is cancelled. A page that is busy with something else than a script is merely asked again.
+    Runs until cancelled. A page that is busy with something other than a script is pinged again.
     """
     while True:
-        await asyncio.sleep(patience)
+        await asyncio.sleep(seconds)
         cdp = tabs.active.cdp
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(seconds):
                 await cdp.send("Runtime.evaluate", {"expression": "0"})
         except TimeoutError:
-            notes.add("the page did not answer; the script that it ran was ended")
-            await _end_script(tabs, patience)
+            messages.add("the page did not answer; the script that it ran was ended")
+            await _terminate_script(tabs, seconds)
         except PlaywrightError:
-            continue  # it is replaced, or gone, of which others take care
+            continue  # the document was replaced or the page has closed: handled elsewhere
 
 
-async def _end_script(tabs: Tabs, seconds: float) -> None:
+async def _terminate_script(tabs: Tabs, seconds: float) -> None:
     try:
         async with asyncio.timeout(seconds):
-            # Chromium takes this one while a script runs; the answer comes when it has ended.
+            # Chromium accepts this command while a script runs, and answers once the script has ended.
             await tabs.active.cdp.send("Runtime.terminateExecution")
     except (PlaywrightError, TimeoutError):
-        pass  # the limit of the operation ends it
+        pass  # the time limit of the operation ends it

@@ -1,4 +1,4 @@
-"""When a page has come to rest after an action."""
+"""Wait until a page is idle after an action."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from megatron_webrl.browser.page.tab import DocumentReplaced, Tab
 from megatron_webrl.types import Scroll
 
 QUIET_LIMIT_MS = 1000
-"""A page that never rests (an animation without end) is taken as it is after so long."""
+"""Limit for a page that never stops changing, such as an endless animation."""
 
 READY_LIMIT_MS = 10_000
-"""A document that is not loaded by then is taken as it is; one that was cut off, after QUIET_LIMIT_MS."""
+"""Limit for a document to load; for one whose loading was aborted it is QUIET_LIMIT_MS."""
 
 NETWORK_IDLE_SECONDS = 3.0
-"""Requests that are under way when all else is at rest are waited for so long, all together."""
+"""Limit for all pending requests together, once nothing else changes."""
 
 SETTLE_SECONDS = 15.0
-"""A page that is replaced by another one over and over is taken as it is after so long."""
+"""Limit for a page that is replaced over and over."""
 
 MAX_TITLE = 2000  # characters
 MAX_URL = 4000
 
-# A blinking caret would make two looks at the same page differ.
+# A blinking caret would make two screenshots of the same page differ.
 DISABLE_CARET_BLINK = """
   const sheet = new CSSStyleSheet();
   sheet.replaceSync("* { caret-animation: manual !important; }");
   document.adoptedStyleSheets.push(sheet);
 """
 
-# A form named "title" hides document.title; what the prototype gives cannot be hidden.
+# A form named "title" shadows document.title; the getters of the prototype cannot be shadowed.
 _NATIVE = "const native = (name) => Object.getOwnPropertyDescriptor(Document.prototype, name).get.call(document);"
 
 # Resolves to [title, URL, scrollX, scrollY, page height] once the document is complete and two animation frames in a
 # row have passed without a change of the document or a scroll: the first frame lets handlers run, the second has
-# painted what they did. Timers stand in for frames that do not come, such as those of a page that is being replaced.
+# painted their changes. Timers replace animation frames that never come, as in a page that is being replaced.
 _SETTLE = f"""(quietLimit, readyLimit) => new Promise((resolve) => {{
   {_NATIVE}
   const start = performance.now();
@@ -67,7 +67,7 @@ _SETTLE = f"""(quietLimit, readyLimit) => new Promise((resolve) => {{
   next();
 }})"""
 
-# How many characters the focused text field holds; null if nothing that takes text has the focus.
+# Length of the focused text field's content in characters; null if no text field has the focus.
 FOCUSED_TEXT_LENGTH = f"""() => {{
   {_NATIVE}
   let element = native("activeElement");
@@ -84,22 +84,22 @@ FOCUSED_TEXT_LENGTH = f"""() => {{
 
 @dataclass(frozen=True)
 class SettledPage:
-    """A page at rest, or as far as it came within the limits."""
+    """State of a page once it is idle, or at the time limit."""
 
     title: str
     url: str
     scroll: Scroll
-    loading: bool = False  # it was still loading at the limit
+    loading: bool = False  # still loading at the limit
 
 
 async def wait_until_idle(tab: Tab, until: float | None = None) -> SettledPage:
-    """Wait until nothing loads and nothing moves, each within its limit. Raises PlaywrightError.
+    """Wait until nothing loads and nothing changes, each within its limit. Raises PlaywrightError.
 
-    `until`, on the loop's clock, is when a page that is replaced over and over is taken as it is; None: REST_SECONDS
-    from the call.
+    `until`: deadline on the event loop's clock for a page that is replaced over and over; None: SETTLE_SECONDS from
+    now.
     """
     clock = asyncio.get_running_loop().time
-    limit, traffic = clock() + SETTLE_SECONDS if until is None else until, NETWORK_IDLE_SECONDS
+    limit, network_seconds = clock() + SETTLE_SECONDS if until is None else until, NETWORK_IDLE_SECONDS
     while True:
         loaded = await _loaded(tab, min(READY_LIMIT_MS / 1000, max(0.0, limit - clock())))
         try:
@@ -107,17 +107,17 @@ async def wait_until_idle(tab: Tab, until: float | None = None) -> SettledPage:
             title, url, *scroll = await tab.evaluate(f"() => ({_SETTLE})({QUIET_LIMIT_MS}, {ready_limit})")
         except DocumentReplaced:
             if clock() < limit:
-                continue  # the next document is asked
+                continue  # with the next document
             return SettledPage("", tab.page.url[:MAX_URL], Scroll(0, 0, 0), loading=True)
         if not loaded or clock() >= limit:
             return SettledPage(title, url, Scroll(*scroll), loading=not loaded)
         if not tab.loaded.is_set():
             continue
-        if tab.pending_requests.idle.is_set() or traffic <= 0:
+        if tab.pending_requests.idle.is_set() or network_seconds <= 0:
             return SettledPage(title, url, Scroll(*scroll))
-        asked = clock()
-        await tab.pending_requests.wait_idle(traffic)
-        traffic -= clock() - asked
+        started = clock()
+        await tab.pending_requests.wait_idle(network_seconds)
+        network_seconds -= clock() - started
 
 
 async def _loaded(tab: Tab, seconds: float) -> bool:

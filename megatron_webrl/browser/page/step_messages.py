@@ -1,40 +1,40 @@
-"""What happened during a step that the agent should know."""
+"""Messages to the agent about one step."""
 
 from __future__ import annotations
 
-MAX_MESSAGE_CHARACTERS = 200  # characters
+MAX_MESSAGE_CHARACTERS = 200
 MAX_MESSAGES = 8
 
 
 class StepMessages:
-    """Short sentences, each once however often it is said; a page that says a lot is cut off."""
+    """Short sentences without duplicates; messages beyond MAX_MESSAGES are only counted."""
 
     def __init__(self) -> None:
-        self._said: dict[str, int] = {}
-        self._left_out = 0
+        self._counts: dict[str, int] = {}
+        self._omitted = 0
 
     def add(self, text: str) -> None:
-        """Say something; whitespace is made single, long text shortened."""
+        """Add a message; whitespace is collapsed, long text shortened."""
         text = shorten(text, MAX_MESSAGE_CHARACTERS)
-        if text in self._said or len(self._said) < MAX_MESSAGES:
-            self._said[text] = self._said.get(text, 0) + 1
+        if text in self._counts or len(self._counts) < MAX_MESSAGES:
+            self._counts[text] = self._counts.get(text, 0) + 1
         else:
-            self._left_out += 1
+            self._omitted += 1
 
     def clear(self) -> None:
-        """Forget everything."""
-        self._said.clear()
-        self._left_out = 0
+        """Remove all messages."""
+        self._counts.clear()
+        self._omitted = 0
 
     def pop_text(self) -> str | None:
-        """All of it in one line, and forget it; None if nothing was said."""
-        said = [text if count == 1 else f"{text} ({count} times)" for text, count in self._said.items()]
-        text = "; ".join([*said, *([f"and {self._left_out} more"] if self._left_out else [])])
+        """Remove all messages and return them in one line; None if there are none."""
+        sentences = [text if count == 1 else f"{text} ({count} times)" for text, count in self._counts.items()]
+        text = "; ".join([*sentences, *([f"and {self._omitted} more"] if self._omitted else [])])
         self.clear()
         return text or None
 
 
 def shorten(text: str, limit: int) -> str:
-    """`text` on one line and of at most `limit` characters."""
+    """`text` on one line of at most `limit` characters."""
     line = " ".join(text[: 10 * limit].split())
     return line if len(line) <= limit else line[: limit - 3] + "..."

@@ -1,4 +1,4 @@
-"""One open page: whether it loads, and evaluation that it cannot tamper with."""
+"""One open page: its loading state, and scripts that the page cannot tamper with."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from typing import Any
 from playwright.async_api import CDPSession, Page, Request
 from playwright.async_api import Error as PlaywrightError
 
-ISOLATED_WORLD_NAME = (
-    "webrl"  # name of the isolated world: it shares the document with the page, but no object of JavaScript
-)
+ISOLATED_WORLD_NAME = "webrl"
 
 AWAITED_RESOURCE_TYPES = frozenset({"document", "stylesheet", "script", "fetch", "xhr", "image", "font"})
-"""Kinds of requests whose answers change what is seen; a socket or an event source never ends."""
+"""Requests whose responses change what the page shows; sockets and event sources never end."""
 
-# How the browser says that the document of an evaluation has gone.
+# Messages with which Chromium reports that the document of a call was replaced.
 _REPLACED = (
     "context was destroyed", "context with specified id", "frame was detached", "frame with given id",
     "frame for given id", "Promise was collected", "navigated or closed", "Not attached to an active page",
@@ -25,69 +23,74 @@ _REPLACED = (
 
 
 def is_document_replaced(error: PlaywrightError) -> bool:
-    """Whether something failed because its document went away; the next document may be asked."""
-    return any(words in error.message for words in _REPLACED)
+    """Whether a call failed because its document was replaced; the call may be repeated on the next document."""
+    return any(message in error.message for message in _REPLACED)
 
 
 class DocumentReplaced(Exception):
-    """The document was replaced by another one in the middle of what was done with it."""
+    """The document was replaced during a call."""
+
+
+async def open_isolated_world(cdp: CDPSession, frame_id: str) -> int:
+    """Id of an execution context that shares the frame's document, but no JavaScript object, with the page."""
+    world = await cdp.send("Page.createIsolatedWorld", {"frameId": frame_id, "worldName": ISOLATED_WORLD_NAME})
+    return int(world["executionContextId"])
+
+
+def script_result(response: dict[str, Any]) -> Any:
+    """Return value of a script by the response of the Runtime domain. Raises PlaywrightError if the script failed."""
+    if "exceptionDetails" in response:
+        raise PlaywrightError(f"a script failed: {response['exceptionDetails'].get('text')}")
+    return response["result"].get("value")
 
 
 class Tab:
-    """A page with a CDP session of its own. `loaded` is set while its main frame loads nothing."""
+    """A page with its own CDP session. `loaded` is set unless the main frame is loading."""
 
     def __init__(self, page: Page, cdp: CDPSession) -> None:
         self.page, self.cdp = page, cdp
         self.main_frame = ""
-        self.closed = asyncio.Event()  # it has crashed or closed
+        self.closed = asyncio.Event()  # or crashed
         self.loaded = asyncio.Event()
         self.loaded.set()
         self.pending_requests = PendingRequests(page)
 
     @classmethod
-    async def open(cls, page: Page, requested: Callable[[str], None], announced: Callable[[], None]) -> Tab:
-        """Listen to `page`. Raises PlaywrightError.
+    async def open(cls, page: Page, on_navigation: Callable[[str], None], on_window: Callable[[], None]) -> Tab:
+        """Subscribe to the events of `page`. Raises PlaywrightError.
 
-        `requested` is told each address that the page asks to go to, `announced` of each window that it opens.
+        `on_navigation` gets the URL of each navigation that the page requests; `on_window` is called for each window
+        that it opens.
         """
         cdp = await page.context.new_cdp_session(page)
         tab = cls(page, cdp)
         cdp.on("Page.frameStartedLoading", tab._started_loading)
         cdp.on("Page.frameStoppedLoading", tab._stopped_loading)
-        cdp.on("Page.frameRequestedNavigation", lambda event: requested(event["url"]))
-        cdp.on("Page.windowOpen", lambda event: announced())
+        cdp.on("Page.frameRequestedNavigation", lambda event: on_navigation(event["url"]))
+        cdp.on("Page.windowOpen", lambda event: on_window())
         await cdp.send("Page.enable")
         tab.main_frame = (await cdp.send("Page.getFrameTree"))["frameTree"]["frame"]["id"]
         return tab
 
     async def evaluate(self, function: str) -> Any:
-        """What a function of JavaScript returns in the main document, out of reach of the page's own scripts.
+        """Call a JavaScript function in the main document, isolated from the page's scripts; returns its result.
 
-        Raises Replaced if the document goes away meanwhile, PlaywrightError for everything else.
+        Raises DocumentReplaced if the document is replaced during the call, PlaywrightError for other failures.
         """
         try:
-            world = await self.cdp.send(
-                "Page.createIsolatedWorld", {"frameId": self.main_frame, "worldName": ISOLATED_WORLD_NAME}
-            )
-            answer = await self.cdp.send(
+            world = await open_isolated_world(self.cdp, self.main_frame)
+            response = await self.cdp.send(
                 "Runtime.evaluate",
-                {
-                    "expression": f"({function})()",
-                    "contextId": world["executionContextId"],
-                    "awaitPromise": True,
-                    "returnByValue": True,
-                },
+                {"expression": f"({function})()", "contextId": world, "awaitPromise": True, "returnByValue": True},
             )
         except PlaywrightError as error:
             if is_document_replaced(error):
                 raise DocumentReplaced(error.message) from error
             raise
-        if "exceptionDetails" in answer:
-            raise PlaywrightError(f"a script failed: {answer['exceptionDetails'].get('text')}")
-        return answer["result"].get("value")
+        return script_result(response)
 
     async def navigate(self, url: str, seconds: float) -> str | None:
-        """Open an address and wait until it answers; returns what went wrong. Raises PlaywrightError."""
+        """Open a URL and wait for the response; returns an error message or None. Raises PlaywrightError."""
         try:
             async with asyncio.timeout(seconds):
                 result = await self.cdp.send("Page.navigate", {"url": url})
@@ -106,7 +109,7 @@ class Tab:
 
 
 class PendingRequests:
-    """The requests of a page that are under way."""
+    """The unanswered requests of a page."""
 
     def __init__(self, page: Page) -> None:
         self._pending: set[Request] = set()
@@ -117,7 +120,7 @@ class PendingRequests:
         page.on("requestfailed", self._ended)
 
     async def wait_idle(self, seconds: float) -> None:
-        """Until nothing is under way; what is not answered within `seconds` is not waited for again."""
+        """Wait until no request is pending; requests still pending after `seconds` are never waited for again."""
         try:
             async with asyncio.timeout(seconds):
                 await self.idle.wait()

@@ -1,4 +1,4 @@
-"""The tabs of a session: one is active, and what the agent sees and acts on."""
+"""The tabs of a session; the agent sees and acts on the active one."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from megatron_webrl.browser.page.tab import Tab
 from megatron_webrl.types import OpenTab
 
 CLOSE_SECONDS = 10.0
-NEW_WINDOW_SECONDS = 3.0  # for a window to be there, which takes the first answer of its address
+NEW_WINDOW_SECONDS = 3.0  # for an announced window to appear, which takes the first response of its URL
 CLOSE_EVENT_SECONDS = 1.0
-TITLE_SECONDS = 1.0  # a tab in the background that does not tell its title by then has none
+TITLE_SECONDS = 1.0  # for a background tab to report its title; else the title is empty
 MAX_TITLE = 200  # characters
 
 
 class Tabs:
-    """Windows that pages open become tabs while there are fewer than `limit`; beyond it they are closed at once.
+    """Windows that pages open become tabs up to `limit`; further windows are closed at once.
 
-    The newest becomes active when it is next looked at (`settled`), never between an observation and the action that
-    answers it. The end of the last tab loses the session.
+    The newest tab becomes active in `wait_for_new_tabs`, never between an observation and the agent's action on it. The
+    session is lost when its last tab closes.
     """
 
     def __init__(
-        self, context: BrowserContext, notes: StepMessages, intrusions: PopupHandler, limit: int,
-        lose: Callable[[BrowserError], None],
+        self, context: BrowserContext, messages: StepMessages, popups: PopupHandler, limit: int,
+        mark_lost: Callable[[BrowserError], None],
     ) -> None:  # fmt: skip
-        self._context, self._notes, self._intrusions = context, notes, intrusions
-        self._limit, self._lose = limit, lose
+        self._context, self._messages, self._popups = context, messages, popups
+        self._limit, self._mark_lost = limit, mark_lost
         self._tabs: list[Tab] = []
         self.active: Tab
-        self._newest: Tab | None = None  # a window that was not looked at yet
+        self._newest: Tab | None = None  # not yet activated
         self._opening = False
-        self._arrived: list[Page] = []  # while this class itself opens a page
-        self._announced = 0  # windows that open, but are not there yet
+        self._arrived: list[Page] = []  # pages that appeared while this class opens one
+        self._announced = 0  # windows that are opening but have not appeared
         self._arrival = asyncio.Event()
         self._adopting: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
-        self._end: asyncio.TimerHandle | None = None
+        self._loss_timer: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
-        """Open the first tab and listen for others. Raises PlaywrightError."""
+        """Open the first tab and subscribe to new ones. Raises PlaywrightError."""
         self.active = await self._add(await self._context.new_page())
-        self._context.on("page", self._appeared)
+        self._context.on("page", self._on_page)
 
     async def wait_for_new_tabs(self) -> None:
-        """Wait until windows that were opened are tabs; the newest is active. One that does not come is forgotten."""
+        """Wait until opened windows are tabs, and activate the newest. A window that does not appear is forgotten."""
         try:
             async with asyncio.timeout(NEW_WINDOW_SECONDS):
                 while self._announced:
@@ -68,11 +68,11 @@ class Tabs:
 
     @property
     def has_single_tab(self) -> bool:
-        """Whether there is one tab, and none on its way."""
+        """Whether there is exactly one tab and none is opening."""
         return len(self._tabs) == 1 and not self._announced and not self._adopting
 
     async def was_closed(self, tab: Tab) -> bool:
-        """Whether a tab that failed to answer has gone and another one is active; the news may come a little later."""
+        """Whether an unresponsive tab has closed and another is active; waits for a late close event."""
         try:
             async with asyncio.timeout(CLOSE_EVENT_SECONDS):
                 await tab.closed.wait()
@@ -81,9 +81,9 @@ class Tabs:
         return tab is not self.active
 
     async def open_tab(self) -> Tab | None:
-        """A new empty tab, active; None, with a note, at the limit."""
+        """Open an empty tab and activate it; at the limit add a message and return None."""
         if len(self._tabs) >= self._limit:
-            self._notes.add(f"no more than {self._limit} tabs can be open; close one first")
+            self._messages.add(f"no more than {self._limit} tabs can be open; close one first")
             return None
         self._opening = True
         try:
@@ -93,31 +93,31 @@ class Tabs:
             arrived, self._arrived = self._arrived, []
         for other in arrived:
             if other is not page:
-                self._appeared(other)
+                self._on_page(other)
         self.active = await self._add(page)
         return self.active
 
     async def switch_to(self, number: int) -> None:
-        """Make the tab with this number active, or note that there is none."""
+        """Activate the tab with this number, or add a message if there is none."""
         if not 1 <= number <= len(self._tabs):
-            self._notes.add(f"there is no tab {number}; {len(self._tabs)} are open")
+            self._messages.add(f"there is no tab {number}; {len(self._tabs)} are open")
             return
         await self._activate(self._tabs[number - 1])
 
     async def close_tab(self, number: int | None) -> None:
-        """Close the tab with this number or the active one, or note why it stays."""
+        """Close the tab with this number (None: the active one), or add a message why it stays open."""
         tab = self.active if number is None else self._numbered(number)
         if tab is None:
-            self._notes.add(f"there is no tab {number}; {len(self._tabs)} are open")
+            self._messages.add(f"there is no tab {number}; {len(self._tabs)} are open")
         elif len(self._tabs) == 1:
-            self._notes.add("the only tab stays open")
+            self._messages.add("the only tab stays open")
         else:
             self._remove(tab)
             await _close(tab.page)
             await self._activate(self.active)
 
     async def list_tabs(self, title: str, url: str) -> tuple[OpenTab, ...]:
-        """All tabs in order; of the active one title and URL are known. Empty where there is one at most."""
+        """All tabs in order; `title` and `url` are those of the active tab. Empty if only one tab is allowed."""
         if self._limit == 1:
             return ()
         titles = await asyncio.gather(*(_title(tab) for tab in self._tabs if tab is not self.active))
@@ -130,11 +130,11 @@ class Tabs:
         )
 
     def close(self) -> None:
-        """Adopt and close nothing any more; the pages go with their context."""
+        """Stop adopting and closing pages; they close with their context."""
         for task in (*self._adopting, *self._closing):
             task.cancel()
-        if self._end is not None:
-            self._end.cancel()
+        if self._loss_timer is not None:
+            self._loss_timer.cancel()
 
     def _numbered(self, number: int) -> Tab | None:
         return self._tabs[number - 1] if 1 <= number <= len(self._tabs) else None
@@ -143,25 +143,25 @@ class Tabs:
         self.active = tab
         await tab.page.bring_to_front()
 
-    def _expect(self) -> None:
+    def _on_window(self) -> None:
         if self._limit == 1:
-            self._notes.add("a new window was closed; only one page can be open")
+            self._messages.add("a new window was closed; only one page can be open")
         else:
             self._announced += 1
 
-    def _appeared(self, page: Page) -> None:
+    def _on_page(self, page: Page) -> None:
         self._announced = max(0, self._announced - (not self._opening))
         self._arrival.set()
         if self._opening:
             self._arrived.append(page)
         elif len(self._tabs) + len(self._adopting) < self._limit:
-            self._notes.add("a new tab was opened")
+            self._messages.add("a new tab was opened")
             task = asyncio.get_running_loop().create_task(self._adopt(page))
             self._adopting.add(task)
             task.add_done_callback(self._adopting.discard)
         else:
-            if self._limit > 1:  # else it was told when the window was announced
-                self._notes.add(f"a new window was closed; no more than {self._limit} tabs can be open")
+            if self._limit > 1:  # else _on_window has added a message
+                self._messages.add(f"a new window was closed; no more than {self._limit} tabs can be open")
             task = asyncio.get_running_loop().create_task(_close(page))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
@@ -171,37 +171,37 @@ class Tabs:
             async with asyncio.timeout(CLOSE_SECONDS):
                 self._newest = await self._add(page)
         except (PlaywrightError, TimeoutError):
-            await _close(page)  # most likely it has closed itself again
+            await _close(page)  # it has probably closed itself
 
     async def _add(self, page: Page) -> Tab:
-        tab = await Tab.open(page, self._intrusions.on_navigation_request, self._expect)
-        self._intrusions.attach(page, tab.cdp)
-        page.on("crash", partial(self._crashed, tab))
-        page.on("close", partial(self._closed, tab))
+        tab = await Tab.open(page, self._popups.on_navigation_request, self._on_window)
+        self._popups.attach(page, tab.cdp)
+        page.on("crash", partial(self._on_crash, tab))
+        page.on("close", partial(self._on_close, tab))
         self._tabs.append(tab)
         return tab
 
-    def _crashed(self, tab: Tab, page: Page) -> None:
+    def _on_crash(self, tab: Tab, page: Page) -> None:
         tab.closed.set()
         if tab is self.active:
-            self._lose(PageCrashed("the page's renderer process has crashed"))
+            self._mark_lost(PageCrashed("the page's renderer process has crashed"))
         elif tab in self._tabs:
             self._remove(tab)
-            self._notes.add("a tab in the background has crashed and was closed")
+            self._messages.add("a tab in the background has crashed and was closed")
 
-    def _closed(self, tab: Tab, page: Page) -> None:
+    def _on_close(self, tab: Tab, page: Page) -> None:
         tab.closed.set()
         if tab not in self._tabs:
             return
         self._remove(tab)
-        self._notes.add("a tab has closed itself")
+        self._messages.add("a tab has closed itself")
 
     def _remove(self, tab: Tab) -> None:
         self._tabs.remove(tab)
         if not self._tabs:
-            # When Chromium ends, its pages close first: the better reason is given time to arrive.
+            # When Chromium ends, its pages close first: wait for the more specific reason.
             ended = BrowserError("the page has closed itself, and no other tab is open")
-            self._end = asyncio.get_running_loop().call_later(CLOSE_EVENT_SECONDS / 2, self._lose, ended)
+            self._loss_timer = asyncio.get_running_loop().call_later(CLOSE_EVENT_SECONDS / 2, self._mark_lost, ended)
         elif tab is self.active:
             self.active = self._tabs[-1]
 
@@ -211,7 +211,7 @@ async def _close(page: Page) -> None:
         async with asyncio.timeout(CLOSE_SECONDS):
             await page.close()
     except (PlaywrightError, TimeoutError):
-        pass  # it goes with its context at the latest
+        pass  # it closes with its context at the latest
 
 
 async def _title(tab: Tab) -> str:

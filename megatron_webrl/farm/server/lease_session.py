@@ -11,7 +11,8 @@ from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.errors import BrowserError, BrowserTimeout
 from megatron_webrl.browser.session import Session
 from megatron_webrl.farm.protocol import SessionState
-from megatron_webrl.tasks.source import TaskSite
+from megatron_webrl.tasks.source import TaskSource
+from megatron_webrl.tasks.web import OpenWeb
 from megatron_webrl.types import Action, Observation, Task
 
 
@@ -64,7 +65,7 @@ class LeaseSession:
         self.steps += 1
         return self.observation
 
-    async def demonstration(self, site: TaskSite, premature_submit: bool) -> Action:
+    async def demonstration(self, site: TaskSource | OpenWeb, premature_submit: bool) -> Action:
         """What a script would do next. Raises BrowserError, NoEpisode, OracleError, KeyError without a script."""
         session, task = self._running(), self.task
         assert task is not None

@@ -303,11 +303,11 @@ def test_only_plain_servers_of_this_machine_are_reached_without_the_gateway() ->
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"allow": ["a.example"]}, r"browser\.allow is of no use with browser\.open_web=false"),
-        ({"deny": ["http://a.example"]}, r"browser\.deny holds 'http://a\.example'; write hosts such as"),
-        ({"deny": ["*"]}, r"browser\.deny holds '\*'"),
-        ({"deny": ["a.*.example"]}, r"browser\.deny holds"),
-        ({"ports": [0]}, r"browser\.ports holds 0"),
+        ({"allow": ["a.example"]}, r"browser\.allow has no effect with browser\.open_web=false"),
+        ({"deny": ["http://a.example"]}, r"browser\.deny contains 'http://a\.example'; write hosts such as"),
+        ({"deny": ["*"]}, r"browser\.deny contains '\*'"),
+        ({"deny": ["a.*.example"]}, r"browser\.deny contains"),
+        ({"ports": [0]}, r"browser\.ports contains 0"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, object], message: str) -> None:

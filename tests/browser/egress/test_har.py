@@ -83,7 +83,7 @@ async def episode(session: Session, task: Task, *steps: Action) -> list[tuple[st
 
 
 async def recorded(site: MoodySite, folder: Path, task: Task, *steps: Action) -> list[tuple[str, Observation]]:
-    async with pool_on(site, record=str(folder)) as fleet, fleet.session() as session:
+    async with pool_on(site, record=str(folder)) as pool, pool.session() as session:
         told = await episode(session, task, *steps)
     return told
 
@@ -96,7 +96,7 @@ async def test_an_episode_is_replayed_without_its_server_as_it_was(tmp_path: Pat
     assert [file.name for file in tmp_path.iterdir()] == [f"{har_name(TASK)}.0.har"]
     site.close()
     for _ in range(2):
-        async with pool_on(site, replay=str(tmp_path)) as fleet, fleet.session() as session:
+        async with pool_on(site, replay=str(tmp_path)) as pool, pool.session() as session:
             assert await episode(session, TASK, *STEPS) == first
             assert session.network.requests == 0
 
@@ -104,7 +104,7 @@ async def test_an_episode_is_replayed_without_its_server_as_it_was(tmp_path: Pat
 async def test_what_was_not_recorded_is_named_and_not_reached(tmp_path: Path) -> None:
     site = MoodySite()
     await recorded(site, tmp_path, TASK)
-    async with pool_on(site, replay=str(tmp_path)) as fleet, fleet.session() as session:
+    async with pool_on(site, replay=str(tmp_path)) as pool, pool.session() as session:
         before = next(site._count)
         await session.reset(TASK)
         seen = await session.step(Action("navigate", url=f"{ORIGIN}/elsewhere"))
@@ -112,7 +112,7 @@ async def test_what_was_not_recorded_is_named_and_not_reached(tmp_path: Path) ->
         assert session.network.refused["not_recorded"] == 1
         assert next(site._count) == before + 1
     site.close()
-    async with pool_on(site, replay=str(tmp_path)) as fleet, fleet.session() as session:
+    async with pool_on(site, replay=str(tmp_path)) as pool, pool.session() as session:
         with pytest.raises(NotRecorded, match="other has no archive"):
             await session.reset(replace(TASK, id="other"))
 
@@ -123,7 +123,7 @@ async def test_visits_are_joined_and_the_first_one_that_knows_an_address_answers
     second = await recorded(site, tmp_path, TASK, Action("navigate", url=f"{ORIGIN}/more"))
     site.close()
     assert len(list(tmp_path.iterdir())) == 2
-    async with pool_on(site, replay=str(tmp_path)) as fleet, fleet.session() as session:
+    async with pool_on(site, replay=str(tmp_path)) as pool, pool.session() as session:
         told = await episode(session, TASK, Action("navigate", url=f"{ORIGIN}/more"))
     assert told[0] == first[0] != second[0]
     assert told[1][0] == second[1][0]

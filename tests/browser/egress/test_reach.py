@@ -9,7 +9,6 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from ipaddress import ip_address
 
 import pytest
 import pytest_asyncio
@@ -23,23 +22,24 @@ from megatron_webrl.browser.session import Session
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.types import Action
 from tests.browser.conftest import FolderSite, page_task
+from tests.browser.local_network import FORBIDDEN, NameService, WebServer
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SECONDS = 20.0
 
 
-class Machine:
-    """A web server and a UDP port of one address. Counts connections and datagrams."""
+class Machine(WebServer):
+    """A web server and a UDP port of one address. Counts datagrams."""
 
     def __init__(self, address: str) -> None:
-        self.address, self.port = address, 0
+        super().__init__(address)
         self.paths: list[str] = []
-        self.connections = self.datagrams = 0
+        self.datagrams = 0
 
     async def start(self, port: int = 0) -> None:
-        self._server = await asyncio.start_server(self._serve, self.address, port)
-        self.port = self._server.sockets[0].getsockname()[1]
+        await super().start(port)
         self._udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._udp.setblocking(False)
         self._udp.bind((self.address, self.port))
@@ -48,34 +48,25 @@ class Machine:
     def close(self) -> None:
         asyncio.get_running_loop().remove_reader(self._udp)
         self._udp.close()
-        self._server.close()
+        super().close()
 
     def _datagram(self) -> None:
         self._udp.recv(65536)
         self.datagrams += 1
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        try:
-            line = await reader.readuntil(b"\r\n\r\n")
-            path = line.split(b" ")[1].decode()
-            self.paths.append(path)
-            kind, _, target = path[1:].partition("?")
-            code, extra = "200 OK", ""
-            if kind == "redirect":
-                code, extra = "302 Found", f"Location: {target}\r\n"
-            kinds = {"worker.js": "text/javascript", "frame": "text/html"}
-            text = {"worker.js": WORKER, "frame": f"<meta http-equiv=refresh content='0;url={target}'>"}.get(kind, "x")
-            body = f"<!DOCTYPE html><title>{kind}</title>{text}" if kind != "worker.js" else text
-            writer.write(
-                f"HTTP/1.1 {code}\r\n{extra}Content-Type: {kinds.get(kind, 'text/html')}\r\nConnection: close\r\n"
-                f"Access-Control-Allow-Origin: *\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
-            )
-            await writer.drain()
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass
-        finally:
-            writer.close()
+    async def respond(self, path: str, writer: asyncio.StreamWriter) -> None:
+        self.paths.append(path)
+        kind, _, target = path[1:].partition("?")
+        code, extra = "200 OK", ""
+        if kind == "redirect":
+            code, extra = "302 Found", f"Location: {target}\r\n"
+        kinds = {"worker.js": "text/javascript", "frame": "text/html"}
+        text = {"worker.js": WORKER, "frame": f"<meta http-equiv=refresh content='0;url={target}'>"}.get(kind, "x")
+        body = f"<!DOCTYPE html><title>{kind}</title>{text}" if kind != "worker.js" else text
+        writer.write(
+            f"HTTP/1.1 {code}\r\n{extra}Content-Type: {kinds.get(kind, 'text/html')}\r\nConnection: close\r\n"
+            f"Access-Control-Allow-Origin: *\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+        )
 
 
 WORKER = """
@@ -95,7 +86,7 @@ self.onconnect = event => {
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def machines() -> AsyncIterator[tuple[Machine, Machine]]:
-    public, inner = Machine("127.0.0.1"), Machine("127.0.0.2")
+    public, inner = Machine("127.0.0.1"), Machine(FORBIDDEN)
     await public.start()
     await inner.start(public.port)
     yield public, inner
@@ -103,46 +94,28 @@ async def machines() -> AsyncIterator[tuple[Machine, Machine]]:
     inner.close()
 
 
-class Names:
-    """A name service that a test answers for."""
-
-    def __init__(self) -> None:
-        self.answers: dict[str, list[str]] = {}
-        self.asked: list[str] = []
-
-    async def look_up(self, host: str) -> list[str]:
-        self.asked.append(host)
-        return self.answers.get(host, ["127.0.0.1"])
-
-
-names = Names()
+names = NameService()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fleet(site: FolderSite, machines: tuple[Machine, Machine]) -> AsyncIterator[BrowserPool]:
+async def pool(site: FolderSite, machines: tuple[Machine, Machine]) -> AsyncIterator[BrowserPool]:
     settings = BrowserConfig(width=400, height=300, screenshot="png", open_web=True, ports=[machines[0].port])
-    fleet = BrowserPool(settings, {"site": site}, 1, SECONDS)
-    fleet.egress_proxy = EgressProxy(settings, names.look_up)
-    async with fleet:
-        yield fleet
+    pool = BrowserPool(settings, {"site": site}, 1, SECONDS)
+    pool.egress_proxy = EgressProxy(settings, names.look_up)
+    async with pool:
+        yield pool
 
 
 @pytest.fixture(autouse=True)
-def first_loopback_is_public(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = egress_policy.special_address_kind
-    monkeypatch.setattr(
-        egress_policy,
-        "special_address_kind",
-        lambda address: None if address == ip_address("127.0.0.1") else real(address),
-    )
-    names.answers = {"inner.test": ["127.0.0.2"]}
+def default_names(first_loopback_is_public: None) -> None:
+    names.answers = {"inner.test": [FORBIDDEN]}
 
 
 @asynccontextmanager
-async def opened(fleet: BrowserPool, machines: tuple[Machine, Machine]) -> AsyncIterator[Session]:
+async def opened(pool: BrowserPool, machines: tuple[Machine, Machine]) -> AsyncIterator[Session]:
     """A session on a page of the public server; the other machine must not have been reached at its end."""
     public, inner = machines
-    async with fleet.session() as session, asyncio.timeout(SECONDS):
+    async with pool.session() as session, asyncio.timeout(SECONDS):
         await session.reset(page_task("first"))
         await session.page.goto(f"http://public.test:{public.port}/start")
         assert await session.page.title() == "start"
@@ -157,11 +130,11 @@ def forbidden(port: int) -> list[str]:
 
 @pytest.mark.parametrize("way", ["address", "name", "redirect", "script", "refresh"])
 async def test_a_navigation_ends_at_a_page_that_says_why(
-    fleet: BrowserPool, machines: tuple[Machine, Machine], way: str
+    pool: BrowserPool, machines: tuple[Machine, Machine], way: str
 ) -> None:
     port = machines[0].port
     target = f"http://{'inner.test' if way == 'name' else '127.0.0.2'}:{port}/secret"
-    async with opened(fleet, machines) as session:
+    async with opened(pool, machines) as session:
         if way == "redirect":
             seen = await session.step(Action("navigate", url=f"http://public.test:{port}/redirect?{target}"))
         elif way in ("script", "refresh"):
@@ -182,9 +155,9 @@ async def test_a_navigation_ends_at_a_page_that_says_why(
      "<link rel=dns-prefetch href=URL>", "<link rel=prefetch href=URL>", "<link rel=modulepreload href=URL>"],
 )  # fmt: skip
 async def test_an_element_of_a_page_reaches_nothing(
-    fleet: BrowserPool, machines: tuple[Machine, Machine], element: str
+    pool: BrowserPool, machines: tuple[Machine, Machine], element: str
 ) -> None:
-    async with opened(fleet, machines) as session:
+    async with opened(pool, machines) as session:
         urls = forbidden(machines[0].port)
         await session.page.evaluate(
             """html => { const range = document.createRange(); range.selectNode(document.body);
@@ -194,13 +167,7 @@ async def test_an_element_of_a_page_reaches_nothing(
         if "connect" in element or "prefetch" in element or "modulepreload" in element:
             await fetched(session.page, [f"http://public.test:{machines[0].port}/after"])
         else:
-            await until(lambda: session.network.refused["loopback"] >= 1)
-
-
-async def until(condition) -> None:  # type: ignore[no-untyped-def]
-    async with asyncio.timeout(SECONDS):
-        while not condition():
-            await asyncio.sleep(0.01)
+            await eventually(lambda: session.network.refused["loopback"] >= 1, SECONDS)
 
 
 async def fetched(page: Page, urls: list[str]) -> list[str]:
@@ -211,9 +178,9 @@ async def fetched(page: Page, urls: list[str]) -> list[str]:
     )
 
 
-async def test_requests_of_scripts_reach_nothing(fleet: BrowserPool, machines: tuple[Machine, Machine]) -> None:
+async def test_requests_of_scripts_reach_nothing(pool: BrowserPool, machines: tuple[Machine, Machine]) -> None:
     urls = forbidden(machines[0].port)
-    async with opened(fleet, machines) as session:
+    async with opened(pool, machines) as session:
         await fetched(session.page, urls)
         await session.page.evaluate(
             """urls => Promise.all(urls.map(url => new Promise(done => {
@@ -228,8 +195,8 @@ async def test_requests_of_scripts_reach_nothing(fleet: BrowserPool, machines: t
         assert session.network.refused["loopback"] >= 3 * len(urls)
 
 
-async def test_sockets_reach_nothing(fleet: BrowserPool, machines: tuple[Machine, Machine]) -> None:
-    async with opened(fleet, machines) as session:
+async def test_sockets_reach_nothing(pool: BrowserPool, machines: tuple[Machine, Machine]) -> None:
+    async with opened(pool, machines) as session:
         urls = [url.replace("http", "ws") for url in forbidden(machines[0].port)]
         closed = await session.page.evaluate(
             """urls => Promise.all(urls.map(url => new Promise(done => {
@@ -241,9 +208,9 @@ async def test_sockets_reach_nothing(fleet: BrowserPool, machines: tuple[Machine
 
 
 async def test_peer_connections_and_web_transport_reach_nothing(
-    site: FolderSite, fleet: BrowserPool, machines: tuple[Machine, Machine]
+    site: FolderSite, pool: BrowserPool, machines: tuple[Machine, Machine]
 ) -> None:
-    async with opened(fleet, machines) as session:
+    async with opened(pool, machines) as session:
         await session.page.goto("http://site.localhost/first.html")  # a secure context, as WebTransport demands
         outcome = await session.page.evaluate(
             """async place => {
@@ -265,9 +232,9 @@ async def test_peer_connections_and_web_transport_reach_nothing(
         assert outcome == "failed"
 
 
-async def test_workers_reach_nothing(site: FolderSite, fleet: BrowserPool, machines: tuple[Machine, Machine]) -> None:
+async def test_workers_reach_nothing(site: FolderSite, pool: BrowserPool, machines: tuple[Machine, Machine]) -> None:
     urls = forbidden(machines[0].port)
-    async with opened(fleet, machines) as session:
+    async with opened(pool, machines) as session:
         await session.page.goto(f"http://public.test:{machines[0].port}/start")
         counts = await session.page.evaluate(
             """async urls => {
@@ -282,18 +249,18 @@ async def test_workers_reach_nothing(site: FolderSite, fleet: BrowserPool, machi
 
 
 async def test_a_service_worker_reaches_nothing(
-    site: FolderSite, fleet: BrowserPool, machines: tuple[Machine, Machine]
+    site: FolderSite, pool: BrowserPool, machines: tuple[Machine, Machine]
 ) -> None:
     """In a context that permits them; those of sessions do not."""
     (site.folder / "service.js").write_text(WORKER)
     site_with_worker = FolderSite(site.folder)  # the files of a server are those at its start
     declared = egress_policy.declared_endpoints(site_with_worker.origins, site_with_worker.addresses)
-    access = await fleet.egress_proxy.open_port(declared)
+    network = await pool.egress_proxy.open_port(declared)
     urls = forbidden(machines[0].port)
-    async with fleet.session() as session, asyncio.timeout(SECONDS):
+    async with pool.session() as session, asyncio.timeout(SECONDS):
         browser = session.page.context.browser
         assert browser is not None
-        context = await browser.new_context(proxy=proxy_settings(access.port, ()))
+        context = await browser.new_context(proxy=proxy_settings(network.port, ()))
         page = await context.new_page()
         await page.goto("http://site.localhost/first.html")
         count = await page.evaluate(
@@ -307,15 +274,15 @@ async def test_a_service_worker_reaches_nothing(
         )
         await context.close()
     assert count == len(urls)
-    assert access.refused["loopback"] >= len(urls)
+    assert network.refused["loopback"] >= len(urls)
     assert (machines[1].connections, machines[1].paths) == (0, [])
-    await access.close()
+    await network.close()
     site_with_worker.server.close()
 
 
-async def test_pop_ups_reach_nothing(fleet: BrowserPool, machines: tuple[Machine, Machine]) -> None:
+async def test_pop_ups_reach_nothing(pool: BrowserPool, machines: tuple[Machine, Machine]) -> None:
     urls = forbidden(machines[0].port)
-    async with opened(fleet, machines) as session:
+    async with opened(pool, machines) as session:
         await session.page.evaluate(
             """urls => { for (const url of urls) { window.open(url);
                 const form = document.createElement('form'); form.action = url; form.target = '_blank';
@@ -327,10 +294,10 @@ async def test_pop_ups_reach_nothing(fleet: BrowserPool, machines: tuple[Machine
 
 
 async def test_a_name_that_turns_to_an_inner_address_while_its_page_is_open_reaches_nothing(
-    fleet: BrowserPool, machines: tuple[Machine, Machine]
+    pool: BrowserPool, machines: tuple[Machine, Machine]
 ) -> None:
     origin = f"http://rebind.test:{machines[0].port}"
-    async with opened(fleet, machines) as session:
+    async with opened(pool, machines) as session:
         await session.page.goto(f"{origin}/start")
         text = "path => fetch(path, {cache: 'no-store'}).then(answer => answer.text())"
         assert "<title>public</title>" in await session.page.evaluate(text, "/public")
@@ -347,9 +314,9 @@ async def test_endless_redirects_end_with_the_episodes_requests_at_the_latest(
     site: FolderSite, machines: tuple[Machine, Machine]
 ) -> None:
     settings = BrowserConfig(width=400, height=300, open_web=True, ports=[machines[0].port], max_requests=5)
-    fleet = BrowserPool(settings, {"site": site}, 1, SECONDS)
-    fleet.egress_proxy = EgressProxy(settings, names.look_up)
-    async with fleet, fleet.session() as session:
+    pool = BrowserPool(settings, {"site": site}, 1, SECONDS)
+    pool.egress_proxy = EgressProxy(settings, names.look_up)
+    async with pool, pool.session() as session:
         await session.reset(page_task("first"))
         url = f"http://public.test:{machines[0].port}/end"
         for _ in range(9):

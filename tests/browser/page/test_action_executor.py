@@ -51,14 +51,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderSite]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=[False, True], ids=["coordinates", "marks"])
-async def fleet(site: FolderSite, request: pytest.FixtureRequest) -> AsyncIterator[BrowserPool]:
-    async with pool_on(site, marks=request.param, actions=list(OPTIONAL_ACTION_KINDS), tabs=3) as fleet:
-        yield fleet
+async def pool(site: FolderSite, request: pytest.FixtureRequest) -> AsyncIterator[BrowserPool]:
+    async with pool_on(site, marks=request.param, actions=list(OPTIONAL_ACTION_KINDS), tabs=3) as pool:
+        yield pool
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def session(fleet: BrowserPool) -> AsyncIterator[Session]:
-    async with fleet.session() as session:
+async def session(pool: BrowserPool) -> AsyncIterator[Session]:
+    async with pool.session() as session:
         yield session
 
 
@@ -228,7 +228,7 @@ async def test_a_window_that_opens_after_the_observation_does_not_take_the_actio
 
 
 async def test_an_action_that_is_not_enabled_is_refused_by_name(site: FolderSite) -> None:
-    async with pool_on(site, actions=["hover"]) as fleet, fleet.session() as session:
+    async with pool_on(site, actions=["hover"]) as pool, pool.session() as session:
         gym = await Gym.open(session)
         assert gym.seen.tabs == ()
         assert (await gym.act("drag", coordinate=(0, 0), end_coordinate=(9, 9))).error == (

@@ -86,14 +86,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FramedSite]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fleet(site: FramedSite) -> AsyncIterator[BrowserPool]:
-    async with pool_on(site, marks=True, max_marks=20) as fleet:
-        yield fleet
+async def pool(site: FramedSite) -> AsyncIterator[BrowserPool]:
+    async with pool_on(site, marks=True, max_marks=20) as pool:
+        yield pool
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def session(fleet: BrowserPool) -> AsyncIterator[Session]:
-    async with fleet.session() as session:
+async def session(pool: BrowserPool) -> AsyncIterator[Session]:
+    async with pool.session() as session:
         yield session
 
 

@@ -15,8 +15,8 @@ from playwright.async_api import Browser, BrowserContext, CDPSession, Page
 from megatron_webrl.browser.chromium import proxy_settings
 from megatron_webrl.browser.egress.egress_policy import EgressPolicy, Endpoint, declared_endpoints, direct_endpoints
 from megatron_webrl.browser.page import settle
-from megatron_webrl.browser.task_page import TaskPage
 from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.types import TaskSite
 
 CLOSED_PORT = 1
 """A port where nothing listens: what a site does not declare is out of reach, as it is in a fleet."""
@@ -63,11 +63,12 @@ class BarePlaywright:
             self._options["quality"] = settings.quality
 
     @classmethod
-    async def open(cls, browser: Browser, settings: BrowserConfig, site: TaskPage) -> BarePlaywright:
+    async def open(cls, browser: Browser, settings: BrowserConfig, site: TaskSite) -> BarePlaywright:
         """A context as a session on `site` has it, without gateway and listeners."""
         context = await browser.new_context(
             viewport={"width": settings.width, "height": settings.height}, device_scale_factor=1,
-            service_workers="block", accept_downloads=False, proxy=proxy_settings(CLOSED_PORT, proxy_bypass(settings, site)),
+            service_workers="block", accept_downloads=False,
+            proxy=proxy_settings(CLOSED_PORT, proxy_bypass(settings, site)),
         )  # fmt: skip
         await context.add_init_script(settle.DISABLE_CARET_BLINK)
         page = await context.new_page()
@@ -94,7 +95,7 @@ class BarePlaywright:
         return screenshot, {"acting": acted - started, "settling": rested - acted, "capturing": ended - rested}
 
 
-def proxy_bypass(settings: BrowserConfig, site: TaskPage) -> dict[Endpoint, Endpoint]:
+def proxy_bypass(settings: BrowserConfig, site: TaskSite) -> dict[Endpoint, Endpoint]:
     """What a fleet on `site` lets Chromium reach past its gateway."""
     return direct_endpoints(declared_endpoints(site.origins, site.addresses), EgressPolicy.from_config(settings))
 

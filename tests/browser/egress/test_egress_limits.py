@@ -1,0 +1,187 @@
+"""Quotas, time limits and failures of the egress proxy, and the end of an episode."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from megatron_webrl.browser.egress import egress_proxy as proxy_module
+from megatron_webrl.browser.egress import proxy_connection
+from megatron_webrl.browser.egress.egress_proxy import EgressProxy
+from megatron_webrl.config.browser import BrowserConfig
+from tests.browser.egress.proxy_client import (
+    OK,
+    SECONDS,
+    Server,
+    answering,
+    ask,
+    echo,
+    get,
+    head_of,
+    open_network,
+    rest_of,
+)
+
+
+async def test_an_episode_has_so_many_requests() -> None:
+    async with (
+        Server(answering(OK)) as server,
+        open_network({"http://a.test": f"127.0.0.1:{server.port}"}, max_requests=2) as network,
+    ):
+        answers = [await ask(network, get("http://a.test/")) for _ in range(3)]
+    assert [answer[9:12] for answer in answers] == [b"200", b"200", b"403"]
+    assert b"the episode has used its 2 requests (browser.max_requests)" in answers[2]
+    assert network.refused == {"requests": 1}
+
+
+@pytest.mark.parametrize("direction", ["down", "up", "tunnel"])
+async def test_an_episode_moves_so_many_bytes(direction: str) -> None:
+    received = 0
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal received
+        if direction != "tunnel":
+            await head_of(reader)
+        if direction == "down":
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+            while True:
+                writer.write(b"x" * 65536)
+                await writer.drain()
+        while piece := await reader.read(65536):
+            received += len(piece)
+            if direction == "tunnel":
+                writer.write(piece)
+
+    async with Server(handle) as server:
+        origins = {f"{scheme}://a.test": f"127.0.0.1:{server.port}" for scheme in ("http", "https")}
+        async with open_network(origins, max_network_mib=1) as network:
+            reader, writer = await asyncio.open_connection("127.0.0.1", network.port)
+            first = {"down": "GET", "up": "POST", "tunnel": "CONNECT"}[direction]
+            target = "a.test:443" if direction == "tunnel" else "http://a.test/"
+            length = "Content-Length: 9000000\r\n" if direction == "up" else ""
+            writer.write(f"{first} {target} HTTP/1.1\r\n{length}\r\n".encode())
+            if direction != "down":
+                writer.write(b"x" * 9_000_000)
+            assert len(await rest_of(reader)) + received < 3 << 20
+            assert network.refused == {"bytes": 1}
+            assert b"the episode has used its 1 MiB (browser.max_network_mib)" in await ask(
+                network, get("http://a.test/")
+            )
+            writer.transport.abort()
+
+
+async def test_a_slow_response_ends_at_the_time_limit_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_connection, "REQUEST_SECONDS", 0.3)
+    drops = 0
+
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal drops
+        await head_of(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+        while not writer.is_closing():
+            writer.write(b"x")
+            await writer.drain()
+            drops += 1
+            await asyncio.sleep(0.01)
+
+    async with (
+        Server(drip) as server,
+        open_network({"http://a.test": f"127.0.0.1:{server.port}"}) as network,
+    ):
+        started = asyncio.get_running_loop().time()
+        assert len(await ask(network, get("http://a.test/"))) < 1000
+        assert 0.2 < asyncio.get_running_loop().time() - started < 5
+        assert drops > 3
+        assert network.take_errors("http://a.test/") == ["a request took more than 0.3 s"]
+
+
+async def test_an_idle_tunnel_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_connection, "IDLE_SECONDS", 0.2)
+    async with Server(echo) as server, open_network({"https://a.test": f"127.0.0.1:{server.port}"}) as network:
+        answer = await ask(network, "CONNECT a.test:443 HTTP/1.1\r\n\r\n")
+        assert answer == b"HTTP/1.1 200 Connection established\r\n\r\n"
+
+
+async def test_an_episode_has_so_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_webrl.browser.egress.network_access.MAX_CONNECTIONS", 2)
+    async with Server(echo) as server, open_network({"https://a.test": f"127.0.0.1:{server.port}"}) as network:
+        writers = []
+        for _ in range(2):
+            reader, writer = await asyncio.open_connection("127.0.0.1", network.port)
+            writer.write(b"CONNECT a.test:443 HTTP/1.1\r\n\r\n")
+            await head_of(reader)
+            writers.append(writer)
+        assert b"the episode has 2 connections open" in await ask(network, get("http://a.test/"))
+        for writer in writers:
+            writer.close()
+
+
+# Unreachable servers, and the end of an episode
+
+
+async def test_what_cannot_be_reached_is_not_answered_but_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_module, "CONNECT_SECONDS", 2.0)
+    async with Server(echo) as server:
+        port = server.port
+    async with open_network({"http://a.test": f"127.0.0.1:{port}", "http://b.test": "gone.example:81"}) as network:
+        for host, told in (("a", "a.test:80 cannot be reached: "), ("b", "no address is known for gone.example")):
+            assert await ask(network, get(f"http://{host}.test/")) == b""
+            (news,) = network.take_errors(f"http://{host}.test/x")
+            assert news.startswith(told)
+        answer = await ask(network, "CONNECT a.test:80 HTTP/1.1\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 502 Bad Gateway\r\n")
+        assert network.refused == {}
+
+
+async def test_a_name_that_is_not_answered_for_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_module, "CONNECT_SECONDS", 0.1)
+
+    async def never(host: str) -> list[str]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    proxy = EgressProxy(BrowserConfig(open_web=True), never)
+    network = await proxy.open_port({})
+    async with asyncio.timeout(SECONDS):
+        answer = await ask(network, "CONNECT a.example:443 HTTP/1.1\r\n\r\n")
+    assert b"a.example:443 did not answer within 0.1 s" in answer
+    await network.close()
+    proxy.close()
+
+
+async def test_the_end_of_an_episode_ends_its_connections_and_its_port() -> None:
+    async with Server(echo) as server, open_network({"https://a.test": f"127.0.0.1:{server.port}"}) as network:
+        reader, writer = await asyncio.open_connection("127.0.0.1", network.port)
+        writer.write(b"CONNECT a.test:443 HTTP/1.1\r\n\r\n")
+        await head_of(reader)
+        await network.close()
+        assert await rest_of(reader) == b""
+        writer.close()
+        with pytest.raises(ConnectionError):
+            await asyncio.open_connection("127.0.0.1", network.port)
+        assert not network.connections
+
+
+async def test_episodes_are_counted_apart_and_together() -> None:
+    proxy = EgressProxy(BrowserConfig())
+    one, two = await proxy.open_port({}), await proxy.open_port({})
+    await ask(one, get("http://a.example/"))
+    await ask(two, get("http://169.254.169.254/"))
+    await ask(two, get("http://b.example/"))
+    assert one.refused == {"not_declared": 1}
+    assert two.refused == {"not_declared": 1, "metadata": 1}
+    assert proxy.refused == {"not_declared": 2, "metadata": 1}
+    assert two.take_errors("http://b.example/page") == [
+        "b.example:80 is not one of the allowed places: none (browser.open_web=false)"
+    ]
+    assert two.take_errors("chrome-error://chromewebdata/") == []
+    for network in (one, two):
+        await network.close()
+    proxy.close()
+
+
+async def test_the_system_looks_names_up() -> None:
+    proxy = EgressProxy(BrowserConfig())
+    assert "127.0.0.1" in await proxy._look_up("localhost")
+    proxy.close()
