@@ -1,4 +1,4 @@
-"""Processes of browsers, for tests that kill them."""
+"""Find the processes of browsers, for tests that kill them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import psutil
 
 
 def browser_pids(kind: str, parent_pid: int | None = None) -> list[int]:
-    """Processes below `of`, this one by default: "driver", "browser" (without the script before it) or "renderer"."""
+    """Descendants of a process (default: this one) by kind: "driver", "browser" (not its start script), "renderer"."""
     found = []
     for child in psutil.Process(parent_pid or os.getpid()).children(recursive=True):
         with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
@@ -20,7 +20,7 @@ def browser_pids(kind: str, parent_pid: int | None = None) -> list[int]:
 
 
 def alive_pids(pids: Iterable[int]) -> list[int]:
-    """Those that run."""
+    """The pids of running processes."""
     running = []
     for pid in pids:
         with suppress(psutil.NoSuchProcess):
@@ -29,10 +29,10 @@ def alive_pids(pids: Iterable[int]) -> list[int]:
     return running
 
 
-def _kind(words: list[str]) -> str:
-    if "run-driver" in words:
+def _kind(arguments: list[str]) -> str:
+    if "run-driver" in arguments:
         return "driver"
-    if not words or "chrom" not in words[0]:
+    if not arguments or "chrom" not in arguments[0]:
         return ""
-    types = [word.removeprefix("--type=") for word in words if word.startswith("--type=")]
-    return types[0] if types else "browser" if "--remote-debugging-pipe" in words else ""
+    types = [each.removeprefix("--type=") for each in arguments if each.startswith("--type=")]
+    return types[0] if types else "browser" if "--remote-debugging-pipe" in arguments else ""

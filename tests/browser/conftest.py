@@ -20,7 +20,7 @@ ORIGIN = "http://site.localhost"
 
 
 class FolderSite:
-    """Pages of a folder; a page sets `reward` and `done` as globals."""
+    """Serves the pages of a folder; a page ends its task by setting the global `reward`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

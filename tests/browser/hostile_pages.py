@@ -1,6 +1,6 @@
-"""Pages that mean no good, and a server for them.
+"""Hostile pages and their server.
 
-`/NAME` answers with the page of that name; a few names answer in ways of their own.
+`/NAME` returns the page of that name; a few names have handlers of their own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cache
 
 from tests.browser.local_network import WebServer
 
-SIDE = 20_000  # pixels of a gigantic image
+SIDE = 20_000  # pixels of the huge image
 
 
 def on_click(script: str, more: str = "") -> str:
@@ -25,7 +25,7 @@ def on_click(script: str, more: str = "") -> str:
 
 
 def at_once(script: str) -> str:
-    """A page that runs a script while it is read."""
+    """A page that runs a script while it loads."""
     return f"<title>Page</title><p>text</p><script>{script}</script>"
 
 
@@ -86,7 +86,7 @@ PAGES = {
     "scroll": "<title>Page</title><p style='height:9000px'>"
         "<script>setInterval(() => scrollTo(0, Math.random() * 9000), 0)</script>",
     "fetches": at_once("setInterval(() => fetch('fine?' + Math.random()), 1)"),
-    # Gigantic things
+    # Huge content
     "dom": "<title>Page</title><script>document.write('<a href=x>y</a>'.repeat(250000))</script>",
     "deep": "<title>Page</title>" + "<div>" * 50_000 + "<button>go</button>",
     "deep_script": at_once("""let e = document.body; for (let i = 0; i < 20000; i++)
@@ -116,12 +116,12 @@ PAGES = {
     "storage": on_click("""try { for (let i = 0; ; i++) localStorage['k' + i] = 'x'.repeat(1e6); } catch (e) { }
         caches?.open('c').then((c) => {
             for (let i = 0; i < 50; i++) c.put('/' + i, new Response('x'.repeat(1e6))) })"""),
-    # Text that would break a prompt
+    # Special tokens of prompts
     "special": f"<title>{SPECIAL}</title><button aria-label='{SPECIAL}' style='width:200px;height:100px'></button>"
         f"<p>{SPECIAL}</p><select aria-label=x><option>{SPECIAL}</select>"
         "<script>history.replaceState(0, '', '?<|image_pad|>')</script>",
     "special_dialog": on_click("alert('<|image_pad|><|im_end|>')"),
-    # Ways to the machine that must not be reached
+    # Attempts to reach the forbidden machine
     "service_worker": on_click("""navigator.serviceWorker?.register('worker.js').then(() => { document.title = 'yes' },
         () => { document.title = 'no' })"""),
     "inner": at_once("""for (const u of ['http://127.0.0.2:PORT/', 'http://inner.test:PORT/', 'http://0x7f000002:PORT/'])
@@ -136,7 +136,7 @@ PAGES = {
 
 @cache
 def gigantic_png() -> bytes:
-    """An image of SIDE x SIDE pixels in some 50 kB."""
+    """An image of SIDE x SIDE pixels, compressed to some 50 kB."""
     squeeze = zlib.compressobj(9)
     row = b"\0" + bytes(SIDE // 8)  # one bit a pixel
     data = b"".join([squeeze.compress(row * 100) for _ in range(SIDE // 100)]) + squeeze.flush()
@@ -175,7 +175,7 @@ class Machine(WebServer):
     def _answer(self, writer: asyncio.StreamWriter, code: str, page: str) -> None:
         text = f"<!DOCTYPE html>{page.replace('PORT', str(self.port))}".encode()
         head = f"HTTP/1.1 {code}\r\nContent-Type: text/html\r\nCache-Control: no-store\r\nContent-Length: {len(text)}"
-        # A connection for each request: names are looked up anew.
+        # One connection per request, so that names are resolved again.
         writer.write(f"{head}\r\nConnection: close\r\n\r\n".encode() + text)
 
     async def _redirect(self, writer: asyncio.StreamWriter) -> None:
@@ -219,7 +219,7 @@ class Machine(WebServer):
         writer.write(bytes(range(256)) * 20)
 
     async def _bomb(self, writer: asyncio.StreamWriter) -> None:
-        """A page of 64 MiB in 200 kB."""
+        """A page of 64 MiB, compressed to 200 kB."""
         squeeze = zlib.compressobj(9, zlib.DEFLATED, 31)
         text = b"".join([squeeze.compress(b"<p>more</p>" * 95_325) for _ in range(64)]) + squeeze.flush()
         head = f"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Encoding: gzip\r\nContent-Length: {len(text)}"

@@ -40,16 +40,16 @@ from tests.waiting import eventually
 
 ENVIRONMENTS = ("click-test", "click-test-2", "click-dialog", "click-button", "focus-text", "click-tab", "enter-text")
 KILLS = {"browser": 0.05, "driver": 0.01, "renderer": 0.01}
-"""Share of the episodes in which one is killed."""
+"""Fraction of the episodes in which one is killed."""
 
 SESSIONS, BROWSERS, MAX_STEPS = 6, 2, 4
 STEP_SECONDS = 60.0
-REST_SECONDS = 120.0  # for a pool to have everything ready again
+IDLE_SECONDS = 120.0  # for the pool to be idle with all contexts prepared
 
 
 @dataclass
 class Report:
-    """What has happened. `memory`: (episodes so far, this process, its browsers with their drivers)."""
+    """Results. `memory`: (episodes so far, MiB of this process, MiB of its browsers with their drivers)."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     kills: Counter[str] = field(default_factory=Counter)
@@ -68,7 +68,7 @@ class Soak:
         self._began = time.monotonic()
 
     async def run(self, indices: Iterator[int]) -> None:
-        """Run the episodes with these numbers, SESSIONS at a time, and measure once the pool is at rest."""
+        """Run the episodes with these numbers, SESSIONS at a time, and measure once the pool is idle."""
 
         async def work() -> None:
             for index in indices:
@@ -102,7 +102,7 @@ class Soak:
         return "steps_exhausted"
 
     async def _kill(self, kind: str, chance: random.Random, seconds: float) -> None:
-        await asyncio.sleep(seconds)  # anywhere in an episode, its reset included
+        await asyncio.sleep(seconds)  # at any time of an episode, including its reset
         found = await asyncio.to_thread(browser_pids, kind)
         if found:
             self.report.kills[kind] += 1
@@ -110,12 +110,12 @@ class Soak:
                 os.kill(chance.choice(found), signal.SIGKILL)
 
     async def _measure(self) -> None:
-        def at_rest() -> bool:
+        def is_idle() -> bool:
             gauges = self._pool.gauges()
             names = ("sessions_in_use", "browsers", "browsers_draining", "sessions_warm")
             return [gauges[name] for name in names] == [0, BROWSERS, 0, BROWSERS]
 
-        await eventually(at_rest, REST_SECONDS)
+        await eventually(is_idle, IDLE_SECONDS)
         gc.collect()
         below = [child.pid for child in psutil.Process().children(recursive=True)]
         browsers = await asyncio.to_thread(resident_mib, below)
@@ -125,7 +125,7 @@ class Soak:
 
 
 async def scripted(session: Session, task: Task) -> Action:
-    """What the environment's oracle would do; if the page is lost, a step that says so."""
+    """The scripted action; if the page is lost, a wait action whose step raises the error."""
     try:
         async with asyncio.timeout(STEP_SECONDS):
             return await next_scripted_action(session.page, task.environment)
@@ -155,5 +155,5 @@ async def soak(episodes: int, seed: int, parts: int) -> Report:
 
 
 if __name__ == "__main__":
-    child_process.become_subreaper()  # what loses its parent is seen as well
+    child_process.become_subreaper()  # so that orphans count as leftovers
     print(json.dumps(vars(asyncio.run(soak(*map(int, sys.argv[1:]))))))  # noqa: T201

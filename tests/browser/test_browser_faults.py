@@ -47,10 +47,10 @@ STORES = """<!DOCTYPE html><title>...</title><script>(async () => {
 
 
 class CountingSite:
-    """Pages of a server of its own that counts what it was asked for; `before` may interfere with an opening."""
+    """A site whose server counts requests; `before` may interfere with opening a page."""
 
     def __init__(self, before: Callable[[Page, int], Awaitable[None]]) -> None:
-        self.asked: Counter[str] = Counter()
+        self.requests: Counter[str] = Counter()
         self.openings = 0
         self._before = before
         self.server = LocalServer(self._respond, "counting")
@@ -58,7 +58,7 @@ class CountingSite:
         self.addresses = {"site.localhost": self.server.address}
 
     def _respond(self, request: PageRequest) -> PageResponse:
-        self.asked[request.path] += 1
+        self.requests[request.path] += 1
         kinds = {"html": "text/html", "js": "text/javascript", "txt": "text/plain"}
         kind = kinds[request.path.rpartition(".")[2]]
         body = STORES if kind == "text/html" else ""
@@ -90,7 +90,7 @@ def counting() -> Iterator[CountingSite]:
 
 @pytest.fixture
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A temporary folder in which nothing else lies."""
+    """An empty temporary folder."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
@@ -99,7 +99,7 @@ def pool_of(site: CountingSite, **settings: int) -> BrowserPool:
     return BrowserPool(BrowserConfig(width=400, height=300, **settings), {"site": site}, 1, 20.0)
 
 
-async def test_a_kept_page_serves_the_next_episode_of_its_source_and_is_counted_anew(counting: CountingSite) -> None:
+async def test_a_cached_session_serves_the_next_episode_of_its_source_with_fresh_counts(counting: CountingSite) -> None:
     async with pool_of(counting, reuse_pages=1) as pool:
         async with pool.episode(page_task("stores")) as (first, seen):
             assert not json.loads(seen.title)[0]
@@ -114,12 +114,12 @@ async def test_a_kept_page_serves_the_next_episode_of_its_source_and_is_counted_
             assert again.network.requests == 0
         async with pool.episode(page_task("other")) as (last, _):
             assert last is first
-        async with pool.episode(page_task("other")) as (fresh, _):  # its source does not let the page be kept
+        async with pool.episode(page_task("other")) as (fresh, _):  # its source does not permit reuse
             assert fresh is not first
         assert (pool.counters.sessions, pool.counters.sessions_reused) == (4, 2)
 
 
-async def test_a_lost_or_broken_off_session_is_not_kept_and_a_kept_one_that_is_lost_is_let_go(
+async def test_lost_or_interrupted_sessions_are_not_cached_and_lost_cached_ones_are_released(
     counting: CountingSite,
 ) -> None:
     async with pool_of(counting, reuse_pages=2) as pool:
@@ -140,7 +140,7 @@ async def test_a_lost_or_broken_off_session_is_not_kept_and_a_kept_one_that_is_l
         assert pool.counters.sessions_lost == 0
 
 
-async def test_nothing_of_an_episode_is_there_in_the_next_one(counting: CountingSite) -> None:
+async def test_the_next_episode_finds_no_state_of_the_previous_one(counting: CountingSite) -> None:
     async with pool_of(counting) as pool:
         for number in (1, 2):
             async with pool.session() as session:
@@ -148,7 +148,7 @@ async def test_nothing_of_an_episode_is_there_in_the_next_one(counting: Counting
                 assert json.loads(seen.title) == ["", None, None, "", "", 0], number
                 seen = await session.reset(page_task("stores"))
                 assert json.loads(seen.title) == ["seen=1", "1", "1", "seen", "seen", 0], number
-            assert counting.asked["/kept.txt"] == number  # the second page of an episode has it from the cache
+            assert counting.requests["/kept.txt"] == number  # the second page of an episode has it from the cache
         assert pool.counters.launches == 1
 
 
@@ -170,7 +170,9 @@ async def test_sessions_are_spread_over_browsers_and_a_crash_loses_only_those_of
 
 
 @pytest.mark.parametrize("victim", ["browser", "driver", "renderer"])
-async def test_what_dies_costs_a_step_and_its_temporary_files_go(site: FolderSite, scratch: Path, victim: str) -> None:
+async def test_a_killed_process_loses_one_step_and_its_temporary_files_are_removed(
+    site: FolderSite, scratch: Path, victim: str
+) -> None:
     async with pool_on(site) as pool:
         async with pool.session() as session:
             await session.reset(page_task("first"))
@@ -183,12 +185,12 @@ async def test_what_dies_costs_a_step_and_its_temporary_files_go(site: FolderSit
         async with pool.episode(page_task("second")) as (_, seen):
             assert seen.title == "Second"
         assert pool.counters.crashes == (victim != "renderer")
-        await eventually(lambda: len(list(scratch.iterdir())) == 1)  # that of the browser that runs
+        await eventually(lambda: len(list(scratch.iterdir())) == 1)  # the folder of the running browser
     assert not list(scratch.iterdir())
 
 
 @pytest.mark.parametrize("victim", ["browser", "driver"])
-async def test_what_hangs_is_noticed_by_the_limit_of_an_operation_and_replaced(
+async def test_a_hang_is_detected_by_a_timeout_and_the_browser_is_replaced(
     site: FolderSite, scratch: Path, monkeypatch: pytest.MonkeyPatch, victim: str
 ) -> None:
     monkeypatch.setattr(process_module, "PING_SECONDS", 1.0)
@@ -207,9 +209,7 @@ async def test_what_hangs_is_noticed_by_the_limit_of_an_operation_and_replaced(
         await eventually(lambda: len(list(scratch.iterdir())) == 1)
 
 
-async def test_what_hangs_is_noticed_without_an_operation_too(
-    site: FolderSite, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_hang_is_detected_by_the_health_check(site: FolderSite, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_module, "PING_SECONDS", 1.0)
     monkeypatch.setattr(supervisor_module, "HEALTH_CHECK_SECONDS", 0.1)
     async with pool_on(site) as pool, pool.session() as session:
@@ -219,23 +219,23 @@ async def test_what_hangs_is_noticed_without_an_operation_too(
             assert "does not answer" in str(await session.lost)
 
 
-# A script that is ended is followed by the next one.
+# When one script is terminated, the next one starts.
 ENDLESS = "() => { for (let n = 0; n < 1000; n++) setTimeout(() => { for (;;); }); }"
 
 
 async def click_often(session: session_module.Session) -> None:
-    """Between two scripts of an endless page a busy machine may let a step through, but not all of these."""
+    """On a busy machine a single step may run between two scripts of an endless page, but not all of these."""
     for _ in range(50):
         await session.step(Action("left_click", coordinate=(100, 100)))
 
 
-async def test_a_page_that_never_lets_go_costs_its_own_session_only(site: FolderSite) -> None:
+async def test_an_endless_page_loses_only_its_own_session(site: FolderSite) -> None:
     async with pool_on(site, sessions=2) as pool, pool.session() as other:
         await other.reset(page_task("first"))
         async with pool.session() as session:
             await session.reset(page_task("first"))
             before = set(browser_pids("renderer"))
-            await session.page.evaluate(ENDLESS)  # the page runs on once it has answered
+            await session.page.evaluate(ENDLESS)  # the page starts its scripts after the call returns
             session._step_seconds = 2.0
             with pytest.raises(BrowserTimeout):
                 await click_often(session)
@@ -244,7 +244,7 @@ async def test_a_page_that_never_lets_go_costs_its_own_session_only(site: Folder
         assert (pool.counters.launches, pool.counters.hangs, pool.counters.sessions_lost) == (1, 0, 1)
 
 
-async def test_a_context_that_does_not_close_has_its_browser_replaced(
+async def test_a_browser_whose_context_does_not_close_is_replaced(
     site: FolderSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with pool_on(site) as pool:
@@ -259,9 +259,7 @@ async def test_a_context_that_does_not_close_has_its_browser_replaced(
             assert seen.title == "Second"
 
 
-async def test_a_browser_that_has_grown_gives_way_to_another_one(
-    site: FolderSite, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_browser_that_has_grown_is_replaced(site: FolderSite, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_module, "HEALTH_CHECK_SECONDS", 0.1)
     monkeypatch.setattr(supervisor_module, "RECYCLE_MIB", 5)
     async with pool_on(site, sessions=2) as pool:
@@ -277,7 +275,7 @@ async def test_a_browser_that_has_grown_gives_way_to_another_one(
 
 
 @pytest.mark.parametrize("victim", ["browser", "driver", "page"])
-async def test_a_reset_that_fails_by_the_browsers_fault_is_tried_again(victim: str) -> None:
+async def test_a_reset_that_fails_because_of_the_browser_is_retried(victim: str) -> None:
     async def kill(page: Page, opening: int) -> None:
         if opening == 1 and victim == "page":
             await page.goto("chrome://crash")
@@ -292,7 +290,7 @@ async def test_a_reset_that_fails_by_the_browsers_fault_is_tried_again(victim: s
     site.server.close()
 
 
-async def test_a_reset_is_tried_twice_and_named_by_what_happened() -> None:
+async def test_a_reset_is_tried_twice_and_raises_the_cause() -> None:
     async def kill(page: Page, opening: int) -> None:
         os.kill(browser_pids("browser")[0], signal.SIGKILL)
 
@@ -300,23 +298,23 @@ async def test_a_reset_is_tried_twice_and_named_by_what_happened() -> None:
     async with pool_of(site) as pool:
         with pytest.raises(BrowserCrashed, match="Chromium has ended"):
             async with pool.episode(page_task("stores")):
-                raise AssertionError("there is no such episode")
+                raise AssertionError("the episode must not begin")
         assert site.openings == 2
         await eventually(lambda: pool.gauges()["sessions_warm"] == 1)
         assert pool.gauges()["sessions_in_use"] == 0
     site.server.close()
 
 
-async def test_a_reset_that_fails_by_the_site_is_not_tried_again(counting: CountingSite) -> None:
+async def test_a_reset_that_fails_because_of_the_site_is_not_retried(counting: CountingSite) -> None:
     counting.server.close()
     async with pool_of(counting) as pool:
         with pytest.raises(BrowserError, match="ERR_CONNECTION_REFUSED"):
             async with pool.episode(page_task("stores")):
-                raise AssertionError("there is no such episode")
+                raise AssertionError("the episode must not begin")
         assert (counting.openings, pool.counters.retries) == (1, 0)
 
 
-async def test_a_browser_that_does_not_start_is_named_and_tried_again_later(
+async def test_a_failed_launch_is_reported_and_retried_later(
     site: FolderSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor_module, "LAUNCH_BACKOFF_SECONDS", 0.0)
@@ -326,7 +324,7 @@ async def test_a_browser_that_does_not_start_is_named_and_tried_again_later(
     monkeypatch.setattr(supervisor_module, "RECYCLE_EPISODES", 2)
     async with pool_on(site, executable=str(script)) as pool:
         broken.touch()
-        for _ in range(3):  # without a successor the old one goes on
+        for _ in range(3):  # without a successor the old browser keeps serving
             async with pool.episode(page_task("first")) as (_, seen):
                 assert seen.title == "First"
         await eventually(lambda: pool.counters.failed_launches >= 3)
@@ -339,7 +337,7 @@ async def test_a_browser_that_does_not_start_is_named_and_tried_again_later(
             assert seen.title == "Second"
 
 
-async def test_a_session_that_nobody_waits_for_any_more_goes_to_the_next_one(site: FolderSite) -> None:
+async def test_a_session_of_a_cancelled_caller_serves_the_next_one(site: FolderSite) -> None:
     async with pool_on(site) as pool:
         for _ in range(3):
             taking = asyncio.ensure_future(pool._acquire())
@@ -351,7 +349,7 @@ async def test_a_session_that_nobody_waits_for_any_more_goes_to_the_next_one(sit
         await eventually(lambda: pool.gauges()["sessions_in_use"] == 0)
 
 
-def test_memory_is_what_processes_hold_alone_or_their_share_of() -> None:
+def test_resident_memory_counts_private_memory_and_shares_of_shared_memory() -> None:
     code = "import time; held = bytearray(64 << 20); print(flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True) as holder:
         assert holder.stdout is not None
@@ -378,22 +376,22 @@ asyncio.run(main())
 """
 
 
-async def test_the_next_pool_removes_what_a_killed_process_has_left(site: FolderSite, scratch: Path) -> None:
+async def test_the_next_pool_removes_leftovers_of_a_killed_process(site: FolderSite, scratch: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(scratch)}
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, env=environment) as owner:
         assert owner.stdout is not None
         assert (await asyncio.to_thread(owner.stdout.readline)) == b"up\n"
-        left = browser_pids("browser", parent_pid=owner.pid)
-        os.kill(left[0], signal.SIGSTOP)  # it does not notice that its driver goes
+        orphans = browser_pids("browser", parent_pid=owner.pid)
+        os.kill(orphans[0], signal.SIGSTOP)  # so that it does not notice the end of its driver
         for pid in [owner.pid, *browser_pids("driver", parent_pid=owner.pid)]:
             os.kill(pid, signal.SIGKILL)
     try:
-        assert alive_pids(left)
+        assert alive_pids(orphans)
         assert list(scratch.iterdir())
         async with pool_on(site):
-            assert not alive_pids(left)
+            assert not alive_pids(orphans)
             assert [folder.name.split("-")[1] for folder in scratch.iterdir()] == [str(os.getpid())]
         assert not list(scratch.iterdir())
     finally:
-        for pid in alive_pids(left):  # where the pool did not
+        for pid in alive_pids(orphans):  # that the pool did not kill
             os.kill(pid, signal.SIGKILL)

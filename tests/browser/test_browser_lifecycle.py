@@ -1,4 +1,4 @@
-"""Life of the browser and its contexts."""
+"""Start, sessions and end of browsers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ def children() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE}
 
 
-def test_a_missing_chromium_is_named_with_the_package_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_missing_chromium_error_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BrowserMissing, match="install Debian's package chromium-headless-shell"):
         find_chromium()
@@ -32,7 +30,7 @@ def test_a_missing_chromium_is_named_with_the_package_to_install(
         find_chromium("netscape")
 
 
-def test_the_headless_shell_is_preferred_and_others_serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_headless_shell_is_preferred_over_other_browsers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("google-chrome", "chromium", "chromium-headless-shell"):
         (tmp_path / name).write_text("#!/bin/sh\n")
@@ -64,7 +62,7 @@ async def test_no_more_sessions_than_allowed_run_at_a_time(site: FolderSite) -> 
     assert most == 2
 
 
-async def test_a_killed_browser_is_an_error_to_its_sessions_and_is_launched_again(site: FolderSite) -> None:
+async def test_a_killed_browser_fails_its_sessions_and_is_relaunched(site: FolderSite) -> None:
     async with pool_on(site, sessions=2) as pool:
         async with pool.session() as session:
             await session.reset(page_task("first"))
@@ -112,7 +110,7 @@ async def test_a_stopped_browser_is_killed_within_the_limit(site: FolderSite, mo
     monkeypatch.setattr("megatron_webrl.browser.chromium_process.CLOSE_SECONDS", 1.0)
     pool = pool_on(site)
     await pool.start()
-    [pid] = browser_pids("browser")
+    pid = browser_pids("browser")[0]
     os.kill(pid, signal.SIGSTOP)
     async with asyncio.timeout(20):
         await pool.close()

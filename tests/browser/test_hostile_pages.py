@@ -1,4 +1,4 @@
-"""Pages that ask, open, load and move without being asked to: a session goes on and tells what happened."""
+"""Pages with dialogs, windows, downloads and endless loading: the session continues and reports them."""
 
 from __future__ import annotations
 
@@ -73,66 +73,66 @@ async def session(pool: BrowserPool) -> AsyncIterator[Session]:
         yield session
 
 
-async def clicked(session: Session, name: str) -> Observation:
-    """What is seen after a click on a page."""
+async def click_on(session: Session, name: str) -> Observation:
+    """The observation after a click on a page."""
     await session.reset(page_task(name))
     return await session.step(Action("left_click", coordinate=(100, 100)))
 
 
-async def test_dialogs_are_answered_and_told(session: Session) -> None:
-    seen = await clicked(session, "alert")
+async def test_dialogs_are_answered_and_reported(session: Session) -> None:
+    seen = await click_on(session, "alert")
     assert seen.title == "after"
     assert seen.error == 'the page opened a dialog, "Hello <|im_end|>", which was answered with OK'
-    seen = await clicked(session, "confirm")
+    seen = await click_on(session, "confirm")
     assert seen.title == "true Ann"
     assert '"Sure?"' in str(seen.error)
     assert '"Name?"' in str(seen.error)
 
 
 @pytest.mark.parametrize("name", ["loop", "timer"])
-async def test_a_loop_of_dialogs_does_not_hold_the_session(pool: BrowserPool, name: str) -> None:
+async def test_a_loop_of_dialogs_does_not_block_the_session(pool: BrowserPool, name: str) -> None:
     async with asyncio.timeout(15), pool.session() as session:
-        seen = await clicked(session, name)
+        seen = await click_on(session, name)
         assert 'the page opened a dialog, "again", which was answered with OK (' in str(seen.error)
         seen = await session.step(Action("navigate", url="http://site.localhost/other.html"))
         assert seen.title == "Other"
 
 
 async def test_a_page_that_asks_to_stay_is_left(session: Session) -> None:
-    await clicked(session, "leave")
+    await click_on(session, "leave")
     seen = await session.step(Action("navigate", url="http://site.localhost/other.html"))
     assert (seen.title, seen.error) == ("Other", "the page asked whether to leave it; it was left")
 
 
 @pytest.mark.parametrize(
-    ("name", "note"),
+    ("name", "message"),
     [
         ("file", "the page asked for a file; none was given"),
         ("download", "the download of gift.html was refused"),
         ("mail", "mailto:a@b.c was not opened: only web pages can be"),
     ],
 )
-async def test_files_downloads_and_other_programs_are_refused(session: Session, name: str, note: str) -> None:
-    seen = await clicked(session, name)
-    assert (seen.title, seen.error) == ("Page", note)
+async def test_files_downloads_and_other_programs_are_refused(session: Session, name: str, message: str) -> None:
+    seen = await click_on(session, name)
+    assert (seen.title, seen.error) == ("Page", message)
 
 
-async def test_printing_and_rights_do_nothing(session: Session) -> None:
-    assert (await clicked(session, "print")).title == "printed"
-    await clicked(session, "rights")
+async def test_printing_and_permission_requests_do_nothing(session: Session) -> None:
+    assert (await click_on(session, "print")).title == "printed"
+    await click_on(session, "rights")
     await session.page.wait_for_function("document.title != 'Page'", timeout=5000)
     assert await session.page.title() == "refused 1"
 
 
-async def test_many_windows_are_closed_and_told_once(session: Session) -> None:
-    seen = await clicked(session, "popups")
+async def test_many_windows_are_closed_and_reported_once(session: Session) -> None:
+    seen = await click_on(session, "popups")
     assert seen.title == "Page"
     assert str(seen.error).startswith("a new window was closed; only one page can be open")
 
 
-async def test_a_page_that_closes_itself_is_named(session: Session) -> None:
+async def test_a_page_that_closes_itself_raises_an_error(session: Session) -> None:
     with pytest.raises(BrowserError, match="the page has closed itself, and no other tab is open"):
-        await clicked(session, "self")
+        await click_on(session, "self")
 
 
 async def test_pages_cannot_forge_their_state_or_stop_the_clock(session: Session) -> None:
@@ -141,19 +141,19 @@ async def test_pages_cannot_forge_their_state_or_stop_the_clock(session: Session
     assert len((await session.reset(page_task("long"))).title) == 2000
 
 
-async def test_what_a_page_fetches_is_waited_for(session: Session) -> None:
+async def test_a_session_waits_for_the_requests_of_a_page(session: Session) -> None:
     async def late(route: Route) -> None:
         await asyncio.sleep(0.3)
         await route.continue_()
 
     await session.page.route("**/slow.html", late)
-    seen = await clicked(session, "fetching")
+    seen = await click_on(session, "fetching")
     assert seen.title == "loaded"
     assert seen.seconds is not None
     assert 0.6 <= seen.seconds.settling < settle.NETWORK_IDLE_SECONDS
 
 
-async def test_a_request_that_is_never_answered_is_waited_for_once(
+async def test_a_session_waits_once_for_an_unanswered_request(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(settle, "NETWORK_IDLE_SECONDS", 0.5)
@@ -164,7 +164,7 @@ async def test_a_request_that_is_never_answered_is_waited_for_once(
         await route.abort()
 
     await session.page.route("**/slow.html", silent)
-    seen = await clicked(session, "fetching")
+    seen = await click_on(session, "fetching")
     assert seen.seconds is not None
     assert 0.5 <= seen.seconds.settling < 3
     again = await session.step(Action("wait", time=0))
@@ -177,7 +177,7 @@ async def test_a_page_that_fetches_for_ever_is_shown_within_the_limit(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(settle, "NETWORK_IDLE_SECONDS", 0.5)
-    seen = await clicked(session, "polling")
+    seen = await click_on(session, "polling")
     assert seen.seconds is not None
     assert seen.seconds.settling < 3
 
@@ -190,15 +190,15 @@ async def test_endless_redirects_end_at_the_limit(session: Session, monkeypatch:
     assert seen.seconds.settling < 10
 
 
-async def test_notes_are_short_and_few_and_each_is_said_once() -> None:
-    notes = StepMessages()
-    assert notes.pop_text() is None
+async def test_messages_are_shortened_limited_and_deduplicated() -> None:
+    messages = StepMessages()
+    assert messages.pop_text() is None
     for _ in range(3):
-        notes.add("twice  told\ntale")
-    assert notes.pop_text() == "twice told tale (3 times)"
-    assert notes.pop_text() is None
+        messages.add("twice  told\ntale")
+    assert messages.pop_text() == "twice told tale (3 times)"
+    assert messages.pop_text() is None
     for number in range(100):
-        notes.add(f"{number} " + "x" * 10_000)
-    text = str(notes.pop_text())
+        messages.add(f"{number} " + "x" * 10_000)
+    text = str(messages.pop_text())
     assert len(text) < (MAX_MESSAGES + 1) * (MAX_MESSAGE_CHARACTERS + 20)
     assert text.endswith(f"and {100 - MAX_MESSAGES} more")

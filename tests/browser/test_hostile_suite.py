@@ -1,6 +1,6 @@
-"""Every page of `hostile_pages` against a session: each row says what may come of it, and within which limit.
+"""Every page of `hostile_pages` against a session: each case has its allowed results and a time limit.
 
-127.0.0.1 stands in for a public address; 127.0.0.2, on the same port, is the machine that must not be reached.
+127.0.0.1 stands in for a public address; 127.0.0.2, on the same port, must not be reached.
 """
 
 from __future__ import annotations
@@ -33,91 +33,91 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 log = logging.getLogger(__name__)
 
-HASTY, PATIENT = 1.5, 20.0  # seconds of one operation
+SHORT, LONG = 1.5, 20.0  # seconds of one operation
 PAGE_MIB = 1024
-SLACK = 15.0  # seconds for a busy machine, beyond what the limits of the three operations add up to
-LATE = "browser_timeout"
+SLACK = 15.0  # seconds for a busy machine, beyond the limits of the three operations
+TIMEOUT = "browser_timeout"
 CRASHED = "page_crashed"
-ON = "goes on"  # with or without a note
+CONTINUES = "continues"  # with or without a message
 
-# Page, seconds of one operation, what may come of it: an outcome, ON, or a pattern of what the agent is told.
-ROWS: list[tuple[str, float, tuple[str, ...]]] = [
-    ("alerts", PATIENT, ("opened a dialog, .again.",)),
-    ("alerts_at_once", PATIENT, ("opened a dialog, .again.",)),
-    ("alerts_timer", PATIENT, ("opened a dialog, .again.",)),
-    ("alerts_frame", PATIENT, ("opened a dialog, .within.",)),
-    ("prompt_long", PATIENT, (r"opened a dialog, .x{90,100}\.\.\.",)),
-    ("popups", 6.0, ("a new window was closed", LATE)),
-    ("popups_chain", PATIENT, ("a new window was closed",)),
-    ("close", PATIENT, ("browser_error", ON)),  # Chromium lets a page close itself or not
-    ("stay", PATIENT, ("asked whether to leave it; it was left",)),
-    ("print", PATIENT, (ON,)),
-    ("fullscreen", PATIENT, (ON,)),
-    ("rights", PATIENT, (ON,)),
-    ("stay_for_ever", HASTY, ("the script that it ran was ended", LATE)),
-    ("loop", HASTY, ("the script that it ran was ended", LATE)),
-    ("loop_frame", HASTY, ("the script that it ran was ended", LATE)),
-    ("loop_promise", HASTY, ("the script that it ran was ended", LATE)),
-    ("loop_unload", HASTY, ("the script that it ran was ended", LATE)),
-    ("regexp", HASTY, ("the script that it ran was ended", LATE)),
-    ("loop_timer", HASTY, (ON, LATE)),
-    ("workers", HASTY, (ON, LATE)),
-    ("push_state", PATIENT, (ON,)),
-    ("replace", HASTY, ("still loading", "requests", ON, LATE)),
-    ("ping", HASTY, ("still loading", ON, LATE)),
-    ("refresh", HASTY, ("still loading", ON, LATE)),
-    ("reload", HASTY, ("still loading", ON, LATE)),
-    ("write", PATIENT, (ON, LATE)),
-    ("write_for_ever", HASTY, (ON, LATE, CRASHED)),
-    ("animation", PATIENT, (ON,)),
-    ("frames_of_animation", PATIENT, (ON,)),
-    ("title", PATIENT, (ON,)),
-    ("console", HASTY, (ON, LATE)),
-    ("errors", HASTY, (ON, LATE)),
-    ("focus", PATIENT, (ON,)),
-    ("scroll", PATIENT, (ON,)),
-    ("fetches", PATIENT, (r"has used its 300 requests \(browser.max_requests\)", ON)),
-    ("dom", HASTY, ("elements cannot be found in a page of", LATE)),
-    ("deep", HASTY, (ON, LATE)),
-    ("deep_script", HASTY, (ON, LATE, CRASHED)),
-    ("buttons", HASTY, (ON, LATE)),
-    ("frames", HASTY, (ON, LATE)),
-    ("frames_nested", HASTY, (ON, LATE)),
-    ("image", HASTY, (ON, LATE, CRASHED)),
-    ("gigantic.png", HASTY, (ON, LATE, CRASHED)),
-    ("canvas", HASTY, (ON, LATE, CRASHED)),
-    ("tall", PATIENT, (ON,)),
-    ("names", HASTY, (ON, LATE)),
-    ("options", HASTY, ("elements cannot be found in a page of", LATE)),
-    ("url", PATIENT, (ON,)),
-    ("data_url", HASTY, (ON, LATE)),
-    ("data_frame", HASTY, (ON, LATE)),
-    ("memory", PATIENT, (CRASHED,)),
-    ("memory_at_once", PATIENT, (CRASHED,)),
-    ("buffers", PATIENT, (ON, CRASHED)),
-    ("memory_dom", HASTY, (ON, LATE, CRASHED)),
-    ("memory_worker", HASTY, (ON, LATE, CRASHED)),
-    ("storage", PATIENT, (ON,)),
-    ("special", PATIENT, (ON,)),
-    ("special_dialog", PATIENT, (r"<\|image_pad\|><\|im_end\|>",)),
-    ("service_worker", PATIENT, (ON,)),
-    ("inner", PATIENT, (ON,)),
-    ("inner_go", PATIENT, ("127.0.0.2, which is a loopback address",)),
-    ("file", PATIENT, (ON,)),
-    ("redirect", PATIENT, ("browser_error",)),
-    ("slow_head", PATIENT, ("browser_error",)),
-    ("endless_head", PATIENT, ("browser_error",)),
-    ("silence", PATIENT, ("browser_error",)),
-    ("garbage", PATIENT, ("browser_error",)),
-    ("slow_body", PATIENT, (r"a request took more than 1.0 s",)),
-    ("endless_body", HASTY, (ON, LATE, CRASHED)),
-    ("bomb", HASTY, (ON, LATE, CRASHED)),
-    ("hang_up", HASTY, (ON, LATE)),
+# Page, seconds of one operation, allowed results: an outcome, CONTINUES, or a pattern of the messages.
+CASES: list[tuple[str, float, tuple[str, ...]]] = [
+    ("alerts", LONG, ("opened a dialog, .again.",)),
+    ("alerts_at_once", LONG, ("opened a dialog, .again.",)),
+    ("alerts_timer", LONG, ("opened a dialog, .again.",)),
+    ("alerts_frame", LONG, ("opened a dialog, .within.",)),
+    ("prompt_long", LONG, (r"opened a dialog, .x{90,100}\.\.\.",)),
+    ("popups", 6.0, ("a new window was closed", TIMEOUT)),
+    ("popups_chain", LONG, ("a new window was closed",)),
+    ("close", LONG, ("browser_error", CONTINUES)),  # Chromium lets a page close itself or not
+    ("stay", LONG, ("asked whether to leave it; it was left",)),
+    ("print", LONG, (CONTINUES,)),
+    ("fullscreen", LONG, (CONTINUES,)),
+    ("rights", LONG, (CONTINUES,)),
+    ("stay_for_ever", SHORT, ("the script that it ran was ended", TIMEOUT)),
+    ("loop", SHORT, ("the script that it ran was ended", TIMEOUT)),
+    ("loop_frame", SHORT, ("the script that it ran was ended", TIMEOUT)),
+    ("loop_promise", SHORT, ("the script that it ran was ended", TIMEOUT)),
+    ("loop_unload", SHORT, ("the script that it ran was ended", TIMEOUT)),
+    ("regexp", SHORT, ("the script that it ran was ended", TIMEOUT)),
+    ("loop_timer", SHORT, (CONTINUES, TIMEOUT)),
+    ("workers", SHORT, (CONTINUES, TIMEOUT)),
+    ("push_state", LONG, (CONTINUES,)),
+    ("replace", SHORT, ("still loading", "requests", CONTINUES, TIMEOUT)),
+    ("ping", SHORT, ("still loading", CONTINUES, TIMEOUT)),
+    ("refresh", SHORT, ("still loading", CONTINUES, TIMEOUT)),
+    ("reload", SHORT, ("still loading", CONTINUES, TIMEOUT)),
+    ("write", LONG, (CONTINUES, TIMEOUT)),
+    ("write_for_ever", SHORT, (CONTINUES, TIMEOUT, CRASHED)),
+    ("animation", LONG, (CONTINUES,)),
+    ("frames_of_animation", LONG, (CONTINUES,)),
+    ("title", LONG, (CONTINUES,)),
+    ("console", SHORT, (CONTINUES, TIMEOUT)),
+    ("errors", SHORT, (CONTINUES, TIMEOUT)),
+    ("focus", LONG, (CONTINUES,)),
+    ("scroll", LONG, (CONTINUES,)),
+    ("fetches", LONG, (r"has used its 300 requests \(browser.max_requests\)", CONTINUES)),
+    ("dom", SHORT, ("elements cannot be found in a page of", TIMEOUT)),
+    ("deep", SHORT, (CONTINUES, TIMEOUT)),
+    ("deep_script", SHORT, (CONTINUES, TIMEOUT, CRASHED)),
+    ("buttons", SHORT, (CONTINUES, TIMEOUT)),
+    ("frames", SHORT, (CONTINUES, TIMEOUT)),
+    ("frames_nested", SHORT, (CONTINUES, TIMEOUT)),
+    ("image", SHORT, (CONTINUES, TIMEOUT, CRASHED)),
+    ("gigantic.png", SHORT, (CONTINUES, TIMEOUT, CRASHED)),
+    ("canvas", SHORT, (CONTINUES, TIMEOUT, CRASHED)),
+    ("tall", LONG, (CONTINUES,)),
+    ("names", SHORT, (CONTINUES, TIMEOUT)),
+    ("options", SHORT, ("elements cannot be found in a page of", TIMEOUT)),
+    ("url", LONG, (CONTINUES,)),
+    ("data_url", SHORT, (CONTINUES, TIMEOUT)),
+    ("data_frame", SHORT, (CONTINUES, TIMEOUT)),
+    ("memory", LONG, (CRASHED,)),
+    ("memory_at_once", LONG, (CRASHED,)),
+    ("buffers", LONG, (CONTINUES, CRASHED)),
+    ("memory_dom", SHORT, (CONTINUES, TIMEOUT, CRASHED)),
+    ("memory_worker", SHORT, (CONTINUES, TIMEOUT, CRASHED)),
+    ("storage", LONG, (CONTINUES,)),
+    ("special", LONG, (CONTINUES,)),
+    ("special_dialog", LONG, (r"<\|image_pad\|><\|im_end\|>",)),
+    ("service_worker", LONG, (CONTINUES,)),
+    ("inner", LONG, (CONTINUES,)),
+    ("inner_go", LONG, ("127.0.0.2, which is a loopback address",)),
+    ("file", LONG, (CONTINUES,)),
+    ("redirect", LONG, ("browser_error",)),
+    ("slow_head", LONG, ("browser_error",)),
+    ("endless_head", LONG, ("browser_error",)),
+    ("silence", LONG, ("browser_error",)),
+    ("garbage", LONG, ("browser_error",)),
+    ("slow_body", LONG, (r"a request took more than 1.0 s",)),
+    ("endless_body", SHORT, (CONTINUES, TIMEOUT, CRASHED)),
+    ("bomb", SHORT, (CONTINUES, TIMEOUT, CRASHED)),
+    ("hang_up", SHORT, (CONTINUES, TIMEOUT)),
 ]
 
 
 class HostileSite:
-    """Declares nothing: pages are reached as those of the open web are."""
+    """Declares no origins: its pages count as the open web."""
 
     origins: frozenset[str] = frozenset()
     addresses: Mapping[str, str] = MappingProxyType({})
@@ -158,12 +158,12 @@ async def machines() -> AsyncIterator[tuple[Machine, Machine]]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool(machines: tuple[Machine, Machine]) -> AsyncIterator[BrowserPool]:
-    """One Chromium for all rows, so that each row shows what the one before has left."""
+    """One Chromium for all cases, so that each case runs after the leftovers of the previous ones."""
     port = machines[0].port
     settings = BrowserConfig(
         width=400, height=300, marks=True, open_web=True, ports=[port], max_network_mib=16, max_requests=300
     )
-    pool = BrowserPool(settings, {"hostile": HostileSite(port)}, 1, PATIENT)
+    pool = BrowserPool(settings, {"hostile": HostileSite(port)}, 1, LONG)
     pool.egress_proxy = EgressProxy(settings, names.look_up)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(browser_supervisor, "PAGE_MIB", PAGE_MIB)
@@ -177,9 +177,9 @@ def task_of(page: str) -> Task:
     return Task(id=f"hostile/{page}", source="hostile", environment=page, seed=0, max_steps=3)
 
 
-async def played(session: Session, page: str, seconds: float, port: int) -> tuple[str, list[Observation]]:
-    """Open a page, click on it, leave it: the outcome, and what was seen."""
-    session._step_seconds = seconds  # contexts are prepared with the patience of their pool
+async def play(session: Session, page: str, seconds: float, port: int) -> tuple[str, list[Observation]]:
+    """Open a page, click on it, leave it; returns the outcome and the observations."""
+    session._step_seconds = seconds  # the session was prepared with the limit of the pool
     seen: list[Observation] = []
     try:
         seen.append(await session.reset(task_of(page)))
@@ -187,22 +187,24 @@ async def played(session: Session, page: str, seconds: float, port: int) -> tupl
         seen.append(await session.step(Action("navigate", url=f"http://hostile.test:{port}/fine")))
     except BrowserError as error:
         return error.outcome, seen
-    return ON, seen
+    return CONTINUES, seen
 
 
-@pytest.mark.parametrize(("page", "seconds", "allowed"), ROWS, ids=[row[0] for row in ROWS])
+@pytest.mark.parametrize(("page", "seconds", "allowed"), CASES, ids=[case[0] for case in CASES])
 async def test_a_hostile_page_ends_within_its_limit_and_leaves_the_pool_usable(
     pool: BrowserPool, machines: tuple[Machine, Machine], page: str, seconds: float, allowed: tuple[str, ...]
 ) -> None:
     public, inner = machines
     started = time.monotonic()
     async with pool.session() as session:
-        outcome, seen = await played(session, page, seconds, public.port)
-    took = time.monotonic() - started
-    told = "; ".join(observation.error or "" for observation in seen)
-    log.info("%s: %s after %.1f s; %s", page, outcome, took, told)
-    assert outcome in allowed or (outcome == ON and any(re.search(pattern, told) for pattern in allowed)), told
-    assert took < 3 * seconds + SLACK
+        outcome, seen = await play(session, page, seconds, public.port)
+    duration = time.monotonic() - started
+    messages = "; ".join(observation.error or "" for observation in seen)
+    log.info("%s: %s after %.1f s; %s", page, outcome, duration, messages)
+    assert outcome in allowed or (outcome == CONTINUES and any(re.search(pattern, messages) for pattern in allowed)), (
+        messages
+    )
+    assert duration < 3 * seconds + SLACK
     assert inner.connections == 0
     async with pool.session() as session:
         assert (await session.reset(task_of("fine"))).title == "Fine"
@@ -213,13 +215,13 @@ async def test_a_click_that_starts_an_endless_script_does_not_end_the_episode(
     pool: BrowserPool, machines: tuple[Machine, Machine]
 ) -> None:
     async with pool.session() as session:
-        outcome, seen = await played(session, "loop_click", 6.0, machines[0].port)
-        assert outcome == ON
+        outcome, seen = await play(session, "loop_click", 6.0, machines[0].port)
+        assert outcome == CONTINUES
         assert "the page did not answer; the script that it ran was ended" in str(seen[1].error)
         assert seen[2].title == "Fine"
 
 
-async def test_a_name_that_turns_to_this_machine_reaches_nothing(
+async def test_a_name_that_changes_to_a_loopback_address_reaches_nothing(
     pool: BrowserPool, machines: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with pool.session() as session:
@@ -232,7 +234,7 @@ async def test_a_name_that_turns_to_this_machine_reaches_nothing(
         assert machines[1].connections == 0
 
 
-async def test_every_process_of_a_page_has_a_limit_to_its_memory(pool: BrowserPool) -> None:
+async def test_every_renderer_has_a_memory_limit(pool: BrowserPool) -> None:
     async with pool.session() as session:
         await session.reset(task_of("fine"))
         renderers = [
@@ -242,7 +244,7 @@ async def test_every_process_of_a_page_has_a_limit_to_its_memory(pool: BrowserPo
         assert {child.rlimit(psutil.RLIMIT_DATA) for child in renderers} == {(PAGE_MIB << 20, PAGE_MIB << 20)}
 
 
-async def test_no_process_of_a_page_stays(pool: BrowserPool) -> None:
+async def test_renderers_end_with_their_sessions(pool: BrowserPool) -> None:
     async with asyncio.timeout(SLACK):
         while len([1 for child in psutil.Process().children(recursive=True) if is_renderer(child)]) > 4:
             await asyncio.sleep(0.1)

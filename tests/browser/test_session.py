@@ -1,4 +1,4 @@
-"""Actions on real pages, and what a session tells of them."""
+"""Actions on real pages, and the observations after them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.browser.conftest import FolderSite, page_task, pool_on
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-TOP_LEFT = (100, 100)  # 40, 30 in pixels: within the first element of each page
+TOP_LEFT = (100, 100)  # (40, 30) in pixels: inside the first element of each page
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -67,7 +67,7 @@ async def test_typing_replaces_the_text_and_presses_enter(pool: BrowserPool) -> 
         assert again.title == "sent more"
 
 
-async def test_typing_without_a_focused_field_is_told_and_the_episode_goes_on(pool: BrowserPool) -> None:
+async def test_typing_without_a_focused_field_is_reported_and_the_episode_continues(pool: BrowserPool) -> None:
     async with opened(pool, "colours") as (session, _):
         seen = await session.step(Action("type", text="lost"))
         assert seen.error == "no text field has the focus"
@@ -84,14 +84,14 @@ async def test_scrolling_moves_one_viewport_less_fifty_pixels(pool: BrowserPool)
         assert not (await session.step(Action("scroll", direction="up"))).page_changed
 
 
-async def test_the_part_of_the_page_in_view_is_told(pool: BrowserPool) -> None:
+async def test_an_observation_has_the_scroll_position(pool: BrowserPool) -> None:
     async with opened(pool, "long") as (session, first):
         height = await session.page.evaluate("document.documentElement.scrollHeight")
         assert first.scroll == Scroll(0, 0, height)
         assert (await session.step(Action("scroll", direction="down"))).scroll == Scroll(0, 250, height)
 
 
-async def test_the_seconds_of_a_step_are_told_by_what_they_went_into(pool: BrowserPool) -> None:
+async def test_a_step_reports_seconds_of_acting_settling_and_capturing(pool: BrowserPool) -> None:
     async with opened(pool, "first") as (session, _):
         seen = await session.step(Action("wait", time=0.3))
         assert seen.seconds is not None
@@ -175,14 +175,14 @@ async def test_page_changed_means_that_pixels_differ(pool: BrowserPool) -> None:
         assert not (await session.step(click(*TOP_LEFT))).page_changed
 
 
-async def test_a_focused_field_looks_the_same_at_every_time(pool: BrowserPool) -> None:
+async def test_a_focused_field_looks_the_same_at_any_time(pool: BrowserPool) -> None:
     async with opened(pool, "form") as (session, _):
         await session.step(click(*TOP_LEFT))
         for _ in range(3):
             assert not (await session.step(Action("wait", time=0.4))).page_changed
 
 
-async def test_a_moving_page_is_shown_at_rest(pool: BrowserPool) -> None:
+async def test_a_moving_page_is_shown_once_it_is_idle(pool: BrowserPool) -> None:
     async with opened(pool, "moving") as (session, _):
         assert (await session.step(click(*TOP_LEFT))).title == "at rest"
 
@@ -195,7 +195,7 @@ async def test_the_page_decides_on_reward_and_end(pool: BrowserPool) -> None:
         assert (seen.reward, seen.done) == (1, True)
 
 
-async def test_a_second_window_is_closed_and_told(pool: BrowserPool) -> None:
+async def test_a_second_window_is_closed_and_reported(pool: BrowserPool) -> None:
     async with opened(pool, "popup") as (session, _):
         seen = await session.step(click(*TOP_LEFT))
         assert seen.title == "Popup"

@@ -1,4 +1,4 @@
-"""Every episode is accounted for, and nothing grows or is left, while browsers are killed."""
+"""While browsers are killed, every episode is accounted for, memory is stable and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 
 def soak(folder: Path, episodes: int, parts: int, seconds: float) -> dict[str, Any]:
-    """The report of a soak with `folder` for temporary files."""
+    """Run a soak with `folder` for temporary files; returns its report."""
     command = [sys.executable, "-m", "tests.browser.soak", str(episodes), "0", str(parts)]
     environment = {**os.environ, "TMPDIR": str(folder)}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, timeout=seconds, check=True)
@@ -25,9 +25,9 @@ def soak(folder: Path, episodes: int, parts: int, seconds: float) -> dict[str, A
 def check(report: dict[str, Any], episodes: int) -> None:
     outcomes, kills, counts = report["outcomes"], report["kills"], report["counts"]
     assert sum(outcomes.values()) == episodes, outcomes
-    # A browser_error is a page that was told to be closed long before its browser was told to have ended.
+    # browser_error: the close event of the page arrived long before that of its browser.
     assert set(outcomes) <= {"success", "browser_crashed", "page_crashed", "browser_error"}, outcomes
-    # A browser carries at most all six sessions; whoever has not begun gets another one.
+    # A browser has at most all six sessions; an episode that has not begun gets another session.
     assert outcomes["success"] >= episodes - 6 * sum(kills.values())
     # Two kills may hit the same browser.
     assert 0 < counts["crashes"] <= kills["browser"] + kills["driver"]
@@ -47,6 +47,6 @@ def test_two_thousand_episodes_while_browsers_are_killed(tmp_path: Path) -> None
     check(report, 2000)
     assert report["kills"]["browser"] == pytest.approx(100, abs=4 * math.sqrt(95))
     (_, own, browsers), *later = report["memory"]
-    # How old the browsers are at a measurement is a matter of chance.
+    # The age of the browsers at a measurement is random.
     assert statistics.median(mib for _, mib, _ in later[-3:]) < 1.2 * own
     assert statistics.median(mib for _, _, mib in later[-3:]) < 1.2 * browsers

@@ -24,7 +24,7 @@ from tests.browser.egress.proxy_client import (
 )
 
 
-async def test_an_episode_has_so_many_requests() -> None:
+async def test_an_episode_has_a_limit_of_requests() -> None:
     async with (
         Server(answering(OK)) as server,
         open_network({"http://a.test": f"127.0.0.1:{server.port}"}, max_requests=2) as network,
@@ -36,7 +36,7 @@ async def test_an_episode_has_so_many_requests() -> None:
 
 
 @pytest.mark.parametrize("direction", ["down", "up", "tunnel"])
-async def test_an_episode_moves_so_many_bytes(direction: str) -> None:
+async def test_an_episode_has_a_limit_of_bytes(direction: str) -> None:
     received = 0
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -96,14 +96,14 @@ async def test_a_slow_response_ends_at_the_time_limit_of_a_request(monkeypatch: 
         assert network.take_errors("http://a.test/") == ["a request took more than 0.3 s"]
 
 
-async def test_an_idle_tunnel_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_tunnel_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy_connection, "IDLE_SECONDS", 0.2)
     async with Server(echo) as server, open_network({"https://a.test": f"127.0.0.1:{server.port}"}) as network:
         answer = await ask(network, "CONNECT a.test:443 HTTP/1.1\r\n\r\n")
         assert answer == b"HTTP/1.1 200 Connection established\r\n\r\n"
 
 
-async def test_an_episode_has_so_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_episode_has_a_limit_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_webrl.browser.egress.network_access.MAX_CONNECTIONS", 2)
     async with Server(echo) as server, open_network({"https://a.test": f"127.0.0.1:{server.port}"}) as network:
         writers = []
@@ -120,21 +120,21 @@ async def test_an_episode_has_so_many_connections(monkeypatch: pytest.MonkeyPatc
 # Unreachable servers, and the end of an episode
 
 
-async def test_what_cannot_be_reached_is_not_answered_but_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unreachable_server_gets_no_response_and_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy_module, "CONNECT_SECONDS", 2.0)
     async with Server(echo) as server:
         port = server.port
     async with open_network({"http://a.test": f"127.0.0.1:{port}", "http://b.test": "gone.example:81"}) as network:
-        for host, told in (("a", "a.test:80 cannot be reached: "), ("b", "no address is known for gone.example")):
+        for host, message in (("a", "a.test:80 cannot be reached: "), ("b", "no address is known for gone.example")):
             assert await ask(network, get(f"http://{host}.test/")) == b""
-            (news,) = network.take_errors(f"http://{host}.test/x")
-            assert news.startswith(told)
+            [error] = network.take_errors(f"http://{host}.test/x")
+            assert error.startswith(message)
         answer = await ask(network, "CONNECT a.test:80 HTTP/1.1\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 502 Bad Gateway\r\n")
         assert network.refused == {}
 
 
-async def test_a_name_that_is_not_answered_for_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_look_up_without_an_answer_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy_module, "CONNECT_SECONDS", 0.1)
 
     async def never(host: str) -> list[str]:
@@ -150,7 +150,7 @@ async def test_a_name_that_is_not_answered_for_is_given_up(monkeypatch: pytest.M
     proxy.close()
 
 
-async def test_the_end_of_an_episode_ends_its_connections_and_its_port() -> None:
+async def test_closing_an_episode_closes_its_connections_and_its_port() -> None:
     async with Server(echo) as server, open_network({"https://a.test": f"127.0.0.1:{server.port}"}) as network:
         reader, writer = await asyncio.open_connection("127.0.0.1", network.port)
         writer.write(b"CONNECT a.test:443 HTTP/1.1\r\n\r\n")
@@ -163,7 +163,7 @@ async def test_the_end_of_an_episode_ends_its_connections_and_its_port() -> None
         assert not network.connections
 
 
-async def test_episodes_are_counted_apart_and_together() -> None:
+async def test_refusals_are_counted_per_episode_and_in_total() -> None:
     proxy = EgressProxy(BrowserConfig())
     one, two = await proxy.open_port({}), await proxy.open_port({})
     await ask(one, get("http://a.example/"))
@@ -181,7 +181,7 @@ async def test_episodes_are_counted_apart_and_together() -> None:
     proxy.close()
 
 
-async def test_the_system_looks_names_up() -> None:
+async def test_names_are_resolved_by_the_system() -> None:
     proxy = EgressProxy(BrowserConfig())
     assert "127.0.0.1" in await proxy._look_up("localhost")
     proxy.close()

@@ -1,4 +1,4 @@
-"""Which hosts, ports and addresses pages may reach; in whatever spelling."""
+"""Hosts, ports and addresses that pages may reach, in any spelling."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_host_has_one_spelling(spelling: str, host: str) -> None:
         "[fe80::1%eth0]", "[fe80::1%25eth0]", "[::g]", "a" * 64, "a." * 127 + "ab", "xn--\u00fc.example", "\ud800",
     ],
 )  # fmt: skip
-def test_what_is_no_host_is_refused(text: str) -> None:
+def test_an_invalid_host_is_refused(text: str) -> None:
     with pytest.raises(EgressDenied, match="is not a host that can be reached") as refused:
         normalize_host(text)
     assert refused.value.reason == "bad_host"
@@ -122,7 +122,7 @@ def test_an_authority_is_a_host_and_a_port(authority: str, endpoint: tuple[str, 
 
 
 @pytest.mark.parametrize("authority", ["a:0", "a:65536", "a:-1", "a:+1", "a:8 0", "a:x", "a:²", "a:999999", ":80", "a"])
-def test_a_port_is_a_number_that_is_there_and_fits(authority: str) -> None:
+def test_a_missing_or_invalid_port_is_refused(authority: str) -> None:
     with pytest.raises(EgressDenied):
         parse_endpoint(authority)
 
@@ -156,7 +156,7 @@ def test_only_web_addresses_have_an_endpoint(url: str) -> None:
 
 
 @given(st.text() | st.text("0123456789abcdefx.:[]%@", max_size=24))
-def test_any_text_is_a_host_in_a_spelling_that_stays_or_is_refused(text: str) -> None:
+def test_any_text_is_refused_or_has_a_stable_canonical_spelling(text: str) -> None:
     try:
         host = normalize_host(text)
     except EgressDenied:
@@ -199,7 +199,7 @@ def test_every_spelling_of_an_ipv4_address_is_that_address(address: IPv4Address,
         ("2a00:1450:4001::1", None),
     ],
 )  # fmt: skip
-def test_addresses_that_are_not_public_have_a_kind(address: str, kind: str | None) -> None:
+def test_non_public_addresses_have_a_kind(address: str, kind: str | None) -> None:
     assert special_address_kind(ip_address(address)) == kind
     assert address_reason(policy(), address) == kind
     assert address_reason(policy(), address, declared=True) is None
@@ -210,7 +210,7 @@ EMBEDDING = {0xFFFF, 0x64FF9B << 64}  # the first 96 bits of IPv4-mapped and NAT
 
 @given(st.ip_addresses() | st.builds(lambda high, low: IPv6Address(high << 32 | low),
                                      st.sampled_from(sorted(EMBEDDING)), st.integers(0, 2**32 - 1)))  # fmt: skip
-def test_no_address_passes_that_the_standard_library_knows_as_not_global(address: IPv4Address | IPv6Address) -> None:
+def test_no_address_passes_that_the_standard_library_calls_not_global(address: IPv4Address | IPv6Address) -> None:
     if special_address_kind(address) is None:
         plain = ip_address(int(address) & 0xFFFFFFFF) if int(address) >> 32 in EMBEDDING else address
         assert plain.is_global
@@ -220,7 +220,7 @@ def test_no_address_passes_that_the_standard_library_knows_as_not_global(address
 @pytest.mark.parametrize(
     "address", ["169.254.169.254", "168.63.129.16", "100.100.100.200", "fd00:ec2::254", "::ffff:169.254.169.254"]
 )
-def test_a_metadata_address_is_refused_even_to_those_who_declare_it(address: str) -> None:
+def test_a_metadata_address_is_refused_even_if_declared(address: str) -> None:
     assert address_reason(policy(), address, declared=True) == "metadata"
     url = f"http://[{address}]/" if ":" in address else f"http://{address}/"
     assert reason(policy(), url, declared_endpoints([url], {})) == "metadata"
@@ -271,7 +271,7 @@ def test_a_denied_address_is_denied_under_every_name() -> None:
     assert address_reason(policy(deny=["2606:4700::1"]), "2606:4700:0::1") == "denied"
 
 
-def test_by_default_only_what_is_declared_can_be_reached() -> None:
+def test_by_default_only_declared_origins_can_be_reached() -> None:
     rules = EgressPolicy.from_config(BrowserConfig())
     assert reason(rules, "http://shop.localhost/cart", SHOP) is None
     assert reason(rules, "wss://SHOP.localhost./", SHOP) is None
@@ -283,7 +283,7 @@ def test_by_default_only_what_is_declared_can_be_reached() -> None:
     )
 
 
-def test_declared_origins_lead_where_the_source_says() -> None:
+def test_declared_origins_map_to_the_addresses_of_their_source() -> None:
     assert {
         Endpoint("shop.localhost", 80): Endpoint("127.0.0.1", 8000),
         Endpoint("shop.localhost", 443): Endpoint("127.0.0.1", 8000),
@@ -294,7 +294,7 @@ def test_declared_origins_lead_where_the_source_says() -> None:
     }
 
 
-def test_only_plain_servers_of_this_machine_are_reached_without_the_gateway() -> None:
+def test_only_plain_loopback_servers_are_reached_without_the_proxy() -> None:
     declared = SHOP | declared_endpoints(["http://far.example", "http://a.example"], {"a.example": "10.0.0.1"})
     assert direct_endpoints(declared, policy()) == {Endpoint("shop.localhost", 80): Endpoint("127.0.0.1", 8000)}
     assert direct_endpoints(declared, policy(deny=["shop.localhost"])) == {}
@@ -310,6 +310,6 @@ def test_only_plain_servers_of_this_machine_are_reached_without_the_gateway() ->
         ({"ports": [0]}, r"browser\.ports contains 0"),
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, object], message: str) -> None:
+def test_contradictory_settings_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EgressPolicy.from_config(BrowserConfig(**settings))  # type: ignore[arg-type]

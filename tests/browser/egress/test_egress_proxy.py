@@ -9,7 +9,7 @@ import pytest
 from tests.browser.egress.proxy_client import OK, Server, answering, ask, echo, get, head_of, open_network
 
 
-async def test_a_declared_origin_is_reached_where_its_source_says() -> None:
+async def test_a_declared_origin_is_reached_at_its_declared_address() -> None:
     heads: list[str] = []
     url = "http://user:pw@SHOP.localhost./a?b=1"
     async with (
@@ -74,7 +74,7 @@ async def test_bodies_of_every_framing_come_back_byte_for_byte(framing: str, bod
     ("framing", "body"),
     [("Content-Length: 200000", b"x" * 200_000), ("Transfer-Encoding: chunked", b"4\r\nabcd\r\n0\r\n\r\n")],
 )
-async def test_a_request_with_a_body_reaches_the_server_whole(framing: str, body: bytes) -> None:
+async def test_a_request_body_reaches_the_server_complete(framing: str, body: bytes) -> None:
     received = asyncio.get_running_loop().create_future()
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -90,7 +90,7 @@ async def test_a_request_with_a_body_reaches_the_server_whole(framing: str, body
         assert await received == body
 
 
-async def test_answers_to_head_and_not_modified_have_no_body_and_early_hints_are_passed_on() -> None:
+async def test_head_and_304_responses_have_no_body_and_early_hints_are_forwarded() -> None:
     early = b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\nHTTP/1.1 304 Not Modified\r\nContent-Length: 99\r\n\r\n"
     async with (
         Server(answering(early)) as server,
@@ -166,7 +166,7 @@ async def test_a_websocket_is_reached_by_upgrade_and_through_a_tunnel(way: str) 
         ("GET http://both.example/ HTTP/1.1", "loopback"),
     ],
 )
-async def test_what_is_refused_gets_a_page_with_one_sentence_and_is_counted(request_line: str, reason: str) -> None:
+async def test_a_refused_request_gets_a_page_with_one_sentence_and_is_counted(request_line: str, reason: str) -> None:
     names = {"inside.example": [["10.1.2.3"]], "both.example": [["8.8.8.8", "127.0.0.1"]]}
     async with Server(answering(OK)) as server, open_network(names=names, open_web=True) as network:
         answer = await ask(network, f"{request_line.format(port=server.port)}\r\n\r\n")
@@ -176,14 +176,14 @@ async def test_what_is_refused_gets_a_page_with_one_sentence_and_is_counted(requ
         assert server.connections == 0
 
 
-async def test_by_default_an_undeclared_host_is_not_even_looked_up() -> None:
+async def test_by_default_an_undeclared_host_is_not_resolved() -> None:
     async with open_network({"http://shop.localhost": "127.0.0.1:1"}, names={"a.example": [["8.8.8.8"]]}) as network:
         answer = await ask(network, get("http://a.example/"))
         assert b"a.example:80 is not one of the allowed places: shop.localhost:80 (browser.open_web=false)" in answer
         assert network.refused == {"not_declared": 1}
 
 
-async def test_a_name_that_changes_its_address_leads_only_where_it_was_checked(first_loopback_is_public: None) -> None:
+async def test_a_name_that_changes_its_address_reaches_only_checked_addresses(first_loopback_is_public: None) -> None:
     async with Server(answering(OK)) as public, Server(answering(OK)) as inner:
         # The inner server has the port of the public one, on another loopback address.
         twin = await asyncio.start_server(inner._serve, "127.0.0.2", public.port)
@@ -198,7 +198,7 @@ async def test_a_name_that_changes_its_address_leads_only_where_it_was_checked(f
         assert (public.connections, inner.connections) == (2, 0)
 
 
-async def test_a_redirect_is_a_request_of_its_own_and_refused_like_any(first_loopback_is_public: None) -> None:
+async def test_a_redirect_target_is_checked_like_any_request(first_loopback_is_public: None) -> None:
     redirect = b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.2/\r\nContent-Length: 0\r\n\r\n"
     async with Server(answering(redirect)) as server:
         names = {"a.example": [["127.0.0.1"]]}
@@ -224,7 +224,7 @@ async def test_a_redirect_is_a_request_of_its_own_and_refused_like_any(first_loo
         "GET http://a.test/ HTTP/1.1\r\nX: " + "x" * 70_000 + "\r\n\r\n",
     ],
 )
-async def test_requests_that_could_be_read_in_two_ways_or_not_at_all_go_nowhere(request_text: str) -> None:
+async def test_ambiguous_or_malformed_requests_are_not_forwarded(request_text: str) -> None:
     async with Server(answering(OK)) as server, open_network({"http://a.test": f"127.0.0.1:{server.port}"}) as network:
         answer = await ask(network, request_text.encode("latin-1"))
         assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")

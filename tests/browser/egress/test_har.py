@@ -1,4 +1,4 @@
-"""Episodes on a server whose pages change at each visit, recorded, and replayed when the server has gone."""
+"""Record episodes on a server whose pages change at each visit, and replay them without the server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TASK = Task(id="moody/../start <1>", source="moody", environment="start", seed=0
 
 
 class MoodySite:
-    """Answers no request twice in the same way."""
+    """Returns a different response to every request."""
 
     origins = frozenset({ORIGIN})
 
@@ -73,7 +73,7 @@ STEPS = (
 
 
 async def episode(session: Session, task: Task, *steps: Action) -> list[tuple[str, Observation]]:
-    """What is seen, and the text of the page, at each step."""
+    """Text of the page and observation at each step."""
     seen = [await session.reset(task)]
     texts = [await session.page.inner_text("body")]
     for action in steps:
@@ -82,15 +82,14 @@ async def episode(session: Session, task: Task, *steps: Action) -> list[tuple[st
     return list(zip(texts, seen, strict=True))
 
 
-async def recorded(site: MoodySite, folder: Path, task: Task, *steps: Action) -> list[tuple[str, Observation]]:
+async def record(site: MoodySite, folder: Path, task: Task, *steps: Action) -> list[tuple[str, Observation]]:
     async with pool_on(site, record=str(folder)) as pool, pool.session() as session:
-        told = await episode(session, task, *steps)
-    return told
+        return await episode(session, task, *steps)
 
 
-async def test_an_episode_is_replayed_without_its_server_as_it_was(tmp_path: Path) -> None:
+async def test_an_episode_is_replayed_identically_without_its_server(tmp_path: Path) -> None:
     site = MoodySite()
-    first = await recorded(site, tmp_path, TASK, *STEPS)
+    first = await record(site, tmp_path, TASK, *STEPS)
     assert len({text for text, _ in first}) == len(first)  # no page came twice
     assert "one" in first[1][0]
     assert [file.name for file in tmp_path.iterdir()] == [f"{har_name(TASK)}.0.har"]
@@ -101,9 +100,9 @@ async def test_an_episode_is_replayed_without_its_server_as_it_was(tmp_path: Pat
             assert session.network.requests == 0
 
 
-async def test_what_was_not_recorded_is_named_and_not_reached(tmp_path: Path) -> None:
+async def test_an_unrecorded_request_is_reported_and_refused(tmp_path: Path) -> None:
     site = MoodySite()
-    await recorded(site, tmp_path, TASK)
+    await record(site, tmp_path, TASK)
     async with pool_on(site, replay=str(tmp_path)) as pool, pool.session() as session:
         before = next(site._count)
         await session.reset(TASK)
@@ -117,19 +116,19 @@ async def test_what_was_not_recorded_is_named_and_not_reached(tmp_path: Path) ->
             await session.reset(replace(TASK, id="other"))
 
 
-async def test_visits_are_joined_and_the_first_one_that_knows_an_address_answers(tmp_path: Path) -> None:
+async def test_visits_are_merged_and_the_first_one_with_a_url_answers(tmp_path: Path) -> None:
     site = MoodySite()
-    first = await recorded(site, tmp_path, TASK)
-    second = await recorded(site, tmp_path, TASK, Action("navigate", url=f"{ORIGIN}/more"))
+    first = await record(site, tmp_path, TASK)
+    second = await record(site, tmp_path, TASK, Action("navigate", url=f"{ORIGIN}/more"))
     site.close()
     assert len(list(tmp_path.iterdir())) == 2
     async with pool_on(site, replay=str(tmp_path)) as pool, pool.session() as session:
-        told = await episode(session, TASK, Action("navigate", url=f"{ORIGIN}/more"))
-    assert told[0] == first[0] != second[0]
-    assert told[1][0] == second[1][0]
+        replayed = await episode(session, TASK, Action("navigate", url=f"{ORIGIN}/more"))
+    assert replayed[0] == first[0] != second[0]
+    assert replayed[1][0] == second[1][0]
 
 
-async def test_requests_with_other_bodies_are_other_requests(tmp_path: Path) -> None:
+async def test_requests_with_different_bodies_are_different(tmp_path: Path) -> None:
     form = "multipart/form-data; boundary={}"
     first = request_key("POST", "http://a.test/#x", form.format("b1"), b"--b1 word --b1")
     assert first == request_key("POST", "http://a.test/", form.format("b2"), b"--b2 word --b2")
@@ -138,14 +137,14 @@ async def test_requests_with_other_bodies_are_other_requests(tmp_path: Path) -> 
     assert request_key("GET", "http://a.test/?1", "", None) != request_key("GET", "http://a.test/?2", "", None)
 
 
-async def test_contradictions_and_missing_folders_are_told_before_anything_starts(tmp_path: Path) -> None:
+async def test_contradictory_settings_and_missing_folders_are_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"browser.record and browser.replay are both set"):
         BrowserPool(BrowserConfig(record="a", replay="b"), {}, 1)
     with pytest.raises(ConfigError, match=r"is not a folder; record one with browser.record"):
         BrowserPool(BrowserConfig(replay=str(tmp_path / "none")), {}, 1)
 
 
-async def test_an_id_of_a_task_makes_a_plain_file_name() -> None:
+async def test_a_task_id_becomes_a_plain_file_name() -> None:
     names = {har_name(replace(TASK, id=text)) for text in ("a/b", "a_b", "../a b", "é" * 500, ".")}
     assert len(names) == 5
     assert all("/" not in name and not name.startswith(".") and len(name) < 100 for name in names)

@@ -1,6 +1,6 @@
-"""Hostile pages in real Chromium: whatever they try, nothing that policy forbids is connected to.
+"""Pages in real Chromium try to reach a forbidden machine by every means; none connects to it.
 
-127.0.0.1 stands in for a public address here; 127.0.0.2, on the same port, is the machine that must not be reached.
+127.0.0.1 stands in for a public address; 127.0.0.2, on the same port, must not be reached.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def default_names(first_loopback_is_public: None) -> None:
 
 @asynccontextmanager
 async def opened(pool: BrowserPool, machines: tuple[Machine, Machine]) -> AsyncIterator[Session]:
-    """A session on a page of the public server; the other machine must not have been reached at its end."""
+    """A session on a page of the public server; afterwards the forbidden machine must not have been reached."""
     public, inner = machines
     async with pool.session() as session, asyncio.timeout(SECONDS):
         await session.reset(page_task("first"))
@@ -124,12 +124,12 @@ async def opened(pool: BrowserPool, machines: tuple[Machine, Machine]) -> AsyncI
 
 
 def forbidden(port: int) -> list[str]:
-    """The machine that must not be reached, by all its names."""
+    """URLs of the forbidden machine, by each of its names."""
     return [f"http://{host}:{port}/secret" for host in ("127.0.0.2", "inner.test", "2130706434", "[::ffff:127.0.0.2]")]
 
 
 @pytest.mark.parametrize("way", ["address", "name", "redirect", "script", "refresh"])
-async def test_a_navigation_ends_at_a_page_that_says_why(
+async def test_a_refused_navigation_shows_the_reason(
     pool: BrowserPool, machines: tuple[Machine, Machine], way: str
 ) -> None:
     port = machines[0].port
@@ -138,9 +138,9 @@ async def test_a_navigation_ends_at_a_page_that_says_why(
         if way == "redirect":
             seen = await session.step(Action("navigate", url=f"http://public.test:{port}/redirect?{target}"))
         elif way in ("script", "refresh"):
-            place = f"http://public.test:{port}/frame?{target}" if way == "refresh" else target
+            url = f"http://public.test:{port}/frame?{target}" if way == "refresh" else target
             async with session.page.expect_navigation(url="**/secret"):
-                await session.page.evaluate("url => { location.href = url; }", place)
+                await session.page.evaluate("url => { location.href = url; }", url)
             seen = await session.step(Action("wait", time=0))
         else:
             seen = await session.step(Action("navigate", url=target))
@@ -211,7 +211,7 @@ async def test_peer_connections_and_web_transport_reach_nothing(
     site: FolderSite, pool: BrowserPool, machines: tuple[Machine, Machine]
 ) -> None:
     async with opened(pool, machines) as session:
-        await session.page.goto("http://site.localhost/first.html")  # a secure context, as WebTransport demands
+        await session.page.goto("http://site.localhost/first.html")  # WebTransport needs a secure context
         outcome = await session.page.evaluate(
             """async place => {
                 const peer = new RTCPeerConnection({iceServers: [
@@ -251,9 +251,9 @@ async def test_workers_reach_nothing(site: FolderSite, pool: BrowserPool, machin
 async def test_a_service_worker_reaches_nothing(
     site: FolderSite, pool: BrowserPool, machines: tuple[Machine, Machine]
 ) -> None:
-    """In a context that permits them; those of sessions do not."""
+    """In a context of its own, because contexts of sessions block service workers."""
     (site.folder / "service.js").write_text(WORKER)
-    site_with_worker = FolderSite(site.folder)  # the files of a server are those at its start
+    site_with_worker = FolderSite(site.folder)  # a server reads its files when it starts
     declared = egress_policy.declared_endpoints(site_with_worker.origins, site_with_worker.addresses)
     network = await pool.egress_proxy.open_port(declared)
     urls = forbidden(machines[0].port)
@@ -293,7 +293,7 @@ async def test_pop_ups_reach_nothing(pool: BrowserPool, machines: tuple[Machine,
         assert "a new window was closed" in str(seen.error)
 
 
-async def test_a_name_that_turns_to_an_inner_address_while_its_page_is_open_reaches_nothing(
+async def test_a_name_that_changes_to_an_inner_address_while_its_page_is_open_reaches_nothing(
     pool: BrowserPool, machines: tuple[Machine, Machine]
 ) -> None:
     origin = f"http://rebind.test:{machines[0].port}"
@@ -310,7 +310,7 @@ async def test_a_name_that_turns_to_an_inner_address_while_its_page_is_open_reac
         assert "<title>public</title>" in await session.page.evaluate(text, "/public")
 
 
-async def test_endless_redirects_end_with_the_episodes_requests_at_the_latest(
+async def test_endless_redirects_end_at_the_request_limit_of_the_episode(
     site: FolderSite, machines: tuple[Machine, Machine]
 ) -> None:
     settings = BrowserConfig(width=400, height=300, open_web=True, ports=[machines[0].port], max_requests=5)

@@ -63,7 +63,7 @@ async def session(pool: BrowserPool) -> AsyncIterator[Session]:
 
 
 class Gym:
-    """The page with what was last seen of it; names elements in the way of the session's tool."""
+    """The page with its latest observation; addresses elements by coordinate or by number."""
 
     def __init__(self, session: Session, seen: Observation) -> None:
         self.session, self.seen = session, seen
@@ -76,7 +76,7 @@ class Gym:
     def marks(self) -> bool:
         return self.seen.elements is not None
 
-    async def place(self, name: str, end: bool = False) -> dict[str, Any]:
+    async def target(self, name: str, end: bool = False) -> dict[str, Any]:
         if self.seen.elements is not None:
             [number] = [element.id for element in self.seen.elements if element.name == name]
             return {"end_element_id" if end else "element_id": number}
@@ -95,21 +95,21 @@ class Gym:
 
 async def test_a_click_hits_the_element(session: Session) -> None:
     gym = await Gym.open(session)
-    await gym.act("click" if gym.marks else "left_click", **await gym.place("press"))
+    await gym.act("click" if gym.marks else "left_click", **await gym.target("press"))
     assert (await gym.log())[-1] == "click press"
 
 
-async def test_a_double_click_and_a_right_click_are_what_they_say(session: Session) -> None:
+async def test_double_and_right_clicks_fire_their_events(session: Session) -> None:
     gym = await Gym.open(session)
-    await gym.act("double_click", **await gym.place("press"))
+    await gym.act("double_click", **await gym.target("press"))
     assert (await gym.log())[-1] == "dblclick press"
-    await gym.act("right_click", **await gym.place("press"))
+    await gym.act("right_click", **await gym.target("press"))
     assert (await gym.log())[-1] == "contextmenu press"
 
 
 async def test_hovering_moves_the_mouse_and_clicks_nothing(session: Session) -> None:
     gym = await Gym.open(session)
-    await gym.act("hover", **await gym.place("thing"))
+    await gym.act("hover", **await gym.target("thing"))
     log = await gym.log()
     assert log[-1] == "mouseover thing"
     assert "click thing" not in log
@@ -117,20 +117,20 @@ async def test_hovering_moves_the_mouse_and_clicks_nothing(session: Session) -> 
 
 async def test_dragging_drops_one_element_on_another(session: Session) -> None:
     gym = await Gym.open(session)
-    await gym.act("drag", **await gym.place("thing"), **await gym.place("zone", end=True))
+    await gym.act("drag", **await gym.target("thing"), **await gym.target("zone", end=True))
     assert "drop zone" in await gym.log()
 
 
-async def test_typing_replaces_what_the_field_holds_and_presses_enter(session: Session) -> None:
+async def test_typing_replaces_the_content_of_the_field_and_presses_enter(session: Session) -> None:
     gym = await Gym.open(session)
-    await gym.act("type", text="new", **await gym.place("field"))
+    await gym.act("type", text="new", **await gym.target("field"))
     assert await session.page.locator("input").input_value() == "new"
     assert (await gym.log())[-2:] == ["Enter", "change field"]
 
 
 async def test_keys_are_pressed_with_their_modifiers(session: Session) -> None:
     gym = await Gym.open(session)
-    await gym.act("click" if gym.marks else "left_click", **await gym.place("field"))
+    await gym.act("click" if gym.marks else "left_click", **await gym.target("field"))
     await gym.log()
     await gym.act("key", text="Control+a")
     await gym.act("key", text="Delete")
@@ -143,36 +143,36 @@ async def test_keys_are_pressed_with_their_modifiers(session: Session) -> None:
 async def test_an_option_is_selected_by_label_or_value(session: Session) -> None:
     gym = await Gym.open(session)
     for text in ("Medium", "Small", "m"):
-        assert (await gym.act("select_option", text=text, **await gym.place("size"))).error is None
+        assert (await gym.act("select_option", text=text, **await gym.target("size"))).error is None
     assert await session.page.locator("select").input_value() == "m"
     assert (await gym.log()).count("change size") == 3
     for text, problem in (("Huge", "there is no such option"), ("Large", "the option is disabled")):
-        seen = await gym.act("select_option", text=text, **await gym.place("size"))
+        seen = await gym.act("select_option", text=text, **await gym.target("size"))
         assert seen.error == f'"{text}" was not selected: {problem}'
-    seen = await gym.act("select_option", text="Small", **await gym.place("press"))
+    seen = await gym.act("select_option", text="Small", **await gym.target("press"))
     assert seen.error == '"Small" was not selected: this is no list of options'
 
 
-async def test_scrolling_at_a_place_scrolls_what_is_there(session: Session) -> None:
+async def test_scrolling_at_an_element_scrolls_that_element(session: Session) -> None:
     gym = await Gym.open(session)
-    seen = await gym.act("scroll", direction="down", **await gym.place("inner"))
+    seen = await gym.act("scroll", direction="down", **await gym.target("inner"))
     assert await session.page.evaluate("document.querySelector('[aria-label=inner]').scrollTop") > 0
     assert (seen.scroll.y if seen.scroll else None) == 0
 
 
 async def test_going_back_and_navigating_are_the_same_in_both_tools(session: Session) -> None:
     gym = await Gym.open(session)
-    assert (await gym.act("click" if gym.marks else "left_click", **await gym.place("plain"))).title == "Other"
+    assert (await gym.act("click" if gym.marks else "left_click", **await gym.target("plain"))).title == "Other"
     assert (await gym.act("go_back")).title == "Gym"
     assert (await gym.act("navigate", url=f"{ORIGIN}/other.html")).title == "Other"
     assert (await gym.act("wait", time=0)).title == "Other"
     assert (await gym.act("answer", text="done")).error is None
 
 
-async def test_a_window_becomes_a_tab_that_can_be_left_and_closed(session: Session) -> None:
+async def test_a_window_becomes_a_tab_that_can_be_switched_and_closed(session: Session) -> None:
     gym = await Gym.open(session)
     assert [(tab.title, tab.active) for tab in gym.seen.tabs] == [("Gym", True)]
-    seen = await gym.act("click" if gym.marks else "left_click", **await gym.place("link"))
+    seen = await gym.act("click" if gym.marks else "left_click", **await gym.target("link"))
     assert (seen.title, seen.error) == ("Other", "a new tab was opened")
     assert [(tab.title, tab.url, tab.active) for tab in seen.tabs] == [
         ("Gym", f"{ORIGIN}/gym.html", False),
@@ -194,7 +194,7 @@ async def test_tabs_are_opened_up_to_their_limit_and_only_on_allowed_places(sess
     assert (await gym.act("new_tab")).url == "about:blank"
     assert (await gym.act("new_tab")).error == "no more than 3 tabs can be open; close one first"
     await gym.act("switch_tab", tab=1)
-    seen = await gym.act("click" if gym.marks else "left_click", **await gym.place("link"))
+    seen = await gym.act("click" if gym.marks else "left_click", **await gym.target("link"))
     assert seen.error == "a new window was closed; no more than 3 tabs can be open"
     assert (await gym.act("close_tab")).title == ""
     assert [tab.title for tab in gym.seen.tabs] == ["Other", ""]
@@ -202,7 +202,7 @@ async def test_tabs_are_opened_up_to_their_limit_and_only_on_allowed_places(sess
 
 async def test_a_tab_that_closes_itself_leaves_the_one_before(session: Session) -> None:
     gym = await Gym.open(session)
-    await gym.act("click" if gym.marks else "left_click", **await gym.place("link"))
+    await gym.act("click" if gym.marks else "left_click", **await gym.target("link"))
     await session.page.evaluate("setTimeout(close)")
     seen = await gym.act("wait", time=0.2)
     assert (seen.title, seen.error, len(seen.tabs)) == ("Gym", "a tab has closed itself", 1)
@@ -210,7 +210,7 @@ async def test_a_tab_that_closes_itself_leaves_the_one_before(session: Session) 
 
 async def test_a_tab_that_closes_itself_on_a_click_leaves_the_one_before(session: Session) -> None:
     gym = await Gym.open(session)
-    await gym.act("click" if gym.marks else "left_click", **await gym.place("link"))
+    await gym.act("click" if gym.marks else "left_click", **await gym.target("link"))
     await session.page.evaluate("() => { addEventListener('keydown', () => window.close()); }")
     seen = await gym.act("key", text="Enter")
     assert (seen.title, len(seen.tabs)) == ("Gym", 1)
@@ -218,11 +218,11 @@ async def test_a_tab_that_closes_itself_on_a_click_leaves_the_one_before(session
 
 async def test_a_window_that_opens_after_the_observation_does_not_take_the_action(session: Session) -> None:
     gym = await Gym.open(session)
-    place = await gym.place("press")
+    target = await gym.target("press")
     page = session.page
     async with page.expect_popup():
         await page.evaluate("() => { open('other.html'); }")
-    seen = await gym.act("click" if gym.marks else "left_click", **place)
+    seen = await gym.act("click" if gym.marks else "left_click", **target)
     assert (await page.evaluate("log"))[-1] == "click press"
     assert (seen.title, len(seen.tabs)) == ("Other", 2)
 

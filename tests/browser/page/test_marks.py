@@ -1,4 +1,4 @@
-"""Numbered elements: which there are, where they are, and what happens when they are not."""
+"""Numbered elements: their properties, their positions, and actions on elements that are gone or covered."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ PAGES = {
 
 
 class FramedSite(FolderSite):
-    """With a second origin, whose frames have a renderer of their own."""
+    """Has a second origin, whose frames have a renderer of their own."""
 
     @property
     def origins(self) -> frozenset[str]:
@@ -149,7 +149,7 @@ async def test_only_what_is_in_view_and_not_covered_is_numbered(session: Session
     assert set(named(below)) == {"below"}
 
 
-async def test_an_element_that_has_gone_is_told_and_nothing_is_clicked(session: Session) -> None:
+async def test_a_missing_element_is_reported_and_nothing_is_clicked(session: Session) -> None:
     seen = await session.reset(page_task("changing"))
     action = click(seen, "target")
     await session.page.evaluate("b.outerHTML = '<button>imposter</button>'")
@@ -160,7 +160,7 @@ async def test_an_element_that_has_gone_is_told_and_nothing_is_clicked(session: 
     assert set(named(after)) == {"imposter"}
 
 
-async def test_a_number_means_nothing_on_the_next_page(session: Session) -> None:
+async def test_a_number_is_invalid_on_the_next_page(session: Session) -> None:
     seen = await session.reset(page_task("changing"))
     action = click(seen, "target")
     await session.page.goto("http://site.localhost/changing.html?again")
@@ -169,7 +169,7 @@ async def test_a_number_means_nothing_on_the_next_page(session: Session) -> None
     assert await session.page.evaluate("hits") == 0
 
 
-async def test_an_element_that_has_moved_is_hit_where_it_is_and_one_under_cover_is_not(session: Session) -> None:
+async def test_a_moved_element_is_hit_and_a_covered_one_is_not(session: Session) -> None:
     seen = await session.reset(page_task("changing"))
     await session.page.evaluate("b.style.left = '200px'")
     seen = await session.step(click(seen, "target"))
@@ -191,12 +191,12 @@ async def test_a_container_of_other_elements_is_not_numbered(session: Session) -
     assert list(named(await session.reset(page_task("card")))) == ["inner"]
 
 
-async def test_numbers_are_drawn_on_the_picture_and_not_in_the_page(session: Session) -> None:
+async def test_numbers_are_drawn_on_the_screenshot_and_not_in_the_page(session: Session) -> None:
     seen = await session.reset(page_task("changing"))
     x, y, width, height = named(seen)["target"].box
-    drawn = np.asarray(Image.open(io.BytesIO(seen.screenshot)).convert("RGB"))
+    marked = np.asarray(Image.open(io.BytesIO(seen.screenshot)).convert("RGB"))
     bare = np.asarray(Image.open(io.BytesIO(await session.page.screenshot())).convert("RGB"))
-    different = (drawn != bare).any(axis=2)
+    different = (marked != bare).any(axis=2)
     assert different[y : y + height, x].all()
     assert different[y, x : x + width].all()
     assert not different[y + height + 20 :, :].any()

@@ -1,4 +1,4 @@
-"""When two screenshots show different pixels."""
+"""Comparison of screenshots by pixels."""
 
 from __future__ import annotations
 
