@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.model.layer_split import check_divides
 
 
 def check_parallel_layout(config: Config, description: dict[str, Any]) -> None:
@@ -22,11 +23,8 @@ def check_parallel_layout(config: Config, description: dict[str, Any]) -> None:
     else:
         divided.append(("tensor_parallel", trainer.tensor_parallel, "intermediate_size"))
     for setting_name, size, name in divided:
-        if text[name] % size:
-            raise ConfigError(
-                f"trainer.{setting_name}={size} does not divide {name}={text[name]} of {config.model.path}; "
-                f"choose a divisor of {text[name]}"
-            )
+        source = " x ".join(f"trainer.{part}" for part in setting_name.split(" x "))
+        check_divides(setting_name, size, name, text[name], source)
     _check_pixels(config, description["vision_config"])
     _check_parallel(config, text["num_hidden_layers"], sparse)
     _check_engine_layout(config, text, description["vision_config"], sparse)
@@ -43,7 +41,8 @@ def _check_pixels(config: Config, vision: dict[str, Any]) -> None:
     if not trainer.image_workers:
         if trainer.image_buffer_mib != type(trainer)().image_buffer_mib:
             raise ConfigError(
-                f"trainer.image_buffer_mib={trainer.image_buffer_mib} has no effect with trainer.image_workers=0; leave it out"
+                f"trainer.image_buffer_mib={trainer.image_buffer_mib} has no effect with trainer.image_workers=0; "
+                "leave it out"
             )
         return
     # A token stands for a square of patches; an encoded image is at most about as large as the pixels in it.
@@ -51,8 +50,8 @@ def _check_pixels(config: Config, vision: dict[str, Any]) -> None:
     needed = -(-2 * tokens * side**2 * 3 // 2**20)
     if trainer.image_buffer_mib < needed:
         raise ConfigError(
-            f"trainer.image_buffer_mib={trainer.image_buffer_mib} may not hold a screenshot of rollout.max_model_len={tokens} "
-            f"tokens; raise it to {needed}"
+            f"trainer.image_buffer_mib={trainer.image_buffer_mib} may not hold a screenshot of "
+            f"rollout.max_model_len={tokens} tokens; raise it to {needed}"
         )
 
 
@@ -76,11 +75,13 @@ def _check_parallel(config: Config, layers: int, sparse: bool) -> None:
             f"trainer.expert_parallel={trainer.expert_parallel} and trainer.expert_tensor_parallel="
             f"{trainer.expert_tensor_parallel} need a mixture of experts, but {path} is dense; set both to 1"
         )
-    if ranks % experts:
-        raise ConfigError(
-            f"trainer.expert_parallel x expert_tensor_parallel = {experts} does not divide "
-            f"trainer.tensor_parallel x context_parallel x data_parallel = {ranks}, the ranks that share experts out"
-        )
+    check_divides(
+        "expert_parallel x expert_tensor_parallel",
+        experts,
+        "tensor_parallel x context_parallel x data_parallel",
+        ranks,
+        "trainer.expert_parallel",
+    )
     if sparse and trainer.tensor_parallel > 1 and not trainer.sequence_parallel:
         raise ConfigError(
             f"trainer.sequence_parallel=false with trainer.tensor_parallel={trainer.tensor_parallel} cannot train the "
@@ -100,8 +101,7 @@ def _check_engine_layout(config: Config, text: dict[str, Any], vision: dict[str,
     else:
         divided.append(("moe_intermediate_size", text))
     for name, section in divided:
-        if section[name] % size:
-            raise ConfigError(f"rollout.tensor_parallel={size} does not divide {name}={section[name]} of {path}")
+        check_divides("tensor_parallel", size, name, section[name], "rollout.tensor_parallel")
     if kv_heads % size and size % kv_heads:
         raise ConfigError(
             f"rollout.tensor_parallel={size} neither divides num_key_value_heads={kv_heads} of {path} nor is a "

@@ -1,8 +1,17 @@
-"""How layers are dealt out to the chunks of a pipeline, and which have experts: from numbers alone, without torch."""
+"""Arithmetic of splitting a model: divisibility, layers of each pipeline chunk, sparse layers. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from megatron_webrl.config.setting import ConfigError
+
+
+def check_divides(divisor: str, size: int, dimension: str, value: int, source: str = "") -> None:
+    """Raise ConfigError unless `size` divides the dimension. `divisor`: name of the size; `source`: where it is set."""
+    if value % size:
+        where = f" ({source})" if source else ""
+        raise ConfigError(f"{divisor}={size} does not divide {dimension}={value}{where}")
 
 
 def split_layers(layers: int, chunks: int) -> tuple[range, ...]:

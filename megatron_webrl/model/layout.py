@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_webrl.model.layer_split import split_layers
+from megatron_webrl.model.layer_split import check_divides, split_layers
 from megatron_webrl.model.parameter_map import ParameterMapping, is_sparse
 
 
@@ -95,7 +95,15 @@ def check_parallel_sizes(text_config: Any, sizes: ParallelSizes) -> None:
         divided.append(("expert_tensor_parallel", sizes.expert_tensor, "moe_intermediate_size"))
     elif sizes.expert > 1:
         raise ValueError(f"expert_parallel={sizes.expert} needs a mixture of experts; the model is dense")
-    for name, size, of in divided:
-        if getattr(text_config, of) % size:
-            raise ValueError(f"{name}={size} does not divide {of}={getattr(text_config, of)}")
+    for name, size, dimension in divided:
+        check_divides(name, size, dimension, getattr(text_config, dimension))
     split_layers(text_config.num_hidden_layers, sizes.num_chunks)
+
+
+def check_rank_count(sizes: ParallelSizes, ranks: int) -> None:
+    """Raise ValueError unless whole replicas of the model, dense layers and experts each, fill the ranks."""
+    for names, size in (
+        ("tensor_parallel x context_parallel x pipeline_parallel", sizes.tensor * sizes.context),
+        ("expert_tensor_parallel x expert_parallel x pipeline_parallel", sizes.expert_tensor * sizes.expert),
+    ):
+        check_divides(names, size * sizes.pipeline, "trainer_ranks", ranks)

@@ -25,9 +25,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_webrl.model.layer_split import is_sparse_layer
+from megatron_webrl.model.layer_split import check_divides, is_sparse_layer
 
-LayoutKind = Literal["replicated", "column", "row", "vocabulary", "gate_up", "query_group"]
+LayoutKind = Literal["replicated", "row", "vocabulary", "gate_up", "query_group"]
 ExpertFormat = Literal["released", "transposed", "separate"]
 """How a folder stores experts. released: one tensor for all, [E, H, 2I] and [E, I, H], the form that is written.
 transposed: one tensor for all, [E, 2I, H] and [E, H, I]. separate: gate, up and down projection of each expert."""
@@ -61,7 +61,7 @@ class ParameterMapping:
     def __post_init__(self) -> None:
         if not self.tensor_shape:
             object.__setattr__(self, "tensor_shape", self.shape)
-            object.__setattr__(self, "within", tuple(slice(0, size) for size in self.shape))
+            object.__setattr__(self, "part_index", tuple(slice(0, size) for size in self.shape))
 
     @property
     def is_whole_tensor(self) -> bool:
@@ -97,7 +97,6 @@ class ShardRange:
 
 
 REPLICATED = TensorLayout("replicated")
-COLUMN = TensorLayout("column")
 ROW = TensorLayout("row")
 VOCABULARY = TensorLayout("vocabulary")
 GATE_UP = ("gate", "up")
@@ -322,8 +321,7 @@ def parameter_shapes(
 
 
 def _divide(entry: ParameterMapping, total: int, size: int) -> int:
-    if total % size:
-        what = "query groups" if entry.layout.kind == "query_group" else "entries of the split dimension"
-        which = "tensor_parallel" if entry.expert is None else "expert_tensor_parallel"
-        raise ValueError(f"{which}={size} does not divide the {total} {what} of {entry.hf_param}")
+    divisor = "tensor_parallel" if entry.expert is None else "expert_tensor_parallel"
+    dimension = {"query_group": "query_groups", "row": "columns"}.get(entry.layout.kind, "rows")
+    check_divides(divisor, size, dimension, total, entry.hf_param)
     return total // size

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+LAYER_PREFIX = re.compile(r"^decoder\.layers\.(\d+)\.")
+EXPERT_INFIX = re.compile(r"\.local_experts\.(\d+)\.")
 
 
 def canonical_name(name: str, first_layer: int, first_expert: int) -> str:
     """The name in the parameter map of a chunk's parameter; the chunk's layers and experts begin at these numbers."""
-    name = _LAYER.sub(lambda found: f"decoder.layers.{int(found[1]) + first_layer}.", name)
-    return _EXPERT.sub(lambda found: f".local_experts.{int(found[1]) + first_expert}.", name)
+    name = LAYER_PREFIX.sub(lambda found: f"decoder.layers.{int(found[1]) + first_layer}.", name)
+    return EXPERT_INFIX.sub(lambda found: f".local_experts.{int(found[1]) + first_expert}.", name)

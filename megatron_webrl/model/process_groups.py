@@ -8,7 +8,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.utils import get_pg_rank, get_pg_size
 
-from megatron_webrl.model.layout import ParallelSizes, RankCoordinates
+from megatron_webrl.model.layout import ParallelSizes, RankCoordinates, check_rank_count
 
 
 def init_process_groups(sizes: ParallelSizes, seed: int = 0) -> None:
@@ -16,13 +16,7 @@ def init_process_groups(sizes: ParallelSizes, seed: int = 0) -> None:
 
     What the sizes leave of the ranks is data parallel. Raises ValueError if they do not divide the ranks.
     """
-    world = torch.distributed.get_world_size()
-    for names, size in (
-        ("tensor x context x pipeline", sizes.tensor * sizes.context * sizes.pipeline),
-        ("expert_tensor x expert x pipeline", sizes.expert_tensor * sizes.expert * sizes.pipeline),
-    ):
-        if world % size:
-            raise ValueError(f"{names} parallel sizes make {size}, which does not divide the {world} ranks")
+    check_rank_count(sizes, torch.distributed.get_world_size())
     if sizes.virtual > 1 and sizes.pipeline == 1:
         raise ValueError(f"virtual pipeline size {sizes.virtual} needs a pipeline of at least 2 stages")
     parallel_state.initialize_model_parallel(

@@ -153,9 +153,9 @@ class Processor:
         return cut
 
     def normalize_patches(self, patches: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """What `pixels` gives for patches that were cut (`Patchifier.patchify`): float32 [patches, dim], on their device.
+        """Normalise uint8 patches of `Patchifier.patchify` as `pixels` does: float32 [patches, dim], same device.
 
-        `out`: where to put it.
+        `out`: buffer for the result.
         """
         settings = self._image_processor
         frames, inside = int(settings.temporal_patch_size), int(settings.patch_size) ** 2

@@ -23,7 +23,7 @@ from megatron_webrl.model.compute_options import (
     MissingLibraryError,
 )
 from megatron_webrl.model.hf_config import load_hf_config, read_model_config
-from megatron_webrl.model.layer_split import split_layers
+from megatron_webrl.model.layer_split import check_divides, split_layers
 from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.parity.backends import BackendFailed, BackendScores, run_backend
@@ -199,14 +199,15 @@ def _model_settings(request: ParityRequest) -> ComputeOptions:
 
 def _check_layout(sizes: ParallelSizes, text: Any) -> None:
     """What Megatron would refuse as well, but only after transformers has loaded and scored."""
-    divided = [("--tp", sizes.tensor, name) for name in ("num_attention_heads", "num_key_value_heads")]
+    divided = [
+        ("tensor_parallel", "--tp", sizes.tensor, name) for name in ("num_attention_heads", "num_key_value_heads")
+    ]
     if getattr(text, "num_experts", 0):
-        divided.append(("--ep", sizes.expert, "num_experts"))
+        divided.append(("expert_parallel", "--ep", sizes.expert, "num_experts"))
     elif sizes.expert > 1:
         raise ConfigError(f"--ep={sizes.expert} needs a mixture of experts; the model is dense")
-    for option, size, name in divided:
-        if getattr(text, name) % size:
-            raise ConfigError(f"{option}={size} does not divide {name}={getattr(text, name)}")
+    for divisor, option, size, name in divided:
+        check_divides(divisor, size, name, getattr(text, name), option)
     if sizes.virtual > 1 and sizes.pipeline == 1:
         raise ConfigError(f"--vpp={sizes.virtual} needs a pipeline: --pp of at least 2")
     try:

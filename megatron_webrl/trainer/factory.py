@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_pg_rank
 
@@ -37,7 +38,7 @@ def make_learner(config: Config, platform: Platform) -> Learner:
     Raises LoadError, CheckpointError, or PartMissing for a library that the configuration names and that is missing.
     """
     check_adam_implementation(config.trainer.optimizer.implementation)
-    started, dtype = time.monotonic(), qwen3_vl.DTYPES[config.model.dtype]
+    started, dtype = time.monotonic(), getattr(torch, config.model.dtype)
     chunks = qwen3_vl.build_model(config.model.path, dtype=dtype, platform=platform, options=compute_options(config))
     if not config.model.checkpoint:
         load_hf(chunks, config.model.path)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 import torch
-
-from megatron_webrl.weights.slices import Slice, TransferMessage
 
 _WORD = 8  # bytes
 _MASK = 2**64 - 1
@@ -58,13 +54,3 @@ def _mixed(words: torch.Tensor, places: torch.Tensor, start: int) -> torch.Tenso
     mixed *= _SECOND
     mixed ^= mixed >> 29
     return mixed.sum()
-
-
-def slice_checksums(messages: Iterable[TransferMessage], tensor_of: Callable[[Slice], torch.Tensor]) -> list[int]:
-    """Checksum of every slice of the messages in their order.
-
-    `tensor_of` gives the box of a slice in the type that goes over the wire, from whichever side: with
-    `index(slice.source_offset, slice.size)` of the trainer's parameter, or `index(slice.target_offset, slice.size)`
-    of the engine's.
-    """
-    return [checksum(tensor_of(piece)) for message in messages for piece in message.slices]

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_webrl.model.layout import check_divides
 from megatron_webrl.model.parameter_map import ParameterMapping, is_sparse, padded_vocab_size, parameter_mappings
 from megatron_webrl.weights.slices import Shard
 
@@ -52,17 +53,16 @@ def check_engine_sizes(hf_config: Any, sizes: EngineSizes) -> None:
             raise ValueError(f"engine {name}={value} is less than 1")
     divided = [
         ("num_attention_heads", text.num_attention_heads),
-        ("vision num_heads", vision.num_heads),
-        ("vision intermediate_size", vision.intermediate_size),
-        ("vocabulary padded to", padded_vocab_size(text.vocab_size, VOCAB_PADDING_MULTIPLE)),
+        ("vision_config.num_heads", vision.num_heads),
+        ("vision_config.intermediate_size", vision.intermediate_size),
+        ("padded_vocab_size", padded_vocab_size(text.vocab_size, VOCAB_PADDING_MULTIPLE)),
     ]
     if not all(sparse):
         divided.append(("intermediate_size", text.intermediate_size))
     if any(sparse) and not sizes.expert_parallel:
         divided.append(("moe_intermediate_size", text.moe_intermediate_size))
     for name, number in divided:
-        if number % sizes.tensor:
-            raise ValueError(f"engine tensor={sizes.tensor} does not divide {name}={number}")
+        check_divides("tensor_parallel", sizes.tensor, name, number, "engine")
     heads = text.num_key_value_heads
     if heads % sizes.tensor and sizes.tensor % heads:
         raise ValueError(f"engine tensor={sizes.tensor} neither divides num_key_value_heads={heads} nor is divided")
@@ -182,11 +182,6 @@ class EngineMap:
         return (
             Shard(shard.engine_param, shard.tensor_offset, shard.size, (entry.expert - first, *shard.parameter_offset)),
         )
-
-
-def engine_shards(mapping: ParameterMapping, hf_config: Any, sizes: EngineSizes, rank: int) -> tuple[Shard, ...]:
-    """Where the entry's part lies in the parameters of an engine's rank; () where the rank holds nothing of it."""
-    return EngineMap(hf_config, sizes).shards_of(mapping, rank)
 
 
 def engine_parameter_shapes(hf_config: Any, sizes: EngineSizes, rank: int) -> dict[str, tuple[int, ...]]:

@@ -6,18 +6,19 @@ there, which transfer began, who is done, and what the first rank that failed ha
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import re
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
+import tenacity
 import torch
 import torch.distributed as dist
 
@@ -53,11 +54,6 @@ class TransferLink:
         default_factory=dict
     )  # staging by slot, made at need, kept for the next
     close_reason: str | None = None
-
-    @property
-    def staging_bytes(self) -> int:
-        """Memory that the link's staging buffers take."""
-        return sum(buffer.nbytes for buffer in self.staging_buffers.values())
 
     def describe_rank(self, rank: int) -> str:
         """A rank with its host and process id."""
@@ -272,16 +268,15 @@ def error_summary(error: BaseException) -> str:
     return re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", lines[0]).split(". This is typically")[0]
 
 
-def poll_until(ready: Callable[[], bool], seconds: float, max_pause: float = 0.05) -> bool:
-    """Ask `ready` with growing pauses until it says yes; False after `seconds`."""
-    deadline = time.monotonic() + seconds
-    pause = 0.001
-    while not ready():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, max_pause)
-    return True
+def poll_until(ready: Callable[[], bool], seconds: float = math.inf, max_pause: float = 0.05) -> bool:
+    """Call `ready` with pauses that double from 1 ms until it returns true; False after `seconds`."""
+    polling = tenacity.Retrying(
+        retry=tenacity.retry_if_result(lambda done: not done),
+        wait=tenacity.wait_exponential(multiplier=0.001, max=max_pause),
+        stop=tenacity.stop_after_delay(seconds),
+        retry_error_callback=lambda _: False,
+    )
+    return polling(ready)
 
 
 def _absent(store: Any, keys: list[str], seconds: float) -> list[str]:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import struct
 import threading
-import time
 from typing import Protocol
 
 import torch
 
 from megatron_webrl.weights.checksums import checksum
-from megatron_webrl.weights.link import TransferLink, error_summary
+from megatron_webrl.weights.link import TransferLink, error_summary, poll_until
 from megatron_webrl.weights.link_transfer import LinkTransfer, TransferAborted, TransferUnits, message_tags
 from megatron_webrl.weights.slices import Slice, TransferMessage, box_index
 
-_LONGEST_MEETING_PAUSE = 0.02  # seconds
+_MAX_POLL_PAUSE = 0.02  # seconds
 
 
 class WeightTarget(Protocol):
@@ -67,11 +66,14 @@ class LinkReceiver(LinkTransfer):
     def _meet(self) -> None:
         """Wait until every trainer rank of the link has announced this transfer; learn which rank each of them is."""
         engine_begins = self.link.rank - self.messages[0].receiver
-        pause = 0.001
-        while absent := [rank for rank in range(engine_begins) if not self._begun(rank)]:
-            self.check_peer(absent[0], f"the announcement by {', '.join(map(self.link.describe_rank, absent))}")
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_MEETING_PAUSE)
+
+        def announced() -> bool:
+            absent = [rank for rank in range(engine_begins) if not self._begun(rank)]
+            if absent:
+                self.check_peer(absent[0], f"the announcement by {', '.join(map(self.link.describe_rank, absent))}")
+            return not absent
+
+        poll_until(announced, max_pause=_MAX_POLL_PAUSE)
         unknown = {message.sender for message in self.messages} - set(self.link_rank_by_sender)
         if unknown:
             raise TransferAborted(
@@ -124,9 +126,8 @@ class LinkReceiver(LinkTransfer):
             try:
                 self.link.channel.receive(data, peer, self.tags[number])
             except RuntimeError as error:
-                raise TransferAborted(
-                    f"message {number + 1} of {len(self.messages)} from {self.link.describe_rank(peer)}: {error_summary(error)}"
-                ) from error
+                what = f"message {number + 1} of {len(self.messages)} from {self.link.describe_rank(peer)}"
+                raise TransferAborted(f"{what}: {error_summary(error)}") from error
             self.receive_buffers[number] = data
             self.mark_posted()
 
@@ -165,17 +166,21 @@ class LinkReceiver(LinkTransfer):
             pieces = [piece for message in self.messages if message.sender == trainer for piece in message.slices]
             for piece, read, sent in zip(pieces, mine, theirs, strict=True):
                 if read != sent:
+                    receiver, sender = map(self.link.describe_rank, (self.link.rank, peer))
                     raise TransferAborted(
-                        f"checksum of {piece.hf_param} in {piece.target_param} is {read:016x} on {self.link.describe_rank(self.link.rank)},"
-                        f" {sent:016x} in {piece.source_param} on {self.link.describe_rank(peer)}"
+                        f"checksum of {piece.hf_param} in {piece.target_param} is {read:016x} on {receiver},"
+                        f" {sent:016x} in {piece.source_param} on {sender}"
                     )
 
     def _sums_of(self, peer: int) -> tuple[int, ...]:
         key = f"sums/{self.transfer}/{peer}/{self.link.rank}"
-        pause = 0.001
-        while not self.link.store.check([key]):
-            self.check_peer(peer, f"the checksums of {self.link.describe_rank(peer)}")
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_MEETING_PAUSE)
+
+        def published() -> bool:
+            found = bool(self.link.store.check([key]))
+            if not found:
+                self.check_peer(peer, f"the checksums of {self.link.describe_rank(peer)}")
+            return found
+
+        poll_until(published, max_pause=_MAX_POLL_PAUSE)
         data = self.link.store.get(key)
         return struct.unpack(f"<{len(data) // 8}Q", data)

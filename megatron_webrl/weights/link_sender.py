@@ -157,9 +157,8 @@ class LinkSender(LinkTransfer):
             try:
                 self.link.channel.send(data, peer, self.tags[number])
             except RuntimeError as error:
-                raise TransferAborted(
-                    f"message {number + 1} of {len(self.messages)} to {self.link.describe_rank(peer)}: {error_summary(error)}"
-                ) from error
+                what = f"message {number + 1} of {len(self.messages)} to {self.link.describe_rank(peer)}"
+                raise TransferAborted(f"{what}: {error_summary(error)}") from error
             self.mark_posted()
 
     def _packed(self, number: int, message: TransferMessage) -> torch.Tensor | None:

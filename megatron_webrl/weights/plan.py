@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from megatron_webrl.model.layout import ParallelSizes, check_parallel_sizes
+from megatron_webrl.model.layout import ParallelSizes, check_parallel_sizes, check_rank_count
 from megatron_webrl.model.parameter_map import ParameterMapping, parameter_mappings
 from megatron_webrl.weights.engine_map import MAP_VERSION, EngineSizes, check_engine_sizes
 from megatron_webrl.weights.slice_overlaps import SliceRun, row_elements, slice_rows, slice_runs
@@ -192,10 +192,7 @@ def _check_ranks(description: Any, trainer: TrainerTopology, engines: EngineTopo
     check_parallel_sizes(description.text_config, sizes)
     for engine_sizes in dict.fromkeys(engines.sizes):
         check_engine_sizes(description, engine_sizes)
-    dense, sparse = sizes.tensor * sizes.context * sizes.pipeline, sizes.expert * sizes.expert_tensor * sizes.pipeline
-    for name, size in (("tensor x context x pipeline", dense), ("expert x expert_tensor x pipeline", sparse)):
-        if trainer.ranks % size:
-            raise ValueError(f"the trainer's {name} parallel sizes, {size}, do not divide its {trainer.ranks} ranks")
+    check_rank_count(sizes, trainer.ranks)
     if len(trainer.nodes) != trainer.ranks:
         raise ValueError(f"nodes of {len(trainer.nodes)} trainer ranks are given, but there are {trainer.ranks}")
     if not engines.nodes:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron_webrl.weights.checksums import checksum, slice_checksums
+from megatron_webrl.weights.checksums import checksum
 from megatron_webrl.weights.link import TransferError, TransferLink, error_summary, join_link, reject_link
 from megatron_webrl.weights.link_receiver import LinkReceiver, WeightTarget
 from megatron_webrl.weights.link_sender import LinkSender, OutgoingMessages
@@ -33,7 +33,6 @@ __all__ = [
     "receive",
     "reject_link",
     "send",
-    "slice_checksums",
 ]
 
 

@@ -52,9 +52,10 @@ _LOADING_FORM_BACKENDS = {UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BA
 def check_vllm_version(version: str) -> None:
     """Raise RuntimeError unless `version` of vLLM is one that updates were tested with."""
     if not version.startswith(tuple(f"{minor}." for minor in SUPPORTED_VLLM_VERSIONS)):
+        supported = ", ".join(f"{minor}.x" for minor in SUPPORTED_VLLM_VERSIONS)
         raise RuntimeError(
-            f"vLLM {version} is installed; weight updates support {', '.join(f'{v}.x' for v in SUPPORTED_VLLM_VERSIONS)} "
-            "only, because they rely on its internals: install one of those"
+            f"vLLM {version} is installed; weight updates support {supported} only, because they rely on its "
+            "internals: install one of those"
         )
 
 

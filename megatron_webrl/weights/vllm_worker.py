@@ -98,11 +98,6 @@ class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
         self._link: transport.TransferLink | None = None
         self._seconds = 0.0
 
-    @property
-    def partially_updated(self) -> bool:
-        """Whether the model holds weights of two versions."""
-        return self.target is not None and self.target.partially_updated
-
     def init_transfer_engine(self, init_info: LinkInfo) -> None:
         """Agree with the trainer's plan and join a link; an earlier link is left.
 
@@ -286,10 +281,6 @@ class WeightReceiver:
         target = self._webrl_target()
         ways, sizes = list(target.load_paths().values()), target.bytes_by_load_path()
         return {way: {"parameters": ways.count(way), "bytes": size} for way, size in sizes.items()}
-
-    def webrl_partially_updated(self) -> bool:
-        """Whether the model holds weights of two versions and must not serve."""
-        return bool(self.weight_transfer_engine.partially_updated)
 
     def webrl_live_checksums(self) -> list[int | None]:
         """See ShardTransferEngine.live_sums; the order is that of Plan.messages(engine, receiver=rank)."""

@@ -50,7 +50,10 @@ def test_a_saved_configuration_reads_back_the_same(config_file: Path, tmp_path: 
     ("override", "words"),
     [
         ("trainer.tensor_paralel=2", "unknown key trainer.tensor_paralel"),
-        ("trainer.tensor_parallel=3", "trainer.tensor_parallel=3 does not divide num_attention_heads=4"),
+        (
+            "trainer.tensor_parallel=3",
+            "tensor_parallel=3 does not divide num_attention_heads=4 (trainer.tensor",
+        ),
         ("trainer.tensor_parallel=4", "does not divide num_key_value_heads=2"),
         ("model.path=no/such/folder", "model.path=no/such/folder is not a folder"),
         ("model.path=''", "model.path is empty"),
@@ -110,9 +113,9 @@ def test_a_broken_setting_is_named_in_one_line(config_file: Path, override: str,
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["trainer.expert_parallel=3"], "trainer.expert_parallel=3 does not divide num_experts=4"),
+        (["trainer.expert_parallel=3"], "expert_parallel=3 does not divide num_experts=4 (trainer.expert_parallel)"),
         (["trainer.expert_tensor_parallel=5"], "expert_tensor_parallel=5 does not divide moe_intermediate_size=96"),
-        (["trainer.expert_parallel=2"], "= 2 does not divide trainer.tensor_parallel x context_parallel"),
+        (["trainer.expert_parallel=2"], "=2 does not divide tensor_parallel x context_parallel x data_parallel"),
         (["trainer.tensor_parallel=2", "trainer.sequence_parallel=false"], "set it to true"),
     ],
 )

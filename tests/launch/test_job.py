@@ -383,7 +383,10 @@ def test_a_job_whose_control_plane_cannot_start_says_so_at_its_end(job: Job):
     ("override", "words"),
     [
         ("no.such.key=1", "unknown key no"),
-        ("trainer.tensor_parallel=3", "trainer.tensor_parallel=3 does not divide num_attention_heads=4"),
+        (
+            "trainer.tensor_parallel=3",
+            "tensor_parallel=3 does not divide num_attention_heads=4 (trainer.tensor",
+        ),
         ("model.path=nowhere", "model.path=nowhere is not a folder"),
         ("ring.capacity_mib=100000000", "ring.capacity_mib=100000000 exceeds"),
         ("trainer.optimizer.learning_rate=-1", "trainer.optimizer.learning_rate=-1.0 must be greater than 0"),

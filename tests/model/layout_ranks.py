@@ -110,9 +110,9 @@ def _examine(folder: Path, case: Case, platform: Any) -> dict[str, Any]:
 
     from megatron_webrl.model import schedule
     from megatron_webrl.model.compute_options import ComputeOptions
-    from megatron_webrl.model.export import hf_tensors
     from megatron_webrl.model.load import load_hf
     from megatron_webrl.model.qwen3_vl.model import build_model
+    from tests.model.hf_export import hf_tensors
 
     settings = ComputeOptions(sequence_parallel=case.sequence_parallel, recompute=case.recompute)  # type: ignore[arg-type]
     chunks = build_model(folder, dtype="float32", platform=platform, options=settings)

@@ -34,10 +34,10 @@ def _examine(name: str, folder: Path, size: int, platform: platforms.Platform) -
     from megatron.core import dist_checkpointing
 
     from megatron_webrl.model.compute_options import ComputeOptions
-    from megatron_webrl.model.export import hf_manifest, hf_tensors
     from megatron_webrl.model.load import load_hf
     from megatron_webrl.model.parameter_map import parameter_shapes
     from megatron_webrl.model.qwen3_vl.model import build_model
+    from tests.model.hf_export import hf_manifest, hf_tensors
 
     [model] = build_model(
         folder / name, dtype="float32", platform=platform, options=ComputeOptions(sequence_parallel=False)
@@ -149,8 +149,8 @@ def _step(model: Any) -> dict[str, Any]:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    from megatron_webrl.model.export import hf_tensors
     from megatron_webrl.model.gradients import finalize_gradients
+    from tests.model.hf_export import hf_tensors
 
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
     wrapped = DistributedDataParallel(config=model.config, ddp_config=settings, module=model)
@@ -212,9 +212,9 @@ def _gradients(model: Any, replicas: int) -> dict[str, Tensor]:
 
 def _bf16(folder: Path, platform: platforms.Platform) -> dict[str, Any]:
     from megatron_webrl.model.compute_options import ComputeOptions
-    from megatron_webrl.model.export import hf_manifest, hf_tensors
     from megatron_webrl.model.load import load_hf
     from megatron_webrl.model.qwen3_vl.model import build_model
+    from tests.model.hf_export import hf_manifest, hf_tensors
 
     settings = ComputeOptions(sequence_parallel=False, train_vision=False)
     [model] = build_model(folder / "untied", dtype="bfloat16", platform=platform, options=settings)

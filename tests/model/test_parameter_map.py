@@ -140,10 +140,10 @@ def test_a_rank_beyond_the_vocabulary_holds_zeros_only() -> None:
 
 @pytest.mark.parametrize(
     ("groups", "inner", "words"),
-    [(2, 4, "2 query groups of .*q_proj"), (4, 6, "6 entries of the split dimension of .*gate_proj")],
+    [(2, 4, "query_groups=2 .*q_proj"), (4, 6, "rows=6 .*gate_proj")],
 )
 def test_a_size_that_does_not_divide_a_tensor_is_refused_by_name(groups: int, inner: int, words: str) -> None:
-    with pytest.raises(ValueError, match=f"tensor_parallel=4 does not divide the {words}"):
+    with pytest.raises(ValueError, match=f"tensor_parallel=4 does not divide {words}"):
         parameter_shapes(_text_entries(groups, 1, 1, inner, 8), 4)
 
 

@@ -107,7 +107,7 @@ def test_a_backend_that_is_not_done_in_time_is_a_failure_and_leaves_nothing_behi
     ("options", "says"),
     [
         (["--samples", "none.jsonl"], "samples file none.jsonl cannot be read"),
-        (["--tp", "3"], "--tp=3 does not divide num_attention_heads=4"),
+        (["--tp", "3"], "tensor_parallel=3 does not divide num_attention_heads=4 (--tp)"),
         (["--ep", "2"], "the model is dense"),
         (["--pp", "8"], "--pp=8 --vpp=1"),
         (["--vpp", "2"], "needs a pipeline"),

@@ -66,10 +66,10 @@ def run(rank: int, folder: str, models: dict[str, str]) -> None:
 
 def _updates(config: Any, platform: Any) -> dict[str, Any]:
     """Two updates of several optimiser steps each; figures, and on the first rank the weights."""
-    from megatron_webrl.model.export import hf_tensors
     from megatron_webrl.trainer.checkpoint.reference_files import attach_reference_policy
     from megatron_webrl.trainer.factory import make_learner, make_sequence_packer, with_image_prefetcher
     from megatron_webrl.trainer.loop import train_batch
+    from tests.model.hf_export import hf_tensors
 
     learner = attach_reference_policy(make_learner(config, platform), config)
     builder = with_image_prefetcher(make_sequence_packer(config, platform), config, torch.distributed.get_rank())

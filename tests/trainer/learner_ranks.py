@@ -88,11 +88,11 @@ def _step(processor: Any, rng: np.random.Generator, images: tuple[bytes, ...], i
 
 
 def _examine(config: Config, folder: Path, size: int, platform: Any) -> dict[str, Any]:
-    from megatron_webrl.model.export import hf_tensors
     from megatron_webrl.trainer.accounting import Accounting
     from megatron_webrl.trainer.checkpoint import checkpointer
     from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
     from megatron_webrl.trainer.factory import make_learner, make_sequence_packer
+    from tests.model.hf_export import hf_tensors
 
     config.trainer.tensor_parallel, config.trainer.data_parallel = size, 2 // size
     learner, groups = make_learner(config, platform), make_groups(config)
@@ -145,10 +145,10 @@ def _single_step(
     config: Config, platform: Any, groups: list[Group], make_learner: Any, make_builder: Any
 ) -> dict[str, Any]:
     """One minibatch, one epoch; then a replica without samples, and a gradient that is not finite."""
-    from megatron_webrl.model.export import hf_tensors
     from megatron_webrl.trainer.data import batching
     from megatron_webrl.trainer.learner import make_objective
     from megatron_webrl.trainer.optimizer import NonFiniteGradient
+    from tests.model.hf_export import hf_tensors
 
     config.trainer.epochs = config.trainer.minibatches = 1
     learner, builder = make_learner(config, platform), make_builder(config, platform)

@@ -21,11 +21,11 @@ def run(rank: int, folder: str, model: str) -> None:
     torchvision_shim.install()
     platform = gloo.join(rank, 1, folder)
     from megatron_webrl.model import process_groups
-    from megatron_webrl.model.export import hf_tensors
     from megatron_webrl.model.layout import ParallelSizes
     from megatron_webrl.model.processor import Processor
     from megatron_webrl.trainer.factory import make_learner, make_sequence_packer, with_image_prefetcher
     from megatron_webrl.trainer.warm_start import warm_start
+    from tests.model.hf_export import hf_tensors
 
     process_groups.init_process_groups(ParallelSizes(), seed=1)
     config = make_config(model)

@@ -6,7 +6,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -184,6 +184,11 @@ def _join(case: Case, engine: int, rank: int) -> transport.TransferLink:
     return transport.join_link(store, f"engine-{engine}", rank, SENDERS + case.receivers[engine], case.seconds, "gloo")
 
 
+def staging_bytes(link: transport.TransferLink) -> int:
+    """Memory of the link's staging buffers."""
+    return sum(buffer.nbytes for buffer in link.staging_buffers.values())
+
+
 def trainer_rank(answer: Connection, case: Case, rank: int, fault: Fault) -> None:
     """Send every transfer to all engines; answer with (results of each, seconds, bytes of staging, peak growth)."""
     torch.set_num_threads(1)
@@ -214,7 +219,7 @@ def trainer_rank(answer: Connection, case: Case, rank: int, fault: Fault) -> Non
                 transport.send(outgoing, source, wire, case.staging, number, case.seconds, watch, verify=verify)
             )
             growth = max(growth, peak() - before)
-        answer.send((results, time.monotonic() - began, sum(o.link.staging_bytes for o in outgoing), growth))
+        answer.send((results, time.monotonic() - began, sum(staging_bytes(one.link) for one in outgoing), growth))
         for one in outgoing:
             one.link.close()
     except Exception as error:
@@ -240,7 +245,7 @@ def engine_rank(answer: Connection, case: Case, engine: int, rank: int, fault: F
                 whole = own(full(name, part, number), part, part.engine, rank, ranks)
                 if not torch.equal(target.tensors[name].float(), whole) or target.left[name] != whole.numel():
                     wrong.append(f"{number}: {name}")
-        answer.send((wrong, time.monotonic() - began, link.staging_bytes, growth))
+        answer.send((wrong, time.monotonic() - began, staging_bytes(link), growth))
         link.close()
     except Exception as error:
         answer.send(f"{type(error).__name__}: {error}")
@@ -265,6 +270,11 @@ def boxes(case: Case, number: int, rank: int, sender: bool) -> tuple[list[Transf
         return own(full(name, part, number), part, dim, rank, ranks)[box_index(place, piece.size)].bfloat16()
 
     return mine, box
+
+
+def slice_checksums(messages: list[TransferMessage], box: Callable[[Slice], torch.Tensor]) -> list[int]:
+    """Checksum of every slice of the messages in their order; `box` gives a slice in the wire's type."""
+    return [transport.checksum(box(piece)) for message in messages for piece in message.slices]
 
 
 def reset_peak() -> int:

@@ -79,11 +79,15 @@ def test_stages_take_layers_as_vllm_deals_them_out(layers: int, stages: int) -> 
         assert stage_layers(layers, stages) == wanted
 
 
+def _has_experts(name: str) -> bool:
+    return "num_experts" in model_sizes.config_sections(name)["text_config"]
+
+
 @pytest.mark.parametrize("name", model_sizes.MODEL_SIZES)
 def test_a_released_size_is_held_once_by_the_ranks_of_an_engine(name: str) -> None:
     description = model_sizes.make_hf_config(name)
     whole = engine_parameter_shapes(description, EngineSizes(), 0)
-    for sizes in (EngineSizes(4), EngineSizes(4, expert_parallel=bool(model_sizes.MODEL_SIZES[name].num_experts))):
+    for sizes in (EngineSizes(4), EngineSizes(4, expert_parallel=_has_experts(name))):
         check_engine_sizes(description, sizes)
         parts = [engine_parameter_shapes(description, sizes, rank) for rank in range(4)]
         for parameter, shape in whole.items():
@@ -97,8 +101,8 @@ def test_a_released_size_is_held_once_by_the_ranks_of_an_engine(name: str) -> No
     ("shape", "sizes", "message"),
     [
         (tiny.Shape(), EngineSizes(tensor=0), "engine tensor=0 is less than 1"),
-        (tiny.Shape(), EngineSizes(tensor=3), "engine tensor=3 does not divide num_attention_heads=4"),
-        (tiny.Shape(key_value_heads=4), EngineSizes(tensor=8), "engine tensor=8 does not divide num_attention_heads"),
+        (tiny.Shape(), EngineSizes(tensor=3), r"tensor_parallel=3 does not divide num_attention_heads=4 \(engine\)"),
+        (tiny.Shape(key_value_heads=4), EngineSizes(tensor=8), "tensor_parallel=8 does not divide num_attention_heads"),
         (tiny.Shape(), EngineSizes(pipeline=5), "engine pipeline=5 exceeds 4 layers"),
         (tiny.Shape(deepstack=(0, 1)), EngineSizes(pipeline=4), "fewer than the 2 layers that DeepStack feeds"),
         (tiny.Shape(), EngineSizes(expert_parallel=True), "needs a mixture of experts"),

@@ -234,7 +234,7 @@ def test_the_first_tensor_that_differs_is_named() -> None:
     [
         (
             {"trainer": TrainerTopology(ParallelSizes(tensor=2, pipeline=2), 6, ("a",) * 6)},
-            "sizes, 4, do not divide its 6 ranks",
+            "tensor_parallel x context_parallel x pipeline_parallel=4 does not divide trainer_ranks=6",
         ),
         (
             {"trainer": TrainerTopology(ParallelSizes(tensor=2), 8, ("a",))},
@@ -251,7 +251,7 @@ def test_the_first_tensor_that_differs_is_named() -> None:
         ),
         (
             {"engines": EngineTopology.uniform(EngineSizes(8), (("a",) * 8,))},
-            "engine tensor=8 does not divide num_attention_heads=4",
+            r"tensor_parallel=8 does not divide num_attention_heads=4 \(engine\)",
         ),
         ({"engines": EngineTopology.uniform(EngineSizes(1, 5), (("a",) * 5,))}, "engine pipeline=5 exceeds 4 layers"),
         ({"staging_bytes": 100}, r"staging memory of 100 bytes .* give at least .* \(weights.bucket_mib\)"),

@@ -28,6 +28,7 @@ from tests.weights.ranks import (
     engine_rank,
     messages,
     silent_rank,
+    slice_checksums,
     trainer_rank,
 )
 
@@ -376,12 +377,12 @@ def test_checksums_of_live_parameters_agree_slice_by_slice_where_and_only_where_
     expected = dict(
         zip(
             [(m.sender, s) for m in received for s in m.slices],
-            transport.slice_checksums(received, engine),
+            slice_checksums(received, engine),
             strict=True,
         )
     )
     for sender in range(SENDERS):
         mine, trainer = boxes(case, 1, sender, sender=True)
-        assert transport.slice_checksums(mine, trainer) == [expected[sender, s] for m in mine for s in m.slices]
+        assert slice_checksums(mine, trainer) == [expected[sender, s] for m in mine for s in m.slices]
         _, later = boxes(case, 2, sender, sender=True)
-        assert not set(transport.slice_checksums(mine, later)) & set(expected.values())
+        assert not set(slice_checksums(mine, later)) & set(expected.values())

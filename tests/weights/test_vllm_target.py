@@ -33,6 +33,7 @@ def run(module: str, *arguments: str | Path, seconds: float = 800.0) -> Any:
     config.model.platform = "cpu"
     environment = os.environ | vllm_environment.engine_environment(config)
     environment |= {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # a test's function goes to the workers as it is
     command = [sys.executable, "-m", module, *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, env=environment, timeout=seconds, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]

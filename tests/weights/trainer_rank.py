@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.control.control_plane import ControlClient
 from megatron_webrl.model.convert.hf_metadata import copy_metadata
-from megatron_webrl.model.export import hf_tensors
 from megatron_webrl.model.load import load_hf
 from megatron_webrl.system import torchvision_shim
 from megatron_webrl.system.child_process import die_with_parent
@@ -25,6 +24,7 @@ from megatron_webrl.trainer import parallel
 from megatron_webrl.trainer.factory import make_learner
 from megatron_webrl.trainer.parallel import RankInfo
 from megatron_webrl.trainer.weight_sync import WeightSyncer
+from tests.model.hf_export import hf_tensors
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ from megatron_webrl.weights import transport
 from megatron_webrl.weights.engine_map import EngineSizes
 from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan
 from megatron_webrl.weights.slices import box_index
-from tests.weights.vllm_process import SAMPLING, Scoring, report_to
+from tests.weights.vllm_process import SAMPLING, Scoring
 
 SENDERS = 2
 STAGING = 2**20
@@ -119,6 +119,11 @@ class Sender:
         ]
 
 
+def partially_updated(worker: Any) -> bool:
+    """Whether a worker's model holds weights of two versions."""
+    return bool(worker.weight_transfer_engine.target.partially_updated)
+
+
 class Bench:
     """The engine, the trainer and the model that they share."""
 
@@ -126,7 +131,7 @@ class Bench:
         self.llm, self.scoring, self.transfers, self.scored = llm, Scoring(folder), 0, 0
         self.sender = Sender(self.scoring.reference, ranks)
 
-    async def call(self, method: str, *arguments: Any) -> list[Any]:
+    async def call(self, method: str | Callable[..., Any], *arguments: Any) -> list[Any]:
         return await asyncio.wait_for(self.llm.collective_rpc(method, args=arguments), 4 * SECONDS)
 
     async def step(self, step: str, info: dict[str, Any] | None = None) -> list[str | None]:
@@ -187,7 +192,7 @@ async def faults(bench: Bench) -> dict[str, Any]:
     found: dict[str, Any] = {
         "sent": sent,
         "received": received,
-        "partially_updated": await bench.call("webrl_partially_updated"),
+        "partially_updated": await bench.call(partially_updated),
     }
     found["start"] = await bench.step("start")
     found["halfway"] = await bench.difference()
@@ -195,7 +200,7 @@ async def faults(bench: Bench) -> dict[str, Any]:
     found["update"] = await bench.update()
     found["healed"], found["partially_updated_after"] = (
         await bench.difference(),
-        await bench.call("webrl_partially_updated"),
+        await bench.call(partially_updated),
     )
     # An update that was never carried out, as a rank keeps it when another one fails; then the next one.
     bench.scoring.perturb()
@@ -225,7 +230,7 @@ async def run(folder: Path, ranks: int, result: Path) -> None:
     llm.output_handler.cancel()  # it would report the end of the engine core as an error
     await asyncio.get_running_loop().run_in_executor(starting, llm.shutdown, 20.0)
     starting.shutdown()
-    report_to(result, report)
+    result.write_text(json.dumps(report))
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from vllm import LLM, SamplingParams
 
 from megatron_webrl.model.parameter_map import parameter_mappings
 from megatron_webrl.model.processor import Processor, decode_image
-from megatron_webrl.weights.engine_map import EngineSizes, engine_parameter_shapes, engine_shards
+from megatron_webrl.weights.engine_map import EngineMap, EngineSizes, engine_parameter_shapes
 from megatron_webrl.weights.slices import box_index
 from megatron_webrl.weights.vllm_target import ModelTarget
 
@@ -79,13 +79,6 @@ class Scoring:
         return float((torch.tensor([place[token].logprob for place, token in places]) - wanted).abs().max())
 
 
-def report_to(result: Path, report: dict[str, Any]) -> None:
-    """Write a report; readers never see half of it."""
-    unfinished = result.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(report))
-    unfinished.rename(result)
-
-
 class Bench:
     """An engine, the same model in transformers, and the target under test."""
 
@@ -116,10 +109,10 @@ class Bench:
 
     def pieces(self) -> Iterator[Piece]:
         """Every slice of the reference's weights for a single rank: parameter, place in it, values."""
-        state = self.scoring.reference.state_dict()
+        state, engine_map = self.scoring.reference.state_dict(), EngineMap(self.description, EngineSizes())
         for entry in parameter_mappings(self.description, "transposed"):
             part = state[entry.hf_param][entry.part_index]
-            for shard in engine_shards(entry, self.description, EngineSizes(), 0):
+            for shard in engine_map.shards_of(entry, 0):
                 yield (
                     shard.engine_param,
                     box_index(shard.parameter_offset, shard.size),
@@ -273,7 +266,7 @@ def main(folder: Path, result: Path) -> None:
         "repeated": repeated(bench),
         "finally": bench.difference(),
     }
-    report_to(result, report)
+    result.write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

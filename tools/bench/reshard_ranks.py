@@ -18,7 +18,7 @@ from megatron_webrl.system import torchvision_shim
 from megatron_webrl.weights.engine_map import EngineSizes, engine_parameter_shapes
 from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan
 from megatron_webrl.weights.slices import Slice, TransferMessage, box_index
-from megatron_webrl.weights.transport import OutgoingMessages, TransferLink, join_link, receive, send, slice_checksums
+from megatron_webrl.weights.transport import OutgoingMessages, TransferLink, checksum, join_link, receive, send
 
 torchvision_shim.install()
 
@@ -208,11 +208,10 @@ class TrainerRank(BenchRank):
             return self.tensors[piece.source_param][box_index(piece.source_offset, piece.size)].to(wire)
 
         return [
-            [(one.link.name, m.receiver, s.target, s.target_offset), total]
+            [(one.link.name, m.receiver, s.target_param, s.target_offset), checksum(box(s))]
             for one in self.outgoing
-            for (m, s), total in zip(
-                [(m, s) for m in one.messages for s in m.slices], slice_checksums(one.messages, box), strict=True
-            )
+            for m in one.messages
+            for s in m.slices
         ]
 
 
@@ -267,10 +266,10 @@ class EngineRank(BenchRank):
         def box(piece: Slice) -> torch.Tensor:
             return self.tensors[piece.target_param][box_index(piece.target_offset, piece.size)].to(self.task.dtypes[1])
 
-        pairs = [(m, s) for m in self.messages for s in m.slices]
         return [
-            [(self.link.name, m.receiver, s.target_param, s.target_offset), total]
-            for (m, s), total in zip(pairs, slice_checksums(self.messages, box), strict=True)
+            [(self.link.name, m.receiver, s.target_param, s.target_offset), checksum(box(s))]
+            for m in self.messages
+            for s in m.slices
         ]
 
 

@@ -6,17 +6,15 @@ some layers are a mixture of experts, one tensor for each layer; and one tensor 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_webrl.model.parameter_map import ParameterMapping, ShardRange, is_sparse, padded_vocab_size, shard_ranges
+from megatron_webrl.model.parameter_names import EXPERT_INFIX, LAYER_PREFIX
 
 MODEL_KEY_PREFIXES = ("decoder.", "embedding.", "output_layer.", "visual.")
 """How keys of the model begin; a trainer's checkpoint holds others, too."""
-LAYER_NUMBER = re.compile(r"(?<=^decoder\.layers\.)\d+\.")
-EXPERT_NUMBER = re.compile(r"\.local_experts\.\d+\.")
 UNSTACKED_LAYER_KEY = "decoder.layers.0.input_layernorm.weight"
 
 
@@ -47,11 +45,11 @@ def tensor_location(mapping: ParameterMapping, text_config: Any, stacked: bool) 
     """Where the entry's parameter lies."""
     key, index, sizes = mapping.megatron_param, [], []
     if mapping.layer is not None and stacked:
-        key = LAYER_NUMBER.sub("", key)
+        key = LAYER_PREFIX.sub("decoder.layers.", key)
         index.append(mapping.layer)
         sizes.append(text_config.num_hidden_layers)
     if mapping.expert is not None:
-        key = EXPERT_NUMBER.sub(".experts.", key)
+        key = EXPERT_INFIX.sub(".experts.", key)
         index.append(mapping.expert)
         sizes.append(text_config.num_experts)
     return TensorLocation(key, tuple(index), tuple(sizes))

@@ -269,8 +269,9 @@ def _check_types(model: HFModel, description: Any, dtype: torch.dtype | None) ->
         first = firsts.setdefault(tensor_location(entry, description.text_config, stacked).key, tensor)
         if tensor.dtype != first.dtype and dtype is None:
             raise LoadError(
-                f"tensor {tensor.name} of {tensor.path} has type {tensor.stored_dtype}, but {first.name} of {first.path} "
-                f"has {first.stored_dtype}, and a checkpoint keeps both in one tensor; convert to one type with --dtype"
+                f"tensor {tensor.name} of {tensor.path} has type {tensor.stored_dtype}, but {first.name} of "
+                f"{first.path} has {first.stored_dtype}, and a checkpoint stores both in one tensor; "
+                "convert to one type with --dtype"
             )
 
 

@@ -31,8 +31,6 @@ from megatron_webrl.model.qwen3_vl.packed_input import PackedInput, pad_to_multi
 from megatron_webrl.model.qwen3_vl.rope import InterleavedRotaryEmbedding
 from megatron_webrl.model.qwen3_vl.text_config import MultimodalPackedSeqParams, TextConfig, make_text_config
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
 
 class Qwen3VL(GPTModel):
     """The model, or one chunk of a pipeline. Made by `build`.
@@ -231,7 +229,7 @@ def build_model(
     virtual pipeline. `groups` defaults to Megatron's global process groups, which must exist.
     Raises ValueError for a model that is no Qwen3-VL, or that the parallel sizes do not divide.
     """
-    dtype = DTYPES[dtype] if isinstance(dtype, str) else dtype
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     groups, options = groups or ProcessGroupCollection.use_mpu_process_groups(), options or ComputeOptions()
     description = load_hf_config(folder)
     config = make_text_config(description, dtype, platform, groups, options)

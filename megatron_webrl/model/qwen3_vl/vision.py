@@ -1,9 +1,9 @@
-"""The vision tower: transformers' own, held by every tensor- and context-parallel rank of the first stage.
+"""The vision tower of transformers, replicated on every tensor- and context-parallel rank of the first stage.
 
-The ranks share out a row's images and gather the features, so that each image is encoded once. What the ranks
-gathered enters activations whose gradient is whole on every tensor-parallel rank, and is summed over the context-
-parallel ones, each of which has a part of the tokens; each rank then runs backward through its own images only.
-The tower's gradients are added up over the ranks: `gradients.finalize_gradients` and Megatron's data-parallel reduction.
+The ranks partition the images of a packed sequence and gather the features, so each image is encoded once. In the
+backward pass the gradient of the gathered features is complete on every tensor-parallel rank and is summed over the
+context-parallel ranks, each of which has a part of the tokens; each rank then runs backward through its own images.
+`gradients.finalize_gradients` and Megatron's data-parallel reduction sum the tower's gradients over the ranks.
 """
 
 from __future__ import annotations

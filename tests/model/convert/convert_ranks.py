@@ -83,7 +83,7 @@ def _forget(chunks: list[Any]) -> None:
 
 
 def _tensors(chunks: list[Any]) -> dict[str, torch.Tensor]:
-    from megatron_webrl.model.export import hf_tensors
+    from tests.model.hf_export import hf_tensors
 
     return {name: tensor.clone() for name, tensor in hf_tensors(chunks)}
 

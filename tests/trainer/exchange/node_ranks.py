@@ -83,9 +83,9 @@ def updates(rank: int, ranks: int, folder: str, model: str, rings: Sequence[str]
 
 
 def _update_of_one(config: Config, platform: Any) -> dict[str, Any]:
-    from megatron_webrl.model.export import hf_tensors
     from megatron_webrl.trainer.factory import make_learner, make_sequence_packer
     from megatron_webrl.trainer.loop import train_batch
+    from tests.model.hf_export import hf_tensors
 
     learner = make_learner(config, platform)
     result = train_batch(
@@ -95,7 +95,6 @@ def _update_of_one(config: Config, platform: Any) -> dict[str, Any]:
 
 
 def _update(config: Config, platform: Any, names: Sequence[str], layout: Layout) -> dict[str, Any]:
-    from megatron_webrl.model.export import hf_tensors
     from megatron_webrl.trainer.accounting import Accounting
     from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
     from megatron_webrl.trainer.data.batching import minibatches, training_samples
@@ -106,6 +105,7 @@ def _update(config: Config, platform: Any, names: Sequence[str], layout: Layout)
     from megatron_webrl.trainer.factory import make_learner, make_sequence_packer, with_image_prefetcher
     from megatron_webrl.trainer.images.image_keys import image_key
     from megatron_webrl.trainer.loop import train_batch
+    from tests.model.hf_export import hf_tensors
 
     rank = torch.distributed.get_rank()
     learner = make_learner(config, platform)
