@@ -1,4 +1,4 @@
-"""How a model is computed, apart from what it computes: the same weights give the same numbers under all of these."""
+"""Options of how a model is computed. None of them changes its results."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ AttentionKernel = Literal["sdpa", "flash"]
 
 
 class MissingLibraryError(RuntimeError):
-    """A setting asks for a library that is not installed. The message is one line and names both."""
+    """An option needs a library that is not installed. The one-line message names both."""
 
 
 @dataclass(frozen=True)
 class ComputeOptions:
-    """Choices of computation.
+    """Options of computation.
 
-    - sequence_parallel: between the split parts of a layer, tensor-parallel ranks share the tokens out.
-    - recompute: what the backward pass computes again instead of keeping: none; selective, attention and MLP; full,
-      whole layers.
-    - layers: where linear layers and norms come from, megatron-core's own or Transformer Engine.
+    - sequence_parallel: shard the tokens over the tensor-parallel ranks between the sharded parts of a layer.
+    - recompute: activations that the backward pass recomputes: none; selective (attention and MLP); full (layers).
+    - layers: implementation of linear layers and norms, megatron-core or Transformer Engine.
     - attention: PyTorch's scaled_dot_product_attention per sample, or flash-attn's variable-length kernel.
-    - train_vision: whether the vision tower takes gradients.
+    - train_vision: whether the vision tower is trained.
 
-    Raises PartMissing for a library that is not there.
+    Raises MissingLibraryError for a library that is not installed.
     """
 
     sequence_parallel: bool = True

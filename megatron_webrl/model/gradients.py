@@ -1,4 +1,4 @@
-"""What remains to be done with gradients after the last row's backward pass."""
+"""Gradient reductions after the backward pass of the last micro-batch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megatron.core.utils import get_pg_size
 def finalize_gradients(chunks: list[Any], *args: Any, **kwargs: Any) -> None:
     """Complete the gradients of all model chunks (DistributedDataParallel). Collective over all ranks.
 
-    Adds the vision tower's gradients up over the tensor-parallel ranks, each of which encoded some of the images;
-    the rest is Megatron's: data-parallel reduction, norms under sequence parallelism, tied embeddings.
+    Sums the vision tower's gradients over the tensor-parallel ranks, each of which encoded some of the images. Megatron
+    does the rest: data-parallel reduction, norms under sequence parallelism, tied embeddings.
     """
     for chunk in chunks:
         _sum_over_tensor_parallel_ranks(chunk.module)

@@ -15,16 +15,16 @@ def check_divides(divisor: str, size: int, dimension: str, value: int, source: s
 
 
 def split_layers(layers: int, chunks: int) -> tuple[range, ...]:
-    """The layers of each of `chunks` model chunks, in order; as even as can be.
+    """Layers of each pipeline chunk, in order, split as evenly as possible.
 
-    Of what does not divide evenly the middle chunks take one layer more: the first also holds embeddings and
-    vision tower, the last the output layer. Raises ValueError if a chunk would be empty.
+    The middle chunks take the remainder, one layer each: the first chunk also holds the embeddings and the vision
+    tower, the last one the output layer. Raises ValueError if a chunk would be empty.
     """
     if layers < chunks:
         raise ValueError(f"{chunks} pipeline chunks (pipeline_parallel x virtual_pipeline) exceed {layers} layers")
-    share, left = divmod(layers, chunks)
+    share, remainder = divmod(layers, chunks)
     by_distance = sorted(range(chunks), key=lambda chunk: (abs(2 * chunk - chunks + 1), -chunk))
-    larger = set(by_distance[:left])
+    larger = set(by_distance[:remainder])
     ranges, start = [], 0
     for chunk in range(chunks):
         end = start + share + (chunk in larger)
@@ -34,8 +34,8 @@ def split_layers(layers: int, chunks: int) -> tuple[range, ...]:
 
 
 def is_sparse_layer(layer: int, dense: Sequence[int], step: int) -> bool:
-    """Whether a layer of a model with experts has them: every `step`th does, but for those that are said to be dense.
+    """Whether a layer of a mixture-of-experts model is sparse: every `step`th layer, except those listed in `dense`.
 
-    Source: `mlp_only_layers` and `decoder_sparse_step` of config.json's text_config.
+    Source: `decoder_sparse_step` and `mlp_only_layers` in the text_config of config.json.
     """
     return layer not in dense and (layer + 1) % step == 0

@@ -1,6 +1,6 @@
-"""Where a model's parameters live: sizes of the parallel dimensions, a rank's place in them, layers of each stage.
+"""Parallel layout: sizes of the parallel dimensions, coordinates of a rank, ranks that hold each parameter.
 
-Pure data and functions; nothing here communicates.
+Pure data and functions without communication.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from megatron_webrl.model.parameter_map import ParameterMapping, is_sparse
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """How many ways each dimension of the model is split."""
+    """Size of each parallel dimension."""
 
     tensor: int = 1
     pipeline: int = 1
     virtual: int = 1  # model chunks of one pipeline stage
     expert: int = 1
     expert_tensor: int = 1
-    context: int = 1  # parts of a row
+    context: int = 1  # parts of a packed sequence
 
     @property
     def num_chunks(self) -> int:
-        """Model chunks that a row passes through, over all stages."""
+        """Number of model chunks over all pipeline stages."""
         return self.pipeline * self.virtual
 
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """One rank's number in each dimension."""
+    """Index of a rank in each parallel dimension."""
 
     tensor: int = 0
     stage: int = 0
@@ -40,12 +40,12 @@ class RankCoordinates:
 
 
 def chunk_of_layer(layer: int, layers: int, sizes: ParallelSizes) -> int:
-    """The model chunk, over all stages, that holds a layer. Chunk c lies on stage c % sizes.pipeline."""
-    return next(c for c, held in enumerate(split_layers(layers, sizes.num_chunks)) if layer in held)
+    """Index of the model chunk that holds a layer, over all stages. Chunk c is on stage c % sizes.pipeline."""
+    return next(c for c, chunk in enumerate(split_layers(layers, sizes.num_chunks)) if layer in chunk)
 
 
 def pipeline_stages(mapping: ParameterMapping, layers: int, sizes: ParallelSizes, tied: bool) -> tuple[int, ...]:
-    """The pipeline stages that hold a parameter: one, but two for the tied embedding of a split model."""
+    """Pipeline stages that hold a parameter: one, or first and last for a tied embedding."""
     last = sizes.pipeline - 1
     if mapping.layer is not None:
         return (chunk_of_layer(mapping.layer, layers, sizes) % sizes.pipeline,)
@@ -55,19 +55,19 @@ def pipeline_stages(mapping: ParameterMapping, layers: int, sizes: ParallelSizes
 
 
 def expert_rank(expert: int, experts: int, sizes: ParallelSizes) -> int:
-    """The expert-parallel rank that holds an expert."""
+    """Expert-parallel rank that holds an expert."""
     return expert // (experts // sizes.expert)
 
 
 def replica_ranks(mapping: ParameterMapping, hf_config: Any, sizes: ParallelSizes, ranks: int) -> list[tuple[int, ...]]:
-    """The ranks, ascending, that hold each shard of a parameter, in the order of the shards; all of them replicas.
+    """Ranks that hold a replica of each shard of a parameter, ascending, by shard.
 
-    Ranks count over tensor, context, expert, data and pipeline parallelism, the first fastest. A replicated
-    parameter is one shard. `description`: transformers' configuration of the model.
+    Rank order is tensor, context, expert, data, pipeline, the first fastest. A replicated parameter has one shard.
+    `hf_config`: the transformers configuration of the model.
     """
     share = ranks // sizes.pipeline
-    held = pipeline_stages(mapping, hf_config.text_config.num_hidden_layers, sizes, hf_config.tie_word_embeddings)
-    members = [stage * share + i for stage in held for i in range(share)]
+    stages = pipeline_stages(mapping, hf_config.text_config.num_hidden_layers, sizes, hf_config.tie_word_embeddings)
+    members = [stage * share + i for stage in stages for i in range(share)]
     if mapping.expert is not None:
         expert = expert_rank(mapping.expert, hf_config.text_config.num_experts, sizes)
         members = [rank for rank in members if rank % share // sizes.expert_tensor % sizes.expert == expert]
@@ -77,12 +77,9 @@ def replica_ranks(mapping: ParameterMapping, hf_config: Any, sizes: ParallelSize
 
 
 def check_parallel_sizes(text_config: Any, sizes: ParallelSizes) -> None:
-    """Refuse sizes that do not divide what they split; `text`: transformers' configuration of the text model.
-
-    Raises ValueError naming size and number.
-    """
+    """Raise ValueError unless the sizes divide the model's dimensions. `text_config`: of transformers."""
     sparse = [is_sparse(text_config, layer) for layer in range(text_config.num_hidden_layers)]
-    # Within attention each context-parallel rank works on a share of the tensor-parallel rank's heads.
+    # Inside attention, the context-parallel ranks divide the heads of their tensor-parallel rank.
     heads = "tensor_parallel" if sizes.context == 1 else "tensor_parallel x context_parallel"
     divided = [
         (heads, sizes.tensor * sizes.context, "num_attention_heads"),
@@ -101,7 +98,7 @@ def check_parallel_sizes(text_config: Any, sizes: ParallelSizes) -> None:
 
 
 def check_rank_count(sizes: ParallelSizes, ranks: int) -> None:
-    """Raise ValueError unless whole replicas of the model, dense layers and experts each, fill the ranks."""
+    """Raise ValueError unless the model-parallel sizes, of dense layers and of experts, divide the number of ranks."""
     for names, size in (
         ("tensor_parallel x context_parallel x pipeline_parallel", sizes.tensor * sizes.context),
         ("expert_tensor_parallel x expert_parallel x pipeline_parallel", sizes.expert_tensor * sizes.expert),

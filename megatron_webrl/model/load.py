@@ -1,4 +1,4 @@
-"""Fill a model from a Hugging Face checkpoint, reading only this rank's slices."""
+"""Load a Hugging Face checkpoint into a model; each rank reads only its slices."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ __all__ = ["LoadError", "load_hf"]
 
 
 def load_hf(chunks: Sequence[Qwen3VL], folder: str | Path) -> None:
-    """Copy the folder's tensors into this rank's model chunks, converting to the model's type.
+    """Copy the folder's tensors into this rank's model chunks, converted to the model's dtype.
 
-    Experts may be stored in any form that `parameter_map.ExpertFormat` names. Everything is checked before the first
-    weight changes: a tensor too many, one missing, or one of a wrong shape raises LoadError. Each rank reads for
-    itself; nothing is communicated.
+    Experts may be stored in any `parameter_map.ExpertFormat`. All tensors are checked before the first weight changes:
+    an unexpected tensor, a missing one or a wrong shape raises LoadError. Each rank reads the files itself, without
+    communication.
     """
     with open_hf_model(folder, chunks[0].hf_config) as source:
         for chunk in chunks:
             parameters, groups = chunk.canonical_parameters(), chunk.pg_collection
-            for entry in source.mappings:
-                if entry.megatron_param in parameters:
-                    group = groups.tp if entry.expert is None else groups.expt_tp
+            for mapping in source.mappings:
+                if mapping.megatron_param in parameters:
+                    group = groups.tp if mapping.expert is None else groups.expt_tp
                     rank, size = get_pg_rank(group), get_pg_size(group)
-                    to_megatron(entry, source.tensors[entry.hf_param], parameters[entry.megatron_param], rank, size)
+                    parameter = parameters[mapping.megatron_param]
+                    to_megatron(mapping, source.tensors[mapping.hf_param], parameter, rank, size)

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens under logits that are split over the vocabulary."""
+"""Log-probabilities of target tokens from vocabulary-parallel logits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 CHUNK_ELEMENTS = 2**24
-"""float32 elements of one chunk of logits (64 MiB): what the computation holds beyond the logits themselves."""
+"""float32 elements of one chunk of logits (64 MiB): working memory beyond the logits themselves."""
 
 
 def vocab_parallel_logprobs(
@@ -17,10 +17,10 @@ def vocab_parallel_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of `targets` and entropies at a temperature, both float32 [R].
 
-    `logits`: [R, padded vocabulary / ranks of `group`], this rank's slice in rank order; entries from
-    `vocab_size` on are padding and have no probability. `targets`: int64 [R]. `group`: None for one rank.
+    `logits`: [R, padded vocabulary / ranks of `group`], this rank's slice in rank order; columns from
+    `vocab_size` on are padding and get no probability. `targets`: int64 [R]. `group`: None for one rank.
     Log-probabilities are differentiable, the same on every rank; entropies are not differentiable.
-    Collective over `group`. Raises ValueError for shapes or a temperature that make no sense.
+    Collective over `group`. Raises ValueError for mismatched shapes and for a temperature that is not positive.
     """
     if logits.dim() != 2 or targets.shape != logits.shape[:1]:
         raise ValueError(f"logits {list(logits.shape)} and targets {list(targets.shape)} must be [R, V/tp] and [R]")
@@ -30,14 +30,14 @@ def vocab_parallel_logprobs(
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
-    """Keeps the logits and one number a row; the softmax is made again in the backward pass, chunk by chunk."""
+    """Saves the logits and one number per row; the backward pass recomputes the softmax chunk by chunk."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, temperature: float, vocab_size: int, group: ProcessGroup | None
     ) -> tuple[Tensor, Tensor]:
         first = logits.shape[1] * (torch.distributed.get_rank(group) if group is not None else 0)
-        real = min(max(vocab_size - first, 0), logits.shape[1])  # entries of this slice that are no padding
+        real = min(max(vocab_size - first, 0), logits.shape[1])  # columns of this slice that are not padding
         local = targets - first
         logprobs, entropy, normalizer = (
             torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device) for _ in range(3)

@@ -1,4 +1,4 @@
-"""Dimensions of the released Qwen3-VL models, from their config.json. Instruct and Thinking share them."""
+"""Dimensions of the released Qwen3-VL models, from their config.json. Instruct and Thinking models share them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VISION = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "deepstac
 
 
 def config_sections(name: str) -> dict[str, Any]:
-    """What config.json says of a released size, as far as shapes follow from it. Raises KeyError for any other name."""
+    """The parts of a released model's config.json that determine shapes. Raises KeyError for an unknown size."""
     tied = name in TIED_SIZES
     text: dict[str, Any] = {
         **dict(zip(_TEXT_FIELDS, MODEL_SIZES[name], strict=False)),
@@ -63,13 +63,13 @@ def config_sections(name: str) -> dict[str, Any]:
 
 
 def size_from_path(path: str) -> str | None:
-    """The released size that a folder's name says it holds, such as 8B of models/Qwen3-VL-8B-Instruct."""
+    """The released size in a folder name, such as 8B in models/Qwen3-VL-8B-Instruct; None without one."""
     match = re.fullmatch(r"Qwen3-VL-(.+?)(-Instruct|-Thinking)?", PurePath(path).name)
     return match[1] if match and match[1] in MODEL_SIZES else None
 
 
 def make_hf_config(name: str) -> Any:
-    """The transformers configuration of a released size. Raises KeyError for any other name."""
+    """The transformers configuration of a released size. Raises KeyError for an unknown size."""
     torchvision_shim.install()
     from transformers import Qwen3VLConfig, Qwen3VLMoeConfig
 

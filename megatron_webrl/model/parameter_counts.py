@@ -1,6 +1,6 @@
-"""How many parameters a Qwen3-VL has, by the way they are split: from the numbers of its config.json, without torch.
+"""Parameter counts of a Qwen3-VL from its config.json, by how they are sharded. Imports no torch.
 
-parameter_map.py names every tensor; what is here adds up to the same.
+The totals equal the tensors of parameter_map.py.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from megatron_webrl.model.layer_split import is_sparse_layer
 class LayerCounts:
     """Parameters of one layer of the text model."""
 
-    sharded: int  # over tensor-parallel ranks
-    replicated: int  # on each of them
+    sharded: int  # sharded over tensor-parallel ranks
+    replicated: int  # replicated on each tensor-parallel rank
     experts: int  # of all experts together
 
 
@@ -25,7 +25,7 @@ class LayerCounts:
 class ParameterCounts:
     """Parameters of a model."""
 
-    vision_sharded: int  # matrices and biases of the tower that an engine splits; the trainer holds them whole
+    vision_sharded: int  # matrices and biases of the tower that an engine shards; the trainer replicates them
     vision_replicated: int
     vocab_size: int  # entries
     hidden_size: int
@@ -34,12 +34,12 @@ class ParameterCounts:
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the input embedding, and as many of an output layer of its own."""
+        """Parameters of the input embedding; an untied output layer has as many."""
         return self.vocab_size * self.hidden_size
 
     @property
     def total(self) -> int:
-        """Of the whole model, each counted once."""
+        """Parameters of the whole model, each counted once."""
         layers = sum(layer.sharded + layer.replicated + layer.experts for layer in self.layers)
         ends = self.embedding_parameters * (1 if self.tied else 2) + self.hidden_size  # and the final norm
         return self.vision_sharded + self.vision_replicated + ends + layers
@@ -47,11 +47,11 @@ class ParameterCounts:
 
 @dataclass(frozen=True)
 class TextDimensions:
-    """What the memory of a layer's activations follows from; widths in numbers a token."""
+    """Dimensions of the text model. Widths are elements per token."""
 
     hidden_size: int
     query_width: int  # of all heads
-    key_width: int  # of all key heads, and as many of values
+    key_width: int  # of all key heads; the values have the same width
     num_key_value_heads: int
     intermediate_size: int  # of the dense MLP
     num_experts: int
@@ -61,7 +61,7 @@ class TextDimensions:
 
     @classmethod
     def from_text_config(cls, text: Mapping[str, Any]) -> TextDimensions:
-        """From config.json's text_config."""
+        """Read the text_config of config.json."""
         heads = text["num_attention_heads"]
         dim = text.get("head_dim") or text["hidden_size"] // heads
         # transformers 5 writes another name than the released files.
@@ -83,7 +83,7 @@ class TextDimensions:
 
 
 def count_parameters(config_json: Mapping[str, Any]) -> ParameterCounts:
-    """The parameters of a model by its config.json. Raises KeyError if a dimension is missing."""
+    """Count the parameters of a model from its config.json. Raises KeyError if a dimension is missing."""
     text = config_json["text_config"]
     shape = TextDimensions.from_text_config(text)
     split, whole = _vision(config_json["vision_config"])
@@ -105,11 +105,11 @@ def _layer(shape: TextDimensions, sparse: bool) -> LayerCounts:
 
 
 def _vision(vision: Mapping[str, Any]) -> tuple[int, int]:
-    """Of the tower: what an engine splits, and what it holds whole."""
+    """Parameters of the vision tower: (sharded by an engine, replicated)."""
     hidden, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
     merged, mergers = hidden * vision["spatial_merge_size"] ** 2, 1 + len(vision["deepstack_visual_indexes"])
     patch = vision.get("in_channels", 3) * vision["temporal_patch_size"] * vision["patch_size"] ** 2
-    block = 4 * hidden**2 + 3 * hidden + 2 * hidden * inner + inner  # weights, and the biases of split outputs
+    block = 4 * hidden**2 + 3 * hidden + 2 * hidden * inner + inner  # weights, and the biases of sharded outputs
     merger = merged**2 + merged + merged * out
     whole = hidden * patch + hidden + vision["num_position_embeddings"] * hidden
     whole += vision["depth"] * (4 * hidden + 2 * hidden)  # two norms, and the biases of gathered outputs

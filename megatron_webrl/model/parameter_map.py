@@ -1,19 +1,19 @@
-"""Which Megatron parameter holds each Hugging Face tensor, and where in it: the one source of truth.
+"""Parameter map: the Megatron parameter that holds each Hugging Face tensor, and where in it. The one source of truth.
 
-Checkpoint import, export and live resharding all read this table. It is pure data and pure functions; nothing
-here communicates. A new architecture is one new table.
+Checkpoint import, export and live resharding all read this map. It is pure data and pure functions without
+communication. A new architecture is one new map.
 
-An entry is a Hugging Face tensor or, where one tensor holds what lies in several parameters (all experts of a
-layer), a part of it. The parts of a tensor cover it once.
+A mapping describes a Hugging Face tensor or, where one tensor is stored in several parameters (all experts of a
+layer), a part of it. The parts of a tensor cover it exactly once.
 
-A layout says how a part lies in its parameter on each of `size` ranks, tensor-parallel ones or, for an expert's
-parameters, expert-tensor-parallel ones:
-- replicated: whole on every rank.
-- column: split along dimension 0; row: split along dimension 1.
-- vocabulary: split along dimension 0 after zero rows were added until the ranks divide it.
-- half: dimension 0 is split, and a rank's parameter stacks its slice of the gate on its slice of the up projection.
-- group: dimension 0 of q, k or v is dealt out by query group; a group's q heads, its k head and its v head lie
-  together, and the ranks share out the groups.
+The layout says how a part is sharded over `size` ranks: tensor-parallel ranks or, for expert parameters,
+expert-tensor-parallel ranks:
+- replicated: complete on every rank.
+- row: sharded along dimension 1, as in Megatron's RowParallelLinear.
+- vocabulary: sharded along dimension 0, padded with zero rows to a multiple of `size`.
+- gate_up: sharded along dimension 0; a rank's parameter stacks its gate shard on its up shard.
+- query_group: dimension 0 of q, k or v is sharded by query group; a rank's parameter holds, for each of its groups,
+  the q heads, the k head and the v head.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from megatron_webrl.model.layer_split import check_divides, is_sparse_layer
 
 LayoutKind = Literal["replicated", "row", "vocabulary", "gate_up", "query_group"]
 ExpertFormat = Literal["released", "transposed", "separate"]
-"""How a folder stores experts. released: one tensor for all, [E, H, 2I] and [E, I, H], the form that is written.
-transposed: one tensor for all, [E, 2I, H] and [E, H, I]. separate: gate, up and down projection of each expert."""
+"""How a folder stores experts. released: one tensor for all experts, [E, H, 2I] and [E, I, H]; exports use this form.
+transposed: one tensor for all experts, [E, 2I, H] and [E, H, I]. separate: gate, up and down tensors per expert."""
 
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How a tensor lies in its parameter. Rows are rows of dimension 0."""
+    """How a tensor is laid out in its parameter. Rows count along dimension 0."""
 
     kind: LayoutKind
-    gate_up_index: int = 0  # half: 0 gate, 1 up
-    num_query_groups: int = 1  # group: number of query groups
-    group_stride: int = 0  # group: rows of one whole group, q, k and v together
-    group_offset: int = 0  # group: first row of this tensor within a group
+    gate_up_index: int = 0  # gate_up: 0 gate, 1 up
+    num_query_groups: int = 1  # query_group: number of groups
+    group_stride: int = 0  # query_group: rows of one group, q, k and v together
+    group_offset: int = 0  # query_group: first row of this tensor within a group
 
 
 @dataclass(frozen=True)
 class ParameterMapping:
-    """One Hugging Face tensor, or a part of it. Layers and experts in `parameter` count over the whole model."""
+    """One Hugging Face tensor or a part of it. `megatron_param` numbers layers and experts over the whole model."""
 
     hf_param: str
-    shape: tuple[int, ...]  # of the part, as it lies in the parameter
+    shape: tuple[int, ...]  # of the part, in the orientation of the parameter
     megatron_param: str
     layout: TensorLayout
     layer: int | None = None  # of the text model
     expert: int | None = None
-    tensor_shape: tuple[int, ...] = ()  # of the whole tensor; left out: that of the part
-    part_index: tuple[int | slice, ...] = ()  # index of the part in the tensor; left out: all of it
-    transposed: bool = False  # the tensor holds the part with rows and columns exchanged
+    tensor_shape: tuple[int, ...] = ()  # of the whole tensor; default: shape
+    part_index: tuple[int | slice, ...] = ()  # index of the part in the tensor; default: all of it
+    transposed: bool = False  # the tensor stores the part transposed
 
     def __post_init__(self) -> None:
         if not self.tensor_shape:
@@ -65,11 +65,11 @@ class ParameterMapping:
 
     @property
     def is_whole_tensor(self) -> bool:
-        """Whether the part is the tensor."""
+        """Whether the part is the whole tensor, not transposed."""
         return self.tensor_shape == self.shape and not self.transposed
 
     def tensor_index(self, shard_range: ShardRange) -> tuple[int | slice, ...]:
-        """Index in the whole tensor of a piece of the part; what lies there is transposed if the part is."""
+        """Index in the whole tensor of a range of the part. The indexed data are transposed if the mapping is."""
         axes = [axis for axis, part in enumerate(self.part_index) if isinstance(part, slice)]
         axis = (axes[::-1] if self.transposed else axes)[shard_range.dim]
         part = self.part_index[axis]
@@ -80,7 +80,7 @@ class ParameterMapping:
 
 @dataclass(frozen=True)
 class ShardRange:
-    """`length` entries along `dim`: from `tensor` on in the entry's part, `parameter` on in the rank's own."""
+    """`length` indices along `dim`, from `part_offset` in the part and `shard_offset` in the rank's parameter."""
 
     dim: int
     part_offset: int
@@ -88,11 +88,11 @@ class ShardRange:
     length: int
 
     def part_slices(self) -> tuple[slice, ...]:
-        """Index of the piece in the part."""
+        """Index of the range in the part."""
         return (*[slice(None)] * self.dim, slice(self.part_offset, self.part_offset + self.length))
 
     def shard_slices(self) -> tuple[slice, ...]:
-        """Index of the piece in the rank's parameter."""
+        """Index of the range in the rank's parameter."""
         return (*[slice(None)] * self.dim, slice(self.shard_offset, self.shard_offset + self.length))
 
 
@@ -103,40 +103,40 @@ GATE_UP = ("gate", "up")
 
 
 def parameter_mappings(hf_config: Any, expert_format: ExpertFormat = "released") -> tuple[ParameterMapping, ...]:
-    """All tensors of the Qwen3-VL, dense or mixture of experts, that a transformers configuration describes.
+    """Mappings of all tensors of a Qwen3-VL, dense or mixture of experts, from its transformers configuration.
 
-    In the order of export: parts of a tensor follow each other, and so do tensors that share a parameter.
+    In export order: parts of a tensor are adjacent, and so are tensors that share a parameter.
     """
     text = hf_config.text_config
-    entries = _vision_entries(hf_config.vision_config)
+    mappings = _vision_mappings(hf_config.vision_config)
     width = (text.vocab_size, text.hidden_size)
     prefix = "model.language_model."
-    entries.append(
+    mappings.append(
         ParameterMapping(f"{prefix}embed_tokens.weight", width, "embedding.word_embeddings.weight", VOCABULARY)
     )
     for layer in range(text.num_hidden_layers):
         source, target = f"{prefix}layers.{layer}.", f"decoder.layers.{layer}."
-        entries += _attention_entries(text, layer, source, target)
+        mappings += _attention_mappings(text, layer, source, target)
         if is_sparse(text, layer):
-            entries += _expert_entries(text, layer, f"{source}mlp.", f"{target}mlp.", expert_format)
+            mappings += _expert_mappings(text, layer, f"{source}mlp.", f"{target}mlp.", expert_format)
         else:
-            entries += _mlp_entries(text, layer, f"{source}mlp.", f"{target}mlp.")
-    entries.append(
+            mappings += _mlp_mappings(text, layer, f"{source}mlp.", f"{target}mlp.")
+    mappings.append(
         ParameterMapping(f"{prefix}norm.weight", (text.hidden_size,), "decoder.final_layernorm.weight", REPLICATED)
     )
     if not hf_config.tie_word_embeddings:
-        entries.append(ParameterMapping("lm_head.weight", width, "output_layer.weight", VOCABULARY))
-    return tuple(entries)
+        mappings.append(ParameterMapping("lm_head.weight", width, "output_layer.weight", VOCABULARY))
+    return tuple(mappings)
 
 
 def is_sparse(text: Any, layer: int) -> bool:
-    """Whether this layer of the text model is a mixture of experts."""
+    """Whether a layer of the text model is a mixture of experts."""
     if not getattr(text, "num_experts", 0):
         return False
     return is_sparse_layer(layer, text.mlp_only_layers, text.decoder_sparse_step)
 
 
-def _attention_entries(text: Any, layer: int, source: str, target: str) -> list[ParameterMapping]:
+def _attention_mappings(text: Any, layer: int, source: str, target: str) -> list[ParameterMapping]:
     hidden, dim, groups = text.hidden_size, text.head_dim, text.num_key_value_heads
     heads = text.num_attention_heads // groups  # query heads of one group
     stride = (heads + 2) * dim
@@ -164,7 +164,7 @@ def _attention_entries(text: Any, layer: int, source: str, target: str) -> list[
     ]
 
 
-def _mlp_entries(text: Any, layer: int, source: str, target: str) -> list[ParameterMapping]:
+def _mlp_mappings(text: Any, layer: int, source: str, target: str) -> list[ParameterMapping]:
     hidden, inner = text.hidden_size, text.intermediate_size
     fc1, fc2 = f"{target}linear_fc1.weight", f"{target}linear_fc2.weight"
     return [
@@ -178,9 +178,9 @@ def _mlp_entries(text: Any, layer: int, source: str, target: str) -> list[Parame
     ]
 
 
-def _expert_entries(text: Any, layer: int, source: str, target: str, experts: ExpertFormat) -> list[ParameterMapping]:
+def _expert_mappings(text: Any, layer: int, source: str, target: str, experts: ExpertFormat) -> list[ParameterMapping]:
     hidden, inner, count = text.hidden_size, text.moe_intermediate_size, text.num_experts
-    entries = [ParameterMapping(f"{source}gate.weight", (count, hidden), f"{target}router.weight", REPLICATED, layer)]
+    mappings = [ParameterMapping(f"{source}gate.weight", (count, hidden), f"{target}router.weight", REPLICATED, layer)]
     transposed = experts == "released"  # Megatron's parameters are [outputs, inputs]
 
     def halves(expert: int) -> list[ParameterMapping]:
@@ -212,15 +212,15 @@ def _expert_entries(text: Any, layer: int, source: str, target: str, experts: Ex
         )
 
     for expert in range(count):
-        entries += halves(expert)
+        mappings += halves(expert)
         if experts == "separate":
-            entries.append(down(expert))
+            mappings.append(down(expert))
     if experts != "separate":
-        entries += [down(expert) for expert in range(count)]
-    return entries
+        mappings += [down(expert) for expert in range(count)]
+    return mappings
 
 
-def _vision_entries(vision: Any) -> list[ParameterMapping]:
+def _vision_mappings(vision: Any) -> list[ParameterMapping]:
     hidden, inner = vision.hidden_size, vision.intermediate_size
     merged = hidden * vision.spatial_merge_size**2
     height, width = vision.patch_size if isinstance(vision.patch_size, list | tuple) else [vision.patch_size] * 2
@@ -256,13 +256,14 @@ def _vision_entries(vision: Any) -> list[ParameterMapping]:
 
 
 def padded_vocab_size(vocab_size: int, size: int) -> int:
-    """The least multiple of `size` that holds the vocabulary."""
+    """Vocabulary size rounded up to a multiple of `size`."""
     return -(-vocab_size // size) * size
 
 
 def shard_ranges(mapping: ParameterMapping, rank: int, size: int) -> tuple[ShardRange, ...]:
-    """What of the part rank `rank` of `size` holds, and where in its parameter. The ranks' pieces cover it once,
-    or, if replicated, each rank's alone. Raises ValueError if `size` does not divide the part.
+    """Ranges of the part that rank `rank` of `size` holds. The ranges of all ranks cover the part exactly once.
+
+    A replicated part is one range on every rank. Raises ValueError if `size` does not divide the part.
     """
     layout, rows = mapping.layout, mapping.shape[0]
     if layout.kind == "replicated":
@@ -283,45 +284,45 @@ def shard_ranges(mapping: ParameterMapping, rank: int, size: int) -> tuple[Shard
 
 
 def to_megatron(mapping: ParameterMapping, tensor: Any, parameter: Tensor, rank: int, size: int) -> None:
-    """Copy what rank `rank` of `size` holds of the entry's part of the whole tensor into its parameter, in place.
+    """Copy the shard of rank `rank` of `size` from the whole tensor into its parameter, in place.
 
-    `tensor` only needs to be indexed by slices, as safetensors' lazy slices can be. Padding is set to zero.
+    `tensor` only needs indexing by slices, which lazy slices of safetensors support. Padding is set to zero.
     """
     with torch.no_grad():
         if mapping.layout.kind == "vocabulary":
             parameter.zero_()
         for piece in shard_ranges(mapping, rank, size):
-            found = tensor[mapping.tensor_index(piece)]
-            parameter[piece.shard_slices()].copy_(found.t() if mapping.transposed else found)
+            values = tensor[mapping.tensor_index(piece)]
+            parameter[piece.shard_slices()].copy_(values.t() if mapping.transposed else values)
 
 
 def from_megatron(mapping: ParameterMapping, shards: Sequence[Tensor], tensor: Tensor) -> None:
-    """Fill the entry's part of the whole tensor, in place, from the parameters of all ranks in their order."""
+    """Fill the mapped part of the whole tensor, in place, from the parameters of all ranks in rank order."""
     for rank, shard in enumerate(shards[:1] if mapping.layout.kind == "replicated" else shards):
         for piece in shard_ranges(mapping, rank, len(shards)):
-            found = shard[piece.shard_slices()]
-            tensor[mapping.tensor_index(piece)] = found.t() if mapping.transposed else found
+            values = shard[piece.shard_slices()]
+            tensor[mapping.tensor_index(piece)] = values.t() if mapping.transposed else values
 
 
 def parameter_shapes(
-    entries: Sequence[ParameterMapping], size: int, expert_size: int = 1
+    mappings: Sequence[ParameterMapping], size: int, expert_size: int = 1
 ) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter on one of `size` tensor-parallel and `expert_size` expert-tensor-parallel ranks."""
+    """Local shape of each parameter for `size` tensor-parallel and `expert_size` expert-tensor-parallel ranks."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for entry in entries:
-        ranks = size if entry.expert is None else expert_size
-        found = shard_ranges(entry, 0, ranks)
-        dim = found[0].dim
-        length = sum(piece.length for piece in found)
-        if entry.layout.kind == "vocabulary":
-            length = padded_vocab_size(entry.shape[0], ranks) // ranks
-        before = shapes[entry.megatron_param][dim] if entry.megatron_param in shapes else 0
-        shapes[entry.megatron_param] = (*entry.shape[:dim], before + length, *entry.shape[dim + 1 :])
+    for mapping in mappings:
+        ranks = size if mapping.expert is None else expert_size
+        ranges = shard_ranges(mapping, 0, ranks)
+        dim = ranges[0].dim
+        length = sum(piece.length for piece in ranges)
+        if mapping.layout.kind == "vocabulary":
+            length = padded_vocab_size(mapping.shape[0], ranks) // ranks
+        before = shapes[mapping.megatron_param][dim] if mapping.megatron_param in shapes else 0
+        shapes[mapping.megatron_param] = (*mapping.shape[:dim], before + length, *mapping.shape[dim + 1 :])
     return shapes
 
 
-def _divide(entry: ParameterMapping, total: int, size: int) -> int:
-    divisor = "tensor_parallel" if entry.expert is None else "expert_tensor_parallel"
-    dimension = {"query_group": "query_groups", "row": "columns"}.get(entry.layout.kind, "rows")
-    check_divides(divisor, size, dimension, total, entry.hf_param)
+def _divide(mapping: ParameterMapping, total: int, size: int) -> int:
+    divisor = "tensor_parallel" if mapping.expert is None else "expert_tensor_parallel"
+    dimension = {"query_group": "query_groups", "row": "columns"}.get(mapping.layout.kind, "rows")
+    check_divides(divisor, size, dimension, total, mapping.hf_param)
     return total // size

@@ -1,4 +1,4 @@
-"""Names of parameters: within one model chunk of one rank, and over the whole model."""
+"""Parameter names: local to one model chunk of a rank, and canonical (numbered over the whole model)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ EXPERT_INFIX = re.compile(r"\.local_experts\.(\d+)\.")
 
 
 def canonical_name(name: str, first_layer: int, first_expert: int) -> str:
-    """The name in the parameter map of a chunk's parameter; the chunk's layers and experts begin at these numbers."""
+    """Canonical name of a chunk's parameter, as in the parameter map, from the chunk's first layer and expert."""
     name = LAYER_PREFIX.sub(lambda found: f"decoder.layers.{int(found[1]) + first_layer}.", name)
     return EXPERT_INFIX.sub(lambda found: f".local_experts.{int(found[1]) + first_expert}.", name)

@@ -1,7 +1,7 @@
-"""Screenshots as the patches of the vision tower, in bytes: what is left to do makes floating-point numbers of them.
+"""Cut screenshots into uint8 patches of the vision tower; the processor normalises them to floats later.
 
-Neither torch nor transformers is imported here, so that a process that only makes patches starts at once and takes
-30 MiB; torch comes in with the first image that has to be resized.
+Imports neither torch nor transformers, so a process that only cuts patches starts at once and takes 30 MiB. The first
+image that needs resizing imports torch.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ CHANNELS = 3
 
 @dataclass(frozen=True)
 class Patchifier:
-    """How a model's images are cut. The patches of a square of merge x merge, one token, lie together."""
+    """Patch geometry of a model. The merge_size x merge_size patches of one token are adjacent."""
 
-    patch_size: int  # pixels of a side
-    merge_size: int  # patches of a side of what becomes one token
+    patch_size: int  # pixels per side
+    merge_size: int  # patches per side of one token
 
     @property
     def patch_bytes(self) -> int:
@@ -32,9 +32,9 @@ class Patchifier:
         return grid[0] * grid[1] * grid[2] * self.patch_bytes
 
     def patchify(self, data: bytes | memoryview, grid: tuple[int, int, int], out: np.ndarray) -> None:
-        """Decode PNG, JPEG or WebP and cut it: uint8 [size(grid)], by patch, channel, row, column, into `out`.
+        """Decode PNG, JPEG or WebP and write its patches into `out`, uint8 [image_bytes(grid)].
 
-        Raises ValueError for bytes that are no image.
+        Order: patch, channel, pixel row, pixel column. Raises ValueError for bytes that are not an image.
         """
         _, rows, columns = grid
         image, merge = decode_image(data), self.merge_size
@@ -42,22 +42,22 @@ class Patchifier:
         if pixels.shape[:2] != (rows * self.patch_size, columns * self.patch_size):
             pixels = _resized(pixels, rows * self.patch_size, columns * self.patch_size)
         squares = (rows // merge, merge, self.patch_size, columns // merge, merge, self.patch_size, CHANNELS)
-        # To: square's row, its column, patch's row in it, its column, channel, pixel's row, its column.
-        cut = pixels.reshape(squares).transpose(0, 3, 1, 4, 6, 2, 5)
-        np.copyto(out.reshape(cut.shape), cut)
+        # Target axes: token row, token column, patch row, patch column, channel, pixel row, pixel column.
+        patches = pixels.reshape(squares).transpose(0, 3, 1, 4, 6, 2, 5)
+        np.copyto(out.reshape(patches.shape), patches)
 
 
 def decode_image(data: bytes | memoryview) -> Image.Image:
-    """Decode PNG, JPEG or WebP to RGB. Raises ValueError for bytes that are no image."""
+    """Decode PNG, JPEG or WebP to RGB. Raises ValueError for bytes that are not an image."""
     image = open_image(data)
     try:
         return image.convert("RGB")
     except OSError as error:
-        raise ValueError(f"image of {len(data)} bytes is cut off or damaged: {error}") from error
+        raise ValueError(f"image of {len(data)} bytes is truncated or damaged: {error}") from error
 
 
 def open_image(data: bytes | memoryview) -> Image.Image:
-    """The image as far as its header tells. Raises ValueError for bytes that are no PNG, JPEG or WebP."""
+    """Open an image and read its header only. Raises ValueError for bytes that are not PNG, JPEG or WebP."""
     try:
         return Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP"))
     except (OSError, Image.DecompressionBombError) as error:
@@ -65,11 +65,11 @@ def open_image(data: bytes | memoryview) -> Image.Image:
 
 
 def _resized(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
-    """uint8 [height, width, channels], by the kernel that the model's own image processor uses."""
+    """Resize to uint8 [height, width, channels] with the kernel of the model's image processor."""
     import torch
 
     source = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None]
-    made = torch.nn.functional.interpolate(
+    resized = torch.nn.functional.interpolate(
         source, size=(height, width), mode="bicubic", align_corners=False, antialias=True
     )
-    return made[0].permute(1, 2, 0).numpy()
+    return resized[0].permute(1, 2, 0).numpy()

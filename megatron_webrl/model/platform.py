@@ -1,8 +1,8 @@
-"""Where the trainer computes: CUDA with NCCL, or the CPU with gloo.
+"""Compute platform of the trainer: CUDA with NCCL, or the CPU with gloo.
 
-megatron-core names CUDA in many places. On the CPU platform this module, and no other, redirects those
-names: tensors asked for on CUDA are made on the CPU, streams do nothing (CPU work is in order anyway), and
-the CUDA random state is the CPU generator's. Call `use` once, in the main thread, before any model is built.
+megatron-core names CUDA in many places. On the CPU platform this module, and no other, redirects those names: CUDA
+tensors are created on the CPU, streams do nothing (CPU operations run in order), and the CUDA random state is the CPU
+generator's. Call `activate` once, in the main thread, before any model is built.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _active: Platform | None = None
 
 
 def activate(name: str) -> Platform:
-    """Switch a platform on and return it; a second call with the same outcome changes nothing.
+    """Activate a platform and return it. Repeated calls for the same platform have no effect.
 
-    "auto" takes CUDA if this process sees a GPU. On CUDA the device is LOCAL_RANK, or SLURM_LOCALID, or 0.
-    Raises ValueError for an unknown name, RuntimeError if the platform is missing or another one is in use.
+    "auto" selects CUDA if this process sees a GPU. The CUDA device is LOCAL_RANK, else SLURM_LOCALID, else 0.
+    Raises ValueError for an unknown name, RuntimeError if the platform is unavailable or another one is active.
     """
     global _active
     if name not in ("auto", "cpu", "cuda"):
         raise ValueError(f"platform={name!r} is not one of auto, cpu, cuda")
     if _active is not None:
         if name not in ("auto", _active.name):
-            raise RuntimeError(f"platform={name} was asked for, but this process already uses {_active.name}")
+            raise RuntimeError(f"platform={name} was requested, but this process already uses {_active.name}")
         return _active
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -52,13 +52,13 @@ def activate(name: str) -> Platform:
 
 def _use_cuda() -> Platform:
     if not torch.cuda.is_available():
-        raise RuntimeError("platform=cuda was asked for, but this process sees no GPU; use platform=cpu")
+        raise RuntimeError("platform=cuda was requested, but this process sees no GPU; use platform=cpu")
     index = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
     # A launcher may show each task only its own GPU, which is then number 0.
     index = 0 if torch.cuda.device_count() == 1 else index
     if index >= torch.cuda.device_count():
         raise RuntimeError(
-            f"local rank {index} has no GPU: this process sees {torch.cuda.device_count()}; start fewer ranks a node"
+            f"local rank {index} has no GPU: this process sees {torch.cuda.device_count()}; start fewer ranks per node"
         )
     torch.cuda.set_device(index)
     return Platform("cuda", torch.device("cuda", index), "nccl")
@@ -73,7 +73,7 @@ def _use_cpu() -> Platform:
 
 
 def _is_cuda(device: Any) -> bool:
-    """Whether a device argument means CUDA. An index without a type does, everywhere in torch."""
+    """Whether a device argument means CUDA. In torch a bare index does."""
     if isinstance(device, str):
         return device.startswith("cuda")
     if isinstance(device, torch.device):
@@ -82,7 +82,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _CudaToCpu(TorchFunctionMode):
-    """Rewrites calls of torch functions that name a CUDA device."""
+    """Redirects torch calls with a CUDA device to the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -99,7 +99,7 @@ class _CudaToCpu(TorchFunctionMode):
 
 
 class _Stream:
-    """A stream in name only: CPU operations have happened by the time they return."""
+    """Stub of torch.cuda.Stream: CPU operations are complete when they return."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = CPU
@@ -111,7 +111,7 @@ class _Stream:
         """Nothing to wait for."""
 
     def record_event(self, event: Any = None) -> Any:
-        """An event that has happened."""
+        """Return a completed event."""
         return event if event is not None else _Event()
 
     def synchronize(self) -> None:
@@ -119,19 +119,19 @@ class _Stream:
 
 
 class _Event:
-    """An event that has happened."""
+    """Stub of torch.cuda.Event, always complete."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
     def record(self, stream: Any = None) -> None:
-        """It has happened."""
+        """No effect."""
 
     def wait(self, stream: Any = None) -> None:
         """Nothing to wait for."""
 
     def query(self) -> bool:
-        """It has happened."""
+        """Always complete."""
         return True
 
     def synchronize(self) -> None:
@@ -141,7 +141,7 @@ class _Event:
 def _redirect_cuda_functions() -> None:
     stream = _Stream()
 
-    def nothing() -> Any:
+    def no_op() -> Any:
         # One function object each: torch's compiler refuses the same one under two names.
         return lambda *args, **kwargs: None
 
@@ -151,9 +151,9 @@ def _redirect_cuda_functions() -> None:
 
     redirects: dict[str, Any] = {
         "current_device": lambda: CPU,
-        "set_device": nothing(),
-        "synchronize": nothing(),
-        "empty_cache": nothing(),
+        "set_device": no_op(),
+        "synchronize": no_op(),
+        "empty_cache": no_op(),
         "Stream": _Stream,
         "Event": _Event,
         "current_stream": lambda device=None: stream,
@@ -169,7 +169,7 @@ def _redirect_cuda_functions() -> None:
 
 
 def _redirect_random_states() -> None:
-    """Let Megatron's tracker of named random states work on the CPU generator."""
+    """Make Megatron's tracker of named random states use the CPU generator."""
     from megatron.core.tensor_parallel import random
 
     def set_state(state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
@@ -177,7 +177,7 @@ def _redirect_random_states() -> None:
 
     @contextlib.contextmanager
     def fork(self: Any, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
-        # Megatron's own fork takes any use of the CPU generator for a mistake and warns.
+        # Megatron's own fork warns about any use of the CPU generator.
         if name not in self.states_:
             raise KeyError(f"random state {name!r} is unknown; call model_parallel_cuda_manual_seed first")
         outside = torch.get_rng_state()
@@ -197,15 +197,15 @@ def _redirect_random_states() -> None:
 
 
 def _redirect_megatron() -> None:
-    # Megatron's small fusions would be compiled at their first call, for minutes and to no gain here.
+    # Compiling Megatron's small fusions would take minutes at their first call without any gain on the CPU.
     from megatron.core import jit
 
     jit.disable_jit_fuser()
-    # Undefined without Transformer Engine, but named as soon as a mixture-of-experts layer routes.
+    # Undefined without Transformer Engine, but referenced when a mixture-of-experts layer routes tokens.
     from megatron.core.transformer.moe import moe_utils
 
     moe_utils.te_general_gemm = None
-    # Turns numbers of tokens into arrays only if they lie on a GPU, and collectives take no tensors for them.
+    # Converts token counts to arrays only on a GPU, while the collectives do not accept tensors as counts.
     from megatron.core.transformer.moe import token_dispatcher
 
     def to_array(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -216,7 +216,7 @@ def _redirect_megatron() -> None:
 
 
 def _redirect_uneven_collectives() -> None:
-    """Gloo gathers and scatters parts of one size only; experts split over ranks have parts of any size."""
+    """Support uneven splits, which expert parallelism needs: gloo gathers and scatters equal sizes only."""
     from megatron.core.tensor_parallel import mappings
 
     even_gather, even_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim

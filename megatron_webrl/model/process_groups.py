@@ -1,4 +1,4 @@
-"""Megatron's process groups, formed and read in the words of `layout`."""
+"""Create Megatron's process groups from ParallelSizes, and read sizes and coordinates back."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megatron_webrl.model.layout import ParallelSizes, RankCoordinates, check_ra
 
 
 def init_process_groups(sizes: ParallelSizes, seed: int = 0) -> None:
-    """Form all groups and seed Megatron's random states. Collective; torch.distributed must be initialised.
+    """Create all groups and seed Megatron's random states. Collective; torch.distributed must be initialised.
 
-    What the sizes leave of the ranks is data parallel. Raises ValueError if they do not divide the ranks.
+    The remaining factor of the ranks is data parallel. Raises ValueError if the sizes do not divide the ranks.
     """
     check_rank_count(sizes, torch.distributed.get_world_size())
     if sizes.virtual > 1 and sizes.pipeline == 1:
@@ -31,12 +31,12 @@ def init_process_groups(sizes: ParallelSizes, seed: int = 0) -> None:
 
 
 def destroy_process_groups() -> None:
-    """Forget all groups."""
+    """Destroy all groups."""
     parallel_state.destroy_model_parallel()
 
 
 def parallel_sizes_of(groups: ProcessGroupCollection) -> ParallelSizes:
-    """The sizes that the groups were formed with."""
+    """The parallel sizes of the groups."""
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
     return ParallelSizes(
         tensor=get_pg_size(groups.tp),
@@ -49,7 +49,7 @@ def parallel_sizes_of(groups: ProcessGroupCollection) -> ParallelSizes:
 
 
 def rank_coordinates_of(groups: ProcessGroupCollection) -> RankCoordinates:
-    """This rank's place."""
+    """Coordinates of this rank."""
     return RankCoordinates(
         get_pg_rank(groups.tp), get_pg_rank(groups.pp), get_pg_rank(groups.ep), get_pg_rank(groups.expt_tp)
     )

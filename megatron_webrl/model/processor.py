@@ -1,7 +1,7 @@
-"""Text and pixels of a Qwen3-VL folder: chat template, tokens, image placeholders, patches.
+"""Text and image processing of a Qwen3-VL folder: chat template, tokens, image placeholders, patches.
 
-Rollout and trainer both use this, and the engine runs the same processor class on the same folder, so that
-a prompt has the same tokens and an image the same patches everywhere.
+Rollout and trainer both use it, and the engine runs the same processor class on the same folder, so a prompt has the
+same tokens and an image the same patches everywhere.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from PIL import Image
 from megatron_webrl.model.patchifier import Patchifier, decode_image, open_image
 from megatron_webrl.system import torchvision_shim
 
-torchvision_shim.install()  # transformers brings in torchvision when a processor is first asked for
+torchvision_shim.install()  # transformers imports torchvision when the first processor is loaded
 
-_BREAK = "\u200b"  # zero-width space: invisible, and part of no added token
+_BREAK = "\u200b"  # zero-width space: invisible, and not part of any added token
 _TAGS = (
     "<tool_call>",
     "</tool_call>",
@@ -32,11 +32,11 @@ _TAGS = (
     "<think>",
     "</think>",
 )
-"""What gives a prompt its form, whether or not the tokenizer has entries for it."""
+"""Structural tags of a prompt, escaped even if the tokenizer has no entries for them."""
 
 
 class Processor:
-    """The processor of one model folder. Stateless after loading; safe to use from several threads."""
+    """Processor of one model folder. Stateless after loading and thread-safe."""
 
     def __init__(self, processor: Any) -> None:
         self.tokenizer = processor.tokenizer
@@ -50,7 +50,7 @@ class Processor:
 
     @classmethod
     def load(cls, folder: str | Path) -> Processor:
-        """Load from a Hugging Face folder. Raises ValueError if it is not one of a Qwen3-VL model."""
+        """Load from a Hugging Face folder. Raises ValueError if it is not a Qwen3-VL folder."""
         if not Path(folder).is_dir():
             raise ValueError(f"model folder {folder} does not exist")
         processor = transformers.AutoProcessor.from_pretrained(str(folder), local_files_only=True)
@@ -61,19 +61,19 @@ class Processor:
         return cls(processor)
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> np.ndarray:
-        """Tokens of a conversation up to where the assistant's answer begins: int32 [n].
+        """Tokens of a conversation up to the start of the assistant's answer: int32 [n].
 
         A message has "role" and "content": a string, or a list of {"type": "text", "text": ...} and
-        {"type": "image"}. Each image is one placeholder token; `expand_image_tokens` gives it its full length.
+        {"type": "image"}. Each image is one placeholder token; `expand_image_tokens` repeats it to its full length.
         """
         text = self._processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return self._encode(text)
 
     def encode_turn(self, message: dict[str, Any]) -> np.ndarray:
-        """Tokens of a user's message up to where the next answer begins: int32 [n].
+        """Tokens of a user message up to the start of the next answer: int32 [n].
 
-        They go on from the end token of an answer as `encode_chat` would have them there. The message's text must be
-        neutralised.
+        They continue a conversation after the end token of an answer, equal to the tokens of `encode_chat` there. The
+        message's text must be escaped.
         """
         before = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
         text = self._processor.apply_chat_template([*before, message], add_generation_prompt=True, tokenize=False)
@@ -82,13 +82,13 @@ class Processor:
         return self._encode(turn + end + opening)
 
     def encode_response(self, text: str) -> np.ndarray:
-        """Tokens of a response as the model should produce it, the end token last: int32 [n]."""
+        """Tokens of a response as the model should produce it, including the end token: int32 [n]."""
         return np.append(self._encode(text), np.int32(self.eos_token_id))
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """The text of a response, special tokens left out."""
+        """Text of a response without special tokens."""
         ids = np.asarray(token_ids, np.int64)
-        # A model's vocabulary may be padded beyond the tokenizer's; a padded entry has no text.
+        # The model's vocabulary may be padded beyond the tokenizer's; padding entries have no text.
         known = ids[ids < len(self.tokenizer)]
         return str(self.tokenizer.decode(known.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
@@ -98,7 +98,7 @@ class Processor:
         return bool(np.isin(body, self._special).any())
 
     def expand_image_tokens(self, token_ids: np.ndarray, grids: np.ndarray) -> np.ndarray:
-        """Repeat the i-th image placeholder as often as image i has merged patches: int32 [expanded].
+        """Repeat the i-th image placeholder once per merged patch of image i: int32 [expanded].
 
         `grids` is int32 [images, 3], patches (t, h, w). Raises ValueError if the counts differ.
         """
@@ -107,7 +107,7 @@ class Processor:
         lengths = np.asarray(grids, np.int64).reshape(-1, 3).prod(axis=1) // self.merge_size**2
         if int(places.sum()) != len(lengths):
             raise ValueError(
-                f"the prompt has {int(places.sum())} image placeholders and {len(lengths)} images; they must be as many"
+                f"the prompt has {int(places.sum())} image placeholders and {len(lengths)} images; both must match"
             )
         repeats = np.ones(len(ids), np.int64)
         repeats[places] = lengths
@@ -122,7 +122,7 @@ class Processor:
     def pixels(self, images: Sequence[bytes]) -> tuple[torch.Tensor, np.ndarray]:
         """Decode PNG, JPEG or WebP and cut into patches: float32 [patches, dim] and int32 grids [images, 3].
 
-        Raises ValueError for bytes that are no image.
+        Raises ValueError for bytes that are not an image.
         """
         if not images:
             size = self._image_processor
@@ -131,26 +131,26 @@ class Processor:
         return features["pixel_values"].to(torch.float32), features["image_grid_thw"].numpy().astype(np.int32)
 
     def grids(self, images: Sequence[bytes]) -> np.ndarray:
-        """The grids that `pixels` would give, from the images' sizes alone: int32 [images, 3]."""
+        """Grids as `pixels` returns them, from the image headers only: int32 [images, 3]."""
         return np.array([self._grid(data) for data in images], np.int32).reshape(-1, 3)
 
     @property
     def patchifier(self) -> Patchifier:
-        """How `pixels` cuts images. Raises ValueError for a processor that makes other pixels of the cut patches."""
-        cut = Patchifier(int(self._image_processor.patch_size), self.merge_size)
-        side = 2 * cut.patch_size * cut.merge_size
-        for height, width in ((side, side), (side - 3, side + 5)):  # as it is, and resized
+        """Patch geometry of `pixels`. Raises ValueError if the image processor computes other pixels."""
+        patchifier = Patchifier(int(self._image_processor.patch_size), self.merge_size)
+        side = 2 * patchifier.patch_size * patchifier.merge_size
+        for height, width in ((side, side), (side - 3, side + 5)):  # unresized and resized
             data = _noise(height, width)
             wanted, grids = self.pixels([data])
             grid = tuple(grids[0].tolist())
-            patches = np.empty(cut.image_bytes(grid), np.uint8)
-            cut.patchify(data, grid, patches)
+            patches = np.empty(patchifier.image_bytes(grid), np.uint8)
+            patchifier.patchify(data, grid, patches)
             if not torch.equal(self.normalize_patches(torch.from_numpy(patches)), wanted):
                 raise ValueError(
-                    f"{type(self._image_processor).__name__} of the model folder makes other pixels than those that "
-                    "can be made ahead; set trainer.image_workers=0"
+                    f"{type(self._image_processor).__name__} of the model folder computes other pixels than the image "
+                    "workers; set trainer.image_workers=0"
                 )
-        return cut
+        return patchifier
 
     def normalize_patches(self, patches: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Normalise uint8 patches of `Patchifier.patchify` as `pixels` does: float32 [patches, dim], same device.
@@ -167,18 +167,18 @@ class Processor:
         values = patches.view(-1, len(mean), inside).to(torch.float32).sub_(mean).div_(std)
         if out is None:
             out = values.new_empty(len(values), len(mean) * frames * inside)
-        # A still image stands in all frames of a patch.
+        # A still image fills all frames of a patch.
         out.view(-1, len(mean), frames, inside).copy_(values[:, :, None])
         return out
 
     def escape_special_tokens(self, text: str) -> str:
-        """Text from a page, changed so that no part of it can become a token with a meaning of its own.
+        """Escape page text so that no part of it becomes a special token.
 
-        Every entry of the tokenizer's added vocabulary (<|image_pad|>, <|im_end|>, <tool_call>, ...) and every tag that
-        gives a prompt its form is broken up by an invisible character after its first one; the rest stays as it is.
+        Inserts a zero-width space after the first character of every entry of the tokenizer's added vocabulary
+        (<|image_pad|>, <|im_end|>, <tool_call>, ...) and of every structural tag. Other text is unchanged.
         """
         normalizer = self.tokenizer.backend_tokenizer.normalizer
-        if normalizer is not None:  # normalising later could make an entry out of something else
+        if normalizer is not None:  # normalising later could create an entry
             text = normalizer.normalize_str(text)
         for token in self._added:
             text = text.replace(token, (token[0] + _BREAK + token[1:]) if len(token) > 1 else _BREAK)
@@ -200,7 +200,7 @@ class Processor:
 
 
 def _noise(height: int, width: int) -> bytes:
-    """An image as PNG."""
+    """A PNG image of random pixels."""
     buffer = io.BytesIO()
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)).save(buffer, "PNG")
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""Run rows through the model: Megatron's schedules, with or without a pipeline."""
+"""Run micro-batches through the model with Megatron's schedules, pipelined or not."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ LossFunction = Callable[[int, Tensor], tuple[Tensor, MicrobatchResults]]
 def forward_backward(
     chunks: Sequence[Any], inputs: Sequence[PackedInput], loss_fn: LossFunction, *, forward_only: bool
 ) -> list[MicrobatchResults]:
-    """Forward and, unless `forward_only`, backward over all rows. Collective over the model's ranks.
+    """Forward and, unless `forward_only`, backward over all inputs. Collective over the model's ranks.
 
-    `chunks`: this rank's model chunks, Qwen3VL or DistributedDataParallel around it. `loss_of(index, logits)` is
-    called on the last pipeline stage for each row, logits [R, padded vocabulary / tensor-parallel size]; it gives the
-    loss (Megatron averages it over rows) and what to return. Every stage must bring all rows; pixels are read by the
-    first only. Returns the results per row on the last stage, an empty list on the others.
+    `chunks`: this rank's model chunks, Qwen3VL or DistributedDataParallel around it. The last pipeline stage calls
+    `loss_fn(index, logits)` for each input, logits [R, padded vocabulary / tensor-parallel size]; it returns the loss
+    (Megatron averages it over the inputs) and the results. Every stage passes all inputs; only the first stage reads
+    pixels. Returns the results per input on the last stage, an empty list on the others.
     """
 
     def forward(iterator: Iterator[tuple[int, PackedInput]], chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
-        index, row = next(iterator)
-        return chunk(row), partial(loss_fn, index)
+        index, packed = next(iterator)
+        return chunk(packed), partial(loss_fn, index)
 
     iterators = [iter(list(enumerate(inputs))) for _ in chunks]
     results = get_forward_backward_func()(
@@ -38,8 +38,8 @@ def forward_backward(
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=len(inputs),
-        # Stages tell each other the size of every row; Megatron wants a number all the same.
-        seq_length=max(row.tokens.numel() for row in inputs),
+        # Stages send each other the length of every input; Megatron requires a number nevertheless.
+        seq_length=max(packed.tokens.numel() for packed in inputs),
         micro_batch_size=1,
         forward_only=forward_only,
     )

@@ -144,43 +144,45 @@ class EngineMap:
             return stage == 0 or (stage == last and self.tied)
         return stage == last
 
-    def _vision(self, entry: ParameterMapping, rank: int) -> tuple[Shard, ...]:
-        target, size = engine_parameter_name(entry), self.sizes.tensor
+    def _vision(self, mapping: ParameterMapping, rank: int) -> tuple[Shard, ...]:
+        target, size = engine_parameter_name(mapping), self.sizes.tensor
         if ".attn.qkv." in target:
-            third = entry.shape[0] // 3
+            third = mapping.shape[0] // 3
             share = third // size
-            return tuple(_box(entry, target, 0, i * third + rank * share, share, i * share) for i in range(3))
+            return tuple(_box(mapping, target, 0, i * third + rank * share, share, i * share) for i in range(3))
         if target.endswith(_COLUMN):
-            return (_part(entry, target, 0, size, rank),)
+            return (_part(mapping, target, 0, size, rank),)
         if target.endswith(_ROW):
-            return (_part(entry, target, 1, size, rank),)
-        return (_part(entry, target, 0, 1, 0),)
+            return (_part(mapping, target, 1, size, rank),)
+        return (_part(mapping, target, 0, 1, 0),)
 
-    def _attention(self, entry: ParameterMapping, rank: int) -> Shard:
+    def _attention(self, mapping: ParameterMapping, rank: int) -> Shard:
         """q, k or v of one layer in its qkv_proj."""
-        target, size = engine_parameter_name(entry), self.sizes.tensor
+        target, size = engine_parameter_name(mapping), self.sizes.tensor
         queries = self.num_heads // size * self.head_dim
-        if entry.hf_param.endswith("q_proj.weight"):
-            return _box(entry, target, 0, rank * queries, queries, 0)
+        if mapping.hf_param.endswith("q_proj.weight"):
+            return _box(mapping, target, 0, rank * queries, queries, 0)
         keys = max(self.num_key_value_heads // size, 1) * self.head_dim
         sharing = max(size // self.num_key_value_heads, 1)  # ranks that hold the same key and value head
-        before = queries + keys * entry.hf_param.endswith("v_proj.weight")
-        return _box(entry, target, 0, rank // sharing * keys, keys, before)
+        before = queries + keys * mapping.hf_param.endswith("v_proj.weight")
+        return _box(mapping, target, 0, rank // sharing * keys, keys, before)
 
-    def _expert(self, entry: ParameterMapping, rank: int) -> tuple[Shard, ...]:
+    def _expert(self, mapping: ParameterMapping, rank: int) -> tuple[Shard, ...]:
         """The gate, up or down projection of one expert in the stack of its layer."""
-        assert entry.expert is not None
+        assert mapping.expert is not None
         size, first, held = self.sizes.tensor, 0, self.num_experts
         if self.sizes.expert_parallel:
             share, left = divmod(self.num_experts, size)
             first, held = rank * share + min(rank, left), share + (rank < left)
             size, rank = 1, 0
-        if not first <= entry.expert < first + held:
+        if not first <= mapping.expert < first + held:
             return ()
-        down = entry.layout.kind == "row"
-        shard = _part(entry, engine_parameter_name(entry), int(down), size, rank, entry.layout.gate_up_index)
+        down = mapping.layout.kind == "row"
+        shard = _part(mapping, engine_parameter_name(mapping), int(down), size, rank, mapping.layout.gate_up_index)
         return (
-            Shard(shard.engine_param, shard.tensor_offset, shard.size, (entry.expert - first, *shard.parameter_offset)),
+            Shard(
+                shard.engine_param, shard.tensor_offset, shard.size, (mapping.expert - first, *shard.parameter_offset)
+            ),
         )
 
 
@@ -188,15 +190,15 @@ def engine_parameter_shapes(hf_config: Any, sizes: EngineSizes, rank: int) -> di
     """The loading form's local shape of every parameter that an engine's rank holds, vocabulary padding included."""
     shapes: dict[str, tuple[int, ...]] = {}
     engine_map = EngineMap(hf_config, sizes)
-    for entry in parameter_mappings(hf_config):
-        for shard in engine_map.shards_of(entry, rank):
+    for mapping in parameter_mappings(hf_config):
+        for shard in engine_map.shards_of(mapping, rank):
             stacked = len(shard.parameter_offset) - len(shard.size)
             ends = [place + 1 for place in shard.parameter_offset[:stacked]]
             ends += [a + b for a, b in zip(shard.parameter_offset[stacked:], shard.size, strict=True)]
             before = shapes.get(shard.engine_param, (0,) * len(ends))
             shapes[shard.engine_param] = tuple(map(max, ends, before))
-        if entry.layout.kind == "vocabulary" and engine_map.is_on_stage(entry, rank // sizes.tensor):
-            shapes[engine_parameter_name(entry)] = (engine_map.vocab_rows_per_rank(entry), entry.shape[1])
+        if mapping.layout.kind == "vocabulary" and engine_map.is_on_stage(mapping, rank // sizes.tensor):
+            shapes[engine_parameter_name(mapping)] = (engine_map.vocab_rows_per_rank(mapping), mapping.shape[1])
     return shapes
 
 
@@ -216,14 +218,14 @@ def engine_parameter_name(mapping: ParameterMapping) -> str:
     return f"language_model.model.{name}"
 
 
-def _part(entry: ParameterMapping, target: str, dim: int, size: int, rank: int, stacked: int = 0) -> Shard:
+def _part(mapping: ParameterMapping, target: str, dim: int, size: int, rank: int, stacked: int = 0) -> Shard:
     """One of `size` equal parts along `dim`, behind `stacked` parts of other tensors in the same parameter."""
-    share = entry.shape[dim] // size
-    return _box(entry, target, dim, rank * share, share, stacked * share)
+    share = mapping.shape[dim] // size
+    return _box(mapping, target, dim, rank * share, share, stacked * share)
 
 
-def _box(entry: ParameterMapping, target: str, dim: int, start: int, length: int, place: int) -> Shard:
+def _box(mapping: ParameterMapping, target: str, dim: int, start: int, length: int, place: int) -> Shard:
     """`length` entries along `dim`: from `start` on in the tensor, from `place` on in the parameter."""
-    before, after = (0,) * dim, (0,) * (len(entry.shape) - dim - 1)
-    size = (*entry.shape[:dim], length, *entry.shape[dim + 1 :])
+    before, after = (0,) * dim, (0,) * (len(mapping.shape) - dim - 1)
+    size = (*mapping.shape[:dim], length, *mapping.shape[dim + 1 :])
     return Shard(target, (*before, start, *after), size, (*before, place, *after))

@@ -81,10 +81,12 @@ class TransferPlan:
     ) -> None:
         _check_ranks(hf_config, trainer, engines)
         self.trainer, self.engines, self.item_bytes, self.staging_bytes = trainer, engines, item_bytes, staging_bytes
-        entries = parameter_mappings(hf_config)
-        self._tensors: TensorShapes = tuple(dict.fromkeys((entry.hf_param, entry.tensor_shape) for entry in entries))
+        mappings = parameter_mappings(hf_config)
+        self._tensors: TensorShapes = tuple(
+            dict.fromkeys((mapping.hf_param, mapping.tensor_shape) for mapping in mappings)
+        )
         alike = {
-            sizes: slice_runs(entries, hf_config, trainer.sizes, trainer.ranks, sizes) for sizes in set(engines.sizes)
+            sizes: slice_runs(mappings, hf_config, trainer.sizes, trainer.ranks, sizes) for sizes in set(engines.sizes)
         }
         self._runs = [alike[sizes] for sizes in engines.sizes]
         self._parts = _share_out(self._runs, trainer, engines)
@@ -92,7 +94,7 @@ class TransferPlan:
         self._messages: dict[tuple[int, int | None, int | None], tuple[TransferMessage, ...]] = {}
         of_size = {piece.size: piece for found in alike.values() for run in found for piece in run.slices}
         self.max_message_bytes = self._message_bytes(max(of_size.values(), key=row_elements), staging_bytes)
-        self.digest = _digest(entries, trainer, engines, item_bytes, self.max_message_bytes)
+        self.digest = _digest(mappings, trainer, engines, item_bytes, self.max_message_bytes)
 
     def senders(self, engine: int) -> tuple[int, ...]:
         """The trainer ranks that send to an engine, ascending."""
@@ -187,11 +189,11 @@ def first_difference(mine: Sequence[Sequence[Any]], theirs: Sequence[Sequence[An
     return f"no tensor differs, from {mine[0][0]} to {mine[-1][0]}: layouts, nodes, types or versions of the map do"
 
 
-def _check_ranks(description: Any, trainer: TrainerTopology, engines: EngineTopology) -> None:
+def _check_ranks(hf_config: Any, trainer: TrainerTopology, engines: EngineTopology) -> None:
     sizes = trainer.sizes
-    check_parallel_sizes(description.text_config, sizes)
+    check_parallel_sizes(hf_config.text_config, sizes)
     for engine_sizes in dict.fromkeys(engines.sizes):
-        check_engine_sizes(description, engine_sizes)
+        check_engine_sizes(hf_config, engine_sizes)
     check_rank_count(sizes, trainer.ranks)
     if len(trainer.nodes) != trainer.ranks:
         raise ValueError(f"nodes of {len(trainer.nodes)} trainer ranks are given, but there are {trainer.ranks}")
@@ -309,7 +311,7 @@ def _pack(slices: Iterable[Slice], limit: int) -> Iterable[tuple[tuple[Slice, ..
 
 
 def _digest(
-    entries: Sequence[ParameterMapping],
+    mappings: Sequence[ParameterMapping],
     trainer: TrainerTopology,
     engines: EngineTopology,
     item_bytes: int,
@@ -323,13 +325,15 @@ def _digest(
         "message_bytes": message_bytes,
     }
     state = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
-    for entry in entries:
+    for mapping in mappings:
         layout = (
-            entry.layout.kind,
-            entry.layout.gate_up_index,
-            entry.layout.num_query_groups,
-            entry.layout.group_stride,
-            entry.layout.group_offset,
+            mapping.layout.kind,
+            mapping.layout.gate_up_index,
+            mapping.layout.num_query_groups,
+            mapping.layout.group_stride,
+            mapping.layout.group_offset,
         )
-        state.update(f"{entry.hf_param} {entry.tensor_shape} {entry.shape} {entry.megatron_param} {layout}\n".encode())
+        state.update(
+            f"{mapping.hf_param} {mapping.tensor_shape} {mapping.shape} {mapping.megatron_param} {layout}\n".encode()
+        )
     return state.hexdigest()

@@ -28,10 +28,10 @@ class SliceRun:
     element_offsets: list[int] = field(default_factory=list)  # of each slice: elements of the run before it
     num_elements: int = 0
 
-    def add(self, entry: int, piece: Slice, elements: int) -> None:
+    def add(self, mapping: int, piece: Slice, elements: int) -> None:
         """Append a slice, of so many elements, of the map's entry of that number."""
         self.slices.append(piece)
-        self.mapping_indices.append(entry)
+        self.mapping_indices.append(mapping)
         self.element_offsets.append(self.num_elements)
         self.num_elements += elements
 
@@ -84,28 +84,32 @@ def slice_runs(
     common: dict[object, list[_Common]] = {}  # by form and the engine's box
     engine_map, experts = EngineMap(hf_config, engine), getattr(hf_config.text_config, "num_experts", 0)
 
-    def runs_of(entry: ParameterMapping) -> list[list[SliceRun]]:
+    def runs_of(mapping: ParameterMapping) -> list[list[SliceRun]]:
         return [
             [found.setdefault((group, receiver), SliceRun(group, receiver)) for receiver in range(engine.ranks)]
-            for group in replica_ranks(entry, hf_config, sizes, ranks)
+            for group in replica_ranks(mapping, hf_config, sizes, ranks)
         ]
 
-    for number, entry in enumerate(mappings):
-        kind = entry.layout.kind == "replicated" if entry.expert is None else expert_rank(entry.expert, experts, sizes)
-        alike = (entry.layer, entry.expert is None, kind, entry.megatron_param if entry.layer is None else "")
+    for number, mapping in enumerate(mappings):
+        kind = (
+            mapping.layout.kind == "replicated"
+            if mapping.expert is None
+            else expert_rank(mapping.expert, experts, sizes)
+        )
+        alike = (mapping.layer, mapping.expert is None, kind, mapping.megatron_param if mapping.layer is None else "")
         if alike not in held:
-            held[alike] = runs_of(entry)
+            held[alike] = runs_of(mapping)
         into = held[alike]
-        form = forms.setdefault((entry.layout, entry.shape, len(into)), len(forms))
+        form = forms.setdefault((mapping.layout, mapping.shape, len(into)), len(forms))
         for receiver in range(engine.ranks):
-            for shard in engine_map.shards_of(entry, receiver):
+            for shard in engine_map.shards_of(mapping, receiver):
                 place = shard.parameter_offset[-len(shard.size) :]
                 boxes = (form, shard.tensor_offset, shard.size, place)
                 if boxes not in common:
-                    common[boxes] = _common(entry, len(into), shard, place)
+                    common[boxes] = _common(mapping, len(into), shard, place)
                 for holding, elements, size, source, target in common[boxes]:
                     full = (*shard.parameter_offset[: -len(size)], *target)
-                    piece = Slice(entry.hf_param, size, entry.megatron_param, source, shard.engine_param, full)
+                    piece = Slice(mapping.hf_param, size, mapping.megatron_param, source, shard.engine_param, full)
                     into[holding][receiver].add(number, piece, elements)
     return [run for run in found.values() if run.num_elements]
 
@@ -120,11 +124,11 @@ class _Common(NamedTuple):
     target: tuple[int, ...]  # place in the engine's, without the dimensions that stack tensors
 
 
-def _common(entry: ParameterMapping, count: int, shard: Shard, place: tuple[int, ...]) -> list[_Common]:
+def _common(mapping: ParameterMapping, count: int, shard: Shard, place: tuple[int, ...]) -> list[_Common]:
     """What each of the trainer's `count` shards of an entry has in common with an engine's, which lies at `place`."""
     found = []
     for holding in range(count):
-        for piece in shard_ranges(entry, holding, count):
+        for piece in shard_ranges(mapping, holding, count):
             dim = piece.dim
             start = max(piece.part_offset, shard.tensor_offset[dim])
             length = min(piece.part_offset + piece.length, shard.tensor_offset[dim] + shard.size[dim]) - start

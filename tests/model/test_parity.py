@@ -135,8 +135,8 @@ def test_a_row_whose_parts_do_not_fit_together_is_refused(found: Found, size: in
     tokens = sum(len(sample.tokens) for sample in tiny.samples().values())
     first, second, third = found[size, 0]["tied"]["refusals"]
     assert "must rise from 0" in first
-    assert f"the row's {tokens} tokens" in second
-    assert "the row has 27 placeholders (token 99), but its 3 images make 15 image tokens" in third
+    assert f"to the number of tokens, {tokens}" in second
+    assert "the packed input has 27 placeholders (token 99), but its 3 images make 15 image tokens" in third
 
 
 def test_a_vision_tower_that_is_not_trained_takes_no_gradient(found: Found) -> None:
@@ -148,8 +148,8 @@ def test_a_vision_tower_that_is_not_trained_takes_no_gradient(found: Found) -> N
 @pytest.mark.parametrize(
     ("field", "tensor", "words"),
     [
-        ("position_ids", torch.zeros(26, dtype=torch.int64), r"row.position_ids has shape \[26\], expected \[3, 26\]"),
-        ("grids", torch.zeros(2, 2, dtype=torch.int64), r"row.grids has shape \[2, 2\], expected \[None, 3\]"),
+        ("position_ids", torch.zeros(26, dtype=torch.int64), r"position_ids has shape \[26\], expected \[3, 26\]"),
+        ("grids", torch.zeros(2, 2, dtype=torch.int64), r"grids has shape \[2, 2\], expected \[None, 3\]"),
         ("cu_seqlens", torch.zeros(1, dtype=torch.int32), "needs at least one sample"),
     ],
 )

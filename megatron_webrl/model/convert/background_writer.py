@@ -1,4 +1,4 @@
-"""Files written in a thread, so that a tensor is put together while the one before it is written."""
+"""Write files in a thread, so that the next tensor is assembled while the previous one is written."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-WRITE_CHUNK_BYTES = 1 << 20  # bytes
+WRITE_CHUNK_BYTES = 1 << 20
 
 
 class BackgroundWriter(AbstractContextManager["BackgroundWriter"]):
-    """Runs calls in order in one thread, at most one of them ahead of the caller.
+    """Run calls in order in one thread, at most one at a time.
 
-    What a call failed with is raised by the next `run`, by `wait`, or at the end of the block.
+    The next `submit`, `wait` or the end of the block raises the exception of a failed call.
     """
 
     def __init__(self) -> None:
@@ -25,12 +25,12 @@ class BackgroundWriter(AbstractContextManager["BackgroundWriter"]):
         self._running: Future[object] | None = None
 
     def submit(self, call: Callable[..., object], *arguments: object) -> None:
-        """Wait for the call before and start this one. What it works on must stay as it is until the next `run`."""
+        """Wait for the previous call, then start this one. Its arguments must not change until the next `submit`."""
         self.wait()
         self._running = self._executor.submit(call, *arguments)
 
     def wait(self) -> None:
-        """Wait until nothing is running."""
+        """Wait for the running call."""
         running, self._running = self._running, None
         if running is not None:
             running.result()
@@ -42,19 +42,19 @@ class BackgroundWriter(AbstractContextManager["BackgroundWriter"]):
 
 
 def create_file(path: Path) -> BinaryIO:
-    """A file that does not exist, for writing tensors and what lies between them."""
-    return io.BufferedWriter(_Pieces(path, "xb"), buffer_size=WRITE_CHUNK_BYTES)
+    """Create a file for buffered writing. Raises FileExistsError if it exists."""
+    return io.BufferedWriter(_ChunkedFile(path, "xb"), buffer_size=WRITE_CHUNK_BYTES)
 
 
 def sync_and_close(file: BinaryIO) -> None:
-    """Close a file whose contents are on the disk."""
+    """Flush a file to disk and close it."""
     file.flush()
     os.fsync(file.fileno())
     file.close()
 
 
-class _Pieces(io.FileIO):
-    """Takes one piece at a time: Linux needs twice the time to write large ones from mapped memory."""
+class _ChunkedFile(io.FileIO):
+    """Write at most WRITE_CHUNK_BYTES per call: large writes from mapped memory take twice the time on Linux."""
 
     def write(self, data: Any) -> int:
         return super().write(memoryview(data)[:WRITE_CHUNK_BYTES])

@@ -1,7 +1,7 @@
-"""Where a parameter lies in a distributed checkpoint, and how ranks cut it. Pure data and functions.
+"""Location of parameters in a distributed checkpoint, and how ranks shard them. Pure data and functions.
 
-Megatron stores one tensor for all layers of a dense model, [layers, ...] under the key without a layer number; where
-some layers are a mixture of experts, one tensor for each layer; and one tensor for all experts of a layer.
+Megatron stores one tensor [layers, ...] for all layers of a dense model, under a key without a layer number, but one
+tensor per layer if some layers are sparse. All experts of a layer are one tensor.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from megatron_webrl.model.parameter_map import ParameterMapping, ShardRange, is_
 from megatron_webrl.model.parameter_names import EXPERT_INFIX, LAYER_PREFIX
 
 MODEL_KEY_PREFIXES = ("decoder.", "embedding.", "output_layer.", "visual.")
-"""How keys of the model begin; a trainer's checkpoint holds others, too."""
+"""Key prefixes of the model; a trainer's checkpoint also holds other keys."""
 UNSTACKED_LAYER_KEY = "decoder.layers.0.input_layernorm.weight"
 
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """A parameter within the checkpoint's tensor `key`, whose leading axes (layer, expert) it is one thick in."""
+    """Location of a parameter in the stored tensor `key`: its index in the leading axes (layer, expert)."""
 
     key: str
     leading_index: tuple[int, ...]
@@ -28,7 +28,7 @@ class TensorLocation:
 
     @property
     def extra_state_key(self) -> str | None:
-        """Key of the object that Megatron stores beside a linear layer's weight, None if it stores none."""
+        """Key of the extra-state object that Megatron stores for a linear layer; None for other parameters."""
         module, _, name = self.key.removesuffix(".weight").rpartition(".")
         if not module.startswith("decoder.") or not name.startswith("linear_"):
             return None
@@ -37,12 +37,12 @@ class TensorLocation:
 
 
 def stacks_layers(text: Any) -> bool:
-    """Whether Megatron stores all layers of this text model in one tensor."""
+    """Whether Megatron stores all layers of the text model in one tensor."""
     return not any(is_sparse(text, layer) for layer in range(text.num_hidden_layers))
 
 
 def tensor_location(mapping: ParameterMapping, text_config: Any, stacked: bool) -> TensorLocation:
-    """Where the entry's parameter lies."""
+    """Location of the mapping's parameter. `stacked`: whether layers are stacked."""
     key, index, sizes = mapping.megatron_param, [], []
     if mapping.layer is not None and stacked:
         key = LAYER_PREFIX.sub("decoder.layers.", key)
@@ -57,37 +57,37 @@ def tensor_location(mapping: ParameterMapping, text_config: Any, stacked: bool) 
 
 @dataclass(frozen=True)
 class ShardedChunk:
-    """A chunk of a parameter that a rank holds: its place in the whole parameter, and what fills it."""
+    """A rank's chunk of a parameter: its position in the whole parameter and its sources."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
-    sources: tuple[tuple[ParameterMapping, ShardRange, tuple[slice, ...]], ...]  # the slices index the chunk
+    sources: tuple[tuple[ParameterMapping, ShardRange, tuple[slice, ...]], ...]  # slices into the chunk
 
 
 def sharded_chunks(mappings: Sequence[ParameterMapping], rank: int, size: int) -> list[ShardedChunk]:
-    """The chunks of rank `rank` of `size` of the parameter that `entries` fill together.
+    """Chunks that rank `rank` of `size` holds of the parameter that the mappings fill together.
 
-    Gate and up projection are a chunk each, as Megatron cuts them. Of a replicated parameter every rank holds all.
-    Raises ValueError if `size` does not divide it.
+    Gate and up projection are separate chunks, as in Megatron. Every rank holds all of a replicated parameter.
+    Raises ValueError if `size` does not divide the parameter.
     """
     kind = mappings[0].layout.kind
-    groups = [[entry] for entry in mappings] if kind == "gate_up" else [list(mappings)]
-    return [_share(group, rank, size) for group in groups]
+    groups = [[mapping] for mapping in mappings] if kind == "gate_up" else [list(mappings)]
+    return [_chunk(group, rank, size) for group in groups]
 
 
-def _share(entries: Sequence[ParameterMapping], rank: int, size: int) -> ShardedChunk:
-    first, kind = entries[0], entries[0].layout.kind
-    found = [(entry, piece) for entry in entries for piece in shard_ranges(entry, rank, size)]
+def _chunk(mappings: Sequence[ParameterMapping], rank: int, size: int) -> ShardedChunk:
+    first, kind = mappings[0], mappings[0].layout.kind
+    ranges = [(mapping, piece) for mapping in mappings for piece in shard_ranges(mapping, rank, size)]
     dim = 1 if kind == "row" else 0
-    length = sum(piece.length for _, piece in found)
+    length = sum(piece.length for _, piece in ranges)
     if kind == "vocabulary":
         length = padded_vocab_size(first.shape[0], size) // size
     base = first.layout.gate_up_index * length if kind == "gate_up" else 0
     start = 0 if kind == "replicated" else rank * length
     start += first.layout.gate_up_index * first.shape[0] if kind == "gate_up" else 0
-    fills = []
-    for entry, piece in found:
+    sources = []
+    for mapping, piece in ranges:
         low = piece.shard_offset - base
-        fills.append((entry, piece, (*[slice(None)] * dim, slice(low, low + piece.length))))
+        sources.append((mapping, piece, (*[slice(None)] * dim, slice(low, low + piece.length))))
     shape = (*first.shape[:dim], length, *first.shape[dim + 1 :])
-    return ShardedChunk(tuple(start if axis == dim else 0 for axis in range(len(shape))), shape, tuple(fills))
+    return ShardedChunk(tuple(start if axis == dim else 0 for axis in range(len(shape))), shape, tuple(sources))

@@ -1,10 +1,10 @@
-"""Conversion between Hugging Face folders and Megatron's distributed checkpoints, one part of a tensor at a time.
+"""Convert between Hugging Face folders and Megatron's distributed checkpoints, one part of a tensor at a time.
 
-    OUT/megatron/  the weights, as `dist_files` has them
-    OUT/hf/        everything of the Hugging Face folder but weights
+    OUT/megatron/  the weights, in the format of `dist_checkpoint_files`
+    OUT/hf/        all files of the Hugging Face folder except weights
 
-A checkpoint holds each parameter as one tensor, in the shape that it has without any splitting (the vocabulary may be
-padded), cut into a chunk for each rank. It loads at any parallel sizes whatever they were when it was written.
+A checkpoint stores each parameter as one tensor in its unsharded shape (the vocabulary may be padded), cut into one
+chunk per rank. It loads at any parallel sizes.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ from megatron_webrl.model.layout import ParallelSizes, check_parallel_sizes, exp
 from megatron_webrl.model.parameter_map import ParameterMapping, parameter_mappings, parameter_shapes
 
 MEGATRON_FOLDER, HF_FOLDER = "megatron", "hf"
-CHUNK_OVERHEAD_BYTES = 4096  # bytes that a chunk and its description take on disk beside its contents, at most
-COMPARE_CHUNK_BYTES = 64 << 20  # bytes at once when comparing
+CHUNK_OVERHEAD_BYTES = 4096  # most disk space of a chunk beyond its contents
+COMPARE_CHUNK_BYTES = 64 << 20  # compared at a time
 
 ProgressFactory = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
-"""Shows progress: called with what is done and how many bytes there are, gives what to call with bytes done."""
+"""Makes a progress bar from (label, total bytes); the context yields a callback for bytes done."""
 
 
-def no_progress(what: str, total: int) -> AbstractContextManager[Callable[[int], object]]:
-    """A bar that shows nothing."""
+def no_progress(label: str, total: int) -> AbstractContextManager[Callable[[int], object]]:
+    """Show no progress."""
     return nullcontext(lambda done: None)
 
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """What both directions can be told. `dtype`: of the result; None keeps each tensor's own."""
+    """Options of both directions. `dtype`: of the result; None keeps each tensor's dtype."""
 
     dtype: torch.dtype | None = None
     overwrite: bool = False
@@ -73,79 +73,81 @@ class ConversionOptions:
 
 @dataclass(frozen=True)
 class ConversionSummary:
-    """What was written: Hugging Face tensors, bytes of weights."""
+    """Number of Hugging Face tensors and bytes of weights written."""
 
     tensors: int
     nbytes: int
 
 
 def hf_to_megatron(source: Path, target: Path, sizes: ParallelSizes, options: ConversionOptions) -> ConversionSummary:
-    """Write the weights of a Hugging Face folder as a checkpoint with a file for each (stage, expert, tensor) rank.
+    """Write the weights of a Hugging Face folder as a checkpoint with one file per (stage, expert, tensor) rank.
 
-    Experts are split over tensor-parallel ranks, too: `sizes.expert_tensor` counts as `sizes.tensor`. Peak memory
-    beyond the mapped files is two chunks. Raises ValueError (LoadError, StagingError) for a folder that is no complete
-    Qwen3-VL, sizes that do not fit the model, a target that is taken, and results that differ from the source; the
-    target then does not exist.
+    Experts are sharded over tensor-parallel ranks, too: `sizes.expert_tensor` is taken as `sizes.tensor`. Peak memory
+    beyond the mapped files is two chunks. Raises ValueError (LoadError, TargetFolderError) for an incomplete folder,
+    sizes that do not divide the model, an existing target, and a result that differs from the source; the target is
+    then not created.
     """
-    description = load_hf_config(source)
+    hf_config = load_hf_config(source)
     try:
-        # Files are cut for tensor-parallel ranks throughout, experts included.
-        check_parallel_sizes(description.text_config, replace(sizes, expert_tensor=sizes.tensor))
+        # All files are sharded by tensor-parallel rank, experts included.
+        check_parallel_sizes(hf_config.text_config, replace(sizes, expert_tensor=sizes.tensor))
     except ValueError as error:
         raise ValueError(f"{error} ({source / 'config.json'})") from error
     with (
-        open_hf_model(source, description) as model,
+        open_hf_model(source, hf_config) as model,
         atomic_folder(target, source, overwrite=options.overwrite) as folder,
     ):
-        _check_types(model, description, options.dtype)
+        _check_dtypes(model, hf_config, options.dtype)
         total = sum(_nbytes(tensor, options.dtype) for tensor in model.tensors.values())
         chunks = len(model.mappings) * sizes.tensor
-        check_free_space(folder, total + chunks * CHUNK_OVERHEAD_BYTES + _description_size(source))
+        check_free_space(folder, total + chunks * CHUNK_OVERHEAD_BYTES + _metadata_size(source))
         folders.copy_metadata(source, folder / HF_FOLDER)
         with options.progress("writing", total) as advance:
-            _write_chunks(model, description, folder / MEGATRON_FOLDER, sizes, options.dtype, advance)
+            _write_chunks(model, hf_config, folder / MEGATRON_FOLDER, sizes, options.dtype, advance)
         if options.dtype is not None:
-            _name_type(folder / HF_FOLDER / "config.json", options.dtype)
+            _set_dtype(folder / HF_FOLDER / "config.json", options.dtype)
         if options.verify:
             with (
                 DistCheckpointReader(folder / MEGATRON_FOLDER) as reader,
                 options.progress("verifying", total) as advance,
             ):
-                check_checkpoint(reader, description)
-                _compare(model, reader, description, options.dtype, advance)
+                check_checkpoint(reader, hf_config)
+                _compare(model, reader, hf_config, options.dtype, advance)
     return ConversionSummary(len(model.tensors), total)
 
 
 def megatron_to_hf(source: Path, target: Path, shard_bytes: int, options: ConversionOptions) -> ConversionSummary:
     """Write a checkpoint's weights as a Hugging Face folder, in safetensors files of at most `shard_bytes`.
 
-    `source` is a converted checkpoint, one of a trainer, or a trainer's folder of checkpoints. Peak memory beyond the
-    mapped files is two tensors (of fused experts, two experts'). Raises ValueError as `hf_to_megatron` does.
+    `source` is a converted checkpoint, a trainer's checkpoint or a trainer's folder of checkpoints. Peak memory beyond
+    the mapped files is two tensors (two experts of fused tensors). Raises ValueError like `hf_to_megatron`.
     """
     source = find_checkpoint(source)
-    description = load_hf_config(source / HF_FOLDER)
+    hf_config = load_hf_config(source / HF_FOLDER)
     with (
         DistCheckpointReader(source / MEGATRON_FOLDER) as reader,
         atomic_folder(target, source, overwrite=options.overwrite) as folder,
     ):
-        check_checkpoint(reader, description)
-        assembly = HFReader(reader, description, options.dtype)
-        specs = assembly.tensor_specs()
+        check_checkpoint(reader, hf_config)
+        hf_reader = HFReader(reader, hf_config, options.dtype)
+        specs = hf_reader.tensor_specs()
         total = sum(spec.nbytes for spec in specs)
-        check_free_space(folder, total + len(specs) * CHUNK_OVERHEAD_BYTES + _description_size(source / HF_FOLDER))
+        check_free_space(folder, total + len(specs) * CHUNK_OVERHEAD_BYTES + _metadata_size(source / HF_FOLDER))
         folders.copy_metadata(source / HF_FOLDER, folder)
         if options.dtype is not None:
-            _name_type(folder / "config.json", options.dtype)
+            _set_dtype(folder / "config.json", options.dtype)
         with options.progress("writing", total) as advance:
-            write_hf_model(folder, specs, lambda spec: _counted(assembly.read_parts(spec.name), advance), shard_bytes)
+            write_hf_model(
+                folder, specs, lambda spec: _report_progress(hf_reader.read_parts(spec.name), advance), shard_bytes
+            )
         if options.verify:
-            with open_hf_model(folder, description) as model, options.progress("verifying", total) as advance:
-                _compare(model, reader, description, options.dtype, advance)
+            with open_hf_model(folder, hf_config) as model, options.progress("verifying", total) as advance:
+                _compare(model, reader, hf_config, options.dtype, advance)
     return ConversionSummary(len(specs), total)
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that a path means: itself, or the one that its file `latest` names. Raises LoadError."""
+    """The checkpoint at a path: the path itself, or the one named by its file `latest`. Raises LoadError."""
     pointer = path / "latest"
     found = path / pointer.read_text().strip() if pointer.is_file() else path
     for needed in (Path(MEGATRON_FOLDER, ".metadata"), Path(HF_FOLDER, "config.json")):
@@ -155,46 +157,48 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def check_checkpoint(reader: DistCheckpointReader, hf_config: Any) -> None:
-    """Refuse anything but exactly the model's tensors, whole. Raises LoadError."""
+    """Raise LoadError unless the checkpoint holds exactly the model's tensors, completely."""
     text = hf_config.text_config
-    entries = parameter_mappings(hf_config)
-    stacked, shapes, known = UNSTACKED_LAYER_KEY not in reader.tensors, parameter_shapes(entries, 1), set()
-    for entry in entries:
-        where = tensor_location(entry, text, stacked)
+    mappings = parameter_mappings(hf_config)
+    stacked, shapes, known = UNSTACKED_LAYER_KEY not in reader.tensors, parameter_shapes(mappings, 1), set()
+    for mapping in mappings:
+        where = tensor_location(mapping, text, stacked)
         if where.key in known:
             continue
         known.add(where.key)
-        expected = (*where.leading_sizes, *shapes[entry.megatron_param])
+        expected = (*where.leading_sizes, *shapes[mapping.megatron_param])
         if where.key not in reader.tensors:
             raise LoadError(f"tensor {where.key} {list(expected)} is missing from {reader.folder}")
         found = reader.tensors[where.key].shape
-        padded = entry.layout.kind == "vocabulary" and found[0] >= expected[0] and found[1:] == expected[1:]
+        padded = mapping.layout.kind == "vocabulary" and found[0] >= expected[0] and found[1:] == expected[1:]
         if found != expected and not padded:
             raise LoadError(f"tensor {where.key} of {reader.folder} has shape {list(found)}, expected {list(expected)}")
         reader.check_coverage(where.key)
     for key in sorted(reader.tensors):
         if key.startswith(MODEL_KEY_PREFIXES) and key not in known:
-            raise LoadError(f"tensor {key} of {reader.folder} is unexpected: the model of config.json has none such")
+            raise LoadError(
+                f"tensor {key} of {reader.folder} is unexpected: the model of config.json has no such tensor"
+            )
 
 
 def _write_chunks(
     model: HFModel,
-    description: Any,
+    hf_config: Any,
     folder: Path,
     sizes: ParallelSizes,
     dtype: torch.dtype | None,
     advance: Callable[[int], object],
 ) -> None:
-    text, scratch, stage = description.text_config, ScratchBuffers(), 0
+    text, scratch, stage = hf_config.text_config, ScratchBuffers(), 0
     stacked = stacks_layers(text)
     parameters: dict[str, list[ParameterMapping]] = {}
-    for entry in model.mappings:
-        parameters.setdefault(entry.megatron_param, []).append(entry)
+    for mapping in model.mappings:
+        parameters.setdefault(mapping.megatron_param, []).append(mapping)
     shapes = parameter_shapes(model.mappings, sizes.tensor, sizes.tensor)
     with DistCheckpointWriter(folder) as writer:
-        for parameter, entries in parameters.items():
-            first, where = entries[0], tensor_location(entries[0], text, stacked)
-            # A tied embedding is stored once, with the first stage that holds it.
+        for parameter, mappings in parameters.items():
+            first, where = mappings[0], tensor_location(mappings[0], text, stacked)
+            # A tied embedding is stored once, by its first stage.
             if (held := pipeline_stages(first, text.num_hidden_layers, sizes, tied=False)[0]) != stage:
                 writer.close_files()
                 stage = held
@@ -207,10 +211,10 @@ def _write_chunks(
             shape = tuple(size * split if axis == dim else size for axis, size in enumerate(shapes[parameter]))
             for rank in range(split):
                 file = f"__{base + rank}_0.distcp"
-                for share in sharded_chunks(entries, rank, sizes.tensor):
-                    tensor = _filled(share, model.tensors, kind, scratch)
+                for chunk in sharded_chunks(mappings, rank, sizes.tensor):
+                    tensor = _assemble(chunk, model.tensors, kind, scratch)
                     writer.write_chunk(
-                        file, where.key, (*where.leading_sizes, *shape), (*where.leading_index, *share.offsets), tensor
+                        file, where.key, (*where.leading_sizes, *shape), (*where.leading_index, *chunk.offsets), tensor
                     )
                     advance(tensor.nbytes)
             if where.extra_state_key is not None:
@@ -218,55 +222,56 @@ def _write_chunks(
         writer.finish()
 
 
-def _filled(share: ShardedChunk, tensors: dict[str, HFTensor], dtype: torch.dtype, scratch: ScratchBuffers) -> Tensor:
-    """A chunk's contents: the mapped file itself where they lie there in one piece, else put together."""
-    found = [
-        (tensors[entry.hf_param][entry.tensor_index(piece)], entry, target) for entry, piece, target in share.sources
+def _assemble(chunk: ShardedChunk, tensors: dict[str, HFTensor], dtype: torch.dtype, scratch: ScratchBuffers) -> Tensor:
+    """Contents of a chunk: a view of the mapped file if they are contiguous there, else assembled in `scratch`."""
+    parts = [
+        (tensors[mapping.hf_param][mapping.tensor_index(piece)], mapping, target)
+        for mapping, piece, target in chunk.sources
     ]
-    if len(found) == 1:
-        tensor, entry, _ = found[0]
-        if tensor.shape == share.shape and not entry.transposed and tensor.dtype == dtype and tensor.is_contiguous():
+    if len(parts) == 1:
+        tensor, mapping, _ = parts[0]
+        if tensor.shape == chunk.shape and not mapping.transposed and tensor.dtype == dtype and tensor.is_contiguous():
             return with_own_storage(tensor)
-    chunk = scratch.allocate(share.shape, dtype)
-    if sum(tensor.numel() for tensor, _, _ in found) < chunk.numel():
-        chunk.zero_()
-    for tensor, entry, target in found:
-        if entry.transposed:
-            copy_transposed(chunk[target], tensor)
+    result = scratch.allocate(chunk.shape, dtype)
+    if sum(tensor.numel() for tensor, _, _ in parts) < result.numel():
+        result.zero_()
+    for tensor, mapping, target in parts:
+        if mapping.transposed:
+            copy_transposed(result[target], tensor)
         else:
-            chunk[target].copy_(tensor)
-    return chunk
+            result[target].copy_(tensor)
+    return result
 
 
 def _compare(
     model: HFModel,
     reader: DistCheckpointReader,
-    description: Any,
+    hf_config: Any,
     dtype: torch.dtype | None,
     advance: Callable[[int], object],
 ) -> None:
-    """Refuse a checkpoint that does not hold the folder's tensors bit for bit, both taken as `dtype`."""
-    assembly = HFReader(reader, description, dtype)
-    for name, entries in groupby(model.mappings, key=lambda entry: entry.hf_param):
+    """Raise LoadError unless the checkpoint equals the folder's tensors bit for bit, converted to `dtype`."""
+    hf_reader = HFReader(reader, hf_config, dtype)
+    for name, mappings in groupby(model.mappings, key=lambda mapping: mapping.hf_param):
         tensor = model.tensors[name]
-        for number, part in groupby(entries, key=fused_expert_index):
-            stored = assembly.read_part(list(part))
+        for number, part in groupby(mappings, key=fused_expert_index):
+            stored = hf_reader.read_part(list(part))
             expected = tensor[:] if number is None else tensor[number]
             rows = max(1, COMPARE_CHUNK_BYTES // expected[0].nbytes)
             for start in range(0, len(expected), rows):
-                wanted, found = expected[start : start + rows], stored[start : start + rows]
-                if not bitwise_equal(wanted if dtype is None else wanted.to(dtype), found):
-                    raise LoadError(f"tensor {name} of {tensor.path} differs from what {reader.folder} holds of it")
+                original, converted = expected[start : start + rows], stored[start : start + rows]
+                if not bitwise_equal(original if dtype is None else original.to(dtype), converted):
+                    raise LoadError(f"tensor {name} of {tensor.path} differs from its copy in {reader.folder}")
             advance(stored.nbytes)
 
 
-def _check_types(model: HFModel, description: Any, dtype: torch.dtype | None) -> None:
-    """Refuse tensors of different types that the checkpoint keeps as one. Raises LoadError."""
-    stacked = stacks_layers(description.text_config)
+def _check_dtypes(model: HFModel, hf_config: Any, dtype: torch.dtype | None) -> None:
+    """Raise LoadError for tensors of different dtypes that the checkpoint stores in one tensor."""
+    stacked = stacks_layers(hf_config.text_config)
     firsts: dict[str, HFTensor] = {}
-    for entry in model.mappings:
-        tensor = model.tensors[entry.hf_param]
-        first = firsts.setdefault(tensor_location(entry, description.text_config, stacked).key, tensor)
+    for mapping in model.mappings:
+        tensor = model.tensors[mapping.hf_param]
+        first = firsts.setdefault(tensor_location(mapping, hf_config.text_config, stacked).key, tensor)
         if tensor.dtype != first.dtype and dtype is None:
             raise LoadError(
                 f"tensor {tensor.name} of {tensor.path} has type {tensor.stored_dtype}, but {first.name} of "
@@ -275,7 +280,7 @@ def _check_types(model: HFModel, description: Any, dtype: torch.dtype | None) ->
             )
 
 
-def _counted(parts: Iterable[Tensor], advance: Callable[[int], object]) -> Iterator[Tensor]:
+def _report_progress(parts: Iterable[Tensor], advance: Callable[[int], object]) -> Iterator[Tensor]:
     for part in parts:
         yield part
         advance(part.nbytes)
@@ -285,12 +290,12 @@ def _nbytes(tensor: HFTensor, dtype: torch.dtype | None) -> int:
     return torch.Size(tensor.shape).numel() * (dtype or tensor.dtype).itemsize
 
 
-def _description_size(source: Path) -> int:
+def _metadata_size(source: Path) -> int:
     return sum(path.stat().st_size for path in folders.metadata_files(source))
 
 
-def _name_type(config: Path, dtype: torch.dtype) -> None:
-    """Put the type into a config.json wherever it names one."""
+def _set_dtype(config: Path, dtype: torch.dtype) -> None:
+    """Set the dtype in a config.json wherever it has one."""
     content = json.loads(config.read_text())
     for part in (content, content.get("text_config", {}), content.get("vision_config", {})):
         for name in ("dtype", "torch_dtype"):

@@ -1,8 +1,8 @@
-"""Megatron's distributed checkpoint ("torch_dist") as files: its tensors read and written chunk by chunk.
+"""Read and write Megatron's distributed checkpoints ("torch_dist") chunk by chunk, without process groups or a model.
 
-No process group is needed and no model. The format is that of torch.distributed.checkpoint: `.metadata` lists each
-tensor's chunks and where in the `.distcp` files they lie, each as `torch.save` has it. Its own writer keeps the last
-tensor of every key until the file is complete, up to a whole model; here chunks are mapped and written one by one.
+The format is that of torch.distributed.checkpoint: `.metadata` lists each tensor's chunks and their positions in the
+`.distcp` files, each in the format of `torch.save`. The writer of torch keeps the last tensor of every key until the
+file is complete, up to a whole model; here chunks are mapped and written one by one.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ METADATA_JSON = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-ALIGNMENT_BYTES = 64  # bytes; torch.save aligns contents to this within what it writes
+ALIGNMENT_BYTES = 64  # as torch.save aligns contents within its output
 
 
 @dataclass(frozen=True)
 class Box:
-    """A box within a tensor."""
+    """A rectangular region of a tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     def intersection(self, other: Box) -> Box | None:
-        """What two boxes share, None if nothing."""
+        """Intersection of two boxes; None if it is empty."""
         starts = [max(pair) for pair in zip(self.offsets, other.offsets, strict=True)]
         ends = [min(pair) for pair in zip(self.ends, other.ends, strict=True)]
         sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
@@ -62,14 +62,14 @@ class Box:
         return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
-        """Index of this box in a tensor that holds `outer`."""
-        places = zip(self.offsets, outer.offsets, self.sizes, strict=True)
-        return tuple(slice(offset - start, offset - start + size) for offset, start, size in places)
+        """Index of this box in a tensor whose contents are the box `outer`."""
+        ranges = zip(self.offsets, outer.offsets, self.sizes, strict=True)
+        return tuple(slice(offset - start, offset - start + size) for offset, start, size in ranges)
 
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A part of a stored tensor and its place in a file, in bytes."""
+    """A chunk of a stored tensor; offset and length in its file are bytes."""
 
     key: str
     box: Box
@@ -80,22 +80,22 @@ class StoredChunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the checkpoint. `chunks`: by their first offset if each is one thick there, else all under -1."""
+    """A tensor of the checkpoint. `chunks`: keyed by first offset if all have size 1 in axis 0, else all under -1."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: dict[int, tuple[StoredChunk, ...]]
 
     def overlapping(self, box: Box) -> list[StoredChunk]:
-        """The chunks that hold some of a box."""
+        """Chunks that intersect a box."""
         rows = range(box.offsets[0], box.ends[0]) if -1 not in self.chunks else (-1,)
         return [chunk for row in rows for chunk in self.chunks.get(row, ()) if chunk.box.intersection(box)]
 
 
 class DistCheckpointReader(AbstractContextManager["DistCheckpointReader"]):
-    """The tensors of a checkpoint; a context manager that closes its files.
+    """Tensors of a checkpoint. A context manager that closes its files.
 
-    Raises LoadError for a folder that holds no checkpoint, and for a file that is missing or cut short.
+    Raises LoadError for a folder without a checkpoint and for missing or truncated files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -105,7 +105,7 @@ class DistCheckpointReader(AbstractContextManager["DistCheckpointReader"]):
             metadata = FileSystemReader(folder).read_metadata()
         except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError) as error:
             raise LoadError(f"{folder / '.metadata'} describes no distributed checkpoint: {error}") from error
-        self._ends: dict[Path, int] = {}  # bytes that each file has at least
+        self._ends: dict[Path, int] = {}  # least size of each file in bytes
         for place in metadata.storage_data.values():
             path = folder / place.relative_path
             self._ends[path] = max(self._ends.get(path, 0), place.offset + place.length)
@@ -120,7 +120,7 @@ class DistCheckpointReader(AbstractContextManager["DistCheckpointReader"]):
             file.close()
 
     def check_coverage(self, key: str) -> None:
-        """Check that a tensor's chunks cover it and that their files hold them. Raises LoadError."""
+        """Raise LoadError unless a tensor's chunks cover it exactly once and are within their files."""
         stored = self.tensors[key]
         chunks = [chunk for row in stored.chunks.values() for chunk in row]
         covered = sum(torch.Size(chunk.box.sizes).numel() for chunk in chunks)
@@ -134,16 +134,16 @@ class DistCheckpointReader(AbstractContextManager["DistCheckpointReader"]):
                 raise LoadError(f"tensor {key}: its file {path} {found}")
 
     def read_chunk(self, chunk: StoredChunk) -> torch.Tensor:
-        """A whole chunk, in the shape of its box: a view of its file, which may lie there at any byte (`aligned`)."""
+        """A chunk in the shape of its box: a view of the mapped file, possibly unaligned (see `ensure_aligned`)."""
         if chunk.path not in self._files:
             self._files[chunk.path] = chunk.path.open("rb")
         try:
             memory = _mapped(self._files[chunk.path], chunk.offset, chunk.length)
-            # On the meta device no contents are read; torch notes where they begin.
-            file = cast(IO[bytes], _View(memory.numpy().data))
+            # On the meta device torch reads no contents but records their offset.
+            file = cast(IO[bytes], _MemoryFile(memory.numpy().data))
             form = torch.load(file, map_location="meta", weights_only=True)
             if not isinstance(form, torch.Tensor):
-                raise LoadError(f"tensor {chunk.key} of {chunk.path} is no tensor")
+                raise LoadError(f"tensor {chunk.key} of {chunk.path} is not a tensor")
             storage: Any = form.untyped_storage()
             start = storage._checkpoint_offset
             contents = torch.frombuffer(memory[start : start + storage.nbytes()].numpy(), dtype=form.dtype)
@@ -152,8 +152,8 @@ class DistCheckpointReader(AbstractContextManager["DistCheckpointReader"]):
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise LoadError(f"tensor {chunk.key} of {chunk.path} cannot be read: {reason}") from error
         if form.numel() != torch.Size(chunk.box.sizes).numel() or form.dtype != self.tensors[chunk.key].dtype:
-            raise LoadError(f"tensor {chunk.key} of {chunk.path} is not what .metadata says of it")
-        # Megatron may leave out the axes of layers and experts, which are one thick.
+            raise LoadError(f"tensor {chunk.key} of {chunk.path} does not match .metadata")
+        # Megatron may omit the axes of layers and experts, which have size 1.
         return tensor.reshape(chunk.box.sizes)
 
     def _stored(
@@ -163,7 +163,7 @@ class DistCheckpointReader(AbstractContextManager["DistCheckpointReader"]):
         for each in value.chunks:
             place = places.get(MetadataIndex(key, each.offsets))
             if place is None:
-                raise LoadError(f"tensor {key} of {self.folder}: .metadata names no file for a chunk of it")
+                raise LoadError(f"tensor {key} of {self.folder}: .metadata names no file for one of its chunks")
             box = Box(tuple(each.offsets), tuple(each.sizes))
             found.append(StoredChunk(key, box, self.folder / place.relative_path, place.offset, place.length))
         rows: dict[int, list[StoredChunk]] = {}
@@ -174,53 +174,53 @@ class DistCheckpointReader(AbstractContextManager["DistCheckpointReader"]):
 
 
 class DistCheckpointWriter(AbstractContextManager["DistCheckpointWriter"]):
-    """Writes a checkpoint chunk by chunk into a folder. It is one only after `finish`.
+    """Write a checkpoint chunk by chunk into a folder. The checkpoint is valid only after `finish`.
 
-    Chunks are written in a thread, one behind the caller; what fails there is raised by a later call.
+    A thread writes the chunks, one behind the caller; a later call raises its exceptions.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True)
-        self._behind = BackgroundWriter()
-        self._open: dict[str, BinaryIO] = {}  # of the thread, as is `_written`
+        self._writer = BackgroundWriter()
+        self._open: dict[str, BinaryIO] = {}  # used by the thread only, like `_written`
         self._items: dict[str, Any] = {}  # key -> its metadata
         self._written: list[WriteResult] = []
 
     def write_chunk(
         self, file: str, key: str, shape: Sequence[int], offsets: Sequence[int], tensor: torch.Tensor
     ) -> None:
-        """Append one chunk, which is all of its storage, to a file. Leading axes that it lacks are one thick.
+        """Append a chunk to a file. Missing leading axes have size 1.
 
-        The tensor must stay as it is until the next call.
+        The tensor must own its storage and must not change until the next call.
         """
         sizes = (1,) * (len(shape) - tensor.dim()) + tuple(tensor.shape)
         item = self._items.setdefault(
             key, TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(shape), [])
         )
         item.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-        self._behind.submit(self._append, file, MetadataIndex(key, offsets), tensor.view(sizes))
+        self._writer.submit(self._append, file, MetadataIndex(key, offsets), tensor.view(sizes))
 
     def write_object(self, file: str, key: str, value: Any) -> None:
-        """Append an object in Megatron's form: the list of what one rank holds under the key."""
+        """Append an object in Megatron's format: a list of one rank's objects of the key."""
         self._items[key] = BytesStorageMetadata()
-        self._behind.submit(self._append, file, MetadataIndex(key), [value])
+        self._writer.submit(self._append, file, MetadataIndex(key), [value])
 
     def close_files(self) -> None:
-        """Bring all files to the disk; no chunk can be added to them any more."""
-        self._behind.submit(self._close)
+        """Flush all files to disk and close them; no more chunks can be added to them."""
+        self._writer.submit(self._close)
 
     def __exit__(self, *error: Any) -> None:
         try:
-            self._behind.__exit__(*error)
+            self._writer.__exit__(*error)
         finally:
             for file in self._open.values():
                 file.close()
 
     def finish(self) -> None:
-        """Write what makes the files a checkpoint that Megatron loads."""
+        """Write the metadata that Megatron needs to load the checkpoint."""
         self.close_files()
-        self._behind.wait()
+        self._writer.wait()
         FileSystemWriter(self.folder).finish(Metadata(self._items), [self._written])
         torch.save({}, self.folder / "common.pt")
         (self.folder / "metadata.json").write_text(json.dumps(METADATA_JSON))
@@ -243,33 +243,33 @@ class DistCheckpointWriter(AbstractContextManager["DistCheckpointWriter"]):
 
 
 def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The same contiguous memory as a tensor whose storage it is. `torch.save` writes whole storages."""
+    """View of contiguous memory as a tensor with its own storage. `torch.save` writes whole storages."""
     flat = tensor.reshape(-1).view(torch.uint8).numpy()
     return torch.frombuffer(flat, dtype=tensor.dtype).view(tensor.shape)
 
 
 def ensure_aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, copied if its elements do not begin where the processor wants them: torch may calculate with it."""
+    """The tensor, copied if its address is not aligned to its element size, which torch needs for computation."""
     if tensor.data_ptr() % tensor.element_size() == 0:
         return tensor
     return tensor.view(torch.uint8).clone(memory_format=torch.contiguous_format).view(tensor.dtype)
 
 
 def _mapped(file: BinaryIO, start: int, length: int) -> torch.Tensor:
-    """Bytes of a file, mapped while the tensor lives. Raises OSError if the file has fewer."""
+    """Map bytes of a file for the lifetime of the tensor. Raises OSError if the file is too short."""
     if os.fstat(file.fileno()).st_size < start + length:
         raise OSError("its file is cut short")
     lead = start % mmap.ALLOCATIONGRANULARITY
-    # Private and writable, since torch wants memory that could be written to. Nothing is written, so nothing is copied.
+    # Private and writable, since torch requires writable memory. Nothing is written, so nothing is copied.
     memory = mmap.mmap(file.fileno(), lead + length, access=mmap.ACCESS_COPY, offset=start - lead)
     return torch.frombuffer(memory, dtype=torch.uint8, count=length, offset=lead)
 
 
-class _View(io.RawIOBase):
-    """Memory as a file."""
+class _MemoryFile(io.RawIOBase):
+    """Read-only file object over a memory view."""
 
     def __init__(self, memory: memoryview) -> None:
-        self._memory, self._place = memory, 0
+        self._memory, self._position = memory, 0
 
     def readable(self) -> bool:
         return True
@@ -278,23 +278,23 @@ class _View(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: len(self._memory)}[whence]
-        self._place = start + offset
-        return self._place
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._memory)}[whence]
+        self._position = start + offset
+        return self._position
 
     def tell(self) -> int:
-        return self._place
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
-        found = self._memory[self._place : self._place + len(buffer)]
-        buffer[: len(found)] = found
-        self._place += len(found)
-        return len(found)
+        data = self._memory[self._position : self._position + len(buffer)]
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
 
 
 @contextmanager
 def _no_checksums() -> Iterator[None]:
-    """Let torch.save leave out checksums, which take half its time and which nothing that reads checkpoints uses."""
+    """Disable checksums in torch.save: they take half its time, and no reader of checkpoints uses them."""
     before = get_crc32_options()
     set_crc32_options(False)
     try:

@@ -1,4 +1,4 @@
-"""Tensors of a Hugging Face folder: found through the index, checked against a configuration, read lazily."""
+"""Read and write the tensors of a Hugging Face folder: located by its index, checked against its config, lazy."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 OUTPUT_WEIGHT, EMBEDDING_WEIGHT = "lm_head.weight", "model.language_model.embed_tokens.weight"
-COMPARE_CHUNK_ROWS = 4096  # at once, so that comparing needs little memory
+COMPARE_CHUNK_ROWS = 4096  # compared at a time, to bound memory
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class LoadError(ValueError):
-    """Tensors that are not exactly those of the model. Names the tensor and its file."""
+    """Stored tensors do not match the model. The message names the tensor and its file."""
 
 
 @dataclass(frozen=True)
 class HFTensor:
-    """A tensor in its file. Nothing is read before it is sliced; a slice is a view of the mapped file."""
+    """A tensor in its file, read lazily: a slice is a view of the mapped file."""
 
     name: str
     path: Path
     shape: tuple[int, ...]
-    stored_dtype: str  # type as the file names it: "BF16"
+    stored_dtype: str  # as the file names it: "BF16"
     lazy_slice: Any
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        found: torch.Tensor = self.lazy_slice[index]
-        return found
+        tensor: torch.Tensor = self.lazy_slice[index]
+        return tensor
 
     @property
     def dtype(self) -> torch.dtype:
-        """Raises LoadError for a type that weights do not have here."""
+        """The torch dtype. Raises LoadError for an unsupported one."""
         if self.stored_dtype not in DTYPES:
             known = ", ".join(DTYPES)
             raise LoadError(f"tensor {self.name} of {self.path} has type {self.stored_dtype}; only {known} are read")
@@ -52,7 +52,7 @@ class HFTensor:
 
 @dataclass(frozen=True)
 class HFModel:
-    """A folder whose tensors are exactly those of `entries`."""
+    """A folder whose tensors are exactly those of the mappings."""
 
     mappings: tuple[ParameterMapping, ...]
     tensors: dict[str, HFTensor]
@@ -60,27 +60,27 @@ class HFModel:
 
 @contextmanager
 def open_hf_model(folder: str | Path, hf_config: Any) -> Iterator[HFModel]:
-    """The folder's tensors, laid out as its files have them, after a check against the configuration.
+    """Open the folder's tensors, in their stored format, after checking them against the config.
 
-    A tensor too many, one missing, one of a wrong shape, or a file that is cut short raises LoadError. Tied models
-    may also hold an output layer if it equals the embedding bit for bit; it is left out.
+    An unexpected or missing tensor, a wrong shape or a truncated file raises LoadError. Tied models may also store an
+    output layer if it equals the embedding bit for bit; it is left out.
     """
     with ExitStack() as stack:
         tensors = _open(Path(folder), stack)
-        entries = parameter_mappings(hf_config, detect_expert_format(hf_config, tensors))
+        mappings = parameter_mappings(hf_config, detect_expert_format(hf_config, tensors))
         if hf_config.tie_word_embeddings and OUTPUT_WEIGHT in tensors:
-            _check_tied(tensors, entries)
+            _check_tied(tensors, mappings)
             del tensors[OUTPUT_WEIGHT]
-        _check(entries, tensors)
-        yield HFModel(entries, tensors)
+        _check(mappings, tensors)
+        yield HFModel(mappings, tensors)
 
 
 def detect_expert_format(hf_config: Any, tensors: dict[str, HFTensor]) -> ExpertFormat:
-    """How the folder stores experts, by names and shapes; "released" for a dense model.
+    """Detect how the folder stores experts from names and shapes; "released" for a dense model.
 
-    With hidden size H and expert size I, a gate_up tensor tells [H, 2I] from [2I, H] unless H = 2I, and a down tensor
-    [I, H] from [H, I] unless H = I. One of the two always can. Shapes of neither form count as released, for the
-    check to name.
+    With hidden size H and expert size I, a gate_up tensor distinguishes [H, 2I] from [2I, H] unless H = 2I, and a down
+    tensor [I, H] from [H, I] unless H = I; both cannot be ambiguous. Other shapes count as released, and the later
+    check reports them.
     """
     text = hf_config.text_config
     hidden, inner = text.hidden_size, getattr(text, "moe_intermediate_size", 0)
@@ -120,7 +120,7 @@ def _open(folder: Path, stack: ExitStack) -> dict[str, HFTensor]:
 
 
 def _unreadable(path: Path, error: Exception) -> str:
-    """What is wrong with a file; of one that is cut short also the first tensor that is not whole."""
+    """Error message for an unreadable file; names the first incomplete tensor of a truncated one."""
     plain = f"{path} is not a readable safetensors file: {str(error).splitlines()[0]}"
     try:
         with path.open("rb") as file:
@@ -137,7 +137,7 @@ def _unreadable(path: Path, error: Exception) -> str:
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:
-    """The checkpoint's files, each with the tensors that the index promises, None without an index."""
+    """Files of the folder, each with the tensor names listed in the index; None without an index."""
     index = folder / INDEX_FILE
     if not index.is_file():
         if not (folder / SINGLE_FILE).is_file():
@@ -155,10 +155,10 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
     return dict(sorted(files.items()))
 
 
-def _check(entries: Sequence[ParameterMapping], tensors: dict[str, HFTensor]) -> None:
-    """Refuse anything but exactly the model's tensors."""
-    known = {entry.hf_param: entry.tensor_shape for entry in entries}
-    places = ", ".join(sorted({str(tensor.path) for tensor in tensors.values()})) or "no file"
+def _check(mappings: Sequence[ParameterMapping], tensors: dict[str, HFTensor]) -> None:
+    """Raise LoadError unless the tensors are exactly those of the model."""
+    known = {mapping.hf_param: mapping.tensor_shape for mapping in mappings}
+    files = ", ".join(sorted({str(tensor.path) for tensor in tensors.values()})) or "no file"
     for name, tensor in sorted(tensors.items()):
         if name not in known:
             raise LoadError(
@@ -166,17 +166,17 @@ def _check(entries: Sequence[ParameterMapping], tensors: dict[str, HFTensor]) ->
             )
     for name, shape in known.items():
         if name not in tensors:
-            raise LoadError(f"tensor {name} {list(shape)} is missing from {places}")
-        found = tensors[name]
-        if found.shape != shape:
-            raise LoadError(f"tensor {name} of {found.path} has shape {list(found.shape)}, expected {list(shape)}")
+            raise LoadError(f"tensor {name} {list(shape)} is missing from {files}")
+        tensor = tensors[name]
+        if tensor.shape != shape:
+            raise LoadError(f"tensor {name} of {tensor.path} has shape {list(tensor.shape)}, expected {list(shape)}")
 
 
-def _check_tied(tensors: dict[str, HFTensor], entries: Sequence[ParameterMapping]) -> None:
-    """Refuse an output layer that differs from the embedding of a tied model."""
+def _check_tied(tensors: dict[str, HFTensor], mappings: Sequence[ParameterMapping]) -> None:
+    """Raise LoadError if the output layer of a tied model differs from the embedding."""
     output, embedding = tensors[OUTPUT_WEIGHT], tensors.get(EMBEDDING_WEIGHT)
     if embedding is None:
-        shape = next(entry.tensor_shape for entry in entries if entry.hf_param == EMBEDDING_WEIGHT)
+        shape = next(mapping.tensor_shape for mapping in mappings if mapping.hf_param == EMBEDDING_WEIGHT)
         raise LoadError(f"tensor {EMBEDDING_WEIGHT} {list(shape)} is missing from {output.path}")
     same = output.shape == embedding.shape and output.dtype == embedding.dtype
     for start in range(0, output.shape[0] if same else 0, COMPARE_CHUNK_ROWS):
@@ -191,7 +191,7 @@ def _check_tied(tensors: dict[str, HFTensor], entries: Sequence[ParameterMapping
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor to be written."""
+    """Name, shape and dtype of a tensor to write."""
 
     name: str
     shape: tuple[int, ...]
@@ -208,26 +208,26 @@ def write_hf_model(
     read_parts: Callable[[TensorSpec], Iterable[torch.Tensor]],
     shard_bytes: int,
 ) -> None:
-    """Write the tensors into safetensors files of at most `limit` bytes each, with an index if there are several.
+    """Write tensors into safetensors files of at most `shard_bytes` each, with an index if there are several.
 
-    A larger tensor has a file alone. `parts` gives a tensor's contents in order, one contiguous part at a time, each
-    good until the next but one: it is written in a thread. Every file is brought to the disk.
+    A larger tensor gets its own file. `read_parts` yields a tensor's contents in order as contiguous parts; each part
+    must stay valid until the next but one, since a thread writes it. Every file is flushed to disk.
     """
     shards = _shards(specs, shard_bytes)
     single = len(shards) == 1
     weight_map: dict[str, str] = {}
-    with ExitStack() as files, BackgroundWriter() as behind:
+    with ExitStack() as files, BackgroundWriter() as writer:
         for number, shard in enumerate(shards, start=1):
             name = SINGLE_FILE if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             weight_map |= dict.fromkeys((spec.name for spec in shard), name)
-            # Larger elements first: every tensor then begins at a multiple of its element size.
+            # Larger elements first, so every tensor starts at a multiple of its element size.
             shard.sort(key=lambda spec: -spec.dtype.itemsize)
             file = files.enter_context(create_file(folder / name))
-            behind.submit(file.write, _header(shard))
+            writer.submit(file.write, _header(shard))
             for spec in shard:
                 for part in read_parts(spec):
-                    behind.submit(file.write, part.reshape(-1).view(torch.uint8).numpy().data)
-            behind.submit(sync_and_close, file)
+                    writer.submit(file.write, part.reshape(-1).view(torch.uint8).numpy().data)
+            writer.submit(sync_and_close, file)
     if not single:
         total = sum(spec.nbytes for spec in specs)
         content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
@@ -254,5 +254,5 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
         content[spec.name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
         offset = offsets[1]
     text = json.dumps(content, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the format asks for aligned data
+    text += b" " * (-len(text) % 8)  # the format requires aligned data
     return len(text).to_bytes(8, "little") + text

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder holds besides weights: configuration, tokenizer, processor, generation settings."""
+"""Files of a Hugging Face folder other than weights: config, tokenizer, processor, generation config."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.
 
 
 def metadata_files(folder: Path) -> list[Path]:
-    """The folder's own files that are no weights, by name."""
+    """Non-weight files of the folder, sorted by name."""
     return sorted(
         path
         for path in folder.iterdir()
@@ -20,7 +20,7 @@ def metadata_files(folder: Path) -> list[Path]:
 
 
 def copy_metadata(source: Path, target: Path) -> None:
-    """Copy everything but weights from one folder to another, which is made if it is missing."""
+    """Copy all files except weights to a folder, creating it if needed."""
     target.mkdir(parents=True, exist_ok=True)
     for path in metadata_files(source):
         shutil.copyfile(path, target / path.name)

@@ -1,7 +1,7 @@
-"""Causal attention within each sample of a packed row.
+"""Causal attention within each sample of a packed sequence.
 
-Context parallelism is that of DeepSpeed-Ulysses (arXiv 2309.14509): outside of attention a rank has its share of the
-tokens with all heads; an all-to-all before and one after give it, within, all tokens with its share of the heads.
+Context parallelism follows DeepSpeed-Ulysses (arXiv 2309.14509): outside attention a rank has its shard of the tokens
+with all heads; inside, between two all-to-alls, it has all tokens with its shard of the heads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_webrl.model.qwen3_vl.text_config import MultimodalPackedSeqParams,
 
 
 class PackedAttention(torch.nn.Module):
-    """Attention with grouped queries, each sample by itself. No [T, T] mask is made."""
+    """Grouped-query attention, computed per sample without a [T, T] mask."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:
         """[T, 1, heads * dim] from query [T, 1, heads, dim], key and value [T, 1, groups, dim].
 
-        Under context parallelism T are this rank's tokens.
+        Under context parallelism T counts this rank's tokens.
         """
         tokens = query.shape[0]
         if get_pg_size(self.cp_group) > 1:
@@ -64,23 +64,23 @@ class PackedAttention(torch.nn.Module):
 
 
 def _all_tokens(mine: Tensor, group: ProcessGroup) -> Tensor:
-    """[ranks * t, 1, heads / ranks, dim] from this rank's tokens [t, 1, heads, dim]."""
+    """All-to-all from token shards [t, 1, heads, dim] to head shards [ranks * t, 1, heads / ranks, dim]."""
     ranks, (tokens, _, heads, dim) = get_pg_size(group), mine.shape
     by_rank = mine.reshape(tokens, ranks, heads // ranks, dim).transpose(0, 1).contiguous()
     return all_to_all(group, by_rank).reshape(ranks * tokens, 1, heads // ranks, dim)
 
 
 def _all_heads(mine: Tensor, group: ProcessGroup) -> Tensor:
-    """[t, 1, ranks * heads, dim], this rank's tokens, from its heads of all tokens [ranks * t, 1, heads, dim]."""
+    """All-to-all from head shards [ranks * t, 1, heads, dim] to token shards [t, 1, ranks * heads, dim]."""
     ranks, (tokens, _, heads, dim) = get_pg_size(group), mine.shape
     by_rank = mine.reshape(ranks, tokens // ranks, heads, dim).contiguous()
     return all_to_all(group, by_rank).transpose(0, 1).reshape(tokens // ranks, 1, ranks * heads, dim)
 
 
 def _per_sample(
-    query: Tensor, key: Tensor, value: Tensor, row: MultimodalPackedSeqParams, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, params: MultimodalPackedSeqParams, scale: float | None
 ) -> Tensor:
-    """[T, 1, heads, dim], one call of PyTorch's attention for each sample."""
+    """[T, 1, heads, dim], by one call of PyTorch's attention per sample."""
     grouped = query.shape[2] != key.shape[2]
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [1, heads, T, dim]
     parts = [
@@ -92,22 +92,22 @@ def _per_sample(
             scale=scale,
             enable_gqa=grouped,
         )
-        for start, end in pairwise(row.sample_boundaries)
+        for start, end in pairwise(params.sample_boundaries)
     ]
     return torch.cat(parts, dim=2).permute(2, 0, 1, 3)
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, row: MultimodalPackedSeqParams, scale: float | None) -> Tensor:
-    """[T, heads, dim], all samples in one call of flash-attn's variable-length kernel."""
+def _flash(query: Tensor, key: Tensor, value: Tensor, params: MultimodalPackedSeqParams, scale: float | None) -> Tensor:
+    """[T, heads, dim], by one call of flash-attn's variable-length kernel for all samples."""
     from flash_attn import flash_attn_varlen_func
 
-    longest = max(end - start for start, end in pairwise(row.sample_boundaries))
+    longest = max(end - start for start, end in pairwise(params.sample_boundaries))
     return flash_attn_varlen_func(
         query.squeeze(1),
         key.squeeze(1),
         value.squeeze(1),
-        cu_seqlens_q=row.cu_seqlens_q,
-        cu_seqlens_k=row.cu_seqlens_kv,
+        cu_seqlens_q=params.cu_seqlens_q,
+        cu_seqlens_k=params.cu_seqlens_kv,
         max_seqlen_q=longest,
         max_seqlen_k=longest,
         softmax_scale=scale,

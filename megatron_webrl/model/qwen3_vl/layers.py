@@ -1,4 +1,4 @@
-"""Layers of the text model: DeepStack, recomputation, and the specs of dense and sparse layers."""
+"""Layers of the text model: DeepStack, activation recomputation, specs of dense and sparse layers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from megatron_webrl.model.qwen3_vl.text_config import MultimodalPackedSeqParams
 
 
 class DeepStackLayer(TransformerLayer):
-    """A transformer layer that adds visual features to its output, if the row brings any for it.
+    """A transformer layer that adds the DeepStack features of its layer, if any, to its output.
 
-    The features stay outside of what is recomputed, so that the vision tower's backward pass runs once.
+    The addition is outside the recomputed part, so the vision tower's backward pass runs only once.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Output [T, 1, hidden] and context, as TransformerLayer gives them."""
+        """Output [T, 1, hidden] and context, as in TransformerLayer."""
         layer = super().forward
         if self.config.recompute_layers and self.training:
             output, context = checkpoint(layer, *args, use_reentrant=False, **kwargs)
@@ -45,8 +45,8 @@ class DeepStackLayer(TransformerLayer):
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """What a layer is made of."""
+class _LayerModules:
+    """Module classes of a layer."""
 
     column: Any
     row: Any
@@ -54,23 +54,23 @@ class _Parts:
 
 
 def block_spec(layers: LayerImplementation, sparse: list[bool]) -> TransformerBlockSubmodules:
-    """The layers of one model chunk and the final norm. `sparse`: per layer, whether it is a mixture of experts."""
+    """Specs of the layers and the final norm of a model chunk. `sparse`: whether each layer is a mixture of experts."""
     parts = _parts(layers)
     return TransformerBlockSubmodules(
         layer_specs=[_layer_spec(parts, experts) for experts in sparse], layer_norm=parts.norm
     )
 
 
-def _parts(layers: LayerImplementation) -> _Parts:
+def _parts(layers: LayerImplementation) -> _LayerModules:
     if layers == "local":
-        return _Parts(ColumnParallelLinear, RowParallelLinear, RMSNorm)
+        return _LayerModules(ColumnParallelLinear, RowParallelLinear, RMSNorm)
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
 
-    # Norms stay apart from the linear layers after them: parameters then have the names of the local layers.
-    return _Parts(TEColumnParallelLinear, TERowParallelLinear, TENorm)
+    # Norms are not fused into linear layers, so parameters have the same names as with local layers.
+    return _LayerModules(TEColumnParallelLinear, TERowParallelLinear, TENorm)
 
 
-def _layer_spec(parts: _Parts, sparse: bool) -> ModuleSpec:
+def _layer_spec(parts: _LayerModules, sparse: bool) -> ModuleSpec:
     attention = SelfAttentionSubmodules(
         linear_qkv=parts.column,
         core_attention=PackedAttention,

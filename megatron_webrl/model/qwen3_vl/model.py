@@ -1,4 +1,4 @@
-"""Qwen3-VL on megatron-core: transformers' vision tower, Megatron's GPT blocks, logits where they are needed."""
+"""Qwen3-VL on megatron-core: the vision tower of transformers, Megatron's GPT blocks, logits at scored positions."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from megatron_webrl.model.qwen3_vl.text_config import MultimodalPackedSeqParams,
 
 
 class Qwen3VL(GPTModel):
-    """The model, or one chunk of a pipeline. Made by `build`.
+    """The model, or one of its pipeline chunks, built by `build_model`.
 
-    Do not cast it to another type (nor wrap it in Float16Module): parameters have their type from the start.
+    Do not cast it and do not wrap it in Float16Module: parameters are created in their final dtype.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Qwen3VL(GPTModel):
         groups: ProcessGroupCollection,
         chunk: int,
     ) -> None:
-        """`chunk`: the number of this chunk over all pipeline stages, in the order that rows pass through them."""
+        """`chunk`: index of this chunk over all pipeline stages, in forward order."""
         text, sizes = hf_config.text_config, parallel_sizes_of(groups)
         layers = split_layers(text.num_hidden_layers, sizes.num_chunks)[chunk]
         super().__init__(
@@ -75,35 +75,35 @@ class Qwen3VL(GPTModel):
         if self.pre_process:
             self.visual = vision.build_vision_tower(hf_config.vision_config, config.params_dtype, platform.device)
         if self.post_process:
-            # Positions are chosen before the output layer, so the tokens are gathered before it, too.
+            # The scored positions are selected before the output layer, so the tokens must be gathered before it.
             self.output_layer.sequence_parallel = False
             self.output_layer.allreduce_dgrad = sizes.tensor > 1
 
     def canonical_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """This chunk's parameters under the names of the parameter map: layers and experts count over the model."""
-        found: dict[str, torch.nn.Parameter] = {}
+        """This chunk's parameters by canonical name, as in the parameter map."""
+        parameters: dict[str, torch.nn.Parameter] = {}
         expert = rank_coordinates_of(self.pg_collection).expert
         per_rank = (self.config.num_moe_experts or 0) // parallel_sizes_of(self.pg_collection).expert
         for name, parameter in self.named_parameters():
-            found[canonical_name(name, self.layer_range.start, expert * per_rank)] = parameter
+            parameters[canonical_name(name, self.layer_range.start, expert * per_rank)] = parameter
         if self.post_process and not self.pre_process and self.share_embeddings_and_output_weights:
-            found["embedding.word_embeddings.weight"] = found.pop("output_layer.weight")
-        return found
+            parameters["embedding.word_embeddings.weight"] = parameters.pop("output_layer.weight")
+        return parameters
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
-        """Take what the stage before sent; called by Megatron's schedules."""
+        """Set the input received from the previous stage; called by Megatron's schedules."""
         self._received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def forward(self, packed: PackedInput) -> Tensor:
-        """Logits [R, padded vocabulary / tensor-parallel size] at the positions `row.predict`.
+        """Logits [R, padded vocabulary / tensor-parallel size] at `packed.scored_positions`.
 
-        A chunk before the last returns what the next one takes: its activations [T, 1, hidden], then the DeepStack
-        features [V, 1, hidden] of each layer yet to come. Under sequence and context parallelism T and V are this
-        rank's tokens. Collective over the tensor- and context-parallel ranks.
-        Raises ValueError for a row whose samples, placeholders and images do not fit together.
+        A chunk before the last one returns the input of the next: its activations [T, 1, hidden], followed by the
+        DeepStack features [V, 1, hidden] of each remaining DeepStack layer. Under sequence and context parallelism T
+        and V count this rank's tokens. Collective over the tensor- and context-parallel ranks.
+        Raises ValueError if samples, placeholders and images do not match.
         """
-        packed = pad_to_multiple(packed, self._shares)
-        boundaries, mine = _boundaries(packed), self._context_share(packed)
+        packed = pad_to_multiple(packed, self._token_shards)
+        boundaries, mine = _boundaries(packed), self._context_shard(packed)
         positions = self._local(self._placeholders(packed), packed.tokens.numel())
         hidden, deepstack = self._embed(packed) if self.pre_process else self._unpack(positions.numel())
         params = MultimodalPackedSeqParams(
@@ -133,85 +133,86 @@ class Qwen3VL(GPTModel):
         logits, _ = self.output_layer(hidden.index_select(0, packed.scored_positions - mine.start), weight=weight)
         return logits.squeeze(1)
 
-    def _embed(self, row: PackedInput) -> tuple[Tensor, dict[int, Tensor]]:
-        """Activations that enter the first layer, and the DeepStack features of each layer that takes some."""
-        group, positions = self.pg_collection.tp, self._placeholders(row)
+    def _embed(self, packed: PackedInput) -> tuple[Tensor, dict[int, Tensor]]:
+        """Input activations of the first layer, and DeepStack features by layer."""
+        group, positions = self.pg_collection.tp, self._placeholders(packed)
         features = vision.encode_images(
-            self.visual, row, self.merge_size, self.pg_collection.tp_cp, self.pg_collection.cp
+            self.visual, packed, self.merge_size, self.pg_collection.tp_cp, self.pg_collection.cp
         )
-        made = 0 if features is None else features.embeddings.shape[0]
-        if positions.numel() != made:
+        count = 0 if features is None else features.embeddings.shape[0]
+        if positions.numel() != count:
             raise ValueError(
-                f"the row has {positions.numel()} placeholders (token {self.hf_config.image_token_id}), "
-                f"but its {row.grids.shape[0]} images make {made} image tokens"
+                f"the packed input has {positions.numel()} placeholders (token {self.hf_config.image_token_id}), "
+                f"but its {packed.grids.shape[0]} images make {count} image tokens"
             )
-        hidden = self.embedding(input_ids=row.tokens[None], position_ids=None)
+        hidden = self.embedding(input_ids=packed.tokens[None], position_ids=None)
         deepstack: tuple[Tensor, ...] = ()
         if features is not None:
             hidden = hidden.index_copy(0, positions, features.embeddings[:, None].to(hidden.dtype))
             deepstack = features.deepstack
-        hidden = hidden[self._context_share(row)]
+        hidden = hidden[self._context_shard(packed)]
         if self.config.sequence_parallel:
             hidden = scatter_to_sequence_parallel_region(hidden, group=group)
-            # Ranks use different features each: their gradients are added up on the way back.
+            # Each rank uses different features: the backward pass sums their gradients.
             deepstack = tuple(copy_to_tensor_model_parallel_region(f, group=group) for f in deepstack)
-        if self._shares > 1:
-            chosen = self._chosen(positions, row.tokens.numel())
-            deepstack = tuple(features[chosen] for features in deepstack)
+        if self._token_shards > 1:
+            is_local = self._is_local(positions, packed.tokens.numel())
+            deepstack = tuple(features[is_local] for features in deepstack)
         return hidden, dict(enumerate(deepstack))
 
     def _unpack(self, visual: int) -> tuple[Tensor, dict[int, Tensor]]:
-        """Activations and DeepStack features from what the chunk before sent; `visual` tokens of each feature."""
+        """Split the received tensor into activations and DeepStack features of `visual` tokens each."""
         received = self._received
-        assert received is not None, "a later pipeline stage runs on what the one before sent"
+        assert received is not None, "a later pipeline stage needs the output of the previous stage"
         layers = range(self.layer_range.start, self.num_deepstack_layers) if visual else range(0)
         tokens = received.shape[0] - visual * len(layers)
         hidden, *features = received.split([tokens, *[visual] * len(layers)])
-        # The decoder may write into its input, but not into a view of what was received.
+        # The decoder may write into its input, which must not be a view of the received tensor.
         hidden = hidden.clone() if features else hidden
         return hidden, {layer: part.squeeze(1) for layer, part in zip(layers, features, strict=True)}
 
-    def _placeholders(self, row: PackedInput) -> Tensor:
-        """int64 [V], row positions that image features fill."""
-        if row.image_token_positions is not None:
-            return row.image_token_positions
-        return (row.tokens == self.hf_config.image_token_id).nonzero().squeeze(1)
+    def _placeholders(self, packed: PackedInput) -> Tensor:
+        """int64 [V], positions of the image placeholders in the packed sequence."""
+        if packed.image_token_positions is not None:
+            return packed.image_token_positions
+        return (packed.tokens == self.hf_config.image_token_id).nonzero().squeeze(1)
 
     @property
-    def _shares(self) -> int:
-        """Ranks that share a row's tokens out between the split parts of a layer."""
+    def _token_shards(self) -> int:
+        """Number of ranks over which tokens are sharded between the tensor-parallel parts of a layer."""
         split = get_pg_size(self.pg_collection.tp) if self.config.sequence_parallel else 1
         return split * get_pg_size(self.pg_collection.cp)
 
-    def _context_share(self, row: PackedInput) -> slice:
-        """This context-parallel rank's tokens of a padded row."""
+    def _context_shard(self, packed: PackedInput) -> slice:
+        """This context-parallel rank's tokens of a padded input."""
         group = self.pg_collection.cp
-        share = token_range(row.tokens.numel(), get_pg_rank(group), get_pg_size(group))
-        return slice(share.start, share.stop)
+        shard = token_range(packed.tokens.numel(), get_pg_rank(group), get_pg_size(group))
+        return slice(shard.start, shard.stop)
 
-    def _share(self, tokens: int) -> range:
-        """This rank's tokens of a padded row, sequence parallelism included."""
+    def _token_shard(self, tokens: int) -> range:
+        """This rank's tokens of a padded input under context and sequence parallelism."""
         groups = self.pg_collection
         rank, ranks = get_pg_rank(groups.cp), get_pg_size(groups.cp)
         if self.config.sequence_parallel:
-            rank, ranks = rank * get_pg_size(groups.tp) + get_pg_rank(groups.tp), self._shares
+            rank, ranks = rank * get_pg_size(groups.tp) + get_pg_rank(groups.tp), self._token_shards
         return token_range(tokens, rank, ranks)
 
-    def _chosen(self, positions: Tensor, tokens: int) -> Tensor:
-        """bool [V]: which of the row's image tokens are among this rank's tokens."""
-        share = self._share(tokens)
-        return (positions >= share.start) & (positions < share.stop)
+    def _is_local(self, positions: Tensor, tokens: int) -> Tensor:
+        """bool [V]: whether each image token is one of this rank's tokens."""
+        shard = self._token_shard(tokens)
+        return (positions >= shard.start) & (positions < shard.stop)
 
     def _local(self, positions: Tensor, tokens: int) -> Tensor:
-        """Positions of image tokens among this rank's tokens."""
-        return positions[self._chosen(positions, tokens)] - self._share(tokens).start
+        """Positions of this rank's image tokens, relative to its first token."""
+        return positions[self._is_local(positions, tokens)] - self._token_shard(tokens).start
 
 
-def _boundaries(row: PackedInput) -> tuple[int, ...]:
-    boundaries = tuple(row.cu_seqlens.tolist())
+def _boundaries(packed: PackedInput) -> tuple[int, ...]:
+    boundaries = tuple(packed.cu_seqlens.tolist())
     rising = all(a < b for a, b in pairwise(boundaries))
-    if boundaries[0] != 0 or boundaries[-1] != row.tokens.numel() or not rising:
-        raise ValueError(f"row.cu_seqlens={list(boundaries)} must rise from 0 to the row's {row.tokens.numel()} tokens")
+    if boundaries[0] != 0 or boundaries[-1] != packed.tokens.numel() or not rising:
+        tokens = packed.tokens.numel()
+        raise ValueError(f"cu_seqlens={list(boundaries)} must rise from 0 to the number of tokens, {tokens}")
     return boundaries
 
 
@@ -223,22 +224,22 @@ def build_model(
     groups: ProcessGroupCollection | None = None,
     options: ComputeOptions | None = None,
 ) -> list[Qwen3VL]:
-    """This rank's chunks of the model that the Hugging Face folder describes, on the platform's device.
+    """Build this rank's model chunks from the config of a Hugging Face folder, on the platform's device.
 
-    Fill their weights, which are arbitrary, with `load_hf` or from a checkpoint. One chunk, or several under a
-    virtual pipeline. `groups` defaults to Megatron's global process groups, which must exist.
-    Raises ValueError for a model that is no Qwen3-VL, or that the parallel sizes do not divide.
+    Returns one chunk, or several under a virtual pipeline. The weights are arbitrary until `load_hf` or a checkpoint
+    fills them. `groups` defaults to Megatron's global process groups, which must exist. Raises ValueError for a model
+    that is not a Qwen3-VL and for parallel sizes that do not divide it.
     """
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     groups, options = groups or ProcessGroupCollection.use_mpu_process_groups(), options or ComputeOptions()
-    description = load_hf_config(folder)
-    config = make_text_config(description, dtype, platform, groups, options)
+    hf_config = load_hf_config(folder)
+    config = make_text_config(hf_config, dtype, platform, groups, options)
     sizes, stage = parallel_sizes_of(groups), rank_coordinates_of(groups).stage
     chunks = []
     for number in range(sizes.virtual):
         if sizes.virtual > 1:
             parallel_state.set_virtual_pipeline_model_parallel_rank(number)
-        model = Qwen3VL(description, config, options, platform, groups, number * sizes.pipeline + stage)
+        model = Qwen3VL(hf_config, config, options, platform, groups, number * sizes.pipeline + stage)
         _mark_tensor_parallel(model)
         if model.pre_process and not options.train_vision:
             model.visual.requires_grad_(False)
@@ -247,20 +248,20 @@ def build_model(
 
 
 def _mark_tensor_parallel(model: Qwen3VL) -> None:
-    """Tell split parameters from replicated ones, as Megatron's initialisation would.
+    """Set Megatron's attributes of sharded parameters, which its weight initialisation would set.
 
-    Without the mark a slice counts as a copy, and the gradient norm leaves all ranks' slices but the first out.
-    Experts that are not split as the rest of the layer are have data-parallel groups of their own; Megatron sees to
-    that only if they are shared out over expert-parallel ranks.
+    Without them a shard counts as a replica, and the gradient norm includes only the first rank's shard. Experts that
+    are not sharded like the other layers have their own data-parallel groups; Megatron sets that only under expert
+    parallelism.
     """
     parameters: dict[str, Any] = dict(model.canonical_parameters())
     sizes = parallel_sizes_of(model.pg_collection)
     own_replicas = sizes.expert > 1 or sizes.expert_tensor != sizes.tensor
-    for entry in model.mappings:
-        if entry.expert is not None and entry.megatron_param in parameters:
-            parameters[entry.megatron_param].allreduce = not own_replicas
-        if entry.layout.kind != "replicated" and entry.megatron_param in parameters:
-            parameter = parameters[entry.megatron_param]
+    for mapping in model.mappings:
+        if mapping.expert is not None and mapping.megatron_param in parameters:
+            parameters[mapping.megatron_param].allreduce = not own_replicas
+        if mapping.layout.kind != "replicated" and mapping.megatron_param in parameters:
+            parameter = parameters[mapping.megatron_param]
             parameter.tensor_model_parallel = True
-            parameter.partition_dim = 1 if entry.layout.kind == "row" else 0
+            parameter.partition_dim = 1 if mapping.layout.kind == "row" else 0
             parameter.partition_stride = 1

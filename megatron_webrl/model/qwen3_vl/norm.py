@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension, computed in float32 and scaled in the input's type.
+    """Root-mean-square norm over the last dimension, computed in float32 and scaled in the input's dtype.
 
-    Under sequence parallelism each rank sees a part of the tokens: the weight is marked so that Megatron sums
-    its gradient over the tensor-parallel ranks.
+    Under sequence parallelism each rank sees a part of the tokens: `weight.sequence_parallel` makes Megatron sum its
+    gradient over the tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
@@ -22,6 +22,6 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Same shape and type as `x`."""
+        """Normalise `x`; same shape and dtype."""
         wide = x.float()
         return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)

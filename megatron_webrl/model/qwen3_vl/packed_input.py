@@ -1,4 +1,4 @@
-"""The input of one forward pass: a row of samples packed back to back."""
+"""The input of one forward pass: samples packed into one sequence without padding."""
 
 from __future__ import annotations
 
@@ -12,30 +12,28 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PackedInput:
-    """Several samples back to back. Every sample attends to itself only. All tensors lie on one device.
+    """Packed samples. Each sample attends only to itself. All tensors are on one device.
 
-    An image that occurs several times in a row can be given once: `images` then tells, for each occurrence in
-    token order, which of the given images it is. Without `images`, the given images occur once each, in order.
-    `visual` tells placeholders from the same token in a response, where it stands for no image. Without `visual`,
-    every such token is a placeholder.
+    - image_indices: for each image occurrence in token order, its index in `grids`, so that a repeated image is given
+      once. None: each image occurs once, in order.
+    - image_token_positions: positions of image placeholders. A response may contain the same token as text. None:
+      every placeholder token is an image token.
+    - pixels: patches of all images, or of `local_images` in that order: the images that this rank encodes by
+      `partition_images` (none on later pipeline stages). Ranks that encode images call a callable once per pass.
+    - scored_positions: under context parallelism, only positions in this rank's `token_range`.
 
-    `pixels` holds the patches of all given images, or of those that `encoded` names, in its order: the images that
-    this rank encodes by `image_shares` (on later pipeline stages, none). Instead of them it can be what makes them: the
-    ranks that encode images of the row call it once a pass. Under context parallelism `predict` lists only positions
-    of this rank's `token_share`.
-
-    Raises ValueError if shapes do not fit together.
+    Raises ValueError for inconsistent shapes.
     """
 
     tokens: Tensor  # int64 [T]
     position_ids: Tensor  # int64 [3, T], m-RoPE (t, h, w), restarting at each sample
     cu_seqlens: Tensor  # int32 [samples + 1], 0 first and T last
-    pixels: Tensor | Callable[[], Tensor]  # float32 [patches, dim], the patches of all given images
-    grids: Tensor  # int64 [images, 3], patches (t, h, w) of each given image
-    scored_positions: Tensor  # int64 [R], row positions whose next token is scored
+    pixels: Tensor | Callable[[], Tensor]  # float32 [patches, dim]
+    grids: Tensor  # int64 [images, 3], patches (t, h, w) of each image
+    scored_positions: Tensor  # int64 [R], positions whose next token is scored
     image_indices: Tensor | None = None  # int64 [occurrences], indices into grids
-    local_images: Tensor | None = None  # int64, indices into grids of the images whose patches `pixels` holds
-    image_token_positions: Tensor | None = None  # int64 [V], row positions of the image placeholders
+    local_images: Tensor | None = None  # int64, indices into grids of the images in `pixels`
+    image_token_positions: Tensor | None = None  # int64 [V], positions of the image placeholders
 
     def __post_init__(self) -> None:
         length = self.tokens.numel()
@@ -49,19 +47,21 @@ class PackedInput:
         ):
             if not isinstance(tensor, Tensor):
                 continue
-            found = tuple(tensor.shape)
-            fits = len(found) == len(shape) and all(s is None or s == f for s, f in zip(shape, found, strict=True))
+            actual = tuple(tensor.shape)
+            fits = len(actual) == len(shape) and all(s is None or s == a for s, a in zip(shape, actual, strict=True))
             if not fits:
-                raise ValueError(f"row.{name} has shape {list(found)}, expected {list(shape)} (None: any size)")
+                raise ValueError(f"{name} has shape {list(actual)}, expected {list(shape)} (None: any size)")
         if self.cu_seqlens.numel() < 2:
-            raise ValueError(f"row.cu_seqlens has {self.cu_seqlens.numel()} entries; a row needs at least one sample")
+            raise ValueError(
+                f"cu_seqlens has {self.cu_seqlens.numel()} entries; a packed input needs at least one sample"
+            )
 
     def load_pixels(self) -> Tensor:
-        """float32 [patches, dim]: `pixels`, made if need be."""
+        """float32 [patches, dim]: `pixels`, or the result of calling it."""
         return self.pixels if isinstance(self.pixels, Tensor) else self.pixels()
 
     def to(self, device: torch.device) -> PackedInput:
-        """The same row on another device."""
+        """Copy all tensors to a device."""
         moved: dict[str, Any] = {
             name: tensor.to(device) if isinstance(tensor, Tensor) else tensor for name, tensor in vars(self).items()
         }
@@ -69,16 +69,16 @@ class PackedInput:
 
 
 def token_range(num_tokens: int, rank: int, ranks: int, multiple: int = 1) -> range:
-    """The positions of a row that rank `rank` of `ranks` holds, in order.
+    """Positions of a packed sequence that rank `rank` of `ranks` holds.
 
-    All ranks hold equally many, a multiple of `multiple`: the last ones' may lie beyond the row's `tokens`.
+    All ranks hold the same number, a multiple of `multiple`; positions of the last ranks may exceed `num_tokens`.
     """
     length = -(-num_tokens // (ranks * multiple)) * multiple
     return range(rank * length, (rank + 1) * length)
 
 
 def pad_to_multiple(packed: PackedInput, multiple: int) -> PackedInput:
-    """The row with as many more tokens as make their number a multiple: a sample of their own that nobody scores."""
+    """Pad the sequence to a multiple of tokens with an extra sample that is not scored."""
     missing = -packed.tokens.numel() % multiple
     if not missing:
         return packed
@@ -92,9 +92,9 @@ def pad_to_multiple(packed: PackedInput, multiple: int) -> PackedInput:
 
 
 def partition_images(grids: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
-    """Which of the images each of `ranks` tensor-parallel ranks encodes: most patches first, to the least loaded.
+    """Assign images to `ranks` ranks for encoding: largest first, to the rank with the fewest patches.
 
-    `grids`: patches (t, h, w) of each image. Each rank's indices rise.
+    `grids`: patches (t, h, w) of each image. Returns ascending image indices per rank.
     """
     patches = [t * h * w for t, h, w in grids]
     shares: list[list[int]] = [[] for _ in range(ranks)]

@@ -1,7 +1,7 @@
 """Interleaved multimodal rotary embedding (m-RoPE) of Qwen3-VL.
 
-A text token has one position, used on all three axes; an image token has its own (t, h, w). Frequencies are
-dealt out to the axes in turn (t h w t h w ... t t), not in three blocks as in Qwen2-VL.
+A text token has one position, used on all three axes; an image token has its own (t, h, w). Frequencies alternate
+between the axes (t h w t h w ... t t), unlike the three blocks of Qwen2-VL.
 """
 
 from __future__ import annotations
@@ -16,37 +16,36 @@ from torch import Tensor, nn
 def mrope_position_ids(
     token_ids: Tensor, grids: Tensor, image_token_id: int, merge_size: int, prompt_length: int | None = None
 ) -> Tensor:
-    """Positions (t, h, w) of one sample, int64 [3, T], as transformers' `get_rope_index` gives them.
+    """Positions (t, h, w) of one sample, int64 [3, T], equal to `get_rope_index` of transformers.
 
     `token_ids`: int [T], each image as t * h * w / merge^2 placeholders. `grids`: int [images, 3], patches
-    (t, h, w) in token order. `merge`: patches that become one token, along h and along w. `prompt`: tokens from
-    there on are a response, and a placeholder among them is text like any other.
-    Raises ValueError if placeholders and grids do not match.
+    (t, h, w) in token order. `merge_size`: patches per token along h and along w. `prompt_length`: later tokens are a
+    response, in which a placeholder token is text. Raises ValueError if placeholders and grids do not match.
     """
     placeholder = (token_ids == image_token_id).tolist()
     if prompt_length is not None:
         placeholder[prompt_length:] = [False] * (len(placeholder) - prompt_length)
     parts: list[Tensor] = []
-    done, position = 0, 0  # tokens covered, next text position
+    covered, position = 0, 0  # tokens covered, next text position
     for index, (t, h, w) in enumerate(grids.tolist()):
-        start = next((i for i in range(done, len(placeholder)) if placeholder[i]), len(placeholder))
+        start = next((i for i in range(covered, len(placeholder)) if placeholder[i]), len(placeholder))
         end = start + t * (h // merge_size) * (w // merge_size)
         if end > len(placeholder) or not all(placeholder[start:end]):
             raise ValueError(
                 f"image {index} with grid {[t, h, w]} needs {end - start} placeholders (token {image_token_id}) "
                 f"at position {start}; the sample has {sum(placeholder)} of them for {len(grids)} images"
             )
-        parts.append(_text(start - done) + position)
-        position += start - done
+        parts.append(_text(start - covered) + position)
+        position += start - covered
         axes = (torch.arange(t), torch.arange(h // merge_size), torch.arange(w // merge_size))
         parts.append(torch.stack(torch.meshgrid(*axes, indexing="ij")).reshape(3, -1) + position)
         position += max(h, w) // merge_size
-        done = end
-    if any(placeholder[done:]):
+        covered = end
+    if any(placeholder[covered:]):
         raise ValueError(
-            f"{sum(placeholder[done:])} placeholders (token {image_token_id}) are left after {len(grids)} images"
+            f"{sum(placeholder[covered:])} placeholders (token {image_token_id}) are left after {len(grids)} images"
         )
-    parts.append(_text(len(placeholder) - done) + position)
+    parts.append(_text(len(placeholder) - covered) + position)
     return torch.cat(parts, dim=1).to(token_ids.device)
 
 
@@ -55,7 +54,7 @@ def _text(length: int) -> Tensor:
 
 
 class InterleavedRotaryEmbedding(nn.Module):
-    """Angles of the rotary embedding, with the call signature of Megatron's MultimodalRotaryEmbedding."""
+    """Rotary angles, with the call signature of Megatron's MultimodalRotaryEmbedding."""
 
     def __init__(self, head_dim: int, base: float) -> None:
         super().__init__()
@@ -65,14 +64,14 @@ class InterleavedRotaryEmbedding(nn.Module):
     def forward(self, position_ids: Tensor, mrope_section: Sequence[int], cp_group: Any = None) -> Tensor:
         """Angles, float32 [T, B, 1, head_dim], for `position_ids` int64 [3, B, T].
 
-        `mrope_section`: how many of the head_dim / 2 frequencies belong to t, h and w.
+        `mrope_section`: number of the head_dim / 2 frequencies of t, h and w.
         """
-        # Computed here rather than kept as a buffer: a cast of the model to bf16 would ruin the frequencies.
+        # Not a buffer: casting the model to bf16 would round the frequencies.
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=position_ids.device)
         frequencies = 1.0 / self.base ** (exponents / self.head_dim)
         angles = position_ids[..., None].float() * frequencies  # [3, B, T, head_dim / 2]
         mixed = angles[0].clone()
         for axis in (1, 2):
-            of_axis = slice(axis, 3 * mrope_section[axis], 3)
-            mixed[..., of_axis] = angles[axis, ..., of_axis]
+            axis_slice = slice(axis, 3 * mrope_section[axis], 3)
+            mixed[..., axis_slice] = angles[axis, ..., axis_slice]
         return torch.cat((mixed, mixed), dim=-1).transpose(0, 1)[:, :, None, :]

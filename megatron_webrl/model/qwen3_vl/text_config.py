@@ -1,4 +1,4 @@
-"""Megatron's configuration of the text model, and what every layer needs to know of a row."""
+"""Megatron's configuration of the text model, and the packed-sequence parameters of its layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_webrl.model.process_groups import parallel_sizes_of
 
 @dataclass
 class TextConfig(TransformerConfig):
-    """Megatron's settings and ours."""
+    """Megatron's TransformerConfig with additional fields."""
 
     recompute_layers: bool = False
     attention_kernel: AttentionKernel = "sdpa"
@@ -30,23 +30,21 @@ class TextConfig(TransformerConfig):
 
 @dataclass
 class MultimodalPackedSeqParams(PackedSeqParams):
-    """What every layer of the decoder needs to know of a packed row.
+    """Parameters of a packed sequence that every decoder layer needs.
 
-    The format is "sbhd" although samples are packed: under "thd" Megatron would restart the rotary angles at
-    each sample by slicing them from the row's start, which is wrong for m-RoPE. Here each token brings its angles.
+    The format is "sbhd" although samples are packed: with "thd" Megatron would take each sample's rotary angles from
+    the start of the sequence, which is wrong for m-RoPE. Here every token has its own angles.
     """
 
-    sample_boundaries: tuple[int, ...] = ()  # [samples + 1], the first token of each sample, then T
+    sample_boundaries: tuple[int, ...] = ()  # [samples + 1], first token of each sample, then T
     image_token_positions: Tensor | None = None  # int64 [V], positions of image tokens among this rank's tokens
-    deepstack_features: dict[int, Tensor] = field(
-        default_factory=dict
-    )  # layer -> [V, hidden], added to its output there
+    deepstack_features: dict[int, Tensor] = field(default_factory=dict)  # by layer: [V, hidden], added to its output
 
 
 def make_text_config(
     hf_config: Any, dtype: torch.dtype, platform: Platform, groups: ProcessGroupCollection, options: ComputeOptions
 ) -> TextConfig:
-    """Megatron's settings for the text model. Raises ValueError if the parallel sizes do not divide it."""
+    """Make Megatron's config of the text model. Raises ValueError if the parallel sizes do not divide it."""
     text, sizes = hf_config.text_config, parallel_sizes_of(groups)
     check_parallel_sizes(text, sizes)
     sequence_parallel = options.sequence_parallel and sizes.tensor > 1
@@ -67,13 +65,13 @@ def make_text_config(
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
-        # Megatron sums the gradients of q and k norms over tensor-parallel ranks under this name.
+        # With this flag Megatron sums the gradients of the q and k norms over the tensor-parallel ranks.
         qk_layernorm=True,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        # Weights always come from a file, so none are drawn.
+        # Weights always come from a file.
         perform_initialization=False,
         use_cpu_initialization=platform.name == "cpu",
         attention_backend=AttnBackend.local,
@@ -83,7 +81,7 @@ def make_text_config(
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
-        # The other one takes rows of one length only, and is refused for dense models, too.
+        # "allgather" needs inputs of equal length and rejects dense models.
         moe_token_dispatcher_type="alltoall",
         tensor_model_parallel_size=sizes.tensor,
         context_parallel_size=sizes.context,
@@ -101,8 +99,8 @@ def _pipeline(text: Any, sizes: ParallelSizes, dtype: torch.dtype) -> dict[str, 
     parts[0].insert(0, "embedding")
     parts[-1].append("loss")
     return {
-        # With several chunks a stage and two stages, both neighbours are the same rank: only messages that are sent
-        # one kind at a time are told apart there.
+        # With two stages and a virtual pipeline both neighbours are the same rank, and batched messages would be mixed
+        # up.
         "overlap_p2p_comm": sizes.virtual > 1,
         "batch_p2p_comm": sizes.virtual == 1,
         "pipeline_model_parallel_size": sizes.pipeline,
@@ -120,7 +118,7 @@ def _experts(text: Any, sizes: ParallelSizes) -> dict[str, Any]:
         "num_moe_experts": text.num_experts,
         "moe_layer_freq": sparse,
         "moe_ffn_hidden_size": text.moe_intermediate_size,
-        # A softmax over the chosen experts' logits is Qwen's softmax over all, scaled to a sum of one.
+        # A softmax over the selected experts' logits equals Qwen's softmax over all experts, renormalised.
         "moe_router_topk": text.num_experts_per_tok,
         "moe_router_pre_softmax": False,
         "moe_router_dtype": "fp32",
@@ -131,11 +129,11 @@ def _experts(text: Any, sizes: ParallelSizes) -> dict[str, Any]:
     }
 
 
-def _recompute(text: Any, settings: ComputeOptions) -> dict[str, Any]:
-    if settings.recompute == "full":
-        # Megatron's own recomputation of layers would run backward through the vision tower once a layer.
+def _recompute(text: Any, options: ComputeOptions) -> dict[str, Any]:
+    if options.recompute == "full":
+        # Megatron's own full recomputation would run the vision tower's backward pass once per layer.
         return {"recompute_layers": True}
-    if settings.recompute == "selective":
+    if options.recompute == "selective":
         kinds = {is_sparse(text, layer) for layer in range(text.num_hidden_layers)}
         modules = ["core_attn", *(["mlp"] if False in kinds else []), *(["moe"] if True in kinds else [])]
         return {"recompute_granularity": "selective", "recompute_modules": modules}

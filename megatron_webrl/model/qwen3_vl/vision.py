@@ -24,14 +24,14 @@ from megatron_webrl.system import torchvision_shim
 
 @dataclass(frozen=True)
 class VisualFeatures:
-    """Features of all image tokens of a row, in token order, on every tensor-parallel rank."""
+    """Features of all image tokens in token order, on every tensor-parallel rank."""
 
-    embeddings: Tensor  # [V, hidden], stand in for the placeholders' embeddings
-    deepstack: tuple[Tensor, ...]  # per early layer of the text model: [V, hidden]
+    embeddings: Tensor  # [V, hidden], replace the embeddings of the placeholders
+    deepstack: tuple[Tensor, ...]  # [V, hidden] for each of the first layers of the text model
 
 
 def build_vision_tower(config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A vision tower from a transformers vision configuration, with arbitrary weights.
+    """Build a vision tower with arbitrary weights from a transformers vision config.
 
     Dense models and mixtures of experts have the same tower.
     """
@@ -39,73 +39,73 @@ def build_vision_tower(config: Any, dtype: torch.dtype, device: torch.device) ->
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
     with torch.device(device):
-        # `dtype` here leaves the rotary frequencies in float32; a later cast would not.
+        # `dtype` keeps the rotary frequencies in float32; a later cast would not.
         tower = Qwen3VLVisionModel._from_config(config, dtype=dtype, attn_implementation="sdpa")
     tower.patch_embed.forward = partial(_embed_patches, tower.patch_embed.proj)
     return tower
 
 
 def _embed_patches(convolution: nn.Conv3d, patches: Tensor) -> Tensor:
-    """[patches, hidden] from [patches, dim]: a convolution whose steps are its kernel, as the matrix product it is.
+    """Embed patches, [patches, dim] -> [patches, hidden], by a matrix product.
 
-    On the CPU it takes a tenth of the convolution's time.
+    The convolution's stride equals its kernel size; on the CPU the product takes a tenth of its time.
     """
     return linear(patches.to(convolution.weight.dtype), convolution.weight.flatten(1), convolution.bias)
 
 
 def encode_images(
-    tower: Any, row: PackedInput, merge: int, group: ProcessGroup, context: ProcessGroup
+    tower: Any, packed: PackedInput, merge: int, group: ProcessGroup, context: ProcessGroup
 ) -> VisualFeatures | None:
-    """Features of the row's images, each encoded once; None for a row without images.
+    """Features of the images, each encoded once; None without images.
 
-    `group`: the tensor- and context-parallel ranks, which share the images; `context`: those among them that share
-    the tokens. Collective over `group`.
+    `group`: tensor- and context-parallel ranks, over which images are partitioned; `context`: context-parallel ranks,
+    over which tokens are sharded. Collective over `group`.
     """
-    if not row.grids.numel():
+    if not packed.grids.numel():
         return None
     if tower.rotary_pos_emb.inv_freq.dtype is not torch.float32:
-        raise TypeError("the vision tower's rotary frequencies were cast; choose the type when the model is built")
-    tokens = (row.grids.prod(dim=-1) // merge**2).tolist()
-    shares = partition_images(row.grids.tolist(), get_pg_size(group))
+        raise TypeError("the vision tower's rotary frequencies were cast; choose the dtype in build_model")
+    tokens = (packed.grids.prod(dim=-1) // merge**2).tolist()
+    shares = partition_images(packed.grids.tolist(), get_pg_size(group))
     mine = shares[get_pg_rank(group)]
-    features = _encode(tower, row.grids[mine], _pixels(row, mine)) if mine else _nothing(tower)
+    features = _encode(tower, packed.grids[mine], _pixels(packed, mine)) if mine else _no_features(tower)
     if len(shares) > 1:
         features = _gather(features, [sum(tokens[i] for i in share) for share in shares], group, context)
     order = [image for share in shares for image in share]
-    images = range(len(tokens)) if row.image_indices is None else row.image_indices.tolist()
+    images = range(len(tokens)) if packed.image_indices is None else packed.image_indices.tolist()
     features = features.index_select(0, _token_order(tokens, order, images).to(features.device))
     embeddings, *deepstack = features.chunk(1 + len(tower.deepstack_visual_indexes), dim=1)
     return VisualFeatures(embeddings, tuple(deepstack))
 
 
 def _encode(tower: Any, grids: Tensor, pixels: Tensor) -> Tensor:
-    """[tokens, (1 + DeepStack features) * hidden] of some images."""
+    """Encode images: [tokens, (1 + DeepStack features) * hidden]."""
     output = tower(pixels.to(tower.patch_embed.proj.weight.dtype), grid_thw=grids, return_dict=True)
     return torch.cat([output.pooler_output, *output.deepstack_features], dim=1)
 
 
-def _nothing(tower: Any) -> Tensor:
-    """The features of no image; they take a gradient like any other, for the gathering is collective backward, too."""
+def _no_features(tower: Any) -> Tensor:
+    """Features [0, width] of no image; they take part in autograd because the backward pass is collective, too."""
     weight = tower.merger.linear_fc2.weight
     width = weight.shape[0] * (1 + len(tower.deepstack_visual_indexes))
     return weight.new_empty(0, width).requires_grad_(weight.requires_grad and torch.is_grad_enabled())
 
 
-def _pixels(row: PackedInput, mine: list[int]) -> Tensor:
-    """Patches of the given images. Raises ValueError if the row holds those of other images."""
-    if row.local_images is not None:
-        if row.local_images.tolist() != mine:
+def _pixels(packed: PackedInput, mine: list[int]) -> Tensor:
+    """Patches of the images `mine`. Raises ValueError if the input holds patches of other images."""
+    if packed.local_images is not None:
+        if packed.local_images.tolist() != mine:
             raise ValueError(
-                f"row.pixels holds the images {row.local_images.tolist()}, but this tensor-parallel rank encodes {mine}"
+                f"pixels holds the images {packed.local_images.tolist()}, but this tensor-parallel rank encodes {mine}"
             )
-        return row.load_pixels()
-    patches = row.grids.prod(dim=-1).tolist()
-    parts = row.load_pixels().split(patches)
+        return packed.load_pixels()
+    patches = packed.grids.prod(dim=-1).tolist()
+    parts = packed.load_pixels().split(patches)
     return torch.cat([parts[i] for i in mine])
 
 
 def _token_order(tokens: list[int], order: list[int], images: Any) -> Tensor:
-    """int64 [V]: for each image token of the row, its index among the tokens of the images in `order`."""
+    """int64 [V]: for each image token of the sequence, its index among the tokens of the images in `order`."""
     starts, start = {}, 0
     for image in order:
         starts[image] = start
@@ -119,7 +119,7 @@ def _gather(mine: Tensor, counts: list[int], group: ProcessGroup, context: Proce
 
 
 class _Gather(torch.autograd.Function):
-    """All ranks' features in the order of ranks. Backward, each rank takes its part of the whole gradient."""
+    """All-gather of features in rank order. In the backward pass each rank takes its part of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, counts: list[int], group: ProcessGroup, context: ProcessGroup) -> Tensor:
@@ -134,7 +134,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        """This rank's rows."""
+        """Gradient of this rank's features."""
         gradient = gradients[0]
         if get_pg_size(ctx.context) > 1:
             gradient = gradient.contiguous().clone()
