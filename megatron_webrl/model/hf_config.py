@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.system.text import first_line
 
 ARCHITECTURES = ("qwen3_vl", "qwen3_vl_moe")
 
@@ -21,7 +22,7 @@ def load_hf_config(folder: str | Path) -> Any:
     try:
         hf_config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{folder} holds no readable config.json: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{folder} holds no readable config.json: {first_line(error)}") from error
     if hf_config.model_type not in ARCHITECTURES:
         raise ValueError(
             f"{folder} holds model_type={hf_config.model_type!r}; only {' and '.join(ARCHITECTURES)} are known"

@@ -19,9 +19,8 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture
 def config_file(tmp_path: Path, tiny_model: Path) -> Path:
     path = tmp_path / "run.yaml"
-    path.write_text(
-        f"model: {{path: {tiny_model}}}\nrollout: {{max_model_len: 1024, max_new_tokens: 64}}\nring: {{capacity_mib: 64}}\n"
-    )
+    rollout = "rollout: {max_model_len: 1024, max_new_tokens: 64}"
+    path.write_text(f"model: {{path: {tiny_model}}}\n{rollout}\nring: {{capacity_mib: 64}}\n")
     return path
 
 

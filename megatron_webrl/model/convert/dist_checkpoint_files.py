@@ -33,6 +33,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from megatron_webrl.model.convert.background_writer import BackgroundWriter, create_file, sync_and_close
 from megatron_webrl.model.convert.hf_files import LoadError
+from megatron_webrl.system.text import first_line
 
 METADATA_JSON = {
     "sharded_backend": "torch_dist",
@@ -149,8 +150,7 @@ class DistCheckpointReader(AbstractContextManager["DistCheckpointReader"]):
             contents = torch.frombuffer(memory[start : start + storage.nbytes()].numpy(), dtype=form.dtype)
             tensor = contents.as_strided(form.shape, form.stride(), form.storage_offset())
         except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise LoadError(f"tensor {chunk.key} of {chunk.path} cannot be read: {reason}") from error
+            raise LoadError(f"tensor {chunk.key} of {chunk.path} cannot be read: {first_line(error)}") from error
         if form.numel() != torch.Size(chunk.box.sizes).numel() or form.dtype != self.tensors[chunk.key].dtype:
             raise LoadError(f"tensor {chunk.key} of {chunk.path} does not match .metadata")
         # Megatron may omit the axes of layers and experts, which have size 1.

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from megatron_webrl.model.convert.background_writer import BackgroundWriter, create_file, sync_and_close
 from megatron_webrl.model.parameter_map import ExpertFormat, ParameterMapping, parameter_mappings
+from megatron_webrl.system.text import first_line
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -121,7 +122,7 @@ def _open(folder: Path, stack: ExitStack) -> dict[str, HFTensor]:
 
 def _unreadable(path: Path, error: Exception) -> str:
     """Error message for an unreadable file; names the first incomplete tensor of a truncated one."""
-    plain = f"{path} is not a readable safetensors file: {str(error).splitlines()[0]}"
+    plain = f"{path} is not a readable safetensors file: {first_line(error)}"
     try:
         with path.open("rb") as file:
             header = int.from_bytes(file.read(8), "little")
