@@ -1,1 +1,1 @@
-"""Weights on their way from trainer ranks to engine ranks."""
+"""Weight transfer from trainer ranks to engine ranks."""

@@ -1,14 +1,15 @@
-"""How vLLM holds each tensor of a Qwen3-VL, dense or mixture of experts: the receiving side's half of the map.
+"""Engine map: where vLLM stores each tensor of a Qwen3-VL, dense or mixture of experts.
 
-Pure data and functions on shapes; vLLM is not imported. What is said here is vLLM 0.32's loading form: the shapes
-that a parameter has before vLLM packs it for its kernels. An engine's rank is stage * tensor + tensor rank.
+Pure data and functions on shapes; vLLM is not imported. The shapes are vLLM 0.32's loading form, before vLLM packs a
+parameter for its kernels. An engine rank is stage * tensor + tensor rank.
 
-A rank of vLLM holds, with `tensor` ranks:
-- qkv_proj: its query heads, then its key heads, then its value heads. Ranks beyond the key heads share one.
+One of `tensor` vLLM ranks holds:
+- qkv_proj: its query heads, then its key heads, then its value heads. With more ranks than key heads, several ranks
+  hold the same key head.
 - gate_up_proj and an expert's w13: its rows of the gate, then its rows of the up projection.
-- the vision tower's qkv: its heads' rows of each third.
-- the vocabulary, padded to a multiple of 64, in equal parts; padding receives nothing.
-- with `experts`, whole experts, the first ranks one more where they do not divide evenly.
+- the vision tower's qkv: the rows of its heads in each third.
+- the vocabulary: an equal part after padding to a multiple of 64; padding is not transferred.
+- with `expert_parallel`: whole experts; the first ranks hold one more if the division is uneven.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from megatron_webrl.model.parameter_map import ParameterMapping, is_sparse, padd
 from megatron_webrl.weights.slices import Shard
 
 MAP_VERSION = 1
-"""Of the parameter map and this one together. Changes when a tensor lies elsewhere than before on either side."""
+"""Version of the parameter map and the engine map. Changes when the location of a tensor changes on either side."""
 
 VOCAB_PADDING_MULTIPLE = 64
 
 _TEXT = "model.language_model."
-_COLUMN = ("linear_fc1.weight", "linear_fc1.bias")  # of the vision tower, split along dimension 0
-_ROW = ("attn.proj.weight", "linear_fc2.weight")  # of the vision tower, split along dimension 1
+_COLUMN = ("linear_fc1.weight", "linear_fc1.bias")  # of the vision tower, sharded along dimension 0
+_ROW = ("attn.proj.weight", "linear_fc2.weight")  # of the vision tower, sharded along dimension 1
 
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """How many ways each dimension of an engine is split."""
+    """Size of each parallel dimension of an engine."""
 
     tensor: int = 1
     pipeline: int = 1
-    expert_parallel: bool = False  # vLLM's expert parallelism: whole experts dealt out over the tensor ranks
+    expert_parallel: bool = False  # vLLM's expert parallelism: whole experts over the tensor ranks
 
     @property
     def ranks(self) -> int:
@@ -45,7 +46,7 @@ class EngineSizes:
 
 
 def check_engine_sizes(hf_config: Any, sizes: EngineSizes) -> None:
-    """Refuse sizes at which vLLM could not split the model. Raises ValueError naming size and number."""
+    """Raise ValueError for sizes that vLLM cannot shard the model into."""
     text, vision = hf_config.text_config, hf_config.vision_config
     sparse = [is_sparse(text, layer) for layer in range(text.num_hidden_layers)]
     for name, value in (("tensor", sizes.tensor), ("pipeline", sizes.pipeline)):
@@ -65,7 +66,9 @@ def check_engine_sizes(hf_config: Any, sizes: EngineSizes) -> None:
         check_divides("tensor_parallel", sizes.tensor, name, number, "engine")
     heads = text.num_key_value_heads
     if heads % sizes.tensor and sizes.tensor % heads:
-        raise ValueError(f"engine tensor={sizes.tensor} neither divides num_key_value_heads={heads} nor is divided")
+        raise ValueError(
+            f"engine tensor={sizes.tensor} neither divides num_key_value_heads={heads} nor is a multiple of it"
+        )
     if any(sparse) and sizes.tensor > text.num_experts:
         raise ValueError(f"engine tensor={sizes.tensor} exceeds num_experts={text.num_experts}")
     if sizes.expert_parallel and not any(sparse):
@@ -84,17 +87,17 @@ def _check_stages(layers: int, pipeline: int, deepstack: int) -> None:
 
 
 def stage_layers(layers: int, pipeline: int) -> tuple[range, ...]:
-    """The layers of each stage by vLLM's rule: what is left over goes to stages from the second last backwards."""
-    share, left = divmod(layers, pipeline)
+    """Layers of each stage by vLLM's rule: the remainder goes to the stages from the second last backwards."""
+    share, remainder = divmod(layers, pipeline)
     ends, end = [], 0
     for stage in range(pipeline):
-        end += share + (pipeline - 1 - left <= stage < pipeline - 1)
+        end += share + (pipeline - 1 - remainder <= stage < pipeline - 1)
         ends.append(end)
     return tuple(range(start, end) for start, end in zip([0, *ends], ends, strict=False))
 
 
 class EngineMap:
-    """The map for engines of given sizes."""
+    """Engine map for one model and one set of parallel sizes."""
 
     def __init__(self, hf_config: Any, sizes: EngineSizes) -> None:
         text = hf_config.text_config
@@ -105,36 +108,34 @@ class EngineMap:
         self.layers_by_stage = stage_layers(text.num_hidden_layers, sizes.pipeline)
 
     def shards_of(self, mapping: ParameterMapping, rank: int) -> tuple[Shard, ...]:
-        """Where the entry's part lies in the parameters of an engine's rank; () where the rank holds nothing of it."""
-        stage, part = divmod(rank, self.sizes.tensor)
+        """Shards of the mapping's part in the parameters of an engine rank; () if it holds none."""
+        stage, tensor_rank = divmod(rank, self.sizes.tensor)
         if not self.is_on_stage(mapping, stage):
             return ()
         if mapping.expert is not None:
-            return self._expert(mapping, part)
+            return self._expert(mapping, tensor_rank)
         if mapping.hf_param.startswith("model.visual."):
-            return self._vision(mapping, part)
+            return self._vision(mapping, tensor_rank)
         if mapping.layout.kind == "vocabulary":
             share = self.vocab_rows_per_rank(mapping)
-            length = min(share, mapping.shape[0] - part * share)
-            return (_box(mapping, engine_parameter_name(mapping), 0, part * share, length, 0),) if length > 0 else ()
+            length = min(share, mapping.shape[0] - tensor_rank * share)
+            name = engine_parameter_name(mapping)
+            return (_box(mapping, name, 0, tensor_rank * share, length, 0),) if length > 0 else ()
         if mapping.layout.kind == "query_group":
-            return (self._attention(mapping, part),)
+            return (self._attention(mapping, tensor_rank),)
         if mapping.layout.kind == "gate_up":
-            return (
-                _part(
-                    mapping, engine_parameter_name(mapping), 0, self.sizes.tensor, part, mapping.layout.gate_up_index
-                ),
-            )
+            index = mapping.layout.gate_up_index
+            return (_equal_part(mapping, engine_parameter_name(mapping), 0, self.sizes.tensor, tensor_rank, index),)
         if mapping.layout.kind == "row":
-            return (_part(mapping, engine_parameter_name(mapping), 1, self.sizes.tensor, part),)
-        return (_part(mapping, engine_parameter_name(mapping), 0, 1, 0),)
+            return (_equal_part(mapping, engine_parameter_name(mapping), 1, self.sizes.tensor, tensor_rank),)
+        return (_equal_part(mapping, engine_parameter_name(mapping), 0, 1, 0),)
 
     def vocab_rows_per_rank(self, mapping: ParameterMapping) -> int:
-        """Rows of one rank of a parameter over the vocabulary, padding included."""
+        """Rows of a vocabulary parameter on one rank, including padding."""
         return padded_vocab_size(mapping.shape[0], VOCAB_PADDING_MULTIPLE) // self.sizes.tensor
 
     def is_on_stage(self, mapping: ParameterMapping, stage: int) -> bool:
-        """Whether a stage holds an entry. vLLM's mixture of experts keeps both ends of the model on every stage."""
+        """Whether a stage holds a mapping. vLLM's mixture of experts keeps embedding and output head on every stage."""
         last = self.sizes.pipeline - 1
         if mapping.layer is not None:
             return mapping.layer in self.layers_by_stage[stage]
@@ -151,34 +152,36 @@ class EngineMap:
             share = third // size
             return tuple(_box(mapping, target, 0, i * third + rank * share, share, i * share) for i in range(3))
         if target.endswith(_COLUMN):
-            return (_part(mapping, target, 0, size, rank),)
+            return (_equal_part(mapping, target, 0, size, rank),)
         if target.endswith(_ROW):
-            return (_part(mapping, target, 1, size, rank),)
-        return (_part(mapping, target, 0, 1, 0),)
+            return (_equal_part(mapping, target, 1, size, rank),)
+        return (_equal_part(mapping, target, 0, 1, 0),)
 
     def _attention(self, mapping: ParameterMapping, rank: int) -> Shard:
-        """q, k or v of one layer in its qkv_proj."""
+        """Shard of q, k or v of one layer in qkv_proj."""
         target, size = engine_parameter_name(mapping), self.sizes.tensor
         queries = self.num_heads // size * self.head_dim
         if mapping.hf_param.endswith("q_proj.weight"):
             return _box(mapping, target, 0, rank * queries, queries, 0)
         keys = max(self.num_key_value_heads // size, 1) * self.head_dim
-        sharing = max(size // self.num_key_value_heads, 1)  # ranks that hold the same key and value head
+        replicas = max(size // self.num_key_value_heads, 1)  # ranks that hold the same key and value head
         before = queries + keys * mapping.hf_param.endswith("v_proj.weight")
-        return _box(mapping, target, 0, rank // sharing * keys, keys, before)
+        return _box(mapping, target, 0, rank // replicas * keys, keys, before)
 
     def _expert(self, mapping: ParameterMapping, rank: int) -> tuple[Shard, ...]:
-        """The gate, up or down projection of one expert in the stack of its layer."""
+        """Shard of an expert's gate, up or down projection in the stacked parameter of its layer."""
         assert mapping.expert is not None
-        size, first, held = self.sizes.tensor, 0, self.num_experts
+        size, first, count = self.sizes.tensor, 0, self.num_experts
         if self.sizes.expert_parallel:
-            share, left = divmod(self.num_experts, size)
-            first, held = rank * share + min(rank, left), share + (rank < left)
+            share, remainder = divmod(self.num_experts, size)
+            first, count = rank * share + min(rank, remainder), share + (rank < remainder)
             size, rank = 1, 0
-        if not first <= mapping.expert < first + held:
+        if not first <= mapping.expert < first + count:
             return ()
         down = mapping.layout.kind == "row"
-        shard = _part(mapping, engine_parameter_name(mapping), int(down), size, rank, mapping.layout.gate_up_index)
+        shard = _equal_part(
+            mapping, engine_parameter_name(mapping), int(down), size, rank, mapping.layout.gate_up_index
+        )
         return (
             Shard(
                 shard.engine_param, shard.tensor_offset, shard.size, (mapping.expert - first, *shard.parameter_offset)
@@ -187,13 +190,13 @@ class EngineMap:
 
 
 def engine_parameter_shapes(hf_config: Any, sizes: EngineSizes, rank: int) -> dict[str, tuple[int, ...]]:
-    """The loading form's local shape of every parameter that an engine's rank holds, vocabulary padding included."""
+    """Local shapes, in loading form with vocabulary padding, of all parameters of an engine rank."""
     shapes: dict[str, tuple[int, ...]] = {}
     engine_map = EngineMap(hf_config, sizes)
     for mapping in parameter_mappings(hf_config):
         for shard in engine_map.shards_of(mapping, rank):
             stacked = len(shard.parameter_offset) - len(shard.size)
-            ends = [place + 1 for place in shard.parameter_offset[:stacked]]
+            ends = [index + 1 for index in shard.parameter_offset[:stacked]]
             ends += [a + b for a, b in zip(shard.parameter_offset[stacked:], shard.size, strict=True)]
             before = shapes.get(shard.engine_param, (0,) * len(ends))
             shapes[shard.engine_param] = tuple(map(max, ends, before))
@@ -203,7 +206,7 @@ def engine_parameter_shapes(hf_config: Any, sizes: EngineSizes, rank: int) -> di
 
 
 def engine_parameter_name(mapping: ParameterMapping) -> str:
-    """The name of the engine's parameter that holds an entry."""
+    """Name of the engine parameter that holds a mapping."""
     if mapping.expert is not None:
         stack = "w2" if mapping.layout.kind == "row" else "w13"
         return f"language_model.model.layers.{mapping.layer}.mlp.experts.routed_experts.{stack}_weight"
@@ -218,14 +221,14 @@ def engine_parameter_name(mapping: ParameterMapping) -> str:
     return f"language_model.model.{name}"
 
 
-def _part(mapping: ParameterMapping, target: str, dim: int, size: int, rank: int, stacked: int = 0) -> Shard:
-    """One of `size` equal parts along `dim`, behind `stacked` parts of other tensors in the same parameter."""
+def _equal_part(mapping: ParameterMapping, target: str, dim: int, size: int, rank: int, stacked: int = 0) -> Shard:
+    """Shard for one of `size` equal parts along `dim`, after `stacked` parts of other tensors in the parameter."""
     share = mapping.shape[dim] // size
     return _box(mapping, target, dim, rank * share, share, stacked * share)
 
 
-def _box(mapping: ParameterMapping, target: str, dim: int, start: int, length: int, place: int) -> Shard:
-    """`length` entries along `dim`: from `start` on in the tensor, from `place` on in the parameter."""
+def _box(mapping: ParameterMapping, target: str, dim: int, start: int, length: int, offset: int) -> Shard:
+    """Shard of `length` indices along `dim`, from `start` in the tensor and `offset` in the parameter."""
     before, after = (0,) * dim, (0,) * (len(mapping.shape) - dim - 1)
     size = (*mapping.shape[:dim], length, *mapping.shape[dim + 1 :])
-    return Shard(target, (*before, start, *after), size, (*before, place, *after))
+    return Shard(target, (*before, start, *after), size, (*before, offset, *after))

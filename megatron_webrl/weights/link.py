@@ -1,7 +1,7 @@
-"""A link: a process group of its own between trainer ranks and one engine's, beside everyone's default group.
+"""Link: a separate process group of the trainer ranks that send to an engine and the engine's ranks.
 
-Only point-to-point operations go over it. The link's store carries the few words that are not weights: who is
-there, which transfer began, who is done, and what the first rank that failed has to say.
+It carries only point-to-point operations. The link's store holds the control state: members, announced and completed
+transfers, and the error of the first failed rank.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ import tenacity
 import torch
 import torch.distributed as dist
 
+from megatron_webrl.system.text import first_line
+
 JOIN_POLL_SECONDS = 0.01
-_GRACE_SECONDS = 10.0  # gloo's own limit lies so far beyond a transfer's, which therefore always comes first
+_GRACE_SECONDS = 10.0  # gloo's own timeout exceeds the transfer's by this, so the transfer's always fires first
 _REFUSED = "refused"  # key
 _ABORT_TAG = 2**31 - 1
 _THREAD_SECONDS = 5.0
 
 
 class TransferError(RuntimeError):
-    """A transfer or a link failed. The link is closed; what was received may be incomplete."""
+    """A transfer or a link failed. The link is closed; received weights may be incomplete."""
 
 
 @dataclass
@@ -43,33 +45,31 @@ class TransferLink:
     name: str
     rank: int
     size: int
-    timeout_seconds: float  # limit of joining
-    device: torch.device  # where messages live
-    store: Any  # torch.distributed.Store, with a prefix of its own
+    timeout_seconds: float  # timeout of joining
+    device: torch.device  # device of the messages
+    store: Any  # torch.distributed.Store with a prefix
     process_group: Any
     channel: GlooChannel | NcclChannel
     member_names: list[str] = field(default_factory=list)  # "host:pid" by rank
     last_completed: int = -1  # number of the last transfer that this rank completed
-    staging_buffers: dict[int, torch.Tensor] = field(
-        default_factory=dict
-    )  # staging by slot, made at need, kept for the next
+    staging_buffers: dict[int, torch.Tensor] = field(default_factory=dict)  # by slot, kept between transfers
     close_reason: str | None = None
 
     def describe_rank(self, rank: int) -> str:
-        """A rank with its host and process id."""
+        """Rank with its host and process id, for messages."""
         return f"rank {rank} ({self.member_names[rank]})"
 
     def first_failure(self) -> str | None:
-        """What the first rank that failed wrote. Raises RuntimeError when the store does not answer."""
+        """Error of the first failed rank, if any. Raises RuntimeError when the store does not answer."""
         return self.store.get("failed").decode() if self.store.check(["failed"]) else None
 
     def fail(self, reason: str) -> TransferError:
-        """Say in the store why this rank gives up and close the link; returns an error that tells all that is known."""
-        mine = f"{self.describe_rank(self.rank)}: {reason}"
-        text = f"link {self.name} failed on {mine}"
+        """Publish this rank's error in the store and close the link; the returned error names the first failure."""
+        own_error = f"{self.describe_rank(self.rank)}: {reason}"
+        text = f"link {self.name} failed on {own_error}"
         try:
-            first = self.store.compare_set("failed", "", mine).decode()
-            if first != mine:
+            first = self.store.compare_set("failed", "", own_error).decode()
+            if first != own_error:
                 text += f"; first to fail was {first}"
         except RuntimeError as error:
             text += f"; the store did not answer either: {error_summary(error)}"
@@ -77,7 +77,7 @@ class TransferLink:
         return TransferError(text)
 
     def close(self, reason: str = "it was closed") -> None:
-        """Leave the link; operations under way end with an error here and at the peers. Idempotent."""
+        """Leave the link; operations in flight fail here and at the peers. Idempotent."""
         if self.process_group is not None:
             self.process_group = None
             self.channel.close()
@@ -88,17 +88,17 @@ class TransferLink:
 def join_link(
     store: dist.Store, name: str, rank: int, size: int, timeout_seconds: float, backend: Literal["gloo", "nccl"]
 ) -> TransferLink:
-    """Form the link `name` of `size` ranks; blocks until all are there.
+    """Form the link `name` of `size` ranks; blocks until all have joined.
 
-    A name serves once: an engine that starts again gets a new one. Raises TransferError naming the ranks that
-    did not come within `seconds`, or at once with the reason that an engine gave for refusing to come.
+    A name is used once: a restarted engine gets a new one. Raises TransferError naming the ranks that did not join
+    within `timeout_seconds`, or at once with the reason if an engine rejects the link.
     """
     if not 0 <= rank < size:
         raise ValueError(f"rank={rank} is outside 0..{size - 1} (link {name})")
     prefixed = dist.PrefixStore(f"link/{name}", store)
-    prefixed.set(f"done/{rank}", "-1")  # the last transfer that it completed
+    prefixed.set(f"done/{rank}", "-1")  # last completed transfer
     prefixed.set(f"member/{rank}", f"{socket.gethostname()}:{os.getpid()}")
-    missing = _absent(prefixed, [f"member/{other}" for other in range(size)], timeout_seconds)
+    missing = _missing_keys(prefixed, [f"member/{other}" for other in range(size)], timeout_seconds)
     if missing and prefixed.check([_REFUSED]):
         raise TransferError(f"link {name} was refused: {prefixed.get(_REFUSED).decode()}")
     if missing:
@@ -106,34 +106,34 @@ def join_link(
         raise TransferError(f"link {name}: rank {ranks} of {size} did not join within {timeout_seconds:g} s")
     members = [prefixed.get(f"member/{other}").decode() for other in range(size)]
     group: Any
-    wire: GlooChannel | NcclChannel
+    channel: GlooChannel | NcclChannel
     try:
         if backend == "nccl":
             device = torch.device("cuda", torch.cuda.current_device())
             group = _nccl(prefixed, rank, size, timeout_seconds, device)
-            wire = NcclChannel(group)
+            channel = NcclChannel(group)
         else:
             device = torch.device("cpu")
             group = dist.ProcessGroupGloo(
                 dist.PrefixStore("gloo", prefixed), rank, size, timedelta(seconds=timeout_seconds)
             )
-            wire = GlooChannel(group, [other for other in range(size) if other != rank])
+            channel = GlooChannel(group, [other for other in range(size) if other != rank])
     except RuntimeError as error:
         raise TransferError(
             f"link {name}: rank {rank} could not connect to {', '.join(members)}: {error_summary(error)}"
         ) from error
-    return TransferLink(name, rank, size, timeout_seconds, device, prefixed, group, wire, members)
+    return TransferLink(name, rank, size, timeout_seconds, device, prefixed, group, channel, members)
 
 
 def reject_link(store: dist.Store, name: str, reason: str) -> None:
-    """Tell those who wait at link `name` why this rank will not come."""
+    """Publish why this rank will not join link `name`."""
     dist.PrefixStore(f"link/{name}", store).set(_REFUSED, reason)
 
 
 def _nccl(store: Any, rank: int, size: int, seconds: float, device: torch.device) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=seconds)
-    # Torch would end this whole process when a peer dies or is late; here only the link may fail.
+    # By default torch ends the process when a peer dies or times out; here only the link may fail.
     variable = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(variable)
     os.environ[variable] = "0"
@@ -144,52 +144,52 @@ def _nccl(store: Any, rank: int, size: int, seconds: float, device: torch.device
             del os.environ[variable]
         else:
             os.environ[variable] = before
-    # One communicator for the whole link, made here: one for each pair would be made in the middle of a transfer,
-    # where a dead peer would hold up every other link of this rank.
+    # Create one communicator for the whole link now. Communicators per pair would be created during a transfer, where
+    # a dead peer would block every other link of this rank.
     group.eager_connect_single_device(device)
     return group
 
 
 class GlooChannel:
-    """Messages under way on a gloo link, waited for in their order by a thread that rings a bell.
+    """Messages in flight on a gloo link. A thread waits for them in order and sets an event.
 
-    Gloo's point-to-point works have no test for completion and a wait that runs out breaks the whole group, so
-    they cannot be polled; a thread that waits costs nothing and adds no delay.
+    Gloo's point-to-point operations have no completion test, and a timed-out wait breaks the whole group, so they
+    cannot be polled.
     """
 
-    poll_seconds = 0.25  # seconds to wait for the bell
+    poll_seconds = 0.25  # longest wait for the event
 
     def __init__(self, group: Any, peers: list[int]) -> None:
         self._group, self._peers = group, peers
         self._works: queue.SimpleQueue[tuple[Any, torch.Tensor] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._limit = timedelta()
-        self._bell = threading.Event()
+        self._timeout = timedelta()
+        self._wakeup = threading.Event()
         self._posted = self._complete = 0
         self._error: str | None = None
 
     def start_transfer(self, wakeup: threading.Event, seconds: float) -> None:
-        """Get ready for a transfer whose completions ring `bell`."""
-        self._bell, self._limit = wakeup, timedelta(seconds=seconds + _GRACE_SECONDS)
+        """Start a transfer whose completions set `wakeup`."""
+        self._wakeup, self._timeout = wakeup, timedelta(seconds=seconds + _GRACE_SECONDS)
         self._posted = self._complete = 0
         if self._thread is None:
             self._thread = threading.Thread(target=self._wait, name="webrl-link", daemon=True)
             self._thread.start()
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
-        """Put a contiguous tensor under way. Raises RuntimeError when the connection is broken."""
+        """Send a contiguous tensor. Raises RuntimeError when the connection is broken."""
         self._post(self._group.send([tensor], peer, tag), tensor)
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
-        """Await a message in a contiguous tensor. Raises RuntimeError when the connection is broken."""
+        """Post a receive into a contiguous tensor. Raises RuntimeError when the connection is broken."""
         self._post(self._group.recv([tensor], peer, tag), tensor)
 
     def completed(self) -> tuple[int, str | None]:
-        """How many operations of this transfer are complete, counted in their order; what went wrong with the next."""
+        """Number of completed operations of this transfer, in order, and the error of the next one."""
         return self._complete, self._error
 
     def close(self) -> None:
-        """End what is under way and let the thread go."""
+        """Abort operations in flight and stop the thread."""
         if self._posted > self._complete:
             self._abort()
         if self._thread is not None:
@@ -199,22 +199,22 @@ class GlooChannel:
 
     def _post(self, work: Any, tensor: torch.Tensor) -> None:
         self._posted += 1
-        self._works.put((work, tensor))  # keeps the memory until nothing touches it any more
+        self._works.put((work, tensor))  # keeps the memory alive until the operation ends
 
     def _wait(self) -> None:
         while (item := self._works.get()) is not None:
             try:
-                item[0].wait(self._limit)
+                item[0].wait(self._timeout)
             except RuntimeError as error:
                 self._error = self._error or error_summary(error)
             else:
                 self._complete += 1
             del item
-            self._bell.set()
+            self._wakeup.set()
 
     def _abort(self) -> None:
-        # Gloo has no abort. A wait that runs out does the same: it ends all operations of the group and closes its
-        # connections. Where a connection is broken already, another one does it.
+        # Gloo has no abort, but a timed-out wait ends all operations of the group and closes its connections. If the
+        # connection to one peer is already broken, the next peer is tried.
         for peer in self._peers:
             try:
                 self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
@@ -223,9 +223,9 @@ class GlooChannel:
 
 
 class NcclChannel:
-    """Messages under way on an NCCL link: one stream of the group's own, in the order of the calls."""
+    """Messages in flight on an NCCL link, in call order on the group's stream."""
 
-    poll_seconds = 0.0005  # seconds between two looks
+    poll_seconds = 0.0005  # between polls
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -233,22 +233,22 @@ class NcclChannel:
         self._complete = 0
 
     def start_transfer(self, wakeup: threading.Event, seconds: float) -> None:
-        """Get ready for a transfer; nobody rings for NCCL, completion is looked for."""
+        """Start a transfer. NCCL completions are polled and do not set `wakeup`."""
         self._complete = 0
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
-        """Put a contiguous tensor under way behind what the current stream does. Raises RuntimeError."""
+        """Send a contiguous tensor after the work of the current stream. Raises RuntimeError."""
         self._works.append((self._group.send([tensor], peer, tag), tensor))
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
-        """Await a message in a contiguous tensor that the current stream is through with. Raises RuntimeError."""
+        """Post a receive into a contiguous tensor after the work of the current stream. Raises RuntimeError."""
         self._works.append((self._group.recv([tensor], peer, tag), tensor))
 
     def completed(self) -> tuple[int, str | None]:
-        """How many operations of this transfer are complete, counted in their order; what went wrong with the next."""
+        """Number of completed operations of this transfer, in order, and the error of the next one."""
         try:
             while self._works and self._works[0][0].is_completed():
-                self._works[0][0].wait()  # complete: raises what went wrong
+                self._works[0][0].wait()  # raises the error of a failed operation
                 self._works.popleft()
                 self._complete += 1
         except RuntimeError as error:
@@ -256,16 +256,15 @@ class NcclChannel:
         return self._complete, None
 
     def close(self) -> None:
-        """End what is under way."""
+        """Abort operations in flight."""
         self._group.abort()
         self._works.clear()
         self._group = None
 
 
 def error_summary(error: BaseException) -> str:
-    """The words of an error without the library's place in its source and advice."""
-    lines = str(error).splitlines() or [repr(error)]
-    return re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", lines[0]).split(". This is typically")[0]
+    """First line of an error message without source location and generic advice."""
+    return re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", first_line(error)).split(". This is typically")[0]
 
 
 def poll_until(ready: Callable[[], bool], seconds: float = math.inf, max_pause: float = 0.05) -> bool:
@@ -279,10 +278,7 @@ def poll_until(ready: Callable[[], bool], seconds: float = math.inf, max_pause: 
     return polling(ready)
 
 
-def _absent(store: Any, keys: list[str], seconds: float) -> list[str]:
-    """Wait until all keys are in the store; returns those that are not after `seconds`, or when somebody refuses."""
-    if poll_until(lambda: store.check(keys) or store.check([_REFUSED]), seconds, JOIN_POLL_SECONDS) and store.check(
-        keys
-    ):
-        return []
-    return [key for key in keys if not store.check([key])]
+def _missing_keys(store: Any, keys: list[str], seconds: float) -> list[str]:
+    """Wait for keys of the store; returns those missing after `seconds` or when a rank rejects the link."""
+    poll_until(lambda: store.check(keys) or store.check([_REFUSED]), seconds, JOIN_POLL_SECONDS)
+    return [] if store.check(keys) else [key for key in keys if not store.check([key])]

@@ -1,4 +1,4 @@
-"""One link's part of a transfer on an engine rank."""
+"""Receiving side of a transfer over one link."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _MAX_POLL_PAUSE = 0.02  # seconds
 
 
 class WeightTarget(Protocol):
-    """Where an engine rank's slices go."""
+    """Destination of an engine rank's slices."""
 
     def tensor(self, parameter: str) -> torch.Tensor:
-        """The parameter that slices are written into; asked for as late as possible, it may be made on first use."""
+        """Parameter to write slices into. Requested as late as possible; may be allocated on first use."""
 
     def mark_written(self, parameter: str, elements: int) -> None:
-        """So many elements of the parameter have arrived."""
+        """Report that `elements` more elements of the parameter have been written."""
 
 
 class LinkReceiver(LinkTransfer):
-    """A transfer over one link on an engine rank: the senders' announcement, all messages, the checksums."""
+    """Receive one transfer over a link: wait for announcements, receive all messages, compare checksums."""
 
     def __init__(
         self,
@@ -44,14 +44,15 @@ class LinkReceiver(LinkTransfer):
         self.tags = message_tags(units.messages, transfer)
         self.wakeup = threading.Event()
         self.link_rank_by_sender: dict[int, int] = {}  # link rank of each trainer rank
-        self.receive_buffers: dict[int, torch.Tensor] = {}  # by number: where to
+        self.receive_buffers: dict[int, torch.Tensor] = {}  # by message number
         self.checksums: dict[int, list[int]] = {}
 
     def run(self) -> None:
+        """Receive the whole transfer. Raises TransferAborted."""
         self.start(self.wakeup)
         if self.messages:
-            self._meet()
-        self._fill()
+            self._await_announcements()
+        self._post_receives()
         while self.completed < len(self.messages):
             self.wakeup.clear()
             if not self._step():
@@ -59,18 +60,18 @@ class LinkReceiver(LinkTransfer):
         if self.link.device.type == "cuda":
             torch.cuda.current_stream(self.link.device).synchronize()
         if self.verify:
-            self._compare()
+            self._compare_checksums()
         self.link.store.set(f"done/{self.link.rank}", str(self.transfer))
         self.link.last_completed = self.transfer
 
-    def _meet(self) -> None:
-        """Wait until every trainer rank of the link has announced this transfer; learn which rank each of them is."""
-        engine_begins = self.link.rank - self.messages[0].receiver
+    def _await_announcements(self) -> None:
+        """Wait until every trainer rank of the link has announced this transfer; map trainer ranks to link ranks."""
+        num_senders = self.link.rank - self.messages[0].receiver
 
         def announced() -> bool:
-            absent = [rank for rank in range(engine_begins) if not self._begun(rank)]
+            absent = [rank for rank in range(num_senders) if not self._is_announced(rank)]
             if absent:
-                self.check_peer(absent[0], f"the announcement by {', '.join(map(self.link.describe_rank, absent))}")
+                self.check_peer(absent[0], f"the announcement of {', '.join(map(self.link.describe_rank, absent))}")
             return not absent
 
         poll_until(announced, max_pause=_MAX_POLL_PAUSE)
@@ -80,7 +81,7 @@ class LinkReceiver(LinkTransfer):
                 f"no rank of this link is trainer rank {sorted(unknown)}; they are {sorted(self.link_rank_by_sender)}"
             )
 
-    def _begun(self, rank: int) -> bool:
+    def _is_announced(self, rank: int) -> bool:
         key = f"begin/{rank}"
         if rank in self.link_rank_by_sender.values():
             return True
@@ -88,7 +89,7 @@ class LinkReceiver(LinkTransfer):
             return False
         transfer, trainer, sums = map(int, self.link.store.get(key).split())
         if transfer == self.link.last_completed:
-            return False  # the last one's announcement
+            return False  # announcement of the previous transfer
         if transfer != self.transfer:
             raise TransferAborted(
                 f"{self.link.describe_rank(rank)} sends transfer {transfer}, this rank expects {self.transfer}"
@@ -104,7 +105,7 @@ class LinkReceiver(LinkTransfer):
         while self.completed < count:
             self._unpack(self.completed)
             self.completed += 1
-            self._fill()
+            self._post_receives()
         if moved:
             self.record_progress()
         elif self.completed < len(self.messages):
@@ -115,11 +116,11 @@ class LinkReceiver(LinkTransfer):
             self.check_peer(peer, what)
         return moved
 
-    def _fill(self) -> None:
+    def _post_receives(self) -> None:
         while self.can_post():
             number = self.posted
             message = self.messages[number]
-            data = self._place(number, message)
+            data = self._destination(number, message)
             if data is None:
                 return
             peer = self.link_rank_by_sender[message.sender]
@@ -131,48 +132,48 @@ class LinkReceiver(LinkTransfer):
             self.receive_buffers[number] = data
             self.mark_posted()
 
-    def _place(self, number: int, message: TransferMessage) -> torch.Tensor | None:
-        """Where a message arrives, flat: the destination itself where that will do; None while no buffer is free."""
+    def _destination(self, number: int, message: TransferMessage) -> torch.Tensor | None:
+        """Flat buffer for a message: the parameter itself if contiguous, else staging; None while no buffer is free."""
         if len({piece.target_param for piece in message.slices}) == 1:
-            straight = self.contiguous_view([self._box(piece) for piece in message.slices])
-            if straight is not None:
-                return straight
+            view = self.contiguous_view([self._box(piece) for piece in message.slices])
+            if view is not None:
+                return view
         return self.allocate_staging(number)
 
     def _unpack(self, number: int) -> None:
         data, staged = self.receive_buffers.pop(number), number in self.slot_of_message
         message = self.messages[number]
-        at = 0
+        start = 0
         for piece in message.slices:
             if staged:
-                self._box(piece).copy_(data[at : at + piece.elements].view(piece.size))
-                at += piece.elements
+                self._box(piece).copy_(data[start : start + piece.elements].view(piece.size))
+                start += piece.elements
             if self.verify:
-                read = checksum(self._box(piece).to(self.dtype))
-                self.checksums.setdefault(self.link_rank_by_sender[message.sender], []).append(read)
+                written = checksum(self._box(piece).to(self.dtype))
+                self.checksums.setdefault(self.link_rank_by_sender[message.sender], []).append(written)
             self.target.mark_written(piece.target_param, piece.elements)
         self.release(number)
 
     def _box(self, piece: Slice) -> torch.Tensor:
         return self.target.tensor(piece.target_param).detach()[box_index(piece.target_offset, piece.size)]
 
-    def _compare(self) -> None:
-        """Hold the checksums of what was written against the senders'. Raises GivenUp naming the first that differs."""
+    def _compare_checksums(self) -> None:
+        """Compare checksums of the written slices with the senders'. Raises TransferAborted for the first mismatch."""
         for trainer, peer in self.link_rank_by_sender.items():
             mine = self.checksums.get(peer)
             if mine is None:
                 continue
-            theirs = self._sums_of(peer)
+            theirs = self._sender_checksums(peer)
             pieces = [piece for message in self.messages if message.sender == trainer for piece in message.slices]
-            for piece, read, sent in zip(pieces, mine, theirs, strict=True):
-                if read != sent:
+            for piece, written, sent in zip(pieces, mine, theirs, strict=True):
+                if written != sent:
                     receiver, sender = map(self.link.describe_rank, (self.link.rank, peer))
                     raise TransferAborted(
-                        f"checksum of {piece.hf_param} in {piece.target_param} is {read:016x} on {receiver},"
+                        f"checksum of {piece.hf_param} in {piece.target_param} is {written:016x} on {receiver},"
                         f" {sent:016x} in {piece.source_param} on {sender}"
                     )
 
-    def _sums_of(self, peer: int) -> tuple[int, ...]:
+    def _sender_checksums(self, peer: int) -> tuple[int, ...]:
         key = f"sums/{self.transfer}/{peer}/{self.link.rank}"
 
         def published() -> bool:

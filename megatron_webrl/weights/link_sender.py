@@ -1,4 +1,4 @@
-"""One link's part of a transfer on a trainer rank."""
+"""Sending side of a transfer over one link."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from megatron_webrl.weights.link_transfer import (
 )
 from megatron_webrl.weights.slices import Slice, TransferMessage, box_index
 
-_DONE_LOOK_SECONDS = (0.001, 0.05)  # least and most between two looks for the receivers' last word
-_DONE_LOOK_SHARE = 1 / 64  # of the transfer's time so far, between those two: what the looking may add to it
+_CONFIRMATION_POLL_SECONDS = (0.001, 0.05)  # least and most between two polls for the receivers' confirmation
+_CONFIRMATION_POLL_FRACTION = 1 / 64  # poll interval as a fraction of the transfer's time so far, within the limits
 
 
 @dataclass
 class OutgoingMessages:
-    """What one trainer rank sends over one link in a transfer."""
+    """Messages that one trainer rank sends over one link in a transfer."""
 
     link: TransferLink
-    messages: Sequence[TransferMessage]  # this rank's, in the link's order
-    link_rank_by_receiver: Mapping[int, int]  # link rank of each of the engine's ranks
+    messages: Sequence[TransferMessage]  # of this rank, in link order
+    link_rank_by_receiver: Mapping[int, int]  # link rank by engine rank
 
 
 class LinkSender(LinkTransfer):
-    """A transfer over one link on a trainer rank: first all messages, then the receivers' word that they are done."""
+    """Send one transfer over a link: all messages, then wait for the receivers' confirmation."""
 
     def __init__(
         self,
@@ -45,17 +45,13 @@ class LinkSender(LinkTransfer):
         dtype: torch.dtype,
         transfer: int,
         seconds: float,
-        bell: threading.Event,
-        watch: Callable[[str], str | None] | None,
+        wakeup: threading.Event,
+        peer_failure: Callable[[str], str | None] | None,
         verify: bool,
     ) -> None:
         super().__init__(outgoing.link, units, dtype, transfer, seconds, verify)
-        self.source, self.link_rank_by_receiver, self.wakeup, self.peer_failure = (
-            source,
-            outgoing.link_rank_by_receiver,
-            bell,
-            watch,
-        )
+        self.source, self.link_rank_by_receiver = source, outgoing.link_rank_by_receiver
+        self.wakeup, self.peer_failure = wakeup, peer_failure
         self.tags = message_tags(units.messages, transfer)
         self.checksums: dict[int, list[int]] = {receiver: [] for receiver in outgoing.link_rank_by_receiver.values()}
         self.finished = False
@@ -63,17 +59,17 @@ class LinkSender(LinkTransfer):
         self.awaiting_confirmation = False
         self.started_at, self.next_confirmation_check = time.monotonic(), 0.0
 
-    def run_guarded(self, act: Callable[[], bool]) -> bool:
-        """Do it; a link's failure ends this link's transfer and nothing else. True if something moved."""
+    def run_guarded(self, step: Callable[[], bool]) -> bool:
+        """Run a step; a TransferAborted ends only this link's transfer. Returns whether there was progress."""
         try:
-            return act()
+            return step()
         except TransferAborted as error:
             self.finished = True
             self.failure = str(self.link.fail(f"transfer {self.transfer}: {error}"))
             return True
 
     def announce(self) -> bool:
-        """Announce the transfer."""
+        """Announce the transfer to the receivers."""
         if self.link.process_group is None:
             self.finished, self.failure = True, f"link {self.link.name} cannot be used: {self.link.close_reason}"
             return True
@@ -83,11 +79,11 @@ class LinkSender(LinkTransfer):
         return True
 
     def poll(self) -> bool:
-        """Take in what is complete, put under way what may follow. True if something moved."""
+        """Process completed messages and post the next ones. Returns whether there was progress."""
         return self._confirm() if self.awaiting_confirmation else self._deliver()
 
     def seconds_to_next_poll(self) -> float:
-        """Seconds until this link wants to look again though no bell rang."""
+        """Longest wait until the next poll if no completion sets `wakeup`."""
         return (
             max(self.next_confirmation_check - time.monotonic(), 0.0)
             if self.awaiting_confirmation
@@ -102,9 +98,9 @@ class LinkSender(LinkTransfer):
                 self.release(number)
             self.completed = count
             self.record_progress()
-        self._fill()
+        self._post_sends()
         if self.completed == len(self.messages):
-            self._publish_sums()
+            self._publish_checksums()
             self.awaiting_confirmation = True
             return True
         message = self.messages[self.completed]
@@ -113,7 +109,7 @@ class LinkSender(LinkTransfer):
         if error is not None:
             raise TransferAborted(f"{what}: {error}")
         if not moved:
-            self._look(peer, what)
+            self._check_peer(peer, what)
         return moved
 
     def _confirm(self) -> bool:
@@ -121,27 +117,29 @@ class LinkSender(LinkTransfer):
         if now < self.next_confirmation_check:
             return False
         link, ranks = self.link, list(self.link_rank_by_receiver.values())
-        said = link.store.multi_get([f"done/{rank}" for rank in ranks])  # each is there since the rank joined
+        completed = link.store.multi_get([f"done/{rank}" for rank in ranks])  # set when a rank joins
         # A rank that receives nothing may be ahead.
-        missing = [rank for rank, transfer in zip(ranks, said, strict=True) if int(transfer) < self.transfer]
+        missing = [rank for rank, transfer in zip(ranks, completed, strict=True) if int(transfer) < self.transfer]
         if not missing:
-            self._clear_sums()
+            self._delete_checksums()
             link.last_completed = self.transfer
             self.finished = True
             return True
-        least, most = _DONE_LOOK_SECONDS
-        self.next_confirmation_check = now + min(max((now - self.started_at) * _DONE_LOOK_SHARE, least), most)
-        self._look(missing[0], "the last word of " + ", ".join(map(link.describe_rank, missing)))
+        least, most = _CONFIRMATION_POLL_SECONDS
+        self.next_confirmation_check = now + min(
+            max((now - self.started_at) * _CONFIRMATION_POLL_FRACTION, least), most
+        )
+        self._check_peer(missing[0], "the confirmation of " + ", ".join(map(link.describe_rank, missing)))
         return False
 
-    def _look(self, peer: int, what: str) -> None:
+    def _check_peer(self, peer: int, what: str) -> None:
         if time.monotonic() - self.last_failure_check >= FAILURE_CHECK_SECONDS and self.peer_failure is not None:
-            word = self.peer_failure(self.link.name)
-            if word is not None:
-                raise TransferAborted(f"{what}: {word}")
+            failure = self.peer_failure(self.link.name)
+            if failure is not None:
+                raise TransferAborted(f"{what}: {failure}")
         self.check_peer(peer, what)
 
-    def _fill(self) -> None:
+    def _post_sends(self) -> None:
         while self.can_post():
             number = self.posted
             message = self.messages[number]
@@ -150,10 +148,10 @@ class LinkSender(LinkTransfer):
             if data is None:
                 return
             if self.verify:
-                at = 0
+                start = 0
                 for piece in message.slices:
-                    self.checksums[peer].append(checksum(data[at : at + piece.elements]))
-                    at += piece.elements
+                    self.checksums[peer].append(checksum(data[start : start + piece.elements]))
+                    start += piece.elements
             try:
                 self.link.channel.send(data, peer, self.tags[number])
             except RuntimeError as error:
@@ -162,31 +160,31 @@ class LinkSender(LinkTransfer):
             self.mark_posted()
 
     def _packed(self, number: int, message: TransferMessage) -> torch.Tensor | None:
-        """The message's data, flat: the parameter's own memory where that will do; None while no buffer is free."""
+        """Flat data of a message: a view of the parameter if contiguous, else staging; None while no buffer is free."""
         boxes = [self._box(piece) for piece in message.slices]
-        straight = self.contiguous_view(boxes)
-        if straight is not None:
-            return straight
+        view = self.contiguous_view(boxes)
+        if view is not None:
+            return view
         data = self.allocate_staging(number)
         if data is None:
             return None
-        at = 0
+        start = 0
         for piece, box in zip(message.slices, boxes, strict=True):
-            data[at : at + piece.elements].view(piece.size).copy_(box)
-            at += piece.elements
+            data[start : start + piece.elements].view(piece.size).copy_(box)
+            start += piece.elements
         return data
 
     def _box(self, piece: Slice) -> torch.Tensor:
         return self.source(piece.source_param).detach()[box_index(piece.source_offset, piece.size)]
 
-    def _publish_sums(self) -> None:
+    def _publish_checksums(self) -> None:
         if self.verify:
             for peer, sums in self.checksums.items():
                 self.link.store.set(
                     f"sums/{self.transfer}/{self.link.rank}/{peer}", struct.pack(f"<{len(sums)}Q", *sums)
                 )
 
-    def _clear_sums(self) -> None:
+    def _delete_checksums(self) -> None:
         if self.verify:
             for peer in self.checksums:
                 self.link.store.delete_key(f"sums/{self.transfer}/{self.link.rank}/{peer}")

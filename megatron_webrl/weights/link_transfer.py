@@ -1,4 +1,4 @@
-"""What both directions of a transfer have in common: units, staging, waiting with a limit."""
+"""Common part of both directions of a transfer: units, staging buffers, waiting with a timeout."""
 
 from __future__ import annotations
 
@@ -13,75 +13,76 @@ import torch
 from megatron_webrl.weights.link import TransferLink
 from megatron_webrl.weights.slices import Slice, TransferMessage
 
-_ALONE_BYTES = 2**21
-"""Runs of slices from this size on travel alone: one that is contiguous needs no copy then."""
+_SEPARATE_BYTES = 2**21
+"""Runs of slices of at least this size are sent alone, so that a contiguous run needs no copy."""
 STAGING_SLOTS = (2, 8)
-"""Least and most staging buffers of a link on a rank, as the staging memory allows."""
+"""Least and most staging buffers per link and rank, as staging memory allows."""
 MAX_IN_FLIGHT = 32
-"""Most units of a link that a rank has under way, in as many bytes at most as all its staging buffers have."""
+"""Most messages in flight per link and rank; their bytes are also limited to those of all staging buffers."""
 FAILURE_CHECK_SECONDS = 0.25
-_TAG_BITS = 20  # of a message's number; the bits above hold the transfer's
-_TRANSFERS = 2**10
+_TAG_BITS = 20  # of the message number; the higher bits hold the transfer number
+_TAG_TRANSFERS = 2**10
 
 
 class TransferAborted(Exception):
-    """A peer failed, is late or is at odds with this rank."""
+    """A peer failed, timed out or disagrees with this rank."""
 
 
 class LinkTransfer:
-    """One rank's messages of one transfer over one link: what both directions have in common."""
+    """One rank's messages of one transfer over one link; base of sender and receiver."""
 
     def __init__(
         self, link: TransferLink, units: TransferUnits, dtype: torch.dtype, transfer: int, seconds: float, verify: bool
     ) -> None:
         self.link, self.messages, self.dtype, self.transfer = link, units.messages, dtype, transfer
         self.slot_bytes, self.free_slots = units.max_bytes, list(range(units.staging_slots))
-        self.max_in_flight_bytes = units.staging_slots * units.max_bytes  # under way
-        self.slot_of_message: dict[int, int] = {}  # slot of each message under way that has one
+        self.max_in_flight_bytes = units.staging_slots * units.max_bytes
+        self.slot_of_message: dict[int, int] = {}  # staging slot of each staged message in flight
         self.timeout_seconds, self.verify = seconds, verify
-        self.posted = self.completed = self.in_flight_elements = 0  # messages; elements under way
+        self.posted = self.completed = self.in_flight_elements = 0  # messages, messages, elements
         self.last_progress = self.last_failure_check = time.monotonic()
         self.wait_reported = False
 
-    def start(self, bell: threading.Event) -> None:
+    def start(self, wakeup: threading.Event) -> None:
+        """Start the transfer. Raises TransferAborted if its number is not above the last completed one."""
         if self.transfer <= self.link.last_completed:
             raise TransferAborted(
-                f"its number is not above {self.link.last_completed}, the last that this rank completed"
+                f"its number is not above {self.link.last_completed}, the last one that this rank completed"
             )
-        self.link.channel.start_transfer(bell, self.timeout_seconds)
+        self.link.channel.start_transfer(wakeup, self.timeout_seconds)
 
     def can_post(self) -> bool:
-        """Whether the next message may be put under way, as far as numbers go."""
+        """Whether the limits on messages and bytes in flight allow the next message."""
         if self.posted == len(self.messages) or self.posted == self.completed + MAX_IN_FLIGHT:
             return False
-        ahead = self.in_flight_elements + self.messages[self.posted].elements
-        return ahead * self.dtype.itemsize <= self.max_in_flight_bytes
+        in_flight = self.in_flight_elements + self.messages[self.posted].elements
+        return in_flight * self.dtype.itemsize <= self.max_in_flight_bytes
 
     def mark_posted(self) -> None:
-        """The next message is."""
+        """Count the next message as in flight."""
         self.in_flight_elements += self.messages[self.posted].elements
         self.posted += 1
 
     def allocate_staging(self, number: int) -> torch.Tensor | None:
-        """A buffer for a message, flat, in the wire's type, until it is `settled`; None while all are in use."""
+        """Flat staging buffer for a message until its `release`; None while all are in use."""
         if not self.free_slots:
             return None
         slot, buffers = self.free_slots.pop(), self.link.staging_buffers
         if slot not in buffers or buffers[slot].nbytes < self.slot_bytes:
-            buffers.pop(slot, None)  # gone before the larger one is made
+            buffers.pop(slot, None)  # free it before allocating the larger one
             buffers[slot] = torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.link.device)
         self.slot_of_message[number] = slot
         elements = self.messages[number].elements
         return buffers[slot][: elements * self.dtype.itemsize].view(self.dtype)
 
     def release(self, number: int) -> None:
-        """The message is through: nothing touches its buffer any more, if it had one."""
+        """Count a message as complete and free its staging buffer."""
         self.in_flight_elements -= self.messages[number].elements
         if number in self.slot_of_message:
             self.free_slots.append(self.slot_of_message.pop(number))
 
     def contiguous_view(self, boxes: list[torch.Tensor]) -> torch.Tensor | None:
-        """The boxes as one flat tensor without a copy, if they lie one after the other and as they travel."""
+        """Flat view of the boxes if they are adjacent in memory and have the transfer's dtype and device, else None."""
         first = boxes[0]
         if first.dtype != self.dtype or first.device != self.link.device:
             return None
@@ -97,14 +98,14 @@ class LinkTransfer:
         return first.as_strided((sum(box.numel() for box in boxes),), (1,))
 
     def record_progress(self) -> None:
-        """Something came of the waiting: the limit counts from here."""
+        """Restart the timeout after progress."""
         self.last_progress = time.monotonic()
         if self.wait_reported:
             self.link.store.delete_key(f"waiting/{self.link.rank}")
             self.wait_reported = False
 
     def check_peer(self, peer: int, what: str) -> None:
-        """While waiting for `peer`: see whether the link failed elsewhere, or the limit is reached."""
+        """Raise TransferAborted if another rank failed or `peer` timed out."""
         now = time.monotonic()
         waited = now - self.last_progress
         if now - self.last_failure_check >= FAILURE_CHECK_SECONDS:
@@ -115,10 +116,10 @@ class LinkTransfer:
             self.link.store.set(f"waiting/{self.link.rank}", str(peer))
             self.wait_reported = True
         if waited > self.timeout_seconds:
-            raise TransferAborted(f"{what}: nothing within {self.timeout_seconds:g} s; {self._silent(peer)}")
+            raise TransferAborted(f"{what}: nothing within {self.timeout_seconds:g} s; {self._blame(peer)}")
 
-    def _silent(self, peer: int) -> str:
-        """Who holds everything up: a peer that itself waits for another is not to blame."""
+    def _blame(self, peer: int) -> str:
+        """Message naming the silent rank: a peer that itself waits for another rank is not to blame."""
         seen = [self.link.rank]
         while peer not in seen and self.link.store.check([f"waiting/{peer}"]):
             seen.append(peer)
@@ -130,58 +131,58 @@ class LinkTransfer:
 
 @dataclass
 class TransferUnits:
-    """A link's messages as they travel."""
+    """Messages of a link after splitting, and its staging buffers."""
 
     messages: list[TransferMessage]
-    max_bytes: int  # of the largest
-    staging_slots: int  # staging buffers of that size
+    max_bytes: int  # of the largest message
+    staging_slots: int  # number of buffers of that size
 
 
 def split_into_units(
     links: Sequence[Sequence[TransferMessage]], dtype: torch.dtype, staging_bytes: int
 ) -> list[TransferUnits]:
-    """Cut each link's messages into units, and share the staging memory out to the links.
+    """Split each link's messages into units and divide the staging memory over the links.
 
-    Both ends of a link cut alike. Raises ValueError where not even two units of every link fit.
+    Both ends of a link split in the same way. Raises ValueError unless two units of every link fit.
     """
-    found = []
+    all_units = []
     for messages in links:
         cut = [unit for message in messages for unit in _cut(message, dtype.itemsize)]
-        found.append(
+        all_units.append(
             TransferUnits(cut, max((unit.elements for unit in cut), default=0) * dtype.itemsize, STAGING_SLOTS[0])
         )
-    need = sum(STAGING_SLOTS[0] * units.max_bytes for units in found)
+    need = sum(STAGING_SLOTS[0] * units.max_bytes for units in all_units)
     if need > staging_bytes:
         raise ValueError(
-            f"what is under way on {len(links)} links takes up to {need} bytes, the limit is"
+            f"messages in flight on {len(links)} links take up to {need} bytes, more than"
             f" staging_bytes={staging_bytes} (weights.bucket_mib): plan smaller messages or raise it"
         )
-    for units in found:
+    for units in all_units:
         if units.max_bytes:
             units.staging_slots = min(
-                STAGING_SLOTS[1], STAGING_SLOTS[0] + (staging_bytes - need) // len(found) // units.max_bytes
+                STAGING_SLOTS[1], STAGING_SLOTS[0] + (staging_bytes - need) // len(all_units) // units.max_bytes
             )
-    return found
+    return all_units
 
 
 def _cut(message: TransferMessage, item_bytes: int) -> Iterator[TransferMessage]:
-    """Parts of a message between slices: large runs alone, small ones together with their neighbours."""
-    together: list[Slice] = []
+    """Split a message between slices: large runs alone, small runs merged with their neighbours."""
+    merged: list[Slice] = []
     for run in _runs(message.slices):
-        alone = sum(piece.elements for piece in run) * item_bytes >= _ALONE_BYTES
-        if together and alone:
-            yield _unit(message, together)
-            together = []
-        together += run
-        if alone:
-            yield _unit(message, together)
-            together = []
-    if together:
-        yield _unit(message, together)
+        separate = sum(piece.elements for piece in run) * item_bytes >= _SEPARATE_BYTES
+        if merged and separate:
+            yield _unit(message, merged)
+            merged = []
+        merged += run
+        if separate:
+            yield _unit(message, merged)
+            merged = []
+    if merged:
+        yield _unit(message, merged)
 
 
 def _runs(slices: Sequence[Slice]) -> Iterator[list[Slice]]:
-    """Slices that follow each other along the first dimension of their target."""
+    """Group slices that are consecutive along the first dimension of their target."""
     run: list[Slice] = []
     for piece in slices:
         if run and not _follows(run[-1], piece):
@@ -193,7 +194,7 @@ def _runs(slices: Sequence[Slice]) -> Iterator[list[Slice]]:
 
 
 def _follows(first: Slice, second: Slice) -> bool:
-    """Whether the second box begins where the first ends in the same parameter, rows of the same form."""
+    """Whether the second box starts where the first ends in the same parameter, with rows of the same shape."""
     stacked = len(first.target_offset) - len(first.size)
     return (
         first.target_param == second.target_param
@@ -209,12 +210,12 @@ def _unit(message: TransferMessage, slices: list[Slice]) -> TransferMessage:
 
 
 def message_tags(messages: Sequence[TransferMessage], transfer: int) -> list[int]:
-    """Tag of each message: its number among those of its sender and receiver, which both count, and the transfer's."""
+    """Tag of each message: the transfer number and the message's index among those of its sender and receiver."""
     seen: Counter[tuple[int, int]] = Counter()
     tags = []
     for message in messages:
         pair = (message.sender, message.receiver)
-        tags.append((transfer % _TRANSFERS) << _TAG_BITS | seen[pair])
+        tags.append((transfer % _TAG_TRANSFERS) << _TAG_BITS | seen[pair])
         seen[pair] += 1
     if seen and max(seen.values()) > 2**_TAG_BITS:
         raise ValueError(f"{max(seen.values())} messages from one rank to another; the limit is {2**_TAG_BITS}")

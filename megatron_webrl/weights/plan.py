@@ -1,12 +1,13 @@
-"""Who sends which slice to whom: from the shapes of the model and the layouts of both sides, without communication.
+"""Transfer plan: which rank sends which slice to which rank, computed without communication.
 
-Every rank makes the same plan from the same description. It holds three decisions:
-- Which boxes go where follows from the two maps (weights.geometry); it is worked out once for engines that are alike.
-- Who of the ranks that hold a box sends it: those on the receiver's node if there are any, else all. Each set of
-  possible senders shares its elements out so that the busiest rank of the trainer has as little as can be, over all
-  engines together; a set's senders take consecutive parts, so that each deals with few engines.
-- In which order: the k-th message of every pair of ranks before any (k+1)-th, rotated so that the senders work on
-  different receivers. Both sides of a link work in this one order, so the first unfinished message can always go on.
+Every rank computes the same plan from the model's shapes and the layouts of both sides:
+- Slices are the overlaps of the parameter map and the engine map (weights.slice_overlaps), computed once for engines of
+  equal sizes.
+- Senders of a slice are its replicas on the receiver's node, or all replicas if there are none there. Each set of
+  possible senders divides its elements so that the largest load of a trainer rank over all engines is minimal; its
+  senders take consecutive parts, so that each of them sends to few engines.
+- Order: the k-th message of every pair of ranks precedes any (k+1)-th, rotated so that senders start with different
+  receivers. Both sides of a link follow this order, so the first incomplete message can always proceed.
 """
 
 from __future__ import annotations
@@ -29,35 +30,35 @@ from megatron_webrl.weights.slices import Slice, TransferMessage
 TensorShapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 MAX_MESSAGE_BYTES = 32 * 2**20
-"""Bytes. Larger messages are no faster, and packing one overlaps with sending another only if there are several."""
-_RULE_VERSION = 1  # of the choice of senders and of the order of messages
-_SWEEPS = 100
+"""Larger messages are not faster, and packing overlaps with sending only if there are several messages."""
+_RULE_VERSION = 1  # of the choice of senders and the message order
+_MAX_SWEEPS = 100
 
 
 @dataclass(frozen=True)
 class TrainerTopology:
-    """The sending side."""
+    """Layout of the sending side."""
 
     sizes: ParallelSizes
     ranks: int
-    nodes: tuple[str, ...]  # of each rank
+    nodes: tuple[str, ...]  # node of each rank
 
 
 @dataclass(frozen=True)
 class EngineTopology:
-    """The receiving side."""
+    """Layout of the receiving side."""
 
     sizes: tuple[EngineSizes, ...]  # of each engine
-    nodes: tuple[tuple[str, ...], ...]  # of each engine: the node of each of its ranks
+    nodes: tuple[tuple[str, ...], ...]  # of each engine: node of each rank
 
     @classmethod
     def uniform(cls, sizes: EngineSizes, nodes: Sequence[tuple[str, ...]]) -> EngineTopology:
-        """Engines that are all split alike."""
+        """Engines of equal sizes."""
         return cls((sizes,) * len(nodes), tuple(nodes))
 
 
-class _Part(NamedTuple):
-    """The elements [start, stop) of a run, which one trainer rank sends."""
+class _RunPart(NamedTuple):
+    """Elements [start, stop) of a run, sent by one trainer rank."""
 
     sender: int
     run: SliceRun
@@ -66,15 +67,15 @@ class _Part(NamedTuple):
 
 
 class TransferPlan:
-    """The transfer of a model from a trainer to all its engines.
+    """Plan of a model's transfer from a trainer to all its engines.
 
-    `description`: transformers' configuration. `item_bytes`: size of a number on the wire. `staging_bytes`: the most
-    staging memory of one rank; a sender has two messages under way with each of its engines, a receiver two in all.
-    Raises ValueError for layouts that do not fit the model or each other, and for too little staging memory.
+    `hf_config`: of transformers. `item_bytes`: size of an element during the transfer. `staging_bytes`: limit of a
+    rank's staging memory; a sender stages two messages per engine, a receiver two in total.
+    Raises ValueError for layouts that do not match the model or each other, and for too little staging memory.
     """
 
-    digest: str  # 64 hexadecimal digits; equal on two ranks if and only if their plans are
-    max_message_bytes: int  # no message is larger
+    digest: str  # 64 hexadecimal digits; equal if and only if the plans are
+    max_message_bytes: int  # of the largest message
 
     def __init__(
         self, hf_config: Any, trainer: TrainerTopology, engines: EngineTopology, item_bytes: int, staging_bytes: int
@@ -85,32 +86,32 @@ class TransferPlan:
         self._tensors: TensorShapes = tuple(
             dict.fromkeys((mapping.hf_param, mapping.tensor_shape) for mapping in mappings)
         )
-        alike = {
+        runs_by_sizes = {
             sizes: slice_runs(mappings, hf_config, trainer.sizes, trainer.ranks, sizes) for sizes in set(engines.sizes)
         }
-        self._runs = [alike[sizes] for sizes in engines.sizes]
-        self._parts = _share_out(self._runs, trainer, engines)
+        self._runs = [runs_by_sizes[sizes] for sizes in engines.sizes]
+        self._parts = _assign_senders(self._runs, trainer, engines)
         self._senders = [tuple(sorted({part.sender for part in parts})) for parts in self._parts]
         self._messages: dict[tuple[int, int | None, int | None], tuple[TransferMessage, ...]] = {}
-        of_size = {piece.size: piece for found in alike.values() for run in found for piece in run.slices}
-        self.max_message_bytes = self._message_bytes(max(of_size.values(), key=row_elements), staging_bytes)
+        by_shape = {piece.size: piece for runs in runs_by_sizes.values() for run in runs for piece in run.slices}
+        self.max_message_bytes = self._message_bytes(max(by_shape.values(), key=row_elements), staging_bytes)
         self.digest = _digest(mappings, trainer, engines, item_bytes, self.max_message_bytes)
 
     def senders(self, engine: int) -> tuple[int, ...]:
-        """The trainer ranks that send to an engine, ascending."""
+        """Trainer ranks that send to an engine, ascending."""
         return self._senders[engine]
 
     def messages(
         self, engine: int, *, sender: int | None = None, receiver: int | None = None
     ) -> tuple[TransferMessage, ...]:
-        """An engine's messages in the total order of its link: all, or those of one sender, one receiver or both."""
+        """Messages of an engine in link order, optionally filtered by sender and receiver."""
         key = (engine, sender, receiver)
         if key not in self._messages:
             self._messages[key] = self._make_messages(*key)
         return self._messages[key]
 
     def bytes_by_sender(self) -> dict[int, int]:
-        """Bytes that each trainer rank sends, over all engines."""
+        """Bytes that each trainer rank sends to all engines."""
         load = dict.fromkeys(range(self.trainer.ranks), 0)
         for parts in self._parts:
             for part in parts:
@@ -118,24 +119,24 @@ class TransferPlan:
         return load
 
     def bytes_by_pair(self, engine: int) -> dict[tuple[int, int], int]:
-        """Bytes that each pair of a trainer rank and a rank of the engine exchanges."""
+        """Bytes per pair of trainer rank and engine rank."""
         traffic: dict[tuple[int, int], int] = defaultdict(int)
         for part in self._parts[engine]:
             traffic[part.sender, part.run.receiver] += (part.stop - part.start) * self.item_bytes
         return dict(traffic)
 
     def received_bytes(self, engine: int, receiver: int | None = None) -> int:
-        """Bytes that an engine, or one of its ranks, receives: what it holds, padding apart."""
+        """Bytes that an engine, or one of its ranks, receives. Padding is not transferred."""
         if not 0 <= engine < len(self._runs):
             raise IndexError(f"engine {engine} is not among the {len(self._runs)} of the plan")
         return sum(run.num_elements for run in self._runs[engine] if receiver in (None, run.receiver)) * self.item_bytes
 
     def tensor_shapes(self) -> TensorShapes:
-        """Names and shapes of the Hugging Face tensors in their order, to name what differs between two plans."""
+        """Names and shapes of the Hugging Face tensors in order, for `first_difference`."""
         return self._tensors
 
     def to_json(self) -> dict[str, Any]:
-        """What the other side needs to make the same plan and to see that it did; plain JSON."""
+        """Plain JSON from which the other side computes the same plan and verifies it."""
         tensors = base64.b64encode(zlib.compress(json.dumps(self._tensors).encode())).decode()
         return {
             "trainer": asdict(self.trainer) | {"digest": self.digest, "tensors": tensors},
@@ -160,24 +161,24 @@ class TransferPlan:
         return size
 
     def _make_messages(self, engine: int, sender: int | None, receiver: int | None) -> tuple[TransferMessage, ...]:
-        pairs: dict[tuple[int, int], list[_Part]] = defaultdict(list)
+        pairs: dict[tuple[int, int], list[_RunPart]] = defaultdict(list)
         for part in self._parts[engine]:
             if sender in (None, part.sender) and receiver in (None, part.run.receiver):
                 pairs[part.sender, part.run.receiver].append(part)
         limit = self.max_message_bytes // self.item_bytes
-        place = {rank: number for number, rank in enumerate(self._senders[engine])}
+        sender_index = {rank: number for number, rank in enumerate(self._senders[engine])}
         ranks = self.engines.sizes[engine].ranks
-        placed = []
+        ordered = []
         for (source, target), parts in pairs.items():
             for k, (slices, elements) in enumerate(_pack(_in_order(parts), limit)):
-                order = (k, (target - place[source]) % ranks, place[source])
-                placed.append((order, TransferMessage(source, target, slices, elements)))
-        placed.sort(key=lambda item: item[0])
-        return tuple(message for _, message in placed)
+                order = (k, (target - sender_index[source]) % ranks, sender_index[source])
+                ordered.append((order, TransferMessage(source, target, slices, elements)))
+        ordered.sort(key=lambda item: item[0])
+        return tuple(message for _, message in ordered)
 
 
 def first_difference(mine: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]]) -> str:
-    """One line that names the first tensor in which two plans' `tensors()` differ."""
+    """One line naming the first difference between the `tensor_shapes` of two plans."""
     for (name, shape), (other, other_shape) in zip(mine, theirs, strict=False):
         if name != other:
             return f"tensor {name} here is in the place of {other} there"
@@ -206,32 +207,32 @@ def _check_ranks(hf_config: Any, trainer: TrainerTopology, engines: EngineTopolo
             raise ValueError(f"nodes of {len(nodes)} ranks are given for engine {number}, of {engine_sizes.ranks}")
 
 
-def _share_out(
-    found: Sequence[Sequence[SliceRun]], trainer: TrainerTopology, engines: EngineTopology
-) -> list[list[_Part]]:
-    """The parts of each engine's runs: who sends them."""
-    chosen: dict[tuple[tuple[int, ...], str], tuple[int, ...]] = {}
+def _assign_senders(
+    runs: Sequence[Sequence[SliceRun]], trainer: TrainerTopology, engines: EngineTopology
+) -> list[list[_RunPart]]:
+    """Parts of each engine's runs with their senders."""
+    candidates: dict[tuple[tuple[int, ...], str], tuple[int, ...]] = {}
 
     def senders(run: SliceRun, nodes: Sequence[str]) -> tuple[int, ...]:
         key = (run.replica_ranks, nodes[run.receiver])
-        if key not in chosen:
-            chosen[key] = tuple(rank for rank in key[0] if trainer.nodes[rank] == key[1]) or key[0]
-        return chosen[key]
+        if key not in candidates:
+            candidates[key] = tuple(rank for rank in key[0] if trainer.nodes[rank] == key[1]) or key[0]
+        return candidates[key]
 
     demands: dict[tuple[int, ...], int] = defaultdict(int)
-    for nodes, wanted in zip(engines.nodes, found, strict=True):
-        for run in wanted:
+    for nodes, engine_runs in zip(engines.nodes, runs, strict=True):
+        for run in engine_runs:
             demands[senders(run, nodes)] += run.num_elements
     left = {ranks: list(zip(ranks, share, strict=True))[::-1] for ranks, share in balance_load(demands).items()}
     return [
-        [part for run in wanted for part in _take(run, left[senders(run, nodes)])]
-        for nodes, wanted in zip(engines.nodes, found, strict=True)
+        [part for run in engine_runs for part in _take(run, left[senders(run, nodes)])]
+        for nodes, engine_runs in zip(engines.nodes, runs, strict=True)
     ]
 
 
-def _take(run: SliceRun, left: list[tuple[int, int]]) -> Iterable[_Part]:
-    """Cut a run between the senders at the end of `left`, each with the elements left of its share; uses them up."""
-    position, start = 0, 0  # cuts move to the beginning of a row; the shares are used up as if they did not
+def _take(run: SliceRun, left: list[tuple[int, int]]) -> Iterable[_RunPart]:
+    """Divide a run among the senders at the end of `left`, (rank, remaining elements) each; consumes `left`."""
+    position, start = 0, 0  # cuts are rounded down to rows; shares are consumed unrounded
     while position < run.num_elements:
         sender, share = left.pop()
         used = min(share, run.num_elements - position)
@@ -240,22 +241,22 @@ def _take(run: SliceRun, left: list[tuple[int, int]]) -> Iterable[_Part]:
         position += used
         stop = run.floor_to_row(position)
         if stop > start:
-            yield _Part(sender, run, start, stop)
+            yield _RunPart(sender, run, start, stop)
         start = stop
 
 
 def balance_load(demands: Mapping[tuple[int, ...], int]) -> dict[tuple[int, ...], list[int]]:
-    """How much each rank of a set carries of the set's demand, so that the ranks' sums are as even as can be.
+    """Divide each set's demand over the ranks of the set so that the total loads are as even as possible.
 
-    One set after the other fills up its ranks with the least from elsewhere, again and again until nothing moves:
-    each time the sum of squares falls, and where it is least the greatest load is, too. Whole numbers throughout, so
-    that every machine finds the same.
+    Each sweep distributes one set after the other over its least loaded ranks, until almost nothing moves. Every step
+    reduces the sum of squares, whose minimum also has the smallest maximum. Integer arithmetic gives every machine the
+    same result.
     """
     load: dict[int, int] = defaultdict(int)
     shares = {ranks: [0] * len(ranks) for ranks in demands}
     order = sorted(demands, key=lambda ranks: (len(ranks), ranks))
     total = sum(demands.values())
-    for _ in range(_SWEEPS):
+    for _ in range(_MAX_SWEEPS):
         moved = 0
         for ranks in order:
             before = shares[ranks]
@@ -270,7 +271,7 @@ def balance_load(demands: Mapping[tuple[int, ...], int]) -> dict[tuple[int, ...]
 
 
 def _fill(levels: Sequence[int], amount: int) -> list[int]:
-    """Pour an amount onto the lowest of some levels; how much each of them gets."""
+    """Water-filling: distribute an amount over the lowest levels. Returns the increase of each level."""
     order = sorted(range(len(levels)), key=levels.__getitem__)
     pooled = count = 0
     for number in order:
@@ -279,22 +280,22 @@ def _fill(levels: Sequence[int], amount: int) -> list[int]:
         pooled += levels[number]
         count += 1
     level, extra = divmod(pooled + amount, count)
-    given = [0] * len(levels)
-    for place, number in enumerate(order[:count]):
-        given[number] = level + (place < extra) - levels[number]
-    return given
+    increase = [0] * len(levels)
+    for index, number in enumerate(order[:count]):
+        increase[number] = level + (index < extra) - levels[number]
+    return increase
 
 
-def _in_order(parts: Sequence[_Part]) -> Iterable[Slice]:
-    found = [item for part in parts for item in part.run.slices_between(part.start, part.stop)]
+def _in_order(parts: Sequence[_RunPart]) -> Iterable[Slice]:
+    slices = [item for part in parts for item in part.run.slices_between(part.start, part.stop)]
     if len(parts) > 1:
-        found.sort(key=lambda item: item[0])
-    return (piece for _, piece in found)
+        slices.sort(key=lambda item: item[0])
+    return (piece for _, piece in slices)
 
 
 def _pack(slices: Iterable[Slice], limit: int) -> Iterable[tuple[tuple[Slice, ...], int]]:
-    """Fill messages of at most `limit` elements; only a slice larger than that is cut, at its rows."""
-    held: list[Slice] = []
+    """Pack slices into messages of at most `limit` elements; only larger slices are cut, at rows."""
+    packed: list[Slice] = []
     elements = 0
     for piece in slices:
         step = limit // row_elements(piece)  # rows
@@ -302,12 +303,12 @@ def _pack(slices: Iterable[Slice], limit: int) -> Iterable[tuple[tuple[Slice, ..
             whole = piece.size[0] <= step
             part = piece if whole else slice_rows(piece, first, min(first + step, piece.size[0]))
             if elements + part.elements > limit:
-                yield tuple(held), elements
-                held, elements = [], 0
-            held.append(part)
+                yield tuple(packed), elements
+                packed, elements = [], 0
+            packed.append(part)
             elements += part.elements
-    if held:
-        yield tuple(held), elements
+    if packed:
+        yield tuple(packed), elements
 
 
 def _digest(

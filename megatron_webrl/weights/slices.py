@@ -1,4 +1,4 @@
-"""What a weight transfer is made of: boxes of tensors, from one rank's parameter into another's."""
+"""Units of a weight transfer: boxes of tensors, copied from one rank's parameter to another's."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ from typing import NamedTuple
 
 
 class Shard(NamedTuple):
-    """A box of a Hugging Face tensor (or of an expert's part of one, see model.parameter_map) in a rank's parameter."""
+    """A box of a Hugging Face tensor, or of a mapping's part of one, in an engine rank's parameter."""
 
     engine_param: str
-    tensor_offset: tuple[int, ...]  # where the box begins in the tensor
+    tensor_offset: tuple[int, ...]  # start of the box in the tensor
     size: tuple[int, ...]
-    parameter_offset: tuple[
-        int, ...
-    ]  # where it begins in the parameter; one number more for each dimension that stacks tensors
+    parameter_offset: tuple[int, ...]  # start in the parameter, with leading indices for stacked dimensions
 
 
 class Slice(NamedTuple):
-    """What of a tensor goes from one parameter of a trainer rank to one of an engine rank."""
+    """A box of a tensor that is copied from a trainer rank's parameter to an engine rank's parameter."""
 
-    hf_param: str  # of the Hugging Face tensor
+    hf_param: str  # Hugging Face tensor
     size: tuple[int, ...]
     source_param: str  # the trainer's parameter
     source_offset: tuple[int, ...]
@@ -29,21 +27,21 @@ class Slice(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Numbers in the box."""
+        """Number of elements."""
         return math.prod(self.size)
 
 
 class TransferMessage(NamedTuple):
-    """Slices that travel together, one after the other, from one rank to another."""
+    """Slices sent together, concatenated, from one rank to another."""
 
-    sender: int  # rank of the trainer
-    receiver: int  # rank within its engine
+    sender: int  # trainer rank
+    receiver: int  # rank within the engine
     slices: tuple[Slice, ...]
     elements: int
 
 
 def box_index(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[int | slice, ...]:
-    """Index of a box in a parameter: leading numbers of `place` pick one of a stack, the others begin a range."""
+    """Index of a box in a parameter. Leading offsets select from stacked dimensions; the others start ranges."""
     stacked = len(offset) - len(size)
     ranges = (slice(start, start + length) for start, length in zip(offset[stacked:], size, strict=True))
     return (*offset[:stacked], *ranges)

@@ -1,12 +1,11 @@
-"""Weights over links: a trainer rank sends to all its engines at once, an engine rank receives what it holds.
+"""Weight transfer over links: a trainer rank sends to all its engines at once, an engine rank receives its slices.
 
-Each side works through its own messages of a link in the link's order, a few of them under way: while one is on the
-wire the next is packed, or the last unpacked. What is contiguous and of the wire's type on its side travels without
-a copy there, to which end large slices leave their message and travel alone; everything else goes through staging
-buffers that the link keeps.
+Each side processes its own messages of a link in link order, several in flight: packing and unpacking overlap with
+sending. Contiguous data of the transfer's dtype are sent and received without a copy, which is why large slices are
+sent as separate messages; other data pass through staging buffers that the link keeps.
 
-A rank that fails says why in the link's store and closes the link, so that the others fail at once and not only at
-their limit, and can tell who was first.
+A failing rank publishes its error in the link's store and closes the link, so the other ranks fail at once instead of
+at their timeout and can report the first failure.
 """
 
 from __future__ import annotations
@@ -46,37 +45,37 @@ def send(
     peer_failure: Callable[[str], str | None] | None = None,
     verify: bool = False,
 ) -> dict[str, str | None]:
-    """Send over all links at once; a link that fails holds back no other.
+    """Send over all links at once; a failed link does not delay the others.
 
-    The first messages are packed at once, before any receiver is there. Slices travel as `dtype`, staging buffers
-    take at most `staging_bytes` over all links. `transfer` grows from call to call. `seconds` limits each wait for a
-    peer; `watch(link name)` may say earlier that one is dead. With `verify` the receivers compare checksums of
+    The first messages are packed before the receivers are ready. Slices are sent as `dtype`; staging buffers take at
+    most `staging_bytes` over all links. `transfer` increases from call to call. `timeout_seconds` limits each wait for
+    a peer; `peer_failure(link name)` may report a dead peer earlier. With `verify` the receivers compare checksums of
     every slice.
 
-    Returns for each link's name None, or why it failed; a failed link is closed. When this returns, nobody reads
-    the source any more. Raises ValueError for messages that do not fit, and whatever `source` raises (all links
-    are closed then); never for a peer's failure.
+    Returns the error of each link by name, None for success; a failed link is closed. After the return nothing reads
+    the source. Raises ValueError for messages that do not fit, and exceptions of `source` (all links are closed then),
+    but not for a peer's failure.
     """
     units = split_into_units([one.messages for one in transfers], dtype, staging_bytes)
-    bell = threading.Event()
-    runs = [
-        LinkSender(one, of, source, dtype, transfer, timeout_seconds, bell, peer_failure, verify)
+    wakeup = threading.Event()
+    senders = [
+        LinkSender(one, of, source, dtype, transfer, timeout_seconds, wakeup, peer_failure, verify)
         for one, of in zip(transfers, units, strict=True)
     ]
     try:
-        for run in runs:  # all of them before the first packing, which may take a while or fail
-            run.run_guarded(run.announce)
-        while waiting := [run for run in runs if not run.finished]:
-            bell.clear()
-            moved = [run.run_guarded(run.poll) for run in waiting]
-            if not any(moved):
-                bell.wait(min(run.seconds_to_next_poll() for run in waiting))
+        for sender in senders:  # before the first packing, which may take time or fail
+            sender.run_guarded(sender.announce)
+        while waiting := [sender for sender in senders if not sender.finished]:
+            wakeup.clear()
+            progress = [sender.run_guarded(sender.poll) for sender in waiting]
+            if not any(progress):
+                wakeup.wait(min(sender.seconds_to_next_poll() for sender in waiting))
     except BaseException as error:
-        for run in runs:
-            if not run.finished:
-                run.link.fail(f"transfer {transfer}: {type(error).__name__}: {error_summary(error)}")
+        for sender in senders:
+            if not sender.finished:
+                sender.link.fail(f"transfer {transfer}: {type(error).__name__}: {error_summary(error)}")
         raise
-    return {run.link.name: run.failure for run in runs}
+    return {sender.link.name: sender.failure for sender in senders}
 
 
 def receive(
@@ -89,11 +88,11 @@ def receive(
     timeout_seconds: float,
     verify: bool = False,
 ) -> None:
-    """Receive this rank's messages of a link, in the link's order, into `target`.
+    """Receive this rank's messages of a link, in link order, into `target`.
 
-    `seconds` limits each wait for a peer. With `verify` every slice is read back from the target before it is called
-    written, and its checksum compared with the sender's at the end. Raises ValueError for messages that do not
-    fit, and TransferError for everything else, an error of the target included; the link is closed then.
+    `timeout_seconds` limits each wait for a peer. With `verify` every slice is read back from the target before it is
+    marked as written, and its checksum is compared with the sender's at the end. Raises ValueError for messages that
+    do not fit, and TransferError for other errors, including those of the target; the link is closed then.
     """
     (units,) = split_into_units([messages], dtype, staging_bytes)
     if link.process_group is None:

@@ -1,8 +1,8 @@
-"""Schedulers for engines whose weights change while requests run.
+"""vLLM schedulers for engines whose weights change while requests run.
 
-After an update every running request is computed again from its first token, images included. vLLM 0.32 does
-not send a worker the pixels of an image whose tokens were in the prefix cache when the request began; the worker
-then has nothing to compute it from, and the engine dies. These schedulers send the pixels always.
+After an update every running request is recomputed from its first token, including images. vLLM 0.32 does not send a
+worker the pixels of an image whose tokens were in the prefix cache when the request started; the worker then cannot
+recompute the image, and the engine dies. These schedulers always send the pixels.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 
-def _keep(mm_features: list[Any], num_computed_tokens: int, uses_mrope: bool = False) -> list[Any]:
+def _keep_features(mm_features: list[Any], num_computed_tokens: int, uses_mrope: bool = False) -> list[Any]:
     return mm_features
 
 
 class _KeepsPixels:
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        # Looked up by its name there at every new request; an engine has one scheduler.
-        output.strip_covered_mm_data = _keep
+        # vLLM looks up this name for every new request; an engine has one scheduler.
+        output.strip_covered_mm_data = _keep_features
         super().__init__(*arguments, **options)
 
 
 class RecomputingScheduler(_KeepsPixels, Scheduler):
-    """vLLM's scheduler."""
+    """vLLM's scheduler, sending all pixels."""
 
 
 class RecomputingAsyncScheduler(_KeepsPixels, AsyncScheduler):
-    """vLLM's scheduler that plans a step ahead."""
+    """vLLM's asynchronous scheduler, sending all pixels."""

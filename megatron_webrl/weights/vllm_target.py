@@ -1,17 +1,17 @@
-"""Where received slices go in one vLLM worker: straight into its parameters, or through the loading form of a layer.
+"""Write received slices into the model of one vLLM worker, in place or through a layer's loading form.
 
-Each layer has one of two ways:
+Each layer has one of two load paths:
 
 - in place: the kernel computes with the loading form (norms, convolutions, embeddings; on CUDA also unquantised
   linear layers and the fused experts of some kernels). Slices are written into the live parameter, whose memory
   never moves, so CUDA graphs stay valid.
-- reload: the kernel computes with something made from the weights (packed by oneDNN on CPU, quantised, shuffled).
-  At its first slice the layer gets its loading form back, at this rank's shape and without weight loaders, which
-  would cut it by tensor rank once more. When all its elements have arrived vLLM processes it as it did at load,
-  copies the result into the kernel's memory, and the loading form is gone. Only layers in between hold one.
+- reload: the kernel computes with a derived format (packed by oneDNN on CPU, quantised, shuffled). The first slice
+  restores the layer's loading form, with this rank's shape and without weight loaders, which would shard it again.
+  When all elements have arrived, vLLM processes the layer as at load, copies the result into the kernel's memory and
+  frees the loading form. Only partially received layers hold one.
 
-It leans on vLLM's layer-wise reload, which is internal to vLLM and changes between minor versions, hence
-SUPPORTED_VERSIONS.
+The reload path uses vLLM's layer-wise reload, an internal API that changes between minor versions; hence
+SUPPORTED_VLLM_VERSIONS.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffe
 from vllm.platforms import current_platform
 
 SUPPORTED_VLLM_VERSIONS = ("0.32",)
-"""Minor versions of vLLM whose reload (restore, materialise, process, place back), record of loading forms and kernel
-choices were read and tested. Each of them may change in any minor version without notice."""
+"""Minor versions of vLLM whose layer-wise reload, record of loading forms and choice of kernels were reviewed and
+tested. These internals may change in any minor version without notice."""
 
 LoadPath = Literal["in_place", "reload"]
 
 _LOADING_FORM_BACKENDS = {UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON}
-"""Kernels of unquantised fused experts that compute, on CUDA, with what the weight loaders fill."""
+"""Kernels of unquantised fused experts that compute with the loading form on CUDA."""
 
 
 def check_vllm_version(version: str) -> None:
-    """Raise RuntimeError unless `version` of vLLM is one that updates were tested with."""
+    """Raise RuntimeError unless weight updates support this version of vLLM."""
     if not version.startswith(tuple(f"{minor}." for minor in SUPPORTED_VLLM_VERSIONS)):
         supported = ", ".join(f"{minor}.x" for minor in SUPPORTED_VLLM_VERSIONS)
         raise RuntimeError(
@@ -60,80 +60,83 @@ def check_vllm_version(version: str) -> None:
 
 
 class ModelTarget:
-    """The parameters of one worker's model as the target of transfers (transport.Target).
+    """WeightTarget for the model of one vLLM worker.
 
-    Life: `begin`, then `tensor` and `written` for each slice, then `finish`; after a failure `abandon`. From the
-    first slice of a transfer to its `finish` the model is `torn`: it holds weights of two versions and must not
-    serve. A failed transfer leaves it torn; a later complete one heals it.
+    Life cycle: `start_update`, then `tensor` and `mark_written` for each slice, then `finish_update`; after a failure
+    `abort_update`. From the first slice to `finish_update` the model is `partially_updated`: it holds weights of two
+    versions and must not serve. It stays so after a failed transfer until a complete one.
     """
 
     def __init__(
         self, model: nn.Module, vllm_config: VllmConfig, device: torch.device, expected: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """`expected`: shape of every parameter of this rank in loading form (engine_map.parameters).
+        """`expected`: loading-form shape of every parameter of this rank (engine_map.engine_parameter_shapes).
 
-        Raises ValueError if the model's parameters are others, RuntimeError for an untested version of vLLM.
+        Raises ValueError if the model's parameters differ, RuntimeError for an unsupported version of vLLM.
         """
         check_vllm_version(vllm.__version__)
         self.partially_updated = False
         self._config, self._device = vllm_config, torch.device(device)
-        self._held = _held(model)
-        self._layers = list(dict.fromkeys(held.layer for held in self._held.values() if held.layer is not None))
-        _compare({name: held.shape for name, held in self._held.items()}, expected)
+        self._parameters = _loadable_parameters(model)
+        self._layers = list(dict.fromkeys(p.layer for p in self._parameters.values() if p.layer is not None))
+        _compare({name: p.shape for name, p in self._parameters.items()}, expected)
         self._heads: list[Any] = [module for module in model.modules() if _is_packed_head(module, self._device)]
         self._arrived: dict[str, int] | None = None
 
     def load_paths(self) -> dict[str, LoadPath]:
-        """How each parameter is written."""
-        return {name: "in_place" if held.layer is None else "reload" for name, held in self._held.items()}
+        """Load path of each parameter."""
+        return {name: "in_place" if p.layer is None else "reload" for name, p in self._parameters.items()}
 
     def bytes_by_load_path(self) -> dict[LoadPath, int]:
-        """Bytes of all parameters in loading form by the way they are written."""
+        """Bytes of all parameters in loading form, by load path."""
         sizes: dict[LoadPath, int] = {"in_place": 0, "reload": 0}
-        ways = self.load_paths()
-        for name, held in self._held.items():
-            sizes[ways[name]] += math.prod(held.shape) * held.dtype.itemsize
+        paths = self.load_paths()
+        for name, parameter in self._parameters.items():
+            sizes[paths[name]] += math.prod(parameter.shape) * parameter.dtype.itemsize
         return sizes
 
     def start_update(self) -> None:
-        """Start a transfer; what is left of another is abandoned. Torn as soon as the first tensor is asked for."""
+        """Start an update; an unfinished one is aborted."""
         self.abort_update()
-        self._arrived = dict.fromkeys(self._held, 0)
+        self._arrived = dict.fromkeys(self._parameters, 0)
 
     def tensor(self, parameter: str) -> Tensor:
-        """Where slices of a parameter are written: [its shape in loading form], in whatever type vLLM holds it.
+        """Tensor to write slices of a parameter into, in loading form and vLLM's dtype.
 
-        Raises RuntimeError outside a transfer or if all of the parameter has arrived already.
+        Raises RuntimeError outside an update or if the parameter is already complete.
         """
-        held, arrived = self._known(parameter)
-        if arrived == held.elements:
-            raise RuntimeError(f"parameter {parameter} is complete with {held.elements} elements; more were sent")
+        loadable, arrived = self._lookup(parameter)
+        if arrived == loadable.elements:
+            raise RuntimeError(f"parameter {parameter} is complete with {loadable.elements} elements; more were sent")
         self.partially_updated = True
-        if held.layer is not None:
+        if loadable.layer is not None:
             with self._context():
-                held.layer.open()
-        return getattr(held.module, held.attribute).data
+                loadable.layer.open()
+        return getattr(loadable.module, loadable.attribute).data
 
     def mark_written(self, parameter: str, elements: int) -> None:
-        """`elements` more of a parameter have arrived. A layer is processed when it has all of its parameters.
+        """Count written elements of a parameter. A reloaded layer is processed when it is complete.
 
-        Raises RuntimeError outside a transfer or if more have arrived than the parameter has.
+        Raises RuntimeError outside an update or for more elements than the parameter has.
         """
-        held, arrived = self._known(parameter)
-        if arrived + elements > held.elements:
-            raise RuntimeError(f"parameter {parameter} has {held.elements} elements; {arrived + elements} were sent")
+        loadable, arrived = self._lookup(parameter)
+        if arrived + elements > loadable.elements:
+            sent = arrived + elements
+            raise RuntimeError(f"parameter {parameter} has {loadable.elements} elements; {sent} were sent")
         assert self._arrived is not None
         self._arrived[parameter] = arrived + elements
-        if held.layer is not None and all(self._is_complete(name) for name in held.layer.parameters):
+        if loadable.layer is not None and all(self._is_complete(name) for name in loadable.layer.parameters):
             with self._context():
-                held.layer.close()
+                loadable.layer.close()
 
     def finish_update(self) -> None:
-        """End a transfer: the model is whole. Raises RuntimeError naming the first incomplete parameter."""
-        for name, held in self._held.items():
-            _, arrived = self._known(name)
-            if arrived != held.elements:
-                raise RuntimeError(f"parameter {name}: {arrived} of {held.elements} elements arrived; send them all")
+        """Finish an update. Raises RuntimeError naming the first incomplete parameter."""
+        for name, parameter in self._parameters.items():
+            _, arrived = self._lookup(name)
+            if arrived != parameter.elements:
+                raise RuntimeError(
+                    f"parameter {name}: {arrived} of {parameter.elements} elements arrived; send them all"
+                )
         with self._context():
             for head in self._heads:
                 head.quant_method.process_weights_after_loading(head)
@@ -141,43 +144,43 @@ class ModelTarget:
         self.partially_updated = False
 
     def abort_update(self) -> None:
-        """End a transfer that failed: all layers get back what their kernels compute with. Idempotent."""
+        """Abort an update: restore the kernel tensors of all layers. Idempotent."""
         for layer in self._layers:
-            layer.abandon()
+            layer.restore()
         self._arrived = None
 
     def in_place_tensor(self, parameter: str) -> Tensor | None:
-        """The memory that the kernel computes with if the parameter is written in place, else None."""
-        held = self._held[parameter]
-        return getattr(held.module, held.attribute).data if held.layer is None else None
+        """Live tensor of a parameter that is written in place, else None."""
+        loadable = self._parameters[parameter]
+        return getattr(loadable.module, loadable.attribute).data if loadable.layer is None else None
 
-    def _known(self, parameter: str) -> tuple[_Held, int]:
+    def _lookup(self, parameter: str) -> tuple[_LoadableParameter, int]:
         if self._arrived is None:
-            raise RuntimeError(f"parameter {parameter} is used outside a transfer; begin one first")
-        if parameter not in self._held:
-            raise RuntimeError(f"vLLM's model has no parameter {parameter}; the plan does not fit it")
-        return self._held[parameter], self._arrived[parameter]
+            raise RuntimeError(f"parameter {parameter} is used outside a transfer; call start_update first")
+        if parameter not in self._parameters:
+            raise RuntimeError(f"vLLM's model has no parameter {parameter}; the plan does not match it")
+        return self._parameters[parameter], self._arrived[parameter]
 
     def _is_complete(self, parameter: str) -> bool:
-        return self._arrived is not None and self._arrived[parameter] == self._held[parameter].elements
+        return self._arrived is not None and self._arrived[parameter] == self._parameters[parameter].elements
 
     @contextmanager
     def _context(self) -> Iterator[None]:
-        # vLLM's methods look up the configuration and make their tensors on the default device.
+        # vLLM's methods use the current configuration and create tensors on the default device.
         with set_current_vllm_config(self._config), torch.device(self._device), torch.no_grad():
             yield
 
 
 @dataclass(eq=False)
 class _Layer:
-    """A layer that vLLM processes again, at most once a transfer."""
+    """A layer with the reload path; vLLM processes it once per update."""
 
     module: nn.Module
-    parameters: list[str] = field(default_factory=list)  # full names; all must arrive before it is processed
+    parameters: list[str] = field(default_factory=list)  # full names; the layer is processed when all are complete
     is_open: bool = False
 
     def open(self) -> None:
-        """Give the layer its loading form, at this rank's shape. Nothing happens if it has it."""
+        """Restore the loading form with this rank's shape, unless the layer is open."""
         if self.is_open:
             return
         module, info = self.module, layerwise.get_layerwise_info(self.module)
@@ -188,8 +191,8 @@ class _Layer:
         materialize_layer(module, info)
         for parameter in module._parameters.values():
             if parameter is not None and _elements(module, parameter.shape) < parameter.numel():
-                parameter.data.zero_()  # rows of padding, which no transfer fills
-        # Buffers are in no transfer; processing must find the values that the kernel has.
+                parameter.data.zero_()  # padding rows are not transferred
+        # Buffers are not transferred; processing needs the kernel's values.
         for name, kernel in info.kernel_tensors[1].items():
             buffer = module._buffers.get(name)
             if buffer is not None and (buffer.shape, buffer.dtype) == (kernel.shape, kernel.dtype):
@@ -200,7 +203,7 @@ class _Layer:
         method: Any = getattr(self.module, "quant_method", None)
         kernel = getattr(method, "moe_kernel", None)
         if kernel is not None and current_platform.is_cpu():
-            # With a kernel at hand the experts would not be packed, and it would go on with those it packed before.
+            # With an existing kernel vLLM would not pack the experts again and would use the old ones.
             method.moe_kernel = None
         try:
             layerwise._layerwise_process(self.module, layerwise.get_layerwise_info(self.module))
@@ -210,8 +213,8 @@ class _Layer:
             raise
         self.is_open = False
 
-    def abandon(self) -> None:
-        """Put back what the kernel computes with, if the layer is open."""
+    def restore(self) -> None:
+        """Put back the kernel tensors if the layer is open."""
         if not self.is_open:
             return
         info = layerwise.get_layerwise_info(self.module)
@@ -221,40 +224,42 @@ class _Layer:
 
 
 @dataclass(frozen=True)
-class _Held:
-    """A loadable parameter of the model."""
+class _LoadableParameter:
+    """A parameter of the model that weights are loaded into."""
 
     module: nn.Module
     attribute: str
     shape: tuple[int, ...]  # in loading form
     dtype: torch.dtype
-    elements: int  # that arrive; without padding
-    layer: _Layer | None  # None: written in place
+    elements: int  # without padding
+    layer: _Layer | None  # None: in place
 
 
-def _held(model: nn.Module) -> dict[str, _Held]:
-    """All loadable parameters by name, a shared one (tied output head) under the name of the embedding."""
-    found: dict[str, _Held] = {}
+def _loadable_parameters(model: nn.Module) -> dict[str, _LoadableParameter]:
+    """Loadable parameters by name; a tied output head appears under the name of the embedding."""
+    parameters: dict[str, _LoadableParameter] = {}
     seen: set[int] = set()
     modules = sorted(model.named_modules(), key=lambda item: isinstance(item[1], ParallelLMHead))
     for prefix, module in modules:
-        forms = {name: form for name, form in _loading_forms(module).items() if _unseen(module, name, seen)}
+        forms = {name: form for name, form in _loading_forms(module).items() if _is_first_use(module, name, seen)}
         if not forms:
             continue
         layer = None if _is_in_place(prefix, module, forms) else _Layer(module)
-        # Unquantised methods leave biases alone, or only widen their type; others may process them with the weight.
-        alone = isinstance(getattr(module, "quant_method", None), UnquantizedLinearMethod)
+        # Unquantised methods do not change biases, except for the dtype; others may process them with the weight.
+        in_place_bias = isinstance(getattr(module, "quant_method", None), UnquantizedLinearMethod)
         for name, form in forms.items():
-            own = None if name == "bias" and alone else layer
+            parameter_layer = None if name == "bias" and in_place_bias else layer
             full = f"{prefix}.{name}"
-            found[full] = _Held(module, name, tuple(form.shape), form.dtype, _elements(module, form.shape), own)
-            if own is not None:
-                own.parameters.append(full)
-    return found
+            parameters[full] = _LoadableParameter(
+                module, name, tuple(form.shape), form.dtype, _elements(module, form.shape), parameter_layer
+            )
+            if parameter_layer is not None:
+                parameter_layer.parameters.append(full)
+    return parameters
 
 
 def _loading_forms(module: nn.Module) -> dict[str, Tensor]:
-    """What the weight loaders of a module fill: as recorded at load, and the live ones that reloads pass by."""
+    """Tensors that a module's weight loaders fill: those recorded at load, and live ones that reloads skip."""
     live: dict[str, Tensor] = {name: p for name, p in module._parameters.items() if p is not None}
     info = layerwise.LAYERWISE_INFO.get(module)
     if info is None:
@@ -262,10 +267,10 @@ def _loading_forms(module: nn.Module) -> dict[str, Tensor]:
     return info.restore_metadata[0] | {name: tensor for name, tensor in live.items() if name in SKIP_TENSORS}
 
 
-def _unseen(module: nn.Module, name: str, seen: set[int]) -> bool:
+def _is_first_use(module: nn.Module, name: str, seen: set[int]) -> bool:
     parameter = module._parameters.get(name)
     if parameter is None:
-        return True  # processing removed it; the loading form brings it back
+        return True  # removed by processing; the loading form restores it
     if id(parameter) in seen:
         return False
     seen.add(id(parameter))
@@ -273,11 +278,11 @@ def _unseen(module: nn.Module, name: str, seen: set[int]) -> bool:
 
 
 def _is_in_place(prefix: str, module: nn.Module, forms: Mapping[str, Tensor]) -> bool:
-    """Whether the kernel computes with the loading form; anything not known for sure is reloaded."""
+    """Whether the kernel is known to compute with the loading form; unknown layers are reloaded."""
     method = getattr(module, "quant_method", None)
     if method is None and callable(getattr(module, "process_weights_after_loading", None)):
         raise ValueError(
-            f"layer {prefix} ({type(module).__name__}) processes its weights in its own way; no update of it is known"
+            f"layer {prefix} ({type(module).__name__}) processes its weights itself; its update is not supported"
         )
     known: dict[type, Callable[[], bool]] = {
         type(None): lambda: True,
@@ -287,7 +292,7 @@ def _is_in_place(prefix: str, module: nn.Module, forms: Mapping[str, Tensor]) ->
             current_platform.is_cuda() and getattr(method, "unquantized_backend", None) in _LOADING_FORM_BACKENDS
         ),
     }
-    # Not isinstance: a subclass may do more.
+    # Not isinstance: a subclass may process weights differently.
     if type(method) not in known or not known[type(method)]():
         return False
     live = module._parameters
@@ -299,7 +304,7 @@ def _same_form(live: Tensor | None, form: Tensor) -> bool:
 
 
 def _elements(module: nn.Module, shape: tuple[int, ...]) -> int:
-    """How many elements of a parameter of this shape arrive: all but the rows that pad a vocabulary."""
+    """Transferred elements of a parameter of this shape: all except vocabulary padding."""
     if not isinstance(module, VocabParallelEmbedding):
         return math.prod(shape)
     rows = module.shard_indices.num_org_elements + module.shard_indices.num_added_elements
@@ -307,7 +312,7 @@ def _elements(module: nn.Module, shape: tuple[int, ...]) -> int:
 
 
 def _is_packed_head(module: nn.Module, device: torch.device) -> bool:
-    """Whether an output head computes with a packed copy beside its weight, which it may share with an embedding."""
+    """Whether an output head computes with a packed copy of its weight, which it may share with an embedding."""
     return (
         device.type == "cpu"
         and isinstance(module, ParallelLMHead)
@@ -315,10 +320,10 @@ def _is_packed_head(module: nn.Module, device: torch.device) -> bool:
     )
 
 
-def _compare(held: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
+def _compare(actual: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
     """Raise ValueError naming the first parameter that differs between vLLM's model and the plan."""
-    for name in [*expected, *(name for name in held if name not in expected)]:
-        mine, theirs = held.get(name), expected.get(name)
+    for name in [*expected, *(name for name in actual if name not in expected)]:
+        mine, theirs = actual.get(name), expected.get(name)
         if mine is None or theirs is None or mine != tuple(theirs):
             raise ValueError(
                 f"parameter {name} of this rank: vLLM {vllm.__version__} holds {_shape(mine)}, the plan has "
@@ -331,7 +336,7 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 
 def head_shares_embedding(model: nn.Module) -> bool:
-    """Whether the output head's weight is the embedding's."""
+    """Whether the output head shares the embedding's weight."""
     weights = [
         (isinstance(m, ParallelLMHead), m.weight) for m in model.modules() if isinstance(m, VocabParallelEmbedding)
     ]

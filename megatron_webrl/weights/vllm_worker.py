@@ -1,12 +1,12 @@
-"""The receiving end of weight transfers inside each vLLM worker process.
+"""Receiving side of weight transfers in each vLLM worker process.
 
-Importing this module registers the weight-transfer engine "webrl" with vLLM; vLLM's workers import it because it is
-named in `worker_extension_cls`. An engine is made with WeightTransferConfig(backend="webrl").
+Importing this module registers the weight-transfer engine "webrl" with vLLM; vLLM's workers import it as their
+`worker_extension_cls`. An engine selects it with WeightTransferConfig(backend="webrl").
 
-Order of steps: init (once for each link, again after a failure) -> any number of [start -> update -> finish]. They
-are vLLM's own, and WeightReceiver.webrl_weights does the same with errors as values. An engine of several ranks needs
-that: when a rank raises, vLLM's multi-process executor leaves the other ranks' answers in their queues and takes them
-for the answers to later calls, to those that compute tokens too.
+Phases of vLLM's protocol: init (once per link, again after a failure), then any number of [start, update, finish].
+WeightReceiver.webrl_weight_update runs a phase and returns errors as values, which engines of several ranks need: when
+a rank raises, vLLM's multi-process executor leaves the other ranks' results in their queues and returns them as the
+results of later calls, including those that compute tokens.
 """
 
 from __future__ import annotations
@@ -46,63 +46,63 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class LinkInfo(WeightTransferInitInfo):
-    """What an engine needs to join a link; plain JSON."""
+    """Information that an engine needs to join a link; plain JSON."""
 
     host: str  # of the control plane's store
     port: int
     name: str  # of the link
-    engine: int  # number of this engine in the plan
-    trainer: dict[str, Any]  # fields of plan.Trainer; "digest" and packed "tensors" of the trainer's plan
-    engines: dict[str, Any]  # fields of plan.Engines
+    engine: int  # index of this engine in the plan
+    trainer: dict[str, Any]  # fields of TrainerTopology, and "digest" and compressed "tensors" of the trainer's plan
+    engines: dict[str, Any]  # fields of EngineTopology
     staging_bytes: int
-    dtype: str  # of the wire, such as "bfloat16"
-    timeout_seconds: float  # limit of every wait of a transfer
-    join_timeout_seconds: float  # limit of joining
+    dtype: str  # of the transferred data, such as "bfloat16"
+    timeout_seconds: float  # of every wait of a transfer
+    join_timeout_seconds: float  # of joining
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One transfer; plain JSON."""
+    """Parameters of one transfer; plain JSON."""
 
-    transfer: int  # its number, above that of the link's last
+    transfer: int  # number, above that of the link's last transfer
     version: int  # of the weights
     verify: bool = False  # compare checksums with the sender's
 
 
 @dataclass(frozen=True)
-class _Agreed:
-    """What both sides of an engine's links have agreed on."""
+class _AgreedPlan:
+    """Plan that both sides of an engine's links have agreed on."""
 
-    terms: tuple[Any, ...]  # of JoinInfo, all but where the store is, the link's name and limits
+    terms: tuple[Any, ...]  # fields of LinkInfo that determine the plan
     senders: int
-    messages: tuple[TransferMessage, ...]  # of this rank
+    messages: tuple[TransferMessage, ...]  # received by this rank
     dtype: torch.dtype
     staging_bytes: int
 
 
 class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
-    """Receives this rank's slices from the trainer ranks that hold them. Belongs to one vLLM worker.
+    """Receives the slices of one vLLM worker from the trainer ranks.
 
-    After a failed update the link is closed and the model may be torn; the worker goes on, and a later init and
-    complete update heal it. All errors of links and transfers are transport.TransferError.
+    After a failed update the link is closed and the model may be partially updated; a later init and a complete update
+    repair it. Errors of links and transfers are transport.TransferError.
     """
 
     init_info_cls = LinkInfo
     update_info_cls = UpdateInfo
-    supports_draft_weight_update = False  # the plan knows one model
+    supports_draft_weight_update = False  # the plan covers one model
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.target: ModelTarget | None = None
-        self._agreed: _Agreed | None = None
+        self._agreed: _AgreedPlan | None = None
         self._link: transport.TransferLink | None = None
         self._seconds = 0.0
 
     def init_transfer_engine(self, init_info: LinkInfo) -> None:
-        """Agree with the trainer's plan and join a link; an earlier link is left.
+        """Verify the trainer's plan and join a link, leaving an earlier one.
 
-        Raises ValueError if the plans differ, which the trainer learns as well, and
-        TransferError if the link is not formed within join_seconds.
+        Raises ValueError if the plans differ, which also rejects the link for the trainer, and TransferError if the
+        link is not formed within join_timeout_seconds.
         """
         self._leave("another link is joined")
         store = _store(init_info)
@@ -118,11 +118,11 @@ class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
         self._agreed, self._seconds = agreed, init_info.timeout_seconds
 
     def start_weight_update(self) -> None:
-        """Nothing is touched before data moves. Raises TransferError without a link."""
+        """Check that a link is joined; nothing else happens before data arrive. Raises TransferError."""
         self._joined()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receive one transfer into the model. After TransferError the model may be torn and the link is closed."""
+        """Receive one transfer into the model. After TransferError the model may be partially updated."""
         link, agreed, target = self._joined()
         began = time.monotonic()
         target.start_update()
@@ -143,15 +143,15 @@ class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
         log.info("version %d received in %.3f s", update_info.version, time.monotonic() - began)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As vLLM's, which would look for an accelerator on CPU as well."""
+        """Override of vLLM's method, which would also synchronise an accelerator on CPU."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def finish_weight_update(self) -> None:
-        """The model is whole, here and, as every rank has received by now, on all ranks.
+        """Finish the update; all ranks have received their slices by now.
 
-        Raises RuntimeError naming a parameter that is not; the link is closed then.
+        Raises RuntimeError naming an incomplete parameter; the link is closed then.
         """
         _, _, target = self._joined()
         try:
@@ -161,7 +161,7 @@ class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
             raise
 
     def abort_update(self, reason: str) -> None:
-        """Give up an update that was begun: layers get back what their kernels need; the link is left. Idempotent."""
+        """Abort a started update: restore the layers and leave the link. Idempotent."""
         if self.target is not None:
             self.target.abort_update()
         self._leave(reason)
@@ -171,7 +171,7 @@ class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
         self._leave("the engine ends")
 
     def live_checksums(self) -> list[int | None]:
-        """Checksum of each slice of this rank, in the order of its messages; None for what is not kept as it came."""
+        """Checksum of each slice of this rank in message order; None for slices that are not written in place."""
         if self._agreed is None or self.target is None:
             raise transport.TransferError("no plan is agreed on yet; join a link first")
         sums: list[int | None] = []
@@ -181,7 +181,7 @@ class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
             sums.append(None if box is None else transport.checksum(box))
         return sums
 
-    def _joined(self) -> tuple[transport.TransferLink, _Agreed, ModelTarget]:
+    def _joined(self) -> tuple[transport.TransferLink, _AgreedPlan, ModelTarget]:
         if self._link is None or self._agreed is None or self.target is None:
             raise transport.TransferError("no link to the trainer is joined; join one first (init)")
         return self._link, self._agreed, self.target
@@ -191,8 +191,8 @@ class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
             self._link.close(reason)
             self._link = None
 
-    def _agree(self, info: LinkInfo) -> _Agreed:
-        """Make the plan and see that it is the trainer's and fits the model. Raises ValueError."""
+    def _agree(self, info: LinkInfo) -> _AgreedPlan:
+        """Compute the plan; raise ValueError unless it equals the trainer's and matches the model."""
         terms = (info.engine, info.trainer, info.engines, info.staging_bytes, info.dtype)
         if self._agreed is not None and self._agreed.terms == terms:
             return self._agreed
@@ -203,49 +203,47 @@ class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
         self._check_sizes(info.engine, engines.sizes)
         dtype = getattr(torch, info.dtype, None)
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(
-                f"link {info.name}: dtype {info.dtype!r} of the wire is no type of torch, such as bfloat16"
-            )
-        described, rank = self._description(), self.parallel_config.rank
-        theirs = info.trainer
-        trainer = TrainerTopology(ParallelSizes(**theirs["sizes"]), theirs["ranks"], tuple(theirs["nodes"]))
-        plan = TransferPlan(described, trainer, engines, dtype.itemsize, info.staging_bytes)
-        if plan.digest != theirs["digest"]:
-            difference = first_difference(plan.tensor_shapes(), _unpacked(theirs["tensors"]))
+            raise ValueError(f"link {info.name}: dtype {info.dtype!r} is not a torch dtype such as bfloat16")
+        hf_config, rank = self._hf_config(), self.parallel_config.rank
+        fields = info.trainer
+        trainer = TrainerTopology(ParallelSizes(**fields["sizes"]), fields["ranks"], tuple(fields["nodes"]))
+        plan = TransferPlan(hf_config, trainer, engines, dtype.itemsize, info.staging_bytes)
+        if plan.digest != fields["digest"]:
+            difference = first_difference(plan.tensor_shapes(), _decompress(fields["tensors"]))
             raise ValueError(
                 f"link {info.name}: engine {info.engine} (here) and trainer (there) have different plans: {difference}"
             )
         if self.target is None:
-            expected = engine_parameter_shapes(described, engines.sizes[info.engine], rank)
+            expected = engine_parameter_shapes(hf_config, engines.sizes[info.engine], rank)
             self.target = ModelTarget(self.model, self.vllm_config, self.device, expected)
         messages = plan.messages(info.engine, receiver=rank)
-        return _Agreed(terms, len(plan.senders(info.engine)), messages, dtype, info.staging_bytes)
+        return _AgreedPlan(terms, len(plan.senders(info.engine)), messages, dtype, info.staging_bytes)
 
     def _check_sizes(self, engine: int, sizes: Sequence[EngineSizes]) -> None:
-        found = self.parallel_config
-        mine = EngineSizes(found.tensor_parallel_size, found.pipeline_parallel_size, found.enable_expert_parallel)
+        config = self.parallel_config
+        actual = EngineSizes(config.tensor_parallel_size, config.pipeline_parallel_size, config.enable_expert_parallel)
         if not 0 <= engine < len(sizes):
             raise ValueError(f"engine {engine} is not among the {len(sizes)} of the trainer's plan")
-        if sizes[engine] != mine:
+        if sizes[engine] != actual:
             raise ValueError(
-                f"the trainer plans engine {engine} as {sizes[engine]}, it is {mine}; give both the same settings"
+                f"the trainer plans engine {engine} as {sizes[engine]}, it is {actual}; give both the same settings"
             )
 
-    def _description(self) -> Any:
-        """transformers' configuration of the model as it was trained."""
+    def _hf_config(self) -> Any:
+        """The transformers configuration of the model as trained."""
         config = self.model_config.hf_config
         if not (self.model_config.word_embeddings_untied_by_checkpoint and head_shares_embedding(self.model)):
             return config
-        # vLLM loaded an output head of its own, found that it is the embedding, and tied them, but not in here.
+        # vLLM loaded a separate output head, found it equal to the embedding and tied them, but not in this config.
         config = copy.deepcopy(config)
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = True
         return config
 
 
 class WeightReceiver:
-    """Methods of a vLLM worker beside those of its weight-transfer protocol; `self` is the worker."""
+    """Additional methods of a vLLM worker; `self` is the worker."""
 
-    # vLLM's worker, as far as it is used here.
+    # Members of vLLM's worker used here.
     weight_transfer_engine: Any
     _weight_update_active: bool
     init_weight_transfer_engine: Callable[[dict[str, Any]], None]
@@ -254,36 +252,36 @@ class WeightReceiver:
     finish_weight_update: Callable[[], None]
 
     def webrl_weight_update(self, phase: str, info: dict[str, Any] | None = None) -> str | None:
-        """A step of vLLM's protocol, "init", "start", "update" or "finish", with its info; None, or why it failed.
+        """Run a phase of vLLM's protocol: "init", "start", "update" or "finish". Returns the error, None for success.
 
-        A start ends an update that a failure on another rank has left open here.
+        A start first aborts an update that a failure on another rank left open here.
         """
         try:
             if phase == "init":
                 self.init_weight_transfer_engine(info or {})
             elif phase == "start":
-                self._end_left_open()
+                self._abort_open_update()
                 self.start_weight_update()
             elif phase == "update":
                 self.update_weights(info or {})
             elif phase == "finish":
                 self.finish_weight_update()
             else:
-                raise ValueError(f"step {phase!r} is none of init, start, update, finish")
-        except Exception as error:  # whatever it is, it goes to the caller, in words
+                raise ValueError(f"phase={phase!r} is none of init, start, update, finish")
+        except Exception as error:  # any error is returned to the caller as text
             known = isinstance(error, transport.TransferError | ValueError)
             log.warning("weights: %s failed: %s", phase, error, exc_info=not known)
             return f"{type(error).__name__}: {error}"
         return None
 
     def webrl_load_paths(self) -> dict[LoadPath, dict[str, int]]:
-        """By way into the model, the number of parameters and their bytes in loading form."""
+        """Number of parameters and their bytes in loading form, by load path."""
         target = self._webrl_target()
-        ways, sizes = list(target.load_paths().values()), target.bytes_by_load_path()
-        return {way: {"parameters": ways.count(way), "bytes": size} for way, size in sizes.items()}
+        paths, sizes = list(target.load_paths().values()), target.bytes_by_load_path()
+        return {path: {"parameters": paths.count(path), "bytes": size} for path, size in sizes.items()}
 
     def webrl_live_checksums(self) -> list[int | None]:
-        """See ShardTransferEngine.live_sums; the order is that of Plan.messages(engine, receiver=rank)."""
+        """See ShardTransferEngine.live_checksums; in the order of TransferPlan.messages(engine, receiver=rank)."""
         return list(self.weight_transfer_engine.live_checksums())
 
     def _webrl_target(self) -> ModelTarget:
@@ -292,7 +290,7 @@ class WeightReceiver:
             raise transport.TransferError("no plan is agreed on yet; join a link first")
         return target
 
-    def _end_left_open(self) -> None:
+    def _abort_open_update(self) -> None:
         if self._weight_update_active:
             self._weight_update_active = False
             self.weight_transfer_engine.target.abort_update()
@@ -308,11 +306,11 @@ def _store(info: LinkInfo) -> dist.TCPStore:
         ) from error
 
 
-def _unpacked(tensors: str) -> list[Any]:
-    """Names and shapes of the trainer's tensors, from Base64 of compressed JSON."""
-    found = json.loads(zlib.decompress(base64.b64decode(tensors)))
-    assert isinstance(found, list)
-    return found
+def _decompress(tensors: str) -> list[Any]:
+    """Names and shapes of the trainer's tensors from Base64 of compressed JSON."""
+    shapes = json.loads(zlib.decompress(base64.b64decode(tensors)))
+    assert isinstance(shapes, list)
+    return shapes
 
 
 with contextlib.suppress(ValueError):  # registered already
