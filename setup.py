@@ -26,7 +26,16 @@ setup(
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["megatron_webrl", "megatron_webrl.*"]),
     package_data={"megatron_webrl": ["system/_site/*.py"]},
-    install_requires=["numpy", "omegaconf>=2.3", "pyyaml", "rich>=13", "psutil", "pillow", "tenacity>=9,<10"],
+    install_requires=[
+        "numpy",
+        "omegaconf>=2.3",
+        "pyyaml",
+        "rich>=13",
+        "psutil",
+        "pillow",
+        "tenacity>=9,<10",
+        "matplotlib>=3.10",
+    ],
     extras_require={
         "trainer": [
             TORCH,

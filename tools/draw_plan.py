@@ -1,31 +1,33 @@
-"""Draw what moves where for one fused parameter: `python -m tools.draw_plan docs/images/plan.svg`.
+"""Draw the transfer plan of one fused parameter: `python -m tools.draw_plan docs/images/plan.svg`.
 
-The picture is made from a plan (weights/plan.py), not by hand: two tensor-parallel trainer ranks, in two replicas, on
-the left; an engine of one rank and one of two on the right. Colours tell q, k and v; a band is one slice.
+The figure shows a real plan (weights/plan.py). Left: two replicas of two tensor-parallel trainer ranks. Right: an
+engine of one rank and one of two. Colours mark q, k and v; a band is one slice.
 """
 
 from __future__ import annotations
 
 import argparse
-from html import escape
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import transformers
 
 from megatron_webrl.model.layout import ParallelSizes
+from megatron_webrl.tracking.plot import BLACK, DARK_GREY, render_svg
 from megatron_webrl.weights.engine_map import EngineSizes
 from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan
 from megatron_webrl.weights.slices import Slice
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Key = TypeVar("Key")
 
 TARGET = "language_model.model.layers.0.self_attn.qkv_proj.weight"
 PROJECTION_COLOURS = {"q_proj": "#4878a8", "k_proj": "#d1803a", "v_proj": "#58944f"}
 HEADS, GROUPS, DIM = 8, 4, 32
-SCALE = 0.55  # pixels of a row
-GAP, TOP, WIDTH = 46, 84, 92  # pixels: between bars, above them, of a bar
-LEFT, RIGHT = 60, 560
+GAP = 80.0  # between two bars, in parameter rows
+LEFT, RIGHT, WIDTH = 0.0, 5.0, 1.0  # left edges of both columns of bars, width of a bar
 
 
 def make_plan() -> TransferPlan:
@@ -46,7 +48,7 @@ def make_plan() -> TransferPlan:
 
 
 class Drawing:
-    """Bars of parameters at both sides, and the bands between them."""
+    """A bar for the parameter of each rank on both sides, and a band for each slice."""
 
     def __init__(self, plan: TransferPlan) -> None:
         self.plan = plan
@@ -65,69 +67,75 @@ class Drawing:
         self.receivers = _stack(receivers)
 
     def svg(self) -> str:
-        """The picture."""
-        bottom = max(top + rows * SCALE for bars in (self.senders, self.receivers) for top, rows in bars.values())
-        parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {RIGHT + WIDTH + LEFT} {bottom + 60:.0f}" '
-            'font-family="sans-serif" font-size="12">',
-            '<rect width="100%" height="100%" fill="white"/>',
-            _text(LEFT, 22, "the trainer's linear_qkv", bold=True),
-            _text(LEFT, 38, "q, k and v of a group together"),
-            _text(RIGHT, 22, "the engines' qkv_proj", bold=True),
-            _text(RIGHT, 38, "all q, then all k, then all v"),
-        ]
-        parts += [self._band(*item) for item in self.slices]
+        """The figure."""
+        return render_svg([self._draw], (7.2, 7.0))
+
+    def _draw(self, axes: Axes) -> None:
+        from matplotlib.patches import Patch
+
+        columns = (
+            (LEFT + WIDTH, "right", "trainer: linear_qkv", "q, k and v of a group together"),
+            (RIGHT, "left", "engines: qkv_proj", "all q, then all k, then all v"),
+        )
+        for x, side, title, order in columns:
+            axes.text(x, -100, title, weight="bold", fontsize=11, ha=side)
+            axes.text(x, -60, order, color=DARK_GREY, ha=side)
+        for item in self.slices:
+            self._draw_slice(axes, *item)
         for rank, (top, rows) in self.senders.items():
             label = f"rank {rank}: tensor {rank % 2}, replica {rank // 2}, {self.plan.trainer.nodes[rank]}"
-            parts += [_text(LEFT, top - 6, label), _bar(LEFT, top, rows)]
+            _draw_bar(axes, LEFT, top, rows)
+            axes.text(LEFT + WIDTH, top - 8, label, ha="right")
         for (engine, rank), (top, rows) in self.receivers.items():
             label = f"engine {engine}, rank {rank}, {self.plan.engines.nodes[engine][rank]}"
-            parts += [_text(RIGHT, top - 6, label), _bar(RIGHT, top, rows)]
-        for number, (name, colour) in enumerate(PROJECTION_COLOURS.items()):
-            x = LEFT + 80 * number
-            parts.append(f'<rect x="{x}" y="{bottom + 30:.0f}" width="12" height="12" fill="{colour}"/>')
-            parts.append(_text(x + 18, bottom + 41, name))
-        return "\n".join([*parts, "</svg>\n"])
+            _draw_bar(axes, RIGHT, top, rows)
+            axes.text(RIGHT, top - 8, label)
+        bottom = max(top + rows for bars in (self.senders, self.receivers) for top, rows in bars.values())
+        axes.set_xlim(LEFT - 1.6, RIGHT + WIDTH + 0.8)
+        axes.set_ylim(bottom + 10, -130)
+        axes.set_axis_off()
+        handles = [Patch(color=colour, label=name) for name, colour in PROJECTION_COLOURS.items()]
+        axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(0, 0), ncols=3)
 
-    def _band(self, sender: int, engine: int, receiver: int, piece: Slice) -> str:
+    def _draw_slice(self, axes: Axes, sender: int, engine: int, receiver: int, piece: Slice) -> None:
+        """One slice: its rows in both bars, and a band between them."""
+        from matplotlib.patches import PathPatch, Rectangle
+        from matplotlib.path import Path as Curve
+
         colour = PROJECTION_COLOURS[piece.hf_param.split(".")[-2]]
-        height = piece.size[0] * SCALE
-        y0 = self.senders[sender][0] + piece.source_offset[0] * SCALE
-        y1 = self.receivers[engine, receiver][0] + piece.target_offset[0] * SCALE
+        height = piece.size[0]
+        y0 = self.senders[sender][0] + piece.source_offset[0]
+        y1 = self.receivers[engine, receiver][0] + piece.target_offset[0]
         x0, x1, middle = LEFT + WIDTH, RIGHT, (LEFT + WIDTH + RIGHT) / 2
-        path = (
-            f"M{x0},{y0:.1f} C{middle},{y0:.1f} {middle},{y1:.1f} {x1},{y1:.1f} v{height:.1f} "
-            f"C{middle},{y1 + height:.1f} {middle},{y0 + height:.1f} {x0},{y0 + height:.1f} Z"
-        )
-        blocks = "".join(
-            f'<rect x="{x}" y="{y:.1f}" width="{WIDTH}" height="{height:.1f}" fill="{colour}" stroke="white" '
-            'stroke-width="0.5"/>'
-            for x, y in ((LEFT, y0), (RIGHT, y1))
-        )
-        return f'<path d="{path}" fill="{colour}" fill-opacity="0.35"/>{blocks}'
+        outline = [
+            (x0, y0), (middle, y0), (middle, y1), (x1, y1), (x1, y1 + height), (middle, y1 + height),
+            (middle, y0 + height), (x0, y0 + height), (x0, y0),
+        ]  # fmt: skip
+        codes = [Curve.MOVETO, *[Curve.CURVE4] * 3, Curve.LINETO, *[Curve.CURVE4] * 3, Curve.CLOSEPOLY]
+        axes.add_patch(PathPatch(Curve(outline, codes), facecolor=colour, alpha=0.35, linewidth=0))
+        for x, y in ((LEFT, y0), (RIGHT, y1)):
+            axes.add_patch(Rectangle((x, y), WIDTH, height, facecolor=colour, edgecolor="white", linewidth=0.5))
 
 
 def _stack(bars: list[tuple[Key, int]]) -> dict[Key, tuple[float, int]]:
-    """Top, in pixels, and rows of each bar, one under the other."""
-    placed, top = {}, float(TOP)
+    """Top and number of rows of each bar, one below the other."""
+    placed, top = {}, 0.0
     for key, rows in bars:
         placed[key] = (top, rows)
-        top += rows * SCALE + GAP
+        top += rows + GAP
     return placed
 
 
-def _bar(x: int, top: float, rows: int) -> str:
-    return f'<rect x="{x}" y="{top:.1f}" width="{WIDTH}" height="{rows * SCALE:.1f}" fill="none" stroke="#333"/>'
+def _draw_bar(axes: Axes, x: float, top: float, rows: int) -> None:
+    """The outline of a parameter."""
+    from matplotlib.patches import Rectangle
 
-
-def _text(x: float, y: float, words: str, bold: bool = False) -> str:
-    weight = ' font-weight="bold"' if bold else ""
-    return f'<text x="{x}" y="{y:.1f}"{weight} fill="#222">{escape(words)}</text>'
+    axes.add_patch(Rectangle((x, top), WIDTH, rows, fill=False, edgecolor=BLACK))
 
 
 def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description="Draw what moves where for one fused parameter, from a real plan.")
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Draw the transfer plan of one fused parameter.")
     parser.add_argument("out", type=Path, help="SVG file to write")
     options = parser.parse_args()
     options.out.write_text(Drawing(make_plan()).svg())

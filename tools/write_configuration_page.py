@@ -15,7 +15,8 @@ def page() -> str:
     lines = [
         "# Configuration",
         "",
-        "Settings of a run: `webrl train FILE key=value ...`. Written by `make docs` from `megatron_webrl/config/schema.py`.",
+        "Settings of a run: `webrl train FILE key=value ...`. "
+        "Written by `make docs` from `megatron_webrl/config/schema.py`.",
     ]
     _section(Config(), "", lines)
     return "\n".join(lines) + "\n"

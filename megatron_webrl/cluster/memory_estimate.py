@@ -57,7 +57,7 @@ class MemoryUse:
     @property
     def components(self) -> dict[str, int]:
         """Every part by name."""
-        return {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "who"}
+        return {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "role"}
 
     @property
     def total(self) -> int:

@@ -131,8 +131,8 @@ def place_processes(config: Config) -> Placement:
         )
     if cluster.base_port < control <= last:
         raise ConfigError(
-            f"control.port={control} is among the ports {cluster.base_port + 1} to {last} of the processes (cluster.base_port); "
-            "set control.port=0"
+            f"control.port={control} is among the ports {cluster.base_port + 1} to {last} of the processes "
+            "(cluster.base_port); set control.port=0"
         )
     return Placement(cluster.nodes, control, tuple(processes), tuple(_rings(config, processes)), blocks)
 
@@ -193,7 +193,8 @@ def _check_machines(config: Config) -> None:
     cluster = config.cluster
     if cluster.trainer_cores and not cluster.numa_cores:
         raise ConfigError(
-            f"cluster.trainer_cores={cluster.trainer_cores} has no effect without cluster.numa_cores; give both or neither"
+            f"cluster.trainer_cores={cluster.trainer_cores} has no effect without cluster.numa_cores; "
+            "set both or neither"
         )
     if not cluster.gpus_per_node:
         for name in ("engine_gpus_per_node", "gpu_numa", "nics", "gpu_gib"):
@@ -204,17 +205,20 @@ def _check_machines(config: Config) -> None:
         return
     if config.model.platform == "cpu":
         raise ConfigError(
-            f"cluster.gpus_per_node={cluster.gpus_per_node} with model.platform=cpu: set cluster.gpus_per_node=0, or platform to auto"
+            f"cluster.gpus_per_node={cluster.gpus_per_node} with model.platform=cpu: set cluster.gpus_per_node=0, "
+            "or platform to auto"
         )
     if not 1 <= cluster.engine_gpus_per_node < cluster.gpus_per_node:
         raise ConfigError(
-            f"cluster.engine_gpus_per_node={cluster.engine_gpus_per_node} of cluster.gpus_per_node={cluster.gpus_per_node} must leave each role at least "
-            f"one GPU of a node; choose 1 to {cluster.gpus_per_node - 1}"
+            f"cluster.engine_gpus_per_node={cluster.engine_gpus_per_node} of "
+            f"cluster.gpus_per_node={cluster.gpus_per_node} must leave each role at least one GPU of a node; "
+            f"choose 1 to {cluster.gpus_per_node - 1}"
         )
     for name, value in (("gpu_numa", cluster.gpu_numa), ("nics", cluster.nics)):
         if value and len(value) != cluster.gpus_per_node:
             raise ConfigError(
-                f"cluster.{name} has {len(value)} entries for cluster.gpus_per_node={cluster.gpus_per_node}; give one for each GPU"
+                f"cluster.{name} has {len(value)} entries for cluster.gpus_per_node={cluster.gpus_per_node}; "
+                "give one for each GPU"
             )
     if cluster.gpu_numa and not cluster.numa_cores:
         raise ConfigError(
@@ -223,7 +227,8 @@ def _check_machines(config: Config) -> None:
     for number in cluster.gpu_numa:
         if not 0 <= number < len(cluster.numa_cores):
             raise ConfigError(
-                f"cluster.gpu_numa={number} is not one of the {len(cluster.numa_cores)} NUMA nodes of cluster.numa_cores"
+                f"cluster.gpu_numa={number} is not one of the {len(cluster.numa_cores)} NUMA nodes "
+                "of cluster.numa_cores"
             )
 
 

@@ -29,7 +29,7 @@ ROLE_VARIABLE = "WEBRL_ROLE"
 SCRATCH_PREFIX = "webrl-"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 KILL_SECONDS = 10.0  # for killed processes to be gone
-_PAUSE = 0.02  # seconds between looks at processes that were signalled
+_POLL_SECONDS = 0.02  # between two checks of signalled processes
 
 # Runs between fork and the role's program, in an interpreter of its own: Python code in a forked copy of a
 # process with threads (preexec_fn) can block for ever on a lock that another thread held at the fork.
@@ -154,7 +154,7 @@ def kill_descendants(seconds: float, roles: Sequence[subprocess.Popen[bytes]] = 
                 elif process not in terminated:  # psutil compares pid and start time
                     terminated.add(process)
                     process.terminate()
-        time.sleep(_PAUSE)
+        time.sleep(_POLL_SECONDS)
 
 
 def kill_process_group(leader: int, seconds: float = KILL_SECONDS) -> None:
@@ -193,7 +193,7 @@ def _kill(find: Callable[[], list[psutil.Process]], seconds: float) -> None:
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 if elapsed >= seconds / 2 or not _is_tracker(process):
                     process.kill()
-        time.sleep(_PAUSE)
+        time.sleep(_POLL_SECONDS)
 
 
 def _is_tracker(process: psutil.Process) -> bool:

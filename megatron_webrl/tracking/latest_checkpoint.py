@@ -1,4 +1,4 @@
-"""The newest complete checkpoint of a run, for those who need its name and not torch (trainer/checkpoint/checkpoint_files.py)."""
+"""Find the newest complete checkpoint of a run without importing torch."""
 
 from __future__ import annotations
 

@@ -1,96 +1,109 @@
-"""The picture of a run: success, steps, entropy and staleness over the policy's versions."""
+"""learning.svg of a run: success, steps, entropy and staleness over policy versions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_webrl.tracking.plot import BLACK, BLUE, GREEN, GREY, ORANGE, Plot, render_svg, svg_polyline
+from megatron_webrl.tracking.plot import BLACK, BLUE, GREEN, GREY, ORANGE, add_legend, add_titles, render_svg
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 FILE = "learning.svg"
 WINDOW = 5
-"""Updates that a point of a thick line is the mean of: itself and those before it."""
+"""A point of a thick line is the mean of this update and of up to WINDOW - 1 before it."""
 
-_COLOURS = {"before": ORANGE, "after": GREEN, "during": GREEN, "blank_images": BLACK}
+EVALUATION_ID = "evaluation-"
+"""Start of the SVG id of the points of a kind of evaluation."""
+
+_EVALUATION_STYLES = {
+    "before": (ORANGE, "o"),
+    "during": (GREEN, "o"),
+    "after": (GREEN, "s"),
+    "blank_images": (BLACK, "o"),
+}
+
+Points = Sequence[tuple[float, float]]
+Update = Mapping[str, Any]
 
 
-def write(folder: Path, updates: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> None:
-    """Draw lines of updates.jsonl and evaluations.jsonl to `folder`; nothing is drawn before the first update."""
+def write(folder: Path, updates: Sequence[Update], evaluations: Sequence[Mapping[str, Any]]) -> None:
+    """Draw the lines of updates.jsonl and evaluations.jsonl to `folder`; without updates nothing is drawn."""
     if updates:
         temporary = folder / f".{FILE}"
         temporary.write_text(draw_svg(updates, evaluations))
         temporary.rename(folder / FILE)
 
 
-def draw_svg(updates: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> str:
-    """The picture as SVG. `updates` has at least one update."""
+def draw_svg(updates: Sequence[Update], evaluations: Sequence[Mapping[str, Any]]) -> str:
+    """The figure as SVG, from at least one update."""
     steps = [(u["version"], u["steps_mean"]) for u in updates]
     entropy = [(u["version"], u["extra"]["entropy"]) for u in updates if "entropy" in u["extra"]]
+    last = float(updates[-1]["version"])
     return render_svg(
         [
-            _success(updates, evaluations),
-            _curve(updates, "Steps", "of an episode that was trained", steps),
-            _curve(updates, "Entropy", "of the policy per response token, nats", entropy),
-            _staleness(updates),
+            lambda axes: _draw_success(axes, updates, evaluations),
+            lambda axes: _draw_curve(axes, "Steps", "mean of trained episodes", steps, last),
+            lambda axes: _draw_curve(axes, "Entropy", "of the policy, nats per response token", entropy, last),
+            lambda axes: _draw_staleness(axes, updates),
         ]
     )
 
 
-def moving_average(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Each point with the mean of its and up to WINDOW - 1 earlier values."""
+def moving_average(points: Points) -> list[tuple[float, float]]:
+    """Each point with the mean of its value and up to WINDOW - 1 earlier ones."""
     values = [value for _, value in points]
-    found = []
+    averaged = []
     for number, (x, _) in enumerate(points):
-        part = values[max(0, number + 1 - WINDOW) : number + 1]
-        found.append((x, sum(part) / len(part)))
-    return found
+        recent = values[max(0, number + 1 - WINDOW) : number + 1]
+        averaged.append((x, sum(recent) / len(recent)))
+    return averaged
 
 
-def _success(updates: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> Plot:
-    plot = Plot(
-        "Success", "of all episodes that came (line), of evaluations with 95 % intervals (dots)", (_last(updates), 1)
+def _draw_success(axes: Axes, updates: Sequence[Update], evaluations: Sequence[Mapping[str, Any]]) -> None:
+    add_titles(
+        axes, "Success", "of sampled episodes (lines); of evaluations, with 95 % intervals", "version", "success rate"
     )
-    plot.axes("version", "share of episodes")
     rates = [(u["version"] - 1, u["extra"].get("rollout_success_rate")) for u in updates]
-    _draw(plot, [(version, rate) for version, rate in rates if rate is not None])
-    kinds = []
-    for line in evaluations:
-        if line["interval"] is None or line["kind"] not in _COLOURS:
-            continue
-        colour, place = _COLOURS[line["kind"]], line["version"]
-        plot.elements.append(svg_polyline([(plot.x(place), plot.y(bound)) for bound in line["interval"]], colour, 2))
-        plot.dot(place, line["success"], colour)
-        kinds.append(line["kind"])
-    names = {_COLOURS[kind]: kind.replace("_", " ") for kind in kinds}
-    for number, (colour, name) in enumerate(names.items()):
-        plot.legend_entry(number, name, colour)
-    return plot
+    _draw_points_and_average(axes, [(version, rate) for version, rate in rates if rate is not None])
+    for kind, (colour, marker) in _EVALUATION_STYLES.items():
+        shown = [line for line in evaluations if line["kind"] == kind and line["interval"] is not None]
+        if shown:
+            versions, successes = [line["version"] for line in shown], [line["success"] for line in shown]
+            low, high = zip(*(line["interval"] for line in shown), strict=True)
+            axes.vlines(versions, low, high, colors=colour, linewidth=2, clip_on=False)
+            axes.plot(
+                versions, successes, marker, color=colour, label=kind.replace("_", " "), gid=EVALUATION_ID + kind,
+                clip_on=False,
+            )  # fmt: skip
+    _limit(axes, float(updates[-1]["version"]), 1)
+    if axes.get_legend_handles_labels()[0]:
+        add_legend(axes, columns=4)
 
 
-def _staleness(updates: Sequence[Mapping[str, Any]]) -> Plot:
-    most = max(1, *(u["staleness_max"] for u in updates))
-    plot = Plot("Staleness", "of trained episodes, by their oldest token", (_last(updates), 1.15 * most))
-    plot.axes("version", "versions")
-    plot.line([(u["version"], u["staleness_max"]) for u in updates], GREY)
-    plot.line([(u["version"], u["staleness_mean"]) for u in updates], BLUE)
-    for number, (name, colour) in enumerate((("largest", GREY), ("mean", BLUE))):
-        plot.legend_entry(number, name, colour)
-    return plot
+def _draw_staleness(axes: Axes, updates: Sequence[Update]) -> None:
+    add_titles(axes, "Staleness", "of trained episodes, by their oldest token", "version", "versions")
+    versions = [u["version"] for u in updates]
+    axes.plot(versions, [u["staleness_max"] for u in updates], color=GREY, label="maximum")
+    axes.plot(versions, [u["staleness_mean"] for u in updates], color=BLUE, label="mean")
+    _limit(axes, float(versions[-1]), 1.15 * max(1, *(u["staleness_max"] for u in updates)))
+    add_legend(axes)
 
 
-def _curve(updates: Sequence[Mapping[str, Any]], title: str, words: str, points: Sequence[tuple[float, float]]) -> Plot:
-    most = max((value for _, value in points), default=0.0)
-    plot = Plot(title, words, (_last(updates), 1.15 * most or 1.0))
-    plot.axes("version", "")
-    _draw(plot, points)
-    return plot
+def _draw_curve(axes: Axes, title: str, subtitle: str, points: Points, last: float) -> None:
+    add_titles(axes, title, subtitle, "version")
+    _draw_points_and_average(axes, points)
+    _limit(axes, last, 1.15 * max((value for _, value in points), default=0.0) or 1.0)
 
 
-def _draw(plot: Plot, points: Sequence[tuple[float, float]]) -> None:
-    plot.line(points, GREY)
-    plot.line(moving_average(points), BLUE)
+def _draw_points_and_average(axes: Axes, points: Points) -> None:
+    for line, colour, width in ((points, GREY, 1), (moving_average(points), BLUE, 2)):
+        axes.plot([x for x, _ in line], [y for _, y in line], color=colour, linewidth=width)
 
 
-def _last(updates: Sequence[Mapping[str, Any]]) -> float:
-    return float(updates[-1]["version"])
+def _limit(axes: Axes, last: float, top: float) -> None:
+    axes.set_xlim(0, last)
+    axes.set_ylim(0, top)
+    axes.xaxis.get_major_locator().set_params(integer=True)

@@ -24,7 +24,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.local_launcher import LocalLauncher
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CLUSTERS = sorted((ROOT / "configs").glob("*node.yaml"))
 ORDER = "tp-cp-ep-dp-pp"
 NO_GPUS = ("cluster.gpus_per_node=0", "cluster.engine_gpus_per_node=0", "trainer.data_parallel=1", "rollout.engines=1")
@@ -140,7 +140,8 @@ def test_an_engine_larger_than_its_share_of_a_node_is_cut_between_stages() -> No
     parts = [(p.name, p.node, p.devices) for p in found.of_role("rollout")]
     last = (4, 5, 6, 7)
     assert parts == [
-        ("rollout-0", 0, last), ("rollout-0.follower-1", 1, last), ("rollout-1", 2, last), ("rollout-1.follower-1", 3, last)
+        ("rollout-0", 0, last), ("rollout-0.follower-1", 1, last),
+        ("rollout-1", 2, last), ("rollout-1.follower-1", 3, last),
     ]  # fmt: skip
     assert [ring.workers for ring in found.rings] == [(0,), (), (1,), ()]
 
@@ -205,7 +206,8 @@ def test_thousands_of_processes_are_placed_at_once() -> None:
         (["rollout.tensor_parallel=8", "cluster.nodes=2"], "rollout.tensor_parallel=8 does not divide the 4 ranks"),
         (["trainer.expert_parallel=3"], "needs 3 ranks for each copy of the experts"),
         (["cluster.engine_gpus_per_node=8"], "trainer.data_parallel=0: 1 x 0 GPUs"),
-        (["cluster.engine_gpus_per_node=8", "trainer.data_parallel=1"], "must leave each role at least one GPU of a node"),
+        (["cluster.engine_gpus_per_node=8", "trainer.data_parallel=1"],
+         "must leave each role at least one GPU of a node"),
         (["model.platform=cpu"], "cluster.gpus_per_node=8 with model.platform=cpu"),
         (["cluster.nics=[a]"], "cluster.nics has 1 entries for cluster.gpus_per_node=8"),
         (["cluster.gpu_numa=[0,0,0,0,0,0,0,0]"], "has no effect without cluster.numa_cores"),
@@ -214,7 +216,8 @@ def test_thousands_of_processes_are_placed_at_once() -> None:
         (["cluster.numa_cores=[0-14]"], "its 4 workers at least one; set cluster.trainer_cores to at most 2"),
         (["cluster.numa_cores=['0-63','63-99']"], "cluster.numa_cores names core 63 twice"),
         (["cluster.numa_cores=[9-3]"], "cluster.numa_cores='9-3' is not a list of cores such as 0-31,64-95"),
-        (["cluster.base_port=65530"], "cluster.base_port=65530 and the processes of a node need ports up to 65538; lower it"),
+        (["cluster.base_port=65530"],
+         "cluster.base_port=65530 and the processes of a node need ports up to 65538; lower it"),
         (["control.port=29503"], "control.port=29503 is among the ports 29501 to 29508"),
         ([*NO_GPUS, "cluster.nics=[a]"],
          "cluster.nics=['a'] has no effect with cluster.gpus_per_node=0"),

@@ -16,7 +16,7 @@ from megatron_webrl.system import child_process
 from megatron_webrl.system.child_process import ProcessError, is_alive, start_process, start_time, sweep_orphans
 from tests.waiting import until
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SLEEP = "import time; time.sleep(60)"
 
 
@@ -63,7 +63,8 @@ def test_a_process_is_named_by_pid_and_start_time_and_a_zombie_counts_as_dead() 
 def test_child_and_grandchild_die_when_their_launcher_is_killed(tmp_path: Path, cleared) -> None:
     log = tmp_path / "pids"
     role = (
-        "import os, subprocess, sys\nfrom pathlib import Path\nfrom megatron_webrl.system.child_process import start_process\n"
+        "import os, subprocess, sys\nfrom pathlib import Path\n"
+        "from megatron_webrl.system.child_process import start_process\n"
         f"start_process([sys.executable, '-c', {SLEEP!r}], Path(sys.argv[1]), os.environ, 'inner')\n"
         "import psutil, time\nprint(os.getpid(), psutil.Process().children()[0].pid, flush=True)\ntime.sleep(60)"
     )
@@ -105,7 +106,8 @@ def test_a_missing_program_and_a_wrong_thread_are_refused(tmp_path: Path) -> Non
 
 def test_die_with_parent_ends_a_process_whose_parent_is_already_gone() -> None:
     child = python(
-        "from megatron_webrl.system.child_process import die_with_parent\ndie_with_parent(parent=1 << 22)\ntime.sleep(60)"
+        "from megatron_webrl.system.child_process import die_with_parent\n"
+        "die_with_parent(parent=1 << 22)\ntime.sleep(60)"
     )
     assert child.wait(20) == -signal.SIGKILL
 
@@ -113,8 +115,9 @@ def test_die_with_parent_ends_a_process_whose_parent_is_already_gone() -> None:
 def test_die_with_parent_sends_the_signal_that_was_asked_for(tmp_path: Path, cleared) -> None:
     log = tmp_path / "pids"
     child = (
-        "import os, signal, time\nfrom pathlib import Path\nfrom megatron_webrl.system.child_process import die_with_parent\n"
-        f"signal.signal(signal.SIGUSR1, lambda *_: (Path({str(tmp_path / 'told')!r}).touch(), os._exit(0)))\n"
+        "import os, signal, time\nfrom pathlib import Path\n"
+        "from megatron_webrl.system.child_process import die_with_parent\n"
+        f"signal.signal(signal.SIGUSR1, lambda *_: (Path({str(tmp_path / 'signalled')!r}).touch(), os._exit(0)))\n"
         f"die_with_parent(signal.SIGUSR1)\nPath({str(log)!r}).write_text(str(os.getpid()))\n"
         "time.sleep(60)"
     )
@@ -133,11 +136,12 @@ def test_a_subreaper_ends_even_those_whose_parent_is_gone_and_that_ignore_sigter
     )
     gone = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {stubborn!r}], start_new_session=True)"
     launcher = python(
-        "from megatron_webrl.system.child_process import *\nfrom megatron_webrl.system.child_process import _PAUSE\nbecome_subreaper()\n"
+        "from megatron_webrl.system.child_process import *\n"
+        "from megatron_webrl.system.child_process import _POLL_SECONDS\nbecome_subreaper()\n"
         f"subprocess.run([P, '-c', {gone!r}], check=True)\n"
         f"role = start_process([P, '-c', {SLEEP!r}], Path({str(tmp_path / 'log')!r}), os.environ, 'role')\n"
         f"log = Path({str(log)!r})\n"
-        "while not (log.exists() and log.read_text()): time.sleep(_PAUSE)\n"
+        "while not (log.exists() and log.read_text()): time.sleep(_POLL_SECONDS)\n"
         "hurried = kill_descendants(0.0, [role])\n"
         "left = kill_descendants(2.0, [role])\n"
         "import psutil\nchildren = psutil.Process().children()\n"
@@ -248,7 +252,8 @@ def test_a_sweep_from_within_an_orphaned_family_spares_itself_its_ancestors_and_
     child = python(
         "inner = subprocess.Popen([P, '-c', 'input()'], stdin=subprocess.PIPE)\n"
         "from megatron_webrl.system.child_process import sweep_orphans\n"
-        "code = subprocess.call([P, '-c', 'from megatron_webrl.system.child_process import sweep_orphans; sweep_orphans()'])\n"
+        "sweep = 'from megatron_webrl.system.child_process import sweep_orphans; sweep_orphans()'\n"
+        "code = subprocess.call([P, '-c', sweep])\n"
         "alone = sweep_orphans()\n"
         f"Path({str(tmp_path / 'result')!r}).write_text(f'{{alone}}')\ninner.kill()\n",
         **{child_process.OWNER_VARIABLE: owner},
@@ -262,7 +267,7 @@ def test_scratch_folders_of_dead_processes_are_swept_and_those_of_live_ones_stay
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     mine = child_process.make_scratch_folder()
-    code = "from megatron_webrl import processes; (child_process.make_scratch_folder() / 'socket').touch()"
+    code = "from megatron_webrl.system import child_process; (child_process.make_scratch_folder() / 'socket').touch()"
     code += "; child_process.make_scratch_folder()"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "TMPDIR": str(tmp_path)})
     (tmp_path / "webrl-other-1").mkdir()

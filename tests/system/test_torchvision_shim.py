@@ -13,7 +13,7 @@ import pytest
 
 from megatron_webrl.system import torchvision_shim
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def python(code: str, **variables: str) -> str:
@@ -27,14 +27,18 @@ def python(code: str, **variables: str) -> str:
 
 
 def test_torchvision_imports_after_the_cure() -> None:
-    code = "from megatron_webrl import compat; torchvision_shim.install(); torchvision_shim.install(); import torchvision; print('there')"
+    code = (
+        "from megatron_webrl.system import torchvision_shim; torchvision_shim.install(); torchvision_shim.install();"
+        "import torchvision; print('there')"
+    )
     assert python(code) == "there"
 
 
 def test_the_cure_itself_imports_nothing_heavy_and_takes_effect_once() -> None:
     code = (
-        "import sys; from megatron_webrl import compat; torchvision_shim.install(); before = list(sys.meta_path);"
-        "compat.install();"
+        "import sys; from megatron_webrl.system import torchvision_shim;"
+        "torchvision_shim.install(); before = list(sys.meta_path);"
+        "torchvision_shim.install();"
         "print(before == sys.meta_path, 'torch' in sys.modules, 'numpy' in sys.modules)"
     )
     assert python(code) == "True False False"
@@ -49,7 +53,7 @@ def test_a_companion_built_for_cuda_is_hidden_only_beside_cpu_torch(tmp_path: Pa
         (tmp_path / name / "__init__.py").write_text("")
         (tmp_path / name / "version.py").write_text(f"__version__ = {version}\n")
     code = (
-        "import importlib.util as u; from megatron_webrl import compat; torchvision_shim.install();"
+        "import importlib.util as u; from megatron_webrl.system import torchvision_shim; torchvision_shim.install();"
         "print(u.find_spec('torchaudio') is None, u.find_spec('torchcodec') is None)"
     )
     assert python(code, PYTHONPATH=f"{tmp_path}:{ROOT}") == f"{hidden} False"

@@ -28,7 +28,7 @@ def a_run(folder: Path, *, evaluated_before: bool = True) -> Path:
         "before": {"success": 0.4} if evaluated_before else None,
         "after": {"success": 0.7},
         "gain": gain if evaluated_before else None,
-        "pixels": gain,
+        "image_gain": gain,
     }
     (folder / "summary.json").write_text(json.dumps({"updates": updates, "evaluation": evaluation}))
     return folder

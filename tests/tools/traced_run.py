@@ -69,7 +69,8 @@ class TracedSimulation(Simulation):
             assert isinstance(agent, TracedAgent)
             timed = agent.timed()
             write_episode(
-                self.log, agent.ticket, index, timed, version, oldest=agent.oldest_version or 0, reward=float(index % 2),
+                self.log, agent.ticket, index, timed, version,
+                oldest=agent.oldest_version or 0, reward=float(index % 2),
                 reason=reason, responses=[step.response for step in agent.work.steps],
             )  # fmt: skip
 

@@ -32,7 +32,8 @@ def test_each_kind_of_evaluation_has_a_dot_and_a_place_in_the_key():
     words = {text.text for text in drawn.iter(f"{SVG}text")}
     assert {"Success", "Steps", "Entropy", "Staleness", "before", "during"} <= words
     assert "blank images" not in words
-    dots = [float(dot.attrib["cy"]) for dot in drawn.iter(f"{SVG}circle")]
+    groups = [group for group in drawn.iter(f"{SVG}g") if group.get("id", "").startswith(learning_plot.EVALUATION_ID)]
+    dots = [float(dot.attrib["y"]) for group in groups for dot in group.iter(f"{SVG}use")]
     assert len(dots) == 2
     assert dots[0] > dots[1]  # more success is higher up
 

@@ -18,16 +18,19 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from rich.console import Console
 from rich.table import Table
 
 from megatron_webrl.tracking import episode_log, summary
-from megatron_webrl.tracking.plot import BLUE, GREEN, GREY, ORANGE, Plot, render_svg
+from megatron_webrl.tracking.plot import BLUE, GREEN, GREY, ORANGE, add_legend, add_titles, render_svg
 from tools.bench.jobs import run_job
 from tools.make_tiny_model import make_tiny_model
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 CONTESTANTS: dict[str, tuple[str, ...]] = {
     "async": ("rollout.mode=async",),
@@ -194,15 +197,20 @@ def show(found: Sequence[ModeResult], amount: ModesBenchSize, console: Console) 
     )  # fmt: skip
 
 
-def draw(found: Sequence[ModeResult]) -> str:
-    """Trajectories trained over time, and where the time went, as an SVG."""
-    longest, most = max(each.seconds for each in found), max(each.trajectories for each in found)
-    plot = Plot("Trained trajectories", "after the first update", (1.02 * longest, 1.9 * most))
-    plot.axes("seconds", "trajectories")
-    for number, each in enumerate(found):
-        plot.line(each.curve, COLOURS[each.name])
-        plot.legend_entry(number, f"{each.name}, {each.per_hour:.0f}/h", COLOURS[each.name])
-    return render_svg([plot])
+def draw(results: Sequence[ModeResult]) -> str:
+    """Trajectories trained over time, as SVG."""
+
+    def panel(axes: Axes) -> None:
+        add_titles(axes, "Trained trajectories", "after the first update", "seconds", "trajectories")
+        for each in results:
+            seconds, trained = zip(*each.curve, strict=True)
+            label = f"{each.name}, {each.per_hour:.0f}/h"
+            axes.plot(seconds, trained, "o-", color=COLOURS[each.name], markersize=4, label=label)
+        axes.set_xlim(0)
+        axes.set_ylim(0)
+        add_legend(axes)
+
+    return render_svg([panel])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -18,15 +18,18 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from megatron_webrl.tracking import summary
 from megatron_webrl.tracking.learning_plot import moving_average
-from megatron_webrl.tracking.plot import BLUE, GREEN, GREY, ORANGE, Plot, render_svg
+from megatron_webrl.tracking.plot import BLUE, GREEN, GREY, ORANGE, add_legend, add_titles, render_svg
 from tools.bench.jobs import run_job
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 CONFIG = Path("configs/quickstart.yaml")
 IMITATION_EPISODES = 2000
@@ -137,18 +140,27 @@ def show(outcomes: Sequence[ArmResult], console: Console) -> None:
 
 
 def draw(outcomes: Sequence[ArmResult]) -> str:
-    """Sampled success over versions of every run, as an SVG."""
-    curves = [each for each in outcomes if len(each.sampled) > 1]
-    plot = Plot("Success of sampled episodes", f"means of five updates, {CONFIG.stem}", (_last(curves), 1))
-    plot.axes("version", "share of episodes")
+    """Success of sampled episodes over versions, a line for each run, as SVG."""
     by_arm: dict[str, list[ArmResult]] = defaultdict(list)
-    for each in curves:
-        by_arm[each.arm].append(each)
-        plot.line(moving_average(each.sampled), COLOURS[each.arm])
-    for number, (arm, runs) in enumerate(by_arm.items()):
-        after = sum(run.after for run in runs) / len(runs)
-        plot.legend_entry(number, f"{arm}, greedy after: {after:.0%}", COLOURS[arm])
-    return render_svg([plot])
+    for each in outcomes:
+        if len(each.sampled) > 1:
+            by_arm[each.arm].append(each)
+
+    def panel(axes: Axes) -> None:
+        subtitle = f"means of five updates, {CONFIG.stem}"
+        add_titles(axes, "Success of sampled episodes", subtitle, "version", "success rate")
+        for arm, runs in by_arm.items():
+            after = sum(run.after for run in runs) / len(runs)
+            for number, run in enumerate(runs):
+                versions, rates = zip(*moving_average(run.sampled), strict=True)
+                label = "" if number else f"{arm}, greedy after: {after:.0%}"
+                axes.plot(versions, rates, color=COLOURS[arm], label=label)
+        axes.set_xlim(0)
+        axes.set_ylim(0, 1)
+        if by_arm:
+            add_legend(axes)
+
+    return render_svg([panel])
 
 
 def measure(arms: Sequence[str], seeds: Sequence[int], before: float | None, console: Console) -> Iterator[ArmResult]:
@@ -200,10 +212,6 @@ def write_results(outcomes: Sequence[ArmResult], path: Path) -> None:
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
-
-
-def _last(outcomes: Sequence[ArmResult]) -> float:
-    return float(max((each.sampled[-1][0] for each in outcomes), default=1))
 
 
 def _percent(share: float | None) -> str:

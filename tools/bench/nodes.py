@@ -129,7 +129,7 @@ class ExchangeBench:
         assert isinstance(groups, list)
         found = {"headers": looked - begun, "exchange": shared - looked}
         if isinstance(rings, MultiNodeExchange):
-            found |= self._bring(rings, groups)
+            found |= self._fetch_images(rings, groups)
         for group, numbers in taken or []:
             assert source is not None
             source.close_group(group, numbers)
@@ -137,7 +137,7 @@ class ExchangeBench:
         torch.distributed.barrier()
         return found
 
-    def _bring(self, rings: Any, groups: Sequence[Any]) -> dict[str, float]:
+    def _fetch_images(self, rings: Any, groups: Sequence[Any]) -> dict[str, float]:
         from megatron_webrl.trainer.data.batching import training_samples
         from megatron_webrl.trainer.data.merging import unmerged_sequence
         from megatron_webrl.trainer.exchange.node_assignment import assign_to_nodes
@@ -149,14 +149,15 @@ class ExchangeBench:
         wanted = {rank: [bytes(name) for i in part for name in chains[i].images] for rank, part in enumerate(parts)}
         torch.distributed.barrier()
         before = time.perf_counter()
-        brought = rings.image_cache.fetch(wanted)
+        fetched = rings.image_cache.fetch(wanted)
         torch.distributed.barrier()
         after = time.perf_counter()
         figures = {
-            "plan": planned - begun, "fetch": after - before, "moved": float(brought.transferred_bytes),
-            "local_fraction": 1 - brought.transferred_bytes / brought.needed_bytes, "other": rings.pop_metrics()["nodes/other_mib"] * 2**20,
+            "plan": planned - begun, "fetch": after - before, "moved": float(fetched.transferred_bytes),
+            "local_fraction": 1 - fetched.transferred_bytes / fetched.needed_bytes,
+            "other": rings.pop_metrics()["nodes/other_mib"] * 2**20,
         }  # fmt: skip
-        return figures | {"send": self._send(brought.transferred_bytes)}
+        return figures | {"send": self._send(fetched.transferred_bytes)}
 
     def _send(self, size: int) -> float:
         """Seconds of sending as many bytes from one rank to the other by torch alone."""
@@ -221,8 +222,8 @@ def measure(groups: int, group_size: int, rounds: int) -> dict[str, dict[str, fl
 def table(results: dict[str, dict[str, float]]) -> str:
     """The figures as a table: milliseconds, MB, and how much an update waits longer than with one ring."""
     lines = [
-        "| | headers ms | exchange ms | plan ms | fetch ms | exchange + plan + fetch, over one ring ms | moved MB | GB/s "
-        "| of send alone | stay local | other MB |",
+        "| | headers ms | exchange ms | plan ms | fetch ms | exchange + plan + fetch, over one ring ms | moved MB "
+        "| GB/s | of send alone | stay local | other MB |",
         "|---|" + "---:|" * 10,
     ]
     base = results["one ring"]["exchange"]

@@ -21,8 +21,9 @@ import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -31,12 +32,15 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.ring.errors import RecordError
 from megatron_webrl.tracking import summary
-from megatron_webrl.tracking.plot import BLUE, GREY, Plot, render_svg
+from megatron_webrl.tracking.plot import BLUE, GREY, add_legend, add_titles, render_svg
 from megatron_webrl.trainer.data import group_files
 from tools.bench import staleness_rank
 from tools.bench.jobs import run_job
 from tools.bench.learning import ARMS, CONFIG
 from tools.bench.staleness_rank import ObjectiveComparison, UpdateStats, checkpoint_path
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 GOAL_AT, GOAL = 2, 2.0
 """At this staleness decoupling is to divide both figures by so much."""
@@ -248,27 +252,21 @@ def _print_table(
 
 
 def draw(pairs: Sequence[ObjectiveComparison]) -> str:
-    """Both figures over staleness, as an SVG: lines through means, a point for each version."""
-    last = max(pair.staleness for pair in pairs)
-    plots = []
-    for name in GOAL_FIGURES:
-        figure = FIGURES[name]
-        highest = max(figure(arm) for pair in pairs for arm in (pair.decoupled, pair.coupled))
-        plot = Plot(
-            name.capitalize(), "one update, by staleness of its groups", (1.02 * max(1, last), 1.35 * highest or 1)
-        )
-        plot.axes(
-            "staleness, versions", "share of response tokens" if name == GOAL_FIGURES[0] else "trace / squared mean"
-        )
-        for number, (arm, words, colour) in enumerate(
-            (("coupled", "without decoupling", GREY), ("decoupled", "with", BLUE))
-        ):
-            plot.line([(s, mean_and_range(pairs, s, arm, figure).mean) for s in range(last + 1)], colour)
-            for pair in pairs:
-                plot.dot(pair.staleness, figure(getattr(pair, arm)), colour)
-            plot.legend_entry(number, words, colour)
-        plots.append(plot)
-    return render_svg(plots)
+    """Both figures over staleness, as SVG: lines through means, a point for each version."""
+    return render_svg([partial(_draw_figure, pairs=pairs, name=name) for name in GOAL_FIGURES])
+
+
+def _draw_figure(axes: Axes, pairs: Sequence[ObjectiveComparison], name: str) -> None:
+    figure = FIGURES[name]
+    y_label = "fraction of response tokens" if name == GOAL_FIGURES[0] else "trace / squared mean"
+    add_titles(axes, name.capitalize(), "one update, by staleness of its groups", "staleness, versions", y_label)
+    stale = range(max(pair.staleness for pair in pairs) + 1)
+    for arm, label, colour in (("coupled", "without decoupling", GREY), ("decoupled", "with decoupling", BLUE)):
+        axes.plot(stale, [mean_and_range(pairs, s, arm, figure).mean for s in stale], color=colour, label=label)
+        values = [figure(getattr(pair, arm)) for pair in pairs]
+        axes.plot([pair.staleness for pair in pairs], values, "o", color=colour, markersize=4, alpha=0.6)
+    axes.set_ylim(0, axes.get_ylim()[1] or 1)
+    add_legend(axes)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

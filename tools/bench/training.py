@@ -186,8 +186,9 @@ def main() -> None:
         results = measure(task, samples, options.rounds)
     worst = check_losses(results, LOSS_TOLERANCE[options.dtype])
     print(
-        f"{describe(samples)}; hidden {options.hidden}, {options.layers} layers, rows of {options.packed_length} tokens, batches "
-        f"of {options.padded_batch}, {options.dtype}; median of {options.rounds} rounds; {options.threads} threads, "
+        f"{describe(samples)}; hidden {options.hidden}, {options.layers} layers, packed sequences of "
+        f"{options.packed_length} tokens, padded batches of {options.padded_batch}, {options.dtype}; "
+        f"median of {options.rounds} rounds; {options.threads} threads, "
         f"{platform.machine()}; losses equal within {worst:.0e}\n"
     )
     show(results, samples)

@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
+from megatron_webrl.config.load import parse_config as read_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.config.schema import parse_config as read_config
 from megatron_webrl.tracking import episode_log, summary
 from tools.cluster import timeline
 from tools.cluster.simulation import SimulationResult, simulate
@@ -95,7 +95,8 @@ def _refuse(folder: Path, config: Config, updates: Sequence[Update], lines: Sequ
         )
     if len(updates) <= WARMUP_UPDATES:
         raise ValueError(
-            f"{folder} has {len(updates)} updates; the first {WARMUP_UPDATES} are not counted: run at least {WARMUP_UPDATES + 1}"
+            f"{folder} has {len(updates)} updates; the first {WARMUP_UPDATES} are not counted: "
+            f"run at least {WARMUP_UPDATES + 1}"
         )
     if not any(line["disposition"] == episode_log.TRAINED for line in lines):
         raise ValueError(f"{folder} has no trained episodes in {episode_log.FILE}: it was made by an older version")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from megatron_webrl.tracking.plot import BLUE, GREEN, GREY, ORANGE, Plot, render_svg
+from megatron_webrl.tracking.plot import BLUE, GREEN, GREY, ORANGE, add_legend, add_titles, render_svg
 from tools.cluster.inputs import SimulationInputs, with_values
 from tools.cluster.predicted import (
     ClusterPrediction,
@@ -18,6 +19,10 @@ from tools.cluster.predicted import (
     recommended_prediction,
 )
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+X_LABEL = "GPUs of a node for engines"
 INPUT_VARIANTS: tuple[dict[str, float], ...] = (
     {}, {"browser_seconds": 1.0}, {"browser_seconds": 16.0}, {"response": 960}, {"prompt": 7500}, {"max_staleness": 1},
     {"max_staleness": 4}, {"batch": 32}, {"drop_zero_variance": 0},
@@ -71,8 +76,8 @@ class ScalingReport:
 
 
 def make_report(
-    inputs: SimulationInputs, nodes: Sequence[int], changes: Sequence[Mapping[str, float]], amount: SimulationLength, seed: int,
-    log: Callable[[str], None],
+    inputs: SimulationInputs, nodes: Sequence[int], changes: Sequence[Mapping[str, float]], amount: SimulationLength,
+    seed: int, log: Callable[[str], None],
 ) -> ScalingReport:  # fmt: skip
     """Simulate everything; `tell` is told what is being simulated. Raises ValueError for changes out of range."""
     variants = [(dict(change), with_values(inputs, dict(change))) for change in changes]
@@ -220,38 +225,41 @@ def update_page(text: str, report: ScalingReport) -> str:
 
 
 def draw(report: ScalingReport) -> str:
-    """Throughput and idle shares over the splits of each size, as an SVG."""
-    return render_svg([plot for size in report.sizes for plot in (_throughput(size, report.inputs), _shares(size))])
+    """Throughput and waiting over the splits of each size, as SVG."""
+    panels: list[Callable[[Axes], None]] = []
+    for size in report.sizes:
+        panels.append(partial(_draw_throughput, size=size, gpus=int(report.inputs.gpus)))
+        panels.append(partial(_draw_shares, size=size))
+    return render_svg(panels, (6.0, 4.2))
 
 
 def _engines(one: ClusterPrediction) -> float:
     return one.split.engines / one.split.nodes
 
 
-def _throughput(size: ClusterSizeReport, inputs: SimulationInputs) -> Plot:
-    fastest = max(one.result.per_hour for one in size.splits)
-    plot = Plot(f"{size.nodes} nodes", "trained trajectories an hour, predicted", (int(inputs.gpus), 1.8 * fastest))
-    plot.axes("GPUs of a node for engines", "trajectories/h")
-    plot.line([(_engines(one), one.result.per_hour) for one in size.splits], BLUE)
-    plot.dot(_engines(size.best), size.best.result.per_hour, BLUE)
-    plot.legend_entry(0, "async; the dot is recommended", BLUE)
-    for number, (one, colour) in enumerate(zip(size.other_modes, (GREEN, ORANGE, "#8a5a9e", GREY), strict=True), 1):
-        rate = one.result.per_hour
-        plot.line([(0, rate), (inputs.gpus, rate)], colour)
+def _draw_throughput(axes: Axes, size: ClusterSizeReport, gpus: int) -> None:
+    add_titles(axes, f"{size.nodes} nodes", "trained trajectories an hour, predicted", X_LABEL, "trajectories/h")
+    rates = [one.result.per_hour for one in size.splits]
+    axes.plot([_engines(one) for one in size.splits], rates, color=BLUE, label="async; the dot is recommended")
+    axes.plot(_engines(size.best), size.best.result.per_hour, "o", color=BLUE)
+    for one, colour in zip(size.other_modes, (GREEN, ORANGE, "#8a5a9e", GREY), strict=True):
         where = "all GPUs in turns" if one.split.colocated else "recommended split"
-        plot.legend_entry(number, f"{one.mode.replace('_', ' ')}, {one.stepping}, {where}", colour)
-    return plot
+        label = f"{one.mode.replace('_', ' ')}, {one.stepping}, {where}"
+        axes.axhline(one.result.per_hour, color=colour, label=label)
+    axes.set_xlim(0, gpus)
+    axes.set_ylim(0, 1.1 * max(rates))
+    add_legend(axes)
 
 
-def _shares(size: ClusterSizeReport) -> Plot:
-    gpus = max(map(_engines, size.splits)) + 1
-    plot = Plot(f"{size.nodes} nodes, waiting", "async, share of time, predicted", (gpus, 1.5))
-    plot.axes("GPUs of a node for engines", "share")
-    curves = (("trainers wait for groups", "waiting", ORANGE), ("engines without a request", "engines_idle", BLUE))
-    for number, (name, key, colour) in enumerate(curves):
-        plot.line([(_engines(one), getattr(one.result, key)) for one in size.splits], colour)
-        plot.legend_entry(number, name, colour)
-    return plot
+def _draw_shares(axes: Axes, size: ClusterSizeReport) -> None:
+    add_titles(axes, f"{size.nodes} nodes, waiting", "async, fraction of time, predicted", X_LABEL, "fraction of time")
+    engines = [_engines(one) for one in size.splits]
+    axes.plot(engines, [one.result.waiting for one in size.splits], color=ORANGE, label="trainer waits for groups")
+    idle = [one.result.engines_idle for one in size.splits]
+    axes.plot(engines, idle, color=BLUE, label="engines without a request")
+    axes.set_xlim(0, max(engines) + 1)
+    axes.set_ylim(0, 1)
+    add_legend(axes)
 
 
 def figures(report: ScalingReport) -> dict[str, Any]:

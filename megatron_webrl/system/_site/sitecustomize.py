@@ -1,8 +1,9 @@
-"""Runs first in every Python subprocess of an engine, before any of its own code.
+"""Start-up hook of every Python subprocess of an engine; runs before any of its own code.
 
-The process dies with its parent, so that a worker killed outright leaves no engine behind, shows its stacks at SIGUSR2
-as every role does (megatron_webrl/system/stack_dump.py), and gets the same import cure as the parent. Then the environment's own
-sitecustomize, which this one hides, runs.
+1. The process dies with its parent, so that a killed worker leaves no engine behind.
+2. SIGUSR2 writes its stacks to standard error, as in every role (megatron_webrl/system/stack_dump.py).
+3. It gets the import shim of its parent (megatron_webrl/system/torchvision_shim.py).
+4. The environment's own sitecustomize, which this one hides, runs.
 """
 
 import ctypes
@@ -15,12 +16,12 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-PARENT_VARIABLE = "WEBRL_ENGINE_PARENT"  # process id of the nearest ancestor that takes part
+PARENT_VARIABLE = "WEBRL_ENGINE_PARENT"  # process id of the nearest ancestor with this hook
 PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Ask the kernel for SIGKILL at the parent's end, and see that the end did not come before the request."""
+    """Ask the kernel for SIGKILL when the parent ends; kill this process if the parent has ended already."""
     parent = os.environ.get(PARENT_VARIABLE)
     # The resource tracker must outlive its parent: it is what removes the parent's shared memory.
     if parent is None or not sys.platform.startswith("linux") or "resource_tracker" in " ".join(sys.orig_argv):
@@ -41,14 +42,14 @@ def load(name: str, spec: importlib.machinery.ModuleSpec) -> object:
     return module
 
 
-def cure_imports() -> None:
-    """Run megatron_webrl.system.torchvision_shim.install from its file: the package itself may not be on the path yet."""
+def install_torchvision_shim() -> None:
+    """Run torchvision_shim.install from its file: the package itself may not be on the path yet."""
     spec = importlib.util.spec_from_file_location("_webrl_torchvision_shim", HERE.parent / "torchvision_shim.py")
     if spec is not None:
         load("_webrl_torchvision_shim", spec).install()  # type: ignore[attr-defined]
 
 
-def chain() -> None:
+def run_hidden_sitecustomize() -> None:
     """Run the sitecustomize that would have run without this folder on the path."""
     elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
@@ -58,5 +59,5 @@ def chain() -> None:
 
 die_with_parent()
 faulthandler.register(signal.SIGUSR2, 2, all_threads=True)
-cure_imports()
-chain()
+install_torchvision_shim()
+run_hidden_sitecustomize()

@@ -67,7 +67,8 @@ async def measure_memory(amount: BrowserBenchSize, seed: int) -> Section:
             ),
         ],
         [
-            f"a straight line through all points; a fleet for {amount.max_sessions} keeps some contexts warm, part of the base"
+            f"a straight line through all points; a pool for {amount.max_sessions} sessions keeps some contexts warm, "
+            "part of the base"
         ],
         {"points": points, "line": [float(base), float(slope)]},
     )
@@ -255,8 +256,8 @@ def _slowest(turns: Sequence[float], crowd: int, seed: int) -> float:
 
 def _waiting_settings(settings: BrowserConfig, latency: LatencyConfig, amount: BrowserBenchSize) -> dict[str, Any]:
     return {
-        "sites": f"log-normal, median {latency.median_seconds:g} s, sigma {latency.sigma:g}, limit {latency.max_seconds:g} s, for "
-        "every response",
+        "sites": f"log-normal, median {latency.median_seconds:g} s, sigma {latency.sigma:g}, limit "
+        f"{latency.max_seconds:g} s, for every response",
         "policy": f"log-normal, median {amount.wait_scale * POLICY_MEDIAN:g} s, sigma {POLICY_SIGMA}, limit "
         f"{amount.wait_scale * POLICY_LIMIT:g} s",
         "environments": "the sites' easy and medium ones, 1 to 10 steps, by their scripts",

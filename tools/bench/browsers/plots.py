@@ -1,129 +1,124 @@
-"""The figures of the browsers' benchmark as one page of plots, an SVG."""
+"""Figures of the browser benchmark: one plot per section, as one SVG."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from megatron_webrl.tracking.plot import (
-    BLUE,
-    BOTTOM,
-    GREEN,
-    GREY,
-    HEIGHT,
-    ORANGE,
-    RIGHT,
-    TOP,
-    WIDTH,
-    Plot,
-    render_svg,
-    svg_rectangle,
-    svg_text,
-)
+from megatron_webrl.tracking.plot import BLUE, GREEN, GREY, ORANGE, add_legend, add_titles, render_svg
 from tools.bench.browsers.report import Section
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Bar = tuple[str, Sequence[tuple[float, str]]]
+"""Label, and size and colour of each part."""
 
 
 def draw(sections: Mapping[str, Section]) -> str:
-    """The picture of all sections that are there."""
-    return render_svg([plot(sections[name]) for name, plot in _PLOTS.items() if name in sections])
+    """All given sections as SVG."""
+    return render_svg(
+        [
+            lambda axes, plot=plot, section=sections[name]: plot(axes, section)  # type: ignore[misc]
+            for name, plot in _PLOTS.items()
+            if name in sections
+        ]
+    )
 
 
-def _bars(title: str, words: str, unit: str, bars: Sequence[tuple[str, Sequence[tuple[float, str]]]]) -> Plot:
-    """Lying bars of one or more parts each, with the sum at the end."""
-    plot = Plot(title, words, (1.18 * max(sum(size for size, _ in parts) for _, parts in bars), 1))
-    room = (HEIGHT - TOP - 8) / len(bars)
-    thick = min(22.0, room - 18)
-    for number, (label, parts) in enumerate(bars):
-        top, left = TOP + room * number, 0.0
-        plot.elements.append(svg_text(0, top + 11, label))
-        scale = WIDTH / plot.max_values[0]
+def _draw_bars(axes: Axes, title: str, subtitle: str, unit: str, bars: Sequence[Bar]) -> None:
+    """Horizontal bars of one or more parts each, with their sum at the end."""
+    add_titles(axes, title, subtitle, unit)
+    longest = max(sum(size for size, _ in parts) for _, parts in bars)
+    for row, (_, parts) in enumerate(bars):
+        left = 0.0
         for size, colour in parts:
-            plot.elements.append(svg_rectangle(left * scale, top + 16, max(size * scale, 1), thick, colour))
+            axes.barh(row, size, 0.6, left, color=colour)
             left += size
-        plot.elements.append(
-            svg_text(
-                left * scale + 6,
-                top + 16 + thick / 2 + 4,
-                f"{left:,.0f} {unit}" if left >= 100 else f"{left:.3g} {unit}",
-            )
-        )
-    return plot
+        axes.text(left + 0.01 * longest, row, f"{left:,.0f}" if left >= 100 else f"{left:.3g}", va="center")
+    axes.set_yticks(range(len(bars)), [label for label, _ in bars])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.12 * longest)
+    axes.grid(visible=False)
 
 
-def _resets(section: Section) -> Plot:
-    what = "s to the first screenshot: "
+def _draw_resets(axes: Axes, section: Section) -> None:
+    quantity = "s to the first screenshot: "
     bars = [
-        (row.name.removeprefix(what), [(1e3 * row.median, BLUE if "Pool" in row.name else GREY)])
+        (
+            row.name.removeprefix(quantity).replace(", ", ",\n"),
+            [(1e3 * row.median, BLUE if "Pool" in row.name else GREY)],
+        )
         for row in section.rows
-        if row.name.startswith(what)
+        if row.name.startswith(quantity)
     ]
-    return _bars("A fresh episode", "time to the first screenshot, MiniWoB++", "ms", bars)
+    _draw_bars(axes, "A fresh episode", "time to the first screenshot, MiniWoB++", "ms", bars)
 
 
-def _steps(section: Section) -> Plot:
+def _draw_steps(axes: Axes, section: Section) -> None:
     colours = {"acting": GREEN, "settling": ORANGE, "capturing": BLUE}
     bars = [
         (
-            f"{who}, {kind}",
-            [(section.measurement(f"{kind}, {part}: {who}").median, colour) for part, colour in colours.items()],
+            f"{contestant},\n{kind}",
+            [(section.measurement(f"{kind}, {part}: {contestant}").median, colour) for part, colour in colours.items()],
         )
         for kind in ("nothing changes", "the page changes")
-        for who in ("bare Playwright", "Session")
+        for contestant in ("bare Playwright", "Session")
     ]
-    plot = _bars("A step", "click, rest, screenshot of 1280x768", "ms", bars)
-    for number, (part, colour) in enumerate(colours.items()):
-        plot.elements += [svg_rectangle(200 + 76 * number, 7, 10, 10, colour), svg_text(214 + 76 * number, 16, part)]
-    return plot
+    _draw_bars(axes, "A step", "click, settle, screenshot of 1280x768", "ms", bars)
+    for part, colour in colours.items():
+        axes.bar(0, 0, color=colour, label=part)
+    add_legend(axes, columns=3)
 
 
-def _browsergym(section: Section) -> Plot:
-    bars = [(row.name, [(1e3 * row.median, BLUE if "Session" in row.name else GREY)]) for row in section.rows]
-    return _bars("Against BrowserGym", "reset and click on the same MiniWoB++ tasks", "ms", bars)
+def _draw_browsergym(axes: Axes, section: Section) -> None:
+    bars = [
+        (row.name.replace("without", "\nwithout").replace("with numbered", "\nwith numbered"),
+         [(1e3 * row.median, BLUE if "Session" in row.name else GREY)])
+        for row in section.rows
+    ]  # fmt: skip
+    _draw_bars(axes, "Against BrowserGym", "reset and click on the same MiniWoB++ tasks", "ms", bars)
 
 
-def _memory(section: Section) -> Plot:
+def _draw_memory(axes: Axes, section: Section) -> None:
     points, (base, slope) = section.series["points"], section.series["line"]
-    most = max(number for number, _ in points)
-    plot = Plot(
-        "Memory", f"{slope:.0f} MiB a session, {base:.0f} MiB without any", (1.05 * most, 1.15 * (base + slope * most))
-    )
-    plot.axes("sessions", "MiB, driver and Chromium")
-    plot.line([(0, base), (most, base + slope * most)], GREY)
-    for number, mib in points:
-        plot.dot(number, mib, BLUE)
-    return plot
+    most = max(sessions for sessions, _ in points)
+    subtitle = f"{slope:.0f} MiB per session, {base:.0f} MiB without sessions"
+    add_titles(axes, "Memory", subtitle, "sessions", "MiB, driver and Chromium")
+    axes.plot([0, most], [base, base + slope * most], color=GREY)
+    axes.plot([sessions for sessions, _ in points], [mib for _, mib in points], "o", color=BLUE)
+    axes.set_xlim(0, 1.05 * most)
+    axes.set_ylim(0, 1.1 * max(mib for _, mib in points))
 
 
-def _waiting(section: Section) -> Plot:
-    ways = {"free-running": BLUE, "step-synchronised": ORANGE, "episode-synchronised": GREEN}
-    longest = max(section.series[way]["seconds"] for way in ways)
-    most = max(len(section.series[way]["ends"]) for way in ways)
-    plot = Plot("Waiting", section.title, (1.02 * longest, 1.1 * most))
-    plot.axes("seconds", "steps done")
-    for number, (way, colour) in enumerate(ways.items()):
-        ends = sorted(section.series[way]["ends"])
-        plot.line([(0, 0), *((end, done) for done, end in enumerate(ends, 1))], colour)
-        corner = WIDTH - RIGHT - 190, HEIGHT - BOTTOM - 50  # where no curve goes
-        plot.legend_entry(number, f"{way}, {section.measurement(way).median:.1f}/s", colour, corner)
-    return plot
+def _draw_waiting(axes: Axes, section: Section) -> None:
+    add_titles(axes, "Waiting", section.title, "seconds", "steps done")
+    schedules = {"free-running": BLUE, "step-synchronised": ORANGE, "episode-synchronised": GREEN}
+    for schedule, colour in schedules.items():
+        ends = sorted(section.series[schedule]["ends"])
+        label = f"{schedule}, {section.measurement(schedule).median:.1f}/s"
+        axes.plot([0, *ends], range(len(ends) + 1), color=colour, label=label)
+    axes.set_xlim(0, max(section.series[schedule]["seconds"] for schedule in schedules))
+    axes.set_ylim(0)
+    add_legend(axes)
 
 
-def _encoding(section: Section) -> Plot:
+def _draw_encoding(axes: Axes, section: Section) -> None:
     captures = section.series["captures"]
-    colours = dict(zip(dict.fromkeys(found["format"] for found in captures), (GREY, BLUE, ORANGE), strict=True))
-    most = max(math.log10(found["bytes"] / 1000) for found in captures), max(found["ms"] for found in captures)
-    plot = Plot(
-        "Screenshots", f"{len(captures) // len(colours)} kinds of page, 1280x768", (1.1 * most[0], 1.15 * most[1])
-    )
-    plot.axes("kB", "ms a capture", lambda value: 10**value)
-    for found in captures:
-        plot.dot(math.log10(found["bytes"] / 1000), found["ms"], colours[found["format"]])
-    for number, (name, colour) in enumerate(colours.items()):
-        plot.legend_entry(number, name, colour)
-    return plot
+    formats = list(dict.fromkeys(capture["format"] for capture in captures))
+    subtitle = f"{len(captures) // len(formats)} kinds of page, 1280x768"
+    add_titles(axes, "Screenshots", subtitle, "kB", "ms per screenshot")
+    for name, colour in zip(formats, (GREY, BLUE, ORANGE), strict=True):
+        chosen = [capture for capture in captures if capture["format"] == name]
+        sizes, times = [capture["bytes"] / 1000 for capture in chosen], [capture["ms"] for capture in chosen]
+        axes.plot(sizes, times, "o", color=colour, label=name)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_ylim(0)
+    add_legend(axes, columns=3)
 
 
-_PLOTS: dict[str, Callable[[Section], Plot]] = {
-    "reset": _resets, "step": _steps, "browsergym": _browsergym, "memory": _memory, "waiting": _waiting,
-    "encoding": _encoding,
+_PLOTS: dict[str, Callable[[Axes, Section], None]] = {
+    "reset": _draw_resets, "step": _draw_steps, "browsergym": _draw_browsergym, "memory": _draw_memory,
+    "waiting": _draw_waiting, "encoding": _draw_encoding,
 }  # fmt: skip

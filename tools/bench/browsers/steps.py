@@ -67,7 +67,8 @@ async def measure_steps(amount: BrowserBenchSize, seed: int) -> Section:
         "a click, rest, a screenshot",
         {
             "viewport": f"{settings.width}x{settings.height}", "encoding": f"{settings.screenshot} {settings.quality}",
-            "full load": f"{amount.full_load_contexts} contexts, {amount.rounds} slices of {amount.slice_seconds:g} s each",
+            "full load": f"{amount.full_load_contexts} contexts, {amount.rounds} slices of "
+            f"{amount.slice_seconds:g} s each",
         },
         rows,
         [
