@@ -31,10 +31,7 @@ class SamplerConfig:
         "ratio: tickets of a difficulty relative to others, such as {easy: 2, medium: 5, hard: 3}, shared equally by "
         "its environments; those left out: 1.",
     )
-    alpha: float = setting(0.3, "Weight of the latest group in the moving average of a pass rate.", above=0, high=1)
-    epsilon: float = setting(0.1, "Share of the tickets that curriculum and near_target draw uniformly.", low=0, high=1)
     target: float = setting(0.45, "Pass rate that near_target looks for.", low=0, high=1)
-    candidates: int = setting(4, "near_target takes the nearest of so many environments drawn uniformly.", low=1)
 
 
 @dataclass

@@ -1,1 +1,1 @@
-"""Evaluators that turn a finished episode into an outcome."""
+"""The judge: the outcome of a finished episode."""

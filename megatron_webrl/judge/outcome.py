@@ -1,4 +1,4 @@
-"""The environment's own reward, or its reference answer, as the verdict on an episode."""
+"""The outcome of an episode, by the page's reward or by the task's reference answer."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ from decimal import Decimal
 from megatron_webrl.types import TRAINABLE_OUTCOMES
 
 DONE, ANSWER, STEPS_EXHAUSTED = "done", "answer", "steps_exhausted"
-"""How an episode ends by rule: the page ended it, the agent answered, or it used its last step."""
-
+"""Regular ends of an episode: the page ended it, the agent answered, or it used its last step."""
 
 _NUMBER = re.compile(r"[$€£]? ?(-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,30})(?:\.[0-9]{1,30})?)")
 
 
 def outcome(reward: float | None, end_reason: str, reference: str | None = None, answer: str | None = None) -> str:
-    """ "success" or "failure" of an episode that ended by rule; otherwise what masks it.
+    """Return "success" or "failure" for a regular end of the episode, otherwise the reason that masks it.
 
-    `reward` is the page's, None while there is none; `ended` is how the episode came to its end: DONE, ANSWER,
-    STEPS_EXHAUSTED, or the name of what broke it off (browser_error, engine_error, episode_timeout,
-    context_overflow, ...), which is returned. Fails closed: a page that ends an episode without a reward, or
-    with one that is not a number, masks it. A task with a `reference` succeeds only by an `answer` that agrees with
-    it on a page that gave no reward: what a page rewards of itself is a wrong action there. Raises ValueError if
-    `ended` is itself a verdict or empty.
+    `reward` is the page's, None if it gave none. `end_reason` is DONE, ANSWER, STEPS_EXHAUSTED, or the name of a
+    fault (browser_error, engine_error, episode_timeout, context_overflow, ...), which is returned. Fails closed: a
+    page that ends an episode without a reward, or with a reward that is not finite, masks it. A task with a
+    `reference` succeeds only by a matching `answer` on a page that gave no reward: there a reward of the page itself
+    marks a wrong action. Raises ValueError if `end_reason` is empty or itself a verdict.
     """
     if not end_reason or end_reason in TRAINABLE_OUTCOMES:
         raise ValueError(f"end_reason={end_reason!r} does not say how the episode ended")
@@ -40,12 +38,12 @@ def outcome(reward: float | None, end_reason: str, reference: str | None = None,
 
 
 def answers_match(answer: str, reference: str) -> bool:
-    """Whether two texts are the same number, or the same words but for case, spaces, quotes and a final full stop."""
-    given, wanted = _plain(answer), _plain(reference)
-    if given == wanted:
-        return bool(wanted)
-    numbers = [_NUMBER.fullmatch(text) for text in (given, wanted)]
-    values = [Decimal(found[1].replace(",", "")) for found in numbers if found]
+    """Whether two texts are equal as numbers, or as text up to case, spaces, quotes and a final full stop."""
+    actual, expected = _plain(answer), _plain(reference)
+    if actual == expected:
+        return bool(expected)
+    numbers = [_NUMBER.fullmatch(text) for text in (actual, expected)]
+    values = [Decimal(number[1].replace(",", "")) for number in numbers if number]
     return len(values) == 2 and values[0] == values[1]
 
 

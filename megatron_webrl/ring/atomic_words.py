@@ -1,8 +1,8 @@
 """Aligned 8-byte words of a shared mapping, loaded with acquire and stored with release order.
 
-A commit word says "all that I wrote before is complete". On Arm a plain store does not say so: the
-payload may become visible after it. libatomic's functions do on every processor. On x86-64 plain aligned
-8-byte accesses are ordered that way by the architecture, so there libatomic may be missing.
+A commit word publishes all earlier writes. On Arm a plain store does not: the payload may become visible
+after it. libatomic's functions order the accesses on every processor. On x86-64 plain aligned 8-byte
+accesses already have acquire and release order, so libatomic is optional there.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class AtomicWords:
 
     def __init__(self, mapping: mmap.mmap) -> None:
         load, store = accessors(platform.machine(), load_libatomic())
-        # The temporary is gone after this line, so that it does not keep the mapping from being closed.
+        # The temporary object must not outlive this line: it would keep the mapping from being closed.
         base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         self.load = lambda offset: load(base + offset)
         self.store = lambda offset, value: store(base + offset, value)
 
     def invalidate(self) -> None:
-        """Refuse every later access: the mapping goes away, and a stale address would end the process."""
+        """Refuse every later access: an access to an unmapped address would crash the process."""
         self.load = self.store = _closed
 
 

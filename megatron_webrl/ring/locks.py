@@ -1,12 +1,12 @@
-"""Waiting with a limit, and the two locks of a segment.
+"""Polling with a time limit, and the two locks of a segment.
 
-Both locks are held on the segment's own file, so nothing is left over when the segment is unlinked, and
-the kernel releases both when their holder dies. They are of two kinds that do not see each other:
+Both locks are on the segment's own file: unlinking the segment leaves no lock file, and the kernel releases
+both when their holder dies. They are of two kinds that do not affect each other:
 
-- lifetime: flock. Shared by everyone attached, exclusive for whoever creates or sweeps.
+- lifetime: flock. Shared by all attached processes, exclusive for creating and sweeping.
 - allocation: an open-file-description lock on the file's first byte. Exclusive, for some microseconds.
 
-A lock belongs to the open file, which a forked child shares with its parent: a child attaches anew.
+A lock belongs to the open file, which a forked child shares with its parent. So a forked child attaches again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from contextlib import contextmanager
 
 from megatron_webrl.ring.errors import RingError
 
-INITIAL_PAUSE_SECONDS = 20e-6  # seconds
+INITIAL_PAUSE_SECONDS = 20e-6
 MAX_PAUSE_SECONDS = 2e-3
 MAX_YIELDS = 20
 _LOCK, _UNLOCK = (  # struct flock of the file's first byte
@@ -30,17 +30,20 @@ _LOCK, _UNLOCK = (  # struct flock of the file's first byte
 
 
 def poll_with_backoff(seconds: float, max_pause_seconds: float = MAX_PAUSE_SECONDS) -> Iterator[None]:
-    """Yield at once, then after growing pauses, and a last time when `seconds` have passed."""
+    """Yield at once, then after growing pauses, and a last time when `seconds` have passed.
+
+    Not tenacity: with it, writing a record of 100 bytes takes 52 us instead of 18 (docs/ring.md).
+    """
     deadline, pause = time.monotonic() + seconds, INITIAL_PAUSE_SECONDS
     yield
-    while (left := deadline - time.monotonic()) > 0:
-        time.sleep(min(pause, left))
+    while (remaining := deadline - time.monotonic()) > 0:
+        time.sleep(min(pause, remaining))
         pause = min(pause * 2, max_pause_seconds)
         yield
 
 
 def try_lifetime_lock(fd: int, kind: int) -> bool:
-    """Take the lifetime lock (fcntl.LOCK_SH or LOCK_EX) without waiting; False if others hold it."""
+    """Take the lifetime lock (fcntl.LOCK_SH or LOCK_EX) without waiting; False if another process has it."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -49,7 +52,7 @@ def try_lifetime_lock(fd: int, kind: int) -> bool:
 
 
 class AllocationLock:
-    """Mutual exclusion of all threads of all processes that attached the segment open as `fd`."""
+    """Mutual exclusion of all threads of all processes that are attached to the segment `fd`."""
 
     def __init__(self, fd: int, name: str) -> None:
         self._fd, self._name, self._pid = fd, name, os.getpid()
@@ -57,7 +60,7 @@ class AllocationLock:
 
     @contextmanager
     def acquire(self, seconds: float, last_holder: Callable[[], int]) -> Iterator[None]:
-        """Hold the lock. `holder()` tells the pid of the last holder for the error when time runs out."""
+        """Hold the lock within the context. `last_holder()` gives the pid that the error names after `seconds`."""
         if os.getpid() != self._pid:
             raise RingError(
                 f"ring {self._name} was attached by process {self._pid} and is used by its fork {os.getpid()}, which "
@@ -74,16 +77,16 @@ class AllocationLock:
         finally:
             self._threads.release()
 
-    def _lock_file(self, seconds: float, holder: Callable[[], int]) -> None:
+    def _lock_file(self, seconds: float, last_holder: Callable[[], int]) -> None:
         for _ in poll_with_backoff(seconds):
-            # The lock is held for microseconds, the shortest sleep takes some 70: yield a few times first.
+            # The lock is held for microseconds, the shortest sleep takes about 70: yield a few times first.
             for _ in range(MAX_YIELDS):
                 try:
                     fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _LOCK)
                     return
-                except (BlockingIOError, PermissionError):  # EAGAIN or EACCES: held
+                except (BlockingIOError, PermissionError):  # EAGAIN or EACCES: locked
                     os.sched_yield()
         raise RingError(
-            f"ring {self._name}: the allocation lock was not free within {seconds:g} s; process {holder()} took it "
-            "last and may be stopped: continue or kill it"
+            f"ring {self._name}: the allocation lock was not free within {seconds:g} s; process {last_holder()} "
+            "took it last and may be stopped: continue or kill it"
         )

@@ -1,4 +1,4 @@
-"""Which ring a role of a job uses: that of its node."""
+"""The ring of one node of a job."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from megatron_webrl.ring.segment import segment_prefix, sweep_segments
 
 @dataclass(frozen=True)
 class NodeRing:
-    """The ring of one node, made by the node's workers and read by its trainer ranks.
+    """The ring of one node: its workers create it and write, its trainer ranks read.
 
-    The name may be that of an earlier job of the same run; the run id is this job's alone.
+    An earlier job of the same run may have used the same name; `job_id` tells the jobs apart.
     """
 
     node: int
     name: str  # of the segment
-    job_id: str  # of the job, the same on all of its nodes
+    job_id: str  # the same on all nodes of the job
 
     def sweep_segments(self, run: str) -> list[str]:
-        """Remove what earlier jobs of the run left on this machine and nobody uses; returns the names."""
+        """Remove unused segments of earlier jobs of the run from this machine; returns their names."""
         return sweep_segments(segment_prefix(run))
 
     def create_or_attach(self, size_bytes: int) -> Ring:
-        """For those who write. Raises RingError, also if an earlier job's processes still use the name."""
+        """For writers. Raises RingError, also if processes of an earlier job still use the name."""
         return Ring.create_or_attach(self.name, size_bytes, self.job_id)
 
     def attach(self, seconds: float) -> Ring:
-        """For those who read: wait until this job's ring is there. Raises RingError."""
+        """For readers: wait until this job's ring exists. Raises RingError."""
         return Ring.attach(self.name, seconds, self.job_id)

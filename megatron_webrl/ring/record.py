@@ -1,11 +1,11 @@
-"""A trajectory as bytes, without pickle.
+"""Encode a trajectory as one record, without pickle.
 
     magic | format | crc of JSON | total bytes | JSON bytes      header, 32 bytes
-    JSON                              everything that is neither an array nor an image; lengths of those
-    arrays of step 0, step 1, ...     each aligned to 8 bytes, in the order of ARRAYS
+    JSON                              all other fields, and the lengths of arrays and images
+    arrays of step 0, step 1, ...     each aligned to 8 bytes, in the order of STEP_ARRAYS
     encoded screenshots               one after the other, each once
 
-Arrays are decoded as views of the buffer. The checksum of the whole is the ring's or the file's affair.
+Arrays are decoded as views of the buffer. The ring or the record file adds a checksum of the whole record.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FORMAT_VERSION = 3
 ALIGNMENT = 8
 _HEADER = struct.Struct("<8sIIQQ")
 
-# name, dtype, number of entries as a function of the step's lengths (prompt, response, images), trailing shape
+# name, dtype, which of the step's lengths (prompt, response, images) is the first dimension, trailing shape
 _PROMPT, _RESPONSE, _IMAGES = 0, 1, 2
 STEP_ARRAYS: tuple[tuple[str, str, int, tuple[int, ...]], ...] = (
     ("prompt_token_ids", "<i4", _PROMPT, ()),
@@ -44,9 +44,9 @@ Buffer = bytes | memoryview
 
 
 def encode_trajectory(trajectory: Trajectory) -> list[Buffer]:
-    """The record as buffers to be written one after the other. Arrays and images are referred to, not copied.
+    """The record as a list of buffers, to be written in order. Arrays and images are referenced, not copied.
 
-    Raises RecordError if an array's dtype or shape is not what types.Step says, or a step names a missing image.
+    Raises RecordError if an array's dtype or shape differs from types.Step, or if a step names a missing image.
     """
     lengths = [_lengths(step, index, len(trajectory.images)) for index, step in enumerate(trajectory.steps)]
     description: dict[str, Any] = {name: kind(getattr(trajectory, name)) for name, kind in _SCALARS.items()}
@@ -72,10 +72,10 @@ def encode_trajectory(trajectory: Trajectory) -> list[Buffer]:
 
 
 def decode_trajectory(buffer: bytes | bytearray | memoryview, copy: bool = False) -> Trajectory:
-    """The trajectory in a record.
+    """Decode one record.
 
-    With `copy=False` arrays and images are read-only views of `buffer` (images as memoryview), valid as long as it is.
-    With `copy=True` they are arrays and bytes of their own. Raises RecordError if this is not one whole record.
+    With `copy=False` arrays and images are read-only views of `buffer` (images as memoryview), valid while it is.
+    With `copy=True` they are copies. Raises RecordError if `buffer` is not one complete record.
     """
     view = memoryview(buffer).cast("B").toreadonly()
     try:
@@ -93,7 +93,7 @@ def _build(view: memoryview, description: dict[str, Any], position: int, copy: b
     expected = position + sum(_padded(size) for step in description["steps"] for size in _array_bytes(step["lengths"]))
     expected += sum(description["images"])
     if expected != len(view):
-        raise RecordError(f"record has {len(view)} bytes, its description speaks of {expected}; it is damaged")
+        raise RecordError(f"record has {len(view)} bytes, its description gives {expected}; it is damaged")
     steps = []
     for described in description["steps"]:
         arrays: dict[str, Any] = {}
@@ -114,7 +114,7 @@ def _build(view: memoryview, description: dict[str, Any], position: int, copy: b
 
 
 def _description(view: memoryview) -> tuple[dict[str, Any], int]:
-    """The JSON description and where the arrays begin."""
+    """The JSON description and the offset of the arrays."""
     if len(view) < _HEADER.size:
         raise RecordError(f"record is truncated: {len(view)} bytes, its header alone has {_HEADER.size}")
     magic, version, crc, total, length = _HEADER.unpack(view[: _HEADER.size])
@@ -122,11 +122,11 @@ def _description(view: memoryview) -> tuple[dict[str, Any], int]:
         raise RecordError(f"not a record: it begins with {magic!r}, not {MAGIC!r}")
     if version != FORMAT_VERSION:
         raise RecordError(
-            f"record has format {version}, this program knows {FORMAT_VERSION}; use the program that wrote it"
+            f"record has format {version}, this program reads {FORMAT_VERSION}; use the program that wrote it"
         )
     if total != len(view):
-        what = "truncated" if len(view) < total else "followed by foreign bytes"
-        raise RecordError(f"record is {what}: {len(view)} bytes, its header says {total}")
+        problem = "truncated" if len(view) < total else "followed by foreign bytes"
+        raise RecordError(f"record is {problem}: {len(view)} bytes, its header says {total}")
     if _HEADER.size + length > total:
         raise RecordError(f"record is damaged: a description of {length} bytes in a record of {total}")
     text = view[_HEADER.size : _HEADER.size + length]
@@ -136,7 +136,7 @@ def _description(view: memoryview) -> tuple[dict[str, Any], int]:
 
 
 def _lengths(step: Step, index: int, images: int) -> list[int]:
-    """Lengths of prompt, response and images of a step whose arrays are as they must be."""
+    """Lengths of a step's prompt, response and images, after checking its arrays."""
     lengths = [len(step.prompt_token_ids), len(step.response_token_ids), len(step.images)]
     for name, dtype, which, shape in STEP_ARRAYS:
         array = getattr(step, name)
@@ -165,7 +165,7 @@ def _action(described: dict[str, Any] | None) -> Action | None:
 
 
 def _scalar(value: Any) -> Any:
-    """For JSON: numpy's numbers as Python's."""
+    """Convert a NumPy scalar for JSON."""
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{value!r} of type {type(value).__name__} cannot be written into a record")

@@ -1,6 +1,6 @@
-"""Records in a file, such as demonstrations: each with its length and checksum, then a trailer with their number.
+"""Files of records, such as demonstrations: each record with length and checksum, then a trailer with their number.
 
-The file appears under its name only when it is complete.
+The file gets its name only when it is complete.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ENTRY = struct.Struct("<QQ")
 
 
 class RecordFileWriter:
-    """Writes records to a temporary file beside `path`, which gets its name when closed without an error.
+    """Writes records to a temporary file next to `path`, and renames it when it is closed without an error.
 
     Example: `with RecordFileWriter(path) as file: file.write(record.encode_trajectory(trajectory))`.
     """
@@ -45,7 +45,7 @@ class RecordFileWriter:
         self.records += 1
 
     def close(self) -> None:
-        """Complete the file, make it durable, and give it its name. A second call does nothing."""
+        """Write the trailer, sync the file and rename it. A second call does nothing."""
         if self._file is None:
             return
         self._file.write(_ENTRY.pack(_END, self.records))
@@ -56,7 +56,7 @@ class RecordFileWriter:
         self._temporary.replace(self.path)
 
     def discard(self) -> None:
-        """Give up: nothing is left of the file."""
+        """Delete the temporary file."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -73,7 +73,7 @@ class RecordFileWriter:
 
 
 def read_record_file(path: str | Path) -> Iterator[bytes]:
-    """The records of a file in order, one in memory at a time. Raises RecordError where it is damaged or cut off."""
+    """Yield the records of a file in order, one in memory at a time. Raises RecordError for a damaged file."""
     path = Path(path)
     size, count = path.stat().st_size, 0
     with path.open("rb") as file:
@@ -83,7 +83,7 @@ def read_record_file(path: str | Path) -> Iterator[bytes]:
         version = _HEAD.unpack(head)[1]
         if version != FORMAT_VERSION:
             raise RecordError(
-                f"{path} has format {version}, this program knows {FORMAT_VERSION}; use the one that wrote it"
+                f"{path} has format {version}, this program reads {FORMAT_VERSION}; use the one that wrote it"
             )
         while True:
             entry = file.read(_ENTRY.size)
@@ -93,8 +93,8 @@ def read_record_file(path: str | Path) -> Iterator[bytes]:
             if length == _END:
                 break
             if file.tell() + length > size:
-                left = size - file.tell()
-                raise RecordError(f"{path} is truncated: record {count} claims {length} bytes, {left} follow")
+                remaining = size - file.tell()
+                raise RecordError(f"{path} is truncated: record {count} claims {length} bytes, {remaining} follow")
             record = file.read(length)
             if checksum(record) != expected:
                 raise RecordError(f"{path}: record {count} of {length} bytes does not match its checksum")
@@ -107,7 +107,7 @@ def read_record_file(path: str | Path) -> Iterator[bytes]:
 
 
 def count_records(path: str | Path) -> int:
-    """How many records a complete file holds, by its trailer. Raises RecordError for a file without one."""
+    """The number of records by the trailer of a file. Raises RecordError for a file without a trailer."""
     path = Path(path)
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _ENTRY.size))

@@ -1,14 +1,14 @@
 """The ring: records of variable length from several writer processes to several reader processes of a node.
 
-Life of a record: its writer reserves a place under the allocation lock, copies the payload without any
-lock, and commits. Readers see it by reference from then on, any number of times, until someone acknowledges
-it. Places are freed in order of reservation.
+A record's life cycle: the writer reserves space under the allocation lock, copies the payload without a
+lock, and commits. From then on readers see it by reference, any number of times, until one acknowledges it.
+Space is freed in the order of reservation.
 
-Invariant: each change of the shared state takes effect by one 8-byte store, with release order, after all
-that belongs to it. The words are `next` (reserving), a slot's state (committing, acknowledging) and `first`
-(freeing). A process killed before the store changed nothing; one killed after it changed everything.
-What is left of a killed writer is at most a place that was reserved and not committed, which no reader ever
-sees and which is freed like an acknowledged one as soon as the writer is dead.
+Invariant: each change of the shared state takes effect by one 8-byte store with release order, after all
+writes that belong to it. The words are `next` (reserving), a slot's state (committing, acknowledging) and
+`first` (freeing). A process killed before the store changed nothing; one killed after it changed everything.
+A killed writer leaves at most reserved, uncommitted space. No reader sees it, and it is freed like an
+acknowledged record once the writer is dead.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from megatron_webrl.ring.locks import AllocationLock, poll_with_backoff
 from megatron_webrl.ring.segment import FIRST_OFFSET, HOLDER_OFFSET, NEXT_OFFSET, SLOT_BYTES, SLOT_TABLE_OFFSET, Segment
 from megatron_webrl.system.child_process import is_alive, start_time
 
-LOCK_TIMEOUT_SECONDS = 10.0  # the lock is held for microseconds; a holder that was stopped keeps it
+LOCK_TIMEOUT_SECONDS = 10.0  # the lock is held for microseconds, except by a process that was stopped
 ALIGNMENT = 64  # bytes; records begin on a cache line
 
-# A slot: its state word holds the sequence number too, so one load tells whose state it is.
+# A slot's state word includes the sequence number, so that one load identifies the record.
 # The state word is loaded and stored atomically, and orders the plain accesses to the rest.
 STATE_OFFSET, DESCRIPTOR_OFFSET, CHECKSUM_OFFSET = 0, 8, 40
 _DESCRIPTOR = struct.Struct("=4Q")  # start (a position that never wraps), length, writer's pid and start time
@@ -40,16 +40,16 @@ RESERVED, COMMITTED, RELEASED = 1, 2, 3
 
 @dataclass(frozen=True)
 class RingUsage:
-    """What a ring holds at one moment."""
+    """Occupied space and records of a ring at one moment."""
 
-    bytes_used: int  # not free for new records: held by records, and skipped at the end of the data area
+    bytes_used: int  # not free for new records: records, and space skipped at the end of the data area
     bytes_capacity: int
     records: int  # committed and not acknowledged
     reserved: int  # reserved, not committed
 
 
 class Ring:
-    """One attachment to a ring, safe for threads. A forked child must attach anew.
+    """One attachment to a ring, safe for threads. A forked child must attach again.
 
     Example: `ring.write([head, image], 60)` in one process; in another
     `for sequence in ring.wait(seen, 60): use(ring.read(sequence)); ring.acknowledge([sequence])`.
@@ -66,17 +66,17 @@ class Ring:
 
     @classmethod
     def create_or_attach(cls, name: str, size_bytes: int, job_id: str, seconds: float = 10.0) -> Ring:
-        """Attach the ring of this name and run, made if missing, with `size_bytes` of data (rounded up to a page).
+        """Attach the ring of this name and job; create it if missing, with `size_bytes` of data rounded up to pages.
 
-        Raises RingError if it exists with another size or run, or if shared memory has no room.
+        Raises RingError if it exists with another size or job, or if shared memory is too small.
         """
         return cls(segments.create_or_attach(name, size_bytes, job_id, seconds))
 
     @classmethod
     def attach(cls, name: str, seconds: float = 10.0, job_id: str | None = None) -> Ring:
-        """Attach a ring that another process makes, waiting up to `seconds` for it. Raises RingError.
+        """Attach a ring that another process creates, waiting up to `seconds` for it. Raises RingError.
 
-        With a `run_id` a ring of another run counts as not there.
+        With a `job_id` a ring of another job counts as missing.
         """
         return cls(segments.attach(name, seconds, job_id))
 
@@ -86,10 +86,10 @@ class Ring:
         return self._layout.capacity
 
     def write(self, buffers: Sequence[bytes | bytearray | memoryview | np.ndarray], seconds: float) -> int:
-        """Write one record, the buffers one after the other; returns its sequence number.
+        """Write one record, the concatenation of `buffers`; returns its sequence number.
 
-        Waits up to `seconds` for room. A record of more than half the capacity gets room only while the ring is nearly
-        empty. Raises RecordTooLarge, RingFull; nothing is visible to readers then.
+        Waits up to `seconds` for space. A record of more than half the capacity fits only while the ring is nearly
+        empty. Raises RecordTooLarge, RingFull; readers see nothing then.
         """
         views = [_bytes_of(buffer, index) for index, buffer in enumerate(buffers)]
         length = sum(view.nbytes for view in views)
@@ -110,26 +110,26 @@ class Ring:
     def committed(self, seen: Container[int] = ()) -> list[int]:
         """Sequence numbers of the records committed, not acknowledged and not in `seen`, ascending.
 
-        Records commit in any order: a lower number may turn up after a higher one, so readers keep a set.
+        Records commit in any order: a lower number may appear after a higher one, so readers keep a set.
         """
         first, following = self._words.load(FIRST_OFFSET), self._words.load(NEXT_OFFSET)
         numbers = np.arange(first, following, dtype=np.uint64)
         states = self._state_words()[numbers % np.uint64(self._layout.slots)]
-        likely = numbers[states == numbers * np.uint64(4) + np.uint64(COMMITTED)].tolist()
-        # The scan is made of plain loads; the acquiring load orders the payload after the state.
-        return [n for n in likely if n not in seen and self._words.load(self._slot(n)) == _word(n, COMMITTED)]
+        candidates = numbers[states == numbers * np.uint64(4) + np.uint64(COMMITTED)].tolist()
+        # The scan uses plain loads; the acquiring load orders the payload after the state.
+        return [n for n in candidates if n not in seen and self._words.load(self._slot(n)) == _word(n, COMMITTED)]
 
     def wait(self, seen: Container[int], seconds: float) -> list[int]:
-        """Like `committed`, but waits up to `seconds` for at least one; empty when the time is up."""
+        """Like `committed`, but wait up to `seconds` for at least one record; empty after that time."""
         for _ in poll_with_backoff(seconds):
             if found := self.committed(seen):
                 return found
         return []
 
     def read(self, sequence: int, verify: bool = True) -> memoryview:
-        """The record, by reference and read-only. Its content is defined until it is acknowledged.
+        """The record, by reference and read-only. Its content is valid until it is acknowledged.
 
-        Raises RingError if it is not there, RecordCorrupt if `verify` and its checksum does not match.
+        Raises RingError if it is not committed, RecordCorrupt if `verify` is set and the checksum does not match.
         """
         slot = self._slot(sequence)
         if self._words.load(slot) != _word(sequence, COMMITTED):
@@ -150,10 +150,10 @@ class Ring:
         return record
 
     def acknowledge(self, sequences: Iterable[int]) -> None:
-        """Free records, in any order; what was read of them is undefined afterwards.
+        """Free records, in any order; views of them are invalid afterwards.
 
-        Acknowledging again is allowed, so that it can be repeated after a crash. Raises RingError, before
-        anything is freed, if one was never committed.
+        A record may be acknowledged again, as after a crash. Raises RingError, before any record is freed, if one
+        was never committed.
         """
         numbers = list(sequences)
         with self._locked():
@@ -169,7 +169,7 @@ class Ring:
             self._free()
 
     def usage(self) -> RingUsage:
-        """What the ring holds; places of dead writers that can be freed are freed first."""
+        """The ring's usage, after freeing the space of dead writers where possible."""
         with self._locked():
             first, following = self._free()
             states = [self._state(number) for number in range(first, following)]
@@ -177,7 +177,7 @@ class Ring:
         return RingUsage(head - tail, self._layout.capacity, states.count(COMMITTED), states.count(RESERVED))
 
     def close(self) -> None:
-        """Detach; a second call does nothing. Views that `read` gave stay valid as memory, not in content."""
+        """Detach; a second call does nothing. Views from `read` stay mapped, but their content may change."""
         if self._states is None:
             return
         self._states = None
@@ -185,7 +185,7 @@ class Ring:
         segments.detach(self._segment)
 
     def unlink(self) -> None:
-        """Remove the ring's name, before `close`. Processes that are attached keep working on the memory."""
+        """Remove the ring's name; call this before `close`. Attached processes keep the memory."""
         segments.unlink(self._segment)
 
     def __enter__(self) -> Ring:
@@ -195,7 +195,7 @@ class Ring:
         self.close()
 
     def _reserve(self, length: int, seconds: float) -> tuple[int, int]:
-        """The sequence number and the offset in the data area of a place for `length` bytes."""
+        """Reserve `length` bytes; the sequence number and the offset in the data area."""
         if length > self._layout.capacity:
             raise RecordTooLarge(
                 f"a record of {length} bytes does not fit ring {self.name} of {self._layout.capacity} bytes; raise "
@@ -208,21 +208,21 @@ class Ring:
                 if start is not None:
                     self._claim(following, start, length)
                     return following, start % self._layout.capacity
-        held = self.usage()
+        usage = self.usage()
         raise RingFull(
-            f"ring {self.name} had no room for {length} bytes within {seconds:g} s: {held.bytes_used} of "
-            f"{held.bytes_capacity} bytes and {held.records + held.reserved} of {self._layout.slots} slots are held by "
-            f"{held.records} unacknowledged records and {held.reserved} being written, the oldest of them record "
-            f"{self._words.load(FIRST_OFFSET)}; is the trainer alive? Otherwise raise ring.capacity_mib or ring.write_timeout_seconds"
+            f"ring {self.name} had no room for {length} bytes within {seconds:g} s: {usage.bytes_used} of "
+            f"{usage.bytes_capacity} bytes and {usage.records + usage.reserved} of {self._layout.slots} slots are used "
+            f"by {usage.records} unacknowledged records and {usage.reserved} being written, the oldest of them record "
+            f"{self._words.load(FIRST_OFFSET)}; is the trainer alive? Otherwise raise ring.capacity_mib"
         )
 
     def _place(self, length: int, first: int, following: int) -> int | None:
-        """Where the next record starts, as a position that never wraps; None if there is no room."""
+        """The start of the next record, as a position that never wraps; None if there is no space."""
         if following - first >= self._layout.slots:
             return None
         capacity = self._layout.capacity
         tail, head = self._span(first, following)
-        # An empty ring starts over at the beginning of the data area, which the caches still know.
+        # An empty ring starts over at the beginning of the data area, which is likely to be in the CPU caches.
         if first == following or head % capacity + length > capacity:
             head = -(-head // capacity) * capacity
         return head if first == following or head + length - tail <= capacity else None
@@ -236,7 +236,7 @@ class Ring:
         self._words.store(NEXT_OFFSET, sequence + 1)
 
     def _free(self) -> tuple[int, int]:
-        """Move `first` over released records and over places whose writer died; returns `first` and `next`."""
+        """Advance `first` over released records and over those of dead writers; returns `first` and `next`."""
         first, following = self._words.load(FIRST_OFFSET), self._words.load(NEXT_OFFSET)
         position = first
         while position < following:
@@ -251,7 +251,7 @@ class Ring:
         return position, following
 
     def _span(self, first: int, following: int) -> tuple[int, int]:
-        """Where the oldest held record starts and where the newest ends, as positions that never wrap."""
+        """Start of the oldest record and end of the newest one, as positions that never wrap."""
         if following == 0:
             return 0, 0
         start, length, _, _ = self._descriptor(self._slot(following - 1))
@@ -259,7 +259,7 @@ class Ring:
         return (self._descriptor(self._slot(first))[0] if first < following else head), head
 
     def _state(self, sequence: int) -> int:
-        """RESERVED, COMMITTED or RELEASED, of a sequence number in [first, next)."""
+        """RESERVED, COMMITTED or RELEASED, for a sequence number in [first, next)."""
         word = self._words.load(self._slot(sequence))
         if word // 4 != sequence or word % 4 == 0:
             raise RingError(f"ring {self.name}: slot of record {sequence} holds {word:#x}; the segment was overwritten")
@@ -269,7 +269,7 @@ class Ring:
         if sequence >= self._words.load(NEXT_OFFSET):
             return "not written yet"
         word = self._words.load(self._slot(sequence))
-        return "being written" if word == _word(sequence, RESERVED) else "acknowledged or given up by its writer"
+        return "being written" if word == _word(sequence, RESERVED) else "acknowledged or discarded by its writer"
 
     def _descriptor(self, slot: int) -> tuple[int, int, int, int]:
         return _DESCRIPTOR.unpack_from(self._segment.mapping, slot + DESCRIPTOR_OFFSET)
@@ -284,7 +284,7 @@ class Ring:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        self._state_words()  # after close, the lock's file descriptor may be another file's
+        self._state_words()  # after close, the file descriptor of the lock may belong to another file
         with self._lock.acquire(LOCK_TIMEOUT_SECONDS, lambda: self._words.load(HOLDER_OFFSET)):
             self._words.store(HOLDER_OFFSET, self._pid)
             yield

@@ -1,7 +1,7 @@
-"""A look at a ring of this machine from outside: it is not attached, locked or changed, so that nobody notices.
+"""Read the usage of a ring of this machine without attaching, locking or changing it.
 
-Who is attached holds the ring's lifetime lock and so keeps it from being swept; who only wants to know how full it is
-reads the file. Words are read one after the other while writers go on: the figures are those of about one moment.
+An attached process holds the ring's lifetime lock, which keeps the ring from being swept; this module only reads the
+file. Writers continue meanwhile, so the words read belong to slightly different moments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_webrl.ring.segment import (
 
 
 def read_ring_usage(name: str) -> RingUsage | None:
-    """What a ring holds; None if there is none of this name here, or none that this program understands."""
+    """The usage of a ring; None if there is no ring of this name, or one of another format."""
     path: Path = SHM_FOLDER / name
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -34,7 +34,7 @@ def read_ring_usage(name: str) -> RingUsage | None:
         return None
     try:
         return _usage(descriptor)
-    except struct.error:  # shorter than a ring: its creator has not come so far
+    except struct.error:  # shorter than a ring: still being created
         return None
     finally:
         os.close(descriptor)
@@ -48,12 +48,12 @@ def _usage(descriptor: int) -> RingUsage | None:
     numbers = range(first, max(first, following))
     states = [_word(descriptor, _slot(number, slots)) for number in numbers]
     kinds = [word % 4 for number, word in zip(numbers, states, strict=True) if word // 4 == number]
-    held = 0
+    used = 0
     if numbers:
         tail, _ = _place(descriptor, _slot(numbers[0], slots))
         start, length = _place(descriptor, _slot(numbers[-1], slots))
-        held = min(max(0, -(-(start + length) // ALIGNMENT) * ALIGNMENT - tail), capacity)
-    return RingUsage(held, capacity, kinds.count(COMMITTED), kinds.count(RESERVED))
+        used = min(max(0, -(-(start + length) // ALIGNMENT) * ALIGNMENT - tail), capacity)
+    return RingUsage(used, capacity, kinds.count(COMMITTED), kinds.count(RESERVED))
 
 
 def _slot(number: int, slots: int) -> int:
@@ -66,6 +66,6 @@ def _word(descriptor: int, at: int) -> int:
 
 
 def _place(descriptor: int, slot: int) -> tuple[int, int]:
-    """Where a record starts, as a position that never wraps, and its length in bytes."""
+    """A record's start, as a position that never wraps, and its length in bytes."""
     start, length = struct.unpack("=2Q", os.pread(descriptor, 16, slot + DESCRIPTOR_OFFSET))
     return start, length

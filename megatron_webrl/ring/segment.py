@@ -1,7 +1,7 @@
-"""The file in shared memory that holds a ring: its layout, its creation, attaching to it, sweeping it.
+"""The file in shared memory that holds a ring: layout, creation, attaching, sweeping.
 
-Not multiprocessing.shared_memory: its resource tracker unlinks a segment when a process that merely
-attached ends.
+multiprocessing.shared_memory is not used: its resource tracker unlinks a segment when a process that only
+attached to it ends.
 """
 
 from __future__ import annotations
@@ -28,26 +28,20 @@ MAGIC = int.from_bytes(b"WEBRLRNG", "little")
 FORMAT_VERSION = 1
 PAGE_BYTES = 4096
 SLOT_BYTES = 64  # one cache line
-BYTES_PER_SLOT = 8192  # one slot for so much data: the table never fills before the data do, unless records are tiny
+BYTES_PER_SLOT = 8192  # data area per slot: the data area fills before the table, unless records are tiny
 MIN_SLOTS = 64
 JOB_ID_BYTES = 128
 
 # Byte offsets in the header. The magic is stored last: it is the commit word of the creation.
-MAGIC_OFFSET, FORMAT_VERSION_OFFSET, CAPACITY_OFFSET, SLOTS_OFFSET, NAMESPACE_OFFSET, JOB_ID_OFFSET = (
-    0,
-    8,
-    16,
-    24,
-    32,
-    64,
-)
-FIRST_OFFSET, NEXT_OFFSET, HOLDER_OFFSET = 256, 320, 384  # each on a cache line of its own
+MAGIC_OFFSET, FORMAT_VERSION_OFFSET, CAPACITY_OFFSET, SLOTS_OFFSET = 0, 8, 16, 24
+NAMESPACE_OFFSET, JOB_ID_OFFSET = 32, 64
+FIRST_OFFSET, NEXT_OFFSET, HOLDER_OFFSET = 256, 320, 384  # each on its own cache line
 SLOT_TABLE_OFFSET = PAGE_BYTES
 
 
 @dataclass(frozen=True)
 class SegmentLayout:
-    """Sizes of one segment, all in bytes but `slots`."""
+    """Sizes of one segment, in bytes except for `slots`."""
 
     capacity: int  # data area
     slots: int
@@ -73,40 +67,40 @@ class SegmentLayout:
 
 @dataclass(frozen=True)
 class Segment:
-    """An attached segment. `fd` holds the shared lifetime lock."""
+    """An attached segment. `fd` has the shared lifetime lock."""
 
     name: str
     job_id: str
     fd: int
-    pid: int  # that attached
+    pid: int  # of the process that attached
     mapping: mmap.mmap
     words: AtomicWords
     layout: SegmentLayout
 
 
 def segment_name(run: str, identity: str) -> str:
-    """The name of a run's segment, `webrl-<run>-<short id>`, the same for all who give the same identity."""
+    """The name of a run's segment, `webrl-<run>-<short id>`; the id is a hash of `identity`."""
     return segment_prefix(run) + hashlib.blake2s(identity.encode(), digest_size=4).hexdigest()
 
 
 def segment_prefix(run: str) -> str:
-    """How the names of a run's segments begin."""
+    """The common prefix of the names of a run's segments."""
     return f"webrl-{re.sub(r'[^A-Za-z0-9._-]', '_', run)[:64]}-"
 
 
 def create_or_attach(name: str, size_bytes: int, job_id: str, seconds: float) -> Segment:
-    """Attach the segment of this name, made first if it is not there or was left half made. Raises RingError."""
+    """Attach the segment of this name; create it if it is missing or incomplete. Raises RingError."""
     if len(job_id.encode()) > JOB_ID_BYTES:
         raise RingError(f"job id {job_id!r} is longer than {JOB_ID_BYTES} bytes")
     path, layout = _path(name), SegmentLayout.for_size(size_bytes)
     for _ in poll_with_backoff(seconds):
         with _opened(path, os.O_CREAT) as opened:
             fd = opened.fd
-            if try_lifetime_lock(fd, fcntl.LOCK_EX) and _is_at(fd, path) and not _is_made(fd):
-                _make(fd, path, layout, job_id)
-            # Turning the exclusive lock into a shared one lets go of it for a moment, in which the segment may
-            # be swept: hence the second look at the path.
-            if try_lifetime_lock(fd, fcntl.LOCK_SH) and _is_at(fd, path) and _is_made(fd):
+            if try_lifetime_lock(fd, fcntl.LOCK_EX) and _is_at(fd, path) and not _is_complete(fd):
+                _initialise(fd, path, layout, job_id)
+            # Converting the exclusive lock to a shared one releases it for a moment, in which another process may
+            # sweep the segment: hence the second check of the path.
+            if try_lifetime_lock(fd, fcntl.LOCK_SH) and _is_at(fd, path) and _is_complete(fd):
                 segment = _map(fd, name)
                 opened.keep = True
                 break
@@ -124,46 +118,46 @@ def create_or_attach(name: str, size_bytes: int, job_id: str, seconds: float) ->
 
 
 def attach(name: str, seconds: float, job_id: str | None = None) -> Segment:
-    """Attach a segment that another process makes, waiting for it up to `seconds`. Raises RingError.
+    """Attach a segment that another process creates, waiting for it up to `seconds`. Raises RingError.
 
-    With a `run_id` a segment of another run is left alone, not even locked: it may be swept meanwhile.
+    With a `job_id` a segment of another job is not even locked, so that it can be swept meanwhile.
     """
     path, other = _path(name), ""
     for _ in poll_with_backoff(seconds, max_pause_seconds=0.02):
         try:
             with _opened(path) as opened:
-                if job_id is not None and _is_made(opened.fd) and (found := _run_id(opened.fd)) != job_id:
+                if job_id is not None and _is_complete(opened.fd) and (found := _job_id(opened.fd)) != job_id:
                     other = f"; the one at {path} is of another job, {found}"
                     continue
-                if try_lifetime_lock(opened.fd, fcntl.LOCK_SH) and _is_at(opened.fd, path) and _is_made(opened.fd):
+                if try_lifetime_lock(opened.fd, fcntl.LOCK_SH) and _is_at(opened.fd, path) and _is_complete(opened.fd):
                     opened.keep = True
                     return _map(opened.fd, name)
         except FileNotFoundError:
             pass
-    raise RingError(f"ring {name} was not there within {seconds:g} s: nobody made {path}{other}")
+    raise RingError(f"ring {name} was not there within {seconds:g} s: no process created {path}{other}")
 
 
 def detach(segment: Segment) -> None:
-    """Detach. Memory that is still referred to stays mapped until the last reference goes."""
+    """Detach. The memory stays mapped while views of it exist."""
     segment.words.invalidate()
-    if segment.pid == os.getpid():  # a fork shares the lock, which its parent still needs
+    if segment.pid == os.getpid():  # a fork shares the lock of its parent
         fcntl.flock(segment.fd, fcntl.LOCK_UN)  # the mapping holds a duplicate of fd: closing fd is not enough
     os.close(segment.fd)
-    with suppress(BufferError):  # views are exported: the mapping is freed with the last of them
+    with suppress(BufferError):  # views exist: the mapping is freed with the last of them
         segment.mapping.close()
 
 
 def unlink(segment: Segment) -> None:
-    """Remove the name. Those attached keep the memory; whoever comes later makes another segment."""
+    """Remove the name. Attached processes keep the memory; later ones create another segment."""
     path = _path(segment.name)
     if _is_at(segment.fd, path):
         path.unlink(missing_ok=True)
 
 
 def sweep_segments(prefix: str = "webrl-") -> list[str]:
-    """Remove the segments whose name starts so and that nobody is attached to; returns their names.
+    """Remove the segments with this prefix to which no process is attached; returns their names.
 
-    Files that are not ours, belong to other users or are in use stay.
+    Segments in use, files of other users and files that are not segments stay.
     """
     if not prefix:
         raise RingError("sweep needs a prefix, such as 'webrl-'; an empty one would match every file in shared memory")
@@ -175,9 +169,9 @@ def sweep_segments(prefix: str = "webrl-") -> list[str]:
                     path.unlink()
                     removed.append(path.name)
         except (FileNotFoundError, PermissionError, IsADirectoryError):
-            continue  # gone meanwhile, or not for us to remove
+            continue  # removed meanwhile, or of another user
         except OSError as error:
-            if error.errno not in (errno.ELOOP, errno.ENXIO):  # a symbolic link, a socket: not ours
+            if error.errno not in (errno.ELOOP, errno.ENXIO):  # a symbolic link or a socket: no segment
                 raise
     return removed
 
@@ -190,7 +184,7 @@ class _Opened:
 
 @contextmanager
 def _opened(path: Path, flags: int = 0) -> Iterator[_Opened]:
-    """The file open for reading and writing; closed at the end, and with it its locks, unless `keep` is set."""
+    """Open the file for reading and writing; unless `keep` is set, the end closes it and releases its locks."""
     opened = _Opened(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o600))
     try:
         yield opened
@@ -209,14 +203,14 @@ def _path(name: str) -> Path:
 
 
 def _is_at(fd: int, path: Path) -> bool:
-    """Whether the open file still is the one at `path`, not one that was unlinked meanwhile."""
+    """Whether the open file is still at `path`, not unlinked meanwhile."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
         return False
 
 
-def _is_made(fd: int) -> bool:
+def _is_complete(fd: int) -> bool:
     magic = os.pread(fd, 8, MAGIC_OFFSET)
     if magic.strip(b"\0") and magic != MAGIC.to_bytes(8, "little"):
         raise RingError(f"a file in {SHM_FOLDER} with a ring's name begins with {magic!r}; it is no ring: move it away")
@@ -224,17 +218,17 @@ def _is_made(fd: int) -> bool:
 
 
 def _is_ours(fd: int) -> bool:
-    """Whether this is a ring, or the beginning of one whose creator died: an empty or zeroed file."""
+    """Whether this is a ring, or an incomplete one whose creator died: an empty or zeroed file."""
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         return False
     magic = os.pread(fd, 8, MAGIC_OFFSET)
     return magic == MAGIC.to_bytes(8, "little") or not magic.strip(b"\0")
 
 
-def _make(fd: int, path: Path, layout: SegmentLayout, run_id: str) -> None:
+def _initialise(fd: int, path: Path, layout: SegmentLayout, job_id: str) -> None:
     try:
         os.ftruncate(fd, 0)
-        # Every page is taken here: a write to a page that shared memory has no room for would end the process.
+        # Allocate every page: a write to a page for which shared memory has no space would kill the process.
         os.posix_fallocate(fd, 0, layout.total_bytes)
     except OSError as error:
         path.unlink(missing_ok=True)
@@ -242,10 +236,10 @@ def _make(fd: int, path: Path, layout: SegmentLayout, run_id: str) -> None:
             raise
         free = os.statvfs(SHM_FOLDER)
         raise RingError(
-            f"ring {path.name} needs {layout.total_bytes} bytes, {SHM_FOLDER} has {free.f_bavail * free.f_frsize} free; "
-            f"lower ring.capacity_mib or enlarge {SHM_FOLDER}"
+            f"ring {path.name} needs {layout.total_bytes} bytes, {SHM_FOLDER} has "
+            f"{free.f_bavail * free.f_frsize} free; lower ring.capacity_mib or enlarge {SHM_FOLDER}"
         ) from error
-    encoded = run_id.encode()
+    encoded = job_id.encode()
     os.pwrite(fd, struct.pack("<Q128s", len(encoded), encoded), JOB_ID_OFFSET)
     os.pwrite(
         fd, struct.pack("<4Q", FORMAT_VERSION, layout.capacity, layout.slots, _pid_namespace()), FORMAT_VERSION_OFFSET
@@ -257,11 +251,11 @@ def _map(fd: int, name: str) -> Segment:
     version, capacity, slots, namespace = struct.unpack("<4Q", os.pread(fd, 32, FORMAT_VERSION_OFFSET))
     if version != FORMAT_VERSION:
         raise RingError(
-            f"ring {name} has format {version}, this program knows {FORMAT_VERSION}; remove {SHM_FOLDER / name}"
+            f"ring {name} has format {version}, this program reads {FORMAT_VERSION}; remove {SHM_FOLDER / name}"
         )
     if namespace != _pid_namespace():
         raise RingError(
-            f"ring {name} was made in another PID namespace, where process ids mean other processes; "
+            f"ring {name} was created in another PID namespace, where process ids mean other processes; "
             "run all roles of a node in one container, or share its PID namespace"
         )
     layout = SegmentLayout(capacity, slots)
@@ -269,14 +263,14 @@ def _map(fd: int, name: str) -> Segment:
         raise RingError(
             f"ring {name} has {os.fstat(fd).st_size} of {layout.total_bytes} bytes; remove {SHM_FOLDER / name}"
         )
-    # All pages are mapped at once: taking a fault for each costs as much as copying its content.
+    # Map all pages at once: a page fault for each costs as much as copying its content.
     mapping = mmap.mmap(fd, layout.total_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    return Segment(name, _run_id(fd), fd, os.getpid(), mapping, AtomicWords(mapping), layout)
+    return Segment(name, _job_id(fd), fd, os.getpid(), mapping, AtomicWords(mapping), layout)
 
 
-def _run_id(fd: int) -> str:
-    length, run_id = struct.unpack("<Q128s", os.pread(fd, 8 + JOB_ID_BYTES, JOB_ID_OFFSET))
-    return run_id[:length].decode()
+def _job_id(fd: int) -> str:
+    length, job_id = struct.unpack("<Q128s", os.pread(fd, 8 + JOB_ID_BYTES, JOB_ID_OFFSET))
+    return job_id[:length].decode()
 
 
 def _pid_namespace() -> int:

@@ -1,1 +1,1 @@
-"""Task sampling: how often each environment is drawn, and how every role knows which one a ticket draws."""
+"""Task sampling: the probability of each environment, and how states of a sampler reach the workers."""

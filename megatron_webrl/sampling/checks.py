@@ -1,4 +1,4 @@
-"""What can be known of tasks.* to fail before anything starts."""
+"""Checks of the settings tasks.* before a run starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_webrl.types import DIFFICULTIES
 
 
 def check_tasks(tasks: TasksConfig) -> None:
-    """Refuse names that do not exist, and samplers that could draw nothing. Raises ConfigError."""
+    """Raise ConfigError for unknown names and for samplers that cannot draw any environment."""
     if not tasks.environments:
         raise ConfigError("tasks.environments is empty; name at least one environment")
     for key in ("max_steps_by_difficulty", "evaluation_max_steps_by_difficulty"):
@@ -45,9 +45,9 @@ def _check_sampler(sampler: SamplerConfig, environments: Sequence[str]) -> None:
         raise ConfigError("tasks.sampler.weights is 0 for every one of tasks.environments; raise one")
 
 
-def _check_names(key: str, given: Mapping[str, object], known: Sequence[str], words: str) -> None:
-    for name in given:
+def _check_names(key: str, names: Mapping[str, object], known: Sequence[str], allowed: str) -> None:
+    for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=4, cutoff=0.4)
             hint = f"; near: {', '.join(near)}" if near else ""
-            raise ConfigError(f"{key}: {name!r} is not one of {words}{hint}")
+            raise ConfigError(f"{key}: {name!r} is not one of {allowed}{hint}")

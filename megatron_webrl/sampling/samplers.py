@@ -1,4 +1,7 @@
-"""How often each environment is drawn, and which one a ticket draws. Pure functions, the same on every machine."""
+"""Task samplers: the probability of each environment, and the environment that a ticket draws.
+
+Pure functions with the same results on every machine.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,16 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import SamplerConfig
 
 ADAPTIVE_SAMPLERS = ("curriculum", "near_target")
-"""Samplers whose probabilities follow the policy's success; those of the others never change."""
+"""Samplers whose probabilities follow the policy's pass rates; the other samplers' are constant."""
+
+LATEST_GROUP_WEIGHT = 0.3
+"""Weight of the latest group in the moving average of a pass rate."""
+
+UNIFORM_FRACTION = 0.1
+"""Share of the tickets that an adaptive sampler draws uniformly."""
+
+NEAR_TARGET_CANDIDATES = 4
+"""`near_target` takes the nearest of this many environments drawn uniformly."""
 
 _RANGE = 2**64
 _GOLDEN = 0x9E3779B97F4A7C15  # _RANGE over the golden ratio
@@ -21,10 +33,10 @@ _GOLDEN = 0x9E3779B97F4A7C15  # _RANGE over the golden ratio
 def draw_environment(probabilities: Sequence[float], seed: int, ticket: int) -> int:
     """Index of the environment that a ticket draws.
 
-    probabilities: [environments], at least 0, not all 0; only their ratio matters. Tickets go around a circle on which
-    each environment has an arc of its probability, from a start by `seed`, in steps of the golden ratio (a Weyl
-    sequence): among consecutive tickets an environment is drawn as often as its probability says, give or take three
-    among a thousand, and five among 300,000. Independent draws would stray by the square root of that number.
+    probabilities: [environments], at least 0, not all 0; only their ratio matters. Each environment is an arc of a
+    circle, as long as its probability. Consecutive tickets advance on the circle by the golden ratio (a Weyl sequence)
+    from a start that depends on `seed`. The number of draws of an environment then differs from its expectation by at
+    most three in a thousand tickets and five in 300,000; with independent draws it would be the square root.
     """
     start = int.from_bytes(hashlib.blake2b(f"sampler/{seed}".encode(), digest_size=8).digest(), "big")
     ends = list(accumulate(probabilities))
@@ -34,9 +46,9 @@ def draw_environment(probabilities: Sequence[float], seed: int, ticket: int) -> 
 def initial_probabilities(
     sampler: SamplerConfig, environments: Sequence[str], difficulties: Sequence[str]
 ) -> tuple[float, ...]:
-    """Probabilities that need no knowledge of the policy; of adaptive samplers, those at the very beginning.
+    """Probabilities before any group has finished: [environments].
 
-    difficulties: [environments]. Raises ConfigError for weights that leave nothing to draw.
+    difficulties: [environments]. Raises ConfigError if all weights are 0.
     """
     if sampler.name == "ratio" and sampler.difficulty_weights:
         return _by_difficulty(sampler.difficulty_weights, difficulties)
@@ -45,68 +57,67 @@ def initial_probabilities(
 
 
 def initial_pass_rate(sampler: SamplerConfig) -> float:
-    """The pass rate that an environment is taken to have before its first group: the most wanted one."""
+    """The assumed pass rate of an environment before its first group: the one that the sampler draws most."""
     return sampler.target if sampler.name == "near_target" else 0.5
 
 
-def updated_pass_rate(sampler: SamplerConfig, estimate: float, observed: float) -> float:
-    """The estimate of a pass rate after a group that passed at the rate `seen`: an exponential moving average."""
-    return estimate + sampler.alpha * (observed - estimate)
+def updated_pass_rate(estimate: float, observed: float) -> float:
+    """The exponential moving average of a pass rate after a group with the pass rate `observed`."""
+    return estimate + LATEST_GROUP_WEIGHT * (observed - estimate)
 
 
 def adaptive_probabilities(sampler: SamplerConfig, pass_rates: Sequence[float]) -> tuple[float, ...]:
-    """Probabilities of an adaptive sampler by estimates of the pass rates: [environments], each within 0..1.
+    """Probabilities of an adaptive sampler from estimated pass rates: [environments], each within 0..1.
 
-    (1 - epsilon) * w_i / sum(w) + epsilon / n, so that no environment is ever forgotten. The weights w: see
-    `learnable` and `nearest`.
+    (1 - u) * share_i + u / n with u = UNIFORM_FRACTION, so that every environment is drawn sometimes. For the shares
+    see `reward_variance_shares` and `nearest_target_shares`.
     """
     shares = (
-        nearest_target_shares(pass_rates, sampler.target, sampler.candidates)
+        nearest_target_shares(pass_rates, sampler.target, NEAR_TARGET_CANDIDATES)
         if sampler.name == "near_target"
         else reward_variance_shares(pass_rates)
     )
-    return tuple((1 - sampler.epsilon) * share + sampler.epsilon / len(pass_rates) for share in shares)
+    return tuple((1 - UNIFORM_FRACTION) * share + UNIFORM_FRACTION / len(pass_rates) for share in shares)
 
 
 def reward_variance_shares(pass_rates: Sequence[float]) -> tuple[float, ...]:
-    """Shares by p (1 - p), the variance of an episode's reward: most where success and failure are equally likely.
+    """Shares in proportion to p (1 - p), the variance of an episode's reward (ProCuRL, arXiv 2304.12877).
 
-    It is what the gradient of a group has to work with, whatever the group's size; nothing can be learnt from an
-    environment where all episodes end alike. (As in ProCuRL, arXiv 2304.12877.)
+    A group's gradient scales with this variance, whatever its size; it is zero where all episodes end alike.
     """
     return _shares([rate * (1 - rate) for rate in pass_rates])
 
 
 def nearest_target_shares(pass_rates: Sequence[float], target: float, candidates: int) -> tuple[float, ...]:
-    """Probabilities that, of `candidates` environments drawn uniformly, each is the nearest to the target rate.
+    """The probability of each environment to be the nearest to the target among `candidates` drawn uniformly.
 
-    With n environments, k candidates and a of them farther away than one, b at its own distance (itself included):
-    ((a + b)^k - a^k) / n^k, shared by those b.
+    For n environments and k candidates: if a environments are farther from the target and b are equally far (itself
+    included), the b environments share the probability ((a + b)^k - a^k) / n^k equally.
     """
-    distances = [round(abs(rate - target), 9) for rate in pass_rates]  # equal ones share, whatever their last bits
+    distances = [round(abs(rate - target), 9) for rate in pass_rates]  # rounded: equal distances share equally
     counts, n = Counter(distances), len(pass_rates)
     shares = {}
-    for distance, alike in counts.items():
+    for distance, equal in counts.items():
         farther = sum(count for other, count in counts.items() if other > distance)
-        shares[distance] = (((farther + alike) / n) ** candidates - (farther / n) ** candidates) / alike
+        shares[distance] = (((farther + equal) / n) ** candidates - (farther / n) ** candidates) / equal
     return tuple(shares[distance] for distance in distances)
 
 
 def _shares(weights: Sequence[float]) -> tuple[float, ...]:
-    """Weights as parts of 1; equal parts if all are 0."""
+    """Weights normalised to the sum 1; equal shares if all weights are 0."""
     total = sum(weights)
     return tuple(weight / total if total > 0 else 1 / len(weights) for weight in weights)
 
 
 def _by_difficulty(weights: dict[str, float], difficulties: Sequence[str]) -> tuple[float, ...]:
-    """Each difficulty has its share of the tickets, and its environments equal parts of it."""
+    """Share the tickets among difficulties by weight, then equally among the environments of each difficulty."""
     counts = Counter(difficulties)
     for name in weights:
         if name not in counts:
             raise ConfigError(f"tasks.sampler.difficulty_weights.{name}: none of tasks.environments is {name}")
-    parts = [weights.get(difficulty, 1.0) / counts[difficulty] for difficulty in difficulties]
-    if not any(parts):
+    shares = [weights.get(difficulty, 1.0) / counts[difficulty] for difficulty in difficulties]
+    if not any(shares):
         raise ConfigError(
             f"tasks.sampler.difficulty_weights={weights} is 0 for every one of tasks.environments; raise one"
         )
-    return _shares(parts)
+    return _shares(shares)

@@ -1,7 +1,8 @@
-"""How sampler states travel from the trainer, which makes them, to the workers, through the control plane.
+"""Sampler states, which the trainer publishes to the workers through the control plane.
 
-A state goes with a run of tickets: from its first one to that of the next state. The trainer publishes it before it
-raises the ticket limit above that first ticket, so whoever holds a ticket finds its state, and a state never changes.
+A state applies to a range of tickets: from its first ticket to the first ticket of the next state. The trainer
+publishes it before it raises the ticket limit above that first ticket, so a worker with a ticket always finds its
+state. A published state never changes.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.control.control_plane import POLL_SECONDS, ControlClient, JobFailed
 from megatron_webrl.sampling.samplers import ADAPTIVE_SAMPLERS
 
-_INDEX = "sampler/index"  # first tickets of the states that are there, in order
+_INDEX = "sampler/index"  # first tickets of the published states, ascending
 
 
 @dataclass(frozen=True)
 class SamplerState:
-    """What decides which environments some tickets draw."""
+    """The probabilities by which a range of tickets draws environments."""
 
     first_ticket: int  # the first ticket that it applies to
     probabilities: tuple[float, ...]  # [environments], in the order of tasks.environments
@@ -29,9 +30,9 @@ class SamplerState:
 def publish_states(
     control: ControlClient, states: Sequence[SamplerState], previous: Sequence[SamplerState] = ()
 ) -> None:
-    """Trainer: make `states`, oldest first, those that there are; `before` are those that were published last.
+    """Trainer: replace the published states, `previous`, by `states`, oldest first.
 
-    To be called before the ticket limit rises above the first ticket of a state that is new.
+    Call this before the ticket limit rises above the first ticket of a new state.
     """
     for state in states:
         if state not in previous:
@@ -44,46 +45,46 @@ def publish_states(
 
 
 def read_published_states(control: ControlClient) -> list[SamplerState]:
-    """Trainer: the states that there are, oldest first."""
-    index, found = control.get_json(_INDEX), []
+    """Trainer: the published states, oldest first."""
+    index, states = control.get_json(_INDEX), []
     for first in index if isinstance(index, list) else ():
         values = control.get_json(_key(first))
         if isinstance(values, list):
-            found.append(SamplerState(first, tuple(values)))
-    return found
+            states.append(SamplerState(first, tuple(values)))
+    return states
 
 
 class SamplerStateReader:
-    """A worker's view of the states. Each is read once."""
+    """A worker's cache of the published states: each is read once."""
 
     def __init__(self, control: ControlClient, timeout_seconds: float, grace_seconds: float = 0.0) -> None:
-        """`seconds`: limit of waiting for a state; `patience`: that of a silent trainer to be started again."""
+        """`timeout_seconds` limits the wait for a state, `grace_seconds` the silence of a trainer that restarts."""
         self.control, self.timeout_seconds, self.grace_seconds = control, timeout_seconds, grace_seconds
         self._known: dict[int, tuple[float, ...]] = {}
 
     @classmethod
     def from_config(cls, config: Config, control: ControlClient) -> SamplerStateReader | None:
-        """None for samplers whose probabilities are known without the trainer."""
+        """A reader, or None for samplers with constant probabilities."""
         if config.tasks.sampler.name not in ADAPTIVE_SAMPLERS:
             return None
         return cls(control, config.run.startup_timeout_seconds, config.trainer_grace_seconds)
 
     async def probabilities(self, ticket: int) -> tuple[float, ...]:
-        """The probabilities by which a ticket that has been taken draws. Raises JobFailed, Stopped.
+        """The probabilities by which a claimed ticket draws: [environments]. Raises JobFailed, JobEnded.
 
-        A ticket older than all states has been closed: its worker died before it could say so, and what is run
-        again is dropped as a duplicate. It gets the oldest state that is left.
+        A ticket older than all states is closed: its worker died before it could close the claim. Running it again
+        makes duplicates, which the trainer drops, so it gets the oldest published state.
         """
         deadline = time.monotonic() + self.timeout_seconds
-        while (found := self._find(ticket)) is None:
+        while (probabilities := self._find(ticket)) is None:
             self.control.check_job(("trainer-0",), self.grace_seconds)
             if time.monotonic() > deadline:
                 raise JobFailed(
-                    f"{self.control.role} waited {self.timeout_seconds:.0f} s (run.startup_timeout_seconds) for the sampler state of "
-                    f"ticket {ticket} from trainer-0"
+                    f"{self.control.role} waited {self.timeout_seconds:.0f} s (run.startup_timeout_seconds) for the "
+                    f"sampler state of ticket {ticket} from trainer-0"
                 )
             await asyncio.sleep(POLL_SECONDS)
-        return found
+        return probabilities
 
     def _find(self, ticket: int) -> tuple[float, ...] | None:
         index = self.control.get_json(_INDEX)
@@ -93,7 +94,7 @@ class SamplerStateReader:
         self._known = {number: known for number, known in self._known.items() if number in index}
         if first not in self._known:
             values = self.control.get_json(_key(first))
-            if not isinstance(values, list):  # forgotten since the index was read
+            if not isinstance(values, list):  # deleted since the index was read
                 return None
             self._known[first] = tuple(values)
         return self._known[first]

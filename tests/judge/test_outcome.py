@@ -1,4 +1,4 @@
-"""Verdicts by the page's own reward."""
+"""Outcomes by the page's reward and by the reference answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_webrl.judge.outcome import answers_match, outcome
 
 
 @pytest.mark.parametrize("ended", ["done", "answer", "steps_exhausted"])
-def test_an_episode_that_ended_by_rule_succeeds_only_with_a_positive_reward(ended: str) -> None:
+def test_an_episode_with_a_regular_end_succeeds_only_with_a_positive_reward(ended: str) -> None:
     assert outcome(0.01, ended) == "success"
     assert outcome(0.0, ended) == "failure"
     assert outcome(-1.0, ended) == "failure"
@@ -21,22 +21,22 @@ def test_without_a_reward_only_an_episode_that_the_page_did_not_end_is_a_failure
     assert outcome(None, "done") == "no_reward"
 
 
-def test_a_reward_that_is_no_number_masks_the_episode() -> None:
+def test_a_reward_that_is_not_finite_masks_the_episode() -> None:
     assert outcome(math.nan, "done") == outcome(math.inf, "done") == "bad_reward"
 
 
 @pytest.mark.parametrize("ended", ["browser_error", "engine_error", "episode_timeout", "anything_else"])
-def test_what_broke_an_episode_off_masks_it_whatever_the_reward(ended: str) -> None:
+def test_a_fault_masks_the_episode_for_any_reward(ended: str) -> None:
     assert outcome(1.0, ended) == outcome(None, ended) == ended
 
 
 @pytest.mark.parametrize("ended", ["success", "failure", ""])
-def test_a_verdict_is_no_way_to_end(ended: str) -> None:
+def test_a_verdict_is_not_an_end_reason(ended: str) -> None:
     with pytest.raises(ValueError, match="does not say how the episode ended"):
         outcome(1.0, ended)
 
 
-def test_a_task_with_a_reference_succeeds_by_the_right_answer_alone() -> None:
+def test_a_task_with_a_reference_succeeds_only_by_the_right_answer() -> None:
     assert outcome(None, "answer", "$12.50", "12.5") == "success"
     assert outcome(None, "answer", "$12.50", "$12.05") == "failure"
     assert outcome(None, "answer", "$12.50", None) == "failure"
@@ -58,7 +58,7 @@ def test_a_task_with_a_reference_succeeds_by_the_right_answer_alone() -> None:
         ("\uff11\uff12", "12"),
     ],
 )
-def test_answers_agree_whatever_their_case_spaces_quotes_and_number_format(answer: str, reference: str) -> None:
+def test_answers_match_for_any_case_spaces_quotes_and_number_format(answer: str, reference: str) -> None:
     assert answers_match(answer, reference)
 
 
@@ -79,5 +79,5 @@ def test_answers_agree_whatever_their_case_spaces_quotes_and_number_format(answe
         ("", "."),
     ],
 )
-def test_answers_that_hedge_or_differ_do_not_agree(answer: str, reference: str) -> None:
+def test_answers_that_hedge_or_differ_do_not_match(answer: str, reference: str) -> None:
     assert not answers_match(answer, reference)

@@ -1,4 +1,4 @@
-"""Parts that the ring's tests share: names, forked processes, deterministic payloads, death at a chosen line."""
+"""Helpers of the ring's tests: forked processes, a kill at a chosen line, checksummed payloads."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ def exit_code(pid: int, seconds: float = 20.0) -> int:
 
 
 def killed_at_line(line: int, prepare: Callable[[], T], work: Callable[[T], object]) -> bool:
-    """Fork, prepare, do `work` and die by SIGKILL before the nth executed line of ours; whether it came to that."""
+    """Run `work` in a fork that kills itself before its nth line of the package; whether it reached that line."""
 
     def run() -> None:
         prepared = prepare()
-        left = line
+        remaining = line
 
         def trace(frame: FrameType, event: str, argument: object):
-            nonlocal left
+            nonlocal remaining
             if not frame.f_code.co_filename.startswith(SOURCES):
                 return None
             if event == "line":
-                left -= 1
-                if left == 0:
+                remaining -= 1
+                if remaining == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
             return trace
 
@@ -78,13 +78,13 @@ def killed_at_line(line: int, prepare: Callable[[], T], work: Callable[[T], obje
 
 
 def payload(number: int, size: int) -> bytes:
-    """Bytes that tell whose they are: number, size and checksum, then noise. `size` is at least 24."""
+    """Number, size and checksum, then noise. `size` is at least 24 bytes."""
     noise = np.random.default_rng(number).bytes(size - 24)
     return b"".join(value.to_bytes(8, "little") for value in (number, size, zlib.crc32(noise))) + noise
 
 
 def check(record: memoryview) -> int:
-    """The number of an intact payload."""
+    """Check a payload; returns its number."""
     number, size, crc = (int.from_bytes(record[i : i + 8], "little") for i in (0, 8, 16))
     assert len(record) == size
     assert zlib.crc32(record[24:]) == crc

@@ -1,4 +1,4 @@
-"""Writers and readers that die at any point, restarts, many processes at once."""
+"""Writers and readers killed at any point, restarts, several processes at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ring(name: str):
         yield ring
 
 
-def test_a_writer_killed_before_any_line_leaves_the_whole_record_or_nothing(ring: Ring, name: str) -> None:
+def test_a_writer_killed_before_any_line_leaves_the_complete_record_or_nothing(ring: Ring, name: str) -> None:
     line, visible = 0, []
     while True:
         line += 1
@@ -42,7 +42,7 @@ def test_a_writer_killed_before_any_line_leaves_the_whole_record_or_nothing(ring
     assert visible[-1] == 1
 
 
-def test_a_reader_killed_before_any_line_of_acknowledging_leaves_each_record_whole_or_freed(
+def test_a_reader_killed_before_any_line_of_acknowledging_leaves_each_record_complete_or_freed(
     ring: Ring, name: str
 ) -> None:
     line, died = 0, True
@@ -58,7 +58,7 @@ def test_a_reader_killed_before_any_line_of_acknowledging_leaves_each_record_who
     assert line > 40
 
 
-def test_space_of_a_writer_killed_between_reserving_and_committing_is_given_to_the_next(ring: Ring, name: str) -> None:
+def test_space_of_a_writer_killed_between_reserving_and_committing_is_freed(ring: Ring, name: str) -> None:
     def reserve() -> None:
         Ring.attach(name)._reserve(60_000, 1)
         signal.pause()
@@ -78,7 +78,7 @@ def test_space_of_a_writer_killed_between_reserving_and_committing_is_given_to_t
     assert exit_code(pid) == -signal.SIGKILL
 
 
-def test_a_living_writer_keeps_its_place_however_long_it_takes(ring: Ring, name: str) -> None:
+def test_a_living_writer_keeps_its_reserved_space(ring: Ring, name: str) -> None:
     def reserve() -> None:
         Ring.attach(name)._reserve(60_000, 1)
         signal.pause()
@@ -93,10 +93,10 @@ def test_a_living_writer_keeps_its_place_however_long_it_takes(ring: Ring, name:
     assert exit_code(pid) == -signal.SIGKILL
 
 
-def test_writers_killed_at_random_moments_never_spoil_the_stream(ring: Ring, name: str) -> None:
+def test_writers_killed_at_random_moments_never_corrupt_the_stream(ring: Ring, name: str) -> None:
     random = np.random.default_rng(7)
 
-    def write_for_ever() -> None:
+    def write_forever() -> None:
         mine, number = Ring.attach(name), 0
         while True:
             mine.write([payload(number, 24 + number * 997 % 30_000)], 10)
@@ -105,7 +105,7 @@ def test_writers_killed_at_random_moments_never_spoil_the_stream(ring: Ring, nam
     records = 0
     for _ in range(20):
         pids, begun, limit = (
-            [fork(write_for_ever) for _ in range(2)],
+            [fork(write_forever) for _ in range(2)],
             time.monotonic(),
             float(random.uniform(0.02, 0.08)),
         )
@@ -125,7 +125,7 @@ def test_writers_killed_at_random_moments_never_spoil_the_stream(ring: Ring, nam
     assert records > 200
 
 
-def test_a_stopped_holder_of_the_lock_is_named_after_the_limit(ring: Ring, name: str, monkeypatch) -> None:
+def test_a_stopped_process_with_the_lock_is_named_after_the_limit(ring: Ring, name: str, monkeypatch) -> None:
     def hold() -> None:
         with Ring.attach(name)._locked():
             signal.pause()
@@ -142,7 +142,7 @@ def test_a_stopped_holder_of_the_lock_is_named_after_the_limit(ring: Ring, name:
     assert ring.write([b"x"], 1) == 0
 
 
-def test_a_restarted_reader_finds_all_unacknowledged_records_again(ring: Ring, name: str) -> None:
+def test_a_restarted_reader_finds_all_unacknowledged_records(ring: Ring, name: str) -> None:
     sequences = [ring.write([payload(number, 5000)], 1) for number in range(6)]
 
     def read_some() -> None:
@@ -166,7 +166,7 @@ def test_records_outlive_all_processes_until_the_segment_is_swept(name: str) -> 
         assert [check(ring.read(sequence)) for sequence in ring.committed()] == [4]
 
 
-def test_several_writers_and_readers_pass_every_record_once_and_intact(ring: Ring, name: str, tmp_path) -> None:
+def test_several_writers_and_readers_transfer_every_record_once_and_intact(ring: Ring, name: str, tmp_path) -> None:
     writers, readers, each = 3, 2, 150
 
     def write(writer: int) -> None:

@@ -1,4 +1,4 @@
-"""The ring of a node: an earlier job's is not taken for this one's."""
+"""Rings of nodes and jobs are kept apart."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ def run() -> Iterator[str]:
     sweep_segments(segment_prefix(name))
 
 
-def place(run: str, job: str, node: int = 0) -> NodeRing:
+def node_ring(run: str, job: str, node: int = 0) -> NodeRing:
     return NodeRing(node, segment_name(run, f"node {node}"), job)
 
 
-def test_what_an_earlier_job_left_is_removed_and_its_records_are_never_read(run: str) -> None:
-    with place(run, "first").create_or_attach(SIZE) as ring:
+def test_segments_of_an_earlier_job_are_removed_and_never_read(run: str) -> None:
+    with node_ring(run, "first").create_or_attach(SIZE) as ring:
         ring.write([b"stale"], 1.0)
     with pytest.raises(RingError, match="is of another job, first"):
-        place(run, "second").attach(0.2)
-    assert place(run, "second").sweep_segments(run) == [place(run, "first").name]
-    with place(run, "second").create_or_attach(SIZE) as ring, place(run, "second").attach(1.0) as reader:
+        node_ring(run, "second").attach(0.2)
+    assert node_ring(run, "second").sweep_segments(run) == [node_ring(run, "first").name]
+    with node_ring(run, "second").create_or_attach(SIZE) as ring, node_ring(run, "second").attach(1.0) as reader:
         assert reader.committed() == []
         ring.unlink()
 
 
-def test_a_worker_that_is_started_again_finds_the_ring_with_its_records(run: str) -> None:
-    with place(run, "job").create_or_attach(SIZE) as ring:
+def test_a_restarted_worker_finds_the_ring_with_its_records(run: str) -> None:
+    with node_ring(run, "job").create_or_attach(SIZE) as ring:
         ring.write([b"finished"], 1.0)
-    with place(run, "job").create_or_attach(SIZE) as again:
+    with node_ring(run, "job").create_or_attach(SIZE) as again:
         assert len(again.committed()) == 1
         again.unlink()
 
 
-def test_an_earlier_job_that_still_runs_on_the_node_is_named(run: str) -> None:
-    with place(run, "first").create_or_attach(SIZE) as ring:
-        assert place(run, "second").sweep_segments(run) == []
+def test_a_running_earlier_job_is_named_in_the_error(run: str) -> None:
+    with node_ring(run, "first").create_or_attach(SIZE) as ring:
+        assert node_ring(run, "second").sweep_segments(run) == []
         with pytest.raises(RingError, match="exists with job id 'first'"):
-            place(run, "second").create_or_attach(SIZE)
+            node_ring(run, "second").create_or_attach(SIZE)
         ring.unlink()
 
 
-def test_nodes_that_share_their_memory_have_rings_of_their_own(run: str) -> None:
-    with place(run, "job", 0).create_or_attach(SIZE) as one, place(run, "job", 1).create_or_attach(SIZE) as two:
+def test_nodes_with_common_shared_memory_have_separate_rings(run: str) -> None:
+    with node_ring(run, "job", 0).create_or_attach(SIZE) as one, node_ring(run, "job", 1).create_or_attach(SIZE) as two:
         one.write([b"here"], 1.0)
         assert (len(one.committed()), len(two.committed())) == (1, 0)
         one.unlink()

@@ -1,3 +1,5 @@
+"""Encoding and decoding of trajectories as records."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -18,7 +20,7 @@ from megatron_webrl.types import COORDINATE_ACTION_KINDS, Action, Step, Task, Tr
 from tests.ring.support import RUN
 
 ARRAYS = [name for name, *_ in record.STEP_ARRAYS]
-texts = st.text(st.characters(exclude_categories=()), max_size=20)  # lone surrogates too: pages hold them
+texts = st.text(st.characters(exclude_categories=()), max_size=20)  # lone surrogates too: pages contain them
 seconds = st.floats(0, 1e6)
 
 
@@ -136,7 +138,7 @@ def test_every_argument_of_an_action_comes_back(action: Action) -> None:
     assert record.decode_trajectory(joined(dataclasses.replace(whole, steps=steps))).steps[0].action == action
 
 
-def test_an_action_of_a_record_without_later_arguments_is_read() -> None:
+def test_an_action_without_optional_arguments_is_read() -> None:
     described = {"kind": "left_click", "coordinate": [5, 6], "text": None, "direction": None, "time": None, "url": None}
     assert record._action(described) == Action("left_click", coordinate=(5, 6))
 
@@ -189,11 +191,11 @@ def test_truncated_records_are_refused(length: int) -> None:
         record.decode_trajectory(joined(example())[:length])
 
 
-def test_foreign_bytes_and_other_formats_are_refused_by_name() -> None:
+def test_foreign_bytes_and_other_formats_are_refused() -> None:
     whole = joined(example())
     with pytest.raises(RecordError, match="not a record: it begins with b'PNG"):
         record.decode_trajectory(b"PNG" + whole[3:])
-    with pytest.raises(RecordError, match="format 9, this program knows 3"):
+    with pytest.raises(RecordError, match="format 9, this program reads 3"):
         record.decode_trajectory(whole[:8] + struct.pack("<I", 9) + whole[12:])
     with pytest.raises(RecordError, match="followed by foreign bytes"):
         record.decode_trajectory(whole + b"x")
@@ -202,9 +204,9 @@ def test_foreign_bytes_and_other_formats_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "words"),
+    ("key", "value", "message"),
     [
-        ("images", [10**30], "its description speaks of"),
+        ("images", [10**30], "its description gives"),
         ("images", "abc", "does not fit"),
         ("steps", [{"lengths": [-1, 0, 0]}], "lengths"),
         ("task", {"surprise": 1}, "surprise"),
@@ -212,18 +214,18 @@ def test_foreign_bytes_and_other_formats_are_refused_by_name() -> None:
         ("steps", 5, "does not fit"),
     ],
 )
-def test_a_description_that_does_not_fit_is_refused(key: str, value: object, words: str) -> None:
+def test_a_description_that_does_not_fit_is_refused(key: str, value: object, message: str) -> None:
     whole = joined(dataclasses.replace(example(), steps=(), images=()))
     description = json.loads(whole[32 : 32 + struct.unpack_from("<Q", whole, 24)[0]])
     text = json.dumps(description | {key: value}).encode()
     total = 32 + -(-len(text) // 8) * 8
     header = struct.pack("<8sIIQQ", record.MAGIC, record.FORMAT_VERSION, zlib.crc32(text), total, len(text))
-    with pytest.raises(RecordError, match=words):
+    with pytest.raises(RecordError, match=message):
         record.decode_trajectory((header + text).ljust(total, b"\0"))
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"logprobs": np.zeros(5)}, r"steps\[0\].logprobs is float64 \[5\], must be float32 \[5\]"),
         ({"versions": np.zeros(4, np.int32)}, r"steps\[0\].versions is int32 \[4\], must be int32 \[5\]"),
@@ -232,8 +234,8 @@ def test_a_description_that_does_not_fit_is_refused(key: str, value: object, wor
         ({"finish_reason": object()}, "cannot be written into a record"),
     ],
 )
-def test_a_trajectory_that_is_not_as_the_types_say_is_refused(change: dict, words: str) -> None:
+def test_a_trajectory_with_wrong_types_is_refused(change: dict, message: str) -> None:
     trajectory = example()
     changed = dataclasses.replace(trajectory, steps=(dataclasses.replace(trajectory.steps[0], **change),))
-    with pytest.raises(RecordError, match=words):
+    with pytest.raises(RecordError, match=message):
         record.encode_trajectory(changed)

@@ -1,3 +1,5 @@
+"""Record files and the checksum of records."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -27,7 +29,7 @@ def test_records_come_back_in_order_and_nothing_else_is_left(path: Path) -> None
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_file_without_records_is_whole(tmp_path: Path) -> None:
+def test_a_file_without_records_is_complete(tmp_path: Path) -> None:
     RecordFileWriter(tmp_path / "empty").close()
     assert list(read_record_file(tmp_path / "empty")) == []
 
@@ -43,7 +45,7 @@ def test_an_error_while_writing_leaves_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_cut_off_anywhere_is_refused(path: Path) -> None:
+def test_a_file_truncated_anywhere_is_refused(path: Path) -> None:
     whole = path.read_bytes()
     for length in [*range(120), *range(120, len(whole), 997), len(whole) - 1]:
         path.write_bytes(whole[:length])
@@ -65,7 +67,7 @@ def test_damage_is_named(path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, PAGE_BYTES - 1, PAGE_BYTES, 5 * PAGE_BYTES + 13])
-def test_the_checksum_sees_single_bits_swapped_words_swapped_pages_and_stale_pages(size: int) -> None:
+def test_the_checksum_detects_single_bits_swapped_words_swapped_pages_and_stale_pages(size: int) -> None:
     data = bytearray(np.random.default_rng(size).bytes(size))
     expected = checksum(bytes(data))
     assert checksum(memoryview(data)) == expected

@@ -1,3 +1,5 @@
+"""Writing, reading and acknowledging records of one ring."""
+
 from __future__ import annotations
 
 import gc
@@ -40,7 +42,7 @@ def test_reading_does_not_consume_and_acknowledging_does(ring: Ring) -> None:
     assert ring.usage() == RingUsage(0, 64 * 1024, 0, 0)
 
 
-def test_what_was_never_written_can_neither_be_read_nor_acknowledged(ring: Ring) -> None:
+def test_a_record_that_was_never_written_cannot_be_read_or_acknowledged(ring: Ring) -> None:
     sequence = ring.write([b"a"], 1)
     with pytest.raises(RingError, match="record 7 is not written yet"):
         ring.read(7)
@@ -50,18 +52,18 @@ def test_what_was_never_written_can_neither_be_read_nor_acknowledged(ring: Ring)
 
 
 def test_records_wrap_around_contiguously_for_many_rounds(ring: Ring) -> None:
-    random, held = np.random.default_rng(0), []
+    random, unacknowledged = np.random.default_rng(0), []
     for number in range(500):
-        held.append(ring.write([payload(number, int(random.integers(24, 7000)))], 1))
-        while len(held) > random.integers(1, 5):
-            sequence = held.pop(int(random.integers(2)) % len(held))
+        unacknowledged.append(ring.write([payload(number, int(random.integers(24, 7000)))], 1))
+        while len(unacknowledged) > random.integers(1, 5):
+            sequence = unacknowledged.pop(int(random.integers(2)) % len(unacknowledged))
             assert check(ring.read(sequence)) == sequence
             ring.acknowledge([sequence])
-    assert sorted(held) == ring.committed()
-    assert all(check(ring.read(sequence)) == sequence for sequence in held)
+    assert sorted(unacknowledged) == ring.committed()
+    assert all(check(ring.read(sequence)) == sequence for sequence in unacknowledged)
 
 
-def test_space_is_freed_in_order_whatever_the_order_of_acknowledging(ring: Ring) -> None:
+def test_space_is_freed_in_order_for_any_order_of_acknowledging(ring: Ring) -> None:
     sequences = [ring.write([bytes(1024)], 1) for _ in range(4)]
     ring.acknowledge(sequences[1:3])
     assert ring.usage() == RingUsage(4 * 1024, 64 * 1024, 2, 0)
@@ -69,7 +71,7 @@ def test_space_is_freed_in_order_whatever_the_order_of_acknowledging(ring: Ring)
     assert ring.usage() == RingUsage(1024, 64 * 1024, 1, 0)
 
 
-def test_a_full_ring_holds_the_writer_back_and_never_overwrites(ring: Ring) -> None:
+def test_a_full_ring_blocks_the_writer_and_never_overwrites(ring: Ring) -> None:
     sequences = [ring.write([payload(number, 20_000)], 1) for number in range(3)]
     begun = time.monotonic()
     with pytest.raises(
@@ -80,7 +82,7 @@ def test_a_full_ring_holds_the_writer_back_and_never_overwrites(ring: Ring) -> N
     assert [check(ring.read(sequence)) for sequence in sequences] == [0, 1, 2]
 
 
-def test_a_held_back_writer_goes_on_when_another_process_acknowledges(ring: Ring, name: str) -> None:
+def test_a_blocked_writer_continues_when_another_process_acknowledges(ring: Ring, name: str) -> None:
     sequences = [ring.write([payload(number, 20_000)], 1) for number in range(3)]
 
     def read() -> None:
@@ -93,7 +95,7 @@ def test_a_held_back_writer_goes_on_when_another_process_acknowledges(ring: Ring
     assert exit_code(pid) == 0
 
 
-def test_a_full_table_of_slots_holds_the_writer_back_too(ring: Ring) -> None:
+def test_a_full_slot_table_blocks_the_writer(ring: Ring) -> None:
     sequences = [ring.write([b"x"], 1) for _ in range(64)]
     with pytest.raises(RingFull, match="64 of 64 slots"):
         ring.write([b"x"], 0.05)
@@ -110,7 +112,7 @@ def test_a_record_of_the_whole_capacity_fits_and_a_larger_one_is_refused(ring: R
 
 
 @pytest.mark.parametrize("position", [0, 4095, 4096, 9000, 9999])
-def test_one_corrupt_byte_is_detected_wherever_it_is(ring: Ring, name: str, position: int) -> None:
+def test_one_corrupt_byte_is_detected_at_any_position(ring: Ring, name: str, position: int) -> None:
     sequence = ring.write([np.random.default_rng(0).bytes(10_000)], 1)
     offset = np.frombuffer(ring.read(sequence), np.uint8).ctypes.data - np.frombuffer(ring._data, np.uint8).ctypes.data
     with (SHM_FOLDER / name).open("r+b") as file:
@@ -125,7 +127,7 @@ def test_one_corrupt_byte_is_detected_wherever_it_is(ring: Ring, name: str, posi
     assert ring.usage().bytes_used == 0
 
 
-def test_a_writer_that_fails_midway_leaves_nothing_visible_and_its_space_comes_back(ring: Ring) -> None:
+def test_a_failed_write_is_not_visible_and_its_space_is_freed(ring: Ring) -> None:
     with pytest.raises(RingError, match="buffer 1 of the record is not contiguous"):
         ring.write([b"a", np.zeros((4, 4))[:, 1]], 1)
     whole = ring._data
@@ -187,7 +189,7 @@ def test_views_outlive_a_closed_ring_and_a_closed_ring_refuses_everything(name: 
             use()
 
 
-def test_a_fork_must_attach_anew_and_its_close_leaves_the_parent_attached(ring: Ring) -> None:
+def test_a_fork_must_attach_again_and_its_close_leaves_the_parent_attached(ring: Ring) -> None:
     def use() -> None:
         with pytest.raises(RingError, match="attach in the process that uses it"):
             ring.write([b"x"], 1)

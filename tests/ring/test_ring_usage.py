@@ -1,4 +1,4 @@
-"""A look at a ring from outside sees what its users see, and leaves no trace."""
+"""Reading a ring's usage without attaching to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_webrl.ring.ring import Ring, RingUsage
 from megatron_webrl.ring.ring_usage import read_ring_usage
 from megatron_webrl.ring.segment import SHM_FOLDER, sweep_segments
 
-NAME = f"webrl-test-peek-{os.getpid()}"
+NAME = f"webrl-test-usage-{os.getpid()}"
 
 
 @pytest.fixture
@@ -24,20 +24,20 @@ def ring() -> Iterator[Ring]:
     made.close()
 
 
-def test_it_sees_what_the_ring_says_of_itself(ring: Ring) -> None:
+def test_the_usage_equals_that_of_an_attached_process(ring: Ring) -> None:
     assert read_ring_usage(NAME) == ring.usage() == RingUsage(0, 64 * 4096, 0, 0)
     for size in (10, 5000, 70_000):
         ring.write([bytes(size)], 1.0)
         assert read_ring_usage(NAME) == ring.usage()
     assert (read_ring_usage(NAME) or RingUsage(0, 0, 0, 0)).records == 3
     ring.acknowledge([0])
-    found, said = read_ring_usage(NAME), ring.usage()  # which frees what was acknowledged; a look from outside does not
-    assert found is not None
-    assert found.records == said.records == 2
-    assert read_ring_usage(NAME) == said
+    before, usage = read_ring_usage(NAME), ring.usage()  # usage() frees acknowledged records
+    assert before is not None
+    assert before.records == usage.records == 2
+    assert read_ring_usage(NAME) == usage
 
 
-def test_it_goes_on_being_right_when_the_ring_has_wrapped(ring: Ring) -> None:
+def test_the_usage_is_right_after_the_ring_has_wrapped(ring: Ring) -> None:
     for number in range(40):
         ring.write([bytes(30_000)], 1.0)
         if number > 3:
@@ -45,14 +45,14 @@ def test_it_goes_on_being_right_when_the_ring_has_wrapped(ring: Ring) -> None:
         assert ring.usage() == read_ring_usage(NAME)
 
 
-def test_it_keeps_no_ring_from_being_swept(ring: Ring) -> None:
+def test_reading_the_usage_does_not_keep_a_ring_from_being_swept(ring: Ring) -> None:
     assert read_ring_usage(NAME) is not None
     ring.close()
     assert sweep_segments(NAME) == [NAME]
     assert read_ring_usage(NAME) is None
 
 
-def test_what_is_no_ring_says_nothing() -> None:
+def test_files_that_are_not_rings_have_no_usage() -> None:
     path: Path = SHM_FOLDER / NAME
     for content in (b"", b"short", bytes(100_000), os.urandom(100_000)):
         path.write_bytes(content)

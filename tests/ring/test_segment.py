@@ -1,3 +1,5 @@
+"""Creating, attaching and sweeping segments."""
+
 from __future__ import annotations
 
 import os
@@ -19,7 +21,7 @@ from tests.ring.support import PREFIX, RUN, exit_code, fork, killed_at_line
 SIZE = 64 * 1024
 
 
-def test_a_segment_that_somebody_is_attached_to_is_not_swept(name: str) -> None:
+def test_a_segment_with_an_attached_process_is_not_swept(name: str) -> None:
     with Ring.create_or_attach(name, SIZE, RUN) as ring:
         assert sweep_segments(PREFIX) == []
         assert ring.write([b"x"], 1) == 0
@@ -41,7 +43,7 @@ def test_the_segment_of_a_killed_owner_is_swept(name: str) -> None:
     assert sweep_segments(PREFIX) == [name]
 
 
-def test_a_creator_killed_before_any_line_leaves_what_the_next_can_use_or_sweep(name: str) -> None:
+def test_a_segment_whose_creator_was_killed_before_any_line_can_be_used_or_swept(name: str) -> None:
     def killed(line: int) -> bool:
         return killed_at_line(line, lambda: name, lambda n: Ring.create_or_attach(n, SIZE, RUN).write([b"x"], 1))
 
@@ -58,7 +60,7 @@ def test_a_creator_killed_before_any_line_leaves_what_the_next_can_use_or_sweep(
     assert line > 100
 
 
-def test_many_may_create_at_once_and_all_get_the_same_ring(name: str) -> None:
+def test_processes_that_create_a_ring_at_once_get_the_same_ring(name: str) -> None:
     def write() -> None:
         with Ring.create_or_attach(name, SIZE, RUN) as ring:
             ring.write([b"x"], 5)
@@ -71,11 +73,11 @@ def test_many_may_create_at_once_and_all_get_the_same_ring(name: str) -> None:
 
 
 def test_creating_while_others_sweep_never_gives_a_ring_without_a_name(name: str) -> None:
-    def sweep_for_ever() -> None:
+    def sweep_forever() -> None:
         while True:
             sweep_segments(PREFIX)
 
-    pid = fork(sweep_for_ever)
+    pid = fork(sweep_forever)
     try:
         for _ in range(200):
             with Ring.create_or_attach(name, 4096, RUN) as ring:
@@ -121,7 +123,7 @@ def test_sweep_leaves_foreign_files_other_prefixes_and_links_alone(name: str) ->
         sweep_segments("")
 
 
-def test_the_lock_is_not_inherited_by_programs_that_an_attached_process_starts(name: str) -> None:
+def test_child_programs_do_not_inherit_the_lock(name: str) -> None:
     ring = Ring.create_or_attach(name, SIZE, RUN)
     with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE, close_fds=False) as child:
         ring.close()
@@ -129,7 +131,7 @@ def test_the_lock_is_not_inherited_by_programs_that_an_attached_process_starts(n
         child.communicate(b"\n", timeout=10)
 
 
-def test_unlinking_leaves_those_attached_working_and_the_name_free(name: str) -> None:
+def test_unlinking_frees_the_name_and_leaves_attached_processes_working(name: str) -> None:
     with Ring.create_or_attach(name, SIZE, RUN) as old:
         old.unlink()
         with Ring.create_or_attach(name, SIZE, RUN) as new:
@@ -139,7 +141,7 @@ def test_unlinking_leaves_those_attached_working_and_the_name_free(name: str) ->
             assert (SHM_FOLDER / name).exists()
 
 
-def test_another_size_or_run_is_refused_with_both_values(name: str) -> None:
+def test_another_size_or_job_is_refused_with_both_values(name: str) -> None:
     with Ring.create_or_attach(name, SIZE, RUN):
         with pytest.raises(RingError, match=r"job id 'test run' and 65536 bytes, not 'test run' and 131072 bytes"):
             Ring.create_or_attach(name, 2 * SIZE, RUN)
@@ -147,9 +149,9 @@ def test_another_size_or_run_is_refused_with_both_values(name: str) -> None:
             Ring.create_or_attach(name, SIZE, "other")
 
 
-def test_attaching_waits_for_the_creator_and_gives_up_at_the_limit(name: str) -> None:
+def test_attaching_waits_for_the_creator_up_to_the_limit(name: str) -> None:
     begun = time.monotonic()
-    with pytest.raises(RingError, match=r"was not there within 0.2 s: nobody made /dev/shm/"):
+    with pytest.raises(RingError, match=r"was not there within 0.2 s: no process created /dev/shm/"):
         Ring.attach(name, 0.2)
     assert time.monotonic() - begun < 10
     with ThreadPoolExecutor(1) as pool:
@@ -158,7 +160,7 @@ def test_attaching_waits_for_the_creator_and_gives_up_at_the_limit(name: str) ->
             assert (ring.job_id, ring.capacity) == (RUN, SIZE)
 
 
-def test_a_ring_of_another_run_counts_as_not_there_and_can_be_swept(name: str) -> None:
+def test_a_ring_of_another_job_counts_as_missing_and_can_be_swept(name: str) -> None:
     Ring.create_or_attach(name, 5000, "one").close()
     with pytest.raises(
         RingError, match=rf"not there within 0.2 s: .*; the one at /dev/shm/{name} is of another job, one"
@@ -178,17 +180,17 @@ def test_a_ring_larger_than_shared_memory_is_refused_before_it_is_used(name: str
 
 
 @pytest.mark.parametrize("bad", ["", "a/b", "..", ".hidden", "x" * 300])
-def test_names_that_are_no_plain_file_names_are_refused(bad: str) -> None:
+def test_a_name_that_is_not_a_plain_file_name_is_refused(bad: str) -> None:
     with pytest.raises(RingError, match="is not a plain file name"):
         Ring.create_or_attach(bad, SIZE, RUN)
 
 
-def test_a_segment_of_another_format_or_cut_short_is_refused(name: str) -> None:
+def test_a_segment_of_another_format_or_truncated_is_refused(name: str) -> None:
     Ring.create_or_attach(name, SIZE, RUN).close()
     with (SHM_FOLDER / name).open("r+b") as file:
         file.seek(8)
         file.write((99).to_bytes(8, "little"))
-    with pytest.raises(RingError, match="format 99, this program knows 1"):
+    with pytest.raises(RingError, match="format 99, this program reads 1"):
         Ring.attach(name, 1)
     with (SHM_FOLDER / name).open("r+b") as file:
         file.seek(8)
@@ -198,7 +200,7 @@ def test_a_segment_of_another_format_or_cut_short_is_refused(name: str) -> None:
         Ring.attach(name, 1)
 
 
-def test_segment_names_are_the_same_for_the_same_identity_and_plain() -> None:
+def test_segment_names_are_plain_and_the_same_for_the_same_identity() -> None:
     assert segment_name("my run/ä", "job 7") == segment_name("my run/ä", "job 7")
     assert segment_name("my run/ä", "job 7").startswith("webrl-my_run__-")
     assert segment_name("r", "a") != segment_name("r", "b")

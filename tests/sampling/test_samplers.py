@@ -1,4 +1,4 @@
-"""The arithmetic of samplers, and whether tickets keep to it."""
+"""Probabilities of samplers, and the frequency with which tickets draw."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import SamplerConfig
+from megatron_webrl.sampling import samplers
 from megatron_webrl.sampling.samplers import (
     adaptive_probabilities,
     draw_environment,
@@ -31,23 +32,10 @@ def chi_square(counts: Counter[int], probabilities: tuple[float, ...]) -> float:
     return sum((counts[i] - total * p) ** 2 / (total * p) for i, p in enumerate(probabilities))
 
 
-def test_what_a_ticket_draws_is_the_same_on_every_machine() -> None:
-    # Must stay so: a resumed run relies on it.
-    assert [draw_environment((0.2, 0.3, 0.5), 0, ticket) for ticket in range(12)] == [
-        1,
-        0,
-        2,
-        1,
-        2,
-        2,
-        0,
-        2,
-        1,
-        0,
-        2,
-        1,
-    ]
-
+def test_a_ticket_draws_the_same_environment_on_every_machine() -> None:
+    # A resumed run relies on these values.
+    draws = [draw_environment((0.2, 0.3, 0.5), 0, ticket) for ticket in range(12)]
+    assert draws == [1, 0, 2, 1, 2, 2, 0, 2, 1, 0, 2, 1]
     assert [draw_environment((0.2, 0.3, 0.5), 1, 2**40 + ticket) for ticket in range(6)] == [2, 1, 0, 2, 1, 2]
     assert draw_environment((2.0, 3.0, 5.0), 0, 77) == draw_environment((0.2, 0.3, 0.5), 0, 77)
 
@@ -83,23 +71,23 @@ def test_an_environment_without_weight_is_never_drawn() -> None:
         assert drawn <= {index for index, weight in enumerate(weights) if weight}
 
 
-def test_states_that_follow_each_other_are_kept_to_as_well() -> None:
-    """An adaptive sampler, 24 tickets ahead of what it knows, over 3000 tickets of six environments."""
+def test_draws_follow_the_probabilities_of_changing_states() -> None:
+    """An adaptive sampler with 24 tickets in flight, over 3000 tickets and six environments."""
     settings, chance = SamplerConfig("curriculum"), random.Random(5)
     skill, rates = [0.05, 0.3, 0.5, 0.7, 0.95, 0.99], [0.5] * 6
     counts, expected = np.zeros(6), np.zeros(6)
     ahead: deque[tuple[float, ...]] = deque([adaptive_probabilities(settings, rates)] * 24)
-    under_way: deque[int] = deque()
+    in_flight: deque[int] = deque()
     for ticket in range(3000):
         probabilities = ahead.popleft()
         environment = draw_environment(probabilities, 3, ticket)
         counts[environment] += 1
         expected += probabilities
-        under_way.append(environment)
-        if len(under_way) > 24:
-            done = under_way.popleft()
+        in_flight.append(environment)
+        if len(in_flight) > 24:
+            done = in_flight.popleft()
             seen = sum(chance.random() < skill[done] for _ in range(8)) / 8
-            rates[done] = updated_pass_rate(settings, rates[done], seen)
+            rates[done] = updated_pass_rate(rates[done], seen)
         ahead.append(adaptive_probabilities(settings, rates))
     assert np.abs(counts - expected).max() < 25  # independent draws stray by this much already as often as not
     assert counts[2] > 2 * counts[5]
@@ -128,11 +116,12 @@ def test_difficulties_share_the_tickets_out_and_their_environments_share_equally
         initial_probabilities(SamplerConfig("ratio", difficulty_weights={"easy": 0}), ["a"], ["easy"])
 
 
-def test_a_curriculum_prefers_what_is_neither_hopeless_nor_mastered() -> None:
+def test_a_curriculum_prefers_what_is_neither_hopeless_nor_mastered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reward_variance_shares([0.5, 0.1, 0.9, 1.0]) == pytest.approx((0.25 / 0.43, 0.09 / 0.43, 0.09 / 0.43, 0.0))
     assert reward_variance_shares([0.0, 1.0]) == (0.5, 0.5)
-    found = adaptive_probabilities(SamplerConfig("curriculum", epsilon=0.2), [0.5, 0.0, 1.0, 0.5])
-    assert found == pytest.approx((0.45, 0.05, 0.05, 0.45))
+    monkeypatch.setattr(samplers, "UNIFORM_FRACTION", 0.2)
+    probabilities = adaptive_probabilities(SamplerConfig("curriculum"), [0.5, 0.0, 1.0, 0.5])
+    assert probabilities == pytest.approx((0.45, 0.05, 0.05, 0.45))
 
 
 @pytest.mark.parametrize("candidates", [1, 2, 4])
@@ -147,14 +136,14 @@ def test_the_nearest_candidate_is_as_likely_as_counting_says(candidates: int) ->
     assert nearest_target_shares(rates, target, candidates) == pytest.approx(counts / len(rates) ** candidates)
 
 
-def test_near_target_keeps_to_the_target_and_leaves_the_rest_a_share() -> None:
-    settings = SamplerConfig("near_target", target=0.3, candidates=3, epsilon=0.1)
-    found = adaptive_probabilities(settings, [0.9, 0.35, 0.0])
-    assert found == pytest.approx((0.9 / 27 + 0.1 / 3, 0.9 * 19 / 27 + 0.1 / 3, 0.9 * 7 / 27 + 0.1 / 3))
-    assert sum(found) == pytest.approx(1)
+def test_near_target_prefers_the_target_and_leaves_the_rest_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samplers, "NEAR_TARGET_CANDIDATES", 3)
+    probabilities = adaptive_probabilities(SamplerConfig("near_target", target=0.3), [0.9, 0.35, 0.0])
+    assert probabilities == pytest.approx((0.9 / 27 + 0.1 / 3, 0.9 * 19 / 27 + 0.1 / 3, 0.9 * 7 / 27 + 0.1 / 3))
+    assert sum(probabilities) == pytest.approx(1)
 
 
-def test_estimates_begin_where_they_are_most_wanted_and_move_by_alpha() -> None:
+def test_estimates_begin_at_the_preferred_pass_rate_and_move_by_a_constant_weight() -> None:
     assert initial_pass_rate(SamplerConfig("curriculum")) == 0.5
     assert initial_pass_rate(SamplerConfig("near_target", target=0.3)) == 0.3
-    assert updated_pass_rate(SamplerConfig("curriculum"), 0.5, 1.0) == pytest.approx(0.65)
+    assert updated_pass_rate(0.5, 1.0) == pytest.approx(0.65)

@@ -1,4 +1,4 @@
-"""Sampler states over a real control plane."""
+"""Sampler states through a real control plane."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def address(tmp_path: Path) -> Iterator[tuple[str, int]]:
         yield address
 
 
-async def test_a_worker_finds_the_state_of_each_ticket_to_the_last_bit(address: tuple[str, int]) -> None:
+async def test_a_worker_reads_the_exact_state_of_each_ticket(address: tuple[str, int]) -> None:
     trainer, worker = connect(address, "trainer-0"), SamplerStateReader(connect(address, "rollout-0"), 60)
     publish_states(trainer, [FIRST])
     assert [await worker.probabilities(ticket) for ticket in (0, 5, 7)] == [FIRST.probabilities] * 3
     publish_states(trainer, [FIRST, SECOND], [FIRST])
     publish_states(trainer, [FIRST, SECOND, THIRD], [FIRST, SECOND])
-    found = [await worker.probabilities(ticket) for ticket in (7, 8, 12, 13, 10**6)]
-    wanted = [FIRST, SECOND, SECOND, THIRD, THIRD]
-    assert found == [state.probabilities for state in wanted]
+    probabilities = [await worker.probabilities(ticket) for ticket in (7, 8, 12, 13, 10**6)]
+    expected = [FIRST, SECOND, SECOND, THIRD, THIRD]
+    assert probabilities == [state.probabilities for state in expected]
 
 
-async def test_old_states_are_forgotten_and_their_closed_tickets_get_the_oldest_left(address: tuple[str, int]) -> None:
+async def test_old_states_are_deleted_and_their_closed_tickets_get_the_oldest_one(address: tuple[str, int]) -> None:
     trainer, control = connect(address, "trainer-0"), connect(address, "rollout-0")
     worker, late = SamplerStateReader(control, 60), SamplerStateReader(control, 60)
     publish_states(trainer, [FIRST, SECOND])
@@ -53,10 +53,10 @@ async def test_a_worker_waits_for_the_first_state(address: tuple[str, int]) -> N
     assert await asked == FIRST.probabilities
 
 
-async def test_a_state_that_does_not_come_is_an_error_that_says_whose_it_is(address: tuple[str, int]) -> None:
+async def test_a_missing_state_is_an_error_that_names_the_ticket(address: tuple[str, int]) -> None:
     worker = SamplerStateReader(connect(address, "rollout-3"), 0.2)
-    words = r"rollout-3 waited 0 s \(run.startup_timeout_seconds\) for the sampler state of ticket 5 from trainer-0"
-    with pytest.raises(JobFailed, match=words):
+    message = r"rollout-3 waited 0 s \(run.startup_timeout_seconds\) for the sampler state of ticket 5 from trainer-0"
+    with pytest.raises(JobFailed, match=message):
         await worker.probabilities(5)
 
 

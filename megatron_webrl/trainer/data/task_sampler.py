@@ -121,7 +121,7 @@ class TaskSampler:
             if name in self.pass_rates:  # else its ticket is older than a change of tasks.environments
                 self.closed_tickets[name] += 1
                 if rate is not None:
-                    self.pass_rates[name] = updated_pass_rate(self.settings, self.pass_rates[name], rate)
+                    self.pass_rates[name] = updated_pass_rate(self.pass_rates[name], rate)
             self._closed.add(ticket)
         self._noted.clear()
         while self._oldest in self._closed:

@@ -21,6 +21,7 @@ import torch
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.control_plane import ControlClient
+from megatron_webrl.sampling import samplers
 from tests.gloo import join
 from tests.planes import connect, control_plane
 from tests.trajectories import trajectory
@@ -55,7 +56,7 @@ class _Run:
         self.config.tasks.environments, self.config.tasks.sampler.name = list(SKILL), sampler
         self.config.trainer.updates, self.config.trainer.groups_per_update = UPDATES, 3
         # Many tickets ahead of estimates that move fast: a ticket that changed its state would change its task.
-        self.config.tasks.sampler.alpha, self.config.rollout.max_staleness = 0.8, 4
+        samplers.LATEST_GROUP_WEIGHT, self.config.rollout.max_staleness = 0.8, 4
         self.config.tracking.sample_trajectories, self.config.tracking.keep_records = 0, True
         self.config.run_folder.mkdir()
         (self.config.run_folder / "config.yaml").touch()
