@@ -1,4 +1,4 @@
-"""Processes that are forked from a server which has imported what they need: a rank starts in a moment."""
+"""Processes forked from a server that has imported their modules, so that a rank starts at once."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ PRELOAD = ["tests.weights.ranks", "tests.preloaded"]
 
 
 def context() -> ForkServerContext:
-    """The context of the one server that a test run has."""
-    made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(PRELOAD)
-    return made
+    """The context of the fork server of this test run."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(PRELOAD)
+    return server
 
 
 def start(run: Callable[..., None], *arguments: Any, ranks: int) -> Any:
-    """Start `run(rank, *arguments)` in processes; gives torch's context of them."""
+    """Start `run(rank, *arguments)` in processes; returns torch's process context."""
     context()
     return torch.multiprocessing.start_processes(
         run, args=arguments, nprocs=ranks, join=False, start_method="forkserver"

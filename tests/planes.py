@@ -1,4 +1,4 @@
-"""A control plane in a thread, for tests of what travels through it."""
+"""A control plane in a thread, for tests of its clients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_webrl.control.control_plane import ControlClient, serve
 
 @contextmanager
 def control_plane(folder: Path, seconds: float = 300.0) -> Iterator[tuple[str, int]]:
-    """Its address; it ends with the context."""
+    """Serve a control plane within the context; yields its address."""
     path = folder / "control.json"
     path.unlink(missing_ok=True)
     thread = threading.Thread(target=serve, args=("127.0.0.1", 0, "ring", path, seconds), daemon=True)
@@ -33,5 +33,5 @@ def control_plane(folder: Path, seconds: float = 300.0) -> Iterator[tuple[str, i
 
 
 def connect(address: tuple[str, int], role: str) -> ControlClient:
-    """A role's connection."""
+    """Connect as a role."""
     return ControlClient(*address, role, heartbeat_timeout_seconds=60.0, connect_seconds=60.0)

@@ -1,4 +1,4 @@
-"""Trajectories for tests: small, complete, made from a seed."""
+"""Small complete trajectories for tests, generated from a seed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_webrl.types import Action, Step, Task, Trajectory
 
 
 def screenshot(seed: int, width: int = 64, height: int = 64) -> bytes:
-    """A PNG of noise."""
+    """A PNG image of noise."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
@@ -33,7 +33,7 @@ def trajectory(
     seed: int = 0,
     worker: str = "rollout-0.1",
 ) -> Trajectory:
-    """A trajectory without images whose tokens were all made by `version`."""
+    """A trajectory without images whose tokens are all of `version`."""
     rng = np.random.default_rng((seed, ticket, index))
     return Trajectory(
         ticket=ticket,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 def until(condition: Callable[[], object], what: str | Callable[[], str], seconds: float = 60.0) -> None:
-    """Wait until the condition holds. Raises AssertionError with `what`, asked for then if it is a function."""
+    """Wait until the condition holds. Raises AssertionError with `what`, which is called then if it is a function."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds:g} s for {what if isinstance(what, str) else what()}"

@@ -81,7 +81,6 @@ class EvaluationConfig:
 @dataclass
 class RingConfig:
     capacity_mib: int = setting(1024, "Size of the shared-memory ring of one node.", low=1)
-    write_timeout_seconds: float = setting(900.0, "Limit for a writer to wait for room.", above=0)
     exchange_timeout_seconds: float = setting(
         120.0, "Limit of one message between trainer ranks of several nodes about what their rings hold.", above=0
     )

@@ -1,4 +1,4 @@
-"""Actions as text, and text as actions.
+"""Format actions as tool calls, and parse tool calls.
 
 <tool_call>
 {"name": "computer_use", "arguments": {"action": "left_click", "coordinate": [500, 320]}}
@@ -14,22 +14,24 @@ from typing import Any, NoReturn
 
 from megatron_webrl.browser.page.keys import is_key_chord
 from megatron_webrl.rollout.toolset import ARGUMENT_ORDER, COORDINATE_TOOLSET, Toolset
+from megatron_webrl.system.text import shorten
 from megatron_webrl.types import COORDINATE_RANGE, Action
 
 TOOL_CALL_OPEN, TOOL_CALL_CLOSE = "<tool_call>", "</tool_call>"
-MAX_RESPONSE_CHARS = 200_000  # characters
+MAX_RESPONSE_CHARS = 200_000
 MAX_TEXT_CHARS = 4_000
 MAX_URL_CHARS = 2_000
-MAX_WAIT_SECONDS = 60.0  # seconds
+MAX_WAIT_SECONDS = 60.0
 MAX_INDEX = 100_000  # of an element or a tab
+MAX_DESCRIBED_CHARS = 80  # of an action's text or URL in the history
 
 
 class _Malformed(ValueError):
-    """Carries the name of a format error."""
+    """Its message is the name of a format error."""
 
 
 def format_tool_call(action: Action, toolset: Toolset = COORDINATE_TOOLSET) -> str:
-    """The tool call of an action, keys in their one order.
+    """The tool call of an action, with a fixed order of keys.
 
     Raises ValueError if an argument is missing or the tool has no such action.
     """
@@ -48,34 +50,34 @@ def format_tool_call(action: Action, toolset: Toolset = COORDINATE_TOOLSET) -> s
 
 
 def describe_action(action: Action) -> str:
-    """A few words for the history: `type "abc" at [200, 300]`."""
-    words: list[str] = [action.kind]
+    """A short description for the history: `type "abc" at [200, 300]`."""
+    terms: list[str] = [action.kind]
     if action.text is not None:
-        words.append(json.dumps(_shortened(action.text), ensure_ascii=False))
+        terms.append(json.dumps(shorten(action.text, MAX_DESCRIBED_CHARS), ensure_ascii=False))
     if action.url is not None:
-        words.append(_shortened(action.url))
+        terms.append(shorten(action.url, MAX_DESCRIBED_CHARS))
     if action.direction is not None:
-        words.append(action.direction)
+        terms.append(action.direction)
     if action.time is not None:
-        words.append(f"{action.time:g} s")
+        terms.append(f"{action.time:g} s")
     if action.tab is not None:
-        words.append(str(action.tab))
-    at = "at " if len(words) > 1 else ""
+        terms.append(str(action.tab))
+    at = "at " if len(terms) > 1 else ""
     if action.coordinate is not None:
-        words.append(f"{at}{list(action.coordinate)}")
+        terms.append(f"{at}{list(action.coordinate)}")
     if action.element_id is not None:
-        words.append(f"{at}element {action.element_id}")
+        terms.append(f"{at}element {action.element_id}")
     if action.end_coordinate is not None:
-        words.append(f"to {list(action.end_coordinate)}")
+        terms.append(f"to {list(action.end_coordinate)}")
     if action.end_element_id is not None:
-        words.append(f"to element {action.end_element_id}")
-    return " ".join(words)
+        terms.append(f"to element {action.end_element_id}")
+    return " ".join(terms)
 
 
 def parse_tool_call(response: str, toolset: Toolset = COORDINATE_TOOLSET) -> tuple[Action | None, str | None]:
     """The action of a response, or the name of the format error; exactly one of the two is None.
 
-    Thinking is left out; other text around the one tool call is allowed. Never raises.
+    <think> blocks are ignored; other text around the one tool call is allowed. Never raises.
     """
     try:
         return _parse(response, toolset), None
@@ -84,7 +86,7 @@ def parse_tool_call(response: str, toolset: Toolset = COORDINATE_TOOLSET) -> tup
 
 
 def strip_thinking(response: str) -> str:
-    """The response without its <think> blocks; one that is not closed goes to the end."""
+    """The response without its <think> blocks; an unclosed one extends to the end."""
     return re.sub(r"<think>.*?(?:</think>\s*|\Z)", "", response, flags=re.DOTALL)
 
 
@@ -132,10 +134,10 @@ def _action(arguments: dict[str, Any], toolset: Toolset) -> Action:
     if kind is None:
         raise _Malformed("unknown_action")
     required, optional = toolset.argument_names(kind)
-    given = {name: value for name, value in arguments.items() if name != "action"}
-    if any(name not in given for name in required):
+    values = {name: value for name, value in arguments.items() if name != "action"}
+    if any(name not in values for name in required):
         raise _Malformed("missing_argument")
-    if any(name not in required + optional for name in given):
+    if any(name not in required + optional for name in values):
         raise _Malformed("unexpected_argument")
     checks: dict[str, Callable[[Any], Any]] = {
         "coordinate": _coordinate,
@@ -148,11 +150,11 @@ def _action(arguments: dict[str, Any], toolset: Toolset) -> Action:
         "url": _url,
         "tab": _tab,
     }
-    return Action(kind, **{name: checks[name](value) for name, value in given.items()})
+    return Action(kind, **{name: checks[name](value) for name, value in values.items()})
 
 
 def _coordinate(value: Any) -> tuple[int, int]:
-    # type() and not isinstance: true and false are integers to Python.
+    # type() instead of isinstance: in Python true and false are integers.
     if not isinstance(value, list) or len(value) != 2 or any(type(number) is not int for number in value):
         raise _Malformed("bad_coordinate")
     if not all(0 <= number <= COORDINATE_RANGE for number in value):
@@ -191,7 +193,7 @@ def _direction(value: Any) -> str:
 
 
 def _time(value: Any) -> float:
-    if type(value) not in (int, float) or not 0 <= value <= MAX_WAIT_SECONDS:  # which no NaN is
+    if type(value) not in (int, float) or not 0 <= value <= MAX_WAIT_SECONDS:  # false for NaN
         raise _Malformed("bad_time")
     return value
 
@@ -203,9 +205,5 @@ def _url(value: Any) -> str:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether the text has no lone surrogates, which JSON can spell but nothing can write."""
+    """Whether the text has no lone surrogates, which JSON can express but no encoding can."""
     return not re.search("[\ud800-\udfff]", text)
-
-
-def _shortened(text: str, limit: int = 80) -> str:
-    return text if len(text) <= limit else text[: limit - 3] + "..."

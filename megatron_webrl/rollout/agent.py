@@ -1,4 +1,4 @@
-"""The agent: one episode from reset to verdict."""
+"""The agent: one episode, from reset to outcome."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Episode:
-    """What an episode has brought so far; kept whatever breaks it off."""
+    """Data of a running episode; a fault that ends the episode does not lose them."""
 
     context: PromptContext
     instruction: str = ""
@@ -36,15 +36,15 @@ class _Episode:
 
 
 async def run_episode(
-    responder: Generator, session: RemoteSession, processor: Processor, task: Task, settings: RolloutConfig,
+    generator: Generator, session: RemoteSession, processor: Processor, task: Task, settings: RolloutConfig,
     *, ticket: int, index: int, group_size: int, restart_epoch: int, toolset: Toolset = COORDINATE_TOOLSET,
     deadline: Deadline | None = None, stepper: EpisodeStepper | None = None,
 ) -> Trajectory:  # fmt: skip
-    """Run `task` in a fresh session and judge it. `toolset`: what the session can do.
+    """Run `task` in a fresh session and judge it. `toolset`: the actions of the session.
 
-    `limit` may end the episode before rollout.episode_timeout_seconds are over; `pace` says when it generates.
-    A failure of engine or browser, an overflow of the context or a time limit does not raise: the trajectory keeps
-    its steps so far, and its outcome names what masks it.
+    `deadline` may end the episode before rollout.episode_timeout_seconds; `stepper` delays its generations.
+    A fault of engine or browser, a context overflow or a timeout does not raise: the trajectory keeps the steps so
+    far, and its outcome names the fault.
     """
     started = time.monotonic()
     context = make_context(processor, settings.context, settings.max_model_len - settings.max_new_tokens, toolset)
@@ -53,47 +53,47 @@ async def run_episode(
     scope = None
     try:
         async with deadline.scope(deadline.timeout_seconds) as scope:
-            ended = await _play(
-                episode, responder, session, processor, task, toolset, settings.operation_timeout_seconds, stepper
+            end_reason = await _run_steps(
+                episode, generator, session, processor, task, toolset, settings.operation_timeout_seconds, stepper
             )
     except TimeoutError:
         if scope is None or not scope.expired():
             raise
-        ended = deadline.outcome
+        end_reason = deadline.outcome
     except (BrowserError, ContextOverflow, GenerationError) as error:
-        ended = "engine_error" if isinstance(error, GenerationError) else error.outcome
-        log.warning("episode %d of ticket %d, %s, is masked as %s: %s", index, ticket, task.id, ended, error)
-    outcome = judge.outcome(episode.reward, ended, task.answer, episode.answer)
+        end_reason = "engine_error" if isinstance(error, GenerationError) else error.outcome
+        log.warning("episode %d of ticket %d, %s, is masked as %s: %s", index, ticket, task.id, end_reason, error)
+    outcome = judge.outcome(episode.reward, end_reason, task.answer, episode.answer)
     return Trajectory(
         ticket=ticket, index=index, group_size=group_size, restart_epoch=restart_epoch,
         task=task, instruction=episode.instruction, steps=tuple(episode.steps),
-        images=tuple(_answered(episode)), reward=float(outcome == "success"), outcome=outcome,
+        images=tuple(_used_screenshots(episode)), reward=float(outcome == "success"), outcome=outcome,
         temperature=settings.temperature, seconds=time.monotonic() - started, finished_at=time.time(),
     )  # fmt: skip
 
 
-async def _play(
-    episode: _Episode, responder: Generator, session: RemoteSession, processor: Processor, task: Task, toolset: Toolset,
-    step_seconds: float, pace: EpisodeStepper,
+async def _run_steps(
+    episode: _Episode, generator: Generator, session: RemoteSession, processor: Processor, task: Task, toolset: Toolset,
+    timeout_seconds: float, stepper: EpisodeStepper,
 ) -> str:  # fmt: skip
-    """Observe, answer, act, until the page, the agent or the step limit ends it; returns which."""
+    """Observe, generate and act until page, agent or step limit end the episode; returns the end reason."""
     observation = await session.reset(task)
     episode.instruction = observation.instruction or episode.instruction
     episode.context.start_episode(episode.instruction, observation)
     for _ in range(task.max_steps):
         prompt = episode.context.build_prompt()
-        async with pace.generation_phase():
-            asked = time.monotonic()
-            generation = await _respond(responder, session, prompt, episode.context, step_seconds)
-            seconds_generation = time.monotonic() - asked
-        answered = time.monotonic()
+        async with stepper.generation_phase():
+            started = time.monotonic()
+            generation = await _generate(generator, session, prompt, episode.context, timeout_seconds)
+            seconds_generation = time.monotonic() - started
+        generated = time.monotonic()
         action, format_error = _parse(generation, processor, toolset)
         if action is not None:
             observation = await session.step(action)
-        acted = time.monotonic()
+        seconds_browser = time.monotonic() - generated
         changed = action is not None and observation.page_changed
         episode.steps.append(
-            _step(prompt, generation, action, format_error, changed, seconds_generation, acted - answered)
+            _step(prompt, generation, action, format_error, changed, seconds_generation, seconds_browser)
         )
         episode.context.add_step(generation, action, format_error, observation)
         episode.reward = observation.reward
@@ -106,22 +106,21 @@ async def _play(
 
 
 def _parse(generation: Generation, processor: Processor, toolset: Toolset) -> tuple[Action | None, str | None]:
-    """The response's action or the name of its format error. The text alone does not show special tokens."""
+    """The response's action, or the name of its format error. The decoded text does not show special tokens."""
     if processor.has_special_tokens(generation.response_token_ids):
         return None, "special_token"
     return parse_tool_call(generation.text, toolset)
 
 
-async def _respond(
-    responder: Generator, session: RemoteSession, prompt: Prompt, context: PromptContext, seconds: float
+async def _generate(
+    generator: Generator, session: RemoteSession, prompt: Prompt, context: PromptContext, timeout_seconds: float
 ) -> Generation:
     images = [context.screenshots[index] for index in prompt.image_indices]
-    limit = asyncio.timeout(seconds)
     try:
-        async with limit:
-            return await responder.generate(session, prompt.token_ids, images)
+        async with asyncio.timeout(timeout_seconds):
+            return await generator.generate(session, prompt.token_ids, images)
     except TimeoutError as error:
-        raise GenerationError(f"no answer within {seconds} s (rollout.operation_timeout_seconds)") from error
+        raise GenerationError(f"no answer within {timeout_seconds} s (rollout.operation_timeout_seconds)") from error
 
 
 def _step(
@@ -138,7 +137,7 @@ def _step(
     )  # fmt: skip
 
 
-def _answered(episode: _Episode) -> list[bytes]:
-    """The screenshots that some step's prompt showed; the last one of an episode was shown to nobody."""
+def _used_screenshots(episode: _Episode) -> list[bytes]:
+    """The screenshots that a prompt contains; the last one of an episode is in none."""
     used = max((int(step.images.max()) for step in episode.steps if len(step.images)), default=-1)
     return episode.context.screenshots[: used + 1]

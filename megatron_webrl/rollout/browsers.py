@@ -1,4 +1,4 @@
-"""A worker's browsers: those of a farm, or of nodes of its own. Episodes see no difference."""
+"""A worker's browsers: sessions of a browser farm, or of local browser servers."""
 
 from __future__ import annotations
 
@@ -13,25 +13,28 @@ from megatron_webrl.farm.protocol import SessionSpec
 
 @asynccontextmanager
 async def open_browsers(config: Config, sessions: int, name: str) -> AsyncIterator[BrowserClient]:
-    """Browsers for `sessions` episodes at a time; `name` is told to a farm, and names the logs of own nodes.
+    """Browsers for `sessions` concurrent episodes; `name` identifies the worker to a farm, and in log file names.
 
-    Raises ProcessError if an own node does not start, BrowserError for a farm that is not there, ConfigError for one
-    that does not fit the run.
+    Raises ProcessError if a local server does not start, BrowserError if the farm is unreachable, ConfigError if its
+    settings differ from the run's.
     """
     rollout = config.rollout
     if config.browser.farm:
         async with BrowserClient(
-            config.browser.farm, step_seconds=rollout.operation_timeout_seconds, wait_seconds=rollout.episode_timeout_seconds,
-            spec=SessionSpec.from_config(config.browser), owner=f"{config.run.name}/{name}",
-        ) as browsers:  # fmt: skip
+            config.browser.farm,
+            step_seconds=rollout.operation_timeout_seconds,
+            wait_seconds=rollout.episode_timeout_seconds,
+            spec=SessionSpec.from_config(config.browser),
+            owner=f"{config.run.name}/{name}",
+        ) as browsers:
             await browsers.wait_until_ready(config.run.startup_timeout_seconds)
             yield browsers
         return
     async with (
-        local_servers(config, sessions, config.run_folder / "logs", f"{name}-browsers") as nodes,
+        local_servers(config, sessions, config.run_folder / "logs", f"{name}-browsers") as servers,
         BrowserClient(
-            nodes.poll_addresses,
-            nodes.token,
+            servers.poll_addresses,
+            servers.token,
             step_seconds=rollout.operation_timeout_seconds,
             wait_seconds=rollout.episode_timeout_seconds,
         ) as browsers,

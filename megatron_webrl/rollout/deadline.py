@@ -1,4 +1,4 @@
-"""The time limit of one try at an episode, which whoever holds it may bring forward to now."""
+"""The time limit of one try at an episode; it can also be ended at once."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from contextlib import asynccontextmanager
 
 
 class Deadline:
-    """Ends an episode in its time, or at once; `outcome` names which.
+    """Ends an episode at its time limit or at once; `outcome` names the reason.
 
-    Life: the try enters `scope` whenever it waits for something; `end` may come before, within, between or after.
+    The try enters `scope` around its waits. `expire` may be called before, within, between or after them.
     """
 
-    def __init__(self, seconds: float) -> None:
-        """`seconds`: how long the episode may take once it has a browser."""
-        self.timeout_seconds, self.outcome = seconds, "episode_timeout"
-        self._ended = False
+    def __init__(self, timeout_seconds: float) -> None:
+        """`timeout_seconds` limits the episode from the moment that it has a browser."""
+        self.timeout_seconds, self.outcome = timeout_seconds, "episode_timeout"
+        self._expired = False
         self._scope: asyncio.Timeout | None = None
 
     def expire(self, outcome: str) -> None:
-        """End what is in `scope` now, and whatever enters it later; `outcome` is what masks the episode."""
-        self._ended, self.outcome = True, outcome
+        """End the current scope and all later ones; `outcome` masks the episode."""
+        self._expired, self.outcome = True, outcome
         if self._scope is not None and not self._scope.expired():
             self._scope.reschedule(asyncio.get_running_loop().time())
 
     @asynccontextmanager
     async def scope(self, seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
-        """Raises TimeoutError after `seconds`, None for no limit of its own, or once the episode is ended.
+        """Raises TimeoutError after `seconds` (None: no limit), or once the deadline is expired.
 
-        What it yields tells by `expired()` such a TimeoutError from one that comes from within.
+        `expired()` of the yielded timeout distinguishes this TimeoutError from one raised inside the scope.
         """
-        scope = asyncio.timeout(0 if self._ended else seconds)
+        scope = asyncio.timeout(0 if self._expired else seconds)
         async with scope:
             self._scope = scope
             try:

@@ -1,4 +1,4 @@
-"""Demonstrations: the agent with a scripted oracle in place of the engine."""
+"""Record demonstrations: the agent with a scripted policy in place of the engine."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from megatron_webrl.tasks.source import TaskSource
 from megatron_webrl.types import Trajectory
 
 FIRST_DEMONSTRATION_TICKET = 2**40
-"""Demonstrations have tickets of their own: no training ticket shares a page seed with them by its number."""
+"""Tickets of demonstrations are disjoint from training tickets, and so are their page seeds."""
 
 MAX_SESSIONS = 8
 MAX_FAILURES = 20
-"""Failed episodes beyond a tenth of those wanted, after which making demonstrations is given up."""
+"""Failed episodes, beyond a tenth of the requested number, after which recording fails."""
 
 
 def scripted_generation(processor: Processor, token_ids: np.ndarray, images: Sequence[bytes], text: str) -> Generation:
-    """`text` as the answer to a prompt, all log-probabilities zero. The prompt has one placeholder per image."""
+    """`text` as a response, with log-probabilities of zero. The prompt has one placeholder per image."""
     response, grids = processor.encode_response(text), processor.grids(images)
     return Generation(
         prompt_token_ids=processor.expand_image_tokens(token_ids, grids),
@@ -49,44 +49,47 @@ def scripted_generation(processor: Processor, token_ids: np.ndarray, images: Seq
 
 
 class ScriptedGenerator:
-    """Answers with what the task's script would do next. One may serve many sessions."""
+    """Responds with the next action of the task's script. Can serve many sessions."""
 
     def __init__(
         self, processor: Processor, settings: ContextConfig, max_new_tokens: int,
         toolset: Toolset = COORDINATE_TOOLSET, premature_submit_probability: float = 0.0, seed: str = "",
     ) -> None:  # fmt: skip
-        """`toolset` is what the sessions can do; `haste` is the chance of a step to submit too early."""
+        """`toolset`: of the sessions; `premature_submit_probability`: chance of each step to submit too early."""
         self._processor, self._settings, self._max_new_tokens = processor, settings, max_new_tokens
-        self._toolset, self._haste, self._random = toolset, premature_submit_probability, random.Random(seed)
+        self._toolset, self._random = toolset, random.Random(seed)
+        self._premature_submit_probability = premature_submit_probability
 
     async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
-        """The oracle's action in the configured response format, certain of itself: log-probabilities are zero.
+        """The script's action in the configured response format, with log-probabilities of zero.
 
-        Raises GenerationError if the oracle is at a loss or the answer exceeds `max_new_tokens`, BrowserError.
+        Raises GenerationError if the script has no action or the response exceeds `max_new_tokens`, BrowserError.
         """
+        premature = self._random.random() < self._premature_submit_probability
         try:
-            action = await session.demonstration(premature_submit=self._random.random() < self._haste)
+            action = await session.demonstration(premature_submit=premature)
         except ScriptedPolicyError as error:
             raise GenerationError(str(error)) from error
         text = format_response(action, self._settings, self._toolset)
-        answer = scripted_generation(self._processor, token_ids, images, text)
-        if len(answer.response_token_ids) > self._max_new_tokens:
+        generation = scripted_generation(self._processor, token_ids, images, text)
+        if len(generation.response_token_ids) > self._max_new_tokens:
             raise GenerationError(
-                f"the answer has {len(answer.response_token_ids)} tokens, the limit is {self._max_new_tokens} "
+                f"the answer has {len(generation.response_token_ids)} tokens, the limit is {self._max_new_tokens} "
                 "(rollout.max_new_tokens)"
             )
-        return answer
+        return generation
 
 
 async def write_demonstrations(
     config: Config, count: int, path: str | Path, progress: Callable[[int], None] = lambda done: None,
     name: str = "demonstrations",
 ) -> None:  # fmt: skip
-    """Write `count` scripted episodes to the record file `path`, several at a time.
+    """Record `count` scripted episodes in the record file `path`, several at a time.
 
-    Only successful ones; with trainer.warm_start.premature_submit_probability all that have a verdict. `progress` is told their number so
-    far; `name` is told to a farm, and names logs. Raises ConfigError for an environment without an oracle,
-    ProcessError or BrowserError if there is no browser, RuntimeError if too many episodes fail.
+    Records successful episodes; with trainer.warm_start.premature_submit_probability every episode with a verdict.
+    `progress` is called with the number recorded so far; `name` identifies the process to a farm, and in log file
+    names. Raises ConfigError for an environment without a scripted policy, ProcessError or BrowserError if there is
+    no browser, RuntimeError if too many episodes fail.
     """
     check_scripted_policies(config)
     source = make_source(config.tasks)
@@ -98,26 +101,26 @@ async def write_demonstrations(
 
 
 def check_scripted_policies(config: Config) -> None:
-    """Raises ConfigError for an environment that no script can do, or none with the actions that are enabled."""
+    """Raise ConfigError for an environment without a scripted policy, or whose policy needs a disabled action."""
     known = scripted_environments(config.tasks.source)
-    wanted = f"trainer.warm_start.demonstrations={config.trainer.warm_start.demonstrations}"
+    setting = f"trainer.warm_start.demonstrations={config.trainer.warm_start.demonstrations}"
     missing = [name for name in config.tasks.environments if name not in known]
     if missing:
         raise ConfigError(
-            f"{wanted}, but {', '.join(missing)} of tasks.environments has no oracle; leave it out, or set "
+            f"{setting}, but {', '.join(missing)} of tasks.environments has no scripted policy; leave it out, or set "
             f"demonstrations to 0 ({len(known)} environments of {config.tasks.source} have one: docs/tasks.md)"
         )
     for name in config.tasks.environments:
         needed = set(required_actions(config.tasks.source, name)) - set(config.browser.actions)
         if needed:
             raise ConfigError(
-                f"{wanted}, but the oracle of {name} needs {', '.join(sorted(needed))}; add it to browser.actions, "
-                "leave the environment out, or set demonstrations to 0"
+                f"{setting}, but the scripted policy of {name} needs {', '.join(sorted(needed))}; "
+                "add it to browser.actions, leave the environment out, or set demonstrations to 0"
             )
 
 
 class _Demonstrations:
-    """Runs episodes until there are enough of those wanted."""
+    """Runs episodes until enough are recorded."""
 
     def __init__(
         self, config: Config, source: TaskSource, browsers: BrowserClient, count: int, progress: Callable[[int], None]
@@ -126,8 +129,8 @@ class _Demonstrations:
         self._count, self._progress = count, progress
         self._processor = Processor.load(config.model.path)
         self._toolset = Toolset.from_config(config.browser)
-        self._haste = config.trainer.warm_start.premature_submit_probability
-        self._taken = self._written = 0
+        self._premature_submit_probability = config.trainer.warm_start.premature_submit_probability
+        self._started = self._recorded = 0
         self._failures: list[str] = []
 
     async def write(self, path: str | Path) -> None:
@@ -136,35 +139,40 @@ class _Demonstrations:
                 async with asyncio.TaskGroup() as workers:
                     for _ in range(min(MAX_SESSIONS, self._count)):
                         workers.create_task(self._work(file))
-            except ExceptionGroup as group:  # the first one ended the others
+            except ExceptionGroup as group:  # the first error cancelled the other workers
                 raise group.exceptions[0] from None
 
     async def _work(self, file: RecordFileWriter) -> None:
-        # Episodes under way plus successes never exceed the count, so that exactly so many are made.
-        while self._taken - len(self._failures) < self._count:
-            ticket = FIRST_DEMONSTRATION_TICKET + self._taken
-            self._taken += 1
+        # Running and recorded episodes together never exceed the count.
+        while self._started - len(self._failures) < self._count:
+            ticket = FIRST_DEMONSTRATION_TICKET + self._started
+            self._started += 1
             trajectory = await self._episode(ticket)
-            if trajectory.outcome == "success" or (self._haste and trajectory.trainable):
+            if trajectory.outcome == "success" or (self._premature_submit_probability and trajectory.trainable):
                 file.write(encode_trajectory(trajectory))
-                self._written += 1
-                self._progress(self._written)
+                self._recorded += 1
+                self._progress(self._recorded)
             else:
-                self._failed(trajectory)
+                self._add_failure(trajectory)
 
     async def _episode(self, ticket: int) -> Trajectory:
         seed, rollout = self._config.run.seed, self._config.rollout
         task = self._source.training_task(seed, ticket)
-        responder = ScriptedGenerator(
-            self._processor, rollout.context, rollout.max_new_tokens, self._toolset, self._haste, f"{seed}/{ticket}"
+        generator = ScriptedGenerator(
+            self._processor,
+            rollout.context,
+            rollout.max_new_tokens,
+            self._toolset,
+            self._premature_submit_probability,
+            f"{seed}/{ticket}",
         )
         async with self._browsers.session() as session:
             return await run_episode(
-                responder, session, self._processor, task, rollout,
+                generator, session, self._processor, task, rollout,
                 ticket=ticket, index=0, group_size=1, restart_epoch=0, toolset=self._toolset,
             )  # fmt: skip
 
-    def _failed(self, trajectory: Trajectory) -> None:
+    def _add_failure(self, trajectory: Trajectory) -> None:
         self._failures.append(f"{trajectory.task.id}: {trajectory.outcome}")
         limit = MAX_FAILURES + self._count // 10
         if len(self._failures) > limit:

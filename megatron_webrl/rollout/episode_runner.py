@@ -1,4 +1,4 @@
-"""Tickets become episodes: the task that a ticket means, a browser session, the agent."""
+"""Run an episode of a ticket: determine the task, lease a browser session, run the agent."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class EpisodeRunner:
-    """What every episode of a worker shares: task source, browsers, processor, pace."""
+    """Resources that all episodes of a worker share."""
 
     config: Config
     task_source: TaskSource
     browsers: BrowserClient
     processor: Processor
     stepping: SteppingMode
-    sampler_states: SamplerStateReader | None = None  # None: the settings alone say which task a ticket means
+    sampler_states: SamplerStateReader | None = None  # None: the sampler's probabilities are constant
 
     @classmethod
     @asynccontextmanager
     async def open(
         cls, config: Config, processor: Processor, name: str, states: SamplerStateReader | None = None
     ) -> AsyncIterator[EpisodeRunner]:
-        """Open the task source and the browsers of the worker `name`; both end with the context."""
+        """Open the task source and the browsers of the worker `name`, and close both at the end."""
         source = make_source(config.tasks)
         sessions = config.rollout.groups_in_flight * config.rollout.group_size
         sessions += config.evaluation.concurrency if config.evaluation.every else 0
@@ -50,18 +50,17 @@ class EpisodeRunner:
             async with open_browsers(config, sessions, name) as browsers:
                 rollout = config.rollout
                 lockstep = rollout.stepping == "lockstep"
-                pacing: SteppingMode = Lockstep(rollout.operation_timeout_seconds) if lockstep else FreeStepping()
-                yield cls(config, source, browsers, processor, pacing, states)
+                stepping: SteppingMode = Lockstep(rollout.operation_timeout_seconds) if lockstep else FreeStepping()
+                yield cls(config, source, browsers, processor, stepping, states)
         finally:
             source.close()
 
     async def run_episode(
-        self, responder: Generator, ticket: int, index: int, restart_epoch: int, deadline: Deadline | None = None
+        self, generator: Generator, ticket: int, index: int, restart_epoch: int, deadline: Deadline | None = None
     ) -> Trajectory:
-        """One try at an episode of a ticket's group. Without a browser it is masked, not raised.
+        """Run one try at an episode of a ticket's group. A missing browser masks it and does not raise.
 
-        `limit` may end it before its time. Raises JobFailed if the ticket's sampler state does not come, Stopped if the
-        job ends meanwhile.
+        `deadline` may end it early. Raises JobFailed if the ticket's sampler state is not published in time, JobEnded.
         """
         probabilities = None if self.sampler_states is None else await self.sampler_states.probabilities(ticket)
         task, started = self.task_source.training_task(self.config.run.seed, ticket, probabilities), time.monotonic()
@@ -69,16 +68,16 @@ class EpisodeRunner:
         scope = None
         try:
             async with AsyncExitStack() as stack:
-                async with deadline.scope(None) as scope:  # who gives sessions has a limit of its own
+                async with deadline.scope(None) as scope:  # the browser client has its own limit
                     session = await stack.enter_async_context(self.browsers.session())
-                pace = stack.enter_context(self.stepping.register_episode())
+                stepper = stack.enter_context(self.stepping.register_episode())
                 return await run_episode(
-                    responder, session, self.processor, task, self.config.rollout,
+                    generator, session, self.processor, task, self.config.rollout,
                     ticket=ticket, index=index, group_size=self.config.rollout.group_size, restart_epoch=restart_epoch,
-                    toolset=Toolset.from_config(self.config.browser), deadline=deadline, stepper=pace,
+                    toolset=Toolset.from_config(self.config.browser), deadline=deadline, stepper=stepper,
                 )  # fmt: skip
         except BrowserError as error:
-            log.warning("episode %d of ticket %d has no browser: %s", index, ticket, error)
+            log.warning("episode %d of ticket %d got no browser: %s", index, ticket, error)
             outcome = error.outcome
         except TimeoutError:
             if scope is None or not scope.expired():
@@ -87,13 +86,13 @@ class EpisodeRunner:
         return self._without_session(task, ticket, index, restart_epoch, outcome, time.monotonic() - started)
 
     def _without_session(
-        self, task: Task, ticket: int, index: int, incarnation: int, outcome: str, seconds: float
+        self, task: Task, ticket: int, index: int, restart_epoch: int, outcome: str, seconds: float
     ) -> Trajectory:
         return Trajectory(
             ticket=ticket,
             index=index,
             group_size=self.config.rollout.group_size,
-            restart_epoch=incarnation,
+            restart_epoch=restart_epoch,
             task=task,
             instruction=task.instruction or "",
             steps=(),

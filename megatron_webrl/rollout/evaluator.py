@@ -1,6 +1,6 @@
-"""A worker's part in evaluations: episodes of held-out tasks whose results are all that is kept of them.
+"""Evaluation episodes of a worker, on held-out tasks. Only their results are stored.
 
-They run beside the worker's groups, and enter neither the ring nor the accounting of training.
+They run concurrently with the worker's groups, and enter neither the ring nor the accounting of training.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ log = logging.getLogger(__name__)
 
 
 class FixedTemperature:
-    """The engine's answers at a temperature of the evaluation's own. Implements Responder."""
+    """Generates with the engine at the evaluation's temperature. Implements Generator."""
 
     def __init__(self, engine: VLLMEngine, temperature: float) -> None:
         self._engine, self._temperature = engine, temperature
 
     async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
-        """As Engine.respond."""
+        """See VLLMEngine.generate."""
         return await self._engine.generate(session, token_ids, images, self._temperature)
 
 
 class BlankImages:
-    """The answers of another responder to whom every screenshot is a white one of its size. Implements Responder."""
+    """Replaces every screenshot by a white image of its size for another generator. Implements Generator."""
 
-    def __init__(self, responder: Generator) -> None:
-        self._responder = responder
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
 
     async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
-        """As the other one. Raises GenerationError."""
-        return await self._responder.generate(session, token_ids, [_blank(*decode_image(data).size) for data in images])
+        """See the other generator. Raises GenerationError."""
+        return await self._generator.generate(session, token_ids, [_blank(*decode_image(data).size) for data in images])
 
 
 @functools.lru_cache(maxsize=16)
@@ -66,28 +66,33 @@ def _blank(width: int, height: int) -> bytes:
 
 
 async def run_evaluation_episode(
-    config: Config, episodes: EpisodeRunner, responder: Generator, request: EvaluationRequest, episode: int, life: str
+    config: Config,
+    runner: EpisodeRunner,
+    generator: Generator,
+    request: EvaluationRequest,
+    episode: int,
+    instance_id: str,
 ) -> EvaluationResult:
-    """Run an episode of an evaluation. What breaks it off is its outcome, not an error."""
+    """Run an episode of an evaluation. A fault becomes its outcome and does not raise."""
     index, sample = request.task_and_sample(episode)
-    task, started = episodes.task_source.held_out_task(index), time.monotonic()
+    task, started = runner.task_source.held_out_task(index), time.monotonic()
     trajectory: Trajectory | None = None
     try:
-        async with episodes.browsers.session() as session:
+        async with runner.browsers.session() as session:
             trajectory = await run_episode(
-                responder, session, episodes.processor, task, replace(config.rollout, temperature=request.temperature),
+                generator, session, runner.processor, task, replace(config.rollout, temperature=request.temperature),
                 ticket=index, index=sample, group_size=request.samples, restart_epoch=0,
                 toolset=Toolset.from_config(config.browser),
             )  # fmt: skip
         outcome = trajectory.outcome
     except BrowserError as error:
-        log.warning("sample %d of held-out task %d has no browser: %s", sample, index, error)
+        log.warning("sample %d of held-out task %d got no browser: %s", sample, index, error)
         outcome = error.outcome
-    return _result(task, index, sample, outcome, trajectory, time.monotonic() - started, life)
+    return _result(task, index, sample, outcome, trajectory, time.monotonic() - started, instance_id)
 
 
 def _result(
-    task: Task, index: int, sample: int, outcome: str, trajectory: Trajectory | None, seconds: float, life: str
+    task: Task, index: int, sample: int, outcome: str, trajectory: Trajectory | None, seconds: float, instance_id: str
 ) -> EvaluationResult:
     steps = trajectory.steps if trajectory is not None else ()
     versions = [version for step in steps for version in step.versions.tolist()]
@@ -103,74 +108,71 @@ def _result(
         response_tokens=sum(len(step.response_token_ids) for step in steps),
         seconds=seconds,
         versions=(min(versions), max(versions)) if versions else None,
-        worker=life,
+        worker=instance_id,
     )
 
 
 class Evaluator:
-    """Runs episodes of the evaluation that is asked for, as long as there are some. One event loop's."""
+    """Runs episodes of the requested evaluation while there are unclaimed ones. Belongs to one event loop."""
 
     def __init__(
-        self, config: Config, control: ControlClient, engine: VLLMEngine, episodes: EpisodeRunner, life: str
+        self, config: Config, control: ControlClient, engine: VLLMEngine, runner: EpisodeRunner, instance_id: str
     ) -> None:
-        """`life` names this life of the worker."""
-        self.config, self.control, self.engine, self.episode_runner, self.instance_id = (
-            config,
-            control,
-            engine,
-            episodes,
-            life,
-        )
+        self.config, self.control, self.engine = config, control, engine
+        self.episode_runner, self.instance_id = runner, instance_id
         self._request: EvaluationRequest | None = None
         self._running: set[asyncio.Task[None]] = set()
 
     @property
     def exclusive(self) -> bool:
-        """Whether an evaluation is asked for beside which nothing else may run."""
+        """Whether an evaluation is requested during which nothing else may run."""
         return self._request is not None and self._request.exclusive
 
     def status(self) -> str:
-        """For the live board; empty without an evaluation."""
+        """Text for the status line; empty without an evaluation."""
         if self._request is None:
             return ""
         return f", evaluation {self._request.kind}: {len(self._running)} episodes running"
 
     def poll(self) -> None:
-        """Take up what is asked for, and leave what is no longer. Never waits. Raises what an episode has raised."""
+        """Start episodes of the requested evaluation, cancel those of a finished one. Never waits.
+
+        Raises the error of a failed episode.
+        """
         self._raise_failed()
         request = evaluation_queue.current_request(self.control)
         if request != self._request:
-            for task in self._running:  # of an evaluation that is over
+            for task in self._running:  # of a finished evaluation
                 task.cancel()
             self._request = request
         if request is None or self.engine.partially_updated or self.engine.version < 0:
             return
         if request.exclusive and request.version != self.engine.version:
             return
-        while len(self._running) < self._slots and (
-            taken := evaluation_queue.claim_episode(self.control, request, self.instance_id)
+        while len(self._running) < self._max_episodes and (
+            claim := evaluation_queue.claim_episode(self.control, request, self.instance_id)
         ):
-            self._running.add(asyncio.create_task(self._run(request, *taken)))
+            self._running.add(asyncio.create_task(self._run(request, *claim)))
 
     async def close(self) -> None:
-        """Leave what still runs."""
+        """Cancel running episodes."""
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
 
     @property
-    def _slots(self) -> int:
+    def _max_episodes(self) -> int:
         rollout = self.config.rollout
         return rollout.groups_in_flight * rollout.group_size if self.exclusive else self.config.evaluation.concurrency
 
-    async def _run(self, request: EvaluationRequest, position: int, episode: int) -> None:
-        responder: Generator = FixedTemperature(self.engine, request.temperature)
+    async def _run(self, request: EvaluationRequest, slot: int, episode: int) -> None:
+        generator: Generator = FixedTemperature(self.engine, request.temperature)
         if request.kind == "blank_images":
-            responder = BlankImages(responder)
+            generator = BlankImages(generator)
         result = await run_evaluation_episode(
-            self.config, self.episode_runner, responder, request, episode, self.instance_id
+            self.config, self.episode_runner, generator, request, episode, self.instance_id
         )
-        evaluation_queue.submit_result(self.control, request, position, result)
+        evaluation_queue.submit_result(self.control, request, slot, result)
 
     def _raise_failed(self) -> None:
         for task in [task for task in self._running if task.done()]:
@@ -179,13 +181,13 @@ class Evaluator:
                 task.result()
 
 
-async def run_evaluation_worker(config: Config, control: ControlClient, worker: int, life: int) -> None:
-    """Evaluate the weights of model.path whenever asked, and do nothing else. Raises Stopped at the end of the job."""
+async def run_evaluation_worker(config: Config, control: ControlClient, worker: int, number: int) -> None:
+    """Evaluate the weights of model.path on request, without training. Raises JobEnded."""
     control.report_status("starting the engine")
-    engine = await VLLMEngine.start(config, worker, life)
+    engine = await VLLMEngine.start(config, worker, number)
     try:
-        async with EpisodeRunner.open(config, engine.processor, control.role) as episodes:
-            evaluator = Evaluator(config, control, engine, episodes, f"{control.role}.{life}")
+        async with EpisodeRunner.open(config, engine.processor, control.role) as runner:
+            evaluator = Evaluator(config, control, engine, runner, f"{control.role}.{number}")
             try:
                 while True:
                     control.check_job()

@@ -1,4 +1,4 @@
-"""What answers a prompt: a vLLM engine while training, a script while demonstrating."""
+"""The interface to a source of responses: the vLLM engine, or a scripted policy for demonstrations."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 class GenerationError(RuntimeError):
-    """The engine gave no usable answer; the episode is masked with outcome `engine_error`."""
+    """No usable response; the episode is masked with the outcome `engine_error`."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One response, token for token, with the prompt as the engine expanded it."""
+    """One response, and the prompt as the engine expanded it."""
 
     prompt_token_ids: np.ndarray  # int32 [prompt], image placeholders expanded
     response_token_ids: np.ndarray  # int32 [response], the end token included if it was produced
@@ -27,16 +27,14 @@ class Generation:
     image_grids: np.ndarray  # int32 [images, 3], patches (t, h, w)
     text: str  # response decoded, special tokens removed
     finish_reason: str  # "stop" or "length"
-    cached_prompt_tokens: int = (
-        0  # tokens of the prompt from the prefix cache; computing again after an update is not told
-    )
+    cached_prompt_tokens: int = 0  # prompt tokens from the prefix cache; later recomputation is not subtracted
 
 
 class Generator(Protocol):
-    """Answers one prompt. `session` is for responders that ask it for a demonstration."""
+    """Generates responses. A scripted generator asks `session` for a demonstration; others ignore it."""
 
     async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
-        """Answer the prompt `token_ids` (int32, one placeholder per image) with its encoded images.
+        """Generate a response to the prompt `token_ids` (int32, one placeholder per image) and its encoded images.
 
         Raises GenerationError.
         """

@@ -1,4 +1,4 @@
-"""One group while it runs: its episodes, their tries, and its end before time."""
+"""A running group: its episodes, their retries, and aborting it."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ log = logging.getLogger(__name__)
 RETRYABLE_OUTCOMES = frozenset(
     {"browser_error", "browser_crashed", "browser_timeout", "page_crashed", "lease_lost", "engine_error"}
 )
-"""Failures of the machinery that another try may not meet. Others say something about the page or the policy."""
+"""Faults of the infrastructure, which a retry may avoid. Other outcomes depend on the page or the policy."""
 
 
 class SupportsRunEpisode(Protocol):
-    """What runs one try at an episode: rollout.episodes.Episodes."""
+    """Runs one try at an episode, as EpisodeRunner does."""
 
     async def run_episode(
-        self, responder: Generator, ticket: int, index: int, restart_epoch: int, deadline: Deadline | None = None
+        self, generator: Generator, ticket: int, index: int, restart_epoch: int, deadline: Deadline | None = None
     ) -> Trajectory:
-        """The try's trajectory; a failure masks it and does not raise."""
+        """The try's trajectory; a fault masks it and does not raise."""
         ...
 
 
 class _Try:
-    """One try at an episode: the responder that its agent asks, its limit, and the oldest version it has used."""
+    """One try at an episode: its deadline and its oldest policy version. Implements Generator."""
 
-    def __init__(self, responder: Generator, seconds: float, requests: TimeWeightedGauge) -> None:
+    def __init__(self, generator: Generator, seconds: float, requests: TimeWeightedGauge) -> None:
         self.deadline = Deadline(seconds)
         self.oldest_version: int | None = None
-        self._responder, self._requests = responder, requests
+        self._generator, self._requests = generator, requests
 
     async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
-        """What the responder says, noted."""
+        """Generate, and record the oldest version."""
         with self._requests.track():
-            generation = await self._responder.generate(session, token_ids, images)
+            generation = await self._generator.generate(session, token_ids, images)
         versions = generation.versions.tolist()
         self.oldest_version = min(
             versions if self.oldest_version is None else [self.oldest_version, *versions], default=None
@@ -57,64 +57,68 @@ class _Try:
 class GroupRun:
     """The episodes of one ticket.
 
-    An episode that the machinery failed is tried again, rollout.retries times; a try that is replaced is not an
-    episode: it is counted by the trajectory that replaced it (Trajectory.tries, lost_tokens).
+    An episode with a retryable outcome is tried again, up to rollout.retries times. A replaced try is not an episode;
+    the trajectory of the last try counts it (Trajectory.tries, discarded_tokens).
     """
 
     def __init__(
-        self, episodes: SupportsRunEpisode, responder: Generator, ticket: int, restart_epoch: int, settings: RolloutConfig,
-        occupancy: EngineLoad,
-    ) -> None:  # fmt: skip
-        self.ticket, self.aborted = ticket, False
-        self._episodes, self._responder, self._incarnation = episodes, responder, restart_epoch
-        self._settings, self._occupancy = settings, occupancy
-        self._tries: dict[int, _Try] = {}  # by index; those under way and those that count
-        self.finished_episodes = 0  # episodes
+        self,
+        runner: SupportsRunEpisode,
+        generator: Generator,
+        ticket: int,
+        restart_epoch: int,
+        settings: RolloutConfig,
+        load: EngineLoad,
+    ) -> None:
+        self.ticket, self.aborted, self.finished_episodes = ticket, False, 0
+        self._runner, self._generator, self._restart_epoch = runner, generator, restart_epoch
+        self._settings, self._load = settings, load
+        self._tries: dict[int, _Try] = {}  # by episode index: running tries, and finished trainable ones
 
     @property
     def has_running_episodes(self) -> bool:
-        """Whether an episode of the group is under way."""
+        """Whether an episode of the group has not ended."""
         return self.finished_episodes < self._settings.group_size
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest policy version among the responses of the group that count so far."""
+        """The oldest policy version among the responses of running and trainable episodes; None: no response."""
         return min(
             (each.oldest_version for each in self._tries.values() if each.oldest_version is not None), default=None
         )
 
     async def run(self) -> list[Trajectory]:
-        """All trajectories, in the order of their indices. Raises what is no failure of a single episode."""
+        """Run all episodes; their trajectories by index. Raises errors that are not faults of a single episode."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 indices = range(self._settings.group_size)
                 running = [tasks.create_task(self._episode(index)) for index in indices]
-        except ExceptionGroup as group:  # the first one ended the others
+        except ExceptionGroup as group:  # the first error cancelled the other episodes
             raise group.exceptions[0] from None
         return [task.result() for task in running]
 
     def abort(self) -> None:
-        """End the episodes under way, masked as ABANDONED with their steps so far."""
+        """End running episodes, masked as ABORTED, with their steps so far."""
         self.aborted = True
         for each in self._tries.values():
             each.deadline.expire(ABORTED)
 
     async def _episode(self, index: int) -> Trajectory:
-        lost = 0
+        discarded_tokens = 0
         for number in range(1, self._settings.retries + 2):
-            attempt = _Try(self._responder, self._settings.episode_timeout_seconds, self._occupancy.requests)
+            attempt = _Try(self._generator, self._settings.episode_timeout_seconds, self._load.requests)
             self._tries[index] = attempt
             if self.aborted:
                 attempt.deadline.expire(ABORTED)
-            with self._occupancy.episodes.track():
-                trajectory = await self._episodes.run_episode(
-                    attempt, self.ticket, index, self._incarnation, attempt.deadline
+            with self._load.episodes.track():
+                trajectory = await self._runner.run_episode(
+                    attempt, self.ticket, index, self._restart_epoch, attempt.deadline
                 )
             if trajectory.outcome not in RETRYABLE_OUTCOMES or number > self._settings.retries:
                 break
-            log.info("episode %d of ticket %d is tried again after %s", index, self.ticket, trajectory.outcome)
-            lost += trajectory.response_tokens
+            log.info("retrying episode %d of ticket %d after %s", index, self.ticket, trajectory.outcome)
+            discarded_tokens += trajectory.response_tokens
         if not trajectory.trainable:
             del self._tries[index]
         self.finished_episodes += 1
-        return replace(trajectory, tries=number, discarded_tokens=lost)
+        return replace(trajectory, tries=number, discarded_tokens=discarded_tokens)

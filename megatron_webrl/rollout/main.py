@@ -1,4 +1,4 @@
-"""One rollout worker, from nothing to the pool."""
+"""Start one rollout worker: demonstrations, engine, browsers, then the pool."""
 
 from __future__ import annotations
 
@@ -23,53 +23,54 @@ from megatron_webrl.sampling.states import SamplerStateReader
 
 log = logging.getLogger(__name__)
 
-JOB_END_POLL_SECONDS = 1.0  # between looks whether the job has ended, while the engine starts
+JOB_END_POLL_SECONDS = 1.0  # while the engine starts
 
 
 def run(
     config: Config,
     control: ControlClient,
     worker: int,
-    place: NodeRing,
+    node_ring: NodeRing,
     only: str | None = None,
     nodes: Sequence[int] = (0,),
 ) -> None:
-    """Run one worker until the job has ended; raises Stopped if it ends before the pool has begun.
+    """Run one worker until the job ends. Raises JobEnded if it ends before the pool has started.
 
-    `nodes`: over which its engine lies, the worker's first; with several, part.py runs on the others.
+    `nodes`: the nodes of its engine, the worker's first; on each other one an engine follower runs.
     `only` = "weights": no browsers, no episodes, no ring; "evaluation": no trainer, no training episodes, no ring.
     """
     control.start_heartbeat()
-    life = control.register_instance()
-    log.info("life %d of this worker", life)
+    number = control.register_instance()
+    log.info("instance %d of this worker", number)
     try:
         if only == "weights":
-            asyncio.run(_take_weights(config, control, worker, life, nodes))
+            asyncio.run(_serve_weight_check(config, control, worker, number, nodes))
         elif only == "evaluation":
-            asyncio.run(run_evaluation_worker(config, control, worker, life))
+            asyncio.run(run_evaluation_worker(config, control, worker, number))
         else:
-            with open_node_ring(config, control, place, first_instance=life == 1) as ring:
-                asyncio.run(_run(config, control, worker, life, ring, nodes))
+            with open_node_ring(config, control, node_ring, first_instance=number == 1) as ring:
+                asyncio.run(_run(config, control, worker, number, ring, nodes))
     finally:
         control.close()
 
 
 async def _run(
-    config: Config, control: ControlClient, worker: int, life: int, ring: Ring, nodes: Sequence[int]
+    config: Config, control: ControlClient, worker: int, number: int, ring: Ring, nodes: Sequence[int]
 ) -> None:
-    name = f"rollout-{worker}.{life}"
+    instance_id = f"rollout-{worker}.{number}"
     demonstrations = asyncio.create_task(_demonstrate(config, control, worker))
     engine = None
     try:
-        engine = await _start_engine(config, control, worker, life, nodes)
+        engine = await _start_engine(config, control, worker, number, nodes)
         await demonstrations
         states = SamplerStateReader.from_config(config, control)
-        async with EpisodeRunner.open(config, engine.processor, control.role, states) as episodes:
-            refresh = WeightClient(config, control, engine, worker, name)
-            evaluator = Evaluator(config, control, engine, episodes, name)
-            await RolloutPool(config, control, ring, engine, episodes, refresh, evaluator, name).run()
+        async with EpisodeRunner.open(config, engine.processor, control.role, states) as runner:
+            weights = WeightClient(config, control, engine, worker, instance_id)
+            evaluator = Evaluator(config, control, engine, runner, instance_id)
+            await RolloutPool(config, control, ring, engine, runner, weights, evaluator, instance_id).run()
     except JobEnded:
-        control.put_json(f"final_counts/rollout-{worker}", {"instance_id": name, "finished": 0, "unwritten": 0})
+        counts = {"instance_id": instance_id, "finished": 0, "unwritten": 0}
+        control.put_json(f"final_counts/rollout-{worker}", counts)
         raise
     finally:
         demonstrations.cancel()
@@ -77,19 +78,21 @@ async def _run(
             await engine.close()
 
 
-async def _take_weights(config: Config, control: ControlClient, worker: int, life: int, nodes: Sequence[int]) -> None:
-    """Take whatever weights are offered. Raises Stopped at the end of the job."""
-    engine = await _start_engine(config, control, worker, life, nodes)
+async def _serve_weight_check(
+    config: Config, control: ControlClient, worker: int, number: int, nodes: Sequence[int]
+) -> None:
+    """Take offered weights, and report on the version to be checked. Raises JobEnded."""
+    engine = await _start_engine(config, control, worker, number, nodes)
     try:
-        refresh = WeightClient(config, control, engine, worker, f"rollout-{worker}.{life}")
-        told = False
+        weights = WeightClient(config, control, engine, worker, f"rollout-{worker}.{number}")
+        reported = False
         while True:
             control.check_job(("trainer-0",), config.trainer_grace_seconds)
-            await refresh.poll()
-            if control.get_json("weights/check_version") == engine.version and not told:
-                found = {"load_paths": await engine.weight_load_paths(), "checksums": await engine.weight_checksums()}
-                control.put_json(f"weights/check_report/rollout-{worker}", found)
-                told = True
+            await weights.poll()
+            if control.get_json("weights/check_version") == engine.version and not reported:
+                report = {"load_paths": await engine.weight_load_paths(), "checksums": await engine.weight_checksums()}
+                control.put_json(f"weights/check_report/rollout-{worker}", report)
+                reported = True
             control.report_status(f"version {engine.version}" if engine.version >= 0 else "waiting for weights")
             await asyncio.sleep(POLL_SECONDS)
     finally:
@@ -97,28 +100,28 @@ async def _take_weights(config: Config, control: ControlClient, worker: int, lif
 
 
 async def _start_engine(
-    config: Config, control: ControlClient, worker: int, life: int, nodes: Sequence[int]
+    config: Config, control: ControlClient, worker: int, number: int, nodes: Sequence[int]
 ) -> VLLMEngine:
-    """Raises Stopped or JobFailed if the job ends meanwhile."""
-    started, parts = time.monotonic(), None
+    """Start the engine, with its followers. Raises JobEnded or JobFailed if the job ends meanwhile."""
+    started, followers = time.monotonic(), None
     if len(nodes) > 1:
-        control.report_status(f"waiting for the parts of the engine on nodes {', '.join(map(str, nodes[1:]))}")
-        parts = await EngineFollowers.start(config, control, worker, life, nodes)
+        control.report_status(f"waiting for the engine's followers on nodes {', '.join(map(str, nodes[1:]))}")
+        followers = await EngineFollowers.start(config, control, worker, number, nodes)
     control.report_status("starting the engine")
-    starting = asyncio.create_task(VLLMEngine.start(config, worker, life, parts))
+    starting = asyncio.create_task(VLLMEngine.start(config, worker, number, followers))
     try:
         while not (await asyncio.wait({starting}, timeout=JOB_END_POLL_SECONDS))[0]:
             if control.job_end() is not None:
                 control.check_job()
     finally:
-        starting.cancel()  # which does nothing to one that is done
+        starting.cancel()  # no effect on a finished task
     engine = await starting
     log.info("engine started in %.1f s", time.monotonic() - started)
     return engine
 
 
 async def _demonstrate(config: Config, control: ControlClient, worker: int) -> None:
-    """Make the demonstrations of a fresh run while the engine starts; the first worker makes them for all."""
+    """Record the demonstrations of a fresh run while the engine starts; only the first worker does."""
     count = config.trainer.warm_start.demonstrations
     if worker != 0 or not count or config.run.resume or control.get_json("demonstrations/ready"):
         return

@@ -1,4 +1,4 @@
-"""The words of a prompt. Text from pages and from the policy itself comes in neutralised."""
+"""The texts of a prompt. Text of pages and of the policy must already be escaped."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.rollout.actions import describe_action, format_tool_call
 from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
+from megatron_webrl.system.text import shorten
 from megatron_webrl.types import Action, Element, OpenTab, Scroll
 
 MAX_ELEMENT_CHARS = 400
-"""Characters of the line of one element; a list of long options is cut."""
+"""Limit of one element's line; long lists of options are cut."""
 
 MAX_ELEMENT_LIST_CHARS = 12_000
-"""Characters of the list of elements: a page must not push the task out of the prompt. The rest is only counted."""
+"""Limit of the element list, so that a page cannot push the task out of the prompt; the rest is only counted."""
 
 _ROLE = (
     "You are a web agent. You see a screenshot of a page and act on it with the tool until the task is done. "
@@ -38,25 +39,25 @@ _FORMATS = {
 
 
 def system_message(settings: ContextConfig, toolset: Toolset = COORDINATE_TOOLSET) -> str:
-    """The tool and the form of an answer."""
+    """The system message: tool and response format."""
     if settings.compact:
         return f"<tools>{toolset.compact_schema}</tools>"
     return f"{_ROLE}\n\n<tools>\n{json.dumps(toolset.schema)}\n</tools>\n\n{_FORMATS[settings.response_format]}"
 
 
 def format_response(action: Action, settings: ContextConfig, toolset: Toolset = COORDINATE_TOOLSET) -> str:
-    """An answer with this action in the configured form, as a demonstration gives it."""
+    """A response with this action in the configured format, as demonstrations use it."""
     call = format_tool_call(action, toolset)
     if settings.compact or settings.response_format == "bare":
         return call
-    words = describe_action(action)
+    description = describe_action(action)
     if settings.response_format == "progress":
-        return f'Progress: {{"done": [], "open": []}}\nIntention: Do the task.\nAction: {words}\n{call}'
-    return f"Thought: The next step is {words}.\nAction: {words}\n{call}"
+        return f'Progress: {{"done": [], "open": []}}\nIntention: Do the task.\nAction: {description}\n{call}'
+    return f"Thought: The next step is {description}.\nAction: {description}\n{call}"
 
 
 def task_text(instruction: str, start_page: str, omitted: int, history: list[str], compact: bool) -> str:
-    """Task, start page, and the summary of earlier steps, of which the first `omitted` are only counted."""
+    """Task, start page and history of earlier steps, of which the first `omitted` are only counted."""
     lines = [f"Task: {instruction}"]
     if not compact:
         lines.append(f"Start page: {start_page}")
@@ -73,17 +74,17 @@ def history_line(step: int, title: str, did: str, effect: str) -> str:
 
 
 def compact_history_line(step: int, did: str, effect: str) -> str:
-    """One earlier step, for small models."""
+    """One earlier step in the compact form for small models."""
     return f"Step {step}: {did} -> {effect}"
 
 
 def step_result_text(effect: str, title: str, url: str, compact: bool) -> str:
-    """What stands before the screenshot that followed an answer."""
+    """The result of a step, which precedes the next screenshot."""
     return f"{effect}\n" if compact else f"Result: {effect}\nPage: [{title}] {url}\n"
 
 
 def page_state_text(elements: Sequence[Element], tabs: Sequence[OpenTab], scroll: Scroll | None) -> str:
-    """What is told of the current screenshot, and only of it: its numbers mean nothing later."""
+    """Tabs, scroll position and numbered elements of the current screenshot; the numbers are valid only for it."""
     lines = []
     if tabs:
         lines.append("Tabs:")
@@ -92,24 +93,23 @@ def page_state_text(elements: Sequence[Element], tabs: Sequence[OpenTab], scroll
         lines.append(f"Scrolled to {scroll.y} of {scroll.page_height} pixels")
     if elements:
         lines.append("Elements:")
-        lines += _within(MAX_ELEMENT_LIST_CHARS, list(map(element_line, elements)))
+        lines += _first_lines(MAX_ELEMENT_LIST_CHARS, list(map(element_line, elements)))
     return "".join(f"{line}\n" for line in lines)
 
 
 def element_line(element: Element) -> str:
     """One numbered element: `[3] combobox "Size", value "M", options "S", "M" (focused)`."""
-    words = f"[{element.id}] {element.role} {_quoted(element.name)}"
+    line = f"[{element.id}] {element.role} {_quoted(element.name)}"
     if element.value:
-        words += f", value {_quoted(element.value)}"
+        line += f", value {_quoted(element.value)}"
     if element.options:
-        words += f", options {', '.join(map(_quoted, element.options))}"
-    if len(words) > MAX_ELEMENT_CHARS:
-        words = words[: MAX_ELEMENT_CHARS - 3] + "..."
-    return f"{words} ({', '.join(element.states)})" if element.states else words
+        line += f", options {', '.join(map(_quoted, element.options))}"
+    line = shorten(line, MAX_ELEMENT_CHARS)
+    return f"{line} ({', '.join(element.states)})" if element.states else line
 
 
-def _within(limit: int, lines: list[str]) -> list[str]:
-    """The first lines, of `limit` characters together, and how many more there are."""
+def _first_lines(limit: int, lines: list[str]) -> list[str]:
+    """The first lines, up to `limit` characters in total, then the number of omitted lines."""
     kept, length = 0, 0
     while kept < len(lines) and length + len(lines[kept]) <= limit:
         length += len(lines[kept]) + 1

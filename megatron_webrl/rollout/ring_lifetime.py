@@ -1,4 +1,4 @@
-"""The ring of a node, held by the rollout processes there for as long as the job lasts."""
+"""Create the ring of a node, and remove it at the end of the job."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def open_node_ring(config: Config, control: ControlClient, place: NodeRing, first_instance: bool) -> Iterator[Ring]:
-    """The node's ring, made if it is not there; at the job's end its name goes. `first`: in this role's first life.
+def open_node_ring(config: Config, control: ControlClient, node_ring: NodeRing, first_instance: bool) -> Iterator[Ring]:
+    """Create or attach the node's ring, and unlink it if the job ends.
 
-    A role that ends alone leaves it: the trainer, which is attached, still finds what is in it.
+    The first instance of a role removes rings of earlier jobs. A role that ends alone leaves the ring, because the
+    trainer still reads its records.
     """
-    if first_instance and (left := place.sweep_segments(config.run.name)):
-        log.info("removed what an earlier job had left: %s", ", ".join(left))
-    with place.create_or_attach(config.ring.capacity_mib * 2**20) as ring:
+    if first_instance and (removed := node_ring.sweep_segments(config.run.name)):
+        log.info("removed rings of an earlier job: %s", ", ".join(removed))
+    with node_ring.create_or_attach(config.ring.capacity_mib * 2**20) as ring:
         ended = True
         try:
             yield ring
@@ -37,7 +38,7 @@ def open_node_ring(config: Config, control: ControlClient, place: NodeRing, firs
 
 
 def _has_ended(control: ControlClient) -> bool:
-    """Whether the whole job has ended, not this role alone. Without a control plane: unknown, so no."""
+    """Whether the job has ended, not only this role. False if the control plane does not answer."""
     try:
         return control.job_end() is not None
     except JobFailed:

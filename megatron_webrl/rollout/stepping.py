@@ -1,4 +1,4 @@
-"""When agents generate: each as soon as it can, or all of a worker in step."""
+"""When agents generate: each as soon as it can, or all agents of a worker in lockstep."""
 
 from __future__ import annotations
 
@@ -18,59 +18,57 @@ log = logging.getLogger(__name__)
 
 
 class EpisodeStepper(Protocol):
-    """Of one episode."""
+    """Delays the generations of one episode."""
 
     def generation_phase(self) -> AbstractAsyncContextManager[None]:
-        """Around one generation: entering waits until it may begin, leaving until the agent may act."""
+        """Context of one generation: entering waits until it may begin, leaving until the agent may act."""
         ...
 
 
 class SteppingMode(Protocol):
-    """Of all episodes of a worker."""
+    """Coordinates the episodes of a worker."""
 
     def register_episode(self) -> AbstractContextManager[EpisodeStepper]:
-        """From before the reset to the end of one episode."""
+        """Context of one episode, from before the reset to its end."""
         ...
 
 
 class FreeStepping:
-    """Nobody waits for anybody (rollout.stepping=free)."""
+    """Episodes do not wait for each other (rollout.stepping=free)."""
 
     def generation_phase(self) -> AbstractAsyncContextManager[None]:
-        """Nothing."""
+        """A context without effect."""
         return nullcontext()
 
     def register_episode(self) -> AbstractContextManager[EpisodeStepper]:
-        """The same for every episode."""
+        """Return this object for every episode."""
         return nullcontext(self)
 
 
 class Lockstep:
     """Rounds of a worker's episodes: all generate, then all act (rollout.stepping=lockstep).
 
-    A round begins once every episode waits for it, and takes all of them in; nobody acts before the last of the round
-    has its answer. An episode that ends or breaks off leaves. One that starts while a round runs is waited for before
-    the next.
+    A round begins once every episode waits for it. No episode acts before all episodes of the round have their
+    responses. An episode that ends leaves the round; the next round waits for an episode that starts during a round.
 
         a  reset | generate ....... | act    | generate ... | act
         b  reset | generate .. wait | act .. | generate ... | act
         c              reset, wait  .  wait  | generate .   wait | act
 
-    Whoever has waited `seconds` for the others goes on without those that are missing; they come in with the next
-    round.
+    After a wait of `timeout_seconds` an episode continues without the missing ones, which join the next round.
     """
 
-    def __init__(self, seconds: float) -> None:
-        """`seconds`: the limit of one wait."""
-        self._seconds = seconds
-        self._members: set[_Member] = set()  # episodes under way
-        self._round: set[_Member] = set()  # who still generates
+    def __init__(self, timeout_seconds: float) -> None:
+        """`timeout_seconds` limits one wait."""
+        self._timeout_seconds = timeout_seconds
+        self._members: set[_Member] = set()  # running episodes
+        self._round: set[_Member] = set()  # episodes that still generate
         self._entering: dict[_Member, asyncio.Future[None]] = {}
         self._leaving: dict[_Member, asyncio.Future[None]] = {}
 
     @contextmanager
     def register_episode(self) -> Iterator[EpisodeStepper]:
-        """A member from here to the end of the episode."""
+        """Add a member until the end of the context."""
         member = _Member(self)
         self._members.add(member)
         try:
@@ -84,29 +82,35 @@ class Lockstep:
         began = self._entering[member] = asyncio.get_running_loop().create_future()
         try:
             self._advance()
-            while not await _done(began, self._seconds):
+            while not await _done(began, self._timeout_seconds):
                 if not self._round and not self._leaving:
                     missing = len(self._members) - len(self._entering)
-                    log.warning("a round begins without %d episodes that are not back in %g s", missing, self._seconds)
+                    log.warning(
+                        "starting a round without %d episodes, which did not finish their actions within %g s",
+                        missing,
+                        self._timeout_seconds,
+                    )
                     self._begin()
         finally:
             self._entering.pop(member, None)
 
     async def wait_for_round_end(self, member: _Member) -> None:
-        """Wait for the rest of the round to have its answers."""
+        """Wait until all episodes of the round have their responses."""
         over = self._leaving[member] = asyncio.get_running_loop().create_future()
         try:
             self.stop_generating(member)
-            if not await _done(over, self._seconds):
+            if not await _done(over, self._timeout_seconds):
                 log.warning(
-                    "an episode acts before %d others have their answers in %g s", len(self._round), self._seconds
+                    "an episode acts before %d other episodes, which have no response within %g s",
+                    len(self._round),
+                    self._timeout_seconds,
                 )
         finally:
             self._leaving.pop(member, None)
             self._advance()
 
     def stop_generating(self, member: _Member) -> None:
-        """The member does not generate any more."""
+        """Remove the member from the episodes that generate."""
         self._round.discard(member)
         self._advance()
 
@@ -126,7 +130,7 @@ class Lockstep:
 
 
 class _Member:
-    """One episode in a Lockstep."""
+    """One episode of a Lockstep."""
 
     def __init__(self, lockstep: Lockstep) -> None:
         self._lockstep = lockstep
@@ -147,7 +151,7 @@ def _resolve(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-async def _done(future: asyncio.Future[None], seconds: float) -> bool:
-    """Whether the future comes within the limit."""
-    await asyncio.wait((future,), timeout=seconds)
+async def _done(future: asyncio.Future[None], timeout_seconds: float) -> bool:
+    """Whether the future completes within the limit."""
+    await asyncio.wait((future,), timeout=timeout_seconds)
     return future.done()

@@ -1,4 +1,4 @@
-"""The tools that a policy may be given: `computer_use` by coordinates, `web_interaction` by numbered elements."""
+"""The two tools of a policy: `computer_use` with coordinates, `web_interaction` with numbered elements."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megatron_webrl.types import COORDINATE_ACTION_KINDS, COORDINATE_RANGE, MARK
 ARGUMENT_ORDER = (
     "element_id", "coordinate", "end_element_id", "end_coordinate", "text", "direction", "time", "url", "tab",
 )  # fmt: skip
-"""The order of arguments in the wire form."""
+"""The order of arguments in a tool call."""
 
-# Arguments of each kind beside "action": required, optional. A place is a coordinate or an element.
+# Arguments of each kind except "action": required, optional. A place is a coordinate or an element.
 _ARGUMENTS: dict[ActionKind, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "left_click": (("place",), ()),
     "click": (("place",), ()),
@@ -57,36 +57,36 @@ _MEANINGS: dict[ActionKind, str] = {
 
 @dataclass(frozen=True)
 class Toolset:
-    """One of the two tools, with the further actions that are enabled."""
+    """One of the two tools, with the extra actions that are enabled."""
 
     marks: bool = False
     extra_actions: tuple[ActionKind, ...] = ()
 
     @classmethod
     def from_config(cls, settings: BrowserConfig) -> Toolset:
-        """What browser sessions with these settings can do."""
+        """The toolset of browser sessions with these settings."""
         return cls(settings.marks, cast(tuple[ActionKind, ...], tuple(settings.actions)))
 
     @property
     def tool_name(self) -> str:
-        """Of the tool, as calls name it."""
+        """The name of the tool in calls."""
         return "web_interaction" if self.marks else "computer_use"
 
     @property
     def action_kinds(self) -> tuple[ActionKind, ...]:
-        """All actions, each once."""
+        """All action kinds, each once."""
         return tuple(
             dict.fromkeys((*(MARK_ACTION_KINDS if self.marks else COORDINATE_ACTION_KINDS), *self.extra_actions))
         )
 
     def argument_names(self, kind: ActionKind) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of an action's arguments: required, optional."""
+        """The names of an action's arguments: required, optional."""
         required, optional = _ARGUMENTS[kind]
         return tuple(map(self._named, required)), tuple(map(self._named, optional))
 
     @property
     def compact_schema(self) -> str:
-        """What a small model is told instead of the schema; it learns the arguments from demonstrations."""
+        """A replacement of the schema for small models, which learn the arguments from demonstrations."""
         return f"{self.tool_name}: {', '.join(self.action_kinds)}"
 
     @property

@@ -11,6 +11,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.farm.http_service import ListenAddress
 from megatron_webrl.farm.server.server_main import BrowserServerOptions, run_server
+from megatron_webrl.system.network import own_address
 
 
 def serve_browsers(path: str, overrides: list[str], router: str, port: int, nodes: int) -> int:
@@ -41,8 +42,6 @@ def local_address_towards(url: str) -> str:
     """The address of this machine on the way to a URL. Raises ConfigError for a URL without a host that is known."""
     parts = urlsplit(url)
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
-            probe.connect((parts.hostname or "", parts.port or 80))
-            return str(probe.getsockname()[0])
+        return own_address(parts.hostname or "", parts.port or 80, socket.AF_INET)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--router={url}: {error}; give an address such as http://node7:8700") from error

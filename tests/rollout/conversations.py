@@ -1,4 +1,4 @@
-"""What tests of contexts share: observations, answers, and a prompt read back from its tokens."""
+"""Helpers of context tests: observations, responses, and decoding a prompt from its tokens."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ def screenshot(shade: int = 0) -> bytes:
     return buffer.getvalue()
 
 
-def seen(shade: int = 0, title: str = "Page", changed: bool = True, error: str | None = None) -> Observation:
-    """What follows a step."""
+def observation_of(shade: int = 0, title: str = "Page", changed: bool = True, error: str | None = None) -> Observation:
+    """The observation after a step."""
     return Observation(screenshot(shade), "http://a.localhost/b", title, changed, error=error)
 
 
 def numbered(shade: int, name: str, title: str = "Shop", elements: int = 1) -> Observation:
-    """An observation with elements, two tabs and a position, all of whose text is the page's."""
+    """An observation with elements, two tabs and a scroll position, all with the same text."""
     listed = tuple(
         Element(number, "combobox", name, (1, 2, 30, 40), name, ("focused", "required"), (name, "M"))
         for number in range(1, elements + 1)
     )
     tabs = (OpenTab(title, f"http://a/{title}", False), OpenTab(title, "http://b", True))
-    return replace(seen(shade, title), elements=listed, tabs=tabs, scroll=Scroll(0, 250, 5000))
+    return replace(observation_of(shade, title), elements=listed, tabs=tabs, scroll=Scroll(0, 250, 5000))
 
 
-def said(processor: Processor, text: str, tokens: np.ndarray | None = None) -> Generation:
-    """An answer: `text` as the engine would have produced it, or these tokens."""
+def response_of(processor: Processor, text: str, tokens: np.ndarray | None = None) -> Generation:
+    """A response: `text` as the engine would have generated it, or these tokens."""
     answer = scripted_generation(processor, np.zeros(0, np.int32), (), text)
     return answer if tokens is None else replace(answer, response_token_ids=tokens)
 
 
 def turns(processor: Processor, prompt: Prompt) -> list[tuple[str, str]]:
-    """Role and text of each turn as the tokens say it, <IMAGE> for a screenshot; the last one is to be answered."""
+    """Role and text of each turn, decoded from the tokens, with <IMAGE> for a screenshot; the last turn is open."""
     text = processor.tokenizer.decode(prompt.token_ids.tolist(), clean_up_tokenization_spaces=False)
-    *said, opening = text.split("<|im_start|>")[1:]
+    *closed, opening = text.split("<|im_start|>")[1:]
     assert opening == "assistant\n"
     result = []
-    for turn in said:
+    for turn in closed:
         role, _, body = turn.partition("\n")
         assert body.endswith("<|im_end|>\n")
-        shown = body.removesuffix("<|im_end|>\n").replace("<|vision_start|><|image_pad|><|vision_end|>", "<IMAGE>")
-        result.append((role, shown))
+        text = body.removesuffix("<|im_end|>\n").replace("<|vision_start|><|image_pad|><|vision_end|>", "<IMAGE>")
+        result.append((role, text))
     return result
 
 
@@ -65,7 +65,7 @@ def texts(processor: Processor, prompt: Prompt) -> list[str]:
 
 
 def expanded(processor: Processor, context: PromptContext, prompt: Prompt) -> np.ndarray:
-    """The prompt as the engine sees it."""
+    """The prompt with expanded image placeholders."""
     return processor.expand_image_tokens(
         prompt.token_ids, processor.grids([context.screenshots[i] for i in prompt.image_indices])
     )

@@ -1,4 +1,4 @@
-"""Actions as text and text as actions."""
+"""Formatting actions as tool calls, and parsing tool calls."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CHORDS = st.sampled_from(["Enter", "a", "+", "Control+a", "Control+Shift++", "Al
 
 @st.composite
 def toolsets_and_actions(draw: st.DrawFn) -> tuple[Toolset, Action]:
-    """Any action of either tool with any arguments that its kind takes."""
+    """Any action of either tool with any valid arguments."""
     toolset = draw(st.sampled_from([EVERYTHING, MARKS]))
     kind = draw(st.sampled_from(toolset.action_kinds))
     numbers = st.integers(1, 1000)
@@ -48,9 +48,9 @@ def toolsets_and_actions(draw: st.DrawFn) -> tuple[Toolset, Action]:
         "tab": numbers,
     }  # fmt: skip
     required, optional = toolset.argument_names(kind)
-    given = {name: draw(values[name]) for name in required}
-    given |= {name: draw(st.none() | values[name]) for name in optional}
-    return toolset, Action(kind, **given)
+    chosen = {name: draw(values[name]) for name in required}
+    chosen |= {name: draw(st.none() | values[name]) for name in optional}
+    return toolset, Action(kind, **chosen)
 
 
 def wrapped(body: str) -> str:
@@ -63,20 +63,20 @@ def call(name: str = "computer_use", **arguments: object) -> str:
 
 @given(ACTIONS)
 @example(Action("type", text="<think>not thinking"))
-def test_every_action_survives_rendering_and_parsing(action: Action) -> None:
+def test_every_action_survives_formatting_and_parsing(action: Action) -> None:
     if "<think>" in (action.text or ""):
-        return  # an opened thinking block swallows the rest: the policy has to do without these words
+        return  # an unclosed thinking block removes the rest of the text
     assert parse_tool_call(f"Thought: so be it.\n{format_tool_call(action)}") == (action, None)
 
 
 @given(toolsets_and_actions())
-def test_every_action_of_either_tool_survives_rendering_and_parsing(drawn: tuple[Toolset, Action]) -> None:
+def test_every_action_of_either_tool_survives_formatting_and_parsing(drawn: tuple[Toolset, Action]) -> None:
     toolset, action = drawn
     assert parse_tool_call(format_tool_call(action, toolset), toolset) == (action, None)
     assert describe_action(action).startswith(action.kind)
 
 
-def test_a_tool_knows_only_its_own_name_places_and_enabled_actions() -> None:
+def test_a_toolset_accepts_only_its_own_name_places_and_enabled_actions() -> None:
     click = Action("click", element_id=7)
     assert format_tool_call(click, MARKS) == wrapped(
         '{"name": "web_interaction", "arguments": {"action": "click", "element_id": 7}}'
@@ -108,12 +108,12 @@ def test_an_element_is_a_whole_number_from_one(number: object) -> None:
 
 
 @pytest.mark.parametrize("text", ["Enter", "Control+a", "Control+Shift+Tab", "+", "Control++", "ArrowUp", "F1"])
-def test_keys_go_by_names_and_modifiers(text: str) -> None:
+def test_keys_are_names_and_modifiers(text: str) -> None:
     assert is_key_chord(text)
 
 
 @pytest.mark.parametrize("text", ["", "ab", "enter", "Ctrl+a", "a+Control", "Control+Control+a", "Control+", "é"])
-def test_other_names_of_keys_are_a_format_error(text: str) -> None:
+def test_unknown_key_names_are_a_format_error(text: str) -> None:
     assert not is_key_chord(text)
     assert parse_tool_call(call(action="key", text=text), EVERYTHING) == (None, "bad_key")
 
@@ -145,7 +145,7 @@ VALUES = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(["action", "coordinate", "text", "direction", "time", "url", "x"]), VALUES))
-def test_no_arguments_make_the_parser_raise_and_what_it_accepts_it_can_render(arguments: dict[str, object]) -> None:
+def test_no_arguments_make_the_parser_raise_and_accepted_ones_can_be_formatted(arguments: dict[str, object]) -> None:
     action, error = parse_tool_call(call(**arguments))
     assert (action is None) != (error is None)
     if action is not None:
@@ -153,7 +153,7 @@ def test_no_arguments_make_the_parser_raise_and_what_it_accepts_it_can_render(ar
         assert describe_action(action).startswith(action.kind)
 
 
-def test_keys_have_one_order() -> None:
+def test_arguments_have_a_fixed_order() -> None:
     action = Action("type", coordinate=(20, 1000), text='say "ü"')
     assert format_tool_call(action) == wrapped(
         '{"name": "computer_use", "arguments": {"action": "type", "coordinate": [20, 1000], "text": "say \\"ü\\""}}'
@@ -242,7 +242,7 @@ def test_a_coordinate_is_two_integers_in_range(coordinate: object) -> None:
         (MARKS, (*MARK_ACTION_KINDS, *OPTIONAL_ACTION_KINDS[1:])),
     ],
 )
-def test_the_schema_tells_every_action_and_argument(toolset: Toolset, kinds: tuple[str, ...]) -> None:
+def test_the_schema_contains_every_action_and_argument(toolset: Toolset, kinds: tuple[str, ...]) -> None:
     parameters = toolset.schema["function"]["parameters"]
     assert tuple(parameters["properties"]["action"]["enum"]) == toolset.action_kinds == kinds
     assert all(f"{kind}: " in parameters["properties"]["action"]["description"] for kind in kinds)
@@ -251,7 +251,7 @@ def test_the_schema_tells_every_action_and_argument(toolset: Toolset, kinds: tup
     assert used <= set(ARGUMENT_ORDER)
 
 
-def test_a_description_is_a_few_words() -> None:
+def test_a_description_is_short() -> None:
     assert describe_action(Action("left_click", coordinate=(5, 6))) == "left_click [5, 6]"
     assert describe_action(Action("type", coordinate=(5, 6), text="a\nb")) == 'type "a\\nb" at [5, 6]'
     assert describe_action(Action("scroll", direction="up")) == "scroll up"

@@ -1,4 +1,4 @@
-"""Episodes in a real browser, answered by scripts."""
+"""Episodes in a real browser, with scripted responses."""
 
 from __future__ import annotations
 
@@ -52,24 +52,25 @@ async def browsers() -> AsyncIterator[BrowserClient]:
 
 @dataclass
 class Answers:
-    """Gives fixed answers one after the other, then what the oracle says. An exception among them is raised."""
+    """Gives fixed responses in turn, then those of the scripted policy. Raises an exception among them."""
 
     processor: Processor
     answers: list[str | Exception]
-    asked: list[str] = field(default_factory=list)  # decoded prompts
+    prompts: list[str] = field(default_factory=list)  # decoded prompts
 
     async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
-        self.asked.append(self.processor.decode(token_ids))
-        oracle = ScriptedGenerator(self.processor, SETTINGS.context, SETTINGS.max_new_tokens)
+        self.prompts.append(self.processor.decode(token_ids))
+        script = ScriptedGenerator(self.processor, SETTINGS.context, SETTINGS.max_new_tokens)
         if not self.answers:
-            return await oracle.generate(session, token_ids, images)
+            return await script.generate(session, token_ids, images)
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
         response, grids = self.processor.encode_response(answer), self.processor.grids(images)
         empty = np.zeros(len(response))
         return Generation(
-            self.processor.expand_image_tokens(token_ids, grids), response, empty.astype(np.float32), empty.astype(np.int32),
+            self.processor.expand_image_tokens(token_ids, grids), response,
+            empty.astype(np.float32), empty.astype(np.int32),
             grids, answer, "stop",
         )  # fmt: skip
 
@@ -79,15 +80,15 @@ def task(environment: str = "click-test", max_steps: int = 3) -> Task:
 
 
 async def episode(
-    browsers: BrowserClient, processor: Processor, responder: Generator, task: Task, settings: RolloutConfig = SETTINGS
+    browsers: BrowserClient, processor: Processor, generator: Generator, task: Task, settings: RolloutConfig = SETTINGS
 ) -> Trajectory:
     async with browsers.session() as session:
         return await run_episode(
-            responder, session, processor, task, settings, ticket=7, index=1, group_size=4, restart_epoch=2
+            generator, session, processor, task, settings, ticket=7, index=1, group_size=4, restart_epoch=2
         )
 
 
-async def test_a_solved_task_is_a_success_with_all_that_training_needs(
+async def test_a_solved_task_is_a_success_with_all_data_for_training(
     browsers: BrowserClient, processor: Processor
 ) -> None:
     trajectory = await episode(browsers, processor, Answers(processor, []), task("enter-text"))
@@ -130,7 +131,7 @@ async def test_an_agent_acts_by_numbered_elements(processor: Processor) -> None:
             ticket=7, index=1, group_size=4, restart_epoch=2, toolset=toolset,
         )  # fmt: skip
     assert (trajectory.outcome, len(trajectory.steps)) == ("success", 1)
-    assert "<tools>web_interaction: click, type, hover" in answers.asked[0]
+    assert "<tools>web_interaction: click, type, hover" in answers.prompts[0]
     assert trajectory.images[0].startswith(b"RIFF")
     assert decode_trajectory(b"".join(encode_trajectory(trajectory))).steps[0].action == trajectory.steps[0].action
 
@@ -143,7 +144,9 @@ async def test_special_tokens_in_a_response_are_a_format_error(browsers: Browser
     assert trajectory.outcome == "failure"
 
 
-async def test_a_format_error_is_told_and_the_episode_goes_on(browsers: BrowserClient, processor: Processor) -> None:
+async def test_a_format_error_is_reported_and_the_episode_continues(
+    browsers: BrowserClient, processor: Processor
+) -> None:
     answers = Answers(processor, ["I do not know.", "<tool_call>\n{}\n</tool_call>"])
     trajectory = await episode(browsers, processor, answers, task())
     assert [step.format_error for step in trajectory.steps] == ["no_tool_call", "bad_call", None]
@@ -151,12 +154,12 @@ async def test_a_format_error_is_told_and_the_episode_goes_on(browsers: BrowserC
     assert [step.page_changed for step in trajectory.steps] == [False, False, True]
     assert [step.images.tolist() for step in trajectory.steps] == [[0], [0], [0]]
     assert len(trajectory.images) == 1
-    assert "Step 1: no valid tool call -> format error: no_tool_call" in answers.asked[2]
-    assert "Step 2: no valid tool call -> format error: bad_call" in answers.asked[2]
+    assert "Step 1: no valid tool call -> format error: no_tool_call" in answers.prompts[2]
+    assert "Step 2: no valid tool call -> format error: bad_call" in answers.prompts[2]
     assert trajectory.outcome == "success"
 
 
-async def test_no_answer_whatever_it_holds_stops_an_episode(browsers: BrowserClient, processor: Processor) -> None:
+async def test_no_malformed_response_ends_an_episode(browsers: BrowserClient, processor: Processor) -> None:
     def call(arguments: str) -> str:
         return f'<tool_call>\n{{"name": "computer_use", "arguments": {arguments}}}\n</tool_call>'
 
@@ -213,7 +216,7 @@ async def test_an_engine_error_masks_the_episode_and_keeps_its_steps(
     assert (trajectory.outcome, trajectory.trainable, len(trajectory.steps)) == ("engine_error", False, 1)
 
 
-async def test_an_engine_that_does_not_answer_masks_the_episode(browsers: BrowserClient, processor: Processor) -> None:
+async def test_an_engine_without_a_response_masks_the_episode(browsers: BrowserClient, processor: Processor) -> None:
     class Silent:
         async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
             await asyncio.Event().wait()
@@ -228,7 +231,7 @@ async def test_a_crashed_browser_masks_the_episode_and_keeps_its_steps(
 ) -> None:
     class Crashing(Answers):
         async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
-            if len(self.asked) == 1:
+            if len(self.prompts) == 1:
                 [node] = node_processes()
                 browser_of(node).kill()
             return await super().generate(session, token_ids, images)
@@ -251,7 +254,7 @@ async def test_a_prompt_that_cannot_fit_masks_the_episode(browsers: BrowserClien
     assert (trajectory.outcome, trajectory.steps, trajectory.images) == ("context_overflow", (), ())
 
 
-async def test_under_append_a_stretch_of_an_episode_is_one_sequence_of_the_trainer(
+async def test_under_append_a_segment_of_an_episode_is_one_training_sequence(
     browsers: BrowserClient, processor: Processor
 ) -> None:
     settings = replace(SETTINGS, context=ContextConfig(policy="append", rounds=3, compact=True))
@@ -263,10 +266,10 @@ async def test_under_append_a_stretch_of_an_episode_is_one_sequence_of_the_train
     chains = merge_prefixes(make_samples([Group(7, (whole,))], success_advantages), (processor.image_token_id,))
     assert sorted([len(chain.samples) for chain in chains]) == [1, 3, 3]
     assert sum(len(chain.images) for chain in chains) == 7
-    assert "Step 4: no valid tool call -> format error: special_token" in answers.asked[4]
+    assert "Step 4: no valid tool call -> format error: special_token" in answers.prompts[4]
 
 
-async def test_earlier_rounds_share_their_screenshots(browsers: BrowserClient, processor: Processor) -> None:
+async def test_prompts_share_screenshots_of_earlier_steps(browsers: BrowserClient, processor: Processor) -> None:
     settings = replace(SETTINGS, context=ContextConfig(rounds=3, compact=True))
     answers = Answers(processor, [WAIT, WAIT])
     trajectory = await episode(browsers, processor, answers, task(), settings)

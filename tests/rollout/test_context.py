@@ -1,4 +1,4 @@
-"""Prompts of the sliding window: what they show, their limits, and hostile text in them."""
+"""Prompts of the sliding policy: contents, limits, hostile text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ from megatron_webrl.rollout.contexts.base import ContextOverflow
 from megatron_webrl.rollout.contexts.sliding import SlidingContext
 from megatron_webrl.rollout.toolset import Toolset
 from megatron_webrl.types import Action, Element, Observation
-from tests.rollout.conversations import HOSTILE, expanded, numbered, said, screenshot, seen, texts, turns
+from tests.rollout.conversations import (
+    HOSTILE,
+    expanded,
+    numbered,
+    observation_of,
+    response_of,
+    screenshot,
+    texts,
+    turns,
+)
 
 CLICK = Action("left_click", coordinate=(500, 320))
 
@@ -32,10 +41,10 @@ def conversation(
 ) -> SlidingContext:  # fmt: skip
     settings = ContextConfig(rounds=rounds, compact=compact, response_format=response_format)
     context = SlidingContext(processor, settings, limit)
-    context.start_episode("Click it.", seen(title="Page 0"))
+    context.start_episode("Click it.", observation_of(title="Page 0"))
     for step in range(1, steps + 1):
         answer = f"<think>secret thought</think>Action: number {step}\n{format_tool_call(CLICK)}"
-        context.add_step(said(processor, answer), CLICK, None, seen(step, f"Page {step}"))
+        context.add_step(response_of(processor, answer), CLICK, None, observation_of(step, f"Page {step}"))
     return context
 
 
@@ -51,28 +60,28 @@ def test_the_first_prompt_has_tool_task_start_page_and_the_screenshot_last(proce
 
 
 @pytest.mark.parametrize(("response_format", "field"), [("bare", "nothing else"), ("progress", "Progress:")])
-def test_the_form_of_answers_is_told(processor: Processor, response_format: str, field: str) -> None:
+def test_the_response_format_is_in_the_system_message(processor: Processor, response_format: str, field: str) -> None:
     assert field in texts(processor, conversation(processor, 0, response_format=response_format).build_prompt())[0]
 
 
-def test_the_window_keeps_the_latest_rounds_and_the_summary_tells_the_rest(processor: Processor) -> None:
+def test_the_window_keeps_the_latest_steps_and_the_summary_has_the_others(processor: Processor) -> None:
     prompt = conversation(processor, 5, rounds=3).build_prompt()
     assert [role for role, _ in turns(processor, prompt)] == ["system", "user", *["assistant", "user"] * 2]
     assert prompt.image_indices.tolist() == [3, 4, 5]
-    words = texts(processor, prompt)
-    assert words[1].endswith(
+    contents = texts(processor, prompt)
+    assert contents[1].endswith(
         "Earlier steps:\n"
         "Step 1 on [Page 0]: left_click [500, 320] -> page changed\n"
         "Step 2 on [Page 1]: left_click [500, 320] -> page changed\n"
         "Step 3 on [Page 2]: left_click [500, 320] -> page changed\n<IMAGE>"
     )
-    assert words[2] == f"Action: number 4\n{format_tool_call(CLICK)}"
-    assert words[3] == "Result: page changed\nPage: [Page 4] http://a.localhost/b\n<IMAGE>"
-    assert "secret thought" not in "".join(words)
+    assert contents[2] == f"Action: number 4\n{format_tool_call(CLICK)}"
+    assert contents[3] == "Result: page changed\nPage: [Page 4] http://a.localhost/b\n<IMAGE>"
+    assert "secret thought" not in "".join(contents)
 
 
-def test_what_stays_the_same_comes_first(processor: Processor) -> None:
-    """A full window leaves to the prefix cache all but its rounds and the newest line of the summary."""
+def test_constant_text_comes_first(processor: Processor) -> None:
+    """With a full window the common prefix ends at the newest line of the summary."""
     before, after = (conversation(processor, steps, rounds=3).build_prompt() for steps in (5, 6))
     length = min(len(before.token_ids), len(after.token_ids))
     shared = int((before.token_ids[:length] != after.token_ids[:length]).argmax())
@@ -82,7 +91,7 @@ def test_what_stays_the_same_comes_first(processor: Processor) -> None:
     assert "<|image_pad|>" not in text
 
 
-def test_one_round_is_the_current_screenshot_with_a_summary(processor: Processor) -> None:
+def test_rounds_of_one_gives_the_current_screenshot_with_a_summary(processor: Processor) -> None:
     prompt = conversation(processor, 2, rounds=1, compact=True).build_prompt()
     assert texts(processor, prompt) == [
         "<tools>computer_use: left_click, type, scroll, wait, go_back, navigate, answer</tools>",
@@ -98,14 +107,14 @@ def test_a_compact_prompt_is_short(processor: Processor) -> None:
     assert len(ids) < len(conversation(processor, 0).build_prompt().token_ids) / 4
 
 
-def test_a_format_error_and_an_unchanged_page_are_told_without_a_screenshot_of_their_own(processor: Processor) -> None:
+def test_a_format_error_and_an_unchanged_page_add_no_screenshot(processor: Processor) -> None:
     context = conversation(processor, 0, rounds=1)
-    context.add_step(said(processor, "gibberish"), None, "no_tool_call", seen(0))
+    context.add_step(response_of(processor, "gibberish"), None, "no_tool_call", observation_of(0))
     context.add_step(
-        said(processor, format_tool_call(CLICK)),
+        response_of(processor, format_tool_call(CLICK)),
         CLICK,
         None,
-        seen(1, changed=False, error="no text field has the focus"),
+        observation_of(1, changed=False, error="no text field has the focus"),
     )
     prompt = context.build_prompt()
     assert len(context.screenshots) == 2
@@ -117,18 +126,18 @@ def test_a_format_error_and_an_unchanged_page_are_told_without_a_screenshot_of_t
 
 def test_a_repeated_screenshot_is_shown_again_and_stored_once(processor: Processor) -> None:
     context = conversation(processor, 1, rounds=3)
-    context.add_step(said(processor, "gibberish"), None, "no_tool_call", seen(1))
+    context.add_step(response_of(processor, "gibberish"), None, "no_tool_call", observation_of(1))
     prompt = context.build_prompt()
     assert prompt.image_indices.tolist() == [0, 1, 1]
     assert len(context.screenshots) == 2
 
 
-def test_the_current_screenshot_alone_has_its_elements_tabs_and_position(processor: Processor) -> None:
+def test_only_the_current_screenshot_has_elements_tabs_and_scroll_position(processor: Processor) -> None:
     toolset = Toolset(marks=True, extra_actions=("switch_tab",))
     context = SlidingContext(processor, ContextConfig(rounds=2, scroll_position=True), 100_000, toolset)
     context.start_episode("Buy it.", numbered(0, "Size"))
     click = Action("click", element_id=1)
-    context.add_step(said(processor, format_tool_call(click, toolset)), click, None, numbered(1, "Colour"))
+    context.add_step(response_of(processor, format_tool_call(click, toolset)), click, None, numbered(1, "Colour"))
     system, first, _, last = texts(processor, context.build_prompt())
     assert '"web_interaction"' in system
     assert first == "Task: Buy it.\nStart page: [Shop] http://a.localhost/b\n<IMAGE>"
@@ -138,51 +147,51 @@ def test_the_current_screenshot_alone_has_its_elements_tabs_and_position(process
         "Scrolled to 250 of 5000 pixels\n"
         'Elements:\n[1] combobox "Colour", value "Colour", options "Colour", "M" (focused, required)\n<IMAGE>'
     )
-    context.add_step(said(processor, "gibberish"), None, "no_tool_call", numbered(1, "Colour"))
+    context.add_step(response_of(processor, "gibberish"), None, "no_tool_call", numbered(1, "Colour"))
     assert "Elements:\n[1]" in texts(processor, context.build_prompt())[-1]
 
 
-def test_the_position_is_told_only_where_it_is_asked_for(processor: Processor) -> None:
+def test_the_scroll_position_is_shown_only_if_enabled(processor: Processor) -> None:
     context = SlidingContext(processor, ContextConfig(), 100_000)
     context.start_episode("Read it.", numbered(0, "Size"))
     assert "Scrolled" not in texts(processor, context.build_prompt())[-1]
 
 
-def test_hostile_names_of_elements_and_tabs_make_no_special_token(processor: Processor) -> None:
+def test_hostile_names_of_elements_and_tabs_give_no_special_token(processor: Processor) -> None:
     added = set(processor.tokenizer.get_added_vocab().values())
-    found = []
+    special_tokens = []
     for text in (HOSTILE, "words"):
         context = SlidingContext(processor, ContextConfig(scroll_position=True), 100_000, Toolset(marks=True))
         context.start_episode("Task", numbered(0, text, text))
         prompt = context.build_prompt()
-        found.append([int(token) for token in prompt.token_ids if int(token) in added])
+        special_tokens.append([int(token) for token in prompt.token_ids if int(token) in added])
         page = texts(processor, prompt)[-1]
         assert text == "words" or not any(tag in page for tag in ("<tool_call>", "</tool_call>", "<think>", "<|"))
-    assert found[0] == found[1]
+    assert special_tokens[0] == special_tokens[1]
 
 
 @pytest.mark.parametrize("compact", [True, False])
-def test_hostile_text_makes_no_special_token(processor: Processor, compact: bool) -> None:
+def test_hostile_text_gives_no_special_token(processor: Processor, compact: bool) -> None:
     special = set(processor.tokenizer.get_added_vocab().values())
-    found = []
+    special_tokens = []
     for text in (HOSTILE, "words"):
         context = SlidingContext(processor, ContextConfig(rounds=2, compact=compact, response_format="bare"), 100_000)
         page = Observation(screenshot(), f"http://a/{text}", text, True, error=text)
         context.start_episode(text, page)
-        context.add_step(said(processor, f"{text}"), None, "no_tool_call", page)
+        context.add_step(response_of(processor, f"{text}"), None, "no_tool_call", page)
         context.add_step(
-            said(processor, format_tool_call(Action("type", text=text))), Action("type", text=text), None, page
+            response_of(processor, format_tool_call(Action("type", text=text))), Action("type", text=text), None, page
         )
         quoting = f"{text.replace('tool_call', 'tool').replace('think', 'thin')}\n{format_tool_call(CLICK)}"
-        context.add_step(said(processor, quoting), CLICK, None, page)
+        context.add_step(response_of(processor, quoting), CLICK, None, page)
         prompt = context.build_prompt()
-        found.append([int(token) for token in prompt.token_ids if int(token) in special])
-    assert found[0] == found[1]
-    assert found[0].count(processor.image_token_id) == 2
-    assert found[0].count(processor.eos_token_id) == 4  # of system, user, assistant, user
+        special_tokens.append([int(token) for token in prompt.token_ids if int(token) in special])
+    assert special_tokens[0] == special_tokens[1]
+    assert special_tokens[0].count(processor.image_token_id) == 2
+    assert special_tokens[0].count(processor.eos_token_id) == 4  # of system, user, assistant, user
 
 
-def test_a_shrinking_limit_drops_rounds_then_summary_lines_and_never_the_screenshot(processor: Processor) -> None:
+def test_a_smaller_limit_drops_steps_then_summary_lines_but_never_the_screenshot(processor: Processor) -> None:
     whole = conversation(processor, 8, rounds=4).build_prompt()
     length = len(expanded(processor, conversation(processor, 8), whole))
     windows, omitted = [], []
@@ -220,10 +229,12 @@ def test_every_prompt_fits_and_has_a_placeholder_for_each_image(
     processor: Processor, steps: list[tuple[str, str, bool]], limit: int, rounds: int
 ) -> None:
     context = SlidingContext(processor, ContextConfig(rounds=rounds, compact=True), limit)
-    context.start_episode("task", seen())
+    context.start_episode("task", observation_of())
     for shade, (response, title, valid) in enumerate(steps):
         action = Action("answer", text=response) if valid else None
-        context.add_step(said(processor, response), action, None if valid else "bad_json", seen(shade, title))
+        context.add_step(
+            response_of(processor, response), action, None if valid else "bad_json", observation_of(shade, title)
+        )
     try:
         prompt = context.build_prompt()
     except ContextOverflow:
@@ -234,7 +245,7 @@ def test_every_prompt_fits_and_has_a_placeholder_for_each_image(
 
 
 def test_the_list_of_elements_is_cut_and_the_rest_counted() -> None:
-    """A page with as many and as long elements as a session tells must not push the task out of the prompt."""
+    """The largest element list of a session must not push the task out of the prompt."""
     options = tuple(f"{number} {'o' * 78}" for number in range(20))
     elements = tuple(
         Element(number, "combobox", "n" * 80, (0, 0, 9, 9), "v" * 80, ("focused",), options) for number in range(1, 101)

@@ -1,4 +1,4 @@
-"""Prompts that only grow: token for token the one before, its answer and a turn; where a stretch ends; merging."""
+"""Prompts of the append policy: token-exact extension, ends of segments, merging in the trainer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_webrl.rollout.prompts import MAX_ELEMENT_LIST_CHARS
 from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
 from megatron_webrl.trainer.data.merging import MergedSequence, merge_prefixes
 from megatron_webrl.types import Action, Observation
-from tests.rollout.conversations import HOSTILE, expanded, numbered, said, seen, texts
+from tests.rollout.conversations import HOSTILE, expanded, numbered, observation_of, response_of, texts
 from tests.trainer.grown import step
 
 CLICK = Action("left_click", coordinate=(500, 320))
@@ -34,36 +34,42 @@ def processor(tiny_model: Path) -> Processor:
 
 
 def context_of(
-    processor: Processor, rounds: int = 4, limit: int = 100_000, toolset: Toolset = COORDINATE_TOOLSET, compact: bool = True
+    processor: Processor,
+    rounds: int = 4,
+    limit: int = 100_000,
+    toolset: Toolset = COORDINATE_TOOLSET,
+    compact: bool = True,
 ) -> AppendContext:  # fmt: skip
     made = ContextConfig(policy="append", rounds=rounds, compact=compact, scroll_position=toolset.marks)
     return AppendContext(processor, made, limit, toolset)
 
 
-def played(
+def prompts_of(
     processor: Processor, context: AppendContext, answers: list[Generation], pages: list[Observation] | None = None
 ) -> list[Prompt]:
-    """The prompts of an episode with these answers, all of them clicks, and one prompt more."""
-    context.start_episode("Click it.", seen(0))
-    asked = []
+    """The prompts of an episode with these responses, all of them clicks, and one more prompt."""
+    context.start_episode("Click it.", observation_of(0))
+    prompts = []
     for number, answer in enumerate(answers):
-        asked.append(context.build_prompt())
-        context.add_step(answer, CLICK, None, pages[number] if pages else seen(number + 1, f"Page {number + 1}"))
-    return [*asked, context.build_prompt()]
+        prompts.append(context.build_prompt())
+        context.add_step(
+            answer, CLICK, None, pages[number] if pages else observation_of(number + 1, f"Page {number + 1}")
+        )
+    return [*prompts, context.build_prompt()]
 
 
-def goes_on(before: Prompt, answer: Generation, after: Prompt) -> bool:
-    """Whether a prompt begins with all tokens of the one before and of its answer."""
+def extends(before: Prompt, answer: Generation, after: Prompt) -> bool:
+    """Whether a prompt begins with all tokens of the previous prompt and its response."""
     start = np.concatenate([before.token_ids, answer.response_token_ids])
     return np.array_equal(after.token_ids[: len(start)], start)
 
 
-def chains(
-    processor: Processor, context: AppendContext, asked: list[Prompt], answers: list[Generation]
+def sequences_of(
+    processor: Processor, context: AppendContext, prompts: list[Prompt], answers: list[Generation]
 ) -> list[MergedSequence]:
-    """The trainer's sequences of these steps."""
+    """The training sequences of these steps."""
     samples = []
-    for prompt, answer in zip(asked, answers, strict=False):
+    for prompt, answer in zip(prompts, answers, strict=False):
         shown = tuple(context.screenshots[i] for i in prompt.image_indices)
         samples.append(
             step(
@@ -75,47 +81,47 @@ def chains(
     return merge_prefixes(samples, (processor.image_token_id, video))
 
 
-def test_a_prompt_is_the_one_before_its_answer_and_a_turn_as_the_template_has_them(processor: Processor) -> None:
-    context, answers = context_of(processor, compact=False), [said(processor, THINKING)] * 3
-    asked = played(processor, context, answers)
-    assert all(goes_on(*step) for step in zip(asked, answers, asked[1:], strict=False))
+def test_a_prompt_is_the_previous_one_its_response_and_a_turn_of_the_template(processor: Processor) -> None:
+    context, answers = context_of(processor, compact=False), [response_of(processor, THINKING)] * 3
+    prompts = prompts_of(processor, context, answers)
+    assert all(extends(*step) for step in zip(prompts, answers, prompts[1:], strict=False))
     turn = {"role": "user", "content": [{"type": "text", "text": ""}, {"type": "image"}]}
-    opening, *later = texts(processor, asked[-1])[1:]
+    opening, *later = texts(processor, prompts[-1])[1:]
     assert opening == "Task: Click it.\nStart page: [Page] http://a.localhost/b\n<IMAGE>"
     assert later == [
         part
         for number in (1, 2, 3)
         for part in (THINKING, f"Result: page changed\nPage: [Page {number}] http://a.localhost/b\n<IMAGE>")
     ]
-    assert [prompt.image_indices.tolist() for prompt in asked] == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
+    assert [prompt.image_indices.tolist() for prompt in prompts] == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
     # The same conversation rendered as a whole has the same tokens.
-    messages = [{"role": "system", "content": texts(processor, asked[-1])[0]}]
+    messages = [{"role": "system", "content": texts(processor, prompts[-1])[0]}]
     for index, text in enumerate([opening, *later]):
-        words = [{"type": "text", "text": text.removesuffix("<IMAGE>")}, {"type": "image"}]
-        messages.append(turn | {"content": words} if index % 2 == 0 else {"role": "assistant", "content": text})
-    assert processor.encode_chat(messages).tolist() == asked[-1].token_ids.tolist()
+        content = [{"type": "text", "text": text.removesuffix("<IMAGE>")}, {"type": "image"}]
+        messages.append(turn | {"content": content} if index % 2 == 0 else {"role": "assistant", "content": text})
+    assert processor.encode_chat(messages).tolist() == prompts[-1].token_ids.tolist()
 
 
-def test_answers_stand_as_they_were_produced_even_if_their_text_has_other_tokens(processor: Processor) -> None:
+def test_responses_keep_their_tokens_even_if_their_text_has_other_tokens(processor: Processor) -> None:
     letters = [int(processor.tokenizer.encode(letter, add_special_tokens=False)[0]) for letter in "Action"]
-    odd = said(processor, "Action", np.array([*letters, processor.eos_token_id], np.int32))
-    assert odd.response_token_ids.tolist() != processor.encode_response("Action").tolist()
-    asked = played(processor, context_of(processor), [odd])
-    assert goes_on(asked[0], odd, asked[1])
+    special = response_of(processor, "Action", np.array([*letters, processor.eos_token_id], np.int32))
+    assert special.response_token_ids.tolist() != processor.encode_response("Action").tolist()
+    prompts = prompts_of(processor, context_of(processor), [special])
+    assert extends(prompts[0], special, prompts[1])
 
 
-def test_asking_twice_gives_the_same_prompt(processor: Processor) -> None:
+def test_building_a_prompt_twice_gives_the_same_prompt(processor: Processor) -> None:
     context = context_of(processor)
-    played(processor, context, [said(processor, THINKING)])
+    prompts_of(processor, context, [response_of(processor, THINKING)])
     assert context.build_prompt() is context.build_prompt()
 
 
 @pytest.mark.parametrize("rounds", [2, 3, 8])
-def test_a_full_window_becomes_lines_of_the_summary_and_thinking_is_gone(processor: Processor, rounds: int) -> None:
-    context, answers = context_of(processor, rounds), [said(processor, THINKING)] * 7
-    asked = played(processor, context, answers)
-    assert [len(prompt.image_indices) for prompt in asked] == [number % rounds + 1 for number in range(8)]
-    for number, prompt in enumerate(asked):
+def test_a_full_window_becomes_lines_of_the_summary_without_thinking(processor: Processor, rounds: int) -> None:
+    context, answers = context_of(processor, rounds), [response_of(processor, THINKING)] * 7
+    prompts = prompts_of(processor, context, answers)
+    assert [len(prompt.image_indices) for prompt in prompts] == [number % rounds + 1 for number in range(8)]
+    for number, prompt in enumerate(prompts):
         begun = number - number % rounds
         shown = texts(processor, prompt)
         lines = [f"Step {n}: left_click [500, 320] -> page changed" for n in range(1, begun + 1)]
@@ -125,89 +131,92 @@ def test_a_full_window_becomes_lines_of_the_summary_and_thinking_is_gone(process
 
 
 @pytest.mark.parametrize(("steps", "rounds"), [(1, 4), (4, 4), (5, 4), (9, 2), (7, 8)])
-def test_each_stretch_is_one_sequence_of_the_trainer(processor: Processor, steps: int, rounds: int) -> None:
-    context, answers = context_of(processor, rounds), [said(processor, THINKING)] * steps
-    asked = played(processor, context, answers)[:-1]
-    found = chains(processor, context, asked, answers)
-    assert len(found) == -(-steps // rounds)
-    assert sorted(len(chain.samples) for chain in found) == sorted(
-        len(list(stretch)) for _, stretch in itertools.groupby(range(steps), lambda n: n // rounds)
+def test_each_segment_is_one_training_sequence(processor: Processor, steps: int, rounds: int) -> None:
+    context, answers = context_of(processor, rounds), [response_of(processor, THINKING)] * steps
+    prompts = prompts_of(processor, context, answers)[:-1]
+    sequences = sequences_of(processor, context, prompts, answers)
+    assert len(sequences) == -(-steps // rounds)
+    assert sorted(len(sequence.samples) for sequence in sequences) == sorted(
+        len(list(segment)) for _, segment in itertools.groupby(range(steps), lambda n: n // rounds)
     )
 
 
-def test_a_token_limit_ends_a_stretch_and_no_prompt_exceeds_it(processor: Processor) -> None:
-    roomy, answers = context_of(processor, 8), [said(processor, THINKING)] * 7
-    lengths = [len(expanded(processor, roomy, prompt)) for prompt in played(processor, roomy, answers)]
+def test_the_token_limit_ends_a_segment_and_no_prompt_exceeds_it(processor: Processor) -> None:
+    roomy, answers = context_of(processor, 8), [response_of(processor, THINKING)] * 7
+    lengths = [len(expanded(processor, roomy, prompt)) for prompt in prompts_of(processor, roomy, answers)]
     context = context_of(processor, 8, limit=lengths[2])
-    asked = played(processor, context, answers)
-    assert [len(prompt.image_indices) for prompt in asked][:4] == [1, 2, 3, 1]
-    assert all(len(expanded(processor, context, prompt)) <= lengths[2] for prompt in asked)
+    prompts = prompts_of(processor, context, answers)
+    assert [len(prompt.image_indices) for prompt in prompts][:4] == [1, 2, 3, 1]
+    assert all(len(expanded(processor, context, prompt)) <= lengths[2] for prompt in prompts)
     with pytest.raises(ContextOverflow, match=r"rollout\.max_model_len - rollout\.max_new_tokens"):
-        played(processor, context_of(processor, 8, limit=20), answers)
+        prompts_of(processor, context_of(processor, 8, limit=20), answers)
 
 
 @pytest.mark.parametrize("name", ["<|image_pad|>", "<|video_pad|>", "<|im_start|>", "<|endoftext|>"])
 @pytest.mark.parametrize("place", [0, -1, None])
-def test_nothing_goes_on_from_an_answer_with_special_tokens(processor: Processor, name: str, place: int | None) -> None:
+def test_no_prompt_extends_a_response_with_special_tokens(processor: Processor, name: str, place: int | None) -> None:
     """At the beginning, before the end token, or in its place."""
     answer, token = processor.encode_response("I see it."), processor.tokenizer.convert_tokens_to_ids(name)
     tokens = np.append(answer[:-1], token) if place is None else np.insert(answer, place, token)
-    odd = said(processor, "I see it.", tokens.astype(np.int32))
-    context, answers = context_of(processor), [said(processor, THINKING), odd, said(processor, THINKING)]
-    asked = played(processor, context, answers)
-    assert [len(prompt.image_indices) for prompt in asked] == [1, 2, 1, 2]
-    assert "Earlier steps:\nStep 1: left_click" in texts(processor, asked[2])[1]
-    assert sorted(len(chain.samples) for chain in chains(processor, context, asked, answers)) == [1, 2]
+    special = response_of(processor, "I see it.", tokens.astype(np.int32))
+    context, answers = (
+        context_of(processor),
+        [response_of(processor, THINKING), special, response_of(processor, THINKING)],
+    )
+    prompts = prompts_of(processor, context, answers)
+    assert [len(prompt.image_indices) for prompt in prompts] == [1, 2, 1, 2]
+    assert "Earlier steps:\nStep 1: left_click" in texts(processor, prompts[2])[1]
+    assert sorted(len(sequence.samples) for sequence in sequences_of(processor, context, prompts, answers)) == [1, 2]
 
 
-def test_an_answer_that_was_cut_off_gets_its_turns_end_and_the_prompt_goes_on_from_it(processor: Processor) -> None:
-    cut = said(processor, "Action: cl", processor.encode_response("Action: cl")[:-1])
-    context, answers = context_of(processor), [cut, said(processor, THINKING)]
-    asked = played(processor, context, answers)
-    assert goes_on(asked[0], cut, asked[1])
-    assert texts(processor, asked[1])[2] == "Action: cl"
-    (chain,) = chains(processor, context, asked, answers)
-    ends = np.flatnonzero(chain.tokens == processor.eos_token_id)
+def test_a_truncated_response_gets_its_end_of_turn_and_the_prompt_extends_it(processor: Processor) -> None:
+    cut = response_of(processor, "Action: cl", processor.encode_response("Action: cl")[:-1])
+    context, answers = context_of(processor), [cut, response_of(processor, THINKING)]
+    prompts = prompts_of(processor, context, answers)
+    assert extends(prompts[0], cut, prompts[1])
+    assert texts(processor, prompts[1])[2] == "Action: cl"
+    (sequence,) = sequences_of(processor, context, prompts, answers)
+    ends = np.flatnonzero(sequence.tokens == processor.eos_token_id)
     assert (
-        np.setdiff1d(ends, chain.response_positions).size == len(ends) - 1
+        np.setdiff1d(ends, sequence.response_positions).size == len(ends) - 1
     )  # of the answers' ends only the second was produced
 
 
-def test_a_format_error_is_told_with_the_screenshot_again(processor: Processor) -> None:
+def test_a_format_error_repeats_the_screenshot(processor: Processor) -> None:
     context = context_of(processor)
-    context.start_episode("Click it.", seen(0))
+    context.start_episode("Click it.", observation_of(0))
     first = context.build_prompt()
-    gibberish = said(processor, "gibberish")
-    context.add_step(gibberish, None, "no_tool_call", seen(0))
+    gibberish = response_of(processor, "gibberish")
+    context.add_step(gibberish, None, "no_tool_call", observation_of(0))
     second = context.build_prompt()
-    assert goes_on(first, gibberish, second)
+    assert extends(first, gibberish, second)
     assert second.image_indices.tolist() == [0, 0]
     assert texts(processor, second)[2:] == ["gibberish", "format error: no_tool_call\n<IMAGE>"]
     assert len(context.screenshots) == 1
 
 
-def test_element_lists_stay_in_past_turns_until_they_are_too_long_together(processor: Processor) -> None:
-    answers = [said(processor, THINKING)] * 5
+def test_element_lists_stay_in_past_turns_up_to_their_total_limit(processor: Processor) -> None:
+    answers = [response_of(processor, THINKING)] * 5
     pages = [numbered(number, "n" * 150, elements=12) for number in range(1, 6)]
     context = context_of(processor, 8, toolset=Toolset(marks=True))
-    asked = played(processor, context, answers, pages)
-    told = ["".join(texts(processor, prompt)[1:]).split("\n") for prompt in asked]
-    lists = [sum(len(line) for line in lines if line.startswith("[")) for lines in told]
-    assert [len(prompt.image_indices) for prompt in asked] == [1, 2, 3, 1, 2, 1]  # some 5,000 characters a page
+    prompts = prompts_of(processor, context, answers, pages)
+    lines_of = ["".join(texts(processor, prompt)[1:]).split("\n") for prompt in prompts]
+    lists = [sum(len(line) for line in lines if line.startswith("[")) for lines in lines_of]
+    assert [len(prompt.image_indices) for prompt in prompts] == [1, 2, 3, 1, 2, 1]  # some 5,000 characters a page
     assert 0 == lists[0] < lists[1] < lists[2] <= MAX_ELEMENT_LIST_CHARS
-    assert all("[12] combobox" in texts(processor, prompt)[-1] for prompt in asked[1:])
+    assert all("[12] combobox" in texts(processor, prompt)[-1] for prompt in prompts[1:])
 
 
-def test_hostile_pages_make_no_special_token(processor: Processor) -> None:
+def test_hostile_pages_give_no_special_token(processor: Processor) -> None:
     added = set(processor.tokenizer.get_added_vocab().values())
-    found = []
+    special_tokens = []
     for text in (HOSTILE, "words"):
         context = context_of(processor, toolset=Toolset(marks=True), compact=False)
         page = replace(numbered(1, text, text), error=text, url=f"http://a/{text}")
-        asked = played(processor, context, [said(processor, format_tool_call(CLICK))] * 2, [page, page])
-        found.append([int(token) for token in asked[-1].token_ids if int(token) in added])
-    assert found[0] == found[1]
-    assert found[0].count(processor.image_token_id) == 3
+        prompts = prompts_of(processor, context, [response_of(processor, format_tool_call(CLICK))] * 2, [page, page])
+        special_tokens.append([int(token) for token in prompts[-1].token_ids if int(token) in added])
+    assert special_tokens[0] == special_tokens[1]
+    assert special_tokens[0].count(processor.image_token_id) == 3
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -216,27 +225,27 @@ def test_hostile_pages_make_no_special_token(processor: Processor) -> None:
     limit=st.integers(1, 900),
     rounds=st.integers(2, 4),
 )
-def test_every_prompt_fits_and_goes_on_or_begins_a_stretch_and_stretches_are_sequences(
+def test_every_prompt_fits_and_extends_or_begins_a_segment_and_segments_are_sequences(
     processor: Processor, steps: list[tuple[str, str, bool, bool]], limit: int, rounds: int
 ) -> None:
     context = context_of(processor, rounds, limit)
-    context.start_episode("task", seen())
-    asked: list[Prompt] = []
+    context.start_episode("task", observation_of())
+    prompts: list[Prompt] = []
     answers: list[Generation] = []
-    stretches = 0
+    segments = 0
     for shade, (text, title, valid, cut) in enumerate(steps):
         try:
-            asked.append(context.build_prompt())
+            prompts.append(context.build_prompt())
         except ContextOverflow:
             break
         tokens = processor.encode_response(text)
-        answers.append(said(processor, text, tokens[:-1] if cut and len(tokens) > 1 else tokens))
+        answers.append(response_of(processor, text, tokens[:-1] if cut and len(tokens) > 1 else tokens))
         action = Action("answer", text=text) if valid else None
-        context.add_step(answers[-1], action, None if valid else "bad_json", seen(shade, title))
-        prompt = asked[-1]
+        context.add_step(answers[-1], action, None if valid else "bad_json", observation_of(shade, title))
+        prompt = prompts[-1]
         assert (prompt.token_ids == processor.image_token_id).sum() == len(prompt.image_indices) <= rounds
         assert len(expanded(processor, context, prompt)) <= limit
-        if len(asked) == 1 or not goes_on(asked[-2], answers[-2], prompt):
-            stretches += 1
+        if len(prompts) == 1 or not extends(prompts[-2], answers[-2], prompt):
+            segments += 1
             assert len(prompt.image_indices) == 1
-    assert len(chains(processor, context, asked, answers)) == stretches
+    assert len(sequences_of(processor, context, prompts, answers)) == segments

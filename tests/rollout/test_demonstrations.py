@@ -1,4 +1,4 @@
-"""Demonstrations as a file of records."""
+"""Recording demonstrations."""
 
 from __future__ import annotations
 
@@ -35,12 +35,14 @@ def config_for(model: Path, folder: Path, environments: list[str], max_new_token
     )  # fmt: skip
 
 
-async def test_as_many_successes_as_wanted_are_written(tiny_model: Path, tmp_path: Path) -> None:
-    told: list[int] = []
+async def test_the_requested_number_of_successes_is_recorded(tiny_model: Path, tmp_path: Path) -> None:
+    progress: list[int] = []
     path = tmp_path / "demonstrations.rec"
-    await write_demonstrations(config_for(tiny_model, tmp_path, ["click-test", "enter-text"]), 10, path, told.append)
+    await write_demonstrations(
+        config_for(tiny_model, tmp_path, ["click-test", "enter-text"]), 10, path, progress.append
+    )
     trajectories = [decode_trajectory(record) for record in read_record_file(path)]
-    assert told == list(range(1, 11))
+    assert progress == list(range(1, 11))
     assert [trajectory.outcome for trajectory in trajectories] == ["success"] * 10
     assert {trajectory.ticket for trajectory in trajectories} == set(
         range(FIRST_DEMONSTRATION_TICKET, FIRST_DEMONSTRATION_TICKET + 10)
@@ -51,7 +53,7 @@ async def test_as_many_successes_as_wanted_are_written(tiny_model: Path, tmp_pat
         assert all(not step.logprobs.any() and not step.versions.any() for step in trajectory.steps)
 
 
-async def test_tasks_of_the_sites_are_demonstrated_and_answers_judged(tiny_model: Path, tmp_path: Path) -> None:
+async def test_tasks_of_the_sites_are_demonstrated_and_their_answers_judged(tiny_model: Path, tmp_path: Path) -> None:
     config = config_for(tiny_model, tmp_path, ["wiki-look-up", "forms-vote"])
     config.tasks.source = "sites"
     config.browser.width, config.browser.height = 640, 480
@@ -66,11 +68,13 @@ async def test_tasks_of_the_sites_are_demonstrated_and_answers_judged(tiny_model
         assert trajectory.task.answer == (last.text if last.kind == "answer" else None)
 
 
-async def test_further_actions_are_demonstrated_where_they_are_enabled(tiny_model: Path, tmp_path: Path) -> None:
+async def test_extra_actions_are_demonstrated_if_enabled(tiny_model: Path, tmp_path: Path) -> None:
     config = config_for(tiny_model, tmp_path, ["drag-circle", "choose-list"], max_new_tokens=128)
     config.trainer.warm_start.demonstrations = 4
     config.browser.actions = ["drag"]
-    with pytest.raises(ConfigError, match=r"the oracle of choose-list needs select_option; add it to browser\.actions"):
+    with pytest.raises(
+        ConfigError, match=r"scripted policy of choose-list needs select_option; add it to browser\.actions"
+    ):
         await write_demonstrations(config, 4, tmp_path / "file")
     config.browser.actions = ["drag", "select_option"]
     await write_demonstrations(config, 4, tmp_path / "demonstrations.rec")
@@ -80,14 +84,14 @@ async def test_further_actions_are_demonstrated_where_they_are_enabled(tiny_mode
     assert {"drag", "left_click"} <= kinds <= {"drag", "left_click", "select_option"}
 
 
-async def test_an_environment_without_an_oracle_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+async def test_an_environment_without_a_scripted_policy_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     config = config_for(tiny_model, tmp_path, ["click-test", "book-flight"])
     config.trainer.warm_start.demonstrations = 3
-    with pytest.raises(ConfigError, match=r"demonstrations=3, but book-flight of tasks.environments has no oracle"):
+    with pytest.raises(ConfigError, match=r"demonstrations=3, but book-flight of tasks.environments has no script"):
         await write_demonstrations(config, 3, tmp_path / "file")
 
 
-async def test_too_many_failures_end_the_work_and_leave_no_file(
+async def test_too_many_failures_raise_and_leave_no_file(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_FAILURES", 2)
@@ -98,25 +102,23 @@ async def test_too_many_failures_end_the_work_and_leave_no_file(
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
-async def test_with_haste_some_episodes_submit_too_early_and_are_written_all_the_same(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_with_premature_submits_failed_episodes_are_recorded_too(tiny_model: Path, tmp_path: Path) -> None:
     config = config_for(tiny_model, tmp_path, ["circle-center", "click-test"])
     config.trainer.warm_start.premature_submit_probability = 0.5
     await write_demonstrations(config, 24, tmp_path / "some.rec")
-    found = [decode_trajectory(record) for record in read_record_file(tmp_path / "some.rec")]
-    hasty = [t for t in found if t.outcome == "failure"]
-    assert {t.task.environment for t in hasty} == {"circle-center"}
-    assert {len(t.steps) for t in hasty} == {1}
-    assert {len(t.steps) for t in found if t.outcome == "success"} == {1, 2}
+    recorded = [decode_trajectory(record) for record in read_record_file(tmp_path / "some.rec")]
+    premature = [t for t in recorded if t.outcome == "failure"]
+    assert {t.task.environment for t in premature} == {"circle-center"}
+    assert {len(t.steps) for t in premature} == {1}
+    assert {len(t.steps) for t in recorded if t.outcome == "success"} == {1, 2}
     await write_demonstrations(config, 24, tmp_path / "again.rec")
-    outcomes = {t.ticket: t.outcome for t in found}
+    outcomes = {t.ticket: t.outcome for t in recorded}
     again = [decode_trajectory(record) for record in read_record_file(tmp_path / "again.rec")]
     assert all(outcomes.get(t.ticket, t.outcome) == t.outcome for t in again)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_command_and_leaves_no_part_of_a_file(
+def test_a_signal_ends_the_command_and_leaves_no_partial_file(
     tiny_model: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     config, folder = config_for(tiny_model, tmp_path, ["click-test"]), tmp_path / "out"

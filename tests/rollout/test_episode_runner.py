@@ -1,4 +1,4 @@
-"""Episodes of a worker, on nodes of its own and on those of a farm."""
+"""Episodes of a worker with local browser servers, and with a farm."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def config(tmp_path: Path, tiny_model: Path) -> Config:
 
 
 async def play(config: Config, tickets: range) -> list[Trajectory]:
-    """An episode by script of each ticket."""
+    """A scripted episode of each ticket."""
     processor = Processor.load(config.model.path)
-    responder = ScriptedGenerator(processor, config.rollout.context, config.rollout.max_new_tokens)
+    generator = ScriptedGenerator(processor, config.rollout.context, config.rollout.max_new_tokens)
     async with EpisodeRunner.open(config, processor, "rollout-0") as episodes:
-        return [await episodes.run_episode(responder, ticket, 0, 0) for ticket in tickets]
+        return [await episodes.run_episode(generator, ticket, 0, 0) for ticket in tickets]
 
 
-async def test_a_worker_has_nodes_of_its_own_with_logs_in_the_run(config: Config) -> None:
+async def test_local_servers_write_their_logs_into_the_run_folder(config: Config) -> None:
     config.browser.processes = 2
     assert [each.outcome for each in await play(config, range(3))] == ["success"] * 3
     logs = sorted(path.name for path in (config.run_folder / "logs").iterdir())
@@ -45,7 +45,7 @@ async def test_a_worker_has_nodes_of_its_own_with_logs_in_the_run(config: Config
     assert not node_processes()
 
 
-async def test_a_farm_gives_the_same_episodes_as_own_nodes(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_farm_gives_the_same_episodes_as_local_servers(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     own = await play(config, range(2))
     async with local_servers(config, 2) as nodes:
         monkeypatch.setenv(TOKEN_VARIABLE, nodes.token)
@@ -60,7 +60,7 @@ async def test_a_farm_gives_the_same_episodes_as_own_nodes(config: Config, monke
         assert [step.action for step in one.steps] == [step.action for step in other.steps]
 
 
-async def test_a_worker_whose_node_cannot_start_fails_with_one_error(config: Config) -> None:
+async def test_a_server_that_cannot_start_is_one_error(config: Config) -> None:
     config.browser.executable = "/bin/true"
     with pytest.raises(ProcessError, match=r"rollout-0-browsers-0 exited with code 1.*/bin/true does not start"):
         await play(config, range(1))

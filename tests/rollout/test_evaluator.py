@@ -1,4 +1,4 @@
-"""A worker's part in an evaluation: real Chromium, a real control plane, a script in place of the engine."""
+"""Evaluation episodes of a worker: real Chromium and control plane, a scripted engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LIMIT = 120.0
 
 
 class ScriptedEngine:
-    """What an Evaluator asks of an engine, answered by the tasks' scripts."""
+    """An engine for Evaluator whose responses come from the tasks' scripts."""
 
     def __init__(self, config: Config, processor: Processor) -> None:
         self.version, self.partially_updated = 2, False
@@ -74,7 +74,7 @@ def config(tmp_path: Path, tiny_model: Path) -> Config:
     return config
 
 
-async def test_a_worker_plays_held_out_tasks_and_leaves_those_that_are_no_longer_asked_for(
+async def test_a_worker_runs_held_out_tasks_and_cancels_those_of_a_withdrawn_request(
     config: Config, control: ControlClient
 ) -> None:
     assert control.register_instance() == 1
@@ -106,7 +106,7 @@ async def test_a_worker_plays_held_out_tasks_and_leaves_those_that_are_no_longer
         assert set(engine.temperatures) == {0.5}
         assert not evaluator.exclusive
 
-        # Alone, an evaluation begins when the engine has its version, and sees white with nothing else changed.
+        # An exclusive evaluation begins when the engine has its version; only the images are blank.
         sizes = {decode_image(image).size for image in engine.screenshots}
         seen = len(engine.screenshots)
         alone = EvaluationRequest(2, "blank_images", tasks=2, samples=1, temperature=0.0, version=3, exclusive=True)
@@ -121,14 +121,14 @@ async def test_a_worker_plays_held_out_tasks_and_leaves_those_that_are_no_longer
         assert {image.size for image in blank} == sizes
         assert all(image.getextrema() == ((255, 255),) * 3 for image in blank)
 
-        # What is no longer asked for is left, its browser given back: the next one has room.
+        # A withdrawn request cancels its episodes and releases their browsers for the next one.
         engine.hold.clear()
-        asked = len(engine.temperatures)
+        requests = len(engine.temperatures)
         evaluation_queue.submit_request(
             control, EvaluationRequest(3, "during", tasks=2, samples=1, temperature=0.0, version=3)
         )
         evaluator.poll()
-        await until(lambda: len(engine.temperatures) > asked, "an episode under way", LIMIT)
+        await until(lambda: len(engine.temperatures) > requests, "a running episode", LIMIT)
         evaluation_queue.withdraw_request(control)
         evaluator.poll()
         assert evaluator.status() == ""

@@ -1,4 +1,4 @@
-"""A group's tries, limits and end before time. What runs an episode here is a function of the test."""
+"""Retries, deadlines and abort of a group. A function of the test runs the episodes."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ Play = Callable[[Generator, int, Deadline], Awaitable[Trajectory]]
 
 
 class ScriptedRunner:
-    """Runs the test's function as an episode; ends it with its limit, as the agent does."""
+    """Runs the test's function as an episode, and ends it at its deadline, as the agent does."""
 
     def __init__(self, play: Play) -> None:
         self.play, self.begun = play, 0
 
     async def run_episode(
-        self, responder: Generator, ticket: int, index: int, restart_epoch: int, deadline: Deadline | None = None
+        self, generator: Generator, ticket: int, index: int, restart_epoch: int, deadline: Deadline | None = None
     ) -> Trajectory:
         assert deadline is not None
         self.begun += 1
         try:
             async with deadline.scope(deadline.timeout_seconds):
-                return await self.play(responder, index, deadline)
+                return await self.play(generator, index, deadline)
         except TimeoutError:
             return trajectory(ticket, index, outcome=deadline.outcome, group_size=SETTINGS.group_size)
 
 
 class VersionedEngine:
-    """Answers with tokens of `version`."""
+    """Generates tokens of `version`."""
 
     version = 0
 
@@ -65,46 +65,46 @@ async def result(group: GroupRun) -> list[Trajectory]:
 
 
 @pytest.mark.parametrize("outcome", sorted(RETRYABLE_OUTCOMES))
-async def test_what_the_machinery_failed_is_tried_again_and_is_one_episode(outcome: str) -> None:
+async def test_an_infrastructure_fault_is_retried_and_is_one_episode(outcome: str) -> None:
     failed: set[int] = set()
 
-    async def play(responder: Generator, index: int, limit: Deadline) -> Trajectory:
+    async def play(generator: Generator, index: int, deadline: Deadline) -> Trajectory:
         if index == 1 and not failed:
             failed.add(index)
             return trajectory(7, index, outcome=outcome, response=5)
         return trajectory(7, index, reward=1.0)
 
     group = group_of(play)
-    found = await result(group)
-    assert [each.index for each in found] == [0, 1, 2]
-    assert [each.outcome for each in found] == ["success"] * 3
-    assert [(each.tries, each.discarded_tokens) for each in found] == [(1, 0), (2, 5), (1, 0)]
+    trajectories = await result(group)
+    assert [each.index for each in trajectories] == [0, 1, 2]
+    assert [each.outcome for each in trajectories] == ["success"] * 3
+    assert [(each.tries, each.discarded_tokens) for each in trajectories] == [(1, 0), (2, 5), (1, 0)]
     assert group.finished_episodes == 3
     assert not group.has_running_episodes
 
 
-async def test_tries_have_an_end_and_may_be_none() -> None:
-    async def play(responder: Generator, index: int, limit: Deadline) -> Trajectory:
+async def test_the_number_of_retries_is_limited_and_may_be_zero() -> None:
+    async def play(generator: Generator, index: int, deadline: Deadline) -> Trajectory:
         return trajectory(7, index, outcome="browser_crashed", response=5)
 
     for retries in (0, 2):
-        found = await result(group_of(play, settings=replace(SETTINGS, retries=retries)))
-        assert [each.outcome for each in found] == ["browser_crashed"] * 3
-        assert [(each.tries, each.discarded_tokens) for each in found] == [(retries + 1, 5 * retries)] * 3
+        trajectories = await result(group_of(play, settings=replace(SETTINGS, retries=retries)))
+        assert [each.outcome for each in trajectories] == ["browser_crashed"] * 3
+        assert [(each.tries, each.discarded_tokens) for each in trajectories] == [(retries + 1, 5 * retries)] * 3
 
 
 @pytest.mark.parametrize("outcome", ["failure", "context_overflow", "episode_timeout", "no_reward", "browser_busy"])
-async def test_what_another_try_would_not_change_is_not_tried_again(outcome: str) -> None:
-    async def play(responder: Generator, index: int, limit: Deadline) -> Trajectory:
+async def test_other_outcomes_are_not_retried(outcome: str) -> None:
+    async def play(generator: Generator, index: int, deadline: Deadline) -> Trajectory:
         return trajectory(7, index, outcome=outcome)
 
     assert [(each.outcome, each.tries) for each in await result(group_of(play))] == [(outcome, 1)] * 3
 
 
-async def test_an_abandoned_group_ends_at_once_whatever_its_episodes_do() -> None:
+async def test_an_aborted_group_ends_at_once_in_any_state() -> None:
     waiting, retrying = asyncio.Event(), asyncio.Event()
 
-    async def play(responder: Generator, index: int, limit: Deadline) -> Trajectory:
+    async def play(generator: Generator, index: int, deadline: Deadline) -> Trajectory:
         if index == 0:
             return trajectory(7, index, reward=1.0)
         if index == 1:
@@ -116,15 +116,15 @@ async def test_an_abandoned_group_ends_at_once_whatever_its_episodes_do() -> Non
         return trajectory(7, index, outcome="engine_error")
 
     group = group_of(play)
-    found = await result(group)
+    trajectories = await result(group)
     assert retrying.is_set()
-    assert [each.outcome for each in found][:2] == ["success", ABORTED]
-    assert found[2].outcome in ("engine_error", ABORTED)
+    assert [each.outcome for each in trajectories][:2] == ["success", ABORTED]
+    assert trajectories[2].outcome in ("engine_error", ABORTED)
     assert group.finished_episodes == 3
 
 
-async def test_what_is_abandoned_before_it_begins_ends_too() -> None:
-    async def play(responder: Generator, index: int, limit: Deadline) -> Trajectory:
+async def test_a_group_aborted_before_it_starts_ends_too() -> None:
+    async def play(generator: Generator, index: int, deadline: Deadline) -> Trajectory:
         await asyncio.Event().wait()
         raise AssertionError("nobody sets the event")
 
@@ -133,12 +133,12 @@ async def test_what_is_abandoned_before_it_begins_ends_too() -> None:
     assert [each.outcome for each in await result(group)] == [ABORTED] * 3
 
 
-async def test_the_oldest_version_is_that_of_the_responses_that_count() -> None:
+async def test_the_oldest_version_is_that_of_running_and_trainable_episodes() -> None:
     engine, go, asked = VersionedEngine(), [asyncio.Event() for _ in range(3)], [asyncio.Event() for _ in range(3)]
 
-    async def play(responder: Generator, index: int, limit: Deadline) -> Trajectory:
+    async def play(generator: Generator, index: int, deadline: Deadline) -> Trajectory:
         engine.version = 1 if index == 0 else 4
-        await responder.generate(NONE, NONE, NONE)
+        await generator.generate(NONE, NONE, NONE)
         asked[index].set()
         await go[index].wait()
         return trajectory(7, index, outcome="no_reward" if index == 0 else "failure")
@@ -159,10 +159,10 @@ async def test_the_oldest_version_is_that_of_the_responses_that_count() -> None:
         await running
 
 
-async def test_an_engine_that_is_gone_ends_the_whole_group_with_its_error() -> None:
+async def test_a_dead_engine_ends_the_whole_group_with_its_error() -> None:
     ended: list[int] = []
 
-    async def play(responder: Generator, index: int, limit: Deadline) -> Trajectory:
+    async def play(generator: Generator, index: int, deadline: Deadline) -> Trajectory:
         if index == 2:
             raise RuntimeError("engine 0 is dead")
         try:
@@ -176,20 +176,20 @@ async def test_an_engine_that_is_gone_ends_the_whole_group_with_its_error() -> N
     assert sorted(ended) == [0, 1]
 
 
-async def test_an_episode_has_its_time_from_each_scope_on() -> None:
-    limit = Deadline(0.05)
-    async with limit.scope(None):  # no limit of its own
+async def test_each_scope_of_a_deadline_has_its_own_timeout() -> None:
+    deadline = Deadline(0.05)
+    async with deadline.scope(None):  # no deadline of its own
         await asyncio.sleep(0.1)
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(LIMIT), limit.scope(limit.timeout_seconds) as scope:
+        async with asyncio.timeout(LIMIT), deadline.scope(deadline.timeout_seconds) as scope:
             await asyncio.Event().wait()
     assert scope.expired()
-    assert limit.outcome == "episode_timeout"
-    limit.expire(ABORTED)  # after its end: nothing happens
-    assert limit.outcome == ABORTED
+    assert deadline.outcome == "episode_timeout"
+    deadline.expire(ABORTED)  # after its end: nothing happens
+    assert deadline.outcome == ABORTED
 
 
-def test_a_level_is_integrated_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gauge_is_integrated_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 10.0
     monkeypatch.setattr("megatron_webrl.rollout.engine.engine_load.time.monotonic", lambda: now)
     level = TimeWeightedGauge()

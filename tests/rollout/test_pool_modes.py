@@ -1,4 +1,4 @@
-"""The pool at work: real tickets, ring and browsers; weights offered as a trainer does; an engine of scripts."""
+"""The pool with real tickets, ring and browsers, weights offered as by a trainer, and a scripted engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LIMIT = 60.0  # seconds; CI machines are slow
 
 
 class HeldEngine:
-    """Answers by script with tokens of its version; holds answers back, or fails, where the test says so."""
+    """Scripted responses with tokens of its version; delays or fails them on the test's request."""
 
     def __init__(self, processor: Processor, config: Config) -> None:
         self.version, self.partially_updated, self.rank_hosts = -1, False, ["here"]
@@ -86,7 +86,7 @@ def processor(tiny_model: Path) -> Processor:
 async def episodes(
     processor: Processor, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[EpisodeRunner]:
-    """Browsers and tasks for all tests: two steps each."""
+    """Browsers and tasks for all tests, with two steps each."""
     config = Config(
         run=RunConfig(directory=str(tmp_path_factory.mktemp("run"))),
         model=ModelConfig(path=str(tiny_model)),
@@ -129,15 +129,15 @@ class Job:
         self.trainer.start_ticket_epoch(TicketEpoch(0, 0, 0, (), 0), limit)
 
     async def offer(self, version: int, workers: Sequence[int] | None = None) -> None:
-        """Weights to these workers, None for all, once they are linked."""
-        lives = {}
+        """Offer weights to these workers (None: all), once they are linked."""
+        links = {}
         for worker in range(len(self.pools)) if workers is None else workers:
             await self.until(lambda: self.trainer.get_json(f"engine/rollout-{worker}"))  # noqa: B023
             announced: Any = self.trainer.get_json(f"engine/rollout-{worker}")
-            lives[f"rollout-{worker}"] = announced["link_id"]
+            links[f"rollout-{worker}"] = announced["link_id"]
             self.trainer.put_json(f"weights/link/{announced['link_id']}", True)
         self.transfers += 1
-        self.trainer.put_json("weights/offer", {"version": version, "transfer": self.transfers, "links": lives})
+        self.trainer.put_json("weights/offer", {"version": version, "transfer": self.transfers, "links": links})
 
     async def until(self, condition: Callable[[], object]) -> None:
         async with asyncio.timeout(LIMIT):
@@ -145,13 +145,15 @@ class Job:
                 await asyncio.sleep(0.02)
 
     def account(self) -> dict[str, Any]:
-        """The accounting at the end, as the trainer makes it."""
+        """The final accounting, as the trainer computes it."""
         final: list[Any] = [
             self.trainer.get_json(f"final_counts/rollout-{worker}") for worker in range(len(self.pools))
         ]
         self.source.poll(0)
-        held = sum(each["unwritten"] for each in final)
-        return self.accounting.summary(sum(each["finished"] for each in final), self.source.waiting_episodes() + held)
+        unwritten = sum(each["unwritten"] for each in final)
+        return self.accounting.summary(
+            sum(each["finished"] for each in final), self.source.waiting_episodes() + unwritten
+        )
 
 
 @pytest.fixture
@@ -165,7 +167,7 @@ def ring() -> Iterator[Ring]:
 
 @asynccontextmanager
 async def job_of(episodes: EpisodeRunner, ring: Ring, *engines: HeldEngine, **rollout: Any) -> AsyncIterator[Job]:
-    """A job with a worker for each engine; ends with its context in good order."""
+    """A job with a worker for each engine; the end of the context finishes the job."""
     config = replace(episodes.config, rollout=replace(episodes.config.rollout, engines=len(engines), **rollout))
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=LIMIT))
     job = Job(config, store, ring)
@@ -175,9 +177,9 @@ async def job_of(episodes: EpisodeRunner, ring: Ring, *engines: HeldEngine, **ro
     for worker, engine in enumerate(engines):
         control, name = job.control(f"rollout-{worker}"), f"rollout-{worker}.1"
         standing_in: Any = engine
-        refresh = WeightClient(config, control, standing_in, worker, name)
+        weights = WeightClient(config, control, standing_in, worker, name)
         evaluator = Evaluator(config, control, standing_in, shared, name)
-        job.pools.append(RolloutPool(config, control, ring, standing_in, shared, refresh, evaluator, name))
+        job.pools.append(RolloutPool(config, control, ring, standing_in, shared, weights, evaluator, name))
     async with AsyncExitStack() as stack:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         for pool in job.pools:
@@ -188,7 +190,7 @@ async def job_of(episodes: EpisodeRunner, ring: Ring, *engines: HeldEngine, **ro
             job.trainer.end_job("finished")
 
 
-async def test_in_mode_async_weights_enter_in_flight_and_groups_that_grow_too_old_are_given_up(
+async def test_in_mode_async_weights_change_in_flight_and_groups_that_get_too_old_are_aborted(
     episodes: EpisodeRunner, processor: Processor, ring: Ring
 ) -> None:
     engine = HeldEngine(processor, episodes.config)
@@ -206,7 +208,7 @@ async def test_in_mode_async_weights_enter_in_flight_and_groups_that_grow_too_ol
         assert job.accounting.dropped == {"aborted": 2}
         assert job.accounting.tokens_dropped["aborted"] > 0  # of the steps that they had made
         engine.holds = lambda answered: False
-        job.trainer.set_ticket_limit(2)  # the one in its place
+        job.trainer.set_ticket_limit(2)  # the replacement
         await job.until(
             lambda: (job.source.poll(2), job.source.waiting_episodes() + job.accounting.dropped["all_succeeded"])[1]
         )
@@ -216,23 +218,23 @@ async def test_in_mode_async_weights_enter_in_flight_and_groups_that_grow_too_ol
     assert account["finished"] == 4
 
 
-async def test_with_fixed_weights_nothing_is_in_flight_when_they_change(
+async def test_with_fixed_weights_no_group_is_in_flight_when_they_change(
     episodes: EpisodeRunner, processor: Processor, ring: Ring
 ) -> None:
     engine = HeldEngine(processor, episodes.config)
     async with job_of(episodes, ring, engine, mode="sync") as job:
         await job.offer(0)
         job.open(limit=2)
-        await job.until(lambda: job.pools[0].written_episodes == 4)
+        await job.until(lambda: job.pools[0].writer.written_episodes == 4)
         await job.offer(1)
         await job.until(lambda: engine.version == 1)
         engine.holds = lambda answered: True
         job.trainer.set_ticket_limit(4)
         await job.until(lambda: engine.asking == 4)
-        await job.offer(2)  # though it has not got them: it does not want them
+        await job.offer(2)  # though the batch is incomplete: the trainer does not need its groups
         await job.until(lambda: engine.version == 2)
         assert engine.seen == [(0, 0), (1, 0), (2, 0)]
-        await job.until(lambda: job.pools[0].written_episodes == 8)
+        await job.until(lambda: job.pools[0].writer.written_episodes == 8)
         job.source.poll(2)
         assert job.accounting.dropped["aborted"] == 4
         figures = EngineUtilization(job.trainer, ["rollout-0"]).pop_metrics()
@@ -241,7 +243,7 @@ async def test_with_fixed_weights_nothing_is_in_flight_when_they_change(
     assert job.account()["matches"]
 
 
-async def test_a_worker_without_the_newest_weights_takes_no_ticket_that_nobody_could_train(
+async def test_a_worker_with_outdated_weights_claims_no_ticket(
     episodes: EpisodeRunner, processor: Processor, ring: Ring
 ) -> None:
     left_out, other = (HeldEngine(processor, episodes.config) for _ in range(2))
@@ -251,15 +253,15 @@ async def test_a_worker_without_the_newest_weights_takes_no_ticket_that_nobody_c
         for version in (1, 2):
             await job.offer(version, workers=[1])
             await job.until(lambda: other.version == version)  # noqa: B023
-        await job.until(lambda: "waiting for weights anew" in job.trainer.status_of("rollout-0"))
+        await job.until(lambda: "waiting for new weights" in job.trainer.status_of("rollout-0"))
         job.open(limit=3)
-        await job.until(lambda: job.pools[1].written_episodes == 6)
+        await job.until(lambda: job.pools[1].writer.written_episodes == 6)
         assert job.pools[0].finished_episodes == 0
         await job.offer(3)
         await job.until(lambda: left_out.version == 3)
         other.holds = lambda answered: True
         job.trainer.set_ticket_limit(8)
-        await job.until(lambda: job.pools[0].written_episodes)
+        await job.until(lambda: job.pools[0].writer.written_episodes)
     assert job.account()["matches"]
 
 
@@ -272,13 +274,13 @@ async def test_a_slow_worker_leaves_the_work_to_a_fast_one(
         await job.offer(0)
         await job.until(lambda: fast.version == slow.version == 0)
         job.open(limit=8)
-        await job.until(lambda: job.pools[0].written_episodes == 12 and slow.asking == 4)
+        await job.until(lambda: job.pools[0].writer.written_episodes == 12 and slow.asking == 4)
         assert job.trainer.free_slots() == 0
-        assert job.pools[1].written_episodes == 0
+        assert job.pools[1].writer.written_episodes == 0
     assert job.account()["matches"]
 
 
-async def test_no_worker_takes_all_tickets_at_one_look(
+async def test_no_worker_claims_all_tickets_in_one_poll(
     episodes: EpisodeRunner, processor: Processor, ring: Ring
 ) -> None:
     engines = [HeldEngine(processor, episodes.config) for _ in range(2)]
@@ -287,13 +289,13 @@ async def test_no_worker_takes_all_tickets_at_one_look(
     async with job_of(episodes, ring, *engines) as job:
         await job.offer(0)
         await job.until(lambda: all(engine.version == 0 for engine in engines))
-        job.open(limit=4)  # as many as one worker has room for
+        job.open(limit=4)  # the room of one worker
         await job.until(lambda: not job.trainer.free_slots())
         assert all(pool._groups for pool in job.pools)
     assert job.account()["matches"]
 
 
-async def test_an_episode_that_its_engine_failed_is_tried_again(
+async def test_an_episode_with_an_engine_error_is_retried(
     episodes: EpisodeRunner, processor: Processor, ring: Ring
 ) -> None:
     engine = HeldEngine(processor, episodes.config)
@@ -301,7 +303,7 @@ async def test_an_episode_that_its_engine_failed_is_tried_again(
     async with job_of(episodes, ring, engine) as job:
         await job.offer(0)
         job.open(limit=1)
-        await job.until(lambda: job.pools[0].written_episodes == 2)
+        await job.until(lambda: job.pools[0].writer.written_episodes == 2)
         job.source.poll(0)
         assert job.accounting.dropped == {"all_succeeded": 2}  # both have succeeded
     account = job.account()
@@ -309,7 +311,7 @@ async def test_an_episode_that_its_engine_failed_is_tried_again(
 
 
 @pytest.mark.parametrize("stepping", ["free", "lockstep"])
-async def test_a_browser_acts_while_others_generate_unless_they_go_in_step(
+async def test_a_browser_acts_while_others_generate_except_in_lockstep(
     episodes: EpisodeRunner, processor: Processor, ring: Ring, stepping: str
 ) -> None:
     engine = HeldEngine(processor, episodes.config)
@@ -326,28 +328,28 @@ async def test_a_browser_acts_while_others_generate_unless_they_go_in_step(
         await job.until(lambda: engine.answered.total() >= (2 if stepping == "free" else 1))
         if stepping == "lockstep":
             assert engine.answered.total() == 1
-            assert held == [0, 0]  # nobody has asked for a second answer
+            assert held == [0, 0]  # no episode has requested a second response
         engine.released.set()
-        await job.until(lambda: job.pools[0].written_episodes == 2)
+        await job.until(lambda: job.pools[0].writer.written_episodes == 2)
     assert engine.answered.total() == 4
     assert job.account()["matches"]
 
 
-async def test_a_worker_waits_for_the_weights_of_a_trainer_that_started_again_and_runs_its_tickets(
+async def test_a_worker_waits_for_the_weights_of_a_restarted_trainer_and_runs_its_tickets(
     episodes: EpisodeRunner, processor: Processor, ring: Ring
 ) -> None:
     engine = HeldEngine(processor, episodes.config)
     async with job_of(episodes, ring, engine) as job:
         await job.offer(3)
         job.open(limit=1)
-        await job.until(lambda: job.pools[0].written_episodes == 2)
+        await job.until(lambda: job.pools[0].writer.written_episodes == 2)
         job.trainer.put_json("weights/trainer", 2)
         fence = job.trainer.fence_tickets()
         job.trainer.start_ticket_epoch(TicketEpoch(1, 2, fence + 1, (0,), 1), limit=fence + 3)
         announced = lambda: job.trainer.get_json("engine/rollout-0")["trainer"] == 2  # type: ignore[index]  # noqa: E731
-        await job.until(lambda: announced() and "weights anew" in job.trainer.status_of("rollout-0"))
+        await job.until(lambda: announced() and "new weights" in job.trainer.status_of("rollout-0"))
         assert (fence, job.trainer.claimed_slots()) == (1, 2)
         await job.offer(2)
-        await job.until(lambda: job.pools[0].written_episodes == 6)
+        await job.until(lambda: job.pools[0].writer.written_episodes == 6)
         made = [decode_trajectory(ring.read(number)) for number in ring.committed()]
         assert Counter((each.ticket, each.restart_epoch) for each in made) == {(0, 0): 2, (0, 1): 2, (1, 1): 2}

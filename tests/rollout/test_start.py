@@ -1,4 +1,4 @@
-"""A worker whose engine starts while the job ends."""
+"""The end of the job during the start of an engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.waiting import until
 STARTS_SECONDS, ENDS_SECONDS = 60, 60
 
 
-def test_a_worker_whose_engine_starts_ends_well_with_the_job(tmp_path: Path, tiny_model: Path) -> None:
+def test_the_end_of_the_job_ends_a_worker_whose_engine_starts(tmp_path: Path, tiny_model: Path) -> None:
     config = parse_config(
         None, [f"model.path={tiny_model}", "model.platform=cpu", f"run.directory={tmp_path}", "run.name=here"]
     )

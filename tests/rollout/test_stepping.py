@@ -1,4 +1,4 @@
-"""Agents in step: rounds of generating and acting, whoever comes, goes or is late. No browser, no engine."""
+"""Lockstep rounds with agents that join, leave or are late. No browser, no engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LIMIT = 30.0  # seconds; CI machines are slow
 
 
 class Stage:
-    """What agents do, in the order of doing it: "+a" begins to generate, "-a" has its answer, "a!" acts."""
+    """Events of agents in order: "+a" begins to generate, "-a" has its response, "a!" acts."""
 
     def __init__(self, pacing: SteppingMode) -> None:
         self.pacing = pacing
@@ -22,7 +22,7 @@ class Stage:
         self.joined, self.expected = 0, 1
         self._moved = asyncio.Event()
 
-    def note(self, event: str) -> None:
+    def record(self, event: str) -> None:
         self.events.append(event)
         self._moved.set()
 
@@ -33,25 +33,25 @@ class Stage:
                 await self._moved.wait()
 
     async def agent(self, name: str, rounds: int, answers: list[asyncio.Event] | None = None) -> None:
-        """Generates and acts `rounds` times; each answer comes with its event, at once where there is none."""
+        """Generates and acts `rounds` times; each response waits for its event, if there is one."""
         with self.pacing.register_episode() as pace:
             await self.together()
             for number in range(rounds):
                 await self.turn(pace, name, answers[number] if answers else None)
-                self.note(f"{name}!")
+                self.record(f"{name}!")
 
     async def together(self) -> None:
-        """Wait until all expected agents are there."""
+        """Wait until all expected agents have arrived."""
         self.joined += 1
         self._moved.set()
         await self.until(lambda: self.joined >= self.expected)
 
     async def turn(self, pace: EpisodeStepper, name: str, answer: asyncio.Event | None) -> None:
         async with pace.generation_phase():
-            self.note(f"+{name}")
+            self.record(f"+{name}")
             if answer is not None:
                 await answer.wait()
-            self.note(f"-{name}")
+            self.record(f"-{name}")
 
 
 async def run(*agents, limit: float = LIMIT) -> None:
@@ -88,7 +88,7 @@ async def test_free_running_agents_do_not_wait_for_each_other() -> None:
     await run(slow)
 
 
-async def test_a_late_episode_comes_in_with_the_next_round_which_waits_for_it() -> None:
+async def test_the_next_round_waits_for_a_late_episode() -> None:
     stage, go = Stage(Lockstep(LIMIT)), asyncio.Event()
     early = asyncio.create_task(stage.agent("a", 2, [go, go]))
     await stage.until(lambda: "+a" in stage.events)
@@ -99,7 +99,7 @@ async def test_a_late_episode_comes_in_with_the_next_round_which_waits_for_it() 
             await asyncio.sleep(0)
         assert stage.events.count("+a") == 1  # not without the one that began
         await stage.turn(pace, "b", None)
-        stage.note("b!")
+        stage.record("b!")
     await run(early)
     assert stage.events[:3] == ["+a", "-a", "a!"]
     assert set(stage.events[3:7]) == {"+a", "-a", "+b", "-b"}
@@ -107,7 +107,7 @@ async def test_a_late_episode_comes_in_with_the_next_round_which_waits_for_it() 
 
 
 @pytest.mark.parametrize("where", ["generating", "waiting to act", "waiting to generate", "acting"])
-async def test_an_episode_that_breaks_off_holds_nobody_up(where: str) -> None:
+async def test_an_aborted_episode_does_not_block_the_others(where: str) -> None:
     stage, never, answers = Stage(Lockstep(LIMIT)), asyncio.Event(), [asyncio.Event(), asyncio.Event()]
     stage.expected = 2
 
@@ -156,7 +156,7 @@ async def test_an_error_while_generating_leaves_the_round() -> None:
     assert stage.events.count("a!") == 3
 
 
-async def test_nobody_waits_longer_than_the_limit_and_who_was_missing_comes_in_again() -> None:
+async def test_no_wait_exceeds_the_limit_and_missing_episodes_rejoin() -> None:
     stage, back = Stage(Lockstep(0.2)), asyncio.Event()
     stage.expected = 2
 
@@ -182,7 +182,7 @@ async def test_nobody_waits_longer_than_the_limit_and_who_was_missing_comes_in_a
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_no_mixture_of_starts_ends_and_cancellations_stops_the_rest(seed: int) -> None:
+async def test_no_mixture_of_starts_ends_and_cancellations_blocks_the_others(seed: int) -> None:
     chance, lockstep = random.Random(seed), Lockstep(LIMIT)
     generating: set[int] = set()
     acting: set[int] = set()

@@ -28,7 +28,7 @@ from megatron_webrl.model.convert.hf_metadata import copy_metadata
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
 from megatron_webrl.rollout.engine.weight_client import WeightClient
 from megatron_webrl.rollout.generator import Generation
-from tests.rollout.engine.test_vllm_engine import expected, picture, prompt, scorable
+from tests.rollout.engine.engines import expected, picture, prompt, scorable
 
 SECONDS = 20.0  # limit of one transfer
 TOLERANCE = 1e-4  # of log-probabilities

@@ -1,1 +1,1 @@
-"""What each step's prompt holds of the steps before it: docs/context.md."""
+"""Context policies: what a step's prompt contains of earlier steps (docs/context.md)."""

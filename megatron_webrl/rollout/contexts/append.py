@@ -1,13 +1,13 @@
-"""Append: each prompt is the one before, the answer to it, and a new turn, token for token, until the window is full.
+"""Append: each prompt is the previous prompt, its response and a new turn, token for token, until the window is full.
 
-system     tool and form of answers
-user       task, start page, one line for each step before the stretch, its first screenshot
-assistant  the answer as it was produced, thinking included
-user       what came of it, numbered elements, next screenshot
+system     tool and response format
+user       task, start page, one line for each step before the segment, the segment's first screenshot
+assistant  the response as it was generated, thinking included
+user       result of the step, numbered elements, next screenshot
 ...        up to the current screenshot
 
-Then the whole stretch becomes lines of the summary, and a new one begins with the current screenshot. So the engine
-finds the prompt in its prefix cache but for the new turn, and the trainer computes a stretch as one sequence.
+Then the whole segment becomes lines of the summary, and a new segment begins with the current screenshot. So the
+engine's prefix cache covers each prompt except for its new turn, and the trainer computes a segment as one sequence.
 """
 
 from __future__ import annotations
@@ -21,45 +21,45 @@ from megatron_webrl.rollout.prompts import MAX_ELEMENT_LIST_CHARS
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Latest:
     """The latest prompt."""
 
     prompt: Prompt
-    rounds: int  # that were over when it was made
-    page_text: int  # characters that its stretch tells of pages: elements, tabs, positions
+    steps: int  # completed before it
+    page_chars: int  # characters of page text in its segment: elements, tabs, scroll positions
 
 
 class AppendContext(PromptContext):
-    """A stretch has at most `rounds` screenshots.
+    """A segment has at most `rounds` screenshots.
 
-    It ends earlier where the next turn would exceed the token limit, where what it tells of pages would exceed
-    prompts.MAX_LIST_TEXT characters, or after an answer with special tokens, which no prompt can hold: an engine would
-    take them for images or turns.
+    It ends earlier if the next turn would exceed the token limit, if its page text would exceed
+    prompts.MAX_ELEMENT_LIST_CHARS characters, or after a response with special tokens: in a prompt the engine would
+    treat them as images or ends of turns.
     """
 
-    _asked: _Asked | None = None
+    _latest: _Latest | None = None
 
     def build_prompt(self) -> Prompt:
-        """The latest prompt, its answer and the new turn, or the first prompt of a stretch. Raises ContextOverflow."""
-        if self._asked is None or self._asked.rounds != len(self._rounds):
-            self._asked = self._continued() or _Asked(self._summarised(), len(self._rounds), len(self._page))
-        return self._asked.prompt
+        """The previous prompt, its response and a new turn, or a segment's first prompt. Raises ContextOverflow."""
+        if self._latest is None or self._latest.steps != len(self._past):
+            self._latest = self._extended() or _Latest(self._summarised(), len(self._past), len(self._page))
+        return self._latest.prompt
 
-    def _continued(self) -> _Asked | None:
-        """None where the stretch is at its end."""
-        before = self._asked
-        if before is None or len(self._rounds) - before.rounds != 1:  # an answer to something else
+    def _extended(self) -> _Latest | None:
+        """The latest prompt plus one step; None if the segment ends."""
+        latest = self._latest
+        if latest is None or len(self._past) - latest.steps != 1:  # the last response is to another prompt
             return None
-        page_text = before.page_text + len(self._page)
-        answer = self._rounds[-1].generation.response_token_ids
+        page_chars = latest.page_chars + len(self._page)
+        response = self._past[-1].generation.response_token_ids
         if (
-            len(before.prompt.image_indices) == self._settings.rounds
-            or page_text > MAX_ELEMENT_LIST_CHARS
-            or self._processor.has_special_tokens(answer)
+            len(latest.prompt.image_indices) == self._settings.rounds
+            or page_chars > MAX_ELEMENT_LIST_CHARS
+            or self._processor.has_special_tokens(response)
         ):
             return None
-        turn = self._processor.encode_turn(user_message(self._rounds[-1].result_text + self._page))
-        end = [] if answer[-1] == self._processor.eos_token_id else [self._processor.eos_token_id]
-        ids = np.concatenate([before.prompt.token_ids, answer, end, turn]).astype(np.int32)
-        prompt = self._within(ids, [*before.prompt.image_indices, self._image])
-        return _Asked(prompt, len(self._rounds), page_text) if prompt else None
+        turn = self._processor.encode_turn(user_message(self._past[-1].result_text + self._page))
+        end = [] if response[-1] == self._processor.eos_token_id else [self._processor.eos_token_id]
+        ids = np.concatenate([latest.prompt.token_ids, response, end, turn]).astype(np.int32)
+        prompt = self._limited(ids, [*latest.prompt.image_indices, self._image])
+        return _Latest(prompt, len(self._past), page_chars) if prompt else None

@@ -1,4 +1,4 @@
-"""The conversation of one episode, and what all policies do alike: words, neutralising, the summary, the limit."""
+"""The base of all context policies: history of an episode, escaping, summary, token limit."""
 
 from __future__ import annotations
 
@@ -15,39 +15,40 @@ from megatron_webrl.rollout import prompts
 from megatron_webrl.rollout.actions import describe_action
 from megatron_webrl.rollout.generator import Generation
 from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
+from megatron_webrl.system.text import shorten
 from megatron_webrl.types import Action, Observation
 
-MAX_PAGE_FIELD_CHARS = 200  # characters of a title, an error or a URL
+MAX_PAGE_FIELD_CHARS = 200  # of a title, an error or a URL
 
 
 class ContextOverflow(RuntimeError):
-    """Not even the shortest prompt fits; the episode is masked."""
+    """The shortest possible prompt exceeds the token limit; the episode is masked."""
 
     outcome = "context_overflow"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the engine is asked."""
+    """The input of one generation."""
 
     token_ids: np.ndarray  # int32 [n], one placeholder per image
-    image_indices: np.ndarray  # int32 [images], indices of screenshots, in prompt order
+    image_indices: np.ndarray  # int32 [images], indices of the episode's screenshots, in prompt order
 
 
 @dataclass(frozen=True)
 class PastStep:
-    """One step that is over. All text but the answer's is neutralised."""
+    """A completed step. All text except the response is escaped."""
 
-    image_index: int  # index of the screenshot that was answered
+    image_index: int  # of the screenshot before the response
     generation: Generation
-    summary_line: str  # of the summary
-    result_text: str  # what stands before the screenshot that followed
+    summary_line: str
+    result_text: str  # precedes the next screenshot
 
 
 class PromptContext(ABC):
-    """The conversation of one episode. Screenshots are kept by index into `screenshots`, each once.
+    """The context of one episode. Steps refer to screenshots by index into `screenshots`.
 
-    Life: `begin`, then `prompt` and `add` in turns.
+    Call `start_episode`, then `build_prompt` and `add_step` in turns.
     """
 
     def __init__(
@@ -57,30 +58,30 @@ class PromptContext(ABC):
         max_prompt_tokens: int,
         toolset: Toolset = COORDINATE_TOOLSET,
     ) -> None:
-        """`limit`: tokens that a prompt may have, image placeholders expanded."""
-        self._processor, self._settings, self._limit = processor, settings, max_prompt_tokens
+        """`max_prompt_tokens` counts expanded image placeholders."""
+        self._processor, self._settings, self._max_tokens = processor, settings, max_prompt_tokens
         self._system = {"role": "system", "content": prompts.system_message(settings, toolset)}
         self.screenshots: list[bytes] = []
         self._grids: list[np.ndarray] = []  # of each screenshot, int32 [3]
-        self._rounds: list[PastStep] = []
+        self._past: list[PastStep] = []
         self._image = -1  # index of the current screenshot
         self._instruction = self._start_page = self._title = ""
-        self._page = ""  # what is told of the current screenshot
+        self._page = ""  # text about the current screenshot
 
     def start_episode(self, instruction: str, observation: Observation) -> None:
-        """The task and its first observation."""
+        """Set the task and the first observation."""
         self._instruction = self._processor.escape_special_tokens(instruction)
         self._title = self._short(observation.title)
         self._start_page = f"[{self._title}] {self._short(observation.url)}"
-        self._see(observation)
+        self._add_observation(observation)
 
     def add_step(
-        self, answer: Generation, action: Action | None, format_error: str | None, observation: Observation
+        self, generation: Generation, action: Action | None, format_error: str | None, observation: Observation
     ) -> None:
-        """A step: the answer to the last prompt, the action in it or its format error, and what was seen then."""
+        """Add a step: the response to the last prompt, its action or format error, and the next observation."""
         did = self._processor.escape_special_tokens(describe_action(action)) if action else "no valid tool call"
         effect = f"format error: {format_error}" if format_error else self._effect(observation)
-        step, compact = len(self._rounds) + 1, self._settings.compact
+        step, compact = len(self._past) + 1, self._settings.compact
         line = (
             prompts.compact_history_line(step, did, effect)
             if compact
@@ -88,53 +89,54 @@ class PromptContext(ABC):
         )
         self._title = self._short(observation.title)
         result = prompts.step_result_text(effect, self._title, self._short(observation.url), compact)
-        self._rounds.append(PastStep(self._image, answer, line, result))
+        self._past.append(PastStep(self._image, generation, line, result))
         if action is not None:
-            self._see(observation)
+            self._add_observation(observation)
 
     @abstractmethod
     def build_prompt(self) -> Prompt:
-        """The prompt of the next step, the current screenshot last in it. Raises ContextOverflow."""
+        """The prompt of the next step; the current screenshot comes last. Raises ContextOverflow."""
 
-    def _opening(self, rounds: int, omitted: int) -> str:
-        """Task, start page and the summary of the first `rounds` rounds, of which `omitted` are only counted."""
-        lines = [past.summary_line for past in self._rounds[omitted:rounds]]
+    def _task_text(self, steps: int, omitted: int) -> str:
+        """Task, start page and the summary of the first `steps` steps, of which `omitted` are only counted."""
+        lines = [past.summary_line for past in self._past[omitted:steps]]
         return prompts.task_text(self._instruction, self._start_page, omitted, lines, self._settings.compact)
 
-    def _fresh(self, messages: Sequence[dict[str, Any]], images: Sequence[int]) -> Prompt | None:
-        """A prompt of these messages after the system's, or None if it exceeds the limit."""
-        return self._within(self._processor.encode_chat([self._system, *messages]), images)
+    def _render(self, messages: Sequence[dict[str, Any]], images: Sequence[int]) -> Prompt | None:
+        """A prompt of the system message and these messages; None if it exceeds the limit."""
+        return self._limited(self._processor.encode_chat([self._system, *messages]), images)
 
-    def _within(self, token_ids: np.ndarray, images: Sequence[int]) -> Prompt | None:
+    def _limited(self, token_ids: np.ndarray, images: Sequence[int]) -> Prompt | None:
+        """The prompt, or None if it exceeds the limit."""
         grids = np.array([self._grids[index] for index in images], np.int32).reshape(-1, 3)
-        if len(self._processor.expand_image_tokens(token_ids, grids)) > self._limit:
+        if len(self._processor.expand_image_tokens(token_ids, grids)) > self._max_tokens:
             return None
         return Prompt(token_ids, np.array(images, np.int32))
 
     def _summarised(self) -> Prompt:
-        """Only the current screenshot, and the most of the summary that fits: found by bisection."""
-        if whole := self._alone(0):
-            return whole
-        low, high = 1, len(self._rounds)
-        best = self._alone(high)
+        """A prompt with the current screenshot only and as much of the summary as fits, found by bisection."""
+        if complete := self._current_only(0):
+            return complete
+        low, high = 1, len(self._past)
+        best = self._current_only(high)
         if best is None:
             raise ContextOverflow(
-                f"the shortest prompt exceeds {self._limit} tokens (rollout.max_model_len - rollout.max_new_tokens)"
+                f"the shortest prompt exceeds {self._max_tokens} tokens "
+                "(rollout.max_model_len - rollout.max_new_tokens)"
             )
         while low < high:
             middle = (low + high) // 2
-            found = self._alone(middle)
-            if found:
-                best, high = found, middle
+            if prompt := self._current_only(middle):
+                best, high = prompt, middle
             else:
                 low = middle + 1
         return best
 
-    def _alone(self, omitted: int) -> Prompt | None:
-        text = self._opening(len(self._rounds), omitted)
-        return self._fresh([user_message(text + self._page)], [self._image])
+    def _current_only(self, omitted: int) -> Prompt | None:
+        text = self._task_text(len(self._past), omitted)
+        return self._render([user_message(text + self._page)], [self._image])
 
-    def _see(self, observation: Observation) -> None:
+    def _add_observation(self, observation: Observation) -> None:
         self.screenshots.append(observation.screenshot)
         self._grids.append(self._processor.grids([observation.screenshot])[0])
         self._image = len(self.screenshots) - 1
@@ -155,13 +157,10 @@ class PromptContext(ABC):
         return f"{effect}, {self._short(observation.error)}" if observation.error else effect
 
     def _short(self, text: str) -> str:
-        """Page text on one line, shortened, neutralised."""
-        line = " ".join(text.split())
-        return self._processor.escape_special_tokens(
-            line if len(line) <= MAX_PAGE_FIELD_CHARS else line[: MAX_PAGE_FIELD_CHARS - 3] + "..."
-        )
+        """Page text on one line, shortened and escaped."""
+        return self._processor.escape_special_tokens(shorten(" ".join(text.split()), MAX_PAGE_FIELD_CHARS))
 
 
 def user_message(text: str) -> dict[str, Any]:
-    """A turn of the user: words, then the screenshot."""
+    """A user turn: text, then the screenshot."""
     return {"role": "user", "content": [{"type": "text", "text": text}, {"type": "image"}]}

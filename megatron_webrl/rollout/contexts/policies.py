@@ -1,4 +1,4 @@
-"""The context policies by name."""
+"""Create the context policy that the settings name."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ _POLICIES: dict[str, type[PromptContext]] = {"sliding": SlidingContext, "append"
 def make_context(
     processor: Processor, settings: ContextConfig, max_prompt_tokens: int, toolset: Toolset = COORDINATE_TOOLSET
 ) -> PromptContext:
-    """An episode's conversation by `settings.policy`; `limit`: tokens that a prompt may have, images expanded."""
+    """The context of one episode by `settings.policy`; the token limit counts expanded image placeholders."""
     return _POLICIES[settings.policy](processor, settings, max_prompt_tokens, toolset)

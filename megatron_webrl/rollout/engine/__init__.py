@@ -1,1 +1,1 @@
-"""The vLLM engine, its followers on other nodes, its weights."""
+"""The vLLM engine, its followers on other nodes, and its weight updates."""

@@ -1,10 +1,10 @@
-"""A part of an engine that spans nodes, beside the worker's own: the process that `webrl rollout --follower` is.
+"""A follower of an engine over several nodes: the process `webrl rollout --follower`.
 
-It lives as long as the job. For each life of the engine's worker it runs vLLM's ranks of this node in a process of its
-own (part_engine.py), from the worker's call to the next one; if that ends, it tells the worker, which then ends and is
-started again. parts.py has the worker's side and the keys.
+It runs until the job ends. For each instance of the engine's worker it runs vLLM's ranks of this node in a child
+process (follower_engine.py), until the worker's next start. If the child ends, the follower reports the failure; the
+worker then ends and is restarted. engine_leader.py has the worker's side and the keys.
 
-On a node without a worker it also holds the ring, which stays empty, for the trainer ranks there to read.
+On a node without a worker it also creates the ring, which stays empty, for the trainer ranks there.
 """
 
 from __future__ import annotations
@@ -25,102 +25,107 @@ from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.control_plane import POLL_SECONDS, ControlClient
 from megatron_webrl.ring.node_ring import NodeRing
-from megatron_webrl.rollout.engine.engine_leader import NodeSpan, failure_key, local_address, reply_key, start_key
+from megatron_webrl.rollout.engine.engine_leader import NodeSpan, failure_key, reply_key, start_key
 from megatron_webrl.rollout.ring_lifetime import open_node_ring
 from megatron_webrl.system import child_process
+from megatron_webrl.system.network import own_address
 
 log = logging.getLogger(__name__)
 
 
-def run(config: Config, control: ControlClient, worker: int, part: int, parts: int, place: NodeRing) -> None:
-    """Be part number `part`, from 1, of `parts` of a worker's engine until the job has ended.
+def run(
+    config: Config, control: ControlClient, worker: int, follower: int, node_count: int, node_ring: NodeRing
+) -> None:
+    """Serve as follower `follower`, from 1, of a worker's engine over `node_count` nodes until the job ends.
 
-    From the main thread. Raises Stopped, or JobFailed if the job ended otherwise.
+    Must be called from the main thread. Raises JobEnded, or JobFailed if the job failed.
     """
     control.start_heartbeat()
-    life = control.register_instance()
-    serving = _FollowerSupervisor(config, control, worker, part, parts)
+    number = control.register_instance()
+    supervisor = _FollowerSupervisor(config, control, worker, follower, node_count)
     try:
-        with open_node_ring(config, control, place, first_instance=life == 1):
+        with open_node_ring(config, control, node_ring, first_instance=number == 1):
             while True:
                 control.check_job()
-                serving.step()
+                supervisor.poll()
                 time.sleep(4 * POLL_SECONDS)
     finally:
-        serving.close()
+        supervisor.close()
         control.close()
 
 
 @dataclass
 class _FollowerSupervisor:
-    """What runs here for the newest life of the worker."""
+    """The child process with vLLM's ranks for the newest instance of the worker."""
 
     config: Config
     control: ControlClient
     worker: int
-    part: int
-    parts: int
-    answered: int = 0  # life of the worker
+    follower: int
+    node_count: int
+    worker_number: int = 0  # instance of the worker that the child serves
     process: subprocess.Popen[bytes] | None = None
     scratch: Path = field(default_factory=child_process.make_scratch_folder)
-    log: Path = Path(f"/proc/{os.getpid()}/fd/1")  # where this process's own words go
+    log: Path = Path(f"/proc/{os.getpid()}/fd/1")  # standard output of this process
 
     def __post_init__(self) -> None:
         save_config(self.config, self.scratch / "config.yaml")
 
-    def step(self) -> None:
-        """Follow the worker's call, and see whether what runs here still does."""
-        call: Any = self.control.get_json(start_key(self.worker))
-        if call is not None and call["instance_number"] != self.answered:
-            self._end()
-            self.answered = call["instance_number"]
-            self._answer(call)
+    def poll(self) -> None:
+        """Follow a new start of the worker, and check the child process."""
+        start: Any = self.control.get_json(start_key(self.worker))
+        if start is not None and start["instance_number"] != self.worker_number:
+            self._kill()
+            self.worker_number = start["instance_number"]
+            self._follow(start)
         elif self.process is not None and (code := self.process.poll()) is not None:
-            self._end()
-            self._lost(f"{child_process.describe_exit(code)}; last log line: {child_process.last_log_line(self.log)}")
-        elif not self.answered:
+            self._kill()
+            self._report_failure(
+                f"{child_process.describe_exit(code)}; last log line: {child_process.last_log_line(self.log)}"
+            )
+        elif not self.worker_number:
             self.control.report_status(f"waiting for rollout-{self.worker}")
 
     def close(self) -> None:
-        """End what runs here, and remove its files."""
-        self._end()
+        """Kill the child process, and remove its files."""
+        self._kill()
         shutil.rmtree(self.scratch, ignore_errors=True)
 
-    def _answer(self, call: dict[str, Any]) -> None:
-        # The ranks of one life meet once: where this part has joined already, before it was itself started again,
-        # the engine cannot become whole any more.
-        answer = json.dumps(
+    def _follow(self, start: dict[str, Any]) -> None:
+        # The ranks of one instance rendezvous only once. If an earlier instance of this follower has already replied,
+        # the engine cannot start any more.
+        reply = json.dumps(
             {"host": socket.gethostname(), "instance_number": self.control.instance_count(self.control.role)}
         )
-        key = reply_key(self.worker, self.answered, self.part)
-        if self.control.store.compare_set(key, "", answer).decode() != answer:
-            self._lost("was started again")
+        key = reply_key(self.worker, self.worker_number, self.follower)
+        if self.control.store.compare_set(key, "", reply).decode() != reply:
+            self._report_failure("was restarted")
             return
-        own = local_address(self.control.host, self.control.port)
-        self._start(NodeSpan(self.part, self.parts, call["host"], call["port"], own))
-        self.control.report_status(f"with life {self.answered} of rollout-{self.worker}")
+        address = own_address(self.control.host, self.control.port)
+        self._start(NodeSpan(self.follower, self.node_count, start["host"], start["port"], address))
+        self.control.report_status(f"serving instance {self.worker_number} of rollout-{self.worker}")
 
     def _start(self, span: NodeSpan) -> None:
-        terms = {"worker": self.worker, "instance_number": self.answered, "span": asdict(span)}
+        arguments = json.dumps({"worker": self.worker, "instance_number": self.worker_number, "span": asdict(span)})
         settings = str(self.scratch / "config.yaml")
-        command = [sys.executable, "-m", "megatron_webrl.rollout.engine.follower_engine", settings, json.dumps(terms)]
+        command = [sys.executable, "-m", "megatron_webrl.rollout.engine.follower_engine", settings, arguments]
         self.process = child_process.start_process(command, self.log, os.environ, f"{self.control.role}.engine")
         log.info(
-            "life %d of rollout-%d: its ranks meet at %s:%d",
-            self.answered,
+            "instance %d of rollout-%d: its ranks rendezvous at %s:%d",
+            self.worker_number,
             self.worker,
             span.master_addr,
             span.master_port,
         )
 
-    def _end(self) -> None:
-        if self.process is not None:  # asked to end, vLLM would wait for ranks that wait for those of the worker
+    def _kill(self) -> None:
+        if self.process is not None:  # vLLM's own shutdown would wait for the worker's ranks
             child_process.kill_process_group(self.process.pid)
             self.process.wait()
             self.process = None
 
-    def _lost(self, how: str) -> None:
-        reason = f"{self.control.role} on {socket.gethostname()} {how}"
-        log.error("life %d of rollout-%d: %s", self.answered, self.worker, reason)
-        self.control.put_json(failure_key(self.worker, self.answered), reason)
-        self.control.report_status(f"waiting for rollout-{self.worker} to start again")
+    def _report_failure(self, what: str) -> None:
+        reason = f"{self.control.role} on {socket.gethostname()} {what}"
+        log.error("instance %d of rollout-%d: %s", self.worker_number, self.worker, reason)
+        self.control.put_json(failure_key(self.worker, self.worker_number), reason)
+        self.control.report_status(f"waiting for rollout-{self.worker} to restart")

@@ -1,4 +1,4 @@
-"""How busy a worker's engine was, as running sums that whoever reads them takes differences of."""
+"""The load of a worker's engine, as running totals; a reader takes differences of two reports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class TimeWeightedGauge:
-    """A count that rises and falls, with its integral over time."""
+    """A count and its integral over time."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -17,7 +17,7 @@ class TimeWeightedGauge:
 
     @contextmanager
     def track(self) -> Iterator[None]:
-        """One more while it lasts."""
+        """Increase the count within the context."""
         self._add(1)
         try:
             yield
@@ -25,7 +25,7 @@ class TimeWeightedGauge:
             self._add(-1)
 
     def integrals(self) -> tuple[float, float]:
-        """Integral of the count, and how long it was above zero; seconds."""
+        """The integral of the count, and the time during which it was positive; seconds."""
         self._add(0)
         return self._area, self._busy
 
@@ -38,14 +38,14 @@ class TimeWeightedGauge:
 
 
 class EngineLoad:
-    """Requests in an engine and episodes under way. An episode without a request is with its browser, or waits."""
+    """Requests in an engine, and running episodes. An episode without a request uses its browser, or waits."""
 
     def __init__(self) -> None:
         self.requests, self.episodes = TimeWeightedGauge(), TimeWeightedGauge()
-        self._began = time.monotonic()
+        self._started = time.monotonic()
 
     def totals(self) -> dict[str, float]:
-        """Seconds since the beginning, those with a request in the engine, and request- and episode-seconds."""
+        """Seconds since the start, seconds with a request in the engine, request-seconds and episode-seconds."""
         requests, busy = self.requests.integrals()
         episodes, _ = self.episodes.integrals()
-        return {"seconds": time.monotonic() - self._began, "busy": busy, "requests": requests, "episodes": episodes}
+        return {"seconds": time.monotonic() - self._started, "busy": busy, "requests": requests, "episodes": episodes}

@@ -2,4 +2,4 @@
 
 
 class EngineDeadError(RuntimeError):
-    """The engine cannot answer any more; the worker that holds it must end."""
+    """The engine cannot generate any more; its worker must end."""

@@ -1,4 +1,4 @@
-"""vLLM's ranks of one node of an engine that spans nodes, for one life of its worker; part.py starts and ends it."""
+"""vLLM's ranks on a follower's node, for one instance of the worker; engine_follower.py starts and kills it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from megatron_webrl.rollout.engine.engine_leader import NodeSpan
 from megatron_webrl.system import stack_dump
 
 
-def main(settings: str, terms: str) -> int:
-    """Run them until one has ended. `terms`: worker, its life and the Span, as JSON."""
+def main(settings: str, arguments: str) -> int:
+    """Run the ranks until one ends. `arguments`: worker, its instance number and the NodeSpan, as JSON."""
     faulthandler.enable()
     stack_dump.register_dump_signal()
-    given = json.loads(terms)
-    name = rollout_process_name(given["worker"], given["span"]["node_rank"])
+    start = json.loads(arguments)
+    name = rollout_process_name(start["worker"], start["span"]["node_rank"])
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s")
     vllm_environment.run_follower(
-        parse_config(settings), given["worker"], given["instance_number"], NodeSpan(**given["span"])
+        parse_config(settings), start["worker"], start["instance_number"], NodeSpan(**start["span"])
     )
-    return 1  # it is ended from outside
+    return 1  # the follower kills this process; a return is a failure
 
 
 if __name__ == "__main__":

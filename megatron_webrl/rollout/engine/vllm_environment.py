@@ -1,4 +1,4 @@
-"""How vLLM is set up: the environment of its processes, its arguments, and starting it."""
+"""Set up vLLM: environment variables, engine arguments, start."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
     from megatron_webrl.rollout.engine.engine_leader import NodeSpan
 
 CPU_KV_CACHE_MIB = 512
-"""Left to itself, vLLM's CPU build takes nearly all memory of the machine for its KV cache."""
-_LIFE = 1_000_003  # an engine that starts again does not repeat what it sampled
+"""By default vLLM's CPU build takes nearly all memory of the machine for its KV cache."""
+_SEED_STRIDE = 1_000_003  # a restarted engine samples with another seed
 SCHEDULER_MODULE = "megatron_webrl.weights.vllm_scheduler"
 WORKER_EXTENSION_CLASS = "megatron_webrl.weights.vllm_worker.WeightReceiver"
 
 
 def on_cuda(config: Config) -> bool:
-    """Whether the engine computes on a GPU."""
+    """Whether the engine runs on a GPU."""
     import torch
 
     return config.model.platform == "cuda" or (config.model.platform == "auto" and torch.cuda.is_available())
 
 
 def engine_environment(config: Config, span: NodeSpan | None = None) -> dict[str, str]:
-    """Environment variables of this process and its engine; to be set before vLLM is imported.
+    """Environment variables of this process and its engine, to be set before vLLM is imported.
 
-    `span`: of an engine over several nodes.
+    `span`: for an engine over several nodes.
     """
     path = [
         str(torchvision_shim.SITECUSTOMIZE_FOLDER),
@@ -42,30 +42,30 @@ def engine_environment(config: Config, span: NodeSpan | None = None) -> dict[str
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENGINE_READY_TIMEOUT_S": str(int(config.run.startup_timeout_seconds) + 1),
-        # Not fork: the child would share this process's locks, rings and browsers, and skip sitecustomize.
+        # A forked child would share this process's locks, ring and browsers, and skip sitecustomize.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
         "WEBRL_ENGINE_PARENT": str(os.getpid()),
     }
     if span is not None:
-        variables["VLLM_HOST_IP"] = span.host_ip  # left to itself, vLLM takes that of the way to the internet
+        variables["VLLM_HOST_IP"] = span.host_ip  # vLLM's default is the address of the route to the internet
     if not on_cuda(config):
-        # Compiling takes longer than it saves; and vLLM's own binding puts every engine on the same cores.
+        # Compiling costs more time than it saves; vLLM's own binding would put every engine on the same cores.
         variables |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(_threads(config)))
     return variables
 
 
 def _threads(config: Config) -> int:
-    # Browsers and the trainer need the other half of the cores.
+    # The other half of the cores is for browsers and the trainer.
     return max(1, len(os.sched_getaffinity(0)) // (2 * config.rollout.engines * config.ranks_per_engine))
 
 
-def engine_arguments(config: Config, worker: int, life: int = 1, span: NodeSpan | None = None) -> AsyncEngineArgs:
-    """vLLM's arguments for one engine, or for its part on one of the nodes of `span`.
+def engine_arguments(config: Config, worker: int, number: int = 1, span: NodeSpan | None = None) -> AsyncEngineArgs:
+    """vLLM's arguments for one engine of instance `number` of a worker, or for its ranks on one node of `span`.
 
-    `environment` must be in force. Raises ConfigError.
+    The variables of `engine_environment` must be set. Raises ConfigError.
     """
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -88,7 +88,7 @@ def engine_arguments(config: Config, worker: int, life: int = 1, span: NodeSpan 
     return AsyncEngineArgs(
         model=config.model.path,
         dtype=config.engine_dtype,
-        seed=(config.run.seed + worker + _LIFE * (life - 1)) % 2**32,
+        seed=(config.run.seed + worker + _SEED_STRIDE * (number - 1)) % 2**32,
         tensor_parallel_size=rollout.tensor_parallel,
         pipeline_parallel_size=rollout.pipeline_parallel,
         enable_expert_parallel=rollout.expert_parallel,
@@ -96,7 +96,7 @@ def engine_arguments(config: Config, worker: int, life: int = 1, span: NodeSpan 
         limit_mm_per_prompt=limits,
         enforce_eager=not cuda,
         enable_prefix_caching=True,
-        # The log-probabilities of what was sampled from: after temperature, as the trainer computes them.
+        # Log-probabilities of the sampled distribution: after temperature, as the trainer computes them.
         logprobs_mode="processed_logprobs",
         weight_transfer_config=WeightTransferConfig(backend="webrl"),
         worker_extension_cls=WORKER_EXTENSION_CLASS,
@@ -106,11 +106,11 @@ def engine_arguments(config: Config, worker: int, life: int = 1, span: NodeSpan 
     )
 
 
-def start_engine(config: Config, worker: int, life: int = 1, span: NodeSpan | None = None) -> AsyncLLM:
-    """Start vLLM; blocks until it can serve. The calling thread must live as long as the engine.
+def start_engine(config: Config, worker: int, number: int = 1, span: NodeSpan | None = None) -> AsyncLLM:
+    """Start vLLM; blocks until it can serve. The calling thread must outlive the engine.
 
-    The engine's processes ask to die with their parent, and the kernel takes the thread that started them for it.
-    An engine over several nodes can serve once `serve_part` runs on the others.
+    The engine's processes request to die with their parent, which for the kernel is the thread that started them.
+    An engine over several nodes can serve once `run_follower` runs on the other nodes.
     """
     torchvision_shim.install()
     os.environ.update(engine_environment(config, span))
@@ -120,40 +120,38 @@ def start_engine(config: Config, worker: int, life: int = 1, span: NodeSpan | No
 
     class Client(AsyncLLM):
         def __del__(self) -> None:
-            """Nothing: the engine's `close` ends it; vLLM's own destructor fails when the interpreter is going down."""
+            """No effect: VLLMEngine.close ends the engine; vLLM's destructor fails during interpreter shutdown."""
 
-    vllm_config = engine_arguments(config, worker, life, span).create_engine_config()
-    planning_ahead = "Async" if vllm_config.scheduler_config.async_scheduling else ""
-    vllm_config.scheduler_config.scheduler_cls = f"{SCHEDULER_MODULE}.Recomputing{planning_ahead}Scheduler"
+    vllm_config = engine_arguments(config, worker, number, span).create_engine_config()
+    scheduling = "Async" if vllm_config.scheduler_config.async_scheduling else ""
+    vllm_config.scheduler_config.scheduler_cls = f"{SCHEDULER_MODULE}.Recomputing{scheduling}Scheduler"
     executor: type[Executor] = Executor.get_class(vllm_config)
     if vllm_config.parallel_config.world_size == 1:
-        # vLLM's CPU platform puts even a single worker into a process of its own, only to bind its threads, which is
-        # switched off above. Without it an engine is one process and starts in two thirds of the time.
+        # vLLM's CPU platform runs even a single rank in a separate process to bind its threads, which is disabled
+        # above. Without that process an engine starts in two thirds of the time.
         vllm_config.parallel_config.distributed_executor_backend = "uni"
         executor = UniProcExecutor
     return Client(vllm_config, executor_class=executor, log_stats=False, log_requests=False)
 
 
 async def warm_up_pipeline(config: Config, llm: AsyncLLM) -> None:
-    """Have the later pipeline stages of an engine make room for what the earlier ones send them.
+    """Make later pipeline stages allocate the buffers that they receive into.
 
-    They do so in their first batch without requests. On a CPU vLLM runs none while it starts: without room, the first
-    request is the engine's end.
+    A dummy batch allocates them. On a CPU vLLM runs none at its start, and the first request would crash the engine.
     """
     if config.rollout.pipeline_parallel > 1 and not on_cuda(config):
         await llm.collective_rpc("execute_dummy_batch")
 
 
-def run_follower(config: Config, worker: int, life: int, span: NodeSpan) -> None:
-    """Run vLLM's ranks of one node of an engine, beside the worker's. Returns when one of them has ended.
+def run_follower(config: Config, worker: int, number: int, span: NodeSpan) -> None:
+    """Run vLLM's ranks of a follower's node, as `vllm serve --headless` does. Returns when one of them ends.
 
-    As `vllm serve --headless` does. They wait for the ranks of the other nodes, and then for the worker's calls,
-    without limit: who started this process ends it.
+    The ranks wait without limit for the other nodes and for the worker's calls: the parent process kills this one.
     """
     torchvision_shim.install()
     os.environ.update(engine_environment(config, span))
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-    vllm_config = engine_arguments(config, worker, life, span).create_engine_config(headless=True)
+    vllm_config = engine_arguments(config, worker, number, span).create_engine_config(headless=True)
     executor = MultiprocExecutor(vllm_config, monitor_workers=False)
     executor.start_worker_monitor(inline=True)

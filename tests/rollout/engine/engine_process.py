@@ -1,4 +1,4 @@
-"""A worker process with an engine of its own: updates a mixture of experts, fails an update, heals, and stays.
+"""A worker process with an engine: updates a mixture of experts, fails an update, recovers, and keeps running.
 
 Writes its report as JSON. Usage: python -m tests.rollout.engine.engine_process <model folder> <report>
 """
@@ -15,7 +15,7 @@ import psutil
 import transformers
 
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
-from tests.rollout.engine.test_vllm_engine import Sender, configuration, expected, perturb, picture, prompt, respond
+from tests.rollout.engine.engines import Sender, configuration, expected, perturb, picture, prompt, respond
 
 
 async def main(folder: Path, result: Path) -> None:
@@ -37,10 +37,10 @@ async def main(folder: Path, result: Path) -> None:
     in_flight = asyncio.create_task(engine.generate(None, prompt(engine, 0), []))
     await asyncio.sleep(0)
     try:
-        await engine.update_weights(2, 2)  # of which the trainer knows nothing
+        await engine.update_weights(2, 2)  # the trainer does not send it
     except Exception as error:
         report["update"] = f"{type(error).__name__}: {error}"
-    report["torn"] = engine.partially_updated
+    report["partially_updated"] = engine.partially_updated
     engine._sampling.max_tokens = 24
     waiting = asyncio.create_task(engine.generate(None, prompt(engine, 0), []))
     for name, call in (("in_flight", in_flight), ("response", waiting)):
@@ -53,12 +53,12 @@ async def main(folder: Path, result: Path) -> None:
     await sender.join(engine, "weights/again")
     await sender.send(engine, 2)
     await asyncio.wait_for(waiting, 30)
-    report["healed"] = await gap()
+    report["after_update"] = await gap()
     children = psutil.Process().children(recursive=True)
     report["cores"] = [child.pid for child in children if "resource_tracker" not in " ".join(child.cmdline())]
     unfinished = result.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(report))
-    unfinished.rename(result)  # readers never see half of it
+    unfinished.rename(result)  # readers never see an incomplete report
     await asyncio.sleep(120)  # killed long before
 
 
