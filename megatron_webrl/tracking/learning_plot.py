@@ -104,6 +104,8 @@ def _draw_points_and_average(axes: Axes, points: Points) -> None:
 
 
 def _limit(axes: Axes, last: float, top: float) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     axes.set_xlim(0, last)
     axes.set_ylim(0, top)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=True))

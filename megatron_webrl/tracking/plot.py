@@ -14,9 +14,11 @@ WIDTH, HEIGHT = 5.0, 3.8  # inches of one plot
 BLUE, GREY, ORANGE, GREEN = "#2a6f97", "#a0a0a0", "#d1803a", "#58944f"
 BLACK, LIGHT_GREY, DARK_GREY = "#222222", "#dddddd", "#666666"
 
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {  # matplotlib types the keys as one long literal
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "megatron_webrl",  # the same figure gives the same bytes
+    "figure.constrained_layout.w_pad": 0.15,  # inches
+    "figure.constrained_layout.h_pad": 0.15,
     "font.size": 9,
     "text.color": BLACK,
     "axes.edgecolor": BLACK,
@@ -47,7 +49,6 @@ def render_svg(panels: Sequence[Callable[[Axes], None]], size: tuple[float, floa
     rows = -(-len(panels) // columns)
     with rc_context(_STYLE):
         figure = Figure(figsize=(columns * size[0], rows * size[1]), layout="constrained")
-        figure.get_layout_engine().set(w_pad=0.15, h_pad=0.15)  # inches
         for number, panel in enumerate(panels, 1):
             panel(figure.add_subplot(rows, columns, number))
         buffer = io.StringIO()
