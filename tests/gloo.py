@@ -1,4 +1,4 @@
-"""Gloo processes for the tests, and Megatron's groups in them."""
+"""Gloo processes for the tests, with Megatron's process groups."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def spawn(run: Callable[..., None], *arguments: Any, ranks: int = 2, seconds: fl
 
 
 def join(rank: int, ranks: int, folder: str) -> platforms.Platform:
-    """Meet the other processes; Megatron is to be imported after this, on the platform that is in use."""
+    """Initialise torch.distributed on the CPU platform; import Megatron only after this."""
     torch.set_num_threads(1)
     platform = platforms.activate("cpu")
     torch.distributed.init_process_group(
@@ -43,7 +43,7 @@ def join(rank: int, ranks: int, folder: str) -> platforms.Platform:
 
 
 def layouts(rank: int, folder: str) -> Iterator[tuple[int, platforms.Platform]]:
-    """In each of two processes: the tensor-parallel sizes 2 and 1, with Megatron's groups formed for each."""
+    """In each of two processes: yield tensor-parallel sizes 2 and 1 with Megatron's process groups."""
     platform = join(rank, 2, folder)
     from megatron_webrl.model import process_groups
     from megatron_webrl.model.layout import ParallelSizes

@@ -1,4 +1,4 @@
-"""One pair of gloo processes makes what all parity tests look at."""
+"""Results of one pair of gloo processes, shared by all parity tests."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def references(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def found(references: dict[str, Any], folder: Path) -> dict[tuple[int, int], dict[str, Any]]:
-    """(tensor-parallel size, rank) -> what that rank found."""
+    """(tensor-parallel size, rank) -> results of that rank."""
     spawn(ranks.run, str(folder))
     return {(size, rank): torch.load(folder / f"found-{size}-{rank}.pt") for size in (2, 1) for rank in (0, 1)}

@@ -1,4 +1,4 @@
-"""What the gloo processes of the layout tests do: every layout of the model on the same samples."""
+"""Gloo processes of the layout tests: every layout of the model on the same samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests import gloo
 from tests.model import tiny
 
 MODELS = {
-    # DeepStack features for more layers than the first of four stages holds.
+    # More DeepStack layers than the first of four stages has.
     "dense": tiny.Shape(deepstack=(0, 1, 2)),
     "dense-tied": tiny.Shape(tie=True, layers=5, key_value_heads=4),
     "sparse": tiny.Shape(experts=4, deepstack=(0, 2), dense_layers=(1,)),
@@ -23,14 +23,14 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A layout and a way of computing."""
+    """A layout with compute options."""
 
     sizes: dict[str, int]
     sequence_parallel: bool = True
     recompute: str = "none"
 
     def fits(self, shape: tiny.Shape) -> bool:
-        """Whether a model of this shape can be laid out so."""
+        """Whether the layout is valid for a model."""
         tensor, experts = self.sizes.get("tensor", 1), self.sizes.get("expert", 1) * self.sizes.get("expert_tensor", 1)
         if shape.key_value_heads % (tensor * self.sizes.get("context", 1)):
             return False
@@ -68,7 +68,7 @@ CASES: dict[int, dict[str, Case]] = {
 
 
 def models(ranks: int, case: Case) -> list[str]:
-    """The models that a case is tried on: on four ranks one dense and one sparse one, if they fit."""
+    """Models of a case: on four ranks one dense and one sparse model at most."""
     fitting = [name for name, shape in MODELS.items() if case.fits(shape)]
     if ranks < 4:
         return fitting
@@ -77,7 +77,7 @@ def models(ranks: int, case: Case) -> list[str]:
 
 
 def pairs() -> list[tuple[int, str, str]]:
-    """Ranks, case and model of everything that is compared."""
+    """Ranks, case and model of all comparisons."""
     return [
         (ranks, case, model)
         for ranks, cases in CASES.items()
@@ -87,7 +87,7 @@ def pairs() -> list[tuple[int, str, str]]:
 
 
 def run(rank: int, ranks: int, folder: str) -> None:
-    """Write what every case of `ranks` processes computes to found-RANKS-CASE-MODEL.pt."""
+    """Write the results of every case of `ranks` processes to found-RANKS-CASE-MODEL.pt."""
     platform = gloo.join(rank, ranks, folder)
     from megatron_webrl.model import process_groups
     from megatron_webrl.model.layout import ParallelSizes
@@ -151,7 +151,7 @@ def _examine(folder: Path, case: Case, platform: Any) -> dict[str, Any]:
 
 
 def _scored_here(row: Any, groups: Any, case: Case) -> Tensor:
-    """bool [R]: which of the row's scored positions this context-parallel rank scores."""
+    """bool [R]: scored positions of this context-parallel rank."""
     from megatron_webrl.model.qwen3_vl.packed_input import token_range
 
     multiple = groups.tp.size() if case.sequence_parallel else 1
@@ -160,7 +160,7 @@ def _scored_here(row: Any, groups: Any, case: Case) -> Tensor:
 
 
 def _wrap(chunks: list[Any]) -> list[Any]:
-    """DistributedDataParallel that leaves whole gradients on every rank."""
+    """Wrap in DistributedDataParallel with complete gradients on every rank."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     from megatron_webrl.model import gradients

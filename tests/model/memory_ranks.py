@@ -1,4 +1,4 @@
-"""What one gloo process finds out about memory and long rows."""
+"""One gloo process that measures memory and scores a long sample."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECOMPUTE = ("none", "selective", "full")
 
 
 def long_sample() -> tiny.Sample:
-    """Fills the longest window: images of different sizes spread over the text, a short response."""
+    """A sample that fills the longest window: images of different sizes in the text, a short response."""
     grids = [[1, 64, 48], [1, 32, 96], [1, 96, 64]]
     visual = sum(h * w // tiny.MERGE**2 + 5 for _, h, w in grids)
     return tiny.make_sample(grids, text=LONG.window - visual - 64, response=64, seed=11)
@@ -52,11 +52,11 @@ def _long(folder: Path, platform: Any) -> Tensor:
 
 
 def _saved_bytes(folder: Path, recompute: str, platform: Any) -> int:
-    """Bytes of tensors that the forward pass keeps for the backward pass, each storage once, weights left out."""
+    """Bytes saved for the backward pass, each storage counted once, without weights."""
     model = _build(folder, platform, recompute).train()
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     seen: dict[int, int] = {}
-    kept: list[Tensor] = []  # so that no address is used twice
+    kept: list[Tensor] = []  # so that no address is reused
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

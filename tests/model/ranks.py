@@ -1,4 +1,4 @@
-"""What the two gloo processes of the parity tests do; each writes what it found to a file."""
+"""The two gloo processes of the parity tests; each writes its results to a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.model import tiny
 MODELS = {"untied": tiny.Shape(deepstack=(0, 1)), "tied": tiny.Shape(tie=True)}
 LEARNING_RATE = 0.05
 EPSILON = 1.0
-"""Adam's epsilon: so large that the step follows the gradient's size, not only its sign."""
+"""Adam's epsilon, large enough that the step depends on the gradient's magnitude."""
 
 
 def run(rank: int, folder: str) -> None:
@@ -61,7 +61,7 @@ def _examine(name: str, folder: Path, size: int, platform: platforms.Platform) -
 
 
 def _refusals(model: Any) -> list[str]:
-    """What the model says of rows whose parts do not fit together."""
+    """Errors of the model for inconsistent inputs."""
     row, _ = _rows()["packed"]
     broken = [
         replace(row, cu_seqlens=row.cu_seqlens[:-1]),
@@ -129,7 +129,7 @@ def _twins(model: Any) -> tuple[Tensor, Tensor]:
 
 
 def _restored(name: str, folder: Path, wrote: int, platform: platforms.Platform) -> dict[str, Tensor]:
-    """Logits of a model filled from the checkpoint that tensor-parallel size `wrote` left."""
+    """Logits of a model filled from the checkpoint written at tensor-parallel size `wrote`."""
     from megatron.core import dist_checkpointing
 
     from megatron_webrl.model.qwen3_vl.model import build_model
@@ -144,7 +144,7 @@ def _restored(name: str, folder: Path, wrote: int, platform: platforms.Platform)
 
 
 def _step(model: Any) -> dict[str, Any]:
-    """Gradients of the packed samples, shared out over the replicas, and the weights after one optimiser step."""
+    """Gradients of the packed samples, divided over the replicas, and the weights after one optimiser step."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -178,7 +178,7 @@ def _step(model: Any) -> dict[str, Any]:
 
 
 def _share_of_loss(model: Any, replica: int, replicas: int) -> Tensor:
-    """This replica's terms of `tiny.reference_loss`; one replica takes all samples in one packed row."""
+    """This replica's terms of `tiny.reference_loss`; a single replica packs all samples into one input."""
     from megatron_webrl.model.logprobs import vocab_parallel_logprobs
 
     parts = list(tiny.samples().values())
@@ -193,7 +193,7 @@ def _share_of_loss(model: Any, replica: int, replicas: int) -> Tensor:
 
 
 def _gradients(model: Any, replicas: int) -> dict[str, Tensor]:
-    """Gradients under their Hugging Face names. Each replica holds the sums of a part of every bucket only."""
+    """Gradients by Hugging Face name; {} with several replicas, which hold sums of parts of buckets."""
     from megatron_webrl.model.parameter_map import from_megatron
 
     group = model.pg_collection.tp
@@ -201,12 +201,12 @@ def _gradients(model: Any, replicas: int) -> dict[str, Tensor]:
         return {}
     found = {}
     parameters = dict(model.named_parameters())
-    for entry in model.mappings:
-        gradient = parameters[entry.megatron_param].main_grad.contiguous()
+    for mapping in model.mappings:
+        gradient = parameters[mapping.megatron_param].main_grad.contiguous()
         shards = [torch.empty_like(gradient) for _ in range(group.size())]
         torch.distributed.all_gather(shards, gradient, group=group)
-        found[entry.hf_param] = gradient.new_empty(entry.tensor_shape)
-        from_megatron(entry, shards, found[entry.hf_param])
+        found[mapping.hf_param] = gradient.new_empty(mapping.tensor_shape)
+        from_megatron(mapping, shards, found[mapping.hf_param])
     return found
 
 
@@ -242,7 +242,7 @@ def logprob_case() -> tuple[Tensor, Tensor, Tensor]:
     """Logits [50, 102] of large spread whose last column is padding, targets [50], weights [50]."""
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(50, tiny.VOCABULARY + 1, generator=generator) * 8
-    logits[:, -1] = 1e4  # what padding holds must not matter
+    logits[:, -1] = 1e4  # padding values must not matter
     return (
         logits,
         torch.randint(0, tiny.VOCABULARY, (50,), generator=generator),

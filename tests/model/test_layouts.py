@@ -1,4 +1,4 @@
-"""Every layout of the model computes what transformers computes: logits, log-probabilities and gradients."""
+"""Logits, log-probabilities and gradients of every layout equal those of transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Examined = Callable[[int, str, str], list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
-    """Folder of the models; by model, what transformers computes."""
+    """Folder of the models, and results of transformers by model."""
     folder = tmp_path_factory.mktemp("layouts")
     found = {}
     for seed, (name, shape) in enumerate(layout_ranks.MODELS.items()):
@@ -33,7 +33,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str
 
 @pytest.fixture(scope="module")
 def examined(references: tuple[Path, dict[str, Any]]) -> Examined:
-    """(ranks, case, model) -> what each rank found."""
+    """(ranks, case, model) -> results of each rank."""
     folder, _ = references
     done: set[int] = set()
 

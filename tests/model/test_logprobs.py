@@ -44,7 +44,7 @@ def test_values_and_gradients_equal_log_softmax_on_gloo_ranks(
 
 
 @pytest.mark.parametrize("rows", [1, 7, 49, 50])
-def test_chunks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+def test_chunking_does_not_change_the_result(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", rows * (tiny.VOCABULARY + 1))
     logits, targets, weights = ranks.logprob_case()
     logits.requires_grad_()
@@ -76,7 +76,7 @@ def test_bfloat16_logits_are_computed_in_float32() -> None:
     assert rounded.grad.dtype is torch.bfloat16
 
 
-def test_a_row_without_scored_positions_gives_empty_results() -> None:
+def test_no_scored_positions_give_empty_results() -> None:
     logits = torch.zeros(0, 8, requires_grad=True)
     logprobs, entropy = vocab_parallel_logprobs(logits, torch.zeros(0, dtype=torch.int64), 1.0, 8, None)
     logprobs.sum().backward()
@@ -85,8 +85,8 @@ def test_a_row_without_scored_positions_gives_empty_results() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "temperature", "words"), [((4, 8), 1.0, r"targets \[3\]"), ((3, 8), 0.0, "temperature=0.0 must be")]
+    ("shape", "temperature", "message"), [((4, 8), 1.0, r"targets \[3\]"), ((3, 8), 0.0, "temperature=0.0 must be")]
 )
-def test_senseless_arguments_are_refused(shape: tuple[int, int], temperature: float, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_invalid_arguments_are_refused(shape: tuple[int, int], temperature: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         vocab_parallel_logprobs(torch.zeros(shape), torch.zeros(3, dtype=torch.int64), temperature, 8, None)

@@ -1,4 +1,4 @@
-"""The longest window, and what recomputation saves."""
+"""The longest window, and memory saved by recomputation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.model import memory_ranks, tiny
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the process found, and transformers' logits of the long sample."""
+    """Results of the process, and transformers' logits of the long sample."""
     folder: Path = tmp_path_factory.mktemp("memory")
     reference = tiny.write_model(folder / "long", memory_ranks.LONG, 0)
     tiny.write_model(folder / "sparse", tiny.Shape(experts=4, dense_layers=(1,)), 1)

@@ -1,4 +1,4 @@
-"""The parameter map covers every tensor of every released size, and no other."""
+"""The parameter map has exactly the tensors of every released size."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ def _has_experts(name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", model_sizes.MODEL_SIZES)
-def test_the_table_names_every_tensor_of_a_released_size_in_its_shape(name: str) -> None:
-    description = model_sizes.make_hf_config(name)
+def test_the_map_has_every_tensor_of_a_released_size_with_its_shape(name: str) -> None:
+    hf_config = model_sizes.make_hf_config(name)
     sparse = _has_experts(name)
     with torch.device("meta"):
-        model = (Qwen3VLMoeForConditionalGeneration if sparse else Qwen3VLForConditionalGeneration)(description)
+        model = (Qwen3VLMoeForConditionalGeneration if sparse else Qwen3VLForConditionalGeneration)(hf_config)
     expected = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
-    if description.tie_word_embeddings:
+    if hf_config.tie_word_embeddings:
         del expected["lm_head.weight"]
     # In memory transformers keeps experts transposed against the released files.
-    entries = parameter_mappings(description, "transposed" if sparse else "released")
-    assert {entry.hf_param: entry.tensor_shape for entry in entries} == expected
+    mappings = parameter_mappings(hf_config, "transposed" if sparse else "released")
+    assert {mapping.hf_param: mapping.tensor_shape for mapping in mappings} == expected
     count = sum(torch.Size(shape).numel() for shape in expected.values())
     assert count / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
 
 
-def test_the_forms_of_a_released_size_fill_the_same_parameters() -> None:
-    description = model_sizes.make_hf_config("30B-A3B")
-    wanted = parameter_shapes(parameter_mappings(description, "released"), 4, 2)
+def test_all_expert_formats_of_a_released_size_fill_the_same_parameters() -> None:
+    hf_config = model_sizes.make_hf_config("30B-A3B")
+    wanted = parameter_shapes(parameter_mappings(hf_config, "released"), 4, 2)
     for form in ("transposed", "separate"):
-        assert parameter_shapes(parameter_mappings(description, form), 4, 2) == wanted
+        assert parameter_shapes(parameter_mappings(hf_config, form), 4, 2) == wanted
 
 
 @pytest.mark.parametrize("name", model_sizes.MODEL_SIZES)
-def test_the_sizes_in_use_divide_every_released_size(name: str) -> None:
+def test_common_parallel_sizes_divide_every_released_size(name: str) -> None:
     experts = 8 if _has_experts(name) else 1
     for tensor in (1, 2, 4):
         check_parallel_sizes(

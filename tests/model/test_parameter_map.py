@@ -1,4 +1,4 @@
-"""The table of parameters: every number has exactly one place, at every tensor-parallel size."""
+"""The parameter map: every element has exactly one location at every tensor-parallel size."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from megatron_webrl.model.parameter_map import (
 from tests.model import tiny
 
 
-def _text_entries(
+def _text_mappings(
     groups: int, heads: int, dim: int, inner: int, vocabulary: int, experts: ExpertFormat | None = None
 ) -> tuple[ParameterMapping, ...]:
     """Tensors of the text model of one layer, dense or, given the experts' format, of three experts."""
-    description = tiny.configuration(tiny.Shape())
+    hf_config = tiny.configuration(tiny.Shape())
     text = SimpleNamespace(
         vocab_size=vocabulary,
         hidden_size=6,
@@ -41,10 +41,10 @@ def _text_entries(
         decoder_sparse_step=1,
     )
     whole = parameter_mappings(
-        SimpleNamespace(text_config=text, vision_config=description.vision_config, tie_word_embeddings=False),
+        SimpleNamespace(text_config=text, vision_config=hf_config.vision_config, tie_word_embeddings=False),
         experts or "released",
     )
-    return tuple(entry for entry in whole if not entry.hf_param.startswith("model.visual."))
+    return tuple(mapping for mapping in whole if not mapping.hf_param.startswith("model.visual."))
 
 
 @settings(max_examples=120, deadline=None, derandomize=True)
@@ -57,26 +57,26 @@ def _text_entries(
     inner=st.integers(1, 3),
     vocabulary=st.integers(1, 9),
 )
-def test_every_number_of_every_tensor_has_exactly_one_place(
+def test_every_element_of_every_tensor_has_exactly_one_location(
     experts: ExpertFormat | None, size: int, groups: int, heads: int, dim: int, inner: int, vocabulary: int
 ) -> None:
-    entries = _text_entries(groups * size, heads, dim, inner * size, vocabulary, experts)
-    shapes = parameter_shapes(entries, size, size)
+    mappings = _text_mappings(groups * size, heads, dim, inner * size, vocabulary, experts)
+    shapes = parameter_shapes(mappings, size, size)
     parameters = [{name: torch.full(shape, torch.nan) for name, shape in shapes.items()} for _ in range(size)]
     numbers = iter(range(1, 10**9))
     tensors = {}
-    for entry in entries:
-        if entry.hf_param not in tensors:
-            count = torch.Size(entry.tensor_shape).numel()
+    for mapping in mappings:
+        if mapping.hf_param not in tensors:
+            count = torch.Size(mapping.tensor_shape).numel()
             numbered = torch.tensor([next(numbers) for _ in range(count)], dtype=torch.float32)
-            tensors[entry.hf_param] = numbered.view(entry.tensor_shape)
+            tensors[mapping.hf_param] = numbered.view(mapping.tensor_shape)
         for rank in range(size):
-            to_megatron(entry, tensors[entry.hf_param], parameters[rank][entry.megatron_param], rank, size)
+            to_megatron(mapping, tensors[mapping.hf_param], parameters[rank][mapping.megatron_param], rank, size)
     back = {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items()}
-    for entry in entries:
-        shards = [parameters[rank][entry.megatron_param] for rank in range(size)]
-        from_megatron(entry, shards, back[entry.hf_param])
-        if entry.layout.kind != "replicated":
+    for mapping in mappings:
+        shards = [parameters[rank][mapping.megatron_param] for rank in range(size)]
+        from_megatron(mapping, shards, back[mapping.hf_param])
+        if mapping.layout.kind != "replicated":
             for shard in shards:
                 placed = shard[shard != 0]  # zero is padding; a place left out would be NaN
                 assert not placed.isnan().any()
@@ -85,7 +85,7 @@ def test_every_number_of_every_tensor_has_exactly_one_place(
         assert torch.equal(back[name], tensor), name
 
 
-def test_the_table_names_the_tensors_of_a_model_of_released_size() -> None:
+def test_the_map_names_the_tensors_of_a_released_model() -> None:
     """The dimensions of Qwen3-VL-4B-Instruct, whose checkpoint has 713 tensors."""
     text = {
         "vocab_size": 151936,
@@ -107,44 +107,44 @@ def test_the_table_names_the_tensors_of_a_model_of_released_size() -> None:
     config = tiny.Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True)
     with torch.device("meta"):
         model = tiny.Qwen3VLForConditionalGeneration(config)
-    entries = parameter_mappings(config)
-    assert len(entries) == 713
-    assert {e.hf_param: e.shape for e in entries} == {name: tuple(p.shape) for name, p in model.named_parameters()}
+    mappings = parameter_mappings(config)
+    assert len(mappings) == 713
+    assert {e.hf_param: e.shape for e in mappings} == {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
-def test_query_heads_lie_beside_the_key_and_value_head_of_their_group() -> None:
-    q, k, v = (e for e in _text_entries(2, 2, 1, 2, 8) if "linear_qkv" in e.megatron_param)
+def test_query_heads_are_adjacent_to_the_key_and_value_head_of_their_group() -> None:
+    q, k, v = (e for e in _text_mappings(2, 2, 1, 2, 8) if "linear_qkv" in e.megatron_param)
     parameter = torch.zeros(8, 6)
-    for entry, start in ((q, 10), (k, 20), (v, 30)):
-        rows = torch.arange(start, start + entry.shape[0]).float()
-        to_megatron(entry, rows[:, None].expand(-1, 6), parameter, 0, 1)
+    for mapping, start in ((q, 10), (k, 20), (v, 30)):
+        rows = torch.arange(start, start + mapping.shape[0]).float()
+        to_megatron(mapping, rows[:, None].expand(-1, 6), parameter, 0, 1)
     assert parameter[:, 0].tolist() == [10, 11, 20, 30, 12, 13, 21, 31]
 
 
-def test_a_rank_stacks_its_gate_on_its_up_projection() -> None:
-    gate, up = (e for e in _text_entries(2, 1, 1, 4, 8) if "linear_fc1" in e.megatron_param)
+def test_a_rank_stacks_its_gate_shard_on_its_up_shard() -> None:
+    gate, up = (e for e in _text_mappings(2, 1, 1, 4, 8) if "linear_fc1" in e.megatron_param)
     parameter = torch.zeros(4, 6)
-    for entry, start in ((gate, 10), (up, 20)):
-        to_megatron(entry, torch.arange(start, start + 4).float()[:, None].expand(-1, 6), parameter, 1, 2)
+    for mapping, start in ((gate, 10), (up, 20)):
+        to_megatron(mapping, torch.arange(start, start + 4).float()[:, None].expand(-1, 6), parameter, 1, 2)
     assert parameter[:, 0].tolist() == [12, 13, 22, 23]
 
 
 def test_a_rank_beyond_the_vocabulary_holds_zeros_only() -> None:
-    entry = next(e for e in _text_entries(4, 1, 1, 4, 5) if e.hf_param == "lm_head.weight")
+    mapping = next(e for e in _text_mappings(4, 1, 1, 4, 5) if e.hf_param == "lm_head.weight")
     assert padded_vocab_size(5, 4) == 8
-    assert shard_ranges(entry, 3, 4) == ()
+    assert shard_ranges(mapping, 3, 4) == ()
     parameter = torch.full((2, 6), torch.nan)
-    to_megatron(entry, torch.ones(5, 6), parameter, 3, 4)
+    to_megatron(mapping, torch.ones(5, 6), parameter, 3, 4)
     assert torch.equal(parameter, torch.zeros(2, 6))
 
 
 @pytest.mark.parametrize(
-    ("groups", "inner", "words"),
+    ("groups", "inner", "message"),
     [(2, 4, "query_groups=2 .*q_proj"), (4, 6, "rows=6 .*gate_proj")],
 )
-def test_a_size_that_does_not_divide_a_tensor_is_refused_by_name(groups: int, inner: int, words: str) -> None:
-    with pytest.raises(ValueError, match=f"tensor_parallel=4 does not divide {words}"):
-        parameter_shapes(_text_entries(groups, 1, 1, inner, 8), 4)
+def test_a_size_that_does_not_divide_a_tensor_is_refused_by_name(groups: int, inner: int, message: str) -> None:
+    with pytest.raises(ValueError, match=f"tensor_parallel=4 does not divide {message}"):
+        parameter_shapes(_text_mappings(groups, 1, 1, inner, 8), 4)
 
 
 def test_all_formats_of_experts_fill_the_same_parameters() -> None:
@@ -162,17 +162,17 @@ def test_all_formats_of_experts_fill_the_same_parameters() -> None:
     }
     for experts, tensors in stored.items():
         found = {
-            entry.megatron_param: torch.zeros(shape)
-            for entries in [_text_entries(1, 1, 2, 4, 5, experts)]
-            for entry in entries
-            for shape in [parameter_shapes(entries, 1)[entry.megatron_param]]
-            if entry.expert is not None
+            mapping.megatron_param: torch.zeros(shape)
+            for mappings in [_text_mappings(1, 1, 2, 4, 5, experts)]
+            for mapping in mappings
+            for shape in [parameter_shapes(mappings, 1)[mapping.megatron_param]]
+            if mapping.expert is not None
         }
-        for entry in _text_entries(1, 1, 2, 4, 5, experts):
-            if entry.expert is not None:
-                tensor = tensors[entry.hf_param.partition("experts.")[2]]
-                assert tuple(tensor.shape) == entry.tensor_shape
-                to_megatron(entry, tensor, found[entry.megatron_param], 0, 1)
+        for mapping in _text_mappings(1, 1, 2, 4, 5, experts):
+            if mapping.expert is not None:
+                tensor = tensors[mapping.hf_param.partition("experts.")[2]]
+                assert tuple(tensor.shape) == mapping.tensor_shape
+                to_megatron(mapping, tensor, found[mapping.megatron_param], 0, 1)
         for e in range(3):
             prefix = f"decoder.layers.0.mlp.experts.local_experts.{e}."
             assert torch.equal(found[f"{prefix}linear_fc1.weight"], fused[e])

@@ -1,4 +1,4 @@
-"""The Megatron model computes what transformers computes, at tensor-parallel 1 and 2."""
+"""The Megatron model equals transformers at tensor-parallel sizes 1 and 2."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def test_packed_samples_equal_the_same_samples_one_by_one(found: Found, size: in
 
 @SIZES
 @MODELS
-def test_an_image_given_once_serves_all_its_occurrences(found: Found, size: int, name: str) -> None:
+def test_an_image_given_once_is_used_for_all_its_occurrences(found: Found, size: int, name: str) -> None:
     results = found[size, 0][name]
     torch.testing.assert_close(results["shared"]["logits"], results["twice"]["logits"], atol=1e-5, rtol=0)
 
 
 @MODELS
-def test_visual_features_reach_the_logits(references: dict[str, Any], found: Found, name: str) -> None:
+def test_image_features_change_the_logits(references: dict[str, Any], found: Found, name: str) -> None:
     """Guards the cases above: other pixels must give other logits, by far more than the tolerance."""
     results = found[1, 0][name]
     assert (results["other pixels"]["logits"] - results["image"]["logits"]).abs().max() > 0.05
@@ -91,7 +91,7 @@ def test_both_ranks_hold_the_same_gradients_of_replicated_parameters(found: Foun
 def test_an_optimiser_step_equals_one_in_transformers(
     found: Found, references: dict[str, Any], folder: Any, size: int, name: str
 ) -> None:
-    """Tensor-parallel 2 takes all samples in one row; tensor-parallel 1 shares them out over two replicas."""
+    """Tensor-parallel size 2 packs all samples into one input; size 1 divides them over two replicas."""
     model = type(references[name]).from_pretrained(folder / name)
     optimizer = torch.optim.Adam(model.parameters(), lr=ranks.LEARNING_RATE, eps=ranks.EPSILON)
     before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
@@ -125,13 +125,13 @@ def _assert_close_by_norm(found: Tensor, expected: Tensor, limit: float, key: st
 
 
 @pytest.mark.parametrize("name", list(ranks.MODELS))
-def test_a_placeholder_within_a_response_stands_for_no_image(found: Found, name: str) -> None:
+def test_a_placeholder_token_in_a_response_is_text(found: Found, name: str) -> None:
     placeholder, twin = found[1, 0][name]["twins"]
     assert torch.equal(placeholder, twin)
 
 
 @SIZES
-def test_a_row_whose_parts_do_not_fit_together_is_refused(found: Found, size: int) -> None:
+def test_inconsistent_inputs_are_refused(found: Found, size: int) -> None:
     tokens = sum(len(sample.tokens) for sample in tiny.samples().values())
     first, second, third = found[size, 0]["tied"]["refusals"]
     assert "must rise from 0" in first
@@ -139,21 +139,21 @@ def test_a_row_whose_parts_do_not_fit_together_is_refused(found: Found, size: in
     assert "the packed input has 27 placeholders (token 99), but its 3 images make 15 image tokens" in third
 
 
-def test_a_vision_tower_that_is_not_trained_takes_no_gradient(found: Found) -> None:
+def test_a_frozen_vision_tower_takes_no_gradient(found: Found) -> None:
     trained = found[1, 0]["bf16"]["trained"]
     assert trained
     assert not any(key.startswith("visual.") for key in trained)
 
 
 @pytest.mark.parametrize(
-    ("field", "tensor", "words"),
+    ("field", "tensor", "message"),
     [
         ("position_ids", torch.zeros(26, dtype=torch.int64), r"position_ids has shape \[26\], expected \[3, 26\]"),
         ("grids", torch.zeros(2, 2, dtype=torch.int64), r"grids has shape \[2, 2\], expected \[None, 3\]"),
         ("cu_seqlens", torch.zeros(1, dtype=torch.int32), "needs at least one sample"),
     ],
 )
-def test_a_row_of_wrong_shapes_cannot_be_made(field: str, tensor: Tensor, words: str) -> None:
+def test_inputs_of_wrong_shapes_are_refused(field: str, tensor: Tensor, message: str) -> None:
     row, _ = tiny.pack([tiny.samples()["text"]])
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         replace(row, **{field: tensor})

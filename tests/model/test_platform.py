@@ -1,4 +1,4 @@
-"""The CPU platform stands in for CUDA, and says so when it cannot. It changes torch, so it runs in its own process."""
+"""The CPU platform replaces CUDA. It patches torch, so it runs in its own process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ REFUSALS = """
 import torch
 from megatron_webrl.model import platform
 
-def refused(name, kind, words):
+def refused(name, kind, message):
     try:
         platform.activate(name)
     except kind as error:
-        assert words in str(error), error
+        assert message in str(error), error
     else:
         raise AssertionError(name)
 

@@ -1,4 +1,4 @@
-"""The processor: templates, placeholders, patches, and what page text may not do."""
+"""The processor: templates, placeholders, patches, escaping of page text."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def messages(images: int) -> list[dict]:
     return [{"role": "system", "content": "Act."}, {"role": "user", "content": parts}]
 
 
-def test_a_chat_has_one_placeholder_per_image_and_ends_where_the_answer_begins(processor: Processor) -> None:
+def test_a_chat_has_one_placeholder_per_image_and_ends_before_the_answer(processor: Processor) -> None:
     ids = processor.encode_chat(messages(2))
     assert ids.dtype == np.int32
     assert (ids == processor.image_token_id).sum() == 2
@@ -79,13 +79,13 @@ def test_without_images_there_are_no_patches(processor: Processor) -> None:
     assert grids.shape == processor.grids([]).shape == (0, 3)
 
 
-def test_expanding_with_another_number_of_images_is_an_error(processor: Processor) -> None:
+def test_expanding_with_a_wrong_number_of_images_is_an_error(processor: Processor) -> None:
     with pytest.raises(ValueError, match="2 image placeholders and 1 images"):
         processor.expand_image_tokens(processor.encode_chat(messages(2)), processor.grids([picture()]))
 
 
 @pytest.mark.parametrize("data", [b"", b"<svg/>", picture()[:40]])
-def test_bytes_that_are_no_image_are_an_error(processor: Processor, data: bytes) -> None:
+def test_bytes_that_are_not_an_image_are_an_error(processor: Processor, data: bytes) -> None:
     with pytest.raises(ValueError, match="bytes"):
         processor.pixels([data])
 
@@ -130,12 +130,12 @@ def test_page_text_never_becomes_an_added_token(tiny_model: Path, parts: list[st
     assert not set(ids) & set(processor.tokenizer.get_added_vocab().values())
 
 
-def test_harmless_page_text_stays_as_it_is(processor: Processor) -> None:
+def test_harmless_page_text_is_unchanged(processor: Processor) -> None:
     text = 'Enter "40" < 60 | and > 2 into <b>field</b>'
     assert processor.escape_special_tokens(text) == text
 
 
-def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+def test_a_missing_folder_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nowhere does not exist"):
         Processor.load(tmp_path / "nowhere")
 

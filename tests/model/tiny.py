@@ -1,4 +1,4 @@
-"""Small random Qwen3-VL models, samples for them, and what transformers computes from both."""
+"""Small random Qwen3-VL models, samples for them, and the results of transformers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TEMPERATURE = 0.7
 
 @dataclass(frozen=True)
 class Shape:
-    """What differs between the small models. Every dimension differs from the others, so that no mistake is hidden."""
+    """Options of a small model. All dimensions differ, so that mixed-up dimensions cause errors."""
 
     tie: bool = False
     deepstack: tuple[int, ...] = (0,)
@@ -104,7 +104,7 @@ def write_model(folder: Path, shape: Shape, seed: int) -> Any:
 
 
 def _inputs(name: str, parameter: Tensor) -> int:
-    """Numbers that one output is summed from."""
+    """Number of inputs of one output."""
     return parameter.shape[2] if "experts" in name else parameter[0].numel()
 
 
@@ -122,17 +122,17 @@ def make_sample(grids: list[list[int]], *, text: int, response: int, seed: int) 
     """Text, then each image followed by some text, then the response."""
     generator = torch.Generator().manual_seed(seed)
 
-    def words(count: int) -> Tensor:
+    def random_tokens(count: int) -> Tensor:
         return torch.randint(0, VISION_START, (count,), generator=generator)
 
-    parts = [words(text)]
+    parts = [random_tokens(text)]
     for t, h, w in grids:
         placeholders = torch.full((t * h * w // MERGE**2,), IMAGE)
-        parts += [torch.tensor([VISION_START]), placeholders, torch.tensor([VISION_END]), words(3)]
+        parts += [torch.tensor([VISION_START]), placeholders, torch.tensor([VISION_END]), random_tokens(3)]
     prompt = sum(map(len, parts))
     patches = sum(t * h * w for t, h, w in grids)
     return Sample(
-        tokens=torch.cat([*parts, words(response)]),
+        tokens=torch.cat([*parts, random_tokens(response)]),
         grids=torch.tensor(grids, dtype=torch.int64).reshape(-1, 3),
         pixels=torch.randn(patches, 3 * 2 * 4 * 4, generator=generator),
         prompt=prompt,
@@ -149,7 +149,7 @@ def samples() -> dict[str, Sample]:
 
 
 def pack(parts: list[Sample]) -> tuple[PackedInput, Tensor]:
-    """A row of several samples and the targets of its scored positions, int64 [R]."""
+    """Pack samples; returns the input and the targets of its scored positions, int64 [R]."""
     ends = torch.tensor([len(s.tokens) for s in parts]).cumsum(0)
     starts = [0, *ends[:-1].tolist()]
     row = PackedInput(

@@ -1,6 +1,6 @@
-"""Random small models and layouts of both sides, and what their ranks hold by another way than the plan's maps.
+"""Random small models and layouts of both sides, and the contents of their ranks, computed without the plan's maps.
 
-Every element of a model has a number of its own, from 1; numbers of padding are 0 on trainer ranks and -1 in engines.
+Every element of a model has a unique number from 1; padding is 0 on trainer ranks and -1 in engines.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ LANGUAGE = "model.language_model."
 class Case:
     """A model and the layouts of both sides."""
 
-    description: Any
+    hf_config: Any
     trainer: TrainerTopology
     engines: EngineTopology
 
 
 @st.composite
 def cases(draw: st.DrawFn, *, shared_nodes: bool) -> Case:
-    """Any split of any small model; with `shared_nodes` engines lie on the trainer's nodes, else on none of them."""
+    """Any layout of any small model; with `shared_nodes` engines are on the trainer's nodes, else on other nodes."""
     tensor = draw(st.sampled_from([1, 2, 3, 4]))
     heads = 12 if tensor == 3 else draw(st.sampled_from([4, 8, 12]))
     key_value = draw(st.sampled_from([n for n in (1, 2, 4) if heads % n == 0 and (n % tensor == 0 or tensor % n == 0)]))
@@ -52,15 +52,13 @@ def cases(draw: st.DrawFn, *, shared_nodes: bool) -> Case:
     stages = draw(st.sampled_from([n for n in (1, 2, 3) if n <= layers]))
     deepstack = draw(st.integers(0, min(2, layers // stages)))
     vocabulary = draw(st.integers(129, 192) if tensor == 3 else st.integers(65, 192))
-    description = _description(
-        layers, heads, key_value, experts, dense_layers, deepstack, vocabulary, draw(st.booleans())
-    )
+    hf_config = _hf_config(layers, heads, key_value, experts, dense_layers, deepstack, vocabulary, draw(st.booleans()))
     trainer = draw(_trainers(layers, experts, *split))
     engine = EngineSizes(tensor, stages, bool(experts) and draw(st.booleans()))
     node = st.sampled_from(["a", "b", "c", "d"]) if shared_nodes else st.sampled_from(["x", "y"])
     sizes = draw(st.lists(st.sampled_from([engine, engine, EngineSizes()]), min_size=1, max_size=4))
     nodes = tuple(draw(st.tuples(*[node] * each.ranks)) for each in sizes)
-    return Case(description, trainer, EngineTopology(tuple(sizes), nodes))
+    return Case(hf_config, trainer, EngineTopology(tuple(sizes), nodes))
 
 
 @st.composite
@@ -73,7 +71,7 @@ def _trainers(draw: st.DrawFn, layers: int, experts: int, tensor: int, context: 
     return TrainerTopology(ParallelSizes(tensor, pipeline, virtual, expert, expert_tensor, context), ranks, nodes)
 
 
-def _description(
+def _hf_config(
     layers: int, heads: int, key_value: int, experts: int, dense: list[int], deepstack: int, vocabulary: int, tie: bool
 ) -> Any:
     text = {
@@ -109,57 +107,59 @@ def _description(
     return kind(text_config=text, vision_config=vision, tie_word_embeddings=tie)
 
 
-def numbered_state(description: Any) -> dict[str, Tensor]:
-    """The Hugging Face tensors, int64, every element with a number of its own."""
+def numbered_state(hf_config: Any) -> dict[str, Tensor]:
+    """The Hugging Face tensors, int64, with unique elements."""
     state, first = {}, 1
-    for entry in parameter_mappings(description):
-        if entry.hf_param not in state:
-            count = math.prod(entry.tensor_shape)
-            state[entry.hf_param] = torch.arange(first, first + count).reshape(entry.tensor_shape)
+    for mapping in parameter_mappings(hf_config):
+        if mapping.hf_param not in state:
+            count = math.prod(mapping.tensor_shape)
+            state[mapping.hf_param] = torch.arange(first, first + count).reshape(mapping.tensor_shape)
             first += count
     return state
 
 
 def trainer_parameters(case: Case, state: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """What a trainer rank holds, by Megatron's order of ranks: tensor, context, expert, data, pipeline."""
-    sizes, description = case.trainer.sizes, case.description
-    layers = description.text_config.num_hidden_layers
+    """Parameters of a trainer rank in Megatron's rank order: tensor, context, expert, data, pipeline."""
+    sizes, hf_config = case.trainer.sizes, case.hf_config
+    layers = hf_config.text_config.num_hidden_layers
     stage, within = divmod(rank, case.trainer.ranks // sizes.pipeline)
     mine = {
         layer
-        for chunk, held in enumerate(split_layers(layers, sizes.pipeline * sizes.virtual))
+        for chunk, chunk_layers in enumerate(split_layers(layers, sizes.pipeline * sizes.virtual))
         if chunk % sizes.pipeline == stage
-        for layer in held
+        for layer in chunk_layers
     }
-    entries = parameter_mappings(description)
-    shapes = parameter_shapes(entries, sizes.tensor, sizes.expert_tensor)
+    mappings = parameter_mappings(hf_config)
+    shapes = parameter_shapes(mappings, sizes.tensor, sizes.expert_tensor)
     last = stage == sizes.pipeline - 1
     found: dict[str, Tensor] = {}
-    for entry in entries:
-        if entry.layer is not None:
-            here = entry.layer in mine
-        elif entry.hf_param.startswith("model.visual."):
+    for mapping in mappings:
+        if mapping.layer is not None:
+            here = mapping.layer in mine
+        elif mapping.hf_param.startswith("model.visual."):
             here = stage == 0
-        elif "embed_tokens" in entry.hf_param:
-            here = stage == 0 or (last and description.tie_word_embeddings)
+        elif "embed_tokens" in mapping.hf_param:
+            here = stage == 0 or (last and hf_config.tie_word_embeddings)
         else:
             here = last
         part, size = within % sizes.tensor, sizes.tensor
-        if entry.expert is not None:
-            per_rank = description.text_config.num_experts // sizes.expert
-            here = here and within // sizes.expert_tensor % sizes.expert == entry.expert // per_rank
+        if mapping.expert is not None:
+            per_rank = hf_config.text_config.num_experts // sizes.expert
+            here = here and within // sizes.expert_tensor % sizes.expert == mapping.expert // per_rank
             part, size = within % sizes.expert_tensor, sizes.expert_tensor
         if here:
-            into = found.setdefault(entry.megatron_param, torch.zeros(shapes[entry.megatron_param], dtype=torch.int64))
-            to_megatron(entry, state[entry.hf_param], into, part, size)
+            into = found.setdefault(
+                mapping.megatron_param, torch.zeros(shapes[mapping.megatron_param], dtype=torch.int64)
+            )
+            to_megatron(mapping, state[mapping.hf_param], into, part, size)
     return found
 
 
-def engine_parameters(description: Any, sizes: EngineSizes, state: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """What a vLLM rank holds when the state was loaded into it, written down from vLLM's layers."""
-    text, count = description.text_config, sizes.tensor
+def engine_parameters(hf_config: Any, sizes: EngineSizes, state: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """Parameters of a vLLM rank after loading the state, written independently from vLLM's layers."""
+    text, count = hf_config.text_config, sizes.tensor
     stage, part = divmod(rank, count)
-    sparse_model = isinstance(description, Qwen3VLMoeConfig)
+    sparse_model = isinstance(hf_config, Qwen3VLMoeConfig)
     found = {name.removeprefix("model."): t for name, t in _vision(state, count, part).items()}
     for layer in _layers_of_stage(text.num_hidden_layers, sizes.pipeline, stage):
         source, target = f"{LANGUAGE}layers.{layer}.", f"language_model.model.layers.{layer}."
@@ -171,12 +171,12 @@ def engine_parameters(description: Any, sizes: EngineSizes, state: dict[str, Ten
             found[f"{target}mlp.gate_up_proj.weight"] = torch.cat([gate.chunk(count)[part], up.chunk(count)[part]])
             found[f"{target}mlp.down_proj.weight"] = down.chunk(count, dim=1)[part]
     first, last = stage == 0 or sparse_model, stage == sizes.pipeline - 1 or sparse_model
-    if first or (last and description.tie_word_embeddings):
+    if first or (last and hf_config.tie_word_embeddings):
         embedding = _vocabulary(state[f"{LANGUAGE}embed_tokens.weight"], count, part)
         found["language_model.model.embed_tokens.weight"] = embedding
     if last:
         found["language_model.model.norm.weight"] = state[f"{LANGUAGE}norm.weight"]
-        if not description.tie_word_embeddings:
+        if not hf_config.tie_word_embeddings:
             found["language_model.lm_head.weight"] = _vocabulary(state["lm_head.weight"], count, part)
     return found
 

@@ -1,4 +1,4 @@
-"""Ranks of transfers, each in a process of its own, and a small model whose slices are worked out here by hand."""
+"""Transfer ranks as processes, and a small model whose slices are computed independently of the plan."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ SENDERS = 2
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor (or a stack of them), and the dimension along which trainer ranks and engine ranks divide it."""
+    """A tensor, or a stack of tensors, and the dimensions along which trainer and engine ranks shard it."""
 
     shape: tuple[int, ...]
     trainer: int | None
     engine: int | None
-    stacked: int = 0  # how many such tensors one parameter holds
+    stacked: int = 0  # number of stacked tensors in one parameter
 
 
 MODEL = {
@@ -45,14 +45,14 @@ MODEL = {
 
 
 def full(name: str, part: Part, number: int) -> torch.Tensor:
-    """The whole tensor as transfer `number` carries it: values that no two places share, exact in bfloat16."""
+    """The whole tensor in transfer `number`: random values that are exact in bfloat16."""
     generator = torch.Generator().manual_seed(1000 * number + sum(name.encode()))
     shape = (part.stacked, *part.shape) if part.stacked else part.shape
     return torch.randn(shape, generator=generator).bfloat16().float()
 
 
-def own(whole: torch.Tensor, part: Part, dim: int | None, rank: int, ranks: int) -> torch.Tensor:
-    """What one of `ranks` holds of the whole."""
+def shard_of(whole: torch.Tensor, part: Part, dim: int | None, rank: int, ranks: int) -> torch.Tensor:
+    """Shard of one of `ranks` ranks."""
     if dim is None or ranks == 1:
         return whole.clone()
     return whole.chunk(ranks, dim + bool(part.stacked))[rank].clone()
@@ -67,7 +67,7 @@ def _range(shape: tuple[int, ...], dim: int | None, rank: int, ranks: int) -> li
 
 
 def slices(model: dict[str, Part], sender: int, receiver: int, receivers: int) -> Iterator[Slice]:
-    """All boxes that one trainer rank has for one engine rank; what both trainer ranks hold comes from one of them."""
+    """Slices from one trainer rank to one engine rank; one trainer rank sends each replicated tensor."""
     for place, (name, part) in enumerate(model.items()):
         if part.trainer is None and (place + receiver) % SENDERS != sender:
             continue
@@ -104,7 +104,7 @@ def _moved(place: tuple[int, ...], dims: int, rows: int) -> tuple[int, ...]:
 
 
 def messages(model: dict[str, Part], receivers: int, elements: int) -> list[TransferMessage]:
-    """All messages to an engine in one order: the k-th of every pair before any (k+1)-th."""
+    """All messages to an engine in link order: the k-th of every pair before any (k+1)-th."""
     pairs = []
     for sender, receiver in itertools.product(range(SENDERS), range(receivers)):
         queue: list[list[Slice]] = [[]]
@@ -119,29 +119,29 @@ def messages(model: dict[str, Part], receivers: int, elements: int) -> list[Tran
 
 @dataclass(frozen=True)
 class Case:
-    """What all ranks of one test agree on."""
+    """Parameters of a test that all its ranks share."""
 
     port: int
     receivers: tuple[int, ...]  # ranks of each engine
     model: dict[str, Part]
-    elements: int = 200  # most of a message
+    elements: int = 200  # limit of a message
     wire: str = "bfloat16"
     trainer: str = "float32"
     engine: str = "float32"
     staging: int = 2**16
     seconds: float = 20.0
-    numbers: tuple[int, ...] = (1,)  # transfers, one after the other
+    numbers: tuple[int, ...] = (1,)  # consecutive transfers
     verify: bool = True
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong on one rank: a signal to itself, or an error, after so many tensors were asked for or written."""
+    """A fault of one rank: a signal to itself or an error, after `after` tensors were requested or written."""
 
     after: int = -1
     signal: int = 0
     error: str = ""
-    flip: str = ""  # parameter in which the last value changes once all is written
+    flip: str = ""  # parameter whose last value changes when all is written
     numbers: tuple[int, ...] | None = None
     verify: bool | None = None
     watch: str = ""
@@ -154,11 +154,11 @@ class Fault:
 
 
 class Parameters:
-    """A target that is nothing but tensors."""
+    """A WeightTarget of plain tensors."""
 
     def __init__(self, case: Case, rank: int, ranks: int, fault: Fault) -> None:
         self.tensors = {
-            name: torch.full_like(own(full(name, part, 0), part, part.engine, rank, ranks), float("nan")).to(
+            name: torch.full_like(shard_of(full(name, part, 0), part, part.engine, rank, ranks), float("nan")).to(
                 getattr(torch, case.engine)
             )
             for name, part in case.model.items()
@@ -203,7 +203,9 @@ def trainer_rank(answer: Connection, case: Case, rank: int, fault: Fault) -> Non
         growth = 0
         for number in fault.numbers or case.numbers:
             parameters = {
-                name: own(full(name, part, number), part, part.trainer, rank, SENDERS).to(getattr(torch, case.trainer))
+                name: shard_of(full(name, part, number), part, part.trainer, rank, SENDERS).to(
+                    getattr(torch, case.trainer)
+                )
                 for name, part in case.model.items()
             }
 
@@ -242,7 +244,7 @@ def engine_rank(answer: Connection, case: Case, engine: int, rank: int, fault: F
             transport.receive(link, mine, target, wire, case.staging, number, case.seconds, verify=case.verify)
             growth = max(growth, peak() - before)
             for name, part in case.model.items():
-                whole = own(full(name, part, number), part, part.engine, rank, ranks)
+                whole = shard_of(full(name, part, number), part, part.engine, rank, ranks)
                 if not torch.equal(target.tensors[name].float(), whole) or target.left[name] != whole.numel():
                     wrong.append(f"{number}: {name}")
         answer.send((wrong, time.monotonic() - began, staging_bytes(link), growth))
@@ -267,7 +269,7 @@ def boxes(case: Case, number: int, rank: int, sender: bool) -> tuple[list[Transf
         part = case.model[name]
         dim, ranks = (part.trainer, SENDERS) if sender else (part.engine, 1)
         place = piece.source_offset if sender else piece.target_offset
-        return own(full(name, part, number), part, dim, rank, ranks)[box_index(place, piece.size)].bfloat16()
+        return shard_of(full(name, part, number), part, dim, rank, ranks)[box_index(place, piece.size)].bfloat16()
 
     return mine, box
 
@@ -278,13 +280,13 @@ def slice_checksums(messages: list[TransferMessage], box: Callable[[Slice], torc
 
 
 def reset_peak() -> int:
-    """Begin a new count of this process's largest memory; returns what it takes, bytes."""
+    """Reset this process's peak memory; returns its current memory in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 
 
 def peak() -> int:
-    """The largest memory of this process since the count began, bytes."""
+    """Peak memory of this process since the reset, in bytes."""
     return _status("VmHWM")
 
 

@@ -1,4 +1,4 @@
-"""A control plane, real trainer ranks that publish, and real engines under load: what the tests of updates share."""
+"""Control plane, real trainer ranks and real engines under load, for the tests of updates."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from megatron_webrl.rollout.engine.weight_client import WeightClient
 from megatron_webrl.rollout.generator import Generation
 from tests.rollout.engine.engines import expected, picture, prompt, scorable
 
-SECONDS = 20.0  # limit of one transfer
+SECONDS = 20.0  # timeout of one transfer
 TOLERANCE = 1e-4  # of log-probabilities
 
 
 def configuration(folder: Path, model: Path, engines: int = 1, **trainer: int) -> Config:
-    """Small windows and short limits."""
+    """A config with small windows and short timeouts."""
     config = Config()
     config.run.name, config.run.directory = "weights", str(folder / "runs")
     config.run.startup_timeout_seconds, config.run.heartbeat_timeout_seconds = 200.0, 10.0
@@ -48,7 +48,7 @@ def configuration(folder: Path, model: Path, engines: int = 1, **trainer: int) -
 
 
 def changed_folders(folder: Path, model: Path, count: int) -> list[Path]:
-    """Copies of a model's folder with other weights, each further from it."""
+    """Copies of a model folder with increasingly different weights."""
     made = []
     reference = transformers.AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
     tied = bool(reference.config.tie_word_embeddings)
@@ -131,14 +131,14 @@ class Stage:
 
 @dataclass
 class Served:
-    """An engine that takes what is offered, and answers prompts without pause."""
+    """An engine that receives offered weights and answers prompts continuously."""
 
     worker: int
     engine: VLLMEngine
     weight_client: WeightClient
-    answers: list[tuple[int, Generation]] = field(default_factory=list)  # with the number of the picture
+    answers: list[tuple[int, Generation]] = field(default_factory=list)  # with the index of the picture
     errors: list[Exception] = field(default_factory=list)
-    dead: bool = False  # on purpose
+    dead: bool = False  # killed by the test
 
     async def pump(self) -> None:
         while True:
@@ -146,7 +146,7 @@ class Served:
             await asyncio.sleep(0.02)
 
     async def load(self, number: int) -> None:
-        """Ask one prompt after the other, from the first weights on."""
+        """Send one prompt after the other once the engine has weights."""
         while self.engine.version < 0:
             await asyncio.sleep(0.02)
         while True:
@@ -161,13 +161,13 @@ class Served:
 
 @asynccontextmanager
 async def served(stage: Stage, worker: int, requests: int, **rollout: Any) -> AsyncIterator[Served]:
-    """An engine of the stage's trainer, under a load of so many requests at a time."""
+    """Start an engine of the trainer with a load of `requests` concurrent requests."""
     config = replace(stage.config, rollout=replace(stage.config.rollout, **rollout))
     control = stage.connect(f"rollout-{worker}")
     control.start_heartbeat()
-    life = control.register_instance()
-    engine = await VLLMEngine.start(config, worker, life)
-    found = Served(worker, engine, WeightClient(config, control, engine, worker, f"rollout-{worker}.{life}"))
+    instance_id = control.register_instance()
+    engine = await VLLMEngine.start(config, worker, instance_id)
+    found = Served(worker, engine, WeightClient(config, control, engine, worker, f"rollout-{worker}.{instance_id}"))
     tasks = [asyncio.create_task(found.pump())]
     tasks += [asyncio.create_task(found.load(1000 * n)) for n in range(requests)]
     try:
@@ -203,19 +203,19 @@ def load(folder: Path) -> torch.nn.Module:
 
 
 def check_answers(found: Served, folders: Sequence[Path], base: Path, newest: int | None = None) -> int:
-    """Every token has the log-probability that its version's weights give; returns how many answers were looked at.
+    """Compare every token's log-probability with its version's weights; returns the number of checked answers.
 
-    `newest`: look at so many; None: at all.
+    `newest`: check only this many; None: all.
     """
     models = [load(folder) for folder in (base, *folders)]
-    looked, answers = 0, found.answers if newest is None else found.answers[-newest:]
+    checked, answers = 0, found.answers if newest is None else found.answers[-newest:]
     for number, answer in answers:
         if found.engine.processor.image_token_id in answer.response_token_ids:
-            continue  # transformers would take it for an image
+            continue  # transformers would treat it as an image
         for version in set(answer.versions.tolist()):
             model = models[0 if version == 0 else 1 + (version - 1) % len(folders)]
             scores = expected(model, found.engine, answer, [picture(number)])
             mine = answer.versions == version
             np.testing.assert_allclose(answer.logprobs[mine], scores[mine], atol=TOLERANCE)
-        looked += 1
-    return looked
+        checked += 1
+    return checked

@@ -1,4 +1,4 @@
-"""The engines' half of the map, against what real engines hold."""
+"""The engine map, against the parameters of real engines."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 600.0  # for one engine to start and answer
 
 
-def held_by_engine(folder: Path, sizes: EngineSizes) -> dict[int, dict[str, tuple[int, ...]]]:
-    """What each worker of a real engine holds, by its rank. The engine's processes end with this call."""
+def engine_shapes(folder: Path, sizes: EngineSizes) -> dict[int, dict[str, tuple[int, ...]]]:
+    """Loading-form shapes in each worker of a real engine, by rank. The engine's processes end with this call."""
     arguments = {
         "tensor_parallel_size": sizes.tensor,
         "pipeline_parallel_size": sizes.pipeline,
         "enable_expert_parallel": sizes.expert_parallel,
     }
-    report = folder.parent / "held.json"
+    report = folder.parent / "shapes.json"
     path = os.pathsep.join([str(torchvision_shim.SITECUSTOMIZE_FOLDER), str(ROOT)])
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.weights.held", str(folder), json.dumps(arguments), str(report)],
+        [sys.executable, "-m", "tests.weights.engine_shapes_process", str(folder), json.dumps(arguments), str(report)],
         env={**os.environ, "PYTHONPATH": path},
         start_new_session=True,
     )
@@ -46,7 +46,7 @@ def held_by_engine(folder: Path, sizes: EngineSizes) -> dict[int, dict[str, tupl
             process.wait()
     assert process.returncode == 0
     workers = json.loads(report.read_text())
-    return {int(rank): {name: tuple(shape) for name, shape in held.items()} for rank, held in workers.items()}
+    return {int(rank): {name: tuple(shape) for name, shape in shapes.items()} for rank, shapes in workers.items()}
 
 
 @pytest.mark.slow
@@ -61,17 +61,19 @@ def held_by_engine(folder: Path, sizes: EngineSizes) -> dict[int, dict[str, tupl
     ],
     ids=["dense, two stages", "dense, key head on both ranks", "sparse, two stages", "sparse", "whole experts"],
 )
-def test_the_map_names_what_a_real_engine_holds(tmp_path: Path, model: dict[str, Any], sizes: EngineSizes) -> None:
+def test_the_map_equals_the_parameters_of_a_real_engine(
+    tmp_path: Path, model: dict[str, Any], sizes: EngineSizes
+) -> None:
     folder = make_tiny_model(tmp_path / "model", **model)
-    description = AutoConfig.from_pretrained(folder)
-    check_engine_sizes(description, sizes)
-    held = held_by_engine(folder, sizes)
-    assert held == {rank: engine_parameter_shapes(description, sizes, rank) for rank in range(sizes.ranks)}
+    hf_config = AutoConfig.from_pretrained(folder)
+    check_engine_sizes(hf_config, sizes)
+    shapes = engine_shapes(folder, sizes)
+    assert shapes == {rank: engine_parameter_shapes(hf_config, sizes, rank) for rank in range(sizes.ranks)}
 
 
 @pytest.mark.parametrize("layers", [2, 5, 28, 94])
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])
-def test_stages_take_layers_as_vllm_deals_them_out(layers: int, stages: int) -> None:
+def test_stages_have_the_layers_that_vllm_assigns(layers: int, stages: int) -> None:
     from vllm.distributed.utils import get_pp_indices
 
     if stages <= layers:
@@ -84,12 +86,12 @@ def _has_experts(name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", model_sizes.MODEL_SIZES)
-def test_a_released_size_is_held_once_by_the_ranks_of_an_engine(name: str) -> None:
-    description = model_sizes.make_hf_config(name)
-    whole = engine_parameter_shapes(description, EngineSizes(), 0)
+def test_the_ranks_of_an_engine_hold_a_released_model_once(name: str) -> None:
+    hf_config = model_sizes.make_hf_config(name)
+    whole = engine_parameter_shapes(hf_config, EngineSizes(), 0)
     for sizes in (EngineSizes(4), EngineSizes(4, expert_parallel=_has_experts(name))):
-        check_engine_sizes(description, sizes)
-        parts = [engine_parameter_shapes(description, sizes, rank) for rank in range(4)]
+        check_engine_sizes(hf_config, sizes)
+        parts = [engine_parameter_shapes(hf_config, sizes, rank) for rank in range(4)]
         for parameter, shape in whole.items():
             shapes = {part[parameter] for part in parts}
             assert len(shapes) == 1, parameter
@@ -109,6 +111,6 @@ def test_a_released_size_is_held_once_by_the_ranks_of_an_engine(name: str) -> No
         (tiny.Shape(experts=3), EngineSizes(tensor=4), "engine tensor=4 exceeds num_experts=3"),
     ],
 )
-def test_sizes_at_which_vllm_cannot_split_are_refused(shape: tiny.Shape, sizes: EngineSizes, message: str) -> None:
+def test_sizes_that_vllm_cannot_shard_are_refused(shape: tiny.Shape, sizes: EngineSizes, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_engine_sizes(tiny.configuration(shape), sizes)

@@ -1,4 +1,4 @@
-"""Trainers and engines that are killed at random moments, with real engines: nobody hangs, nothing torn serves."""
+"""Trainers and real engines killed at random moments: no process hangs, and no partially updated engine serves."""
 
 from __future__ import annotations
 
@@ -31,27 +31,30 @@ VERSIONS = 3
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Large enough for a transfer to take a while."""
+    """A model whose transfer takes long enough to interrupt."""
     folder = tmp_path_factory.mktemp("faults") / "model"
     return make_tiny_model(folder, hidden=256, intermediate=1024, layers=6, heads=8, kv_heads=4, seed=5)
 
 
 @pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.soak)])
-async def test_an_engine_whose_trainer_is_killed_is_whole_or_silent_and_serves_the_next_trainer(
+async def test_an_engine_whose_trainer_is_killed_is_complete_or_paused_and_joins_the_next_trainer(
     tmp_path: Path, model: Path, kills: int
 ) -> None:
     draw = random.Random(11)
     config = configuration(tmp_path, model)
-    config.weights.bucket_mib, config.weights.verify = 1, False  # many messages: a kill may come between any two
+    config.weights.bucket_mib, config.weights.verify = (
+        1,
+        False,
+    )  # many messages, so that a kill can fall between any two
     folders = changed_folders(tmp_path, model, VERSIONS)
-    stage, torn = Stage(tmp_path, config), 0
+    stage, partial_updates = Stage(tmp_path, config), 0
     stage.control.put_json("go/forever", True)
     try:
         async with served(stage, 0, requests=3) as found:
             for kill in range(kills):
-                life = found.weight_client.link_id
+                link_id = found.weight_client.link_id
                 stage.start_trainer(folders)
-                await stage.until(lambda was=life: found.weight_client.link_id != was, "a new link")
+                await stage.until(lambda was=link_id: found.weight_client.link_id != was, "a new link")
                 await stage.until(
                     lambda: found.engine.version >= 1 and not found.engine.partially_updated, "the trainer's weights"
                 )
@@ -61,35 +64,37 @@ async def test_an_engine_whose_trainer_is_killed_is_whole_or_silent_and_serves_t
                     await asyncio.sleep(draw.uniform(0, 0.5))
                 stage.kill_trainer()
                 killed = time.monotonic()
-                life = found.weight_client.link_id
-                # Within the limit the engine either knows that it is torn and waits, or goes on whole.
+                link_id = found.weight_client.link_id
+                # Within the timeout the engine is either partially updated and paused, or complete and serving.
                 await stage.until(lambda: not found.engine._update.locked(), "the end of the transfer", SECONDS + 5)
-                torn += found.engine.partially_updated
+                partial_updates += found.engine.partially_updated
                 if found.engine.partially_updated:
                     assert time.monotonic() - killed < SECONDS
-                    assert found.weight_client.link_id == life
+                    assert found.weight_client.link_id == link_id
                     answers = len(found.answers)
                     await asyncio.sleep(0.5)
                     assert len(found.answers) == answers
                     assert found.engine._llm.output_processor.has_unfinished_requests()  # kept, not lost
             stage.control.store.delete_key("go/forever")
             stage.start_trainer([])
-            await stage.until(lambda: found.engine.version == 0 and not found.engine.partially_updated, "whole weights")
+            await stage.until(
+                lambda: found.engine.version == 0 and not found.engine.partially_updated, "complete weights"
+            )
             assert await gap(found, load(model)) < TOLERANCE
             assert not found.errors
             assert check_answers(found, folders, model, newest=60) >= 10
     finally:
         stage.close()
-    assert torn
+    assert partial_updates
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.soak)])
-async def test_an_engine_that_is_killed_holds_up_nobody_and_comes_back_with_whole_weights(
+async def test_a_killed_engine_blocks_no_one_and_restarts_with_complete_weights(
     tmp_path: Path, model: Path, kills: int
 ) -> None:
     draw = random.Random(12)
     config = configuration(tmp_path, model, engines=2, tensor_parallel=2)
-    # Short answers: with an update right after the other, requests compute their contexts again most of the time.
+    # Short answers: with continuous updates, requests mostly recompute their contexts.
     config.weights.bucket_mib, config.rollout.max_new_tokens = 1, 30
     folders = changed_folders(tmp_path, model, VERSIONS)
     stage = Stage(tmp_path, config)
@@ -120,7 +125,7 @@ async def test_an_engine_that_is_killed_holds_up_nobody_and_comes_back_with_whol
         stage.close()
 
 
-async def test_an_engine_whose_worker_is_started_again_is_not_waited_for(tmp_path: Path, model: Path) -> None:
+async def test_the_trainer_does_not_wait_for_an_engine_whose_worker_restarted(tmp_path: Path, model: Path) -> None:
     config = configuration(tmp_path, model)
     config.weights.timeout_seconds = config.run.heartbeat_timeout_seconds = 300.0
     stage = Stage(tmp_path, config)

@@ -1,4 +1,4 @@
-"""The plan of a weight transfer, carried out on numbered elements, for random models and layouts."""
+"""Transfer plans of random models and layouts, executed on numbered elements."""
 
 from __future__ import annotations
 
@@ -27,32 +27,34 @@ STAGING = 2**16
 
 
 class Transfer:
-    """A case carried out: what trainer ranks hold, what engines got, and who holds which element."""
+    """An executed case: trainer parameters, expected engine parameters, and the ranks that hold each element."""
 
     def __init__(self, case: layouts.Case, staging: int = STAGING) -> None:
         self.case = case
-        self.plan = TransferPlan(case.description, case.trainer, case.engines, 2, staging)
-        state = layouts.numbered_state(case.description)
-        self.held = [layouts.trainer_parameters(case, state, rank) for rank in range(case.trainer.ranks)]
+        self.plan = TransferPlan(case.hf_config, case.trainer, case.engines, 2, staging)
+        state = layouts.numbered_state(case.hf_config)
+        self.trainer_parameters = [layouts.trainer_parameters(case, state, rank) for rank in range(case.trainer.ranks)]
         alike = {
-            sizes: [layouts.engine_parameters(case.description, sizes, state, rank) for rank in range(sizes.ranks)]
+            sizes: [layouts.engine_parameters(case.hf_config, sizes, state, rank) for rank in range(sizes.ranks)]
             for sizes in {*case.engines.sizes}
         }
         self.wanted = [alike[sizes] for sizes in case.engines.sizes]  # by engine and receiver
         self.holders = np.zeros(1 + sum(t.numel() for t in state.values()), np.int64)  # element -> bits of ranks
-        for rank, parameters_ in enumerate(self.held):
+        for rank, parameters_ in enumerate(self.trainer_parameters):
             for parameter in parameters_.values():
                 self.holders[parameter.numpy().ravel()] |= 1 << rank
         self.holders[0] = 0
 
-    def carry_out(self, engine: int) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
-        """By receiver: its parameters after the engine's messages, and how often each element was written."""
+    def execute(self, engine: int) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
+        """By receiver: its parameters after the engine's messages, and the write count of each element."""
         wanted = self.wanted[engine]
         got = [{n: torch.full_like(t, layouts.PADDING) for n, t in want.items()} for want in wanted]
         times = [{n: torch.zeros_like(t) for n, t in want.items()} for want in wanted]
         for message in self.plan.messages(engine):
             for piece in message.slices:
-                box = self.held[message.sender][piece.source_param][box_index(piece.source_offset, piece.size)]
+                box = self.trainer_parameters[message.sender][piece.source_param][
+                    box_index(piece.source_offset, piece.size)
+                ]
                 assert box.shape == piece.size
                 target = box_index(piece.target_offset, piece.size)
                 assert got[message.receiver][piece.target_param][target].shape == piece.size
@@ -62,7 +64,7 @@ class Transfer:
 
     def sent(self, message: TransferMessage) -> np.ndarray:
         """Numbers of the elements in a message."""
-        parameters_ = self.held[message.sender]
+        parameters_ = self.trainer_parameters[message.sender]
         return np.concatenate(
             [parameters_[s.source_param][box_index(s.source_offset, s.size)].numpy().ravel() for s in message.slices]
         )
@@ -73,22 +75,24 @@ class Transfer:
 def test_every_element_of_every_engine_arrives_once_with_the_right_value(case: layouts.Case) -> None:
     transfer = Transfer(case)
     for engine, sizes in enumerate(case.engines.sizes):
-        got, times = transfer.carry_out(engine)
+        got, times = transfer.execute(engine)
         for receiver, want in enumerate(transfer.wanted[engine]):
-            shapes = engine_parameter_shapes(case.description, sizes, receiver)
+            shapes = engine_parameter_shapes(case.hf_config, sizes, receiver)
             assert shapes == {name: tuple(tensor.shape) for name, tensor in want.items()}
             for name, tensor in want.items():
                 assert torch.equal(got[receiver][name], tensor), name
                 assert torch.equal(times[receiver][name], (tensor != layouts.PADDING).long()), name
-            held = sum(int((tensor != layouts.PADDING).sum()) for tensor in want.values())
+            elements = sum(int((tensor != layouts.PADDING).sum()) for tensor in want.values())
             messages = transfer.plan.messages(engine, receiver=receiver)
-            assert transfer.plan.received_bytes(engine, receiver) == held * 2 == sum(m.elements for m in messages) * 2
+            assert (
+                transfer.plan.received_bytes(engine, receiver) == elements * 2 == sum(m.elements for m in messages) * 2
+            )
         assert transfer.plan.received_bytes(engine) == sum(m.elements for m in transfer.plan.messages(engine)) * 2
 
 
 @settings(max_examples=40, deadline=None)
 @given(case=layouts.cases(shared_nodes=True))
-def test_a_slice_comes_from_the_receivers_own_node_if_it_lies_there(case: layouts.Case) -> None:
+def test_a_slice_is_sent_from_the_receivers_node_if_a_replica_is_there(case: layouts.Case) -> None:
     transfer = Transfer(case)
     for engine, nodes in enumerate(case.engines.nodes):
         for message in transfer.plan.messages(engine):
@@ -100,7 +104,7 @@ def test_a_slice_comes_from_the_receivers_own_node_if_it_lies_there(case: layout
 
 @settings(max_examples=40, deadline=None)
 @given(case=layouts.cases(shared_nodes=False))
-def test_the_busiest_sender_has_hardly_more_than_the_least_possible(case: layouts.Case) -> None:
+def test_the_largest_load_of_a_sender_is_nearly_minimal(case: layouts.Case) -> None:
     transfer = Transfer(case, staging=2**11)
     wanted = torch.cat([t.flatten() for ranks in transfer.wanted for want in ranks for t in want.values()]).numpy()
     copies = np.bincount(wanted[wanted > 0], minlength=len(transfer.holders))
@@ -112,7 +116,7 @@ def test_the_busiest_sender_has_hardly_more_than_the_least_possible(case: layout
 
 
 def least_maximum(demands: dict[int, int]) -> int:
-    """The least that the busiest rank can carry if every demand is split at will; by maximal flows."""
+    """Smallest possible maximum load if demands are divided freely; by maximum flows."""
     ranks = [rank for rank in range(63) if any(bits >> rank & 1 for bits in demands)]
     total = sum(demands.values())
 
@@ -136,8 +140,8 @@ def least_maximum(demands: dict[int, int]) -> int:
 
 @settings(max_examples=40, deadline=None)
 @given(case=layouts.cases(shared_nodes=True))
-def test_both_ends_of_a_pair_see_the_same_messages_in_one_order(case: layouts.Case) -> None:
-    plan = TransferPlan(case.description, case.trainer, case.engines, 2, STAGING)
+def test_both_ends_of_a_pair_have_the_same_messages_in_the_same_order(case: layouts.Case) -> None:
+    plan = TransferPlan(case.hf_config, case.trainer, case.engines, 2, STAGING)
     order = {name: number for number, (name, _) in enumerate(plan.tensor_shapes())}
     for engine in range(len(case.engines.nodes)):
         everything = plan.messages(engine)
@@ -162,7 +166,7 @@ def test_both_ends_of_a_pair_see_the_same_messages_in_one_order(case: layouts.Ca
         }
 
 
-def test_senders_begin_with_different_receivers() -> None:
+def test_senders_start_with_different_receivers() -> None:
     trainer = TrainerTopology(ParallelSizes(pipeline=4), 4, ("a",) * 4)
     plan = TransferPlan(**some_case(trainer=trainer, engines=EngineTopology.uniform(EngineSizes(4), (("b",) * 4,))))
     assert [plan.messages(0, sender=rank)[0].receiver for rank in range(4)] == [0, 1, 2, 3]
@@ -171,7 +175,7 @@ def test_senders_begin_with_different_receivers() -> None:
 
 
 def some_case(**changes: Any) -> dict[str, Any]:
-    """Arguments of a plan, some of them changed."""
+    """Arguments of a plan with changes."""
     shape = changes.pop("shape", tiny.Shape(experts=4))
     arguments = {
         "hf_config": tiny.configuration(shape),
@@ -214,10 +218,10 @@ def test_ranks_agree_on_the_digest_and_any_difference_changes_it() -> None:
 
 def test_the_first_tensor_that_differs_is_named() -> None:
     mine = TransferPlan(**some_case()).tensor_shapes()
-    entry = {
+    mapping = {
         tuple(item) for item in ((e.hf_param, e.tensor_shape) for e in parameter_mappings(some_case()["hf_config"]))
     }
-    assert set(mine) == entry
+    assert set(mine) == mapping
     deeper = TransferPlan(**some_case(shape=tiny.Shape(experts=4, layers=5))).tensor_shapes()
     more_keys = TransferPlan(**some_case(shape=tiny.Shape(experts=4, key_value_heads=4))).tensor_shapes()
     tied = TransferPlan(**some_case(shape=tiny.Shape(experts=4, tie=True))).tensor_shapes()
@@ -257,12 +261,12 @@ def test_the_first_tensor_that_differs_is_named() -> None:
         ({"staging_bytes": 100}, r"staging memory of 100 bytes .* give at least .* \(weights.bucket_mib\)"),
     ],
 )
-def test_layouts_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
+def test_layouts_that_do_not_match_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TransferPlan(**some_case(**change))
 
 
-def test_the_least_staging_memory_named_by_the_refusal_is_enough() -> None:
+def test_the_staging_memory_named_in_the_error_is_sufficient() -> None:
     with pytest.raises(ValueError, match="give at least") as refused:
         TransferPlan(**some_case(staging_bytes=100))
     least = int(str(refused.value).split("give at least ")[1].split()[0])
@@ -271,7 +275,7 @@ def test_the_least_staging_memory_named_by_the_refusal_is_enough() -> None:
         TransferPlan(**some_case(staging_bytes=least - 1))
 
 
-def test_even_shares_leave_the_ranks_that_have_work_of_their_own_in_peace() -> None:
+def test_balanced_loads_avoid_ranks_that_must_send_other_slices() -> None:
     shares = balance_load({(0,): 90, (0, 1, 2): 60, (1, 2, 3): 30})
     assert shares[(0,)] == [90]
     assert shares[(0, 1, 2)][0] == 0
@@ -287,30 +291,30 @@ def test_even_shares_leave_the_ranks_that_have_work_of_their_own_in_peace() -> N
         (ParallelSizes(tensor=4, pipeline=1, expert=2, expert_tensor=2), 3),
     ],
 )
-def test_holders_are_megatrons_data_parallel_groups(sizes: ParallelSizes, data: int) -> None:
+def test_replica_ranks_are_megatrons_data_parallel_groups(sizes: ParallelSizes, data: int) -> None:
     ranks = sizes.tensor * sizes.context * sizes.pipeline * data
     order = "tp-cp-ep-dp-pp"
     dense = RankGenerator(sizes.tensor, 1, data, sizes.pipeline, sizes.context, order).get_ranks("dp-cp")
     replicas = ranks // (sizes.expert * sizes.expert_tensor * sizes.pipeline)
     experts = RankGenerator(sizes.expert_tensor, sizes.expert, replicas, sizes.pipeline, 1, order).get_ranks("dp")
-    description = tiny.configuration(tiny.Shape(experts=4, key_value_heads=4))
+    hf_config = tiny.configuration(tiny.Shape(experts=4, key_value_heads=4))
     found: dict[bool, set[tuple[int, ...]]] = defaultdict(set)
-    for entry in parameter_mappings(description):
-        if entry.layout.kind != "replicated":
-            found[entry.expert is not None].update(replica_ranks(entry, description, sizes, ranks))
+    for mapping in parameter_mappings(hf_config):
+        if mapping.layout.kind != "replicated":
+            found[mapping.expert is not None].update(replica_ranks(mapping, hf_config, sizes, ranks))
     assert found[False] == {tuple(group) for group in dense}
     assert found[True] == {tuple(group) for group in experts}
 
 
 def test_a_plan_for_the_largest_model_on_32_nodes_has_the_right_totals() -> None:
-    description = model_sizes.make_hf_config("235B-A22B")
+    hf_config = model_sizes.make_hf_config("235B-A22B")
     nodes = tuple(f"n{rank // 8}" for rank in range(256))
     trainer = TrainerTopology(ParallelSizes(tensor=4, pipeline=8, expert=8), 256, nodes)
     engines = EngineTopology.uniform(EngineSizes(8), tuple((f"n{node}",) * 8 for node in range(32)))
-    plan = TransferPlan(description, trainer, engines, 2, 512 * 2**20)
-    assert description.text_config.vocab_size % 64 == 0  # so there is no padding
+    plan = TransferPlan(hf_config, trainer, engines, 2, 512 * 2**20)
+    assert hf_config.text_config.vocab_size % 64 == 0  # so there is no padding
     for receiver in (0, 7):
-        shapes = engine_parameter_shapes(description, engines.sizes[0], receiver).values()
+        shapes = engine_parameter_shapes(hf_config, engines.sizes[0], receiver).values()
         assert plan.received_bytes(3, receiver) == 2 * sum(math.prod(shape) for shape in shapes)
     load = plan.bytes_by_sender()
     assert (
@@ -324,9 +328,9 @@ def test_a_plan_for_the_largest_model_on_32_nodes_has_the_right_totals() -> None
 
 
 def test_256_engines_share_the_trainer() -> None:
-    description = tiny.configuration(tiny.Shape())
+    hf_config = tiny.configuration(tiny.Shape())
     trainer = TrainerTopology(ParallelSizes(tensor=2), 256, tuple(f"n{rank // 8}" for rank in range(256)))
     engines = EngineTopology.uniform(EngineSizes(1), tuple((f"n{engine // 8}",) for engine in range(256)))
-    plan = TransferPlan(description, trainer, engines, 2, 2**22)
+    plan = TransferPlan(hf_config, trainer, engines, 2, 2**22)
     assert sum(plan.bytes_by_sender().values()) == 256 * plan.received_bytes(0)
     assert max(plan.bytes_by_sender().values()) <= 1.1 * plan.received_bytes(0)

@@ -1,4 +1,4 @@
-"""Transfers between real processes over gloo: what arrives, what memory it takes, what each side says of a fault."""
+"""Transfers between real processes over gloo: received values, memory, and the errors of faults on both sides."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from tests.weights.ranks import (
 )
 
 ENGINES = (1, 2)
-SLACK = 15.0  # seconds that a busy machine may take beyond a limit
+SLACK = 15.0  # seconds that a busy machine may exceed a timeout
 NONE = Fault()
 Rank = tuple[str, int, int]  # "trainer" or "engine", which engine (0 for the trainer), rank
 
 
 class Ranks:
-    """The ranks of a test, and the store that all meet at."""
+    """Rank processes of a test and their store."""
 
     def __init__(self) -> None:
         self.context = forks.context()
@@ -69,9 +69,9 @@ class Ranks:
         self.processes[key].start()
         theirs.close()
 
-    def heard(self, *but: Rank, seconds: float = 40.0) -> dict[Rank, Any]:
-        """Answers of all ranks but those; a rank that ends or stays silent instead is a failure of the test."""
-        waiting: dict[Any, Rank] = {self.answers[key]: key for key in self.answers if key not in but}
+    def collect(self, *excluded: Rank, seconds: float = 40.0) -> dict[Rank, Any]:
+        """Answers of all other ranks. Fails if a rank ends or stays silent."""
+        waiting: dict[Any, Rank] = {self.answers[key]: key for key in self.answers if key not in excluded}
         found = {}
         deadline = time.monotonic() + seconds
         while waiting:
@@ -119,42 +119,42 @@ def test_every_engine_rank_holds_exactly_its_slices_after_each_of_several_transf
     ranks: Ranks, wire: str, trainer: str, engine: str, elements: int
 ) -> None:
     ranks.run(ranks.case(wire=wire, trainer=trainer, engine=engine, elements=elements, numbers=(1, 2, 7)))
-    for key, answer in ranks.heard().items():
+    for key, answer in ranks.collect().items():
         expected = [] if key[0] == "engine" else [{"engine-0": None, "engine-1": None}] * 3
         assert answer[0] == expected, f"{key}: {answer}"
 
 
-def test_large_slices_that_share_a_message_with_small_ones_arrive_as_well(ranks: Ranks) -> None:
+def test_large_slices_in_messages_with_small_ones_arrive(ranks: Ranks) -> None:
     model = {**MODEL, "huge": Part((4200, 1024), 0, 0), "wide": Part((1024, 4200), 1, 0), "end": Part((8,), 0, None)}
     ranks.run(ranks.case(model=model, elements=2**23, staging=2**27))
-    for key, answer in ranks.heard().items():
+    for key, answer in ranks.collect().items():
         assert answer[0] == ([] if key[0] == "engine" else [{"engine-0": None, "engine-1": None}]), f"{key}: {answer}"
 
 
 @pytest.mark.parametrize("trainer", ["bfloat16", "float32"])
-def test_what_lies_in_a_row_and_has_the_type_of_the_wire_needs_no_staging(ranks: Ranks, trainer: str) -> None:
+def test_contiguous_data_of_the_transfer_dtype_need_no_staging(ranks: Ranks, trainer: str) -> None:
     model = {"stack": Part((4, 6), None, None, stacked=3), "large": MODEL["large"]}
     ranks.run(ranks.case(model=model, elements=72, trainer=trainer, engine="bfloat16", numbers=(1, 2)))
-    for key, answer in ranks.heard().items():
+    for key, answer in ranks.collect().items():
         assert not isinstance(answer, str), answer
         assert (answer[2] > 0) == (key[0] == "trainer" and trainer == "float32"), f"{key}: {answer[2]} bytes"
 
 
 @pytest.mark.parametrize("model", [{"norm": Part((7,), None, None)}, {}])
-def test_ranks_without_any_message_take_part_too(ranks: Ranks, model: dict[str, Part]) -> None:
+def test_ranks_without_messages_participate(ranks: Ranks, model: dict[str, Part]) -> None:
     ranks.run(ranks.case(model=model, numbers=(1, 2)))
-    for key, answer in ranks.heard().items():
+    for key, answer in ranks.collect().items():
         assert answer[0] == ([] if key[0] == "engine" else [{"engine-0": None, "engine-1": None}] * 2)
 
 
-def test_memory_beside_the_parameters_stays_within_the_staging_limit(ranks: Ranks) -> None:
-    # 48 MB on each trainer rank for two engines, half of it in strips that cannot go straight.
+def test_additional_memory_stays_within_the_staging_limit(ranks: Ranks) -> None:
+    # 48 MB on each trainer rank for two engines, half of it in strips that need staging.
     model = {"strips": Part((3000, 4096), 1, 1), "rows": Part((3000, 4096), 0, 0)}
     limit = 4 * 2**20
     case = ranks.case(model=model, elements=limit // 8, staging=limit, wire="bfloat16", verify=False)
     ranks.run(case)
-    slack = 12 * 2**20  # code, stacks and sockets touched for the first time; the data is four times as much and more
-    for key, answer in ranks.heard().items():
+    slack = 12 * 2**20  # first use of code, stacks and sockets; the data are at least four times larger
+    for key, answer in ranks.collect().items():
         assert 0 < answer[2] <= limit, f"{key} has {answer[2]} bytes of staging"
         assert answer[3] < limit + slack, f"{key} grew by {answer[3]} bytes"
 
@@ -166,7 +166,7 @@ def test_messages_too_large_for_the_staging_limit_are_refused() -> None:
 
 
 def writes(case: Case, key: Rank) -> int:
-    """How often the fault of a rank is asked in a transfer that goes well."""
+    """Number of calls of a rank's Fault in a successful transfer."""
     if key[0] == "engine":
         return sum(
             len(m.slices) for m in messages(case.model, case.receivers[key[1]], case.elements) if m.receiver == key[2]
@@ -179,10 +179,10 @@ def writes(case: Case, key: Rank) -> int:
     )
 
 
-def check_engine_died(ranks: Ranks, heard: dict[Rank, Any], victim: Rank, limit: float) -> None:
-    """The victim's link failed everywhere and names it; the other engine has everything."""
+def check_engine_died(ranks: Ranks, answers: dict[Rank, Any], victim: Rank, limit: float) -> None:
+    """The victim's link failed on all its ranks with the victim's name; the other engine is complete."""
     name = f"engine-{victim[1]}"
-    for key, answer in heard.items():
+    for key, answer in answers.items():
         if key[0] == "trainer":
             reason = results(answer)[name]
             assert reason is not None
@@ -190,7 +190,7 @@ def check_engine_died(ranks: Ranks, heard: dict[Rank, Any], victim: Rank, limit:
             assert results(answer)[f"engine-{1 - victim[1]}"] is None
             assert answer[1] < limit + SLACK
         elif key[1] == victim[1]:
-            # A neighbour may have had all of its own before.
+            # The neighbour may have received all its slices before.
             assert answer[0] == [] or answer.startswith("TransferError"), answer
         else:
             assert answer[0] == [], answer
@@ -203,7 +203,7 @@ def test_an_engine_rank_killed_at_any_moment_fails_only_its_own_link(ranks: Rank
     case = ranks.case(seconds=3.0)
     after = chance.randrange(writes(case, victim))
     ranks.run(case, {victim: Fault(after=after, signal=signal.SIGKILL)})
-    check_engine_died(ranks, ranks.heard(victim), victim, case.seconds)
+    check_engine_died(ranks, ranks.collect(victim), victim, case.seconds)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -213,7 +213,7 @@ def test_a_trainer_rank_killed_at_any_moment_leaves_no_engine_waiting(ranks: Ran
     case = ranks.case(seconds=3.0)
     after = chance.randrange(writes(case, victim))
     ranks.run(case, {victim: Fault(after=after, signal=signal.SIGKILL)})
-    for key, answer in ranks.heard(victim).items():
+    for key, answer in ranks.collect(victim).items():
         texts = list(results(answer).values()) if key[0] == "trainer" else [answer]
         for text in texts:
             assert text is None or isinstance(text, tuple) or f":{ranks.pid(victim)})" in text, text
@@ -222,127 +222,127 @@ def test_a_trainer_rank_killed_at_any_moment_leaves_no_engine_waiting(ranks: Ran
 
 
 @pytest.mark.parametrize("victim", [("engine", 0, 0), ("engine", 1, 1)])
-def test_an_engine_rank_that_stops_is_named_at_the_limit_and_holds_up_no_other_engine(
-    ranks: Ranks, victim: Rank
-) -> None:
+def test_a_stopped_engine_rank_is_named_at_the_timeout_and_blocks_no_other_engine(ranks: Ranks, victim: Rank) -> None:
     case = ranks.case(seconds=2.0)
     ranks.run(case, {victim: Fault(after=5, signal=signal.SIGSTOP)})
-    heard = ranks.heard(victim)
-    check_engine_died(ranks, heard, victim, case.seconds)
-    reason = results(heard["trainer", 0, 0])[f"engine-{victim[1]}"]
+    answers = ranks.collect(victim)
+    check_engine_died(ranks, answers, victim, case.seconds)
+    reason = results(answers["trainer", 0, 0])[f"engine-{victim[1]}"]
     assert reason is not None
     assert f":{ranks.pid(victim)}) is silent" in reason
     ranks.processes[victim].kill()
 
 
-def test_an_engine_rank_that_goes_on_after_the_others_gave_up_learns_of_it(ranks: Ranks) -> None:
+def test_an_engine_rank_that_resumes_after_the_timeout_reports_the_failure(ranks: Ranks) -> None:
     victim: Rank = ("engine", 1, 1)
     ranks.run(ranks.case(seconds=1.0), {victim: Fault(after=5, signal=signal.SIGSTOP)})
-    ranks.heard(victim)
+    ranks.collect(victim)
     os.kill(ranks.pid(victim), signal.SIGCONT)
     text = ranks.answers.pop(victim).recv()
     assert text.startswith("TransferError: link engine-1 failed"), text
     assert "first to fail was rank" in text
 
 
-def test_a_trainer_rank_that_stops_is_named_by_every_engine_at_the_limit(ranks: Ranks) -> None:
+def test_a_stopped_trainer_rank_is_named_by_every_engine_at_the_timeout(ranks: Ranks) -> None:
     victim: Rank = ("trainer", 0, 1)
     case = ranks.case(seconds=2.0)
     ranks.run(case, {victim: Fault(after=9, signal=signal.SIGSTOP)})
-    heard = ranks.heard(victim)
-    assert all(f":{ranks.pid(victim)}) is silent" in heard[key] for key in heard if key[0] == "engine")
-    assert all(f":{ranks.pid(victim)}) is silent" in text for text in results(heard["trainer", 0, 0]).values() if text)
+    answers = ranks.collect(victim)
+    assert all(f":{ranks.pid(victim)}) is silent" in answers[key] for key in answers if key[0] == "engine")
+    assert all(
+        f":{ranks.pid(victim)}) is silent" in text for text in results(answers["trainer", 0, 0]).values() if text
+    )
     ranks.processes[victim].kill()
 
 
-def test_a_receiver_that_expects_another_transfer_is_told_so_on_both_sides(ranks: Ranks) -> None:
+def test_different_transfer_numbers_are_reported_on_both_sides(ranks: Ranks) -> None:
     ranks.run(ranks.case(numbers=(4,), seconds=5.0), {("engine", 0, 0): Fault(numbers=(3,))})
-    heard = ranks.heard()
-    words = "sends transfer 4, this rank expects 3"
-    assert words in heard["engine", 0, 0]
+    answers = ranks.collect()
+    message = "sends transfer 4, this rank expects 3"
+    assert message in answers["engine", 0, 0]
     for rank in range(SENDERS):
-        found = results(heard["trainer", 0, rank])
+        found = results(answers["trainer", 0, rank])
         assert found["engine-1"] is None
-        assert words in (found["engine-0"] or "")
+        assert message in (found["engine-0"] or "")
 
 
 def test_a_receiver_that_is_ahead_of_the_trainer_waits_for_its_announcement(ranks: Ranks) -> None:
-    # Engine ranks come to their second transfer while the trainer still counts the last words of the first.
+    # Engine ranks start their second transfer while the trainer still collects confirmations of the first.
     ranks.run(ranks.case(numbers=tuple(range(1, 9)), elements=5000, verify=False))
     assert all(
-        not any(answer[0]) if key[0] == "engine" else len(answer[0]) == 8 for key, answer in ranks.heard().items()
+        not any(answer[0]) if key[0] == "engine" else len(answer[0]) == 8 for key, answer in ranks.collect().items()
     )
 
 
-def test_an_error_of_the_trainers_own_ends_all_its_links_and_tells_the_engines(ranks: Ranks) -> None:
+def test_an_error_of_a_trainer_rank_closes_all_its_links_and_reaches_the_engines(ranks: Ranks) -> None:
     ranks.run(ranks.case(), {("trainer", 0, 0): Fault(after=6, error="no such weight")})
-    heard = ranks.heard()
-    assert heard["trainer", 0, 0] == "LookupError: no such weight"
-    assert all("no such weight" in heard[key] for key in heard if key[0] == "engine")
-    assert all("no such weight" in text for text in results(heard["trainer", 0, 1]).values() if text is not None)
+    answers = ranks.collect()
+    assert answers["trainer", 0, 0] == "LookupError: no such weight"
+    assert all("no such weight" in answers[key] for key in answers if key[0] == "engine")
+    assert all("no such weight" in text for text in results(answers["trainer", 0, 1]).values() if text is not None)
 
 
-def test_an_error_of_an_engine_rank_is_what_its_neighbour_and_the_trainer_report(ranks: Ranks) -> None:
+def test_an_error_of_an_engine_rank_is_reported_by_its_neighbour_and_the_trainer(ranks: Ranks) -> None:
     ranks.run(ranks.case(), {("engine", 1, 0): Fault(after=0, error="layer 3 cannot be processed")})
-    heard = ranks.heard()
-    assert "LookupError: layer 3 cannot be processed" in heard["engine", 1, 0]
-    assert "first to fail was rank 2" in heard["engine", 1, 1]
+    answers = ranks.collect()
+    assert "LookupError: layer 3 cannot be processed" in answers["engine", 1, 0]
+    assert "first to fail was rank 2" in answers["engine", 1, 1]
     for rank in range(SENDERS):
-        found = results(heard["trainer", 0, rank])
+        found = results(answers["trainer", 0, rank])
         assert found["engine-0"] is None
         assert "layer 3 cannot be processed" in (found["engine-1"] or "")
 
 
-def test_the_trainer_gives_up_a_link_at_once_when_it_is_told_that_the_engine_is_dead(ranks: Ranks) -> None:
+def test_the_trainer_closes_a_link_at_once_when_the_engine_is_reported_dead(ranks: Ranks) -> None:
     case = ranks.case(seconds=20.0)
     faults = {("trainer", 0, rank): Fault(watch="worker 0 left") for rank in range(SENDERS)}
     ranks.run(case, {**faults, ("engine", 0, 0): Fault(after=3, signal=signal.SIGSTOP)})
-    heard = ranks.heard(("engine", 0, 0))
+    answers = ranks.collect(("engine", 0, 0))
     for rank in range(SENDERS):
-        assert heard["trainer", 0, rank][1] < 15.0
-        assert "worker 0 left" in (results(heard["trainer", 0, rank])["engine-0"] or "")
-        assert results(heard["trainer", 0, rank])["engine-1"] is None
+        assert answers["trainer", 0, rank][1] < 15.0
+        assert "worker 0 left" in (results(answers["trainer", 0, rank])["engine-0"] or "")
+        assert results(answers["trainer", 0, rank])["engine-1"] is None
     ranks.processes["engine", 0, 0].kill()
 
 
 @pytest.mark.parametrize("elements", [90, 20000])
-def test_a_value_that_differs_after_it_was_written_is_found_and_named(ranks: Ranks, elements: int) -> None:
+def test_a_value_changed_after_the_write_is_detected_and_named(ranks: Ranks, elements: int) -> None:
     ranks.run(ranks.case(elements=elements), {("engine", 1, 1): Fault(flip="row")})
-    heard = ranks.heard()
-    text = heard["engine", 1, 1]
+    answers = ranks.collect()
+    text = answers["engine", 1, 1]
     assert "checksum of row.hf in row is " in text
     for key in [("engine", 1, 1), ("trainer", 0, 1)]:
         assert f":{ranks.pid(key)})" in text
-    assert heard["engine", 0, 0][0] == []
+    assert answers["engine", 0, 0][0] == []
 
 
-def test_a_receiver_that_wants_checksums_from_a_trainer_that_sends_none_is_refused(ranks: Ranks) -> None:
+def test_missing_checksums_are_reported_by_a_verifying_receiver(ranks: Ranks) -> None:
     faults = {("trainer", 0, rank): Fault(verify=False) for rank in range(SENDERS)}
     ranks.run(ranks.case(receivers=(1,)), faults)
-    assert "sends no checksums" in ranks.heard()["engine", 0, 0]
+    assert "sends no checksums" in ranks.collect()["engine", 0, 0]
 
 
-def test_a_rank_that_never_joins_is_named_after_the_limit(ranks: Ranks) -> None:
+def test_a_rank_that_never_joins_is_named_at_the_timeout(ranks: Ranks) -> None:
     case = ranks.case(receivers=(2,), seconds=1.0)
     ranks.start(("trainer", 0, 0), trainer_rank, case, 0, NONE)
     ranks.start(("engine", 0, 1), engine_rank, case, 0, 1, NONE)
-    for text in ranks.heard().values():
+    for text in ranks.collect().values():
         assert text == "TransferError: link engine-0: rank 1, 2 of 4 did not join within 1 s"
 
 
-def test_a_rank_that_joins_and_never_receives_is_named_and_its_link_refuses_what_follows(ranks: Ranks) -> None:
+def test_a_rank_that_never_receives_is_named_and_its_link_refuses_later_transfers(ranks: Ranks) -> None:
     case = ranks.case(receivers=(1,), seconds=1.0, numbers=(1, 2))
     for rank in range(SENDERS):
         ranks.start(("trainer", 0, rank), trainer_rank, case, rank, NONE)
     ranks.start(("engine", 0, 0), silent_rank, case, 0, SENDERS)
-    for answer in ranks.heard(("engine", 0, 0)).values():
+    for answer in ranks.collect(("engine", 0, 0)).values():
         first, second = (result["engine-0"] for result in answer[0])
         assert f":{ranks.pid(('engine', 0, 0))}) is silent" in first
         assert second == f"link engine-0 cannot be used: {first}"
     ranks.processes["engine", 0, 0].kill()
 
 
-def test_a_checksum_depends_on_every_bit_and_on_the_order() -> None:
+def test_a_checksum_depends_on_every_bit_and_the_order() -> None:
     tensor = torch.randn(70001, generator=torch.Generator().manual_seed(0)).bfloat16()
     first = transport.checksum(tensor)
     seen = {first}
@@ -359,7 +359,7 @@ def test_a_checksum_depends_on_every_bit_and_on_the_order() -> None:
     assert transport.checksum(torch.zeros(8)) != transport.checksum(torch.zeros(10))
 
 
-def test_a_checksum_is_of_the_bytes_whatever_the_shape_strides_or_place_in_memory() -> None:
+def test_a_checksum_ignores_shape_strides_and_alignment() -> None:
     tensor = torch.randn(60, 40, generator=torch.Generator().manual_seed(1)).bfloat16()
     first = transport.checksum(tensor)
     assert transport.checksum(tensor.view(-1, 3, 8)) == first
@@ -371,7 +371,7 @@ def test_a_checksum_is_of_the_bytes_whatever_the_shape_strides_or_place_in_memor
     transport.checksum(torch.tensor(1.0))
 
 
-def test_checksums_of_live_parameters_agree_slice_by_slice_where_and_only_where_the_values_do() -> None:
+def test_slice_checksums_of_both_sides_agree_exactly_where_the_values_do() -> None:
     case = Case(0, (1,), MODEL)
     received, engine = boxes(case, 1, 0, sender=False)
     expected = dict(

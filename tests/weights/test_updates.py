@@ -1,4 +1,4 @@
-"""Updates in flight from real Megatron ranks to real engines, of one rank and of two."""
+"""Updates from real Megatron ranks to real engines under load."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UPDATES = 3
 
 
 async def take_all_versions(stage: Stage, engines: Sequence[Served]) -> None:
-    """Have the trainer send its versions; after each all engines go on answering."""
+    """Let the trainer send all versions; all engines answer after each."""
     for version in range(UPDATES + 1):
         if version:
             stage.control.put_json(f"go/{version}", True)
@@ -41,17 +41,17 @@ async def take_all_versions(stage: Stage, engines: Sequence[Served]) -> None:
 
 
 def check_all_answers(engines: Sequence[Served], folders: Sequence[Path], base: Path) -> None:
-    """Whatever an engine answered is what the versions that its tokens name would have said."""
+    """All tokens have the log-probabilities of their versions' weights."""
     for found in engines:
         assert not found.errors
         for _, answer in found.answers:
             assert (np.diff(answer.versions) >= 0).all()
-        assert any(len(set(answer.versions)) > 1 for _, answer in found.answers)  # some went on over an update
+        assert any(len(set(answer.versions)) > 1 for _, answer in found.answers)  # some span an update
         assert check_answers(found, folders, base) >= UPDATES
 
 
 @pytest.mark.parametrize("kind", ["dense", pytest.param("experts", marks=pytest.mark.soak)])
-async def test_two_by_two_trainer_ranks_keep_engines_of_one_and_two_ranks_up_to_date_under_load(
+async def test_a_2x2_trainer_updates_engines_of_one_and_two_ranks_under_load(
     tmp_path: Path, tiny_model: Path, tiny_sparse_model: Path, kind: str
 ) -> None:
     model = tiny_model if kind == "dense" else tiny_sparse_model
@@ -74,7 +74,7 @@ async def test_two_by_two_trainer_ranks_keep_engines_of_one_and_two_ranks_up_to_
         stage.close()
 
 
-async def test_an_engine_of_two_pipeline_stages_answers_from_its_first_weights_on_and_over_updates(
+async def test_an_engine_of_two_pipeline_stages_serves_before_and_after_updates(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     folders = changed_folders(tmp_path, tiny_model, UPDATES)

@@ -1,4 +1,4 @@
-"""Slices written into a real vLLM model: its answers, its memory, and what a broken transfer leaves behind."""
+"""Slices written into a real vLLM model: log-probabilities, memory, and failed transfers."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def run(module: str, *arguments: str | Path, seconds: float = 800.0) -> Any:
-    """Run a helper as a process of its own; its report, read from the last argument."""
+    """Run a module as a process; returns its report, read from the last argument."""
     config = Config()
     config.model.platform = "cpu"
     environment = os.environ | vllm_environment.engine_environment(config)
     environment |= {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # a test's function goes to the workers as it is
+    environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # test functions are pickled to the workers
     command = [sys.executable, "-m", module, *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, env=environment, timeout=seconds, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -42,7 +42,7 @@ def run(module: str, *arguments: str | Path, seconds: float = 800.0) -> Any:
 
 @pytest.fixture(scope="module", params=list(MODELS))
 def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What tests/weights/vllm_process.py saw with one model."""
+    """Report of tests/weights/vllm_process.py for one model."""
     folder = tmp_path_factory.mktemp(request.param)
     make_tiny_model(folder / "model", **MODELS[request.param])
     found = run("tests.weights.vllm_process", folder / "model", folder / "report.json")
@@ -76,7 +76,7 @@ def test_packed_layers_are_reloaded_and_the_others_written_in_place(report: Any)
     assert ("language_model.lm_head.weight" in report["load_paths"]) == (report["name"] == "experts")
 
 
-def test_a_broken_transfer_leaves_a_torn_model_that_runs_and_a_whole_one_heals_it(report: Any) -> None:
+def test_a_failed_transfer_leaves_a_running_partial_model_that_a_complete_one_repairs(report: Any) -> None:
     failure = report["failure"]
     before, begun, *broken, healed = failure["partially_updated"]
     assert (before, begun, healed) == (False, False, False)
@@ -85,7 +85,7 @@ def test_a_broken_transfer_leaves_a_torn_model_that_runs_and_a_whole_one_heals_i
     assert failure["healed"] < TOLERANCE < 100 * TOLERANCE < failure["halfway"]
 
 
-def test_a_plan_that_does_not_fit_is_refused_by_name(report: Any) -> None:
+def test_a_plan_that_does_not_match_is_refused_by_name(report: Any) -> None:
     wrong, unknown, missing = report["refusals"]
     assert wrong.startswith("ValueError: parameter language_model.model.norm.weight of this rank: vLLM 0.")
     assert "holds (128,), the plan has (3,)" in wrong
@@ -95,7 +95,7 @@ def test_a_plan_that_does_not_fit_is_refused_by_name(report: Any) -> None:
     assert "the plan has none of this name" in missing
 
 
-def test_slices_missing_too_many_or_out_of_turn_are_errors_that_name_the_parameter(report: Any) -> None:
+def test_missing_extra_and_unexpected_slices_are_errors_that_name_the_parameter(report: Any) -> None:
     faults = report["faults"]
     last = faults["last"]
     assert faults["incomplete"].startswith(f"RuntimeError: parameter {last}: 0 of ")
@@ -109,12 +109,12 @@ def test_rows_that_pad_the_vocabulary_stay_zero(report: Any) -> None:
     assert report["padding"] == 0.0
 
 
-def test_updates_do_not_add_up_in_memory(report: Any) -> None:
+def test_repeated_updates_do_not_leak_memory(report: Any) -> None:
     updates, grown, model = (report["repeated"][name] for name in ("updates", "grown", "model"))
     assert grown < 0.1 * updates * model, f"{updates} updates of {model:.1f} MiB left {grown:.1f} MiB behind"
 
 
-def test_other_versions_of_vllm_are_refused() -> None:
+def test_unsupported_versions_of_vllm_are_refused() -> None:
     check_vllm_version("0.32.4")
     for version in ("0.31.2", "0.33.0", "0.320.0"):
         with pytest.raises(RuntimeError, match=rf"vLLM {version} is installed; .* support 0\.32\.x only"):

@@ -1,4 +1,4 @@
-"""Weights over links into real vLLM engines: right answers, refusals on both sides, faults and healing."""
+"""Weight transfers over links into real vLLM engines: log-probabilities, errors on both sides, faults, repair."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BROKEN = "decoder.layers.1.self_attention.linear_qkv.weight"
 
 @pytest.fixture(scope="module", params=[pytest.param("dense", marks=pytest.mark.soak), "experts"])
 def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What tests/weights/vllm_link_process.py saw with one model on one engine."""
+    """Report of tests/weights/vllm_link_process.py for one model and engine."""
     folder, ranks = tmp_path_factory.mktemp(request.param), ENGINES[request.param]
     make_tiny_model(folder / "model", **MODELS[request.param])
     if request.param == "dense":
@@ -32,7 +32,7 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def _store_tied_head(model: Path) -> None:
-    """Add the output head that is the embedding. vLLM then says that the model is not tied, and ties it after all."""
+    """Add the output head that is the embedding. vLLM then reports an untied model but ties it."""
     file = model / "model.safetensors"
     tensors = safetensors.torch.load_file(file)
     tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"].clone()
@@ -57,38 +57,38 @@ def test_live_slices_have_the_trainers_checksums(report: Any) -> None:
         assert len(compared) < len(live), "packed weights are not kept as they came"
 
 
-def test_the_ways_in_are_counted(report: Any) -> None:
-    for ways in report["load_paths"]:
-        assert ways.keys() == {"in_place", "reload"}
-        assert ways["in_place"]["parameters"] == 45 + (report["ranks"] == 2)
-        assert ways["reload"]["bytes"] > ways["in_place"]["bytes"] > 0
+def test_load_paths_are_counted(report: Any) -> None:
+    for paths in report["load_paths"]:
+        assert paths.keys() == {"in_place", "reload"}
+        assert paths["in_place"]["parameters"] == 45 + (report["ranks"] == 2)
+        assert paths["reload"]["bytes"] > paths["in_place"]["bytes"] > 0
 
 
 def test_a_trainer_with_another_plan_is_refused_on_both_sides(report: Any) -> None:
     refusals = report["refusals"]
     difference = "linear_fc1.weight has shape [256, 128] here and [512, 128] there"
-    assert all(difference in said for said in refusals["model"])
-    assert difference in refusals["told"], "what the trainer finds in the store"
-    assert all("EngineSizes(tensor=" in said and "pipeline=2" in said for said in refusals["layout"])
+    assert all(difference in error for error in refusals["model"])
+    assert difference in refusals["stored_reason"]
+    assert all("EngineSizes(tensor=" in error and "pipeline=2" in error for error in refusals["layout"])
 
 
 def test_a_missing_store_fields_or_link_are_errors(report: Any) -> None:
     refusals = report["refusals"]
-    assert all("no store answers at 127.0.0.1:1 within 1 s" in said for said in refusals["store"])
-    assert all("missing 9 required" in said for said in refusals["field"])
+    assert all("no store answers at 127.0.0.1:1 within 1 s" in error for error in refusals["store"])
+    assert all("missing 9 required" in error for error in refusals["field"])
     assert all(
-        said == "TransferError: no link to the trainer is joined; join one first (init)" for said in refusals["start"]
+        error == "TransferError: no link to the trainer is joined; join one first (init)" for error in refusals["start"]
     )
 
 
-def test_a_trainer_rank_that_fails_leaves_a_torn_engine_that_lives_and_heals_over_another_link(report: Any) -> None:
+def test_a_failed_trainer_rank_leaves_a_partially_updated_engine_that_a_new_link_repairs(report: Any) -> None:
     faults = report["faults"]
-    assert all(BROKEN in said for said in faults["sent"])
-    failed = [said for said in faults["received"] if said is not None]
+    assert all(BROKEN in error for error in faults["sent"])
+    failed = [error for error in faults["received"] if error is not None]
     assert failed, "no rank of the engine noticed"
-    assert all(said.startswith("TransferError: link first failed on rank ") and BROKEN in said for said in failed)
+    assert all(error.startswith("TransferError: link first failed on rank ") and BROKEN in error for error in failed)
     assert faults["partially_updated"] == [True] * report["ranks"]
-    assert any("no link to the trainer is joined" in (said or "") for said in faults["start"])
+    assert any("no link to the trainer is joined" in (error or "") for error in faults["start"])
     assert faults["halfway"] > 100 * TOLERANCE
     assert faults["joined"] == [None] * report["ranks"]
     assert faults["update"] == [[None, None], [None] * report["ranks"]]
@@ -96,10 +96,10 @@ def test_a_trainer_rank_that_fails_leaves_a_torn_engine_that_lives_and_heals_ove
     assert faults["healed"] < TOLERANCE
 
 
-def test_an_update_left_open_on_a_rank_does_not_stop_the_next(report: Any) -> None:
+def test_an_open_update_on_one_rank_does_not_block_the_next(report: Any) -> None:
     assert report["faults"]["again"] == [[None, None], [None] * report["ranks"]]
     assert report["faults"]["again_difference"] < TOLERANCE
 
 
-def test_vllm_knows_the_weight_transfer_engine() -> None:
+def test_the_weight_transfer_engine_is_registered_with_vllm() -> None:
     assert WeightTransferEngineFactory._registry[vllm_worker.BACKEND]() is vllm_worker.ShardTransferEngine

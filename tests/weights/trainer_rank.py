@@ -1,9 +1,9 @@
-"""One rank of a real trainer that only publishes: version after version, each from a folder of its own.
+"""One rank of a real trainer that only sends weights: one version after the other, each from its own folder.
 
 Usage: RANK=r WORLD_SIZE=w LOCAL_RANK=r python -m tests.weights.trainer_rank CONFIG HOST:PORT FOLDER...
 Version 0 is the configuration's model, version n the n-th folder's weights, sent when `go/<n>` is in the store; the
-first rank sets `sent/<n>` to what came of it. After the last one the model is written to <run folder>/exported.
-With `go/forever` it sends the folders' weights again and again, as fast as it can.
+first rank sets `sent/<n>` to the result. After the last one the model is written to <run folder>/exported.
+With `go/forever` it sends the folders' weights in a loop without waiting.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ def main() -> None:
     control.start_heartbeat()
     platform = parallel.initialize(config, rank, control.store, f"test/{control.register_instance()}")
     learner = make_learner(config, platform)
-    publisher = WeightSyncer(learner.models, config, control, platform)
+    weight_syncer = WeightSyncer(learner.models, config, control, platform)
     forever = control.get_json("go/forever")
     for version in itertools.count() if forever else range(len(folders) + 1):
         if version and not forever:
-            control.wait_for_key(f"go/{version}", 120, f"the word for version {version}")
+            control.wait_for_key(f"go/{version}", 120, f"the request for version {version}")
         if version:
             load_hf(learner.models, folders[(version - 1) % len(folders)])
-        seconds = publisher.sync(version)
+        seconds = weight_syncer.sync(version)
         if rank.rank == 0:
             control.put_json(
                 f"sent/{version}",
-                {"seconds": seconds, "lost": publisher.failed_transfers, **publisher.last_transfer_metrics()},
+                {"seconds": seconds, "lost": weight_syncer.failed_transfers, **weight_syncer.last_transfer_metrics()},
             )
     target = Path(config.run_folder, "exported")
     tensors = {name: tensor.clone() for name, tensor in hf_tensors(learner.models)}

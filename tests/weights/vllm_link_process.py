@@ -1,20 +1,17 @@
-"""A trainer of two tensor-parallel ranks, in threads, and a real vLLM engine in processes of its own, over links.
+"""Links between a trainer of two tensor-parallel ranks, in threads, and a real vLLM engine in its own processes.
 
-It goes through all that test_vllm_worker.py asks of the weight-transfer engine and reports what it saw.
+Runs all scenarios of test_vllm_worker.py and writes a report.
 Usage: python -m tests.weights.vllm_link_process <model folder> <tensor-parallel size> <report>
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import copy
 import json
 import sys
-import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,7 +36,7 @@ Source = Callable[[str], torch.Tensor]
 
 
 class Sender:
-    """All ranks of a trainer that holds the weights of a transformers model."""
+    """All ranks of a trainer with the weights of a transformers model."""
 
     def __init__(self, reference: Any, engine_ranks: int) -> None:
         self.reference, self.ranks = reference, engine_ranks
@@ -52,21 +49,17 @@ class Sender:
         self.pool = ThreadPoolExecutor(SENDERS)
         self.links: list[transport.TransferLink] = []
 
-    def plan_of(self, description: Any) -> TransferPlan:
-        return TransferPlan(description, self.trainer, self.engines, 4, STAGING)
+    def plan_of(self, hf_config: Any) -> TransferPlan:
+        return TransferPlan(hf_config, self.trainer, self.engines, 4, STAGING)
 
     def info(self, name: str, plan: TransferPlan | None = None) -> dict[str, Any]:
-        """What an engine is told to join link `name`."""
-        plan = plan or self.plan
-        tensors = base64.b64encode(zlib.compress(json.dumps(plan.tensor_shapes()).encode())).decode()
+        """LinkInfo fields of link `name`."""
         return {
+            **(plan or self.plan).to_json(),
             "host": "127.0.0.1",
             "port": self.store.port,
             "name": name,
             "engine": 0,
-            "trainer": asdict(self.trainer) | {"digest": plan.digest, "tensors": tensors},
-            "engines": asdict(self.engines),
-            "staging_bytes": STAGING,
             "dtype": "float32",
             "timeout_seconds": SECONDS,
             "join_timeout_seconds": SECONDS,
@@ -81,17 +74,17 @@ class Sender:
         self.links = list(self.pool.map(one, range(SENDERS)))
 
     def parameters(self, rank: int) -> dict[str, torch.Tensor]:
-        """What Megatron holds of the model on a rank; experts are whole on each."""
-        state, entries = self.reference.state_dict(), parameter_mappings(self.reference.config, "transposed")
-        shapes = parameter_shapes(entries, SENDERS, 1)
+        """Megatron's parameters of a rank; experts are complete on each."""
+        state, mappings = self.reference.state_dict(), parameter_mappings(self.reference.config, "transposed")
+        shapes = parameter_shapes(mappings, SENDERS, 1)
         found = {name: torch.zeros(shape) for name, shape in shapes.items()}
-        for entry in entries:
-            place = (rank, SENDERS) if entry.expert is None else (0, 1)
-            to_megatron(entry, state[entry.hf_param], found[entry.megatron_param], *place)
+        for mapping in mappings:
+            place = (rank, SENDERS) if mapping.expert is None else (0, 1)
+            to_megatron(mapping, state[mapping.hf_param], found[mapping.megatron_param], *place)
         return found
 
     def send(self, transfer: int, verify: bool, broken: str = "") -> list[str | None]:
-        """One transfer; on the last rank the parameter `broken` cannot be read. What each rank has to say."""
+        """Send one transfer; reading `broken` fails on the last rank. Returns each rank's error."""
 
         def one(rank: int) -> str | None:
             parameters = self.parameters(rank)
@@ -111,9 +104,11 @@ class Sender:
 
     def sums(self, receiver: int) -> list[int]:
         """Checksums of the receiver's slices in the order of its messages, from the trainer's parameters."""
-        held = [self.parameters(rank) for rank in range(SENDERS)]
+        parameters = [self.parameters(rank) for rank in range(SENDERS)]
         return [
-            transport.checksum(held[message.sender][piece.source_param][box_index(piece.source_offset, piece.size)])
+            transport.checksum(
+                parameters[message.sender][piece.source_param][box_index(piece.source_offset, piece.size)]
+            )
             for message in self.plan.messages(0, receiver=receiver)
             for piece in message.slices
         ]
@@ -124,8 +119,8 @@ def partially_updated(worker: Any) -> bool:
     return bool(worker.weight_transfer_engine.target.partially_updated)
 
 
-class Bench:
-    """The engine, the trainer and the model that they share."""
+class LinkHarness:
+    """An engine, a trainer and their model."""
 
     def __init__(self, llm: Any, folder: Path, ranks: int) -> None:
         self.llm, self.scoring, self.transfers, self.scored = llm, Scoring(folder), 0, 0
@@ -134,26 +129,26 @@ class Bench:
     async def call(self, method: str | Callable[..., Any], *arguments: Any) -> list[Any]:
         return await asyncio.wait_for(self.llm.collective_rpc(method, args=arguments), 4 * SECONDS)
 
-    async def step(self, step: str, info: dict[str, Any] | None = None) -> list[str | None]:
-        return await self.call("webrl_weight_update", step, info)
+    async def run_phase(self, phase: str, info: dict[str, Any] | None = None) -> list[str | None]:
+        return await self.call("webrl_weight_update", phase, info)
 
     async def join(self, name: str) -> list[str | None]:
-        _, said = await asyncio.gather(
-            asyncio.to_thread(self.sender.join, name), self.step("init", self.sender.info(name))
+        _, errors = await asyncio.gather(
+            asyncio.to_thread(self.sender.join, name), self.run_phase("init", self.sender.info(name))
         )
-        return said
+        return errors
 
     async def update(self, broken: str = "", verify: bool = False) -> tuple[list[str | None], list[str | None]]:
-        """Send the weights; what trainer and engine ranks say."""
+        """Send the weights; returns the errors of trainer ranks and engine ranks."""
         self.transfers += 1
         info = {"transfer": self.transfers, "version": self.transfers, "verify": verify}
-        assert await self.step("start") == [None] * self.sender.ranks
+        assert await self.run_phase("start") == [None] * self.sender.ranks
         sent, received = await asyncio.gather(
-            asyncio.to_thread(self.sender.send, self.transfers, verify, broken), self.step("update", info)
+            asyncio.to_thread(self.sender.send, self.transfers, verify, broken), self.run_phase("update", info)
         )
         if any(received):
             return sent, received
-        return sent, await self.step("finish")
+        return sent, await self.run_phase("finish")
 
     async def difference(self) -> float:
         await self.llm.reset_prefix_cache()
@@ -169,44 +164,44 @@ class Bench:
         raise AssertionError("no output")
 
 
-async def refusals(bench: Bench) -> dict[str, Any]:
-    """A trainer with another model, with another layout of engines, and without a store."""
-    other = copy.deepcopy(bench.scoring.reference.config)
+async def refusals(harness: LinkHarness) -> dict[str, Any]:
+    """Errors for another model, another engine layout, a missing store, missing fields and a missing link."""
+    other = copy.deepcopy(harness.scoring.reference.config)
     other.vision_config.intermediate_size *= 2
-    sender = bench.sender
-    found: dict[str, Any] = {"model": await bench.step("init", sender.info("other", sender.plan_of(other)))}
-    found["told"] = sender.store.get("link/other/refused").decode()
+    sender = harness.sender
+    found: dict[str, Any] = {"model": await harness.run_phase("init", sender.info("other", sender.plan_of(other)))}
+    found["stored_reason"] = sender.store.get("link/other/refused").decode()
     layout = sender.info("layout")
     layout["engines"]["sizes"][0]["pipeline"] = 2
-    found["layout"] = await bench.step("init", layout)
-    found["store"] = await bench.step("init", sender.info("nowhere") | {"port": 1, "join_timeout_seconds": 1.0})
-    found["field"] = await bench.step("init", {"host": "127.0.0.1"})
-    found["start"] = await bench.step("start")
+    found["layout"] = await harness.run_phase("init", layout)
+    found["store"] = await harness.run_phase("init", sender.info("nowhere") | {"port": 1, "join_timeout_seconds": 1.0})
+    found["field"] = await harness.run_phase("init", {"host": "127.0.0.1"})
+    found["start"] = await harness.run_phase("start")
     return found
 
 
-async def faults(bench: Bench) -> dict[str, Any]:
-    """A trainer rank fails in the middle; the engine lives, is torn, refuses the link, and is healed over another."""
-    bench.scoring.perturb()
-    sent, received = await bench.update(broken="decoder.layers.1.self_attention.linear_qkv.weight")
+async def faults(harness: LinkHarness) -> dict[str, Any]:
+    """A trainer rank fails in a transfer; the engine is partially updated until a transfer over another link."""
+    harness.scoring.perturb()
+    sent, received = await harness.update(broken="decoder.layers.1.self_attention.linear_qkv.weight")
     found: dict[str, Any] = {
         "sent": sent,
         "received": received,
-        "partially_updated": await bench.call(partially_updated),
+        "partially_updated": await harness.call(partially_updated),
     }
-    found["start"] = await bench.step("start")
-    found["halfway"] = await bench.difference()
-    found["joined"] = await bench.join("second")
-    found["update"] = await bench.update()
+    found["start"] = await harness.run_phase("start")
+    found["halfway"] = await harness.difference()
+    found["joined"] = await harness.join("second")
+    found["update"] = await harness.update()
     found["healed"], found["partially_updated_after"] = (
-        await bench.difference(),
-        await bench.call(partially_updated),
+        await harness.difference(),
+        await harness.call(partially_updated),
     )
-    # An update that was never carried out, as a rank keeps it when another one fails; then the next one.
-    bench.scoring.perturb()
-    assert await bench.step("start") == [None] * bench.sender.ranks
-    found["again"] = await bench.update()
-    found["again_difference"] = await bench.difference()
+    # A started update without data, as on a rank whose neighbour failed; then a complete one.
+    harness.scoring.perturb()
+    assert await harness.run_phase("start") == [None] * harness.sender.ranks
+    found["again"] = await harness.update()
+    found["again_difference"] = await harness.difference()
     return found
 
 
@@ -216,18 +211,18 @@ async def run(folder: Path, ranks: int, result: Path) -> None:
     config.rollout.max_model_len, config.rollout.kv_cache_mib = 1024, 64
     starting = ThreadPoolExecutor(1)
     llm = await asyncio.get_running_loop().run_in_executor(starting, vllm_environment.start_engine, config, 0)
-    bench = Bench(llm, folder, ranks)
-    report: dict[str, Any] = {"refusals": await refusals(bench), "joined": await bench.join("first"), "rounds": []}
+    harness = LinkHarness(llm, folder, ranks)
+    report: dict[str, Any] = {"refusals": await refusals(harness), "joined": await harness.join("first"), "rounds": []}
     for number in range(2):
-        bench.scoring.perturb()
-        stale = await bench.difference()
-        said = await bench.update(verify=number == 1)
-        report["rounds"].append((said, stale, await bench.difference()))
-    live = await bench.call("webrl_live_checksums")
-    report["sums"] = [(mine, bench.sender.sums(rank)) for rank, mine in enumerate(live)]
-    report["load_paths"] = await bench.call("webrl_load_paths")
-    report["faults"] = await faults(bench)
-    llm.output_handler.cancel()  # it would report the end of the engine core as an error
+        harness.scoring.perturb()
+        stale = await harness.difference()
+        errors = await harness.update(verify=number == 1)
+        report["rounds"].append((errors, stale, await harness.difference()))
+    live = await harness.call("webrl_live_checksums")
+    report["sums"] = [(mine, harness.sender.sums(rank)) for rank, mine in enumerate(live)]
+    report["load_paths"] = await harness.call("webrl_load_paths")
+    report["faults"] = await faults(harness)
+    llm.output_handler.cancel()  # otherwise it reports the end of the engine core as an error
     await asyncio.get_running_loop().run_in_executor(starting, llm.shutdown, 20.0)
     starting.shutdown()
     result.write_text(json.dumps(report))

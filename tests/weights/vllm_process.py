@@ -1,7 +1,7 @@
-"""A real vLLM engine in this process whose weights are written slice by slice; prints a report as JSON.
+"""Write weights slice by slice into a real vLLM engine in this process; the report is JSON.
 
-One process a model, since an engine takes seconds to start: it goes through all that test_vllm_target.py asks of
-ModelTarget and reports what it saw. It needs the environment that test_vllm_target.run gives it.
+One process per model, since an engine takes seconds to start. It runs all scenarios of test_vllm_target.py and needs
+the environment that test_vllm_target.run sets.
 Usage: python -m tests.weights.vllm_process <model folder> <report>
 """
 
@@ -36,7 +36,7 @@ Piece = tuple[str, tuple[int | slice, ...], Tensor]
 
 
 class Scoring:
-    """The same model in transformers, fresh prompts, and how far an engine's log-probabilities are from its own."""
+    """The model in transformers, new prompts, and the difference of an engine's log-probabilities from its own."""
 
     def __init__(self, folder: Path) -> None:
         model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
@@ -53,7 +53,7 @@ class Scoring:
                 parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
 
     def request(self, with_image: bool) -> tuple[dict[str, Any], list[bytes]]:
-        """A prompt that no cache knows, followed by a response of random tokens, and its images."""
+        """A new prompt with a response of random tokens, and its images."""
         self._seed += 1
         numbers = np.random.default_rng(self._seed)
         response = numbers.integers(300, 900, RESPONSE).tolist()
@@ -79,7 +79,7 @@ class Scoring:
         return float((torch.tensor([place[token].logprob for place, token in places]) - wanted).abs().max())
 
 
-class Bench:
+class EngineHarness:
     """An engine, the same model in transformers, and the target under test."""
 
     def __init__(self, folder: Path) -> None:
@@ -97,8 +97,8 @@ class Bench:
         self.worker = workers[0]
         self.module = self.worker.model_runner.get_model()
         self.scoring = Scoring(folder)
-        self.description = self.scoring.reference.config
-        self.expected = engine_parameter_shapes(self.description, EngineSizes(), 0)
+        self.hf_config = self.scoring.reference.config
+        self.expected = engine_parameter_shapes(self.hf_config, EngineSizes(), 0)
         self.target = self.make(self.expected)
 
     def make(self, expected: dict[str, tuple[int, ...]]) -> ModelTarget:
@@ -109,10 +109,10 @@ class Bench:
 
     def pieces(self) -> Iterator[Piece]:
         """Every slice of the reference's weights for a single rank: parameter, place in it, values."""
-        state, engine_map = self.scoring.reference.state_dict(), EngineMap(self.description, EngineSizes())
-        for entry in parameter_mappings(self.description, "transposed"):
-            part = state[entry.hf_param][entry.part_index]
-            for shard in engine_map.shards_of(entry, 0):
+        state, engine_map = self.scoring.reference.state_dict(), EngineMap(self.hf_config, EngineSizes())
+        for mapping in parameter_mappings(self.hf_config, "transposed"):
+            part = state[mapping.hf_param][mapping.part_index]
+            for shard in engine_map.shards_of(mapping, 0):
                 yield (
                     shard.engine_param,
                     box_index(shard.parameter_offset, shard.size),
@@ -138,11 +138,11 @@ class Bench:
         return self.scoring.difference(self.llm.generate([request], SAMPLING, use_tqdm=False)[0], images)
 
     def memory(self) -> dict[str, int]:
-        """Address of every parameter that the kernels hold."""
+        """Address of every live parameter."""
         return {name: p.data_ptr() for name, p in self.module.named_parameters() if p.numel()}
 
     def open_layers(self) -> int:
-        """Layers that hold a loading form: packed linear layers have no weight of their own."""
+        """Number of layers in loading form; packed linear layers have an empty weight."""
         packed = [m for m in self.module.modules() if hasattr(m, "cpu_linear") and not hasattr(m, "shard_indices")]
         return sum(m.weight.numel() > 0 for m in packed)
 
@@ -153,12 +153,12 @@ def _picture(random_numbers: np.random.Generator) -> bytes:
     return buffer.getvalue()
 
 
-def refusals(bench: Bench) -> list[str]:
-    """What is said of a plan with a wrong shape, with a parameter too many and with one too few."""
+def refusals(harness: EngineHarness) -> list[str]:
+    """Errors for a plan with a wrong shape, an extra parameter and a missing parameter."""
     norm = "language_model.model.norm.weight"
-    without = {name: shape for name, shape in bench.expected.items() if name != norm}
-    wrong = [bench.expected | {norm: (3,)}, bench.expected | {"no.such.weight": (2, 2)}, without]
-    return [_error(lambda expected=expected: bench.make(expected)) for expected in wrong]
+    without = {name: shape for name, shape in harness.expected.items() if name != norm}
+    wrong = [harness.expected | {norm: (3,)}, harness.expected | {"no.such.weight": (2, 2)}, without]
+    return [_error(lambda expected=expected: harness.make(expected)) for expected in wrong]
 
 
 def _error(call: Any) -> str:
@@ -169,102 +169,102 @@ def _error(call: Any) -> str:
     return "accepted"
 
 
-def updates(bench: Bench) -> dict[str, Any]:
-    """Several updates in the plan's order and one in no order; each scored before and after."""
-    addresses, rounds, opened = bench.memory(), [], 0
+def updates(harness: EngineHarness) -> dict[str, Any]:
+    """Updates in plan order and one in random order, each scored before and after."""
+    addresses, rounds, opened = harness.memory(), [], 0
     for number in range(3):
-        bench.perturb()
-        stale = bench.difference()
-        pieces = list(bench.pieces())
+        harness.perturb()
+        stale = harness.difference()
+        pieces = list(harness.pieces())
         if number == 2:
             random.Random(5).shuffle(pieces)
-            bench.update(pieces)
+            harness.update(pieces)
         else:
-            bench.target.start_update()
+            harness.target.start_update()
             for piece in pieces:
-                bench.write([piece])
-                opened = max(opened, bench.open_layers())
-            bench.target.finish_update()
-        rounds.append((stale, bench.difference()))
+                harness.write([piece])
+                opened = max(opened, harness.open_layers())
+            harness.target.finish_update()
+        rounds.append((stale, harness.difference()))
     return {
         "rounds": rounds,
-        "moved": sorted(k for k, v in bench.memory().items() if addresses[k] != v),
+        "moved": sorted(k for k, v in harness.memory().items() if addresses[k] != v),
         "open": opened,
     }
 
 
-def failure(bench: Bench) -> dict[str, Any]:
-    """A transfer that breaks off in the middle of layers, at several places; then a whole one."""
-    addresses = bench.memory()
-    report: dict[str, Any] = {"partially_updated": [bench.target.partially_updated]}
-    bench.perturb()
-    pieces = list(bench.pieces())
-    bench.target.start_update()
-    report["partially_updated"].append(bench.target.partially_updated)
+def failure(harness: EngineHarness) -> dict[str, Any]:
+    """Transfers that are aborted within layers, then a complete one."""
+    addresses = harness.memory()
+    report: dict[str, Any] = {"partially_updated": [harness.target.partially_updated]}
+    harness.perturb()
+    pieces = list(harness.pieces())
+    harness.target.start_update()
+    report["partially_updated"].append(harness.target.partially_updated)
     for end in (1, len(pieces) // 3, len(pieces) - 1):
         random.Random(end).shuffle(pieces)
-        bench.target.start_update()
-        bench.write(pieces[:end])
-        bench.target.abort_update()
-        report["partially_updated"].append(bench.target.partially_updated)
-    report["open"], report["moved"] = bench.open_layers(), bench.memory() != addresses
-    report["halfway"] = bench.difference()
-    bench.update(bench.pieces())
-    report["partially_updated"].append(bench.target.partially_updated)
-    report["healed"] = bench.difference()
+        harness.target.start_update()
+        harness.write(pieces[:end])
+        harness.target.abort_update()
+        report["partially_updated"].append(harness.target.partially_updated)
+    report["open"], report["moved"] = harness.open_layers(), harness.memory() != addresses
+    report["halfway"] = harness.difference()
+    harness.update(harness.pieces())
+    report["partially_updated"].append(harness.target.partially_updated)
+    report["healed"] = harness.difference()
     return report
 
 
-def faults(bench: Bench) -> dict[str, str]:
-    """What is said of slices that are missing, too many, unknown or out of turn. Leaves the engine whole."""
-    bench.target.start_update()
-    found = {"unknown": _error(lambda: bench.target.tensor("no.such.weight"))}
-    pieces = list(bench.pieces())
-    bench.write(pieces[:-1])
-    found["incomplete"] = _error(bench.target.finish_update)
-    bench.write(pieces[-1:])
-    found["again"] = _error(lambda: bench.target.tensor(pieces[-1][0]))
-    found["more"] = _error(lambda: bench.target.mark_written(pieces[-1][0], 1))
-    bench.target.finish_update()
-    found["outside"] = _error(lambda: bench.target.tensor(pieces[0][0]))
+def faults(harness: EngineHarness) -> dict[str, str]:
+    """Errors for missing, extra, unknown and untimely slices. Leaves the engine complete."""
+    harness.target.start_update()
+    found = {"unknown": _error(lambda: harness.target.tensor("no.such.weight"))}
+    pieces = list(harness.pieces())
+    harness.write(pieces[:-1])
+    found["incomplete"] = _error(harness.target.finish_update)
+    harness.write(pieces[-1:])
+    found["again"] = _error(lambda: harness.target.tensor(pieces[-1][0]))
+    found["more"] = _error(lambda: harness.target.mark_written(pieces[-1][0], 1))
+    harness.target.finish_update()
+    found["outside"] = _error(lambda: harness.target.tensor(pieces[0][0]))
     found["last"] = pieces[-1][0]
     return found
 
 
-def repeated(bench: Bench) -> dict[str, float]:
-    """MiB that the process grows by over many updates, how many, and MiB of the model."""
-    pieces = [(name, place, values.clone()) for name, place, values in bench.pieces()]
-    for _ in range(5):  # allocators reach their level
-        bench.update(pieces)
+def repeated(harness: EngineHarness) -> dict[str, float]:
+    """Number of updates, memory growth of the process and size of the model, MiB."""
+    pieces = [(name, place, values.clone()) for name, place, values in harness.pieces()]
+    for _ in range(5):  # warm up the allocators
+        harness.update(pieces)
     before = psutil.Process().memory_info().rss
     for _ in range(UPDATES):
-        bench.update(pieces)
+        harness.update(pieces)
     grown = psutil.Process().memory_info().rss - before
-    model = sum(bench.target.bytes_by_load_path().values())
+    model = sum(harness.target.bytes_by_load_path().values())
     return {"updates": UPDATES, "grown": grown / 2**20, "model": model / 2**20}
 
 
-def padding(bench: Bench) -> float:
+def padding(harness: EngineHarness) -> float:
     """Largest absolute value in the rows beyond the vocabulary."""
-    rows = bench.target.in_place_tensor("language_model.model.embed_tokens.weight")
+    rows = harness.target.in_place_tensor("language_model.model.embed_tokens.weight")
     assert rows is not None
-    beyond = rows[bench.description.text_config.vocab_size :]
+    beyond = rows[harness.hf_config.text_config.vocab_size :]
     return float(beyond.abs().max()) if beyond.numel() else 0.0
 
 
 def main(folder: Path, result: Path) -> None:
-    bench = Bench(folder)
+    harness = EngineHarness(folder)
     report: dict[str, Any] = {
-        "refusals": refusals(bench),
-        "load_paths": bench.target.load_paths(),
-        "live": sorted(name for name in bench.expected if bench.target.in_place_tensor(name) is not None),
-        "loaded": bench.difference(),
-        "updates": updates(bench),
-        "failure": failure(bench),
-        "faults": faults(bench),
-        "padding": padding(bench),
-        "repeated": repeated(bench),
-        "finally": bench.difference(),
+        "refusals": refusals(harness),
+        "load_paths": harness.target.load_paths(),
+        "live": sorted(name for name in harness.expected if harness.target.in_place_tensor(name) is not None),
+        "loaded": harness.difference(),
+        "updates": updates(harness),
+        "failure": failure(harness),
+        "faults": faults(harness),
+        "padding": padding(harness),
+        "repeated": repeated(harness),
+        "finally": harness.difference(),
     }
     result.write_text(json.dumps(report))
 

@@ -1,4 +1,4 @@
-"""What the two gloo processes of the conversion tests do; the first writes what the models held."""
+"""The two gloo processes of the conversion tests; the first writes the models' tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYOUTS = {
     "expert": ParallelSizes(expert=2),
     "expert tensor": ParallelSizes(tensor=2, expert_tensor=2),
 }
-SKIPPED = {("tensor", "tied"), ("pipeline", "dense")}  # the other layouts have all that is special in them
+SKIPPED = {("tensor", "tied"), ("pipeline", "dense")}  # covered by the other layouts
 CHECKPOINTS = ("converted-1", "converted-2")
 TRAINED = ("dense", "moe")
 VERSION = 5
@@ -45,7 +45,7 @@ def run(rank: int, folder: str) -> None:
 
 
 def _examine(folder: Path, name: str, layout: str, platform: platforms.Platform) -> dict[str, Any]:
-    """Hugging Face tensors of the model as each source filled it."""
+    """Hugging Face tensors of the model after loading from each source."""
     from megatron.core import dist_checkpointing
 
     from megatron_webrl.model.load import load_hf
@@ -53,7 +53,7 @@ def _examine(folder: Path, name: str, layout: str, platform: platforms.Platform)
 
     chunks = build_model(folder / name, dtype="float32", platform=platform)
     found = {}
-    _forget(chunks)
+    _fill_with_nan(chunks)
     load_hf(chunks, folder / name)
     found["load_hf"] = _tensors(chunks)
     saved = folder / f"{name}-{layout}" / "megatron"
@@ -62,7 +62,7 @@ def _examine(folder: Path, name: str, layout: str, platform: platforms.Platform)
     torch.distributed.barrier()
     dist_checkpointing.save(_state(chunks), str(saved))
     for checkpoint in CHECKPOINTS:
-        _forget(chunks)
+        _fill_with_nan(chunks)
         path = str(folder / f"{name}-{checkpoint}" / "megatron")
         loaded = dist_checkpointing.load(_state(chunks), path, strict="raise_all")
         for number, chunk in enumerate(chunks):
@@ -75,7 +75,7 @@ def _state(chunks: list[Any]) -> dict[str, Any]:
     return {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(chunks)}
 
 
-def _forget(chunks: list[Any]) -> None:
+def _fill_with_nan(chunks: list[Any]) -> None:
     with torch.no_grad():
         for chunk in chunks:
             for parameter in chunk.parameters():
@@ -89,7 +89,7 @@ def _tensors(chunks: list[Any]) -> dict[str, torch.Tensor]:
 
 
 def train(rank: int, folder: str) -> None:
-    """Alone: one step of the optimiser on each model, a trainer's checkpoint of it, and what its weights are."""
+    """In one process: an optimiser step on each model, a trainer's checkpoint and its weights."""
     torchvision_shim.install()
     platform = join(rank, 1, folder)
     from megatron_webrl.model import process_groups

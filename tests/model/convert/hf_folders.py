@@ -1,4 +1,4 @@
-"""Hugging Face folders for the conversion tests: in every form of experts, and damaged."""
+"""Hugging Face folders for the conversion tests: all expert formats, and damaged ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Tensors = dict[str, Tensor]
 
 
 def write_models(folder: Path) -> None:
-    """The models, one folder each, and a file beside the weights. transformers writes its own form of experts."""
+    """Write one folder per model, with a non-weight file. transformers writes the transposed expert format."""
     for seed, (name, shape) in enumerate(MODELS.items()):
         tiny.write_model(folder / name, shape, seed=seed)
         (folder / name / "tokenizer.json").write_text('{"some": "tokenizer"}')
@@ -37,13 +37,13 @@ def read(folder: Path) -> Tensors:
 
 
 def released(tensors: Tensors) -> Tensors:
-    """transformers' tensors with experts in the form of released checkpoints."""
+    """transformers' tensors with experts in the released format."""
     fused = ("experts.gate_up_proj", "experts.down_proj")
     return {name: t.transpose(1, 2).contiguous() if name.endswith(fused) else t for name, t in tensors.items()}
 
 
 def separate(tensors: Tensors) -> Tensors:
-    """transformers' tensors with gate, up and down projection of each expert alone."""
+    """transformers' tensors with separate gate, up and down projections per expert."""
     found = {}
     for name, tensor in tensors.items():
         stem = name.rpartition(".")[0]
@@ -67,7 +67,7 @@ FORMS: dict[ExpertFormat, Callable[[Tensors], Tensors]] = {
 
 
 def rewritten(source: Path, target: Path, change: Callable[[Tensors], Tensors | None]) -> Path:
-    """A copy of a folder in one file with other tensors: what `change` returns, or changes."""
+    """Copy a folder with the tensors that `change` returns or modifies in place."""
     shutil.copytree(source, target)
     tensors = load_file(target / "model.safetensors")
     tensors = change(tensors) or tensors
@@ -76,7 +76,7 @@ def rewritten(source: Path, target: Path, change: Callable[[Tensors], Tensors | 
 
 
 def same(found: Tensors, expected: Tensors) -> bool:
-    """Whether names, types and every bit agree."""
+    """Whether names, dtypes and every bit are equal."""
     bits = {2: torch.int16, 4: torch.int32}
     return found.keys() == expected.keys() and all(
         found[name].dtype == tensor.dtype

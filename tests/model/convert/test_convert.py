@@ -1,4 +1,4 @@
-"""Conversion: bit-exact both ways at any parallel sizes, loadable by Megatron, and strict about what it is given."""
+"""Conversion: bit-exact in both directions at any parallel sizes, loadable by Megatron, strict about its input."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
+from megatron_webrl.model.convert import conversion
 from megatron_webrl.model.convert.atomic_folder import TargetFolderError, atomic_folder, check_free_space
 from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_megatron, megatron_to_hf
 from megatron_webrl.model.convert.dist_checkpoint_files import DistCheckpointReader
@@ -48,7 +49,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(models: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """(layout, model) -> the model's tensors after each way of filling it; the checkpoints that Megatron saved."""
+    """(layout, model) -> the model's tensors by source; Megatron's checkpoints are saved in the folder."""
     spawn(convert_ranks.run, str(models), seconds=600.0)
     for name in hf_folders.MODELS:
         for layout in convert_ranks.LAYOUTS:
@@ -59,7 +60,7 @@ def found(models: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def trained(models: Path) -> Path:
-    """Folder of each model's checkpoints after a step of training, and of the weights that it has then."""
+    """Folder of each model's checkpoints and weights after an optimiser step."""
     spawn(convert_ranks.train, str(models), ranks=1)
     return models / "trained"
 
@@ -70,7 +71,7 @@ def _expected(models: Path, name: str) -> hf_folders.Tensors:
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", hf_folders.MODELS)
-def test_there_and_back_is_bit_exact_at_any_sizes(
+def test_a_round_trip_is_bit_exact_at_any_parallel_sizes(
     models: Path, tmp_path: Path, name: str, sizes: ParallelSizes
 ) -> None:
     if sizes.expert > 1 and name != "moe":
@@ -95,7 +96,7 @@ def test_a_folder_loads_into_the_chunks_of_every_layout(found: dict, models: Pat
         assert hf_folders.same(fillings["load_hf"], _expected(models, name)), (layout, name)
 
 
-def test_what_megatron_saved_in_every_layout_converts_to_the_same_folder(
+def test_checkpoints_saved_by_megatron_in_every_layout_convert_to_the_same_folder(
     found: dict, models: Path, tmp_path: Path
 ) -> None:
     for layout, name in found:
@@ -105,7 +106,7 @@ def test_what_megatron_saved_in_every_layout_converts_to_the_same_folder(
 
 
 @pytest.mark.parametrize("form", hf_folders.FORMS)
-def test_experts_are_read_in_every_form_and_written_as_released(
+def test_experts_are_read_in_every_format_and_written_as_released(
     models: Path, tmp_path: Path, form: hf_folders.ExpertFormat
 ) -> None:
     source = hf_folders.rewritten(models / "moe", tmp_path / "source", hf_folders.FORMS[form])
@@ -114,7 +115,7 @@ def test_experts_are_read_in_every_form_and_written_as_released(
     assert hf_folders.same(hf_folders.read(tmp_path / "back"), _expected(models, "moe"))
 
 
-def test_types_and_every_bit_survive(models: Path, tmp_path: Path) -> None:
+def test_dtypes_and_every_bit_are_preserved(models: Path, tmp_path: Path) -> None:
     def change(tensors: hf_folders.Tensors) -> hf_folders.Tensors:
         halves = {name: tensor if "norm" in name else tensor.bfloat16() for name, tensor in tensors.items()}
         payload = torch.tensor([0x7F81, 0xFF80, 0x8000, 1]).to(torch.int32).to(torch.int16)
@@ -127,7 +128,7 @@ def test_types_and_every_bit_survive(models: Path, tmp_path: Path) -> None:
     assert hf_folders.same(hf_folders.read(tmp_path / "back"), load_file(source / "model.safetensors"))
 
 
-def test_a_type_that_is_asked_for_is_that_of_weights_and_configuration(models: Path, tmp_path: Path) -> None:
+def test_a_requested_dtype_applies_to_weights_and_config(models: Path, tmp_path: Path) -> None:
     rounded = {name: tensor.bfloat16() for name, tensor in _expected(models, "moe").items()}
     there = ConversionOptions(dtype=torch.bfloat16, verify=True)
     hf_to_megatron(models / "moe", tmp_path / "out", ParallelSizes(tensor=2), there)
@@ -181,7 +182,7 @@ def test_an_output_layer_that_equals_the_tied_embedding_is_accepted_and_left_out
 
 
 @pytest.mark.parametrize(
-    ("sizes", "words"),
+    ("sizes", "message"),
     [
         (ParallelSizes(tensor=3), "tensor_parallel=3 does not divide num_attention_heads=4"),
         (ParallelSizes(tensor=4), "tensor_parallel=4 does not divide num_key_value_heads=2"),
@@ -189,13 +190,15 @@ def test_an_output_layer_that_equals_the_tied_embedding_is_accepted_and_left_out
         (ParallelSizes(pipeline=5), "exceed 4 layers"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(models: Path, tmp_path: Path, sizes: ParallelSizes, words: str) -> None:
-    with pytest.raises(ValueError, match=f"{words}.*moe/config.json"):
+def test_parallel_sizes_that_do_not_divide_the_model_are_refused(
+    models: Path, tmp_path: Path, sizes: ParallelSizes, message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"{message}.*moe/config.json"):
         hf_to_megatron(models / "moe", tmp_path / "out", sizes, ConversionOptions())
     assert not list(tmp_path.iterdir())
 
 
-def test_types_that_a_checkpoint_keeps_as_one_must_agree(models: Path, tmp_path: Path) -> None:
+def test_tensors_that_a_checkpoint_stacks_must_have_one_dtype(models: Path, tmp_path: Path) -> None:
     name = "model.language_model.layers.2.self_attn.k_proj.weight"
     source = hf_folders.rewritten(
         models / "dense", tmp_path / "source", lambda tensors: tensors.update({name: tensors[name].bfloat16()})
@@ -211,12 +214,12 @@ def _cut(folder: Path) -> None:
         stream.truncate(file.stat().st_size - 1000)
 
 
-def _spoil(folder: Path) -> None:
+def _overwrite(folder: Path) -> None:
     with (folder / "megatron/__0_0.distcp").open("r+b") as stream:
         stream.write(bytes(4096))
 
 
-def _edit(change: Callable[[Any], None]) -> Callable[[Path], None]:
+def _edit_metadata(change: Callable[[Any], None]) -> Callable[[Path], None]:
     def edit(folder: Path) -> None:
         metadata = FileSystemReader(folder / "megatron").read_metadata()
         change(metadata)
@@ -235,10 +238,10 @@ def _configure(part: str, name: str, value: Any) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("damage", "message"),
     [
         (_cut, r"tensor \S+: its file .*\.distcp is cut short"),
-        (_spoil, r"tensor \S+ of .*__0_0\.distcp cannot be read"),
+        (_overwrite, r"tensor \S+ of .*__0_0\.distcp cannot be read"),
         (
             lambda folder: (folder / "megatron/__1_0.distcp").unlink(),
             r"tensor \S+: its file .*__1_0\.distcp is mis",
@@ -246,15 +249,17 @@ def _configure(part: str, name: str, value: Any) -> Callable[[Path], None]:
         (lambda folder: (folder / "megatron/.metadata").write_bytes(b"no"), r"\.metadata describes no distributed"),
         (lambda folder: (folder / "megatron/.metadata").unlink(), r"is no checkpoint: it holds no megatron/\.metadata"),
         (
-            _edit(lambda metadata: metadata.state_dict_metadata.pop("decoder.final_layernorm.weight")),
+            _edit_metadata(lambda metadata: metadata.state_dict_metadata.pop("decoder.final_layernorm.weight")),
             r"tensor decoder\.final_layernorm\.weight \[64\] is missing from .*megatron",
         ),
         (
-            _edit(lambda metadata: _add_alias(metadata, "decoder.final_layernorm.weight", "decoder.more.weight")),
+            _edit_metadata(
+                lambda metadata: _add_alias(metadata, "decoder.final_layernorm.weight", "decoder.more.weight")
+            ),
             r"tensor decoder\.more\.weight of .*megatron is unexpected",
         ),
         (
-            _edit(lambda metadata: metadata.state_dict_metadata["output_layer.weight"].chunks.pop()),
+            _edit_metadata(lambda metadata: metadata.state_dict_metadata["output_layer.weight"].chunks.pop()),
             r"tensor output_layer\.weight of .* is not covered once",
         ),
         (
@@ -264,17 +269,17 @@ def _configure(part: str, name: str, value: Any) -> Callable[[Path], None]:
     ],
 )
 def test_a_damaged_checkpoint_is_refused_by_name_and_leaves_nothing(
-    models: Path, tmp_path: Path, damage: Callable[[Path], object], words: str
+    models: Path, tmp_path: Path, damage: Callable[[Path], object], message: str
 ) -> None:
     shutil.copytree(models / "dense-converted-2", tmp_path / "checkpoint")
     damage(tmp_path / "checkpoint")
-    with pytest.raises(LoadError, match=words):
+    with pytest.raises(LoadError, match=message):
         megatron_to_hf(tmp_path / "checkpoint", tmp_path / "back", LIMIT, ConversionOptions())
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
 def test_verifying_finds_a_single_changed_bit(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    finish = convert_module().DistCheckpointWriter.finish
+    finish = conversion.DistCheckpointWriter.finish
 
     def flip(writer: Any) -> None:
         finish(writer)
@@ -285,19 +290,15 @@ def test_verifying_finds_a_single_changed_bit(models: Path, tmp_path: Path, monk
         place = blob.index(values)
         row[0].path.write_bytes(blob[:place] + bytes([blob[place] ^ 1]) + blob[place + 1 :])
 
-    monkeypatch.setattr(convert_module().DistCheckpointWriter, "finish", flip)
+    monkeypatch.setattr(conversion.DistCheckpointWriter, "finish", flip)
     with pytest.raises(LoadError, match=rf"tensor {NORM} of .*model.safetensors differs"):
         hf_to_megatron(models / "dense", tmp_path / "out", ParallelSizes(), CHECKED)
     assert not list(tmp_path.iterdir())
 
 
-def convert_module() -> Any:
-    from megatron_webrl.model.convert import conversion
-
-    return conversion
-
-
-def test_a_folder_in_use_is_replaced_only_when_asked_and_only_by_a_complete_one(models: Path, tmp_path: Path) -> None:
+def test_an_existing_folder_is_replaced_only_with_overwrite_and_only_by_a_complete_one(
+    models: Path, tmp_path: Path
+) -> None:
     target = tmp_path / "out"
     target.mkdir()
     hf_to_megatron(models / "tied", target, ParallelSizes(), ConversionOptions())
@@ -318,7 +319,7 @@ def test_the_input_is_never_overwritten(models: Path) -> None:
             hf_to_megatron(models / "dense", target, ParallelSizes(), ConversionOptions(overwrite=True))
 
 
-def test_a_folder_taken_aside_by_a_killed_process_comes_back(tmp_path: Path) -> None:
+def test_a_folder_renamed_by_a_killed_process_is_restored(tmp_path: Path) -> None:
     with atomic_folder(tmp_path / "out", tmp_path / "in", overwrite=False) as folder:
         prefix = folder.name.rstrip("0123456789")
         (folder / "old").touch()
@@ -334,12 +335,12 @@ def test_a_folder_taken_aside_by_a_killed_process_comes_back(tmp_path: Path) -> 
     assert (tmp_path / "out/old").exists()
 
 
-def test_a_disk_without_room_is_refused_with_figures(tmp_path: Path) -> None:
+def test_a_full_disk_is_refused_with_the_required_space(tmp_path: Path) -> None:
     with pytest.raises(TargetFolderError, match=r"GB left, but 1000000000\.00 GB are needed"):
         check_free_space(tmp_path, 10**18)
 
 
-def test_a_type_that_weights_do_not_have_is_refused(models: Path, tmp_path: Path) -> None:
+def test_an_unsupported_dtype_is_refused(models: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(models / "tied", source)
     tensors = load_file(source / "model.safetensors")

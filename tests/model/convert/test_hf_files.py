@@ -1,4 +1,4 @@
-"""Weights in and out: Hugging Face folders, Megatron checkpoints, and what is refused."""
+"""Loading and export of Hugging Face folders and Megatron checkpoints, and rejected inputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Found = dict[tuple[int, int], dict[str, Any]]
 
 @SIZES
 @MODELS
-def test_a_round_trip_through_megatron_is_bit_exact_and_ends_on_the_first_rank(
+def test_a_round_trip_through_megatron_is_bit_exact_on_the_first_rank(
     found: Found, folder: Path, size: int, name: str
 ) -> None:
     exported = found[size, 0][name]["export"]
@@ -43,7 +43,7 @@ def test_a_bfloat16_export_is_the_stored_tensors_rounded(found: Found, folder: P
 
 @SIZES
 @MODELS
-def test_the_manifest_tells_names_shapes_and_types_in_the_order_of_export(found: Found, size: int, name: str) -> None:
+def test_the_manifest_lists_names_shapes_and_dtypes_in_export_order(found: Found, size: int, name: str) -> None:
     exported = found[size, 0][name]["export"]
     expected = [(key, tuple(tensor.shape), str(tensor.dtype)[6:]) for key, tensor in exported.items()]
     assert found[size, 0][name]["manifest"] == expected == found[size, 1][name]["manifest"]
@@ -51,7 +51,7 @@ def test_the_manifest_tells_names_shapes_and_types_in_the_order_of_export(found:
 
 @SIZES
 @MODELS
-def test_the_table_knows_every_parameter_of_the_model_and_its_shape(found: Found, size: int, name: str) -> None:
+def test_the_parameter_map_has_every_parameter_of_the_model_and_its_shape(found: Found, size: int, name: str) -> None:
     assert found[size, 0][name]["table"] == found[size, 0][name]["shapes"]
 
 
@@ -86,7 +86,7 @@ BIAS = "model.visual.merger.norm.bias"
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         (lambda t: t.update(extra=torch.zeros(2)), r"tensor extra of .*model\.safetensors is unexpected"),
         (lambda t: t.__delitem__(BIAS), rf"{BIAS} \[48\] is missing from .*model\.safetensors"),
@@ -97,10 +97,10 @@ BIAS = "model.visual.merger.norm.bias"
     ],
 )
 def test_a_folder_with_other_tensors_is_refused_by_name_and_file(
-    models: Path, tmp_path: Path, change: Callable, words: str
+    models: Path, tmp_path: Path, change: Callable, message: str
 ) -> None:
     damaged = hf_folders.rewritten(models / "dense", tmp_path / "model", change)
-    with pytest.raises(LoadError, match=words):
+    with pytest.raises(LoadError, match=message):
         _check(damaged)
 
 
@@ -116,22 +116,24 @@ def test_an_output_layer_other_than_the_tied_embedding_is_refused(
 
 
 @pytest.mark.parametrize("form", hf_folders.FORMS)
-def test_every_form_of_experts_is_recognised(models: Path, tmp_path: Path, form: hf_folders.ExpertFormat) -> None:
+def test_every_expert_format_is_detected(models: Path, tmp_path: Path, form: hf_folders.ExpertFormat) -> None:
     source = hf_folders.rewritten(models / "moe", tmp_path / "model", hf_folders.FORMS[form])
     assert _check(source) == set(load_file(source / "model.safetensors"))
 
 
 @pytest.mark.parametrize(("hidden", "inner"), [(64, 32), (64, 64), (32, 64)])
 @pytest.mark.parametrize("form", ["released", "transposed"])
-def test_a_square_expert_tensor_hides_no_form(hidden: int, inner: int, form: hf_folders.ExpertFormat) -> None:
-    description = tiny.configuration(tiny.Shape(experts=4))
-    description.text_config.hidden_size, description.text_config.moe_intermediate_size = hidden, inner
-    shapes = {entry.hf_param: entry.tensor_shape for entry in parameter_mappings(description, form)}
+def test_the_expert_format_is_detected_despite_a_square_tensor(
+    hidden: int, inner: int, form: hf_folders.ExpertFormat
+) -> None:
+    hf_config = tiny.configuration(tiny.Shape(experts=4))
+    hf_config.text_config.hidden_size, hf_config.text_config.moe_intermediate_size = hidden, inner
+    shapes = {mapping.hf_param: mapping.tensor_shape for mapping in parameter_mappings(hf_config, form)}
     tensors = {name: HFTensor(name, Path("model.safetensors"), shape, "F32", None) for name, shape in shapes.items()}
-    assert detect_expert_format(description, tensors) == form
+    assert detect_expert_format(hf_config, tensors) == form
 
 
-def test_experts_in_neither_form_are_refused_by_shape(models: Path, tmp_path: Path) -> None:
+def test_experts_in_an_unknown_format_are_refused_by_shape(models: Path, tmp_path: Path) -> None:
     name = "model.language_model.layers.2.mlp.experts.down_proj"
     damaged = hf_folders.rewritten(
         models / "moe", tmp_path / "model", lambda t: t.update({name: torch.zeros(4, 9, 64)})
@@ -140,7 +142,7 @@ def test_experts_in_neither_form_are_refused_by_shape(models: Path, tmp_path: Pa
         _check(damaged)
 
 
-def test_a_file_that_is_cut_short_is_refused_with_its_first_broken_tensor(models: Path, tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused_with_its_first_broken_tensor(models: Path, tmp_path: Path) -> None:
     damaged = hf_folders.rewritten(models / "dense", tmp_path / "model", lambda tensors: None)
     file = damaged / "model.safetensors"
     with file.open("r+b") as stream:
@@ -152,7 +154,7 @@ def test_a_file_that_is_cut_short_is_refused_with_its_first_broken_tensor(models
         _check(damaged)
 
 
-def test_a_checkpoint_in_several_files_is_read_through_its_index(models: Path, tmp_path: Path) -> None:
+def test_a_sharded_folder_is_read_through_its_index(models: Path, tmp_path: Path) -> None:
     index = _split(models, tmp_path)["weight_map"]
     assert len(set(index.values())) > 1
     assert _check(tmp_path) == set(index)
@@ -180,7 +182,7 @@ def test_a_folder_without_weights_is_refused(models: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("part", "setting", "value", "words"),
+    ("part", "setting", "value", "message"),
     [
         ("text_config", "attention_bias", True, "attention_bias=True is not supported"),
         ("text_config", "hidden_act", "gelu", "hidden_act='gelu' is not supported"),
@@ -188,11 +190,11 @@ def test_a_folder_without_weights_is_refused(models: Path, tmp_path: Path) -> No
         (None, "model_type", "qwen2_vl", "model_type='qwen2_vl'; only qwen3_vl and qwen3_vl_moe"),
     ],
 )
-def test_a_model_that_is_not_built_here_is_refused(
-    models: Path, tmp_path: Path, part: str | None, setting: str, value: Any, words: str
+def test_an_unsupported_model_is_refused(
+    models: Path, tmp_path: Path, part: str | None, setting: str, value: Any, message: str
 ) -> None:
     content = json.loads((models / "dense/config.json").read_text())
     (content[part] if part else content)[setting] = value
     (tmp_path / "config.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         load_hf_config(tmp_path)

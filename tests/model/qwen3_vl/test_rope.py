@@ -46,7 +46,7 @@ def test_a_placeholder_in_a_response_has_the_position_of_a_text_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("placeholders", "grids", "words"),
+    ("placeholders", "grids", "message"),
     [
         (5, [[1, 4, 4]], "1 placeholders .* are left after 1 images"),
         (3, [[1, 4, 4]], "image 0 with grid .* needs 4 placeholders .* the sample has 3 of them for 1 images"),
@@ -55,8 +55,8 @@ def test_a_placeholder_in_a_response_has_the_position_of_a_text_token() -> None:
     ],
 )
 def test_placeholders_that_do_not_match_the_images_are_refused(
-    placeholders: int, grids: list[list[int]], words: str
+    placeholders: int, grids: list[list[int]], message: str
 ) -> None:
     tokens = torch.tensor([1, 2, *[tiny.IMAGE] * placeholders, 3])
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         mrope_position_ids(tokens, torch.tensor(grids, dtype=torch.int64).reshape(-1, 3), tiny.IMAGE, tiny.MERGE)

@@ -1,4 +1,4 @@
-"""Writes what each worker of a vLLM engine holds: {rank: {parameter: shape when loaded}}.
+"""Write the loading-form shapes of each worker of a vLLM engine: {rank: {parameter: shape}}.
 
 Arguments: a model's folder, JSON with the engine's sizes, the file to write.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from megatron_webrl.system import child_process, torchvision_shim
 
 
-def held(worker: Any) -> tuple[int, dict[str, tuple[int, ...]]]:
+def loading_shapes(worker: Any) -> tuple[int, dict[str, tuple[int, ...]]]:
     """A worker's rank, and the loading form's shape of each of its parameters."""
     from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
@@ -32,11 +32,11 @@ def held(worker: Any) -> tuple[int, dict[str, tuple[int, ...]]]:
 
 
 def main() -> None:
-    """Start the engine and ask its workers."""
+    """Start the engine and collect the shapes from its workers."""
     child_process.die_with_parent()
     folder, sizes, report = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the function goes to the workers as it is
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the function is pickled to the workers
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TORCH_COMPILE_DISABLE": "1"}
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
     torchvision_shim.install()
@@ -51,7 +51,7 @@ def main() -> None:
         limit_mm_per_prompt={"image": 1, "video": 0},
         **sizes,
     )
-    Path(report).write_text(json.dumps(dict(engine.llm_engine.collective_rpc(held))))
+    Path(report).write_text(json.dumps(dict(engine.llm_engine.collective_rpc(loading_shapes))))
     engine.llm_engine.engine_core.shutdown()
 
 
