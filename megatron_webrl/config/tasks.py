@@ -11,8 +11,6 @@ from megatron_webrl.config.setting import setting
 class LatencyConfig:
     median_seconds: float = setting(0.0, "Median time to an answer of the sites, seconds; 0: none.", low=0)
     sigma: float = setting(1.0, "Heaviness of the tail: standard deviation of the logarithm of that time.", low=0)
-    max_seconds: float = setting(30.0, "No answer takes longer, seconds.", above=0, high=600)
-    site_median_seconds: dict[str, float] = setting({}, "Medians of single sites that differ, such as {shop: 0.5}.")
 
 
 @dataclass

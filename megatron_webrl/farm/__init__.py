@@ -1,1 +1,1 @@
-"""Browsers as a service: nodes that hold them, a router in front, a client, an environment for other frameworks."""
+"""Browsers as a service: browser servers, a router, a client, a Gymnasium environment."""

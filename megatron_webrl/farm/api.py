@@ -1,4 +1,4 @@
-"""What the HTTP sides of node and router have in common: errors as `wire.Error`, and a complete OpenAPI document."""
+"""HTTP parts shared by browser server and router: errors as `ErrorResponse`, and a complete OpenAPI document."""
 
 from __future__ import annotations
 
@@ -14,36 +14,38 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from megatron_webrl.farm.auth_middleware import AuthMiddleware
 from megatron_webrl.farm.metrics import CONTENT_TYPE
-from megatron_webrl.farm.protocol import API_PREFIX, TOKEN_VARIABLE, ErrorResponse, dump
-from megatron_webrl.farm.protocol import STATUS_BUSY as BUSY_STATUS
+from megatron_webrl.farm.protocol import API_PREFIX, STATUS_BUSY, TOKEN_VARIABLE, ErrorResponse, dump
 
 log = logging.getLogger(__name__)
 
 JSON_MEDIA_TYPE = "application/json"
-RETRY_AFTER_SECONDS = 1  # after which a busy farm is asked again
+RETRY_AFTER_SECONDS = 1  # value of Retry-After while every session is leased
 
 Responses = dict[int | str, dict[str, Any]]
 
 COMMON_RESPONSES: Responses = {
-    400: {"model": ErrorResponse, "description": "Bad input; the error names the field"},
+    400: {"model": ErrorResponse, "description": "Invalid request; the error names the field"},
     401: {"model": ErrorResponse, "description": "The token is missing or wrong"},
     403: {
         "model": ErrorResponse,
-        "description": "Without a token: asked for by another name than loopback, or by a page",
+        "description": "Without a token: the Host is not a loopback name, or the Origin is another one",
     },
-    413: {"model": ErrorResponse, "description": "The body is too long"},
+    413: {"model": ErrorResponse, "description": "The body is too large"},
 }
-"""What any path under PREFIX may answer."""
+"""Responses of every path under API_PREFIX."""
 
 BUSY_RESPONSE = {
     "model": ErrorResponse, "description": "Every session is leased",
-    "headers": {"Retry-After": {"description": "Seconds to wait before asking again", "schema": {"type": "integer"}}},
+    "headers": {"Retry-After": {"description": "Seconds until the next request", "schema": {"type": "integer"}}},
 }  # fmt: skip
 
 
 def make_app(title: str, description: str, token: str | None, body_limits: Mapping[str, int] | None = None) -> FastAPI:
-    """An application that answers every error as `wire.Error`, guarded by the token."""
-    # The pages of documentation that FastAPI serves load scripts from elsewhere.
+    """An application behind the token that answers every error with an `ErrorResponse`.
+
+    `body_limits`: bytes by path, where they are not MAX_BODY_BYTES.
+    """
+    # FastAPI's documentation pages load scripts from other hosts.
     app = FastAPI(
         title=title, description=description, version=API_PREFIX.removeprefix("/v"), docs_url=None, redoc_url=None
     )
@@ -61,22 +63,22 @@ def add_public_routes(
     metrics: Callable[[], bytes],
     page: Callable[[], str],
 ) -> None:
-    """The paths that need no token. `check` says what is wrong, if something is."""
+    """Add the paths that need no token. `health_problem` returns None or why the server cannot work."""
 
-    @app.get("/healthz", response_class=PlainTextResponse, responses={503: {"description": "What is wrong"}})
+    @app.get("/healthz", response_class=PlainTextResponse, responses={503: {"description": "The reason"}})
     async def health() -> Response:
-        """Whether sessions can be had here."""
-        wrong = await health_problem()
-        return PlainTextResponse(f"{wrong or 'ok'}\n", 200 if wrong is None else 503)
+        """Whether the server can provide sessions."""
+        problem = await health_problem()
+        return PlainTextResponse(f"{problem or 'ok'}\n", 200 if problem is None else 503)
 
     @app.get("/metrics", response_class=PlainTextResponse)
-    def measures() -> Response:  # in a thread, for it looks at many processes
+    def prometheus() -> Response:  # not async: it inspects many processes, so it runs in a thread
         """Prometheus metrics."""
         return Response(metrics(), media_type=CONTENT_TYPE)
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
-    async def board() -> Response:
-        """For people."""
+    async def status_page() -> Response:
+        """Status page."""
         policy = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
         return HTMLResponse(page(), headers={"Content-Security-Policy": policy, "Cache-Control": "no-store"})
 
@@ -84,26 +86,26 @@ def add_public_routes(
 def error_response(
     status: int, message: str, outcome: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """A refusal."""
+    """An `ErrorResponse` with a status."""
     return Response(dump(ErrorResponse(message, outcome)), status, headers, media_type=JSON_MEDIA_TYPE)
 
 
 def busy_response(message: str) -> Response:
-    """Ask again later."""
+    """Status 503 with Retry-After."""
     return error_response(503, message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
 
 
 def json_response(value: Any, status: int = 200) -> Response:
-    """A dataclass as JSON."""
+    """A dataclass as a JSON response."""
     return Response(dump(value), status, media_type=JSON_MEDIA_TYPE)
 
 
 def add_error_statuses(app: FastAPI, statuses: Mapping[type[Exception], int]) -> None:
-    """Answer exceptions whose message is one sentence by a status."""
+    """Map exceptions whose message is one sentence to statuses."""
 
     async def refuse(request: Request, error: Exception) -> Response:
         status = next(statuses[kind] for kind in type(error).__mro__ if kind in statuses)
-        return busy_response(str(error)) if status == BUSY_STATUS else error_response(status, str(error))
+        return busy_response(str(error)) if status == STATUS_BUSY else error_response(status, str(error))
 
     for kind in statuses:
         app.add_exception_handler(kind, refuse)
@@ -112,9 +114,9 @@ def add_error_statuses(app: FastAPI, statuses: Mapping[type[Exception], int]) ->
 async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"][1:] if first["type"] != "json_invalid") or "body"
+    location = ".".join(str(part) for part in first["loc"][1:] if first["type"] != "json_invalid") or "body"
     reason = "is not JSON" if first["type"] == "json_invalid" else first["msg"]
-    return error_response(400, f"{place}: {reason}")
+    return error_response(400, f"{location}: {reason}")
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -126,7 +128,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     log.error("%s failed", request.method, exc_info=error)
-    return error_response(500, f"{type(error).__name__} on the server; its log tells more")
+    return error_response(500, f"{type(error).__name__} on the server; see its log")
 
 
 def _openapi(app: FastAPI, needs_token: bool) -> dict[str, Any]:
@@ -141,7 +143,7 @@ def _openapi(app: FastAPI, needs_token: bool) -> dict[str, Any]:
         for name in ("HTTPValidationError", "ValidationError"):
             schemas.pop(name, None)
         schema["components"]["securitySchemes"] = {
-            "token": {"type": "http", "scheme": "bearer", "description": f"What {TOKEN_VARIABLE} holds on the server"}
+            "token": {"type": "http", "scheme": "bearer", "description": f"The value of {TOKEN_VARIABLE} on the server"}
         }
         app.openapi_schema = schema
     return app.openapi_schema

@@ -1,4 +1,4 @@
-"""Who may speak to a node or a router, and how much at a time."""
+"""ASGI middleware of browser server and router: token, loopback check, limit of the body."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from megatron_webrl.farm.protocol import API_PREFIX, TOKEN_VARIABLE, ErrorRespon
 
 MAX_BODY_BYTES = 64 * 1024
 MAX_DRAIN_BYTES, DRAIN_TIMEOUT_SECONDS = 2**20, 5.0
-MIN_TOKEN_CHARS = 16  # characters
+MIN_TOKEN_CHARS = 16
 
 
 def read_token(host: str, file: Path | None) -> str | None:
-    """The token from a file, else from the environment; None on loopback without one. Raises ConfigError."""
+    """Read the token from a file, else from the environment; None if `host` is loopback. Raises ConfigError."""
     if file is not None:
         try:
             token = file.read_text().strip()
         except OSError as error:
             raise ConfigError(f"--token-file={file} cannot be read: {error.strerror}") from None
-        place = f"--token-file={file}"
+        origin = f"--token-file={file}"
     else:
-        token, place = os.environ.get(TOKEN_VARIABLE, "").strip(), TOKEN_VARIABLE
+        token, origin = os.environ.get(TOKEN_VARIABLE, "").strip(), TOKEN_VARIABLE
     if not token:
         if is_loopback(host) and file is None:
             return None
         raise ConfigError(
-            f"{place} holds no token, and --host={host} can be reached from elsewhere; set {TOKEN_VARIABLE} or "
-            "--token-file to a secret of your own"
+            f"{origin} is not set, and --host={host} is not a loopback address; set {TOKEN_VARIABLE} or --token-file "
+            "to a secret"
             if file is None
-            else f"{place} is empty; write a secret of your own into it"
+            else f"{origin} is empty; write a secret into it"
         )
     if len(token) < MIN_TOKEN_CHARS or not token.isascii() or not token.isprintable() or " " in token:
-        raise ConfigError(f"the token of {place} is not at least {MIN_TOKEN_CHARS} letters and digits without spaces")
+        raise ConfigError(f"the token of {origin} is not at least {MIN_TOKEN_CHARS} letters and digits without spaces")
     return token
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host can be reached from this machine only, by its name alone."""
+    """Whether a host name or address is loopback, without resolving it."""
     if host == "localhost":
         return True
     try:
@@ -57,18 +57,17 @@ def is_loopback(host: str) -> bool:
 
 
 class AuthMiddleware:
-    """ASGI middleware. With a token, requests under PREFIX must bear it. Without one, requests must be made to a
-    loopback name and not by a page of another origin: a page of the web that has its name lead to this machine, or
-    posts to it, gets nowhere.
+    """With a token, requests under API_PREFIX must carry it. Without one, a request's Host must be loopback and its
+    Origin the same: this stops web pages that rebind their name to this machine or post to it.
     """
 
     def __init__(self, app: ASGIApp, token: str | None, body_limits: Mapping[str, int]) -> None:
-        """`limits`: bytes of a body by path, where they are not BODY_BYTES."""
+        """`body_limits`: bytes by path, where they are not MAX_BODY_BYTES."""
         self._app, self._limits = app, body_limits
         self._bearer = None if token is None else f"Bearer {token}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on or refuse it."""
+        """Forward a request or reject it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -79,7 +78,7 @@ class AuthMiddleware:
         if refusal is None and not body.is_announced_too_long(headers):
 
             async def answer(message: Message) -> None:
-                if not body.is_too_long:  # the application takes the exception for bad input
+                if not body.is_too_long:  # the application reports _TooLong as an invalid request
                     await send(message)
 
             with suppress(_TooLong):
@@ -87,7 +86,7 @@ class AuthMiddleware:
             if not body.is_too_long:
                 return
         await body.drain()
-        await _refuse(send, *(refusal or (413, f"the body is longer than {limit} bytes")))
+        await _refuse(send, *(refusal or (413, f"the body is larger than {limit} bytes")))
 
     def _refusal(self, path: str, headers: Mapping[bytes, bytes]) -> tuple[int, str] | None:
         if self._bearer is not None:
@@ -95,13 +94,16 @@ class AuthMiddleware:
                 return None
             if hmac.compare_digest(headers.get(b"authorization", b""), self._bearer):
                 return None
-            return 401, f"a token is needed: send Authorization: Bearer, with what {TOKEN_VARIABLE} holds on the server"
+            return (
+                401,
+                f"a token is required: send Authorization: Bearer with the value of {TOKEN_VARIABLE} on the server",
+            )
         host = headers.get(b"host", b"").decode("latin-1")
-        if not is_loopback(_name(host)):
-            return 403, "this server has no token and answers to loopback names only, such as localhost"
+        if not is_loopback(_host_name(host)):
+            return 403, "this server has no token and accepts loopback host names only, such as localhost"
         origin = headers.get(b"origin", b"").decode("latin-1")
         if origin and urlsplit(origin).netloc != host:
-            return 403, "this server has no token and does not answer to pages of other origins"
+            return 403, "this server has no token and does not accept requests of pages of other origins"
         return None
 
 
@@ -132,7 +134,7 @@ class _Body:
         return message
 
     async def drain(self) -> None:
-        """Read on for a while: a connection that is closed with a body unread loses the answer."""
+        """Read the rest of the body, within limits: closing a connection with unread data loses the response."""
         try:
             async with asyncio.timeout(DRAIN_TIMEOUT_SECONDS):
                 while not self._ended and self._taken <= MAX_DRAIN_BYTES:
@@ -147,13 +149,13 @@ class _Body:
         return message
 
 
-def _name(host: str) -> str:
-    """A Host header's host, without the port."""
+def _host_name(host: str) -> str:
+    """The host of a Host header, without the port."""
     return host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
 
 
-async def _refuse(send: Send, status: int, sentence: str) -> None:
-    body = dump(ErrorResponse(sentence))
+async def _refuse(send: Send, status: int, message: str) -> None:
+    body = dump(ErrorResponse(message))
     headers: list[Any] = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))

@@ -1,4 +1,4 @@
-"""`webrl browsers`: a node of a browser farm, and the router in front of many."""
+"""`webrl browsers`: browser server and router of a browser farm."""
 
 from __future__ import annotations
 
@@ -8,41 +8,39 @@ from typing import Any
 
 
 def add_browsers(commands: Any) -> None:
-    """Add the command with its parts to `webrl`."""
+    """Add the command and its subcommands to `webrl`."""
     browsers = commands.add_parser("browsers", help="serve browser sessions over HTTP, on one machine or many")
-    parts = browsers.add_subparsers(required=True, metavar="PART")
-    serve = parts.add_parser(
+    subcommands = browsers.add_subparsers(required=True, metavar="PART")
+    serve = subcommands.add_parser(
         "serve",
-        help="one node: the browsers of this machine",
-        description="Serve browser sessions over HTTP until SIGTERM or Ctrl-C. All environments of all task sources "
-        "can be opened, and any page of the web with browser.open_web=true. The address shows a page for people.",
+        help="browser server: the browsers of this machine",
+        description="Serve browser sessions over HTTP until SIGTERM or Ctrl-C: all environments of all task sources, "
+        "and with browser.open_web=true any web page. The address shows a status page.",
         epilog="example: webrl browsers serve --sessions 16 browser.marks=true tasks.latency.median_seconds=0.3",
     )
     serve.add_argument(
         "settings",
         nargs="*",
         metavar="CONFIG key=value",
-        help="a configuration file and settings that replace its own, both optional; of the sections browser, tasks "
-        "(step limits, latency) and of rollout.operation_timeout_seconds are used",
+        help="optional configuration file and settings that override it; used are browser, the step limits and latency "
+        "of tasks, and rollout.operation_timeout_seconds",
     )
     _add_address(serve, 8700)
-    serve.add_argument(
-        "--sessions", type=int, default=8, metavar="N", help="sessions that are leased at a time (default: 8)"
-    )
-    serve.add_argument("--router", metavar="URL", help="a router to announce this node to")
-    serve.add_argument("--address", metavar="URL", help="where clients reach this node (default: http://HOST:PORT)")
+    serve.add_argument("--sessions", type=int, default=8, metavar="N", help="maximum number of leases (default: 8)")
+    serve.add_argument("--router", metavar="URL", help="router to register with")
+    serve.add_argument("--address", metavar="URL", help="URL for clients (default: http://HOST:PORT)")
     for option, default, text in (
-        ("--lease-seconds", 60.0, "lifetime of a lease that asks for none"),
-        ("--max-lease-seconds", 3600.0, "longest lifetime that may be asked for"),
+        ("--lease-seconds", 60.0, "default lifetime of a lease"),
+        ("--max-lease-seconds", 3600.0, "maximum lifetime of a lease"),
     ):
         serve.add_argument(option, type=float, default=default, metavar="S", help=f"{text} (default: {default:g})")
     serve.set_defaults(run=_serve)
 
-    route = parts.add_parser(
+    route = subcommands.add_parser(
         "route",
-        help="the front of many nodes",
-        description="Place leases on nodes, which announce themselves with `webrl browsers serve --router`, and send "
-        "clients straight to them. Nothing is lost when it is restarted. The address shows a page for people.",
+        help="router: places leases on many browser servers",
+        description="Place leases on the browser servers that register with `webrl browsers serve --router`, and "
+        "redirect clients to them. A restart loses nothing. The address shows a status page.",
     )
     _add_address(route, 8701)
     route.set_defaults(run=_route)
@@ -50,14 +48,18 @@ def add_browsers(commands: Any) -> None:
 
 def _add_address(parser: argparse.ArgumentParser, port: int) -> None:
     parser.add_argument(
-        "--host", default="127.0.0.1", help="where to listen (default: 127.0.0.1); elsewhere than there needs a token"
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default: 127.0.0.1); any other than loopback needs a token",
     )
-    parser.add_argument("--port", type=int, default=port, help=f"0 for any free one (default: {port})")
-    parser.add_argument("--address-file", type=Path, metavar="FILE", help="where to write {url, pid} once it answers")
+    parser.add_argument("--port", type=int, default=port, help=f"port to listen on, 0: any free one (default: {port})")
+    parser.add_argument(
+        "--address-file", type=Path, metavar="FILE", help="file that receives {url, pid} once the server is ready"
+    )
     parser.add_argument(
         "--token-file", type=Path, metavar="FILE", help="file with the token (default: WEBRL_BROWSERS_TOKEN)"
     )
-    parser.add_argument("--die-with-parent", action="store_true", help="end when the process that started it ends")
+    parser.add_argument("--die-with-parent", action="store_true", help="end when the parent process ends")
 
 
 def _serve(options: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
-"""Tasks in real browsers as Gymnasium environments, on a farm or on a node of the environment's own.
+"""Tasks in real browsers as Gymnasium environments, on a farm or on a browser server that the environment starts.
 
 import gymnasium
-import megatron_webrl.farm.gym  # registers them
+import megatron_webrl.farm.gym  # registers the environments
 
 env = gymnasium.make("webrl/miniwob.click-test-v0", farm_url="http://router:8700")
 """
@@ -44,9 +44,9 @@ T = TypeVar("T")
 class WebEnv(gymnasium.Env[dict[str, Any], str]):
     """One browser session. An action is the JSON of a `types.Action`, such as {"kind": "click", "element_id": 3}.
 
-    Observations are described by `observation_space`. The reward is the page's, once it has ended the episode; for a
-    task with an answer 1 or 0. What says nothing about the agent truncates the episode: the last step, with
-    info["outcome"] "failure", and a browser that failed, with the name of what has happened.
+    `observation_space` describes the observations. The reward is the page's once it has ended the episode; for a task
+    with an answer it is 1 or 0. The step limit truncates the episode with info["outcome"] "failure"; a browser failure
+    truncates it with the name of the failure.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 1}  # noqa: RUF012
@@ -56,139 +56,143 @@ class WebEnv(gymnasium.Env[dict[str, Any], str]):
         token: str | None = None, max_steps: int = 10, step_seconds: float = 60.0, wait_seconds: float = 600.0,
         render_mode: str | None = None, **browser: Any,
     ) -> None:  # fmt: skip
-        """`farm_url`: addresses as of `Browsers`, with their token; None starts a node of this process' own.
+        """`farm_url`: addresses as for `BrowserClient`, with their token; None starts a local browser server.
 
-        `browser`: settings of `config.BrowserConfig`, such as marks=True. Of a farm they are the node's: those that are
-        given must agree. Raises ConfigError, BrowserError, ProcessError.
+        `browser`: settings of `BrowserConfig`, such as marks=True; with a farm they must agree with the server's.
+        Raises ConfigError, BrowserError, ProcessError.
         """
         if render_mode not in (None, "rgb_array"):
             raise ConfigError(f"render_mode={render_mode!r} is not rgb_array")
         self.render_mode = render_mode
-        self._asked = protocol.ResetRequest(source=source, environment=environment)
+        self._request = protocol.ResetRequest(source=source, environment=environment)
         self._max_steps = max_steps
         self._steps = 0
-        self._seen: Observation | None = None
+        self._observation: Observation | None = None
         self._instruction = ""
-        self._nodes: LocalServers | None = None
-        self._closing = ExitStack()
-        self._loop = _Loop()
-        self._closing.callback(self._loop.close)
+        self._servers: LocalServers | None = None
+        self._exit_stack = ExitStack()
+        self._loop = _EventLoopThread()
+        self._exit_stack.callback(self._loop.close)
         try:
-            addresses = farm_url if farm_url is not None else self._own_node(browser, step_seconds)
-            if self._nodes is not None:
-                token = self._nodes.token
+            addresses = farm_url if farm_url is not None else self._start_server(browser, step_seconds)
+            if self._servers is not None:
+                token = self._servers.token
             self._session = self._run(self._enter(BrowserClient(
                 addresses, token, step_seconds=step_seconds, wait_seconds=wait_seconds, owner=f"{source}/{environment}"
             )))  # fmt: skip
-            view = self._run(self._session.spec())
+            spec = self._run(self._session.spec())
             if farm_url is not None:
-                _check_agrees(view, browser, self._session.lease.server)
+                _check_spec(spec, browser, self._session.lease.server)
         except BaseException:
             self.close()
             raise
-        self.observation_space = observation_space(view)
-        self.action_space = self._actions = ActionSpace(view.marks, view.actions, view.max_marks, view.tabs)
+        self.observation_space = observation_space(spec)
+        self.action_space = self._actions = ActionSpace(spec.marks, spec.actions, spec.max_marks, spec.tabs)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Open the environment's page with a seed drawn from the environment's generator. Raises BrowserError."""
+        """Open the environment's page with a page seed drawn from `np_random`. Raises BrowserError."""
         super().reset(seed=seed)
         page_seed = int(self.np_random.integers(len(TRAINING_SEEDS)))
-        asked = protocol.ResetRequest(source=self._asked.source, environment=self._asked.environment, seed=page_seed)
-        self._seen = None
+        request = protocol.ResetRequest(
+            source=self._request.source, environment=self._request.environment, seed=page_seed
+        )
+        self._observation = None
         for attempt in range(RESET_ATTEMPTS):
             try:
-                self._seen = self._run(self._session.reset(asked))
+                self._observation = self._run(self._session.reset(request))
                 break
             except BrowserError:
                 if attempt + 1 == RESET_ATTEMPTS:
                     raise
-        assert self._seen is not None
-        self._instruction, self._steps = self._seen.instruction or "", 0
-        return self._shown(self._seen), self._info()
+        assert self._observation is not None
+        self._instruction, self._steps = self._observation.instruction or "", 0
+        return self._fields(self._observation), self._info()
 
     def step(self, action: str) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        """Carry out an action. Raises ValueError for what is no action, or comes before reset or after the end."""
-        if self._seen is None:
+        """Execute an action. Raises ValueError for an invalid action, before reset and after the end."""
+        if self._observation is None:
             raise ValueError("there is no episode; reset begins one")
         parsed = self._actions.parse(action)
         self._steps += 1
         try:
-            self._seen = self._run(self._session.step(parsed))
+            self._observation = self._run(self._session.step(parsed))
         except BrowserError as error:
-            shown = self._shown(self._seen) | {"error": str(error)}
-            self._seen = None
-            return shown, 0.0, False, True, self._info() | {"outcome": error.outcome}
-        seen, answer = self._seen, parsed.text if parsed.kind == "answer" else None
-        ended = judge.DONE if seen.done else judge.ANSWER if answer is not None else judge.STEPS_EXHAUSTED
-        shown, info = self._shown(seen), self._info()
+            fields = self._fields(self._observation) | {"error": str(error)}
+            self._observation = None
+            return fields, 0.0, False, True, self._info() | {"outcome": error.outcome}
+        observation, answer = self._observation, parsed.text if parsed.kind == "answer" else None
+        ended = judge.DONE if observation.done else judge.ANSWER if answer is not None else judge.STEPS_EXHAUSTED
+        fields, info = self._fields(observation), self._info()
         if ended == judge.STEPS_EXHAUSTED and self._steps < self._max_steps:
-            return shown, 0.0, False, False, info
+            return fields, 0.0, False, False, info
         reference = self._session.task.answer if self._session.task is not None else None
-        outcome = judge.outcome(seen.reward, ended, reference, answer)
-        self._seen = None
+        outcome = judge.outcome(observation.reward, ended, reference, answer)
+        self._observation = None
         terminated = outcome in TRAINABLE_OUTCOMES and ended != judge.STEPS_EXHAUSTED
-        reward = float(outcome == "success") if reference is not None else float(seen.reward or 0.0)
-        return shown, reward if terminated else 0.0, terminated, not terminated, info | {"outcome": outcome}
+        reward = float(outcome == "success") if reference is not None else float(observation.reward or 0.0)
+        return fields, reward if terminated else 0.0, terminated, not terminated, info | {"outcome": outcome}
 
     def render(self) -> np.ndarray | None:
-        """The screenshot, uint8 [height, width, 3], with render_mode rgb_array."""
-        if self.render_mode is None or self._seen is None:
+        """The screenshot, uint8 [height, width, 3], if render_mode is rgb_array."""
+        if self.render_mode is None or self._observation is None:
             return None
-        return _pixels(self._seen.screenshot)
+        return _pixels(self._observation.screenshot)
 
     def close(self) -> None:
-        """Give the session back; end the node if it is the environment's own. A second call does nothing."""
-        self._closing.close()
+        """Release the session and end the local server, if there is one. A second call does nothing."""
+        self._exit_stack.close()
 
-    def _own_node(self, browser: dict[str, Any], step_seconds: float) -> Callable[[], list[str]]:
+    def _start_server(self, browser: dict[str, Any], step_seconds: float) -> Callable[[], list[str]]:
         config = Config(browser=BrowserConfig(**browser), rollout=RolloutConfig(operation_timeout_seconds=step_seconds))
         check_browser_server_config(config)
-        nodes = LocalServers(config, sessions=1)
-        self._closing.callback(nodes.close)
-        nodes.start()
-        while not nodes.poll_addresses():
+        servers = LocalServers(config, sessions=1)
+        self._exit_stack.callback(servers.close)
+        servers.start()
+        while not servers.poll_addresses():
             time.sleep(POLL_SECONDS)
-        self._nodes = nodes
-        return nodes.addresses
+        self._servers = servers
+        return servers.addresses
 
     async def _enter(self, browsers: BrowserClient) -> RemoteSession:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(browsers)
             session = await stack.enter_async_context(browsers.session())
             opened = stack.pop_all()
-            self._closing.callback(lambda: self._loop.run(opened.aclose(), lambda: None))
+            self._exit_stack.callback(lambda: self._loop.run(opened.aclose(), lambda: None))
         return session
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, done by the event loop. Own nodes are started by this thread alone."""
-        return self._loop.run(work, self._nodes.poll if self._nodes is not None else lambda: None)
+        """Run `work` in the event loop; this thread polls the local server meanwhile, as LocalServers requires."""
+        return self._loop.run(work, self._servers.poll if self._servers is not None else lambda: None)
 
     def _info(self) -> dict[str, Any]:
         task = self._session.task
         assert task is not None
         return {"task": task.id, "seed": task.seed, "steps": self._steps}
 
-    def _shown(self, seen: Observation) -> dict[str, Any]:
-        shown: dict[str, Any] = {
-            "screenshot": _pixels(seen.screenshot), "instruction": self._instruction or seen.instruction or "",
-            "url": seen.url, "title": seen.title, "error": seen.error or "", "page_changed": int(seen.page_changed),
+    def _fields(self, observation: Observation) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "screenshot": _pixels(observation.screenshot),
+            "instruction": self._instruction or observation.instruction or "",
+            "url": observation.url, "title": observation.title,
+            "error": observation.error or "", "page_changed": int(observation.page_changed),
         }  # fmt: skip
-        if seen.elements is not None:
-            shown["elements"] = tuple(
+        if observation.elements is not None:
+            fields["elements"] = tuple(
                 {
-                    "id": one.id, "role": one.role, "name": one.name, "value": one.value,
-                    "box": np.array(one.box, np.int32), "states": one.states, "options": one.options,
+                    "id": element.id, "role": element.role, "name": element.name, "value": element.value,
+                    "box": np.array(element.box, np.int32), "states": element.states, "options": element.options,
                 }
-                for one in seen.elements
+                for element in observation.elements
             )  # fmt: skip
         if "switch_tab" in self._actions.kinds:
-            shown["tabs"] = tuple({"title": t.title, "url": t.url, "active": int(t.active)} for t in seen.tabs)
-        return shown
+            fields["tabs"] = tuple({"title": t.title, "url": t.url, "active": int(t.active)} for t in observation.tabs)
+        return fields
 
 
-class _Loop:
+class _EventLoopThread:
     """An event loop in a thread of its own."""
 
     def __init__(self) -> None:
@@ -196,8 +200,8 @@ class _Loop:
         self._thread = threading.Thread(target=self._loop.run_forever, name="webrl-gym", daemon=True)
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, T], meanwhile: Callable[[], object]) -> T:
-        """The result of `work`, whose limits are its own; `meanwhile` is called now and then by this thread."""
+    def run(self, work: Coroutine[Any, Any, T], poll: Callable[[], object]) -> T:
+        """Run `work`, which has timeouts of its own; this thread calls `poll` every SERVER_POLL_SECONDS."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             while True:
@@ -206,7 +210,7 @@ class _Loop:
                 except TimeoutError:
                     if future.done():
                         raise
-                    meanwhile()
+                    poll()
         finally:
             future.cancel()
 
@@ -218,11 +222,11 @@ class _Loop:
 
 
 def register() -> None:
-    """Make every environment of the sources installed here known to Gymnasium, as webrl/<source>.<name>-v0."""
-    known = {"sites": list(ENVIRONMENTS)}
-    with suppress(ConfigError):  # where the package is not installed; of a farm all can be had by WebEnv
-        known[miniwob.SOURCE_NAME] = miniwob_page.all_environments()
-    for source, environments in known.items():
+    """Register every environment of the installed sources with Gymnasium, as webrl/<source>.<name>-v0."""
+    environments_by_source = {"sites": list(ENVIRONMENTS)}
+    with suppress(ConfigError):  # not installed; WebEnv can still open them on a farm
+        environments_by_source[miniwob.SOURCE_NAME] = miniwob_page.all_environments()
+    for source, environments in environments_by_source.items():
         for environment in environments:
             name = f"webrl/{source}.{environment}-v0"
             if name not in gymnasium.registry:
@@ -230,13 +234,15 @@ def register() -> None:
                 gymnasium.register(name, entry_point="megatron_webrl.farm.gym:WebEnv", kwargs=chosen)
 
 
-def _check_agrees(view: protocol.SessionSpec, browser: dict[str, Any], node: str) -> None:
+def _check_spec(spec: protocol.SessionSpec, browser: dict[str, Any], server: str) -> None:
     for name, value in browser.items():
-        if not hasattr(view, name):
-            raise ConfigError(f"browser.{name} is a setting of the node {node}; leave it out, or start a node with it")
-        found = getattr(view, name)
-        if (tuple(value) if isinstance(found, tuple) else value) != found:
-            raise ConfigError(f"the node {node} has browser.{name}={found}, not {value}; start one with it")
+        if not hasattr(spec, name):
+            raise ConfigError(
+                f"browser.{name} is a setting of browser server {server}; leave it out, or start it with it"
+            )
+        actual = getattr(spec, name)
+        if (tuple(value) if isinstance(actual, tuple) else value) != actual:
+            raise ConfigError(f"browser server {server} has browser.{name}={actual}, not {value}; start one with it")
 
 
 def _pixels(screenshot: bytes) -> np.ndarray:

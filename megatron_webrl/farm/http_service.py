@@ -1,4 +1,4 @@
-"""A node or a router as a process: socket, signals, limits, an orderly end."""
+"""Process of a browser server or router: socket, signals, resource limits, shutdown."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ log = logging.getLogger(__name__)
 LOG_FORMAT = "%(asctime)s {role} %(levelname)s %(name)s: %(message)s"
 KILL_TIMEOUT_SECONDS = 10.0
 START_POLL_SECONDS = 0.01
-BACKLOG = 4096  # connections that wait to be accepted; the kernel's limit (net.core.somaxconn) counts too
-KEEPALIVE_SECONDS = 75  # longer than clients keep a connection, so that they never meet one that is being closed
-GRACE_SECONDS = 5  # for requests under way at the end
+BACKLOG = 4096  # connections waiting to be accepted; also limited by the kernel (net.core.somaxconn)
+KEEPALIVE_SECONDS = 75  # longer than clients keep idle connections, so that none is used while it is closed
+GRACE_SECONDS = 5  # for running requests at shutdown
 
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """Where to listen, and what others are told."""
+    """Where to listen, and the URL to announce."""
 
     host: str
-    port: int  # 0: any free one
-    public_url: str | None = None  # under which clients reach it; None: host and port
-    address_file: Path | None = None  # receives {"url", "pid"} once requests are answered
+    port: int  # 0: any free port
+    public_url: str | None = None  # URL for clients; None: from host and port
+    address_file: Path | None = None  # receives {"url", "pid"} once the server is ready
 
 
 class Listener:
-    """A listening socket. `url` is where others reach it."""
+    """A listening socket. `url` is its public URL."""
 
     def __init__(self, address: ListenAddress) -> None:
         """Raises ConfigError."""
@@ -54,15 +54,15 @@ class Listener:
             self.socket = socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
         except OSError as error:
             raise ConfigError(f"cannot listen on --host={address.host} --port={address.port}: {error}") from None
-        # Accepted sockets inherit it; asyncio does not set it on those of a socket that it has not made. Without it the
-        # body of an answer, a write of its own, waits 40 ms for the client to acknowledge the head.
+        # Accepted sockets inherit TCP_NODELAY; asyncio sets it only for sockets that it created. Without it the body of
+        # a response, a separate write, waits 40 ms until the client has acknowledged the headers.
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._file = address.address_file
         port = self.socket.getsockname()[1]
         self.url = (address.public_url or f"http://{_public_name(address.host)}:{port}").rstrip("/")
 
     def write_address_file(self) -> None:
-        """Write the address file, whole or not at all."""
+        """Write the address file atomically."""
         if self._file is not None:
             temporary = self._file.with_name(f"{self._file.name}.{os.getpid()}")
             temporary.write_text(json.dumps({"url": self.url, "pid": os.getpid()}))
@@ -70,24 +70,24 @@ class Listener:
 
 
 def run_process(role: str, work: Coroutine[Any, Any, int], die_with_parent: bool) -> int:
-    """Run a process's work until it ends or SIGTERM or SIGINT cancels it; returns the exit code. Nothing is left below.
+    """Run `work` until it ends or SIGTERM or SIGINT cancels it; returns the exit code.
 
-    A second signal cancels its orderly end as well; what is left then is killed.
+    A second signal cancels the shutdown of `work`. Descendants that are left over are killed.
     """
     if die_with_parent:
         child_process.die_with_parent(signal.SIGTERM)
     faulthandler.enable()
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT.format(role=role), force=True)
     for orphan in child_process.sweep_orphans():
-        log.warning("killed %s, whose owner is gone", orphan)
+        log.warning("killed orphan %s", orphan)
     os.environ.update(child_process.owner_environment())
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # every connection is a file
     try:
         return asyncio.run(_until_signal(work))
     finally:
-        for left in child_process.kill_descendants(KILL_TIMEOUT_SECONDS):
-            log.error("%s is still there", left)
+        for process in child_process.kill_descendants(KILL_TIMEOUT_SECONDS):
+            log.error("%s survived SIGKILL", process)
 
 
 async def _until_signal(work: Coroutine[Any, Any, int]) -> int:
@@ -103,7 +103,7 @@ async def _until_signal(work: Coroutine[Any, Any, int]) -> int:
 
 @asynccontextmanager
 async def run_http_server(app: FastAPI, listener: Listener) -> AsyncIterator[asyncio.Event]:
-    """Answer requests; the event tells that this has ended by itself. At the end requests get GRACE_SECONDS."""
+    """Serve requests; yields an event that is set if the server stops by itself. Shutdown takes up to GRACE_SECONDS."""
     server = _UvicornServer(
         uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False, backlog=BACKLOG,
@@ -127,7 +127,7 @@ async def run_http_server(app: FastAPI, listener: Listener) -> AsyncIterator[asy
 class _UvicornServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the caller's affair: it has browsers to close."""
+        """Leave signals to the caller, which has browsers to close."""
         yield
 
 

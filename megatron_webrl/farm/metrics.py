@@ -1,4 +1,4 @@
-"""What a node and a router tell Prometheus."""
+"""Prometheus metrics of browser server and router."""
 
 from __future__ import annotations
 
@@ -18,41 +18,36 @@ _SECONDS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0,
 
 
 class ServerMetrics:
-    """Counters and histograms of one node, in a registry of their own."""
+    """Counters and histograms of one browser server, in a registry of their own."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         self.refused_leases = Counter(
-            f"{SERVER_PREFIX}_leases_refused", "Leases refused for want of a place", registry=registry
+            f"{SERVER_PREFIX}_leases_refused", "Leases refused because every session was leased", registry=registry
         )
-        self.granted_leases = Counter(f"{SERVER_PREFIX}_leases_granted", "Leases given", registry=registry)
+        self.granted_leases = Counter(f"{SERVER_PREFIX}_leases_granted", "Leases granted", registry=registry)
         self.expired_leases = Counter(
-            f"{SERVER_PREFIX}_leases_expired", "Leases neither used nor renewed", registry=registry
+            f"{SERVER_PREFIX}_leases_expired", "Leases that expired unused", registry=registry
         )
         self.episodes = Counter(
-            f"{SERVER_PREFIX}_episodes", "Resets that brought an observation", ["source"], registry=registry
+            f"{SERVER_PREFIX}_episodes", "Resets that returned an observation", ["source"], registry=registry
         )
-        self.steps = Counter(f"{SERVER_PREFIX}_steps", "Actions that brought an observation", registry=registry)
+        self.steps = Counter(f"{SERVER_PREFIX}_steps", "Actions that returned an observation", registry=registry)
         self.errors = Counter(f"{SERVER_PREFIX}_errors", "Operations that failed", ["outcome"], registry=registry)
         self.operation_seconds = Histogram(
-            f"{SERVER_PREFIX}_operation_seconds",
-            "Time to an observation",
-            ["operation"],
-            buckets=_SECONDS,
+            f"{SERVER_PREFIX}_operation_seconds", "Time to an observation", ["operation"], buckets=_SECONDS,
             registry=registry,
-        )
+        )  # fmt: skip
 
     def register_gauges(self, sessions: int, active_leases: Callable[[], int], pool: BrowserPool) -> None:
-        """Tell of what others count."""
-        Gauge(f"{SERVER_PREFIX}_sessions", "Sessions that may be leased at a time", registry=self._registry).set(
-            sessions
-        )
-        Gauge(f"{SERVER_PREFIX}_leases_active", "Leases held", registry=self._registry).set_function(active_leases)
-        self._registry.register(_Fleet(pool))
+        """Add the gauges of leases and of the browser pool."""
+        Gauge(f"{SERVER_PREFIX}_sessions", "Maximum number of leases", registry=self._registry).set(sessions)
+        Gauge(f"{SERVER_PREFIX}_leases_active", "Active leases", registry=self._registry).set_function(active_leases)
+        self._registry.register(_PoolCollector(pool))
 
     def render(self) -> bytes:
-        """All of it in Prometheus' text format, of CONTENT_TYPE."""
+        """The metrics in Prometheus' text format, of CONTENT_TYPE."""
         return generate_latest(self._registry)
 
 
@@ -62,43 +57,43 @@ class RouterMetrics:
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        self.placed_leases = Counter(f"{ROUTER_PREFIX}_leases_placed", "Leases placed on nodes", registry=registry)
+        self.placed_leases = Counter(f"{ROUTER_PREFIX}_leases_placed", "Leases placed on servers", registry=registry)
         self.refused_leases = Counter(
-            f"{ROUTER_PREFIX}_leases_refused", "Leases refused for want of a place", registry=registry
+            f"{ROUTER_PREFIX}_leases_refused", "Leases refused because every session was leased", registry=registry
         )
         self.redirected_requests = Counter(
-            f"{ROUTER_PREFIX}_requests_redirected", "Requests sent on to nodes", registry=registry
+            f"{ROUTER_PREFIX}_requests_redirected", "Requests redirected to servers", registry=registry
         )
 
     def register_gauges(self, state: Callable[[], RouterState]) -> None:
-        """Tell of what the router knows."""
+        """Add the gauges of the router's state."""
         gauges: tuple[tuple[str, str, Callable[[], int]], ...] = (
-            ("servers", "Live servers", lambda: sum(node.alive for node in state().servers)),
-            ("sessions", "Sessions of live nodes", lambda: state().sessions),
-            ("sessions_free", "Those that nobody holds", lambda: state().free),
+            ("servers", "Live servers", lambda: sum(server.alive for server in state().servers)),
+            ("sessions", "Sessions of live servers", lambda: state().sessions),
+            ("sessions_free", "Free sessions of live servers", lambda: state().free),
         )
         for name, text, number in gauges:
             Gauge(f"{ROUTER_PREFIX}_{name}", text, registry=self._registry).set_function(number)
 
     def render(self) -> bytes:
-        """All of it in Prometheus' text format, of CONTENT_TYPE."""
+        """The metrics in Prometheus' text format, of CONTENT_TYPE."""
         return generate_latest(self._registry)
 
 
-class _Fleet(Collector):
-    """What a fleet knows of its browsers."""
+class _PoolCollector(Collector):
+    """Counters and gauges of the browser pool and its egress proxy."""
 
-    def __init__(self, fleet: BrowserPool) -> None:
-        self._fleet = fleet
+    def __init__(self, pool: BrowserPool) -> None:
+        self._pool = pool
 
     def collect(self) -> Iterator[Metric]:
-        for name, count in asdict(self._fleet.counters).items():
+        for name, count in asdict(self._pool.counters).items():
             yield CounterMetricFamily(f"{SERVER_PREFIX}_pool_{name}", name.replace("_", " "), value=count)
-        for name, value in self._fleet.gauges().items():
+        for name, value in self._pool.gauges().items():
             yield GaugeMetricFamily(f"{SERVER_PREFIX}_pool_{name}", name.replace("_", " "), value=value)
         refused = CounterMetricFamily(
-            f"{SERVER_PREFIX}_requests_refused", "Requests of pages that policy refused", labels=["reason"]
+            f"{SERVER_PREFIX}_requests_refused", "Page requests that the egress policy refused", labels=["reason"]
         )
-        for reason, count in dict(self._fleet.egress_proxy.refused).items():
+        for reason, count in dict(self._pool.egress_proxy.refused).items():
             refused.add_metric([reason], count)
         yield refused

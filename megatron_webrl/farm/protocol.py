@@ -1,6 +1,6 @@
-"""What node, router and client say to each other over HTTP: JSON, and frames of JSON with a screenshot.
+"""HTTP messages between browser server, router and client: JSON, and JSON followed by a screenshot.
 
-Every path begins with PREFIX. A refusal is a status of 400 and more with an `Error` as its body.
+Every path begins with API_PREFIX. A status of 400 or more has an `ErrorResponse` as its body.
 """
 
 from __future__ import annotations
@@ -14,66 +14,70 @@ from typing import Any, Literal, TypeVar, cast
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megatron_webrl.config.browser import BrowserConfig
-from megatron_webrl.types import Action, Observation, Task
+from megatron_webrl.types import COORDINATE_RANGE, Action, Observation, Task
 
 API_PREFIX = "/v1"
 TOKEN_VARIABLE = "WEBRL_BROWSERS_TOKEN"
-"""Environment variable with the token, sent as `Authorization: Bearer TOKEN`."""
+"""Environment variable that holds the token; see `bearer_header`."""
 
 OBSERVATION_MEDIA_TYPE = "application/vnd.webrl.observation"
 """Media type of an observation with its screenshot: length of the JSON (uint32, little endian), JSON, image.
 
-Sent where the client accepts it; others get the JSON alone and ask for the screenshot.
+The server sends it to clients that accept it; others receive the JSON and request the screenshot separately.
 """
 _LENGTH = struct.Struct("<I")
 
 STATUS_BUSY, STATUS_LEASE_EXPIRED, STATUS_BROWSER_FAILED = 503, 410, 502
-"""Statuses that mean something to a client: try again after `Retry-After` seconds; the lease is not or no longer
-known; the browser failed, `Error.outcome` names how."""
+"""Statuses that a client handles: retry after `Retry-After` seconds; the lease is unknown or has expired; the browser
+failed and `ErrorResponse.outcome` names the failure."""
 
 SessionState = Literal["idle", "resetting", "waiting", "acting", "crashed"]
-"""Of a lease: no episode, an operation of one kind or the other, the client's turn, the browser has failed."""
+"""State of a lease: no episode; a reset runs; the server waits for the client; a step runs; the browser has failed."""
 
-_NOTHING_ELSE = ConfigDict(extra="forbid")  # a field that is not known is an error, not something left undone
+_STRICT = ConfigDict(extra="forbid")  # an unknown field is an error, not silently ignored
 T = TypeVar("T")
 
 
 class ProtocolError(ValueError):
-    """Bytes or JSON that are not what they should be."""
+    """Bytes or JSON that do not follow the protocol."""
+
+
+class InvalidRequest(ValueError):
+    """A request with an invalid value; the message begins with the field."""
 
 
 @dataclass(frozen=True)
 class ErrorResponse:
-    """Why a request was refused or failed."""
+    """The reason why a request was rejected or failed."""
 
     error: str  # one sentence
-    outcome: str | None = None  # of a browser's failure: what masks the episode, such as "page_crashed"
+    outcome: str | None = None  # of a browser failure; masks the episode, such as "page_crashed"
 
 
 @dataclass(frozen=True)
 class LeaseRequest:
-    """Ask for one browser session at a time, until released or expired."""
+    """Request one browser session, held until it is released or expires."""
 
-    __pydantic_config__ = _NOTHING_ELSE
+    __pydantic_config__ = _STRICT
 
-    seconds: float | None = None  # lifetime without renewal; None: the node's default
-    owner: str = ""  # for people who read the node's list
+    seconds: float | None = None  # lifetime without renewal; None: the server's default
+    owner: str = ""  # shown on the server's status page
 
 
 @dataclass(frozen=True)
 class Lease:
-    """The right to one session on one node. Whatever is done with it, and each renewal, begins its life anew."""
+    """The right to one session on one browser server. Each use and each renewal restarts its lifetime."""
 
     id: str
     seconds: float  # until it expires unless renewed
-    server: str  # address of the node, such as http://node7:8700: where the lease is used
+    server: str  # address of the browser server that holds the lease, such as http://node7:8700
 
 
 @dataclass(frozen=True)
 class ResetRequest:
-    """Which task to open: a whole one, or environment and seed of a source, or a page of the web."""
+    """The task to open: a complete task, or environment and seed of a source, or a web page."""
 
-    __pydantic_config__ = _NOTHING_ELSE
+    __pydantic_config__ = _STRICT
 
     task: Task | None = None
     source: str | None = None
@@ -85,7 +89,7 @@ class ResetRequest:
 
 @dataclass(frozen=True)
 class SessionSpec:
-    """What the sessions of a node show and can do: its settings browser.* of these names."""
+    """What the sessions of a browser server show and can do: its settings `browser.*` of the same names."""
 
     width: int
     height: int
@@ -98,53 +102,53 @@ class SessionSpec:
 
     @classmethod
     def from_config(cls, settings: BrowserConfig) -> SessionSpec:
-        """Those of a node with these settings."""
+        """The spec of a server with these settings."""
         values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(cls)}
         return cls(**values | {"actions": tuple(sorted(settings.actions))})
 
     def differences(self, expected: SessionSpec) -> str:
-        """Each setting that is another one than expected; empty if there is none."""
+        """The settings that differ from `expected`, as text; empty if none does."""
         names = [field.name for field in dataclasses.fields(self)]
-        found = [(name, getattr(self, name), getattr(expected, name)) for name in names]
-        return ", ".join(f"browser.{name}={have} instead of {want}" for name, have, want in found if have != want)
+        values = [(name, getattr(self, name), getattr(expected, name)) for name in names]
+        return ", ".join(f"browser.{name}={have} instead of {want}" for name, have, want in values if have != want)
 
 
 @dataclass(frozen=True)
 class StepRequest(Action):
-    """An action to carry out, with the fields of `types.Action`."""
+    """An action to execute, with the fields of `types.Action`."""
 
-    __pydantic_config__ = _NOTHING_ELSE
+    __pydantic_config__ = _STRICT
 
 
 @dataclass(frozen=True)
 class LeaseState:
-    """What a node knows of a lease that it has given."""
+    """State of a granted lease."""
 
     state: SessionState
     seconds_left: float  # until it expires unless used or renewed
     owner: str
     task: Task | None = None  # of the latest episode
-    url: str | None = None  # of its latest observation, and so the title
+    url: str | None = None  # of the latest observation, as is the title
     title: str | None = None
     steps: int = 0
-    outcome: str | None = None  # how the browser failed, if it did
+    outcome: str | None = None  # name of the browser failure, if there was one
     refused_requests: dict[str, int] = field(default_factory=dict)  # requests of the episode's pages, by reason
 
 
 @dataclass(frozen=True)
 class TaskList:
-    """What can be opened: environments by source."""
+    """Available environments by source."""
 
     sources: dict[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
 class ServerState:
-    """What a node says of itself, to a router every few seconds and to anyone who asks."""
+    """State of a browser server: sent to the router as a heartbeat, and to clients on request."""
 
     url: str
-    instance_id: str  # another one each time that the node starts
-    sessions: int  # that may be leased at a time
+    instance_id: str  # a new one at each start of the server
+    sessions: int  # maximum number of leases
     free: int
     spec: SessionSpec
     leases: tuple[str, ...] = ()
@@ -153,20 +157,20 @@ class ServerState:
 
 @dataclass(frozen=True)
 class RegisteredServer:
-    """What a router knows of a node."""
+    """A browser server as the router sees it."""
 
     url: str
     instance_id: str
     alive: bool
-    heartbeat_age_seconds: float  # since it last announced itself
+    heartbeat_age_seconds: float
     sessions: int
-    free: int  # as announced, less what was placed since
+    free: int  # of the latest heartbeat, less the leases placed since
     leases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class RouterState:
-    """What a router says of itself; sessions, free places and leases are those of live nodes."""
+    """State of a router; sessions, free sessions and leases are sums over live servers."""
 
     sessions: int
     free: int
@@ -174,13 +178,27 @@ class RouterState:
     servers: tuple[RegisteredServer, ...]
 
 
-task_adapter, action_adapter = TypeAdapter(Task), TypeAdapter(Action)
+action_adapter = TypeAdapter(Action)
 _observation_adapter = TypeAdapter(Observation)
 _fields = TypeAdapter(dict[str, Any])
 
 
+def bearer_header(token: str | None) -> dict[str, str]:
+    """The request header that carries the token; empty without one."""
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def validate_action(action: Action) -> Action:
+    """The action, if its coordinates are in range. Raises InvalidRequest."""
+    for name in ("coordinate", "end_coordinate"):
+        point = getattr(action, name)
+        if point is not None and not all(0 <= number <= COORDINATE_RANGE for number in point):
+            raise InvalidRequest(f"{name}: {list(point)} is not within 0..{COORDINATE_RANGE}")
+    return action
+
+
 def dump(value: Any) -> bytes:
-    """A dataclass of this module or of `types` as JSON; not for observations."""
+    """A dataclass of this module or of `types` as JSON; observations have functions of their own."""
     return _adapter(cast(Any, type(value))).dump_json(value)
 
 
@@ -190,13 +208,13 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
 
 
 def load(adapter: TypeAdapter[T], text: bytes) -> T:
-    """The value in JSON. Raises WireError that names the field."""
+    """Parse JSON into a value. Raises ProtocolError that names the field."""
     try:
         return adapter.validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "body"
-        raise ProtocolError(f"{place}: {first['msg']}") from error
+        location = ".".join(str(part) for part in first["loc"]) or "body"
+        raise ProtocolError(f"{location}: {first['msg']}") from error
 
 
 def observation_json(observation: Observation) -> bytes:
@@ -205,21 +223,21 @@ def observation_json(observation: Observation) -> bytes:
 
 
 def encode_observation(observation: Observation) -> bytes:
-    """An observation with its screenshot, of media type FRAME."""
+    """An observation with its screenshot, of OBSERVATION_MEDIA_TYPE."""
     text = observation_json(observation)
     return b"".join((_LENGTH.pack(len(text)), text, observation.screenshot))
 
 
 def decode_observation(body: bytes) -> Observation:
-    """The observation in a frame. Raises WireError."""
+    """Parse a body of OBSERVATION_MEDIA_TYPE. Raises ProtocolError."""
     if len(body) < _LENGTH.size:
-        raise ProtocolError(f"a frame of {len(body)} bytes")
+        raise ProtocolError(f"observation of {len(body)} bytes is too short")
     (length,) = _LENGTH.unpack_from(body)
     end = _LENGTH.size + length
     if len(body) < end:
-        raise ProtocolError(f"a frame of {len(body)} bytes speaks of {length} bytes of JSON")
-    seen = load(_fields, body[_LENGTH.size : end])
+        raise ProtocolError(f"observation of {len(body)} bytes announces {length} bytes of JSON")
+    fields = load(_fields, body[_LENGTH.size : end])
     try:
-        return _observation_adapter.validate_python(seen | {"screenshot": body[end:]})
+        return _observation_adapter.validate_python(fields | {"screenshot": body[end:]})
     except ValidationError as error:
         raise ProtocolError(f"observation: {error.errors()[0]['msg']}") from error

@@ -1,4 +1,4 @@
-"""The page that a node or a router shows to people. It needs nothing from elsewhere and no script."""
+"""Status page of a browser server or router: plain HTML without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -18,49 +18,49 @@ _STYLE = (
     "code{font:13px ui-monospace,monospace}.crashed,.gone{color:#b00020}.acting,.resetting{color:#0b57d0}"
     ".idle,.waiting{color:#555}"
 )
-_WORDS = {"waiting": "waiting for the client"}
+_LABELS = {"waiting": "waiting for the client"}
 
 
 def server_page(server: BrowserServer, openapi: dict[str, Any]) -> str:
-    """Sessions and paths of a node. Neither ids of leases nor addresses of pages: it is shown without a token."""
-    leases = [server.describe_lease(held) for held in server.leases.active()]
+    """Sessions and paths of a browser server. Needs no token, so it shows neither lease ids nor page addresses."""
+    leases = [server.describe_lease(lease) for lease in server.leases.active()]
     rows = [
         (
-            str(number), (state.state, _WORDS.get(state.state, state.state)), state.owner,
+            str(number), (state.state, _LABELS.get(state.state, state.state)), state.owner,
             "" if state.task is None else f"{state.task.source}/{state.task.environment}", str(state.steps),
             state.outcome or "", f"{state.seconds_left:.0f} s",
         )
         for number, state in enumerate(leases, 1)
     ]  # fmt: skip
     heads = ("session", "state", "owner", "task", "steps", "failure", "expires in")
-    text = f"{len(leases)} of {server.leases.capacity} sessions leased. Clients reach this node at {server.url}."
+    text = f"{len(leases)} of {server.leases.capacity} sessions leased. Clients reach this server at {server.url}."
     return html_document("Browser server", text, heads, rows, openapi)
 
 
 def router_page(router: Router, openapi: dict[str, Any]) -> str:
-    """Nodes and paths of a router."""
+    """Servers and paths of a router."""
     state = router.state()
     rows = [
         (
-            node.url, ("alive", "alive") if node.alive else ("gone", "gone"), str(node.sessions), str(node.free),
-            str(len(node.leases)), f"{node.heartbeat_age_seconds:.1f} s ago",
+            server.url, ("alive", "alive") if server.alive else ("gone", "dead"), str(server.sessions),
+            str(server.free), str(len(server.leases)), f"{server.heartbeat_age_seconds:.1f} s ago",
         )
-        for node in state.servers
+        for server in state.servers
     ]  # fmt: skip
-    text = f"{state.free} of {state.sessions} sessions free on {sum(node.alive for node in state.servers)} nodes."
+    text = f"{state.free} of {state.sessions} sessions free on {sum(server.alive for server in state.servers)} servers."
     return html_document(
-        "Browser router", text, ("server", "", "sessions", "free", "leases", "heard of"), rows, openapi
+        "Browser router", text, ("server", "", "sessions", "free", "leases", "last heartbeat"), rows, openapi
     )
 
 
 TableCell = str | tuple[str, str]
-"""A text, or a class and a text."""
+"""A text, or a CSS class and a text."""
 
 
 def html_document(
     title: str, text: str, heads: Sequence[str], rows: Iterable[Sequence[TableCell]], openapi: dict[str, Any]
 ) -> str:
-    """A page with a table of what is going on and one of the paths."""
+    """A page with a status table and a table of the API paths."""
     return (
         f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="{REFRESH_SECONDS}">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style><h1>{escape(title)}</h1><p>{escape(text)}</p>"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import SamplerConfig, TasksConfig
+from megatron_webrl.system.text import close_matches
 from megatron_webrl.types import DIFFICULTIES
 
 
@@ -48,6 +48,4 @@ def _check_sampler(sampler: SamplerConfig, environments: Sequence[str]) -> None:
 def _check_names(key: str, names: Mapping[str, object], known: Sequence[str], allowed: str) -> None:
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=4, cutoff=0.4)
-            hint = f"; near: {', '.join(near)}" if near else ""
-            raise ConfigError(f"{key}: {name!r} is not one of {allowed}{hint}")
+            raise ConfigError(f"{key}: {name!r} is not one of {allowed}{close_matches(name, known)}")

@@ -1,4 +1,4 @@
-"""Where to click, for scripts that know the element: the coordinate of an action."""
+"""Coordinates of clicks and drags at a known element, for scripted policies."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from playwright.async_api import Page
 
 COORDINATE_STEP = 20  # few different coordinates are easier to learn
-RETRY_SECONDS, RETRY_INTERVAL_SECONDS = 2.0, 0.05  # seconds
+RETRY_SECONDS, RETRY_INTERVAL_SECONDS = 2.0, 0.05
 
-# Finds the coordinate nearest to the aim that hits the element (its own pixels on top), preferring multiples of STEP;
-# `within` bounds the distance from the aim in pixels. An element outside the viewport is scrolled to. The end of a drag
-# is `by` from its start, as near as `slack` pixels on each axis.
+# Finds the coordinate nearest to the target point at which the element is topmost, preferring multiples of
+# COORDINATE_STEP; `within` is the maximum distance in pixels. Scrolls to an element outside the viewport. The end of a
+# drag is `by` pixels from its start, within `slack` pixels on each axis.
 _FIND = """({range, step, argument}) => {
   const $ = (selector) => document.querySelector(selector);
   const all = (selector) => [...document.querySelectorAll(selector)];
@@ -68,33 +68,33 @@ _FIND = """({range, step, argument}) => {
 
 
 class ScriptedPolicyError(RuntimeError):
-    """The page does not allow what the oracle wants; the episode cannot be demonstrated."""
+    """The page does not allow the action that the scripted policy needs."""
 
 
 async def resolve_target(page: Page, target: str, argument: Any = None) -> Action:
-    """A click, another action at an element, or a scroll towards the element that `target` names. Raises OracleError.
+    """An action at the element that `target` names, or a scroll towards it. Raises ScriptedPolicyError.
 
-    `target` is a JavaScript expression over the page and `argument`: {element}, {element, at: [x, y] in pixels},
-    {element, text} to type, {element, kind} with the text or direction of that kind, {element, by: [x, y] in pixels}
-    to drag, or {key}. What the page does not allow yet, in the middle of a movement, is tried for PATIENCE seconds.
+    `target` is a JavaScript expression over the page and `argument`: {element} or {element, at: [x, y] in pixels} to
+    click, {element, text} to type, {element, kind} with the text or direction of that kind, {element, by: [x, y] in
+    pixels} to drag, or {key}. A failure, such as during an animation, is retried for RETRY_SECONDS.
     """
     script = _FIND.replace("TARGET", f"({target})")
-    asked = {"range": COORDINATE_RANGE, "step": COORDINATE_STEP, "argument": argument}
+    arguments = {"range": COORDINATE_RANGE, "step": COORDINATE_STEP, "argument": argument}
     deadline = time.monotonic() + RETRY_SECONDS
-    found: dict[str, Any] = await page.evaluate(script, asked)
-    while "problem" in found and time.monotonic() < deadline:
+    result: dict[str, Any] = await page.evaluate(script, arguments)
+    while "problem" in result and time.monotonic() < deadline:
         await asyncio.sleep(RETRY_INTERVAL_SECONDS)
-        found = await page.evaluate(script, asked)
-    if "problem" in found:
-        raise ScriptedPolicyError(str(found["problem"]))
+        result = await page.evaluate(script, arguments)
+    if "problem" in result:
+        raise ScriptedPolicyError(str(result["problem"]))
     return Action(
-        found["kind"],
-        coordinate=_whole(found.get("coordinate")),
-        text=found.get("text"),
-        direction=found.get("direction"),
-        end_coordinate=_whole(found.get("end")),
+        result["kind"],
+        coordinate=_to_int(result.get("coordinate")),
+        text=result.get("text"),
+        direction=result.get("direction"),
+        end_coordinate=_to_int(result.get("end")),
     )
 
 
-def _whole(point: list[float] | None) -> tuple[int, int] | None:
+def _to_int(point: list[float] | None) -> tuple[int, int] | None:
     return None if point is None else (int(point[0]), int(point[1]))

@@ -1,4 +1,4 @@
-"""MiniWoB++ as a task source: its pages are served from the installed package and reset by a seed."""
+"""MiniWoB++ as a task source: pages of the installed package, reset by a seed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ORIGIN = f"http://{HOST}"
 
 
 class MiniWobTaskSource(LocalTaskSource):
-    """Tasks of some environments of MiniWoB++. A context manager; close stops the server."""
+    """Tasks of a list of MiniWoB++ environments. A context manager; close stops the server."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class MiniWobTaskSource(LocalTaskSource):
         limits: StepLimits | None = None,
         sampler: SamplerConfig | None = None,
     ) -> None:
-        """Raises ConfigError for an environment that the package does not have or that is no task."""
+        """Raises ConfigError for an unknown or unsupported environment."""
         folder = miniwob_page.pages_folder()
         miniwob_page.check_supported(environments)
         check_environments("MiniWoB++ has", environments, miniwob_page.all_environments(folder))
@@ -41,7 +41,7 @@ class MiniWobTaskSource(LocalTaskSource):
 
     @property
     def origins(self) -> frozenset[str]:
-        """The pages' own origin: they can reach nothing else."""
+        """The origin of the pages: they can reach nothing else."""
         return frozenset({ORIGIN})
 
     @property
@@ -50,18 +50,18 @@ class MiniWobTaskSource(LocalTaskSource):
         return {HOST: self._server.address}
 
     def make_task(self, environment: str, seed: int) -> Task:
-        """The task of an environment and a page seed; the same on every machine."""
+        """The task of an environment and a page seed; equal on every machine."""
         return Task(
             id=f"{SOURCE_NAME}/{environment}/{seed}", source=SOURCE_NAME, environment=environment, seed=seed,
             max_steps=self.training_max_steps(DIFFICULTY), difficulty=DIFFICULTY,
         )  # fmt: skip
 
     def can_reuse_page(self, task: Task) -> bool:
-        """Yes, as the package itself does, but for pages that an earlier episode shows through."""
+        """True, except for pages that keep state of an earlier episode."""
         return miniwob_page.can_reuse_page(task.environment)
 
     async def open(self, page: Page, task: Task) -> str:
-        """Start the episode, in the environment's page where it is open, or in a new one; returns the instruction."""
+        """Start the episode, on the environment's page if it is open already; returns the instruction."""
         address = ORIGIN + miniwob_page.page_path(task.environment)
         if (
             page.url != address
@@ -73,12 +73,12 @@ class MiniWobTaskSource(LocalTaskSource):
         return str(await page.evaluate(miniwob_page.START_SCRIPT, start))
 
     async def result(self, page: Page, task: Task) -> tuple[float | None, bool]:
-        """Reward, once the page gave one, and whether the page has ended the episode."""
+        """The page's reward, None while there is none, and whether the page has ended the episode."""
         if not page.url.startswith(ORIGIN + "/"):
             return None, False
         reward, done = await page.evaluate(miniwob_page.RESULT_SCRIPT)
         return (None if reward is None else float(reward)), bool(done)
 
     async def demonstrate(self, page: Page, task: Task, premature_submit: bool = False) -> Action:
-        """What the environment's oracle would do next. Raises OracleError, KeyError without an oracle."""
+        """The next scripted action. Raises ScriptedPolicyError, and KeyError without a scripted policy."""
         return await scripted_policies.next_scripted_action(page, task.environment, premature_submit)

@@ -1,4 +1,4 @@
-"""The pages of MiniWoB++: which there are, how an episode is started in one, and what it then says."""
+"""Pages of MiniWoB++: their names, and the scripts that start an episode and read its result."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from pathlib import Path
 from megatron_webrl.config.setting import ConfigError
 
 UNSUPPORTED_ENVIRONMENTS = {"hover-shape": "its page never gives a reward and never ends"}
-"""Pages of the package that are no tasks, and why."""
+"""Reason by environment."""
 
 STATEFUL_ENVIRONMENTS = frozenset({
     "book-flight", "book-flight-nodelay", "choose-date", "choose-date-easy", "choose-date-medium",
     "choose-date-nodelay", "copy-paste", "copy-paste-2", "scroll-text", "scroll-text-2", "use-colorwheel",
     "use-colorwheel-2", "chase-circle", "drag-cube", "moving-items", "simon-says", "stock-market", "terminal",
 })  # fmt: skip
-"""Environments whose page, started anew after an episode, may look otherwise than a fresh one: what was scrolled or
-opened stays so, or movements go on."""
+"""Environments whose page may differ from a new one when it is restarted: scroll positions and open widgets stay, or
+animations continue."""
 
 FIXED_DATE = "2025-01-01T12:00:00Z"
-"""The day on all pages: some show it, or calendars from it. Later than any date that they ask for."""
+"""The date on all pages: some show it or a calendar of it. Later than any date in a task."""
 
 STARTUP_ANIMATION_MS = {"click-pie": 3000}
-"""How long a page that unfolds itself at the start may take to come to rest: longer than a session waits."""
+"""Maximum time of an animation at the start of a page, where a session does not wait long enough for it."""
 
-# Dates are shifted, not stopped: pages measure with them. The reward panel and the trace of clicks would leak into the
-# screenshot, and the cover that waits for START would hide the last state of the page. The page's own time limit is put
-# out of reach: episodes are limited in steps; its countdown would be a change of the page every second. The mark tells
-# an episode from a page that was merely loaded again. All that is done once; what an earlier episode has left, its
-# scrolling and its focus, is taken away.
+# Dates are shifted, not stopped, because pages measure time with them. The style hides the reward panel and the click
+# trace, which would leak into the screenshot, and the START cover, which would hide the last state of the page. The
+# page's time limit is disabled: episodes are limited in steps, and the countdown would change the page every second.
+# `episodeRuns` distinguishes an episode from a page that was only reloaded. All this is done once per page; a restart
+# resets scroll position, selection and focus.
 START_SCRIPT = """async ({seed, today, unfoldingMs}) => {
   if (!window.episodeRuns) {
     const Real = Date, shift = Real.parse(today) - Real.now(), now = () => Real.now() + shift;
@@ -69,15 +69,15 @@ START_SCRIPT = """async ({seed, today, unfoldingMs}) => {
 }"""
 
 IS_STARTED_SCRIPT = "() => Boolean(window.episodeRuns)"
-"""Whether a page has been started, and not been loaded again since."""
+"""Whether an episode was started on the page since it was loaded."""
 
-# The reward as the page gives it, before it is reduced by the time that the episode took.
+# The raw reward, without the page's reduction by elapsed time.
 RESULT_SCRIPT = """() => window.episodeRuns && WOB_DONE_GLOBAL ? [WOB_RAW_REWARD_GLOBAL, true] : [null, false]"""
 
 
 def pages_folder() -> Path:
-    """The package's folder of pages. Raises ConfigError if MiniWoB++ is not installed."""
-    # Found, not imported: importing would pull in selenium and gymnasium, which are not needed.
+    """The folder of pages in the package. Raises ConfigError if MiniWoB++ is not installed."""
+    # The package is not imported: that would import selenium and gymnasium, which are not needed.
     spec = importlib.util.find_spec("miniwob")
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError("tasks.source=miniwob needs the package miniwob; install it with pip install miniwob==1.1.0")
@@ -85,10 +85,7 @@ def pages_folder() -> Path:
 
 
 def all_environments(folder: Path | None = None) -> list[str]:
-    """Names of all environments of the installed package that can be played, sorted.
-
-    Those of its flight pages are flight.<page>, as the package calls them.
-    """
+    """Sorted names of all supported environments of the installed package; its flight pages are flight.<page>."""
     pages = folder or pages_folder()
     names = [file.stem for file in (pages / "miniwob").glob("*.html")]
     names += [f"flight.{file.parent.name}" for file in (pages / "flight").glob("*/wrapper.html")]
@@ -96,7 +93,7 @@ def all_environments(folder: Path | None = None) -> list[str]:
 
 
 def check_supported(names: Iterable[str]) -> None:
-    """Raises ConfigError for an environment whose page is no task."""
+    """Raises ConfigError for an unsupported environment."""
     for name in names:
         if name in UNSUPPORTED_ENVIRONMENTS:
             raise ConfigError(
@@ -105,16 +102,16 @@ def check_supported(names: Iterable[str]) -> None:
 
 
 def page_path(environment: str) -> str:
-    """Where the server has the environment's page."""
+    """The path of the environment's page on the server."""
     kind, _, name = environment.partition(".")
     return f"/flight/{name}/wrapper.html" if kind == "flight" else f"/miniwob/{environment}.html"
 
 
 def can_reuse_page(environment: str) -> bool:
-    """Whether a used page of the environment can be started anew and is then like a fresh one."""
+    """Whether a restarted page of the environment is like a new one."""
     return environment not in STATEFUL_ENVIRONMENTS and not environment.startswith("flight.")
 
 
 def start_arguments(environment: str, seed: int) -> dict[str, object]:
-    """What START needs to know."""
+    """The argument of START_SCRIPT."""
     return {"seed": seed, "today": FIXED_DATE, "unfoldingMs": STARTUP_ANIMATION_MS.get(environment, 0)}

@@ -1,4 +1,4 @@
-"""The task sources by name."""
+"""Task sources by name."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron_webrl.types import ActionKind
 
 
 def make_source(tasks: TasksConfig) -> TaskSource:
-    """The configured source, started; the caller closes it. Raises ConfigError."""
-    limits = StepLimits.of(tasks)
+    """Start the configured source; the caller closes it. Raises ConfigError."""
+    limits = StepLimits.from_config(tasks)
     if tasks.source == "miniwob":
-        if tasks.latency.median_seconds or tasks.latency.site_median_seconds:
+        if tasks.latency.median_seconds:
             raise ConfigError("tasks.latency has no effect on tasks.source=miniwob; leave it out, or use sites")
         return MiniWobTaskSource(tasks.environments, tasks.max_steps, limits=limits, sampler=tasks.sampler)
     if tasks.source == "sites":
@@ -26,8 +26,8 @@ def make_source(tasks: TasksConfig) -> TaskSource:
 
 
 def make_all_sources(tasks: TasksConfig) -> dict[str, TaskSource]:
-    """All sources by name, each with all of its environments, started; the caller closes them. Raises ConfigError."""
-    limits = StepLimits.of(tasks)
+    """Start all sources, each with all of its environments; the caller closes them. Raises ConfigError."""
+    limits = StepLimits.from_config(tasks)
     return {
         miniwob.SOURCE_NAME: MiniWobTaskSource(miniwob_page.all_environments(), tasks.max_steps, limits=limits),
         sites.SOURCE_NAME: SiteTaskSource(tuple(ENVIRONMENTS), tasks.max_steps, tasks.latency, limits=limits),
@@ -35,10 +35,10 @@ def make_all_sources(tasks: TasksConfig) -> dict[str, TaskSource]:
 
 
 def scripted_environments(source: str) -> tuple[str, ...]:
-    """The environments of a source that a script solves."""
+    """The environments of a source that have a scripted policy."""
     return {"miniwob": scripted_policies.supported_environments(), "sites": tuple(ENVIRONMENTS)}[source]
 
 
 def required_actions(source: str, environment: str) -> tuple[ActionKind, ...]:
-    """What the script of an environment needs that browser.actions must enable."""
+    """The actions of browser.actions that the scripted policy of an environment needs."""
     return scripted_policies.required_actions(environment) if source == "miniwob" else ()

@@ -1,6 +1,6 @@
-"""Scripted solvers of MiniWoB++ environments, which look at the page's elements instead of its pixels.
+"""Scripted policies of MiniWoB++ environments, which read the page's elements instead of its pixels.
 
-Each is a JavaScript expression over the page's state that names what to do next, as `aim` takes it.
+Each is a JavaScript expression over the page's state that names the next action, as `resolve_target` takes it.
 """
 
 from __future__ import annotations
@@ -17,20 +17,14 @@ _FURTHER_ACTIONS: dict[str, tuple[ActionKind, ...]] = {
     **dict.fromkeys(dragging.TARGET_SCRIPTS, ("drag",)),
     **dict.fromkeys(["form-sequence", "use-slider", "use-slider-2"], ("key",)),
     **dict.fromkeys(
-        [
-            "email-inbox",
-            "email-inbox-nl-turk",
-            "email-inbox-noscroll",
-            "email-inbox-reply",
-            "email-inbox-star-reply",
-        ],
+        ["email-inbox", "email-inbox-nl-turk", "email-inbox-noscroll", "email-inbox-reply", "email-inbox-star-reply"],
         ("key",),
     ),
     "choose-list": ("select_option",),
     "click-menu": ("hover",),
 }
 
-# What the expressions have in common: words of the instruction, and what is usually done to forms.
+# Helpers of the expressions: parts of the instruction, and common steps on forms.
 _WITH_HELPERS = r"""(() => {
   const say = (e) => e.textContent.trim();
   const named = (selector, text) => all(selector).find((e) => say(e) === text);
@@ -58,19 +52,19 @@ _WITH_HELPERS = r"""(() => {
 
 
 def supported_environments() -> tuple[str, ...]:
-    """The environments that an oracle solves."""
+    """The environments that have a scripted policy."""
     return tuple(_TARGETS)
 
 
 def required_actions(environment: str) -> tuple[ActionKind, ...]:
-    """What the environment's oracle needs that browser.actions must enable."""
+    """The actions of browser.actions that the environment's scripted policy needs."""
     return _FURTHER_ACTIONS.get(environment, ())
 
 
 async def next_scripted_action(page: Page, environment: str, premature_submit: bool = False) -> Action:
-    """What solves the environment from where the page is; `hasty`: submit at once where the page has a button for it.
+    """The next action that solves the environment; `premature_submit`: submit at once if the page has a submit button.
 
-    Raises OracleError, KeyError for an unknown environment.
+    Raises ScriptedPolicyError, and KeyError without a scripted policy.
     """
     target = _TARGETS[environment]
     try:
@@ -82,5 +76,5 @@ async def next_scripted_action(page: Page, environment: str, premature_submit: b
 
 
 async def resolve_target_with_helpers(page: Page, target: str) -> Action:
-    """The action that `target` names, an expression as for `aim` that may use what they have in common."""
+    """`resolve_target` for an expression that may use the helpers."""
     return await resolve_target(page, _WITH_HELPERS.replace("TARGET", target))

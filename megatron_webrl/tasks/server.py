@@ -1,7 +1,7 @@
-"""An HTTP server of this machine, and a folder served by one.
+"""Local HTTP server of task pages.
 
-A server, not interception of the requests by the automation driver: both take the same time for a page, but
-the server works in any Chromium, keeps working when the driver is busy, and gives pages a real origin.
+Interception of requests by the automation driver would take the same time per page; a server works in any Chromium,
+keeps working when the driver is busy, and gives pages a real origin.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_FORM_FIELDS = 100
 
 @dataclass(frozen=True)
 class PageRequest:
-    """What a page asks for. Of fields that occur several times the last one counts."""
+    """An HTTP request of a page. Of repeated fields the last one counts."""
 
     method: str  # "GET" or "POST"
     host: str  # without the port, lower case
@@ -38,7 +38,7 @@ class PageRequest:
 
 @dataclass(frozen=True)
 class PageResponse:
-    """What it gets. `delay` seconds pass before it is sent."""
+    """An HTTP response, sent after `delay` seconds."""
 
     status: int
     body: bytes = b""
@@ -48,9 +48,9 @@ class PageResponse:
 
 
 class LocalServer:
-    """Answers requests with `respond`, which many threads call, from the first look at its address until closed.
+    """Answers requests with `respond`, called from many threads. Starts when `address` is first read.
 
-    Whoever only asks a source for tasks, whose pages are served elsewhere, starts nothing.
+    So a source that only makes tasks, while other processes serve its pages, starts no server.
     """
 
     def __init__(self, respond: Callable[[PageRequest], PageResponse], name: str) -> None:
@@ -61,10 +61,10 @@ class LocalServer:
 
     @property
     def address(self) -> str:
-        """host:port where it answers, or has answered. Starts it. Raises RuntimeError if it was closed before."""
+        """host:port of the server; starts it if necessary. Raises RuntimeError if it was closed before it started."""
         with self._starting:
             if self._server is None and self._closed:
-                raise RuntimeError(f"{self._name} was closed before it was asked for anything; make another one")
+                raise RuntimeError(f"{self._name} was closed before it was started; make another one")
             if self._server is None:
                 self._server = _LocalHttpServer(("127.0.0.1", 0), self._respond_to)
                 threading.Thread(target=self._server.serve_forever, args=(0.1,), name=self._name, daemon=True).start()
@@ -89,7 +89,7 @@ class FolderServer(LocalServer):
     """Serves the files of `folder`, text as UTF-8. The set of files is fixed at the start."""
 
     def __init__(self, folder: Path) -> None:
-        # Only files known from the start can be asked for, so no path leads out of the folder.
+        # Only files listed here are served, so no path leads out of the folder.
         self._files = {"/" + file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
         self._contents: dict[str, bytes] = {}
         super().__init__(self._respond, "folder-server")
@@ -125,7 +125,7 @@ class _LocalHttpServer(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = KEEP_ALIVE_SECONDS
-    disable_nagle_algorithm = True  # headers and body are two writes; the second must not wait for an answer
+    disable_nagle_algorithm = True  # headers and body are two writes; the second must not wait for an acknowledgement
     server: _LocalHttpServer
 
     def do_GET(self) -> None:
@@ -159,23 +159,23 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(PageResponse(400))
             return
         try:
-            reply = self.server.respond(request)
-        except Exception:  # whatever a page's code raises: its thread has nobody else to tell
-            log.exception("%s %s%s could not be answered", request.method, request.host, request.path)
-            reply = PageResponse(500)
-        if reply.delay > 0:
-            self.server.closing.wait(reply.delay)
-        self._send(reply)
+            response = self.server.respond(request)
+        except Exception:  # from the code of a page; nothing above this thread would report it
+            log.exception("%s %s%s failed", request.method, request.host, request.path)
+            response = PageResponse(500)
+        if response.delay > 0:
+            self.server.closing.wait(response.delay)
+        self._send(response)
 
-    def _send(self, reply: PageResponse) -> None:
+    def _send(self, response: PageResponse) -> None:
         try:
-            self.send_response(reply.status)
-            self.send_header("Content-Type", reply.content_type)
-            self.send_header("Content-Length", str(len(reply.body)))
-            for name, value in reply.headers.items():
+            self.send_response(response.status)
+            self.send_header("Content-Type", response.content_type)
+            self.send_header("Content-Length", str(len(response.body)))
+            for name, value in response.headers.items():
                 self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(reply.body)
+            self.wfile.write(response.body)
         except ConnectionError:
             self.close_connection = True  # the page was closed while it loaded
 
@@ -186,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not worth a line each."""
+        """Do not log requests."""
 
 
 def _pairs(text: str) -> dict[str, str]:

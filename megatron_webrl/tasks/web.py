@@ -1,4 +1,4 @@
-"""Any page of the web as a task: nothing says how far it is done, and no script knows the way."""
+"""Any web page as a task, without reward and scripted policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENVIRONMENT_NAME = "page"
 
 
 class OpenWeb:
-    """Opens `Task.url`. Pages reach what the browsers' policy permits; nothing is declared."""
+    """Opens `Task.url`. Only the egress policy limits which addresses pages reach."""
 
     def __init__(self, max_steps: int) -> None:
         self.environments = (ENVIRONMENT_NAME,)
@@ -22,39 +22,39 @@ class OpenWeb:
 
     @property
     def origins(self) -> frozenset[str]:
-        """None: only public addresses."""
+        """No origins besides public addresses."""
         return frozenset()
 
     @property
     def addresses(self) -> Mapping[str, str]:
-        """None."""
+        """No host names."""
         return {}
 
     def make_task(self, url: str, instruction: str | None = None) -> Task:
-        """The task to do something at `url`."""
+        """A task that begins at `url`."""
         return Task(
             id=f"{SOURCE_NAME}/{urlsplit(url).netloc}", source=SOURCE_NAME, environment=ENVIRONMENT_NAME, seed=0,
             max_steps=self.max_steps, instruction=instruction, url=url,
         )  # fmt: skip
 
     def can_reuse_page(self, task: Task) -> bool:
-        """No: every episode wants a browser context of its own."""
+        """False: every episode needs a new browser context."""
         return False
 
     async def open(self, page: Page, task: Task) -> str:
-        """Load the page; returns the task's instruction. Raises ValueError for a task without an address."""
+        """Load the page; returns the task's instruction. Raises ValueError for a task without a URL."""
         if task.url is None:
             raise ValueError(f"task {task.id} of the source {SOURCE_NAME} has no url")
         await page.goto(task.url, wait_until="load")
         return task.instruction or ""
 
     async def result(self, page: Page, task: Task) -> tuple[float | None, bool]:
-        """Neither reward nor end: the web tells of none."""
+        """No reward, no end."""
         return None, False
 
     async def demonstrate(self, page: Page, task: Task, premature_submit: bool = False) -> Action:
-        """Raises KeyError: there is no script."""
+        """Raises KeyError: there is no scripted policy."""
         raise KeyError(SOURCE_NAME)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""

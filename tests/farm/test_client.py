@@ -127,7 +127,7 @@ async def test_a_lease_is_renewed_while_nothing_is_done(nodes: LocalServers) -> 
     async with client(nodes, lease_seconds=2.0) as browsers, browsers.session() as session:
         await session.reset(click_task())
         done = time.monotonic()
-        await until(lambda: session._heard > done + session.lease.seconds, "renewed beyond its first life")
+        await until(lambda: session._last_contact > done + session.lease.seconds, "renewed beyond its first life")
         assert (await session.step(Action("wait", time=0))).error is None
 
 
@@ -216,5 +216,7 @@ async def test_a_client_of_a_router_uses_its_nodes_directly() -> None:
                 assert (await session.reset(click_task())).instruction == "Click the button."
             view = protocol.SessionSpec.from_config(config_for().browser)
             async with BrowserClient(router.url, "", spec=view) as picky:
-                with pytest.raises(ConfigError, match=rf"the node {only.url} has browser.width=320 instead of 160"):
+                with pytest.raises(
+                    ConfigError, match=rf"browser server {only.url} has browser.width=320 instead of 160"
+                ):
                     await picky.wait_until_ready(LIMIT)

@@ -116,7 +116,7 @@ def test_the_last_step_truncates_and_so_does_a_browser_that_fails(farm: LocalSer
 def test_settings_that_a_farm_does_not_have_are_refused(farm: LocalServers) -> None:
     with pytest.raises(ConfigError, match=r"has browser.marks=True, not False; start one with it"):
         on(farm, marks=False)
-    with pytest.raises(ConfigError, match=r"browser.open_web is a setting of the node"):
+    with pytest.raises(ConfigError, match=r"browser.open_web is a setting of browser server"):
         on(farm, open_web=True)
     env = on(farm, "click-tset")
     try:

@@ -51,7 +51,7 @@ def _state(process: psutil.Process) -> str:
 @pytest.mark.parametrize("part", ["serve", "route"])
 def test_off_loopback_a_token_is_required(part: str, refusal: Callable[..., str], tmp_path: Path) -> None:
     said = refusal(part, "--host", "0.0.0.0", "--port", "0", token="")
-    assert "WEBRL_BROWSERS_TOKEN holds no token, and --host=0.0.0.0 can be reached from elsewhere" in said
+    assert "WEBRL_BROWSERS_TOKEN is not set, and --host=0.0.0.0 is not a loopback address" in said
     assert "--token-file" in said
     short = refusal(part, "--port", "0", token="hunter2")
     assert "at least 16" in short
@@ -140,7 +140,7 @@ async def test_long_bodies_are_refused_however_they_are_sent(guarded: Server, cl
     headers = {**BEARER, "Content-Type": "application/json"}
     for data in (body, in_pieces()):
         answer = await http("POST", "/v1/leases", data=data, headers=headers)
-        assert (answer.status, answer.json["error"]) == (413, "the body is longer than 65536 bytes")
+        assert (answer.status, answer.json["error"]) == (413, "the body is larger than 65536 bytes")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -202,7 +202,7 @@ async def test_pages_reach_neither_the_node_nor_anything_else_of_this_machine(cl
 
 
 def test_neither_node_nor_router_needs_torch() -> None:
-    for module in ("node_main", "router_main", "commands"):
+    for module in ("server.server_main", "router.router_main", "commands"):
         code = f"import sys, megatron_webrl.farm.{module}; print('torch' in sys.modules)"
         found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
         assert found.stdout.strip() == "False"

@@ -26,7 +26,7 @@ def test_no_more_leases_than_places_are_given_and_a_released_place_is_free_again
     leases, _ = book()
     first = leases.grant(None, "a", "one")
     leases.grant(None, "b", "two")
-    with pytest.raises(NoCapacity, match="all 2 sessions of this node are leased"):
+    with pytest.raises(NoCapacity, match="all 2 sessions of this server are leased"):
         leases.grant(None, "c", "three")
     assert leases.release(first, "it is over")
     assert not leases.release(first, "it is over")

@@ -21,6 +21,7 @@ from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS, SITE_APPS, get_goal
 from megatron_webrl.tasks.sites.goal import Goal
 from megatron_webrl.tasks.sites.high_level_actions import FollowLink, GiveAnswer, SubmitForm
 from megatron_webrl.tasks.sites.site_task_source import SiteEpisode, SiteTaskSource
+from megatron_webrl.tasks.sites.wiki import WikiData
 from megatron_webrl.tasks.source import HELD_OUT_SEEDS, TRAINING_SEEDS
 from megatron_webrl.types import Task
 from tests.tasks.site_client import Client, PageParser
@@ -331,7 +332,10 @@ class Broken(App):
 
 def test_an_episode_on_a_site_that_fails_is_masked(sites: SiteTaskSource) -> None:
     account = Account("a", "b", "c")
-    broken = Goal("", "/", lambda: Broken(account, InitialSiteState()), lambda app, look: GiveAnswer(""), answer="x")
+    data = WikiData(account, {})
+    broken = Goal(
+        "", "/", lambda app, view: GiveAnswer(""), answer="x", make_app=lambda: Broken(data, InitialSiteState())
+    )
     episode = SiteEpisode(broken, "shop", "0", LatencyConfig())
     with pytest.raises(ZeroDivisionError):
         episode.handle_request(PageRequest("GET", "shop.localhost", "/", {}, {}, {}))

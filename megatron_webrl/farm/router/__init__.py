@@ -1,1 +1,1 @@
-"""The front of many browser servers."""
+"""Router of many browser servers."""

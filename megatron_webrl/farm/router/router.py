@@ -1,5 +1,6 @@
-"""The front of many nodes: places leases, and knows which node holds which. It holds nothing that nodes do not tell it
-again within seconds, so it may be restarted at any time.
+"""Router of many browser servers: places leases and finds the server of a lease.
+
+Its whole state comes from the heartbeats of the servers, so it may be restarted at any time.
 """
 
 from __future__ import annotations
@@ -21,209 +22,215 @@ from megatron_webrl.farm.protocol import (
     API_PREFIX,
     STATUS_BUSY,
     ErrorResponse,
+    InvalidRequest,
     Lease,
     LeaseRequest,
     ProtocolError,
     RegisteredServer,
     RouterState,
     ServerState,
+    bearer_header,
     dump,
     load,
-)  # fmt: skip
-from megatron_webrl.farm.request_validation import InvalidRequest
+)
 
 log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.25
-HEARTBEAT_TIMEOUT_SECONDS = 6.0  # without an announcement, after which a node is taken for dead
+HEARTBEAT_TIMEOUT_SECONDS = 6.0  # without a heartbeat a server counts as dead
 FORGET_SERVER_SECONDS = 600.0
-MAX_ENDED_INSTANCES = 1024  # starts of nodes that are over, to say what became of their leases
+MAX_ENDED_INSTANCES = 1024  # forgotten server instances whose reason is remembered
 LEASE_REQUEST_TIMEOUT_SECONDS, CONNECT_TIMEOUT_SECONDS = 20.0, 2.0
 MAX_CONNECTIONS, MAX_CONNECTIONS_PER_SERVER = 512, 64
+NO_SERVER = "no browser server has sent a heartbeat lately"
 
-_lease, _error = TypeAdapter(Lease), TypeAdapter(ErrorResponse)
+_lease_adapter, _error_adapter = TypeAdapter(Lease), TypeAdapter(ErrorResponse)
 
 
 class RouterStarting(Exception):
-    """What cannot be told yet; the message is one sentence."""
+    """The router does not know the server yet; the message is one sentence."""
 
 
 @dataclass
-class _Known:
-    """A node since it was started."""
+class _Server:
+    """One instance of a browser server."""
 
     state: ServerState
-    heard: float
-    free: int  # as announced, less what has been placed since
-    asked: int = 0  # placements under way
-    lost: str | None = None  # why it is taken for dead although it was heard of lately
+    last_heartbeat: float
+    free: int  # of the latest heartbeat, less the leases placed since
+    pending: int = 0  # lease requests without a response yet
+    failure: str | None = None  # why it counts as dead despite its heartbeats
 
 
 class Router:
-    """`async with Router(token)`: nodes announce themselves, leases are placed, requests about leases sent on."""
+    """Life cycle: `async with Router(token)`. Servers register by heartbeat; leases are placed on the least loaded."""
 
     def __init__(self, token: str | None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`token` is that of the nodes, too."""
+        """`token` is also that of the servers."""
         self._token, self._clock = token, clock
         self._started = clock()
-        self._nodes: dict[str, _Known] = {}  # by boot, with which ids of leases begin
-        self._over: OrderedDict[str, str] = OrderedDict()  # what became of earlier ones
+        self._servers: dict[str, _Server] = {}  # by instance_id, the first part of a lease id
+        self._ended: OrderedDict[str, str] = OrderedDict()  # reason by instance_id
         self._client: aiohttp.ClientSession | None = None
-        self._ticking: asyncio.Task[None] | None = None
-        self._ticked: float | None = None
+        self._ticker: asyncio.Task[None] | None = None
+        self._last_tick: float | None = None
         self.metrics = RouterMetrics()
         self.metrics.register_gauges(self.state)
 
     async def __aenter__(self) -> Router:
-        headers = {"Content-Type": "application/json"}
-        if self._token is not None:
-            headers["Authorization"] = f"Bearer {self._token}"
         self._client = aiohttp.ClientSession(
-            headers=headers,
+            headers={"Content-Type": "application/json"} | bearer_header(self._token),
             connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS, limit_per_host=MAX_CONNECTIONS_PER_SERVER),
             timeout=aiohttp.ClientTimeout(total=LEASE_REQUEST_TIMEOUT_SECONDS, sock_connect=CONNECT_TIMEOUT_SECONDS),
         )
-        self._ticking = asyncio.get_running_loop().create_task(self._tick())
+        self._ticker = asyncio.get_running_loop().create_task(self._tick())
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        if self._ticking is not None:
-            self._ticking.cancel()
-            await asyncio.gather(self._ticking, return_exceptions=True)
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.gather(self._ticker, return_exceptions=True)
         if self._client is not None:
             await self._client.close()
 
     def register(self, state: ServerState) -> None:
-        """Hear of a node. Raises BadInput."""
+        """Process a heartbeat. Raises InvalidRequest."""
         if not state.url.startswith(("http://", "https://")) or not state.instance_id or "-" in state.instance_id:
-            raise InvalidRequest(f"url, instance_id: {state.url[:80]!r} with {state.instance_id[:80]!r} is no node")
-        for boot, other in list(self._nodes.items()):
-            if other.state.url == state.url and boot != state.instance_id:
-                self._forget(boot, f"the node {state.url} has been restarted")
-            elif self._clock() - other.heard > FORGET_SERVER_SECONDS:
-                self._forget(boot, f"the node {other.state.url} has not been heard of for {FORGET_SERVER_SECONDS:g} s")
-        known = self._nodes.get(state.instance_id)
+            raise InvalidRequest(
+                f"url, instance_id: {state.url[:80]!r} with {state.instance_id[:80]!r} is no browser server"
+            )
+        for instance, other in list(self._servers.items()):
+            if other.state.url == state.url and instance != state.instance_id:
+                self._forget(instance, f"browser server {state.url} has been restarted")
+            elif self._clock() - other.last_heartbeat > FORGET_SERVER_SECONDS:
+                self._forget(
+                    instance, f"browser server {other.state.url} sent no heartbeat for {FORGET_SERVER_SECONDS:g} s"
+                )
+        known = self._servers.get(state.instance_id)
         if known is None:
-            log.info("node %s with %d sessions, %d leased", state.url, state.sessions, len(state.leases))
-            known = self._nodes[state.instance_id] = _Known(state, self._clock(), state.free)
-        # What is being placed may or may not be in the announcement; to count it twice is the safe side.
-        known.state, known.heard, known.lost = state, self._clock(), None
-        known.free = max(0, state.free - known.asked)
+            log.info(
+                "browser server %s registered: %d sessions, %d leased", state.url, state.sessions, len(state.leases)
+            )
+            known = self._servers[state.instance_id] = _Server(state, self._clock(), state.free)
+        # The heartbeat may or may not count the pending leases; counting them twice is the safe side.
+        known.state, known.last_heartbeat, known.failure = state, self._clock(), None
+        known.free = max(0, state.free - known.pending)
 
     async def place_lease(self, request: LeaseRequest) -> Lease:
-        """A lease on the node with the most free places. Raises NoPlace, BadInput."""
+        """Lease a session of the server with the most free ones. Raises NoCapacity, InvalidRequest."""
         tried: set[str] = set()
         while True:
-            open_nodes = [node for node in self._alive() if node.free > 0 and node.state.instance_id not in tried]
-            if not open_nodes:
+            candidates = [
+                server for server in self._alive() if server.free > 0 and server.state.instance_id not in tried
+            ]
+            if not candidates:
                 self.metrics.refused_leases.inc()
-                raise NoCapacity(self._taken())
-            node = max(open_nodes, key=lambda node: (node.free, random.random()))
-            tried.add(node.state.instance_id)
-            lease = await self._ask(node, request)
+                raise NoCapacity(self._no_capacity_message())
+            server = max(candidates, key=lambda server: (server.free, random.random()))
+            tried.add(server.state.instance_id)
+            lease = await self._request_lease(server, request)
             if lease is not None:
                 self.metrics.placed_leases.inc()
                 return lease
 
     def server_of(self, lease_id: str) -> str:
-        """Address of the node that gave the lease. Raises NotHeld, Unsettled."""
-        boot = lease_id.partition("-")[0]
-        known = self._nodes.get(boot)
+        """Address of the server that granted the lease. Raises LeaseExpired, RouterStarting."""
+        instance = lease_id.partition("-")[0]
+        known = self._servers.get(instance)
         if known is not None:
-            if reason := self._dead(known):
-                raise LeaseExpired(f"the node {known.state.url} {reason}; its leases are lost")
+            if reason := self._death_reason(known):
+                raise LeaseExpired(f"browser server {known.state.url} {reason}; its leases are lost")
             return known.state.url
-        if boot in self._over:
-            raise LeaseExpired(f"{self._over[boot]}; its leases are lost")
+        if instance in self._ended:
+            raise LeaseExpired(f"{self._ended[instance]}; its leases are lost")
         if self._clock() - self._started < HEARTBEAT_TIMEOUT_SECONDS:
-            raise RouterStarting("the router has just started and has not heard of this lease's node yet")
-        raise LeaseExpired("no node of this lease is known")
+            raise RouterStarting("the router has just started and does not know the server of this lease yet")
+        raise LeaseExpired("the server of this lease is unknown")
 
     def state(self) -> RouterState:
-        """All that is known."""
+        """The state of the router and its servers."""
         alive = self._alive()
         return RouterState(
-            sessions=sum(node.state.sessions for node in alive),
-            free=sum(node.free for node in alive),
-            leases=sum(len(node.state.leases) for node in alive),
-            servers=tuple(self._described(node) for node in self._nodes.values()),
+            sessions=sum(server.state.sessions for server in alive),
+            free=sum(server.free for server in alive),
+            leases=sum(len(server.state.leases) for server in alive),
+            servers=tuple(self._describe(server) for server in self._servers.values()),
         )
 
     def environments(self) -> dict[str, tuple[str, ...]]:
-        """What some live node can open, by source."""
-        found: dict[str, set[str]] = {}
-        for node in self._alive():
-            for source, names in node.state.sources.items():
-                found.setdefault(source, set()).update(names)
-        return {source: tuple(sorted(names)) for source, names in found.items()}
+        """The environments of all live servers, by source."""
+        environments: dict[str, set[str]] = {}
+        for server in self._alive():
+            for source, names in server.state.sources.items():
+                environments.setdefault(source, set()).update(names)
+        return {source: tuple(sorted(names)) for source, names in environments.items()}
 
     async def health_problem(self) -> str | None:
-        """Why no lease could be had even if nobody held one, if that is so."""
-        return None if self._alive() else "no node has announced itself lately"
+        """Why no lease can be granted, apart from full servers; None if one can."""
+        return None if self._alive() else NO_SERVER
 
-    async def _ask(self, node: _Known, asked: LeaseRequest) -> Lease | None:
-        """The node's lease; None if it gives none. Raises BadInput."""
-        assert self._client is not None, "the router is entered before it places leases"
-        node.free -= 1
-        node.asked += 1
+    async def _request_lease(self, server: _Server, request: LeaseRequest) -> Lease | None:
+        """A lease of this server; None if it grants none. Raises InvalidRequest."""
+        assert self._client is not None, "Router is a context manager: async with Router(...) as router"
+        server.free -= 1
+        server.pending += 1
         try:
-            async with self._client.post(f"{node.state.url}{API_PREFIX}/leases", data=dump(asked)) as answer:
-                body = await answer.read()
-                if answer.status == 201:
-                    return load(_lease, body)
-                if answer.status == STATUS_BUSY:
-                    node.free = 0  # until it says otherwise
+            async with self._client.post(f"{server.state.url}{API_PREFIX}/leases", data=dump(request)) as response:
+                body = await response.read()
+                if response.status == 201:
+                    return load(_lease_adapter, body)
+                if response.status == STATUS_BUSY:
+                    server.free = 0  # until the next heartbeat
                     return None
-                if answer.status == 400:
-                    raise InvalidRequest(load(_error, body).error)
-                log.error("node %s answers a lease request with status %d", node.state.url, answer.status)
+                if response.status == 400:
+                    raise InvalidRequest(load(_error_adapter, body).error)
+                log.error(
+                    "browser server %s answered a lease request with status %d", server.state.url, response.status
+                )
         except aiohttp.ClientConnectorError:
-            node.lost = "refuses connections"
-            log.warning("node %s refuses connections; it is taken for dead", node.state.url)
+            server.failure = "refuses connections"
+            log.warning("browser server %s refuses connections; it counts as dead", server.state.url)
         except (aiohttp.ClientError, TimeoutError, ProtocolError) as error:
-            log.warning("node %s gave no lease: %s: %s", node.state.url, type(error).__name__, error)
+            log.warning("browser server %s granted no lease: %s: %s", server.state.url, type(error).__name__, error)
         finally:
-            node.asked -= 1
+            server.pending -= 1
         return None
 
-    def _alive(self) -> list[_Known]:
-        return [node for node in self._nodes.values() if not self._dead(node)]
+    def _alive(self) -> list[_Server]:
+        return [server for server in self._servers.values() if not self._death_reason(server)]
 
     async def _tick(self) -> None:
-        """What is said while this process does not run, for want of a processor or stopped, is heard too late: such
-        time counts as nobody's silence.
-        """
+        """Subtract the time in which this process did not run, stopped or without CPU, from every heartbeat age."""
         while True:
-            self._ticked = self._clock()
+            self._last_tick = self._clock()
             await asyncio.sleep(TICK_SECONDS)
             late = self._late()
-            for node in self._nodes.values():
-                node.heard = min(node.heard + late, self._clock())
+            for server in self._servers.values():
+                server.last_heartbeat = min(server.last_heartbeat + late, self._clock())
 
     def _late(self) -> float:
-        """How late the next tick is."""
-        return 0.0 if self._ticked is None else max(0.0, self._clock() - self._ticked - TICK_SECONDS)
+        """Seconds by which the next tick is late."""
+        return 0.0 if self._last_tick is None else max(0.0, self._clock() - self._last_tick - TICK_SECONDS)
 
-    def _dead(self, node: _Known) -> str | None:
-        silent = self._clock() - node.heard - self._late()
-        return node.lost or (
-            f"has not been heard of for {silent:.1f} s" if silent > HEARTBEAT_TIMEOUT_SECONDS else None
-        )
+    def _death_reason(self, server: _Server) -> str | None:
+        """Why a server counts as dead; None if it is alive."""
+        age = self._clock() - server.last_heartbeat - self._late()
+        return server.failure or (f"sent no heartbeat for {age:.1f} s" if age > HEARTBEAT_TIMEOUT_SECONDS else None)
 
-    def _taken(self) -> str:
+    def _no_capacity_message(self) -> str:
         alive = self._alive()
         if not alive:
-            return "no node has announced itself lately"
-        return f"all {sum(node.state.sessions for node in alive)} sessions of {len(alive)} nodes are leased"
+            return NO_SERVER
+        return f"all {sum(server.state.sessions for server in alive)} sessions of {len(alive)} servers are leased"
 
-    def _described(self, node: _Known) -> RegisteredServer:
-        silent = round(self._clock() - node.heard, 3)
-        state, alive = node.state, not self._dead(node)
-        return RegisteredServer(state.url, state.instance_id, alive, silent, state.sessions, node.free, state.leases)
+    def _describe(self, server: _Server) -> RegisteredServer:
+        age = round(self._clock() - server.last_heartbeat, 3)
+        state, alive = server.state, not self._death_reason(server)
+        return RegisteredServer(state.url, state.instance_id, alive, age, state.sessions, server.free, state.leases)
 
-    def _forget(self, boot: str, reason: str) -> None:
-        del self._nodes[boot]
-        self._over[boot] = reason
+    def _forget(self, instance: str, reason: str) -> None:
+        del self._servers[instance]
+        self._ended[instance] = reason
         log.info("%s", reason)
-        if len(self._over) > MAX_ENDED_INSTANCES:
-            self._over.popitem(last=False)
+        if len(self._ended) > MAX_ENDED_INSTANCES:
+            self._ended.popitem(last=False)

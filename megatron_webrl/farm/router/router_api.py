@@ -1,4 +1,4 @@
-"""A router over HTTP."""
+"""HTTP API of a router."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ from megatron_webrl.farm.api import (
     make_app,
 )
 from megatron_webrl.farm.leases import LeaseExpired, NoCapacity
-from megatron_webrl.farm.protocol import API_PREFIX, ErrorResponse
-from megatron_webrl.farm.request_validation import InvalidRequest
+from megatron_webrl.farm.protocol import API_PREFIX, ErrorResponse, InvalidRequest
 from megatron_webrl.farm.router.router import Router, RouterStarting
 from megatron_webrl.farm.status_page import router_page
 
 DESCRIPTION = (
-    "Leases of browser sessions on many nodes. Requests about a lease are sent on, by status 307, to the node that "
-    "holds it; its address is in the lease, so a client need not ask twice."
+    "Leases of browser sessions on many servers. The router redirects requests about a lease (status 307) to the "
+    "server of the lease, whose address is in the lease: a client may send them there directly."
 )
-MAX_REGISTRATION_BYTES = 2**20  # of an announcement, which lists leases and environments
-_SENT_ON: Responses = {
+MAX_REGISTRATION_BYTES = 2**20  # a heartbeat lists leases and environments
+_REDIRECTED: Responses = {
     307: {
-        "description": "To the node that holds the lease",
-        "headers": {"Location": {"description": "The same path there", "schema": {"type": "string", "format": "uri"}}},
+        "description": "To the server of the lease",
+        "headers": {
+            "Location": {"description": "The same path on that server", "schema": {"type": "string", "format": "uri"}}
+        },
     },
-    410: {"model": ErrorResponse, "description": "The lease's node is dead or not known"},
-    503: {**BUSY_RESPONSE, "description": "The router has just started and does not know the lease's node yet"},
+    410: {"model": ErrorResponse, "description": "The server of the lease is dead or unknown"},
+    503: {**BUSY_RESPONSE, "description": "The router has just started and does not know the server of the lease yet"},
 }
 
 
 def router_app(router: Router, token: str | None) -> FastAPI:
-    """The application of a router."""
+    """The ASGI application of a router."""
     app = make_app("webrl browsers, router", DESCRIPTION, token, {f"{API_PREFIX}/servers": MAX_REGISTRATION_BYTES})
     add_error_statuses(
         app,
@@ -53,24 +54,24 @@ def router_app(router: Router, token: str | None) -> FastAPI:
     routes = APIRouter(prefix=API_PREFIX, responses=COMMON_RESPONSES)
 
     @routes.post("/leases", status_code=201, response_model=protocol.Lease, responses={503: BUSY_RESPONSE})
-    async def lease(asked: Annotated[protocol.LeaseRequest, Body()]) -> Response:
-        """Lease a session on the node with the most free ones."""
-        return json_response(await router.place_lease(asked), 201)
+    async def lease(body: Annotated[protocol.LeaseRequest, Body()]) -> Response:
+        """Lease a session of the server with the most free ones."""
+        return json_response(await router.place_lease(body), 201)
 
     @routes.post("/servers", status_code=204)
-    async def announce(state: Annotated[protocol.ServerState, Body()]) -> Response:
-        """A node says that it is there."""
+    async def register(state: Annotated[protocol.ServerState, Body()]) -> Response:
+        """Heartbeat of a browser server."""
         router.register(state)
         return Response(status_code=204)
 
     @routes.get("/state", response_model=protocol.RouterState)
     async def state() -> Response:
-        """Nodes, free places and leases."""
+        """Servers, free sessions and leases."""
         return json_response(router.state())
 
     @routes.get("/tasks", response_model=protocol.TaskList)
     async def tasks() -> Response:
-        """What some node can open: environments by source."""
+        """Environments of all live servers, by source."""
         return json_response(protocol.TaskList(router.environments()))
 
     _add_redirects(routes, router)
@@ -80,28 +81,28 @@ def router_app(router: Router, token: str | None) -> FastAPI:
 
 
 def _add_redirects(routes: APIRouter, router: Router) -> None:
-    def send_on(lease: str, request: Request) -> Response:
-        node = router.server_of(lease)
+    def redirect(lease: str, request: Request) -> Response:
+        server = router.server_of(lease)
         router.metrics.redirected_requests.inc()
         query = f"?{request.url.query}" if request.url.query else ""
-        return Response(status_code=307, headers={"Location": f"{node}{request.scope['raw_path'].decode()}{query}"})
+        return Response(status_code=307, headers={"Location": f"{server}{request.scope['raw_path'].decode()}{query}"})
 
-    @routes.get("/leases/{lease}", status_code=307, responses=_SENT_ON)
+    @routes.get("/leases/{lease}", status_code=307, responses=_REDIRECTED)
     async def look(lease: str, request: Request) -> Response:
-        """What is known of a lease: ask its node."""
-        return send_on(lease, request)
+        """State of a lease, on its server."""
+        return redirect(lease, request)
 
-    @routes.delete("/leases/{lease}", status_code=307, responses=_SENT_ON)
+    @routes.delete("/leases/{lease}", status_code=307, responses=_REDIRECTED)
     async def release(lease: str, request: Request) -> Response:
-        """End a lease: at its node."""
-        return send_on(lease, request)
+        """End a lease, on its server."""
+        return redirect(lease, request)
 
-    @routes.get("/leases/{lease}/{what}", status_code=307, responses=_SENT_ON)
+    @routes.get("/leases/{lease}/{what}", status_code=307, responses=_REDIRECTED)
     async def fetch(lease: str, what: str, request: Request) -> Response:
-        """Screenshot or demonstration: at the lease's node."""
-        return send_on(lease, request)
+        """Screenshot or demonstration, on the lease's server."""
+        return redirect(lease, request)
 
-    @routes.post("/leases/{lease}/{operation}", status_code=307, responses=_SENT_ON)
+    @routes.post("/leases/{lease}/{operation}", status_code=307, responses=_REDIRECTED)
     async def operate(lease: str, operation: str, request: Request) -> Response:
-        """Reset, step or renew: at the lease's node."""
-        return send_on(lease, request)
+        """Reset, step or renewal, on the lease's server."""
+        return redirect(lease, request)

@@ -1,4 +1,4 @@
-"""A router as a process."""
+"""Process of a router."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_webrl.farm.router.router_api import router_app
 
 @dataclass(frozen=True)
 class RouterOptions:
-    """The command line of a router."""
+    """Options of `webrl browsers route`."""
 
     address: ListenAddress
     token_file: Path | None
@@ -29,4 +29,4 @@ def run_router(options: RouterOptions) -> int:
 async def _run(listener: Listener, token: str | None) -> int:
     async with Router(token) as router, run_http_server(router_app(router, token), listener) as ended:
         await ended.wait()
-    return 1  # nobody asked for the end
+    return 1  # the HTTP server ended by itself

@@ -1,4 +1,4 @@
-"""A node tells a router that it is there."""
+"""Heartbeats of a browser server to its router."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 
-from megatron_webrl.farm.protocol import API_PREFIX, dump
+from megatron_webrl.farm.protocol import API_PREFIX, bearer_header, dump
 from megatron_webrl.farm.server.browser_server import BrowserServer
 
 log = logging.getLogger(__name__)
 
 REGISTRATION_INTERVAL_SECONDS = 2.0
-JITTER = 0.25  # of it, so that the nodes of a cluster do not speak all at once
+JITTER = 0.25  # fraction of the interval; spreads the heartbeats of a cluster over time
 RESPONSE_TIMEOUT_SECONDS = 5.0
 
 
 @asynccontextmanager
 async def register_with_router(server: BrowserServer, router: str | None, token: str | None) -> AsyncIterator[None]:
-    """Send the node's state to the router, if there is one, every EVERY_SECONDS and when a full node has room again.
+    """Send the server's state to the router every REGISTRATION_INTERVAL_SECONDS, and when a full server has room again.
 
-    A router that cannot be reached is tried again and again: it may be starting.
+    Failures are retried without limit: the router may be starting. Without a router this does nothing.
     """
     if router is None:
         yield
         return
-    running = asyncio.get_running_loop().create_task(_announce(server, router.rstrip("/"), token))
+    running = asyncio.get_running_loop().create_task(_send_heartbeats(server, router.rstrip("/"), token))
     try:
         yield
     finally:
@@ -37,29 +37,32 @@ async def register_with_router(server: BrowserServer, router: str | None, token:
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def _announce(node: BrowserServer, router: str, token: str | None) -> None:
-    headers = {"Content-Type": "application/json"} | ({} if token is None else {"Authorization": f"Bearer {token}"})
+async def _send_heartbeats(server: BrowserServer, router: str, token: str | None) -> None:
+    headers = {"Content-Type": "application/json"} | bearer_header(token)
     problem: str | None = None
     timeout = aiohttp.ClientTimeout(total=RESPONSE_TIMEOUT_SECONDS)
     async with aiohttp.ClientSession(timeout=timeout, headers=headers) as client:
         while True:
-            node.capacity_freed.clear()
-            before, problem = problem, await _tell(client, f"{router}{API_PREFIX}/servers", dump(node.state()))
-            if problem != before:
+            server.capacity_freed.clear()
+            previous, problem = problem, await _send(client, f"{router}{API_PREFIX}/servers", dump(server.state()))
+            if problem != previous:
                 log.log(
-                    logging.WARNING if problem else logging.INFO, "router %s: %s", router, problem or "knows this node"
+                    logging.WARNING if problem else logging.INFO,
+                    "router %s: %s",
+                    router,
+                    problem or "registered this server",
                 )
             try:
                 async with asyncio.timeout(REGISTRATION_INTERVAL_SECONDS * random.uniform(1 - JITTER, 1 + JITTER)):
-                    await node.capacity_freed.wait()
+                    await server.capacity_freed.wait()
             except TimeoutError:
                 pass
 
 
-async def _tell(client: aiohttp.ClientSession, url: str, state: bytes) -> str | None:
-    """What went wrong, if something did."""
+async def _send(client: aiohttp.ClientSession, url: str, state: bytes) -> str | None:
+    """Send one heartbeat; returns the problem, if there was one."""
     try:
-        async with client.post(url, data=state) as answer:
-            return None if answer.status == 204 else f"status {answer.status}: {(await answer.text())[:200]}"
+        async with client.post(url, data=state) as response:
+            return None if response.status == 204 else f"status {response.status}: {(await response.text())[:200]}"
     except (aiohttp.ClientError, TimeoutError) as error:
         return f"{type(error).__name__}: {error}"

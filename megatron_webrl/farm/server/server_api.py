@@ -1,4 +1,4 @@
-"""A node over HTTP."""
+"""HTTP API of a browser server."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from megatron_webrl.farm.api import (
     make_app,
 )
 from megatron_webrl.farm.leases import LeaseExpired, NoCapacity
-from megatron_webrl.farm.protocol import API_PREFIX, ErrorResponse
-from megatron_webrl.farm.request_validation import InvalidRequest
+from megatron_webrl.farm.protocol import API_PREFIX, ErrorResponse, InvalidRequest
 from megatron_webrl.farm.server.browser_server import (
     BrowserServer,
     NoScriptedPolicy,
@@ -35,32 +34,35 @@ from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.types import Action, Observation
 
 DESCRIPTION = (
-    "Browser sessions by lease. Whatever is done with a lease, and each renewal, begins its lifetime anew; "
-    "to look at it does not. "
-    f"Observations come as JSON without the screenshot, or, where the request accepts {protocol.OBSERVATION_MEDIA_TYPE}, as a frame: the "
-    "length of the JSON (uint32, little endian), the JSON, the image."
+    "Browser sessions by lease. Each operation and renewal restarts the lease's lifetime; GET of the lease does not. "
+    "Observations are JSON without the screenshot, or, if the request accepts "
+    f"{protocol.OBSERVATION_MEDIA_TYPE}, length of the JSON (uint32, little endian), JSON, image."
 )
-_ENDED: Responses = {410: {"model": ErrorResponse, "description": "The lease is not or no longer held"}}
-_CONFLICT: Responses = {409: {"model": ErrorResponse, "description": "No episode runs, or another operation does"}}
+_ENDED: Responses = {410: {"model": ErrorResponse, "description": "The lease is unknown or has ended"}}
+_CONFLICT: Responses = {
+    409: {"model": ErrorResponse, "description": "There is no episode, or another operation is running"}
+}
 _FAILED: Responses = {
-    502: {"model": ErrorResponse, "description": "The browser failed, outcome names how; the episode is over"}
+    502: {"model": ErrorResponse, "description": "The browser failed, outcome names the failure; the episode has ended"}
 }
 _OBSERVATION: Responses = {
     200: {
-        "model": Observation, "description": "What the agent sees",
+        "model": Observation, "description": "The observation",
         "content": {protocol.OBSERVATION_MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}},
     }
 }  # fmt: skip
-_IMAGES = {b"\x89PNG": "image/png", b"\xff\xd8": "image/jpeg", b"RIFF": "image/webp"}  # by their first bytes
+_IMAGES = {b"\x89PNG": "image/png", b"\xff\xd8": "image/jpeg", b"RIFF": "image/webp"}  # by first bytes
 
 
 def server_app(server: BrowserServer, token: str | None) -> FastAPI:
-    """The application of a node."""
+    """The ASGI application of a browser server."""
     app = make_app("webrl browsers", DESCRIPTION, token)
     add_error_statuses(
         app,
-        {LeaseExpired: protocol.STATUS_LEASE_EXPIRED, NoCapacity: protocol.STATUS_BUSY, NoEpisode: 409, OperationConflict: 409, ScriptedPolicyError: 409, NoScriptedPolicy: 404,
-         InvalidRequest: 400},
+        {
+            LeaseExpired: protocol.STATUS_LEASE_EXPIRED, NoCapacity: protocol.STATUS_BUSY, NoEpisode: 409,
+            OperationConflict: 409, ScriptedPolicyError: 409, NoScriptedPolicy: 404, InvalidRequest: 400,
+        },
     )  # fmt: skip
     app.add_exception_handler(BrowserError, _browser_failed)
     _add_leases(routes := APIRouter(prefix=API_PREFIX, responses=COMMON_RESPONSES), server)
@@ -70,51 +72,51 @@ def server_app(server: BrowserServer, token: str | None) -> FastAPI:
     return app
 
 
-def _add_leases(routes: APIRouter, node: BrowserServer) -> None:
+def _add_leases(routes: APIRouter, server: BrowserServer) -> None:
     @routes.post("/leases", status_code=201, response_model=protocol.Lease, responses={503: BUSY_RESPONSE})
-    async def lease(asked: Annotated[protocol.LeaseRequest, Body()]) -> Response:
+    async def lease(body: Annotated[protocol.LeaseRequest, Body()]) -> Response:
         """Lease a session."""
-        return json_response(node.create_lease(asked), 201)
+        return json_response(server.create_lease(body), 201)
 
     @routes.get("/leases/{lease}", response_model=protocol.LeaseState, responses=_ENDED)
     async def look(lease: str) -> Response:
-        """What is known of a lease: state, task, page, steps, time left, refused requests."""
-        return json_response(node.lease_state(lease))
+        """State of a lease: state, task, page, steps, time left, refused requests."""
+        return json_response(server.lease_state(lease))
 
     @routes.post("/leases/{lease}/renew", response_model=protocol.Lease, responses=_ENDED)
     async def renew(lease: str) -> Response:
-        """Begin the lease's lifetime anew."""
-        return json_response(node.renew_lease(lease))
+        """Restart the lease's lifetime."""
+        return json_response(server.renew_lease(lease))
 
     @routes.delete("/leases/{lease}", status_code=204, responses=_ENDED)
     async def release(lease: str) -> Response:
-        """End a lease, and its episode with it."""
-        await node.release_lease(lease)
+        """End a lease and its episode."""
+        await server.release_lease(lease)
         return Response(status_code=204)
 
     @routes.get("/tasks", response_model=protocol.TaskList)
     async def tasks() -> Response:
-        """What can be opened: environments by source."""
-        return json_response(protocol.TaskList(node.catalog.environments))
+        """Available environments by source."""
+        return json_response(protocol.TaskList(server.catalog.environments))
 
     @routes.get("/state", response_model=protocol.ServerState)
     async def state() -> Response:
-        """What the node says of itself."""
-        return json_response(node.state())
+        """State of the server."""
+        return json_response(server.state())
 
 
-def _add_episodes(routes: APIRouter, node: BrowserServer) -> None:
+def _add_episodes(routes: APIRouter, server: BrowserServer) -> None:
     episode: Responses = {**_ENDED, **_CONFLICT, **_FAILED}
 
     @routes.post("/leases/{lease}/reset", responses={**_OBSERVATION, **episode})
-    async def reset(lease: str, asked: Annotated[protocol.ResetRequest, Body()], request: Request) -> Response:
-        """Open a task in a fresh browser context; an episode under way ends."""
-        return _seen(request, await node.reset(lease, asked, _gone(request)))
+    async def reset(lease: str, body: Annotated[protocol.ResetRequest, Body()], request: Request) -> Response:
+        """Open a task in a fresh browser context; ends the current episode."""
+        return _observation(request, await server.reset(lease, body, _disconnected(request)))
 
     @routes.post("/leases/{lease}/step", responses={**_OBSERVATION, **episode})
     async def step(lease: str, action: Annotated[protocol.StepRequest, Body()], request: Request) -> Response:
-        """Carry out an action, and wait until the page has come to rest."""
-        return _seen(request, await node.step(lease, action, _gone(request)))
+        """Execute an action and wait until the page is idle."""
+        return _observation(request, await server.step(lease, action, _disconnected(request)))
 
     images: dict[str, Any] = {kind: {"schema": {"type": "string", "format": "binary"}} for kind in _IMAGES.values()}
 
@@ -124,31 +126,31 @@ def _add_episodes(routes: APIRouter, node: BrowserServer) -> None:
     )  # fmt: skip
     async def screenshot(lease: str) -> Response:
         """The latest screenshot of the episode."""
-        image = node.latest_observation(lease).screenshot
+        image = server.latest_observation(lease).screenshot
         kind = next(kind for head, kind in _IMAGES.items() if image.startswith(head))
         return Response(image, media_type=kind, headers={"Cache-Control": "no-store"})
 
     @routes.get(
         "/leases/{lease}/demonstration", response_model=Action,
-        responses={404: {"model": ErrorResponse, "description": "No script knows this environment"}, **episode},
+        responses={404: {"model": ErrorResponse, "description": "The environment has no scripted policy"}, **episode},
     )  # fmt: skip
     async def demonstration(lease: str, request: Request, premature_submit: bool = False) -> Response:
-        """What a script would do next, or one that submits too early; 409 also if it is at a loss."""
-        return json_response(await node.demonstration(lease, premature_submit, _gone(request)))
+        """The next action of the scripted policy, or of one that submits too early; 409 also if the policy fails."""
+        return json_response(await server.demonstration(lease, premature_submit, _disconnected(request)))
 
 
-def _seen(request: Request, observation: Observation) -> Response:
+def _observation(request: Request, observation: Observation) -> Response:
     if protocol.OBSERVATION_MEDIA_TYPE in request.headers.get("accept", ""):
         return Response(protocol.encode_observation(observation), media_type=protocol.OBSERVATION_MEDIA_TYPE)
     return Response(protocol.observation_json(observation), media_type=JSON_MEDIA_TYPE)
 
 
-def _gone(request: Request) -> WaitForDisconnect:
-    async def gone() -> None:
+def _disconnected(request: Request) -> WaitForDisconnect:
+    async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    return gone
+    return disconnected
 
 
 async def _browser_failed(request: Request, error: Exception) -> Response:

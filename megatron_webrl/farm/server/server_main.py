@@ -1,4 +1,4 @@
-"""A node as a process, from nothing to its end."""
+"""Process of a browser server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BrowserServerOptions:
-    """The command line of a node."""
+    """Options of `webrl browsers serve`."""
 
     config: str | None
     overrides: tuple[str, ...]
@@ -48,24 +48,23 @@ def run_server(options: BrowserServerOptions) -> int:
 
 
 async def _run(options: BrowserServerOptions, config: Config, token: str | None, listener: Listener) -> int:
-    catalogue = TaskCatalog.from_config(config)
+    catalog, timeout = TaskCatalog.from_config(config), config.rollout.operation_timeout_seconds
     try:
         async with (
-            BrowserPool(config.browser, catalogue.sites, options.sessions, config.rollout.operation_timeout_seconds) as fleet,
+            BrowserPool(config.browser, catalog.sites, options.sessions, timeout) as pool,
             BrowserServer(
-                config, catalogue, fleet, options.sessions, listener.url, options.lease_seconds,
-                options.max_lease_seconds,
-            ) as node,
-            run_http_server(server_app(node, token), listener) as ended,
-            register_with_router(node, options.router, token),
-        ):  # fmt: skip
+                config, catalog, pool, options.sessions, listener.url, options.lease_seconds, options.max_lease_seconds
+            ) as server,
+            run_http_server(server_app(server, token), listener) as ended,
+            register_with_router(server, options.router, token),
+        ):
             await ended.wait()
     except BrowserError as error:
         log.error("%s", error)
         return 1
     finally:
-        catalogue.close()
-    return 1  # nobody asked for the end
+        catalog.close()
+    return 1  # the HTTP server ended by itself
 
 
 def _check(options: BrowserServerOptions) -> None:

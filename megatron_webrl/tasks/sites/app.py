@@ -1,11 +1,11 @@
-"""What all sites have in common: an episode's own copy of a site, its routes, sign-in, notices, and layout."""
+"""Base of all sites: one episode's copy of a site, with routes, sign-in, notices and layout."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote
 
 from megatron_webrl.tasks.server import PageRequest, PageResponse
@@ -19,6 +19,8 @@ from megatron_webrl.tasks.sites.markup import (
     hidden_field,
     join,
     link,
+    page_count,
+    pager,
     tag,
     text,
     text_field,
@@ -26,16 +28,18 @@ from megatron_webrl.tasks.sites.markup import (
 from megatron_webrl.tasks.sites.style import stylesheet
 
 Effect = tuple[str, ...]
-"""Something that lasts: an order, a post, a moved appointment. Its kind, then what it consists of."""
+"""A lasting change, such as an order, a post or a moved appointment: its kind, then its details."""
 
 RouteHandler = Callable[..., PageResponse]
-P = TypeVar("P", bound=RouteHandler)
-MAX_FIELD_CHARACTERS = 2000  # characters of one field
+H = TypeVar("H", bound=RouteHandler)
+K = TypeVar("K")
+V = TypeVar("V")
+MAX_FIELD_CHARACTERS = 2000
 
 
 @dataclass(frozen=True)
 class Account:
-    """Who the agent may sign in as."""
+    """The account of the agent."""
 
     user: str
     password: str
@@ -44,96 +48,120 @@ class Account:
 
 @dataclass(frozen=True)
 class InitialSiteState:
-    """How an episode finds the site: already signed in or not, with what in its way."""
+    """The state of a site at the start of an episode."""
 
     signed_in: bool = False
-    cookie_banner: bool = False  # a bar asks for consent to cookies
-    popup_after_views: int = 0  # a box comes up with this page; 0: none
+    cookie_banner: bool = False
+    popup_after_views: int = 0  # number of page views after which a popup appears; 0: never
 
 
-def route(method: str, pattern: str) -> Callable[[P], P]:
-    """Marks a method of an App as what answers a path; groups of the pattern are its arguments."""
+class ResponseInterrupt(Exception):
+    """Answers a request with `response` instead of the result of its handler."""
 
-    def mark(page: P) -> P:
-        page.route = (method, re.compile(pattern))  # type: ignore[attr-defined]
-        return page
+    def __init__(self, response: PageResponse) -> None:
+        self.response = response
+
+
+def route(method: str, pattern: str) -> Callable[[H], H]:
+    """Marks a method of an App as the handler of a path; groups of the pattern are its arguments."""
+
+    def mark(handler: H) -> H:
+        handler.route = (method, re.compile(pattern))  # type: ignore[attr-defined]
+        return handler
 
     return mark
 
 
 class App:
-    """One episode's copy of a site: what it shows, and what the agent has done so far.
+    """One episode's copy of a site: its pages, and the changes made by the agent. Not thread-safe.
 
-    Calls must come one at a time. `effects` lists what lasts, in order; nothing else on the site counts.
+    `effects` lists the lasting changes in order; only they count for the reward.
     """
 
-    name: ClassVar[str]  # first label of the host and key of its settings
+    name: ClassVar[str]  # first label of the host name
     title: ClassVar[str]
     search_hint: ClassVar[str]
-    popup: ClassVar[tuple[str, str]] = ("", "")  # title and text of the box that comes up
+    popup: ClassVar[tuple[str, str]] = ("", "")  # title and text
     login_required: ClassVar[bool] = False
     _routes: ClassVar[tuple[tuple[str, re.Pattern[str], RouteHandler], ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        own = [page for page in vars(cls).values() if hasattr(page, "route")]
-        cls._routes += tuple((*page.route, page) for page in own)
+        handlers = [member for member in vars(cls).values() if hasattr(member, "route")]
+        cls._routes += tuple((*handler.route, handler) for handler in handlers)
 
-    def __init__(self, account: Account, start: InitialSiteState) -> None:
-        self.account = account
+    def __init__(self, data: Any, start: InitialSiteState) -> None:
+        """`data`: the content of the site, with an `account`."""
+        self.data, self.account = data, data.account
         self.signed_in, self.cookie_banner = start.signed_in, start.cookie_banner
         self.effects: list[Effect] = []
-        self.visited_paths: set[str] = set()  # paths of pages shown, with their queries
+        self.visited_paths: set[str] = set()  # with queries
         self._popup_after, self._popup_done = start.popup_after_views, not start.popup_after_views
         self._views = 0
         self._notice = ""
-        self._here = "/"
+        self._current_path = "/"
 
     # Requests
 
     def handle_request(self, request: PageRequest) -> PageResponse:
-        """The page of a request."""
-        self._here = build_path(request.path, **request.query) if request.method == "GET" else self._here
+        """Answer a request."""
+        self._current_path = (
+            build_path(request.path, **request.query) if request.method == "GET" else self._current_path
+        )
         if self.login_required and not self.signed_in and request.path not in ("/login", "/consent", "/dismiss"):
-            return self.redirect(build_path("/login", next=self._here))
-        for method, pattern, page in self._routes:
-            found = pattern.fullmatch(request.path) if method == request.method else None
-            if found:
-                return page(self, request, *found.groups())
+            return self.redirect(build_path("/login", next=self._current_path))
+        try:
+            for method, pattern, handler in self._routes:
+                match = pattern.fullmatch(request.path) if method == request.method else None
+                if match:
+                    return handler(self, request, *match.groups())
+        except ResponseInterrupt as interrupt:
+            return interrupt.response
         return self.not_found()
 
     def render_page(self, title: str, *body: Html, status: int = 200) -> PageResponse:
-        """A page in the site's layout, with what the agent has to know and what is in its way."""
+        """A page in the site's layout, with notice, cookie banner and popup."""
         self._views += 1
-        self.visited_paths.add(self._here)
+        self.visited_paths.add(self._current_path)
         notice = tag("p", text(self._notice), css="notice") if self._notice else Html("")
         self._notice = ""
-        covers = self._covers()
+        overlays = self._overlays()
         html = (
             f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{escape(title)} - {self.title}</title>"
             f"<link rel='icon' href='data:,'><meta name='viewport' content='width=device-width'>"
-            f"<style>{stylesheet(self.name)}</style></head><body>{self._head()}"
-            f"<main>{notice}{''.join(body)}</main><footer>{self.title}</footer>{covers}</body></html>"
+            f"<style>{stylesheet(self.name)}</style></head><body>{self._header()}"
+            f"<main>{notice}{''.join(body)}</main><footer>{self.title}</footer>{overlays}</body></html>"
         )
         return PageResponse(status, html.encode(), headers={"Cache-Control": "no-store"})
 
     def redirect(self, path: str, notice: str = "") -> PageResponse:
-        """Send the browser to another page, where the notice is shown."""
+        """Redirect to another page, which shows the notice."""
         self._notice = notice
         return PageResponse(303, headers={"Location": quote(path, safe="/?&=%+-_.~"), "Cache-Control": "no-store"})
 
     def not_found(self) -> PageResponse:
-        """The page of an address that does not exist."""
+        """The page of an unknown path."""
         return self.render_page(
             "Not found", tag("h1", text("Page not found")), link("/", "To the start page"), status=404
         )
 
-    def redirect_to_login(self) -> PageResponse | None:
-        """Where visitors are sent who have to sign in; None for those who have."""
-        if self.signed_in:
-            return None
-        return self.redirect(build_path("/login", next=self._here), "Please sign in to continue.")
+    def find(self, items: Mapping[K, V], key: K) -> V:
+        """The item of a key; an unknown key interrupts with `not_found`."""
+        if key not in items:
+            raise ResponseInterrupt(self.not_found())
+        return items[key]
 
-    # Pages that every site has
+    def require_login(self) -> None:
+        """Interrupt with a redirect to the sign-in page unless the agent has signed in."""
+        if not self.signed_in:
+            login = build_path("/login", next=self._current_path)
+            raise ResponseInterrupt(self.redirect(login, "Please sign in to continue."))
+
+    def complete(self, effect: Effect, path: str, notice: str = "") -> PageResponse:
+        """Record an effect, then redirect."""
+        self.effects.append(effect)
+        return self.redirect(path, notice)
+
+    # Pages of every site
 
     def login_page(self, request: PageRequest) -> PageResponse:
         return self.render_page(
@@ -150,8 +178,8 @@ class App:
         )
 
     def login(self, request: PageRequest) -> PageResponse:
-        given = request.form.get("user", "").strip(), request.form.get("password", "").strip()
-        if given != (self.account.user, self.account.password):
+        credentials = request.form.get("user", "").strip(), request.form.get("password", "").strip()
+        if credentials != (self.account.user, self.account.password):
             return self.redirect("/login", "User name or password is wrong.")
         self.signed_in = True
         return self.redirect(local_path(request.form.get("next", "/")), f"Welcome back, {self.account.name}.")
@@ -179,66 +207,84 @@ class App:
     # Layout
 
     def navigation_links(self) -> tuple[tuple[str, str], ...]:
-        """Address and label of what the head of every page links to."""
+        """Path and label of the links in the header of every page."""
         return ()
 
     @property
     def is_popup_shown(self) -> bool:
-        """Whether the box has come up and is still there."""
+        """Whether the popup has appeared and is still open."""
         return not self._popup_done and self._views >= self._popup_after
 
-    def _head(self) -> Html:
+    def _header(self) -> Html:
         search = (
             f'<form class="search" method="get" action="/search"><input name="q" placeholder="{self.search_hint}" '
             'required><button type="submit">Search</button></form>'
         )
         if self.signed_in:
-            who = join((tag("span", text(self.account.name)), form("/logout", button="Sign out", css="plain")))
+            user = join((tag("span", text(self.account.name)), form("/logout", button="Sign out", css="plain")))
         else:
-            who = link("/login", "Sign in")
+            user = link("/login", "Sign in")
         menu = join(link(href, label) for href, label in self.navigation_links())
-        return tag("header", link("/", self.title, "brand"), tag("nav", menu), Html(search), tag("div", who, css="who"))
+        return tag(
+            "header", link("/", self.title, "brand"), tag("nav", menu), Html(search), tag("div", user, css="who")
+        )
 
-    def _covers(self) -> Html:
+    def _overlays(self) -> Html:
         parts = []
         if self.cookie_banner:
-            words = tag("p", text("We use cookies to keep this site working. By staying you agree to them."))
-            back = hidden_field("back", self._here)
-            parts.append(tag("div", words, form("/consent", back, button="Accept cookies"), css="banner"))
+            message = tag("p", text("We use cookies to keep this site working. By staying you agree to them."))
+            back = hidden_field("back", self._current_path)
+            parts.append(tag("div", message, form("/consent", back, button="Accept cookies"), css="banner"))
         if self.is_popup_shown:
-            title, words_of_box = self.popup
-            close = form("/dismiss", hidden_field("back", self._here), button="No, thanks")
-            parts.append(dialog(title, tag("p", text(words_of_box)), close))
+            title, message_text = self.popup
+            close = form("/dismiss", hidden_field("back", self._current_path), button="No, thanks")
+            parts.append(dialog(title, tag("p", text(message_text)), close))
         return join(parts)
 
 
 def local_path(path: str) -> str:
-    """A path of this site, or its start page for anything else."""
+    """The path, if it is one of this site; else the start page."""
     return path if re.fullmatch(r"/(?!/)[\x21-\x5b\x5d-\x7e]*", path) else "/"
 
 
 def form_text(request: PageRequest, name: str) -> str:
-    """What a field of a form holds, without surrounding spaces and with plain line ends."""
+    """The value of a form field, stripped and with \\n as line end."""
     return request.form.get(name, "").replace("\r\n", "\n").strip()[:MAX_FIELD_CHARACTERS]
 
 
-def page_number(request: PageRequest, pages: int) -> int:
-    """The page of a list that is asked for, within what there is."""
-    given = request.query.get("page", "1")
-    return min(max(int(given), 1), pages) if given.isascii() and given.isdigit() and len(given) < 6 else 1
+def query_text(request: PageRequest) -> str:
+    """The search text."""
+    return request.query.get("q", "").strip()
+
+
+def matches_query(request: PageRequest, title: str) -> bool:
+    """Whether a title contains every word of the search text, which is not empty."""
+    words = query_text(request).lower().split()
+    return bool(words) and all(word in title.lower() for word in words)
+
+
+def paginate(
+    request: PageRequest, items: Sequence[V], per_page: int, path: str, /, **query: str
+) -> tuple[Sequence[V], Html]:
+    """The items on the requested page of a list, and the links to its pages."""
+    pages = page_count(len(items), per_page)
+    number = request.query.get("page", "1")
+    valid = number.isascii() and number.isdigit() and len(number) < 6
+    page = min(max(int(number), 1), pages) if valid else 1
+    return items[(page - 1) * per_page : page * per_page], pager(path, page, pages, **query)
 
 
 def close_overlay(app: App) -> SubmitForm | None:
-    """What closes that which covers the page."""
+    """The action that closes the popup or cookie banner; None if neither is shown."""
     if app.is_popup_shown:
         return SubmitForm("/dismiss")
     return SubmitForm("/consent") if app.cookie_banner else None
 
 
-def sign_in(app: App, look: PageLinks) -> FollowLink | SubmitForm | None:
-    """What signs in from wherever the agent is; None once it has."""
+def sign_in(app: App, view: PageLinks) -> FollowLink | SubmitForm | None:
+    """The next action to sign in; None if the agent has signed in."""
     if app.signed_in:
         return None
-    if look.path.startswith("/login"):
+    if view.path.startswith("/login"):
         return SubmitForm("/login", {"user": app.account.user, "password": app.account.password})
     return FollowLink("/login")

@@ -1,4 +1,4 @@
-"""The calendar: weeks, appointments that can be made, moved and cancelled, and search."""
+"""Calendar: weeks, search, and appointments to make, move and cancel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ from dataclasses import dataclass, replace
 from datetime import date, datetime, time, timedelta
 
 from megatron_webrl.tasks.server import PageRequest, PageResponse
-from megatron_webrl.tasks.sites.app import Account, App, InitialSiteState, form_text, route
+from megatron_webrl.tasks.sites.app import (
+    Account,
+    App,
+    InitialSiteState,
+    form_text,
+    matches_query,
+    query_text,
+    route,
+)
 from megatron_webrl.tasks.sites.content_generator import draw_account, draw_names, draw_pairs, draw_weekday
 from megatron_webrl.tasks.sites.markup import (
     Html,
@@ -24,7 +32,7 @@ from megatron_webrl.tasks.sites.markup import (
 )
 
 OPENING_HOUR, CLOSING_HOUR = 8, 18
-"""Hours of the working day."""
+"""Begin and end of the working day, hours."""
 
 DURATIONS = (("30", "30 minutes"), ("60", "60 minutes"))
 
@@ -35,7 +43,7 @@ _ROOMS = ("Oak room", "River room", "Annex 2", "Library", "Video call")
 
 @dataclass(frozen=True)
 class Appointment:
-    """An appointment."""
+    """An appointment in the calendar."""
 
     id: int
     title: str
@@ -46,17 +54,17 @@ class Appointment:
 
     @property
     def end(self) -> datetime:
-        """When it is over."""
+        """End of the appointment."""
         return self.start + timedelta(minutes=self.minutes)
 
     def overlaps(self, other: Appointment) -> bool:
-        """Whether the two overlap."""
+        """Whether two appointments overlap."""
         return self.start < other.end and other.start < self.end
 
 
 @dataclass(frozen=True)
 class CalendarData:
-    """The calendar's content."""
+    """Content of the calendar."""
 
     account: Account
     today: date
@@ -64,12 +72,12 @@ class CalendarData:
     appointments: tuple[Appointment, ...]
 
     def appointments_on(self, day: date) -> list[Appointment]:
-        """The appointments of a day, in order."""
+        """The appointments of a day, by time."""
         return sorted((e for e in self.appointments if e.start.date() == day), key=lambda e: e.start)
 
 
 def generate_data(rng: random.Random) -> CalendarData:
-    """The calendar of five weeks, from the week before today's on."""
+    """Draw a calendar of five weeks, from the week before today's."""
     today, people = draw_weekday(rng), tuple(draw_names(rng, 6))
     titles, ids = iter(draw_pairs(rng, _KINDS, _FORMS, 80)), iter(rng.sample(range(1000, 9999), 80))
     events = []
@@ -86,7 +94,7 @@ def generate_data(rng: random.Random) -> CalendarData:
 
 
 class Calendar(App):
-    """One person's calendar.
+    """The calendar of one person.
 
     Effects: ("create", title, date, time, minutes), ("move", id, date, time) and ("cancel", id).
     """
@@ -95,10 +103,11 @@ class Calendar(App):
     popup = ("Daybook on your phone", "Take your appointments with you: our app is free for the first month.")
     login_required = True
 
-    def __init__(self, world: CalendarData, start: InitialSiteState) -> None:
-        super().__init__(world.account, start)
-        self.data = world
-        self.appointments = {event.id: event for event in world.appointments}
+    data: CalendarData
+
+    def __init__(self, data: CalendarData, start: InitialSiteState) -> None:
+        super().__init__(data, start)
+        self.appointments = {event.id: event for event in data.appointments}
 
     def navigation_links(self) -> tuple[tuple[str, str], ...]:
         return ("/", "This week"), ("/new", "New appointment")
@@ -114,14 +123,11 @@ class Calendar(App):
 
     @route("GET", r"/event/(\d{1,6})")
     def event(self, request: PageRequest, id: str) -> PageResponse:
-        event = self.appointments.get(int(id))
-        return self._event_page(event) if event else self.not_found()
+        return self._event_page(self.find(self.appointments, int(id)))
 
     @route("GET", r"/event/(\d{1,6})/cancel")
     def ask(self, request: PageRequest, id: str) -> PageResponse:
-        event = self.appointments.get(int(id))
-        if event is None:
-            return self.not_found()
+        event = self.find(self.appointments, int(id))
         keep = link(f"/event/{id}", "Keep it")
         box = dialog(
             "Cancel this appointment?",
@@ -133,17 +139,13 @@ class Calendar(App):
 
     @route("POST", r"/event/(\d{1,6})/cancel")
     def cancel(self, request: PageRequest, id: str) -> PageResponse:
-        event = self.appointments.pop(int(id), None)
-        if event is None:
-            return self.not_found()
-        self.effects.append(("cancel", id))
-        return self.redirect(week_path(event.start.date()), f"{event.title} has been cancelled.")
+        event = self.find(self.appointments, int(id))
+        del self.appointments[event.id]
+        return self.complete(("cancel", id), week_path(event.start.date()), f"{event.title} has been cancelled.")
 
     @route("GET", r"/event/(\d{1,6})/move")
     def move_page(self, request: PageRequest, id: str) -> PageResponse:
-        event = self.appointments.get(int(id))
-        if event is None:
-            return self.not_found()
+        event = self.find(self.appointments, int(id))
         return self.render_page(
             "Move",
             tag("div", link(f"/event/{id}", event.title), css="crumbs"),
@@ -154,9 +156,7 @@ class Calendar(App):
 
     @route("POST", r"/event/(\d{1,6})/move")
     def move(self, request: PageRequest, id: str) -> PageResponse:
-        event = self.appointments.get(int(id))
-        if event is None:
-            return self.not_found()
+        event = self.find(self.appointments, int(id))
         start = parse_start(form_text(request, "day"), form_text(request, "time"))
         if start is None:
             return self.redirect(f"/event/{id}/move", "Please give the date as 2026-03-05 and the time as 14:00.")
@@ -164,8 +164,9 @@ class Calendar(App):
         if refusal := self._refusal(moved):
             return self.redirect(f"/event/{id}/move", refusal)
         self.appointments[event.id] = moved
-        self.effects.append(("move", id, start.date().isoformat(), f"{start:%H:%M}"))
-        return self.redirect(f"/event/{id}", f"Moved to {_when(moved)}.")
+        return self.complete(
+            ("move", id, start.date().isoformat(), f"{start:%H:%M}"), f"/event/{id}", f"Moved to {_when(moved)}."
+        )
 
     @route("GET", "/new")
     def new_page(self, request: PageRequest) -> PageResponse:
@@ -192,28 +193,29 @@ class Calendar(App):
         if refusal := self._refusal(event):
             return self.redirect("/new", refusal)
         self.appointments[event.id] = event
-        self.effects.append(("create", title, start.date().isoformat(), f"{start:%H:%M}", minutes))
-        return self.redirect(f"/event/{event.id}", "The appointment has been saved.")
+        return self.complete(
+            ("create", title, start.date().isoformat(), f"{start:%H:%M}", minutes),
+            f"/event/{event.id}",
+            "The appointment has been saved.",
+        )
 
     @route("GET", "/search")
     def search(self, request: PageRequest) -> PageResponse:
-        asked = request.query.get("q", "").strip()
-        words = asked.lower().split()
         found = [
             event
             for event in sorted(self.appointments.values(), key=lambda event: event.start)
-            if words and all(word in f"{event.title} {event.person}".lower() for word in words)
+            if matches_query(request, f"{event.title} {event.person}")
         ][:20]
         rows = [(text(_when(event)), link(f"/event/{event.id}", event.title), text(event.person)) for event in found]
         return self.render_page(
             "Search",
-            tag("h1", text(f'{len(found)} appointments match "{asked}"')),
+            tag("h1", text(f'{len(found)} appointments match "{query_text(request)}"')),
             table(("When", "Appointment", "With"), rows),
         )
 
     def _week(self, start: date) -> PageResponse:
         days = [start + timedelta(days=number) for number in range(5)]
-        turn = (
+        week_links = (
             link(week_path(start - timedelta(days=7)), "Week before"),
             link(week_path(start + timedelta(days=7)), "Week after"),
         )
@@ -223,7 +225,7 @@ class Calendar(App):
             title,
             tag("h1", text(title)),
             today,
-            tag("div", *turn, css="tabs"),
+            tag("div", *week_links, css="tabs"),
             tag("div", *(self._day(day) for day in days), css="week"),
         )
 
@@ -240,7 +242,7 @@ class Calendar(App):
         )
         return tag("div", tag("h2", text(f"{day:%a} {day.isoformat()}")), boxes, css="day")
 
-    def _event_page(self, event: Appointment, *covers: Html) -> PageResponse:
+    def _event_page(self, event: Appointment, *overlays: Html) -> PageResponse:
         rows = (
             ("When", text(_when(event))),
             ("Duration", text(f"{event.minutes} minutes")),
@@ -256,11 +258,11 @@ class Calendar(App):
             tag("div", link(week_path(event.start.date()), "Week"), css="crumbs"),
             tag("h1", text(event.title)),
             tag("div", definition_list(rows), tag("div", *buttons, css="buttons"), css="sheet"),
-            *covers,
+            *overlays,
         )
 
     def _refusal(self, event: Appointment) -> str:
-        """Why an appointment cannot be at that time; empty if it can."""
+        """Why an appointment cannot take place; empty if it can."""
         day = event.start.date()
         opens, closes = datetime.combine(day, time(OPENING_HOUR)), datetime.combine(day, time(CLOSING_HOUR))
         if day.weekday() > 4 or event.start < opens or event.end > closes:
@@ -272,29 +274,29 @@ class Calendar(App):
 
 
 def week_start(day: date) -> date:
-    """The first day of a day's week."""
+    """The Monday of a day's week."""
     return day - timedelta(days=day.weekday())
 
 
 def week_path(day: date) -> str:
-    """Where a day's week is."""
+    """Path of a day's week."""
     return f"/week/{week_start(day).isoformat()}"
 
 
-def parse_date(words: str) -> date | None:
-    """A date as 2026-03-05; None for anything else, and for years that nobody plans."""
+def parse_date(day_text: str) -> date | None:
+    """Parse a date such as 2026-03-05; None if it is invalid or outside the years 2000 to 2099."""
     try:
-        day = datetime.strptime(words, "%Y-%m-%d").date()
+        day = datetime.strptime(day_text, "%Y-%m-%d").date()
     except ValueError:
         return None
     return day if 2000 <= day.year < 2100 else None
 
 
-def parse_start(day_words: str, time_words: str) -> datetime | None:
-    """A date and a time as 14:00; None for anything else."""
-    day = parse_date(day_words)
+def parse_start(day_text: str, time_text: str) -> datetime | None:
+    """Parse a date and a time such as 14:00; None if one is invalid."""
+    day = parse_date(day_text)
     try:
-        return datetime.combine(day, datetime.strptime(time_words, "%H:%M").time()) if day else None
+        return datetime.combine(day, datetime.strptime(time_text, "%H:%M").time()) if day else None
     except ValueError:
         return None
 

@@ -1,4 +1,4 @@
-"""All environments of the sites by name, and their tasks."""
+"""All environments of the sites by name, and their goals."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ SITE_APPS: dict[str, type[App]] = {
 
 @lru_cache(maxsize=256)  # the episodes of a group share one
 def get_goal(environment: str, seed: int) -> Goal:
-    """The task of an environment and a seed; the same on every machine. Raises KeyError."""
+    """The goal of an environment and a seed; equal on every machine. Raises KeyError."""
     return ENVIRONMENTS[environment].make_goal(random.Random(f"{environment}/{seed}"))

@@ -1,14 +1,22 @@
-"""The city's service desk: services by office, applications in several steps with a review, and a poll."""
+"""City service desk: services by office, applications in several steps with a review, and a poll."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, timedelta
 
 from megatron_webrl.tasks.server import PageRequest, PageResponse
-from megatron_webrl.tasks.sites.app import Account, App, InitialSiteState, form_text, page_number, route
+from megatron_webrl.tasks.sites.app import (
+    Account,
+    App,
+    InitialSiteState,
+    form_text,
+    matches_query,
+    paginate,
+    route,
+)
 from megatron_webrl.tasks.sites.content_generator import (
     FIRST_NAMES,
     LAST_NAMES,
@@ -24,8 +32,6 @@ from megatron_webrl.tasks.sites.markup import (
     form,
     join,
     link,
-    page_count,
-    pager,
     radio_group,
     table,
     tag,
@@ -60,20 +66,20 @@ _POLLS = (
 
 @dataclass(frozen=True)
 class FormField:
-    """A field of an application: one of the options, or a line of text without any."""
+    """A field of an application: a choice of options, or text if there are none."""
 
     label: str
     options: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        """Name of the field in the form."""
+        """Name of the HTML field."""
         return self.label.lower().replace(" ", "-")
 
 
 @dataclass(frozen=True)
 class Service:
-    """Something to apply for."""
+    """A service of an office."""
 
     title: str
     office: str
@@ -83,18 +89,18 @@ class Service:
 
     @property
     def slug(self) -> str:
-        """Its name in addresses."""
+        """Name of the service in paths."""
         return self.title.lower().replace(" ", "-")
 
     @property
     def fields(self) -> tuple[FormField, ...]:
-        """All fields of all steps."""
+        """The fields of all steps."""
         return tuple(entry for step in self.form_steps for entry in step)
 
 
 @dataclass(frozen=True)
 class Application:
-    """What the account applied for earlier."""
+    """A past application of the account."""
 
     id: int
     service: Service
@@ -105,7 +111,7 @@ class Application:
 
 @dataclass(frozen=True)
 class FormsData:
-    """The desk's content."""
+    """Content of the service desk."""
 
     account: Account
     services: tuple[Service, ...]
@@ -118,7 +124,7 @@ class FormsData:
 
 
 def generate_data(rng: random.Random) -> FormsData:
-    """Sixteen services of four offices, and a dozen applications."""
+    """Draw 16 services of four offices, and 9 to 13 past applications."""
     titles, days = rng.sample(_SERVICES, len(_SERVICES)), rng.sample(range(2, 90), len(_SERVICES))
     services = tuple(
         Service(title, _OFFICES[index % len(_OFFICES)], rng.randint(4, 190), days[index], _steps(rng))
@@ -140,7 +146,7 @@ def _steps(rng: random.Random) -> tuple[tuple[FormField, ...], ...]:
 
 
 def draw_values(rng: random.Random, service: Service) -> dict[str, str]:
-    """Something to enter in every field of a service."""
+    """Draw a value for every field of a service."""
     lines = {
         "Full name": f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}",
         "Street and number": f"{rng.choice(_STREETS)} {rng.randint(1, 180)}",
@@ -152,30 +158,29 @@ def draw_values(rng: random.Random, service: Service) -> dict[str, str]:
 
 
 class Forms(App):
-    """One citizen's desk. Effects: ("send", slug, "field=value", ...), ("withdraw", id) and ("vote", option)."""
+    """The service desk of one citizen.
+
+    Effects: ("send", slug, "field=value", ...), ("withdraw", id) and ("vote", option).
+    """
 
     name, title, search_hint = "forms", "City Service Desk", "Search services"
     popup = ("Tell us what you think", "Five minutes of your time make our desk better. Would you like to take part?")
 
-    def __init__(self, world: FormsData, start: InitialSiteState) -> None:
-        super().__init__(world.account, start)
-        self.data = world
+    data: FormsData
+
+    def __init__(self, data: FormsData, start: InitialSiteState) -> None:
+        super().__init__(data, start)
         self.drafts: dict[str, dict[str, str]] = {}  # values by service
-        self.applications = {application.id: application for application in world.applications}
-        self._services = {service.slug: service for service in world.services}
+        self.applications = {application.id: application for application in data.applications}
+        self._services = {service.slug: service for service in data.services}
 
     def navigation_links(self) -> tuple[tuple[str, str], ...]:
         return ("/offices", "Offices"), ("/poll", "Poll"), ("/applications", "My applications")
 
     @route("GET", "/")
     def home(self, request: PageRequest) -> PageResponse:
-        services = self.data.services
-        pages = page_count(len(services), SERVICES_PER_PAGE)
-        page = page_number(request, pages)
-        shown = services[(page - 1) * SERVICES_PER_PAGE : page * SERVICES_PER_PAGE]
-        return self.render_page(
-            "Services", tag("h1", text("All services")), _service_table(shown), pager("/", page, pages)
-        )
+        shown, links = paginate(request, self.data.services, SERVICES_PER_PAGE, "/")
+        return self.render_page("Services", tag("h1", text("All services")), _service_table(shown), links)
 
     @route("GET", "/offices")
     def offices(self, request: PageRequest) -> PageResponse:
@@ -191,15 +196,12 @@ class Forms(App):
 
     @route("GET", "/search")
     def search(self, request: PageRequest) -> PageResponse:
-        words = request.query.get("q", "").lower().split()
-        found = [s for s in self.data.services if words and all(word in s.title.lower() for word in words)]
+        found = [service for service in self.data.services if matches_query(request, service.title)]
         return self.render_page("Search", tag("h1", text(f"{len(found)} services found")), _service_table(found))
 
     @route("GET", r"/service/([a-z-]+)")
     def service(self, request: PageRequest, slug: str) -> PageResponse:
-        service = self._services.get(slug)
-        if service is None:
-            return self.not_found()
+        service = self.find(self._services, slug)
         rows = (
             ("Office", link(office_path(service.office), service.office)),
             ("Fee", text(f"${service.fee}")),
@@ -214,9 +216,8 @@ class Forms(App):
 
     @route("GET", r"/service/([a-z-]+)/step/(\d)")
     def step(self, request: PageRequest, slug: str, number: str) -> PageResponse:
-        service, index = self._services.get(slug), int(number) - 1
-        if service is None or not 0 <= index < len(service.form_steps):
-            return self.not_found()
+        service = self.find(self._services, slug)
+        step = self.find(dict(enumerate(service.form_steps, 1)), int(number))
         draft = self.drafts.get(slug, {})
         fields = [
             radio_group(
@@ -224,33 +225,30 @@ class Forms(App):
             )
             if entry.options
             else text_field(entry.name, entry.label, value=draft.get(entry.name, ""))
-            for entry in service.form_steps[index]
+            for entry in step
         ]
         return self.render_page(
             service.title,
             tag("div", link(f"/service/{slug}", service.title), css="crumbs"),
             tag("h1", text(f"{service.title}: step {number} of {len(service.form_steps)}")),
-            form(form_step_path(service, index + 1), *fields, button="Continue", css="sheet"),
+            form(form_step_path(service, int(number)), *fields, button="Continue", css="sheet"),
         )
 
     @route("POST", r"/service/([a-z-]+)/step/(\d)")
     def enter(self, request: PageRequest, slug: str, number: str) -> PageResponse:
-        service, index = self._services.get(slug), int(number) - 1
-        if service is None or not 0 <= index < len(service.form_steps):
-            return self.not_found()
-        for entry in service.form_steps[index]:
+        service = self.find(self._services, slug)
+        step = self.find(dict(enumerate(service.form_steps, 1)), int(number))
+        for entry in step:
             value = form_text(request, entry.name)
             if not value or (entry.options and value not in entry.options):
-                return self.redirect(form_step_path(service, index + 1), f"Please fill in {entry.label}.")
+                return self.redirect(form_step_path(service, int(number)), f"Please fill in {entry.label}.")
             self.drafts.setdefault(slug, {})[entry.name] = value
-        last = index + 1 == len(service.form_steps)
-        return self.redirect(review_path(service) if last else form_step_path(service, index + 2))
+        last = int(number) == len(service.form_steps)
+        return self.redirect(review_path(service) if last else form_step_path(service, int(number) + 1))
 
     @route("GET", r"/service/([a-z-]+)/review")
     def review(self, request: PageRequest, slug: str) -> PageResponse:
-        service = self._services.get(slug)
-        if service is None:
-            return self.not_found()
+        service = self.find(self._services, slug)
         draft = self.drafts.get(slug, {})
         if missing := self._unfinished(service):
             return self.redirect(form_step_path(service, missing), "Please fill in this step first.")
@@ -266,30 +264,27 @@ class Forms(App):
 
     @route("POST", r"/service/([a-z-]+)/send")
     def send(self, request: PageRequest, slug: str) -> PageResponse:
-        service = self._services.get(slug)
-        if service is None:
-            return self.not_found()
+        service = self.find(self._services, slug)
         if missing := self._unfinished(service):
             return self.redirect(form_step_path(service, missing), "Please fill in this step first.")
-        self.effects.append(send_effect(service, self.drafts.pop(slug)))
-        return self.redirect(f"/service/{slug}", "Your application has been sent.")
+        return self.complete(
+            send_effect(service, self.drafts.pop(slug)), f"/service/{slug}", "Your application has been sent."
+        )
 
     @route("GET", "/applications")
     def list_applications(self, request: PageRequest) -> PageResponse:
-        if refused := self.redirect_to_login():
-            return refused
-        found = list(self.applications.values())
-        pages = page_count(len(found), APPLICATIONS_PER_PAGE)
-        page = page_number(request, pages)
+        self.require_login()
+        applications = list(self.applications.values())
+        shown, links = paginate(request, applications, APPLICATIONS_PER_PAGE, "/applications")
         rows = [
             (link(application_path(a), f"No. {a.id}"), text(a.service.title), text(format_date(a.day)), text(a.state))
-            for a in found[(page - 1) * APPLICATIONS_PER_PAGE : page * APPLICATIONS_PER_PAGE]
+            for a in shown
         ]
         return self.render_page(
             "Applications",
             tag("h1", text("Your applications")),
             table(("Application", "Service", "Sent on", "State"), rows),
-            pager("/applications", page, pages),
+            links,
         )
 
     @route("GET", r"/application/(\d{1,6})")
@@ -310,12 +305,9 @@ class Forms(App):
 
     @route("POST", r"/application/(\d{1,6})/withdraw")
     def withdraw(self, request: PageRequest, id: str) -> PageResponse:
-        if refused := self.redirect_to_login():
-            return refused
-        if self.applications.pop(int(id), None) is None:
-            return self.not_found()
-        self.effects.append(("withdraw", id))
-        return self.redirect("/applications", f"Application {id} has been withdrawn.")
+        self.require_login()
+        del self.applications[self.find(self.applications, int(id)).id]
+        return self.complete(("withdraw", id), "/applications", f"Application {id} has been withdrawn.")
 
     @route("GET", "/poll")
     def poll(self, request: PageRequest) -> PageResponse:
@@ -330,21 +322,19 @@ class Forms(App):
         option = form_text(request, "option")
         if option not in self.data.poll[1]:
             return self.redirect("/poll", "Please choose one of the options.")
-        self.effects.append(("vote", option))
-        return self.redirect("/poll", "Thank you for your vote.")
+        return self.complete(("vote", option), "/poll", "Thank you for your vote.")
 
     def _unfinished(self, service: Service) -> int:
-        """Number of the first step that lacks something; 0 if none does."""
+        """Number of the first incomplete step; 0 if all are complete."""
         draft = self.drafts.get(service.slug, {})
-        lacking = (n for n, step in enumerate(service.form_steps, 1) if any(entry.name not in draft for entry in step))
-        return next(lacking, 0)
+        incomplete = (
+            n for n, step in enumerate(service.form_steps, 1) if any(entry.name not in draft for entry in step)
+        )
+        return next(incomplete, 0)
 
-    def _application(self, id: int, *covers: Html) -> PageResponse:
-        if refused := self.redirect_to_login():
-            return refused
-        found = self.applications.get(id)
-        if found is None:
-            return self.not_found()
+    def _application(self, id: int, *overlays: Html) -> PageResponse:
+        self.require_login()
+        found = self.find(self.applications, id)
         rows = [
             ("Service", text(found.service.title)),
             ("Sent on", text(format_date(found.day))),
@@ -357,7 +347,7 @@ class Forms(App):
             tag("div", link("/applications", "My applications"), css="crumbs"),
             tag("h1", text(f"Application No. {id}")),
             tag("div", definition_list(rows), join((tools,)), css="sheet"),
-            *covers,
+            *overlays,
         )
 
 
@@ -367,34 +357,34 @@ def send_effect(service: Service, values: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def office_path(office: str) -> str:
-    """Where an office is."""
+    """Path of an office."""
     return f"/office/{office.lower().replace(' ', '-')}"
 
 
-def service_list_page(world: FormsData, service: Service) -> int:
-    """The page of the list of all services that shows one."""
-    return world.services.index(service) // SERVICES_PER_PAGE + 1
+def service_list_page(data: FormsData, service: Service) -> int:
+    """Number of the page that lists a service."""
+    return data.services.index(service) // SERVICES_PER_PAGE + 1
 
 
 def form_step_path(service: Service, number: int) -> str:
-    """Where a step of an application is, from 1."""
+    """Path of a step of an application, from 1."""
     return f"/service/{service.slug}/step/{number}"
 
 
 def review_path(service: Service) -> str:
-    """Where an application is looked at before it is sent."""
+    """Path of the review before an application is sent."""
     return f"/service/{service.slug}/review"
 
 
 def application_path(application: Application) -> str:
-    """Where an earlier application is."""
+    """Path of a past application."""
     return f"/application/{application.id}"
 
 
 def service_list_path(page: int) -> str:
-    """Where a page of the list of all services is."""
+    """Path of a page of the list of all services."""
     return build_path("/", page=page)
 
 
-def _service_table(services: list[Service] | tuple[Service, ...]) -> Html:
+def _service_table(services: Sequence[Service]) -> Html:
     return table(("Service", "Office"), [(link(f"/service/{s.slug}", s.title), text(s.office)) for s in services])

@@ -1,14 +1,23 @@
-"""The forum: boards, threads over several pages, members, replies, likes, and a lounge for members."""
+"""Forum: boards, threads over several pages, members, replies, likes, and a lounge for members."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date, timedelta
 
 from megatron_webrl.tasks.server import PageRequest, PageResponse
-from megatron_webrl.tasks.sites.app import Account, App, InitialSiteState, form_text, page_number, route
+from megatron_webrl.tasks.sites.app import (
+    Account,
+    App,
+    InitialSiteState,
+    form_text,
+    matches_query,
+    paginate,
+    query_text,
+    route,
+)
 from megatron_webrl.tasks.sites.content_generator import draw_account, draw_names, draw_pairs, draw_weekday, format_date
 from megatron_webrl.tasks.sites.markup import (
     Html,
@@ -17,7 +26,6 @@ from megatron_webrl.tasks.sites.markup import (
     join,
     link,
     page_count,
-    pager,
     table,
     tag,
     text,
@@ -59,7 +67,7 @@ _TOWNS = ("Aldmere", "Corwick", "Fenport", "Holdale", "Kelmoor", "Penstead")
 
 @dataclass(frozen=True)
 class Post:
-    """Something said in a thread."""
+    """A post in a thread."""
 
     id: int
     author: str
@@ -70,7 +78,7 @@ class Post:
 
 @dataclass(frozen=True)
 class Thread:
-    """A conversation; the first post opened it."""
+    """A thread; the first post opened it."""
 
     id: int
     title: str
@@ -79,10 +87,10 @@ class Thread:
 
 @dataclass(frozen=True)
 class ForumData:
-    """The forum's content."""
+    """Content of the forum."""
 
     account: Account
-    members: dict[str, tuple[str, date]]  # town and first day by name
+    members: dict[str, tuple[str, date]]  # town and date of joining by name
     boards: dict[str, tuple[Thread, ...]]
 
     def board_of(self, thread: Thread) -> str:
@@ -116,15 +124,16 @@ def _thread(rng: random.Random, id: int, title: str, people: list[str], ids: Ite
 
 
 class Forum(App):
-    """One member's forum. Effects: ("reply", thread, text), ("like", post), ("follow", thread)."""
+    """The forum of one member. Effects: ("reply", thread, text), ("like", post), ("follow", thread)."""
 
     name, title, search_hint = "forum", "The Clearing", "Search threads"
     popup = ("Meet us in person", "Our summer meeting takes place in June. Tickets are on sale in the lounge.")
 
-    def __init__(self, world: ForumData, start: InitialSiteState) -> None:
-        super().__init__(world.account, start)
-        self.data = world
-        self._threads = {thread.id: thread for threads in world.boards.values() for thread in threads}
+    data: ForumData
+
+    def __init__(self, data: ForumData, start: InitialSiteState) -> None:
+        super().__init__(data, start)
+        self._threads = {thread.id: thread for threads in data.boards.values() for thread in threads}
         self._posts = {post.id: thread for thread in self._threads.values() for post in thread.posts}
         self._replies: dict[int, list[str]] = {}  # by thread
         self._liked: set[int] = set()
@@ -145,45 +154,38 @@ class Forum(App):
         board = next((name for name in self.data.boards if board_path(name) == f"/board/{slug}"), None)
         if board is None:
             return self.not_found()
-        if board == LOUNGE and (refused := self.redirect_to_login()):
-            return refused
+        if board == LOUNGE:
+            self.require_login()
         threads = self.data.boards[board]
-        pages = page_count(len(threads), THREADS_PER_PAGE)
-        page = page_number(request, pages)
+        shown, links = paginate(request, threads, THREADS_PER_PAGE, board_path(board))
         return self.render_page(
             board,
             tag("div", link("/", "Boards"), css="crumbs"),
             tag("h1", text(board)),
-            _thread_table(threads[(page - 1) * THREADS_PER_PAGE : page * THREADS_PER_PAGE]),
-            pager(board_path(board), page, pages),
+            _thread_table(shown),
+            links,
         )
 
     @route("GET", "/search")
     def search(self, request: PageRequest) -> PageResponse:
-        asked = request.query.get("q", "").strip()
-        words = asked.lower().split()
         found = [
             thread
             for board, threads in self.data.boards.items()
             for thread in threads
-            if words and board != LOUNGE and all(word in thread.title.lower() for word in words)
+            if board != LOUNGE and matches_query(request, thread.title)
         ]
         return self.render_page(
-            "Search", tag("h1", text(f'{len(found)} threads match "{asked}"')), _thread_table(found)
+            "Search", tag("h1", text(f'{len(found)} threads match "{query_text(request)}"')), _thread_table(found)
         )
 
     @route("GET", r"/thread/(\d{1,6})")
     def thread(self, request: PageRequest, id: str) -> PageResponse:
-        thread = self._threads.get(int(id))
-        if thread is None:
-            return self.not_found()
+        thread = self.find(self._threads, int(id))
         board = self.data.board_of(thread)
-        if board == LOUNGE and (refused := self.redirect_to_login()):
-            return refused
-        pages = page_count(len(thread.posts), POSTS_PER_PAGE)
-        page = page_number(request, pages)
-        shown = thread.posts[(page - 1) * POSTS_PER_PAGE : page * POSTS_PER_PAGE]
-        own = self._replies.get(thread.id, []) if page == pages else []
+        if board == LOUNGE:
+            self.require_login()
+        shown, links = paginate(request, thread.posts, POSTS_PER_PAGE, f"/thread/{id}")
+        replies = self._replies.get(thread.id, []) if shown[-1] is thread.posts[-1] else []
         return self.render_page(
             thread.title,
             tag("div", link("/", "Boards"), text(" / "), link(board_path(board), board), css="crumbs"),
@@ -191,8 +193,10 @@ class Forum(App):
             form(f"/follow/{id}", button="Follow this thread", css="quiet") if self.signed_in else Html(""),
             Html("<br>"),
             join(self._post(post) for post in shown),
-            join(tag("div", tag("b", text(self.account.name)), tag("div", text(words)), css="post") for words in own),
-            pager(f"/thread/{id}", page, pages),
+            join(
+                tag("div", tag("b", text(self.account.name)), tag("div", text(reply)), css="post") for reply in replies
+            ),
+            links,
             self._reply_form(thread),
         )
 
@@ -206,41 +210,34 @@ class Forum(App):
 
     @route("POST", r"/follow/(\d{1,6})")
     def follow(self, request: PageRequest, id: str) -> PageResponse:
-        return self._did(("follow", id), int(id) in self._threads, f"/thread/{id}", "You follow this thread.")
+        self.require_login()
+        self.find(self._threads, int(id))
+        return self.complete(("follow", id), f"/thread/{id}", "You follow this thread.")
 
     @route("POST", r"/like/(\d{1,6})")
     def like(self, request: PageRequest, id: str) -> PageResponse:
-        thread = self._posts.get(int(id))
-        path = post_path(thread, int(id)) if thread else "/"
-        if self.signed_in:
-            self._liked.add(int(id))
-        return self._did(("like", id), thread is not None, path, "You like this post.")
+        self.require_login()
+        path = post_path(self.find(self._posts, int(id)), int(id))
+        self._liked.add(int(id))
+        return self.complete(("like", id), path, "You like this post.")
 
     @route("POST", r"/reply/(\d{1,6})")
     def reply(self, request: PageRequest, id: str) -> PageResponse:
         words, thread = form_text(request, "words"), self._threads.get(int(id))
         if not words or thread is None:
             return self.redirect("/", "A reply must not be empty.")
-        if self.signed_in:
-            self._replies.setdefault(thread.id, []).append(words)
+        self.require_login()
+        self._replies.setdefault(thread.id, []).append(words)
         path = thread_path(thread, page_count(len(thread.posts), POSTS_PER_PAGE))
-        return self._did(("reply", id, words), True, path, "Your reply has been posted.")
-
-    def _did(self, effect: tuple[str, ...], exists: bool, path: str, notice: str) -> PageResponse:
-        if refused := self.redirect_to_login():
-            return refused
-        if not exists:
-            return self.not_found()
-        self.effects.append(effect)
-        return self.redirect(path, notice)
+        return self.complete(("reply", id, words), path, "Your reply has been posted.")
 
     def _post(self, post: Post) -> Html:
         likes = post.likes + (post.id in self._liked)
         foot = [tag("span", text(f"{likes} likes"), css="muted")]
         if self.signed_in:
             foot.append(form(f"/like/{post.id}", button="Like", css="quiet"))
-        who = tag("div", tag("b", text(post.author)), tag("div", text(format_date(post.day)), css="muted"))
-        return tag("div", who, tag("div", tag("p", text(post.text)), tag("div", *foot, css="foot")), css="post")
+        author = tag("div", tag("b", text(post.author)), tag("div", text(format_date(post.day)), css="muted"))
+        return tag("div", author, tag("div", tag("p", text(post.text)), tag("div", *foot, css="foot")), css="post")
 
     def _reply_form(self, thread: Thread) -> Html:
         if not self.signed_in:
@@ -249,22 +246,22 @@ class Forum(App):
 
 
 def board_path(board: str, page: int = 1) -> str:
-    """Where a page of a board is."""
+    """Path of a page of a board."""
     return build_path(f"/board/{board.lower().replace(' ', '-').replace(chr(39), '')}", page=page)
 
 
 def thread_path(thread: Thread, page: int = 1) -> str:
-    """Where a page of a thread is."""
+    """Path of a page of a thread."""
     return build_path(f"/thread/{thread.id}", page=page)
 
 
 def post_path(thread: Thread, id: int) -> str:
-    """The page of a thread that shows a post."""
+    """Path of the page of a thread that shows a post."""
     index = next(index for index, post in enumerate(thread.posts) if post.id == id)
     return thread_path(thread, index // POSTS_PER_PAGE + 1)
 
 
-def _thread_table(threads: list[Thread] | tuple[Thread, ...]) -> Html:
+def _thread_table(threads: Sequence[Thread]) -> Html:
     rows = [
         (link(thread_path(thread), thread.title), text(thread.posts[0].author), text(len(thread.posts) - 1),
          text(format_date(thread.posts[-1].day)))

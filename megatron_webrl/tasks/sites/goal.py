@@ -1,52 +1,102 @@
-"""What a task asks for, and what has become of it."""
+"""Goals of site tasks, and the environments that draw them."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
-from megatron_webrl.tasks.sites.app import App, Effect
-from megatron_webrl.tasks.sites.high_level_actions import ScriptedPolicy
+from megatron_webrl.tasks.sites.app import App, Effect, InitialSiteState, close_overlay, sign_in
+from megatron_webrl.tasks.sites.content_generator import draw_initial_state, sign_in_instruction
+from megatron_webrl.tasks.sites.high_level_actions import HighLevelAction, PageLinks, ScriptedPolicy
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A task in all its detail. Either `effects` must come about and nothing else, or `answer` must be given."""
+    """The goal of one task: either exactly `effects` must happen, or `answer` must be given."""
 
     instruction: str
-    start_path: str  # path of the first page
-    make_app: Callable[[], App]  # a fresh copy of the site
+    start_path: str  # of the first page
     scripted_policy: ScriptedPolicy
     effects: tuple[Effect, ...] = ()
     answer: str | None = None
+    signed_in: bool = False  # at the start of an easy or medium task
+    app_options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the App
+    make_app: Callable[[], App] | None = None  # makes a new copy of the site; set by Environment.make_goal
 
     def __post_init__(self) -> None:
         assert bool(self.effects) != (self.answer is not None), "a goal has effects or an answer, and not both"
 
 
+DrawGoal = Callable[[random.Random, Any], Goal | None]
+"""Draws a goal for the content of a site; None if the content has no such task."""
+
+
 @dataclass(frozen=True)
 class Environment:
-    """A template of tasks: goals are drawn from random numbers."""
+    """Tasks of one kind. Medium and hard ones may begin with a cookie banner; in hard ones a popup may appear, and the
+    agent must sign in.
+    """
 
     app_class: type[App]
     difficulty: str  # "easy", "medium" or "hard"
-    make_goal: Callable[[random.Random], Goal]
+    generate_data: Callable[[random.Random], Any]
+    draw_goal: DrawGoal
+
+    def make_goal(self, rng: random.Random) -> Goal:
+        """Draw the content of the site, a goal and the initial state."""
+        goal = None
+        while goal is None:
+            data = self.generate_data(rng)
+            goal = self.draw_goal(rng, data)
+        hard = self.difficulty == "hard"
+        if self.difficulty == "easy":
+            start = InitialSiteState(goal.signed_in)
+        else:
+            start = draw_initial_state(rng, goal.signed_in, popup=hard)
+        return replace(
+            goal,
+            instruction=f"{sign_in_instruction(data.account)} {goal.instruction}" if hard else goal.instruction,
+            scripted_policy=partial(_act_unobstructed, goal.scripted_policy, hard),
+            make_app=partial(self.app_class, data, start, **goal.app_options),
+        )
+
+
+def _act_unobstructed(policy: ScriptedPolicy, needs_login: bool, app: App, view: PageLinks) -> HighLevelAction:
+    """Close popup and banner and sign in before the policy acts."""
+    return close_overlay(app) or (sign_in(app, view) if needs_login else None) or policy(app, view)
+
+
+def make_environments(
+    app_class: type[App],
+    generate_data: Callable[[random.Random], Any],
+    **by_difficulty: Iterable[DrawGoal],
+) -> dict[str, Environment]:
+    """Environments of a site, named after site and function: shop-find-price for Shop and find_price."""
+    return {
+        f"{app_class.name}-{draw_goal.__name__.replace('_', '-')}": Environment(
+            app_class, difficulty, generate_data, draw_goal
+        )
+        for difficulty, draws in by_difficulty.items()
+        for draw_goal in draws
+    }
 
 
 def reward_and_done(goal: Goal, effects: list[Effect]) -> tuple[float | None, bool]:
-    """Reward and end: 1 as soon as exactly the wanted effects are there, 0 with the first one that is not wanted.
+    """Reward and end: 1 as soon as exactly the wanted effects have happened, 0 with the first other one.
 
-    What an answer is worth is the judge's affair; until then there is no reward.
+    The judge compares answers; until then there is no reward.
     """
-    left = Counter(goal.effects)
-    left.subtract(effects)
-    if min(left.values(), default=0) < 0:
+    missing = Counter(goal.effects)
+    missing.subtract(effects)
+    if min(missing.values(), default=0) < 0:
         return 0.0, True
-    return (1.0, True) if goal.effects and not any(left.values()) else (None, False)
+    return (1.0, True) if goal.effects and not any(missing.values()) else (None, False)
 
 
 SITE_ERROR_RESULT = (math.nan, True)
-"""The result of an episode whose site could not answer: no number, so that the judge masks it."""
+"""Result of an episode whose site raised an exception: not a number, so that the judge masks the episode."""

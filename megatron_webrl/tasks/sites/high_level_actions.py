@@ -1,6 +1,6 @@
-"""What a script does on a page of the sites: follow a link, submit a form, answer.
+"""Actions of scripted policies on the sites: follow a link, submit a form, answer.
 
-A move names elements as the page does, so that a browser and a plain HTTP client can both carry it out.
+They name elements by href, form action and field name, so that a browser and a plain HTTP client can execute them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from megatron_webrl.types import Action
 
 @dataclass(frozen=True)
 class FollowLink:
-    """Click the link with this address."""
+    """Click the link with this href."""
 
     href: str
 
 
 @dataclass(frozen=True)
 class SubmitForm:
-    """Fill in fields of the form with this action, the others stay as they are, and press its button."""
+    """Fill in the given fields of the form with this action and press its button."""
 
     action: str
     values: Mapping[str, str] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class SubmitForm:
 
 @dataclass(frozen=True)
 class GiveAnswer:
-    """End the task with a text."""
+    """End the task with an answer."""
 
     text: str
 
@@ -42,38 +42,38 @@ HighLevelAction = FollowLink | SubmitForm | GiveAnswer
 
 @dataclass(frozen=True)
 class PageLinks:
-    """What a script sees of the page: its address and those of its links."""
+    """The path of a page and the hrefs of its links."""
 
     path: str  # with the query
     links: frozenset[str]
 
 
 ScriptedPolicy = Callable[[Any, PageLinks], HighLevelAction]
-"""From an episode's copy of the site (a subclass of App) and the page to the next move. Raises OracleError."""
+"""Maps an episode's App and the current page to the next action. Raises ScriptedPolicyError."""
 
 
-def next_link(look: PageLinks, *way: str) -> FollowLink | None:
-    """The next link on a way of pages, each linked from the one before; None at its end.
+def next_link(view: PageLinks, *pages: str) -> FollowLink | None:
+    """The next link on a path of pages, each linked from the previous one; None on the last page.
 
-    Wherever the agent is, the last page of the way that is linked there is the next one. Raises OracleError.
+    From any page, the link leads to the farthest page of the path that is linked there. Raises ScriptedPolicyError.
     """
-    if look.path == way[-1]:
+    if view.path == pages[-1]:
         return None
-    for href in reversed(way):
-        if href in look.links and href != look.path:
+    for href in reversed(pages):
+        if href in view.links and href != view.path:
             return FollowLink(href)
-    raise ScriptedPolicyError(f"{look.path} leads nowhere on the way to {way[-1]}")
+    raise ScriptedPolicyError(f"{view.path} has no link towards {pages[-1]}")
 
 
-def next_unvisited(seen: Collection[str], look: PageLinks, *stops: str) -> FollowLink | None:
-    """Like `walk`, but every stop must have been seen, none is jumped over; None once all are."""
-    for index, stop in enumerate(stops):
-        if stop not in seen:
-            return next_link(look, *stops[: index + 1])
+def next_unvisited(visited: Collection[str], view: PageLinks, *pages: str) -> FollowLink | None:
+    """Like `next_link`, but visits every page of the path; None once all are visited."""
+    for index, page in enumerate(pages):
+        if page not in visited:
+            return next_link(view, *pages[: index + 1])
     return None
 
 
-# The field to fill in next: those that are clicked come first, because Enter in a text field may send the form.
+# The field to fill in next: radio buttons and checkboxes first, because Enter in a text field may send the form.
 _TARGET = """(() => {
   if (argument.href !== undefined)
     return {element: all('a[href]').find((a) => a.getAttribute('href') === argument.href)};
@@ -90,22 +90,22 @@ _TARGET = """(() => {
   return {element: form.querySelector('button')};
 })()"""
 
-_LOOK = """() => [location.pathname + location.search,
+_READ_LINKS = """() => [location.pathname + location.search,
   [...document.querySelectorAll('a[href]')].map((a) => a.getAttribute('href'))]"""
 
 
 async def read_page_links(page: Page) -> PageLinks:
-    """What a script sees of a page in the browser."""
-    path, links = await page.evaluate(_LOOK)
+    """Path and links of a page in the browser."""
+    path, links = await page.evaluate(_READ_LINKS)
     return PageLinks(path, frozenset(links))
 
 
-async def first_action(page: Page, move: HighLevelAction) -> Action:
-    """The first action of a move on a page in the browser. Raises OracleError."""
-    match move:
+async def first_action(page: Page, action: HighLevelAction) -> Action:
+    """The first browser action of a high-level action. Raises ScriptedPolicyError."""
+    match action:
         case GiveAnswer(text):
             return Action("answer", text=text)
         case FollowLink(href):
             return await resolve_target(page, _TARGET, {"href": href})
-        case SubmitForm(action, values):
-            return await resolve_target(page, _TARGET, {"action": action, "values": dict(values)})
+        case SubmitForm(path, values):
+            return await resolve_target(page, _TARGET, {"action": path, "values": dict(values)})

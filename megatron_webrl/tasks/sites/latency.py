@@ -1,4 +1,4 @@
-"""How long the sites take to answer, to imitate the web: a median and a heavy tail."""
+"""Simulated response time of the sites: log-normal, with a heavy tail as on the web."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import random
 
 from megatron_webrl.config.tasks import LatencyConfig
 
+MAX_DELAY_SECONDS = 30.0
 
-def response_delay(settings: LatencyConfig, site: str, episode: str, request: int) -> float:
-    """Seconds until request number `request` of an episode is answered: log-normal, and always the same."""
-    median = settings.site_median_seconds.get(site, settings.median_seconds)
-    if not median:
+
+def response_delay(settings: LatencyConfig, episode: str, request: int) -> float:
+    """Seconds until request number `request` of an episode is answered; a pure function of its arguments."""
+    if not settings.median_seconds:
         return 0.0
     normal = random.Random(f"latency/{episode}/{request}").gauss(0.0, 1.0)
     # Bounded before exp: a huge sigma must not overflow.
-    bounded = min(math.log(median) + settings.sigma * normal, math.log(settings.max_seconds))
-    return min(math.exp(bounded), settings.max_seconds)
+    exponent = min(math.log(settings.median_seconds) + settings.sigma * normal, math.log(MAX_DELAY_SECONDS))
+    return min(math.exp(exponent), MAX_DELAY_SECONDS)

@@ -1,4 +1,4 @@
-"""Pieces of HTML. Every text that comes in is escaped; pieces of HTML are of type Html."""
+"""HTML helpers. Values of type Html are markup; all other text is escaped."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ Html = NewType("Html", str)
 
 
 def text(value: object) -> Html:
-    """A value as text."""
+    """A value as escaped text."""
     return Html(escape(str(value)))
 
 
 def join(parts: Iterable[Html]) -> Html:
-    """Pieces one after the other."""
+    """Concatenate markup."""
     return Html("".join(parts))
 
 
 def tag(name: str, *children: Html, css: str = "") -> Html:
-    """An element around pieces."""
+    """An element with children."""
     style = f' class="{escape(css)}"' if css else ""
     return Html(f"<{name}{style}>{''.join(children)}</{name}>")
 
 
 def build_path(path: str, /, **query: str | int) -> str:
-    """A path with a query; what is empty, and the first page of a list, is left out."""
+    """A path with a query string, without empty values and page=1."""
     kept = {name: value for name, value in query.items() if value != "" and (name, value) != ("page", 1)}
     return f"{path}?{urlencode(kept)}" if kept else path
 
@@ -47,12 +47,12 @@ def form(action: str, *fields: Html, button: str, css: str = "", method: str = "
 
 
 def hidden_field(name: str, value: str) -> Html:
-    """A field that nobody sees."""
+    """A hidden field."""
     return Html(f'<input type="hidden" name="{escape(name)}" value="{escape(value)}">')
 
 
 def text_field(name: str, label: str, hint: str = "", value: str = "", kind: str = "text") -> Html:
-    """A line of text with its label; it must not stay empty."""
+    """A required text field with its label."""
     return Html(
         f'<label class="field"><span>{escape(label)}</span><input type="{kind}" name="{escape(name)}" '
         f'value="{escape(value)}" placeholder="{escape(hint)}" required></label>'
@@ -60,7 +60,7 @@ def text_field(name: str, label: str, hint: str = "", value: str = "", kind: str
 
 
 def text_area(name: str, label: str, hint: str = "") -> Html:
-    """Several lines of text with their label."""
+    """A required multi-line text field with its label."""
     return Html(
         f'<label class="field"><span>{escape(label)}</span><textarea name="{escape(name)}" rows="4" '
         f'placeholder="{escape(hint)}" required></textarea></label>'
@@ -68,48 +68,49 @@ def text_area(name: str, label: str, hint: str = "") -> Html:
 
 
 def radio_group(name: str, label: str, options: Sequence[tuple[str, str]], chosen: str = "") -> Html:
-    """One of several (value, label); one must be chosen."""
+    """Required radio buttons of (value, label)."""
     inputs = join(
         Html(
             f'<label class="choice"><input type="radio" name="{escape(name)}" value="{escape(value)}" required'
-            f"{' checked' if value == chosen else ''}> {escape(words)}</label>"
+            f"{' checked' if value == chosen else ''}> {escape(caption)}</label>"
         )
-        for value, words in options
+        for value, caption in options
     )
     return Html(f'<fieldset class="field"><legend>{escape(label)}</legend>{inputs}</fieldset>')
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[Html]]) -> Html:
-    """A table."""
+    """A table with a header row."""
     head = join(tag("th", text(name)) for name in heads)
     body = join(tag("tr", *(tag("td", cell) for cell in row)) for row in rows)
     return Html(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
 
 
 def definition_list(rows: Iterable[tuple[str, Html]]) -> Html:
-    """Names and values, one below the other."""
+    """A list of names and values."""
     return tag("dl", *(join((tag("dt", text(name)), tag("dd", value))) for name, value in rows), css="facts")
 
 
 def pager(path: str, page: int, pages: int, /, **query: str | int) -> Html:
-    """Links to the pages of a long list; nothing for a short one."""
+    """Links to the pages of a list; empty for a single page."""
     if pages < 2:
         return Html("")
     parts = [link(build_path(path, **query, page=page - 1), "Previous")] if page > 1 else []
     for number in range(1, pages + 1):
-        here = number == page
-        parts.append(tag("b", text(number)) if here else link(build_path(path, **query, page=number), str(number)))
+        parts.append(
+            tag("b", text(number)) if number == page else link(build_path(path, **query, page=number), str(number))
+        )
     if page < pages:
         parts.append(link(build_path(path, **query, page=page + 1), "Next"))
     return tag("nav", *parts, css="pager")
 
 
 def dialog(title: str, body: Html, *buttons: Html) -> Html:
-    """A box above a page that cannot be clicked while it is there."""
+    """A modal dialog over the page."""
     inner = tag("div", tag("h2", text(title)), body, tag("div", *buttons, css="buttons"), css="dialog")
     return tag("div", inner, css="veil")
 
 
 def page_count(items: int, per_page: int) -> int:
-    """How many pages a list takes; an empty one takes one."""
+    """Number of pages of a list; at least 1."""
     return max(1, -(-items // per_page))

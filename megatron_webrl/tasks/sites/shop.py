@@ -1,13 +1,23 @@
-"""The shop: categories, search, items, a cart, check-out, a wish list, and earlier orders."""
+"""Shop: categories, search, items, cart, check-out, wish list, past orders."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date, timedelta
 
 from megatron_webrl.tasks.server import PageRequest, PageResponse
-from megatron_webrl.tasks.sites.app import Account, App, InitialSiteState, form_text, page_number, route
+from megatron_webrl.tasks.sites.app import (
+    Account,
+    App,
+    InitialSiteState,
+    form_text,
+    matches_query,
+    paginate,
+    query_text,
+    route,
+)
 from megatron_webrl.tasks.sites.content_generator import draw_account, draw_weekday, format_date
 from megatron_webrl.tasks.sites.markup import (
     Html,
@@ -16,8 +26,6 @@ from megatron_webrl.tasks.sites.markup import (
     form,
     join,
     link,
-    page_count,
-    pager,
     radio_group,
     table,
     tag,
@@ -45,7 +53,7 @@ _MAKES = (
 
 @dataclass(frozen=True)
 class Item:
-    """Something to buy."""
+    """An item for sale."""
 
     id: int
     name: str
@@ -59,7 +67,7 @@ class Item:
 
 @dataclass(frozen=True)
 class PastOrder:
-    """An earlier order of the account."""
+    """A past order of the account."""
 
     id: int
     day: date
@@ -67,13 +75,13 @@ class PastOrder:
 
     @property
     def total(self) -> int:
-        """Cents."""
+        """Total price in cents."""
         return sum(item.price * count for item, count in self.lines)
 
 
 @dataclass(frozen=True)
 class ShopData:
-    """The shop's content."""
+    """Content of the shop."""
 
     account: Account
     items: tuple[Item, ...]
@@ -81,18 +89,18 @@ class ShopData:
 
     @property
     def categories(self) -> list[str]:
-        """In the order of the menu."""
+        """Category names, sorted."""
         return sorted({item.category for item in self.items})
 
     def items_in_category(self, category: str, sort: str = "") -> list[Item]:
-        """The items of a category as its pages show them."""
+        """The items of a category in the order of its pages."""
         found = [item for item in self.items if item.category == category]
         orders = {"price": lambda item: item.price, "rating": lambda item: (-item.rating, item.price)}
         return sorted(found, key=orders[sort]) if sort in orders else found
 
 
 def generate_data(rng: random.Random) -> ShopData:
-    """A shop of some 50 items and a dozen orders."""
+    """Draw a shop with about 50 items and 10 to 14 past orders."""
     kinds = [(category, kind) for category in rng.sample(sorted(_KINDS), 4) for kind in _KINDS[category]]
     chosen = [
         (category, f"{make} {kind}") for category, kind in kinds for make in rng.sample(_MAKES, rng.choice((1, 2)))
@@ -115,21 +123,22 @@ def generate_data(rng: random.Random) -> ShopData:
 
 
 def format_price(cents: int) -> str:
-    """Such as $12.50."""
+    """A price such as $12.50."""
     return f"${cents // 100}.{cents % 100:02d}"
 
 
 class Shop(App):
-    """One customer's shop. Effects: ("order", user, delivery, "id x count", ...) and ("save", id)."""
+    """The shop of one customer. Effects: ("order", user, delivery, "id x count", ...) and ("save", id)."""
 
     name, title, search_hint = "shop", "Larkfield Store", "Search items"
     popup = ("10 % off your next order", "Join 40,000 readers of our newsletter and save on everything you love.")
 
-    def __init__(self, world: ShopData, start: InitialSiteState, cart: dict[int, int] | None = None) -> None:
-        super().__init__(world.account, start)
-        self.data = world
+    data: ShopData
+
+    def __init__(self, data: ShopData, start: InitialSiteState, cart: dict[int, int] | None = None) -> None:
+        super().__init__(data, start)
         self.cart = dict(cart or {})  # count by item id
-        self._items = {item.id: item for item in world.items}
+        self._items = {item.id: item for item in data.items}
 
     def navigation_links(self) -> tuple[tuple[str, str], ...]:
         count = sum(self.cart.values())
@@ -138,7 +147,7 @@ class Shop(App):
     @route("GET", "/")
     def home(self, request: PageRequest) -> PageResponse:
         counts = [(name, f"{len(self.data.items_in_category(name))} items") for name in self.data.categories]
-        shelves = join(
+        categories = join(
             tag("div", link(category_path(name), name), tag("div", text(count), css="muted"), css="card")
             for name, count in counts
         )
@@ -146,7 +155,7 @@ class Shop(App):
         return self.render_page(
             "Home",
             tag("h1", text("Good things for every day")),
-            tag("div", shelves, css="grid"),
+            tag("div", categories, css="grid"),
             tag("h2", text("Popular this week")),
             _cards(popular),
         )
@@ -159,8 +168,7 @@ class Shop(App):
         sort = request.query.get("sort", "")
         sort = sort if sort in dict(SORT_OPTIONS) else ""
         items = self.data.items_in_category(name, sort)
-        pages = page_count(len(items), ITEMS_PER_PAGE)
-        page = page_number(request, pages)
+        shown, links = paginate(request, items, ITEMS_PER_PAGE, f"/category/{slug}", sort=sort)
         tabs = join(
             tag("b", text(label)) if key == sort else link(category_path(name, key), label)
             for key, label in SORT_OPTIONS
@@ -169,22 +177,19 @@ class Shop(App):
             name,
             tag("h1", text(name)),
             tag("div", tabs, css="tabs"),
-            _cards(items[(page - 1) * ITEMS_PER_PAGE : page * ITEMS_PER_PAGE]),
-            pager(f"/category/{slug}", page, pages, sort=sort),
+            _cards(shown),
+            links,
         )
 
     @route("GET", "/search")
     def search(self, request: PageRequest) -> PageResponse:
-        asked = request.query.get("q", "").strip()
-        words = asked.lower().split()
-        found = [item for item in self.data.items if words and all(word in item.name.lower() for word in words)]
-        return self.render_page("Search", tag("h1", text(f'{len(found)} results for "{asked}"')), _cards(found))
+        found = [item for item in self.data.items if matches_query(request, item.name)]
+        title = f'{len(found)} results for "{query_text(request)}"'
+        return self.render_page("Search", tag("h1", text(title)), _cards(found))
 
     @route("GET", r"/item/(\d{1,6})")
     def item(self, request: PageRequest, id: str) -> PageResponse:
-        item = self._items.get(int(id))
-        if item is None:
-            return self.not_found()
+        item = self.find(self._items, int(id))
         buy = form(f"/cart/add/{id}", text_field("quantity", "Quantity", value="1"), button="Add to cart")
         details = (
             ("Rating", text(f"{item.rating / 10:.1f} of 5 ({item.reviews} reviews)")),
@@ -192,8 +197,8 @@ class Shop(App):
             ("Article", text(f"No. {item.id}")),
         )
         right = tag(
-            "div", tag("h1", text(item.name)), tag("p", text(format_price(item.price)), css="price"), definition_list(details),
-            buy if item.in_stock else Html(""),
+            "div", tag("h1", text(item.name)), tag("p", text(format_price(item.price)), css="price"),
+            definition_list(details), buy if item.in_stock else Html(""),
             form(f"/save/{id}", button="Save to wish list", css="quiet"),
         )  # fmt: skip
         crumbs = tag("div", link(category_path(item.category), item.category), css="crumbs")
@@ -201,17 +206,15 @@ class Shop(App):
 
     @route("POST", r"/save/(\d{1,6})")
     def save(self, request: PageRequest, id: str) -> PageResponse:
-        if int(id) not in self._items:
-            return self.not_found()
-        self.effects.append(("save", id))
-        return self.redirect(f"/item/{id}", "Saved to your wish list.")
+        self.find(self._items, int(id))
+        return self.complete(("save", id), f"/item/{id}", "Saved to your wish list.")
 
     @route("POST", r"/cart/add/(\d{1,6})")
     def add(self, request: PageRequest, id: str) -> PageResponse:
-        item, given = self._items.get(int(id)), form_text(request, "quantity")
-        if item is None or not item.in_stock:
+        item, quantity = self.find(self._items, int(id)), form_text(request, "quantity")
+        if not item.in_stock:
             return self.not_found()
-        count = self.cart.get(item.id, 0) + (int(given) if given in list("123456789") else 100)
+        count = self.cart.get(item.id, 0) + (int(quantity) if quantity in list("123456789") else 100)
         if count > MAX_QUANTITY:
             return self.redirect(f"/item/{id}", f"The quantity must be a number from 1 to {MAX_QUANTITY} in all.")
         self.cart[item.id] = count
@@ -228,7 +231,8 @@ class Shop(App):
             return self.render_page("Cart", tag("h1", text("Your cart is empty")), link("/", "Go shopping"))
         rows = [
             (
-                link(f"/item/{id}", self._items[id].name), text(count), text(format_price(self._items[id].price * count)),
+                link(f"/item/{id}", self._items[id].name), text(count),
+                text(format_price(self._items[id].price * count)),
                 form(f"/cart/remove/{id}", button="Remove", css="quiet"),
             )
             for id, count in self.cart.items()
@@ -245,12 +249,12 @@ class Shop(App):
     def checkout(self, request: PageRequest) -> PageResponse:
         if not self.cart:
             return self.redirect("/cart")
-        who = f"Ordering as {self.account.name}." if self.signed_in else "Ordering as a guest."
+        customer = f"Ordering as {self.account.name}." if self.signed_in else "Ordering as a guest."
         lines = [(text(self._items[id].name), text(count)) for id, count in self.cart.items()]
         return self.render_page(
             "Check-out",
             tag("h1", text("Check-out")),
-            tag("p", text(who)),
+            tag("p", text(customer)),
             table(("Item", "Quantity"), lines),
             tag("h2", text(f"Total: {format_price(self._total())}")),
             form(
@@ -266,9 +270,9 @@ class Shop(App):
         delivery = form_text(request, "delivery")
         if not self.cart or delivery not in dict(DELIVERY_OPTIONS):
             return self.redirect("/cart")
-        self.effects.append(order_effect(self.account.user if self.signed_in else "guest", delivery, self.cart))
+        effect = order_effect(self.account.user if self.signed_in else "guest", delivery, self.cart)
         self.cart.clear()
-        return self.redirect("/thanks")
+        return self.complete(effect, "/thanks")
 
     @route("GET", "/thanks")
     def thanks(self, request: PageRequest) -> PageResponse:
@@ -276,25 +280,22 @@ class Shop(App):
 
     @route("GET", "/orders")
     def orders(self, request: PageRequest) -> PageResponse:
-        if refused := self.redirect_to_login():
-            return refused
-        orders = self.data.orders
-        pages = page_count(len(orders), ORDERS_PER_PAGE)
-        page = page_number(request, pages)
-        boxes = join(_order_box(order) for order in orders[(page - 1) * ORDERS_PER_PAGE : page * ORDERS_PER_PAGE])
-        return self.render_page("Orders", tag("h1", text("Your orders")), boxes, pager("/orders", page, pages))
+        self.require_login()
+        orders, links = paginate(request, self.data.orders, ORDERS_PER_PAGE, "/orders")
+        boxes = join(_order_box(order) for order in orders)
+        return self.render_page("Orders", tag("h1", text("Your orders")), boxes, links)
 
     def _total(self) -> int:
         return sum(self._items[id].price * count for id, count in self.cart.items())
 
 
 def order_effect(user: str, delivery: str, cart: dict[int, int]) -> tuple[str, ...]:
-    """The effect of ordering what is in a cart."""
+    """The effect of ordering a cart."""
     return ("order", user, delivery, *(f"{id} x {count}" for id, count in sorted(cart.items())))
 
 
 def category_path(category: str, sort: str = "", page: int = 1) -> str:
-    """Where a page of a category is."""
+    """Path of a page of a category."""
     return build_path(f"/category/{category.lower()}", sort=sort, page=page)
 
 
@@ -304,20 +305,21 @@ def _order_box(order: PastOrder) -> Html:
     return tag("div", head, lines, tag("div", text(f"Total {format_price(order.total)}"), css="price"), css="box")
 
 
-def _cards(items: list[Item]) -> Html:
+def _cards(items: Sequence[Item]) -> Html:
     return tag("div", *(_card(item) for item in items), css="grid")
 
 
 def _card(item: Item) -> Html:
     stock = "" if item.in_stock else " · sold out"
     return tag(
-        "div", _picture(item), link(f"/item/{item.id}", item.name), tag("div", text(format_price(item.price)), css="price"),
+        "div", _picture(item), link(f"/item/{item.id}", item.name),
+        tag("div", text(format_price(item.price)), css="price"),
         tag("div", text(f"{item.rating / 10:.1f} of 5{stock}"), css="muted"), css="card",
     )  # fmt: skip
 
 
 def _picture(item: Item) -> Html:
-    """A pattern of its own in place of a photograph."""
+    """A generated pattern as the item's picture."""
     turn, size = item.id % 90, 18 + item.id % 17
     return Html(
         f'<svg viewBox="0 0 240 96" preserveAspectRatio="xMidYMid slice"><rect width="240" height="96" '

@@ -1,4 +1,4 @@
-"""The sites as a task source: one server for all of them, and a state of its own for every episode."""
+"""The sites as a task source: one HTTP server, and a separate copy of the site for every episode."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from collections.abc import Sequence
 
 from playwright.async_api import BrowserContext, Page
 
-from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import LatencyConfig, SamplerConfig
 from megatron_webrl.sampling.samplers import initial_probabilities
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.tasks.server import LocalServer, PageRequest, PageResponse
-from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS, SITE_APPS, get_goal
+from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS, get_goal
 from megatron_webrl.tasks.sites.goal import SITE_ERROR_RESULT, Goal, reward_and_done
 from megatron_webrl.tasks.sites.high_level_actions import HighLevelAction, PageLinks, first_action, read_page_links
 from megatron_webrl.tasks.sites.latency import response_delay
-from megatron_webrl.tasks.source import LocalTaskSource, StepLimits, check_environments, check_names
+from megatron_webrl.tasks.source import LocalTaskSource, StepLimits, check_environments
 from megatron_webrl.types import Action, Task
 
 SOURCE_NAME = "sites"
@@ -28,12 +27,13 @@ MAX_COUNTED_TASKS = 1024
 
 
 class SiteEpisode:
-    """One episode's copy of a site, behind a secret that only its browser context sends."""
+    """One episode's copy of a site, identified by a secret cookie of its browser context."""
 
     def __init__(self, goal: Goal, site: str, number: str, latency: LatencyConfig) -> None:
-        """`number` names the episode; its delays depend on it."""
+        """`number` identifies the episode; its delays are a function of it."""
         self.goal, self.site = goal, site
         self.secret = secrets.token_urlsafe(18)
+        assert goal.make_app is not None, "the goal was not made by an Environment"
         self._app = goal.make_app()
         self._number, self._latency = number, latency
         self._requests = 0
@@ -41,28 +41,28 @@ class SiteEpisode:
         self._lock = threading.Lock()
 
     def handle_request(self, request: PageRequest) -> PageResponse:
-        """The site's answer. Thread-safe."""
+        """Answer a request. Thread-safe."""
         with self._lock:
-            wait = response_delay(self._latency, self.site, self._number, self._requests)
+            delay = response_delay(self._latency, self._number, self._requests)
             self._requests += 1
-            self._failed = True  # unless the site has an answer
-            reply = self._app.handle_request(request)
+            self._failed = True  # unless the site answers
+            response = self._app.handle_request(request)
             self._failed = False
-        return PageResponse(reply.status, reply.body, reply.content_type, reply.headers, wait)
+        return PageResponse(response.status, response.body, response.content_type, response.headers, delay)
 
     def result(self) -> tuple[float | None, bool]:
-        """Reward and end by what has been done so far."""
+        """Reward and end, from the effects so far."""
         with self._lock:
             return SITE_ERROR_RESULT if self._failed else reward_and_done(self.goal, self._app.effects)
 
-    def next_scripted_action(self, look: PageLinks) -> HighLevelAction:
-        """What the script would do on a page. Raises OracleError."""
+    def next_scripted_action(self, view: PageLinks) -> HighLevelAction:
+        """The next action of the scripted policy on a page. Raises ScriptedPolicyError."""
         with self._lock:
-            return self.goal.scripted_policy(self._app, look)
+            return self.goal.scripted_policy(self._app, view)
 
 
 class SiteTaskSource(LocalTaskSource):
-    """Tasks of some environments of the sites. A context manager; close stops the server."""
+    """Tasks of a list of site environments. A context manager; close stops the server."""
 
     def __init__(
         self,
@@ -73,19 +73,18 @@ class SiteTaskSource(LocalTaskSource):
         limits: StepLimits | None = None,
         sampler: SamplerConfig | None = None,
     ) -> None:
-        """Raises ConfigError for an environment or a site that does not exist."""
+        """Raises ConfigError for an unknown environment."""
         check_environments("the sites have", environments, list(ENVIRONMENTS))
         difficulties = [ENVIRONMENTS[name].difficulty for name in environments]
         probabilities = initial_probabilities(sampler or SamplerConfig(), environments, difficulties)
         server = LocalServer(self._respond, "sites-server")
         super().__init__(environments, max_steps, server, probabilities, limits or StepLimits())
         self._latency = latency or LatencyConfig()
-        _check_latency(self._latency)
         self._lock = threading.Lock()
-        # An episode lives as long as its browser context, or whoever else began it.
+        # An episode is kept as long as its browser context, or any other reference to it, exists.
         self._episodes: weakref.WeakValueDictionary[str, SiteEpisode] = weakref.WeakValueDictionary()
         self._open: weakref.WeakKeyDictionary[BrowserContext, SiteEpisode] = weakref.WeakKeyDictionary()
-        self._begun: OrderedDict[str, int] = OrderedDict()  # episodes so far by task
+        self._episode_counts: OrderedDict[str, int] = OrderedDict()  # by task
 
     @property
     def origins(self) -> frozenset[str]:
@@ -94,34 +93,34 @@ class SiteTaskSource(LocalTaskSource):
 
     @property
     def addresses(self) -> dict[str, str]:
-        """The one server behind all of them."""
+        """The address of the server, for each site."""
         sites = {ENVIRONMENTS[environment].app_class.name for environment in self.environments}
         return {site_host(site): self._server.address for site in sites}
 
     def make_task(self, environment: str, seed: int) -> Task:
-        """The task of an environment and a page seed; the same on every machine."""
-        wanted, difficulty = get_goal(environment, seed), ENVIRONMENTS[environment].difficulty
+        """The task of an environment and a page seed; equal on every machine."""
+        goal, difficulty = get_goal(environment, seed), ENVIRONMENTS[environment].difficulty
         return Task(
             id=f"{SOURCE_NAME}/{environment}/{seed}", source=SOURCE_NAME, environment=environment, seed=seed,
-            max_steps=self.training_max_steps(difficulty), instruction=wanted.instruction, difficulty=difficulty,
-            answer=wanted.answer,
+            max_steps=self.training_max_steps(difficulty), instruction=goal.instruction, difficulty=difficulty,
+            answer=goal.answer,
         )  # fmt: skip
 
     def start_episode(self, task: Task) -> SiteEpisode:
-        """A fresh copy of the task's site; forgotten with the last reference to it. Raises KeyError."""
-        number = self._begun.pop(task.id, 0)
-        self._begun[task.id] = number + 1
-        if len(self._begun) > MAX_COUNTED_TASKS:
-            self._begun.popitem(last=False)
+        """A new copy of the task's site, dropped with the last reference to it. Raises KeyError."""
+        number = self._episode_counts.pop(task.id, 0)
+        self._episode_counts[task.id] = number + 1
+        if len(self._episode_counts) > MAX_COUNTED_TASKS:
+            self._episode_counts.popitem(last=False)
         site = ENVIRONMENTS[task.environment].app_class.name
-        wanted = get_goal(task.environment, task.seed)
-        episode = SiteEpisode(wanted, site, f"{task.environment}/{task.seed}/{number}", self._latency)
+        goal = get_goal(task.environment, task.seed)
+        episode = SiteEpisode(goal, site, f"{task.environment}/{task.seed}/{number}", self._latency)
         with self._lock:
             self._episodes[episode.secret] = episode
         return episode
 
     async def open(self, page: Page, task: Task) -> str:
-        """Begin an episode and load its first page; returns the instruction."""
+        """Start an episode and load its first page; returns the instruction."""
         episode = self.start_episode(task)
         self._open[page.context] = episode
         origin = f"http://{site_host(episode.site)}"
@@ -132,11 +131,11 @@ class SiteTaskSource(LocalTaskSource):
         return episode.goal.instruction
 
     async def result(self, page: Page, task: Task) -> tuple[float | None, bool]:
-        """Reward and end by the state of the site, wherever the page is."""
+        """Reward and end, from the state of the site."""
         return self._open[page.context].result()
 
     async def demonstrate(self, page: Page, task: Task, premature_submit: bool = False) -> Action:
-        """What the task's script would do next. Raises OracleError, KeyError for a hasty one: there is none."""
+        """The next scripted action. Raises ScriptedPolicyError, and KeyError for `premature_submit`."""
         if premature_submit:
             raise KeyError(task.environment)
         try:
@@ -153,18 +152,5 @@ class SiteTaskSource(LocalTaskSource):
 
 
 def site_host(site: str) -> str:
-    """The name under which browsers reach a site."""
+    """The host name of a site."""
     return f"{site}.localhost"
-
-
-def _check_latency(latency: LatencyConfig) -> None:
-    check_names(
-        "tasks.latency.site_median_seconds",
-        "this machine serves",
-        "sites",
-        list(latency.site_median_seconds),
-        list(SITE_APPS),
-    )
-    for site, median in latency.site_median_seconds.items():
-        if not 0 <= median < float("inf"):
-            raise ConfigError(f"tasks.latency.site_median_seconds.{site}={median} must be at least 0 seconds")

@@ -1,4 +1,4 @@
-"""The look of the sites: one sheet, a colour for each."""
+"""Style sheet of the sites, with colours for each site."""
 
 from __future__ import annotations
 
@@ -94,9 +94,7 @@ th{background:#eef1f3;font-size:14px}
   .day{min-height:0}
   .split{grid-template-columns:1fr}
   .split svg{max-height:150px}
-  .infobox b{display:block;margin-bottom:8px}
-.tools{display:flex;gap:16px;align-items:center;margin:0 0 14px}
-.infobox{float:none;width:auto;margin:0 0 12px}
+  .infobox{float:none;width:auto;margin:0 0 12px}
   .post{grid-template-columns:1fr;gap:4px}
   .grid{grid-template-columns:repeat(auto-fill,minmax(170px,1fr))}
 }
@@ -104,6 +102,6 @@ th{background:#eef1f3;font-size:14px}
 
 
 def stylesheet(site: str) -> str:
-    """The sheet in the colours of a site."""
+    """The style sheet in the colours of a site."""
     accent, ground = ACCENTS[site]
     return _SHEET.replace("ACCENT", accent).replace("GROUND", ground)

@@ -1,4 +1,4 @@
-"""The wiki: articles on towns, rivers and people that refer to each other, an index, histories, and editing."""
+"""Wiki: linked articles on towns, rivers and people, an index, revision histories, editing of facts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from datetime import date, timedelta
 
 from megatron_webrl.tasks.server import PageRequest, PageResponse
-from megatron_webrl.tasks.sites.app import Account, App, InitialSiteState, form_text, page_number, route
+from megatron_webrl.tasks.sites.app import (
+    Account,
+    App,
+    InitialSiteState,
+    form_text,
+    matches_query,
+    paginate,
+    route,
+)
 from megatron_webrl.tasks.sites.content_generator import (
     TOWN_PREFIXES,
     TOWN_SUFFIXES,
@@ -26,8 +34,6 @@ from megatron_webrl.tasks.sites.markup import (
     form,
     join,
     link,
-    page_count,
-    pager,
     table,
     tag,
     text,
@@ -59,7 +65,7 @@ _LINK = re.compile(r"\[\[(.*?)\]\]")
 
 @dataclass(frozen=True)
 class Revision:
-    """A change of an article."""
+    """A revision of an article."""
 
     number: int
     editor: str
@@ -69,7 +75,7 @@ class Revision:
 
 @dataclass(frozen=True)
 class Article:
-    """A page; [[Title]] in its texts is a link to another one."""
+    """An article; [[Title]] in its texts is a link to another one."""
 
     slug: str
     title: str
@@ -80,24 +86,24 @@ class Article:
     history: tuple[Revision, ...]  # newest first
 
     def fact(self, label: str) -> str:
-        """A value of the box, without the marks of links."""
+        """The value of a fact, without link marks."""
         return _LINK.sub(r"\1", dict(self.facts)[label])
 
 
 @dataclass(frozen=True)
 class WikiData:
-    """The wiki's content."""
+    """Content of the wiki."""
 
     account: Account
     articles: dict[str, Article]  # by title
 
     def articles_in(self, category: str) -> list[Article]:
-        """The articles of a category by title."""
+        """The articles of a category, sorted by title."""
         return [self.articles[title] for title in sorted(self.articles) if self.articles[title].category == category]
 
 
 def generate_data(rng: random.Random) -> WikiData:
-    """An island of ten towns, their mayors, and five rivers."""
+    """Draw an island with ten towns, their mayors, and five rivers."""
     towns = draw_pairs(rng, TOWN_PREFIXES, TOWN_SUFFIXES, 10, separator="")
     mayors = dict(zip(towns, draw_names(rng, 10), strict=True))
     mouths = dict(zip(rng.sample(_RIVERS, 5), rng.sample(towns, 5), strict=True))  # town by river
@@ -127,29 +133,29 @@ def _towns(rng: random.Random, mayors: dict[str, str], mouths: dict[str, str]) -
             ("Mayor", f"[[{mayor}]]"),
         )
         trade, other = rng.sample(_TRADES, 2), rng.choice([name for name in mayors if name != town])
-        words = (
+        paragraphs = (
             f"{town} is a town on the [[{river}]]. It lives on {trade[0]} and {trade[1]}.",
             f"A ferry and a narrow road lead to [[{other}]], with which {town} shares a fair in autumn.",
         )
-        yield _article(rng, town, "Towns", box, words)
+        yield _article(rng, town, "Towns", box, paragraphs)
 
 
 def _river(rng: random.Random, river: str, mouth: str, towns: list[str]) -> Article:
     source = rng.choice([name for name in towns if name != mouth])
     box = (("Length", f"{rng.randint(12, 140)} km"), ("Source", f"Hills above [[{source}]]"), ("Mouth", f"[[{mouth}]]"))
-    words = f"The {river} rises in the hills above [[{source}]] and reaches the sea at [[{mouth}]]."
-    return _article(rng, river, "Rivers", box, (words,))
+    paragraph = f"The {river} rises in the hills above [[{source}]] and reaches the sea at [[{mouth}]]."
+    return _article(rng, river, "Rivers", box, (paragraph,))
 
 
 def _mayor(rng: random.Random, mayor: str, town: str, towns: list[str]) -> Article:
     home = rng.choice([name for name in towns if name != town])
     box = (("Born", str(rng.randint(1940, 1990))), ("Birthplace", f"[[{home}]]"), ("Known for", rng.choice(_WORKS)))
-    words = f"{mayor} grew up in [[{home}]] and has been mayor of [[{town}]] for many years."
-    return _article(rng, mayor, "People", box, (words,))
+    paragraph = f"{mayor} grew up in [[{home}]] and has been mayor of [[{town}]] for many years."
+    return _article(rng, mayor, "People", box, (paragraph,))
 
 
 def _article(
-    rng: random.Random, title: str, category: str, box: tuple[tuple[str, str], ...], words: tuple[str, ...]
+    rng: random.Random, title: str, category: str, box: tuple[tuple[str, str], ...], paragraphs: tuple[str, ...]
 ) -> Article:
     day, history = draw_weekday(rng), []
     editors = rng.sample(_EDITORS, 4)
@@ -158,19 +164,20 @@ def _article(
         day -= timedelta(days=rng.randint(1, 40))
     chapters = 0 if category == "People" else 2
     sections = tuple((heading, " ".join(rng.sample(_SENTENCES, 4))) for heading in rng.sample(_HEADINGS, chapters))
-    return Article(title.lower().replace(" ", "-"), title, category, box, words, sections, tuple(history))
+    return Article(title.lower().replace(" ", "-"), title, category, box, paragraphs, sections, tuple(history))
 
 
 class Wiki(App):
-    """One reader's wiki. Effects: ("edit", slug, fact, value, summary) and ("watch", slug)."""
+    """The wiki of one reader. Effects: ("edit", slug, fact, value, summary) and ("watch", slug)."""
 
     name, title, search_hint = "wiki", "Island Almanac", "Search articles"
     popup = ("The Almanac needs you", "If everyone who reads this gave two coins, our drive would be over in an hour.")
 
-    def __init__(self, world: WikiData, start: InitialSiteState) -> None:
-        super().__init__(world.account, start)
-        self.data = world
-        self._articles = {article.slug: article for article in world.articles.values()}
+    data: WikiData
+
+    def __init__(self, data: WikiData, start: InitialSiteState) -> None:
+        super().__init__(data, start)
+        self._articles = {article.slug: article for article in data.articles.values()}
         self._changed: dict[tuple[str, str], str] = {}  # value by article and fact
 
     def navigation_links(self) -> tuple[tuple[str, str], ...]:
@@ -183,7 +190,7 @@ class Wiki(App):
             "Main page",
             tag("h1", text("Welcome to the Island Almanac")),
             tag("p", text(f"{len(self._articles)} articles on the island's towns, rivers and people.")),
-            tag("div", tag("h2", text("Article of the day")), tag("p", self._words(featured.paragraphs[0])),
+            tag("div", tag("h2", text("Article of the day")), tag("p", self._with_links(featured.paragraphs[0])),
                 link(article_path(featured), "Read on"), css="sheet"),
         )  # fmt: skip
 
@@ -199,19 +206,14 @@ class Wiki(App):
 
     @route("GET", "/search")
     def search(self, request: PageRequest) -> PageResponse:
-        words = request.query.get("q", "").lower().split()
         articles = self.data.articles
-        found = [
-            articles[title] for title in sorted(articles) if words and all(word in title.lower() for word in words)
-        ]
+        found = [articles[title] for title in sorted(articles) if matches_query(request, title)]
         return self._list(request, f"{len(found)} articles found", "/articles", found[:ARTICLES_PER_PAGE])
 
     @route("GET", r"/article/([a-z-]+)")
     def article(self, request: PageRequest, slug: str) -> PageResponse:
-        article = self._articles.get(slug)
-        if article is None:
-            return self.not_found()
-        box = definition_list((label, self._words(self._value(article, label))) for label, _ in article.facts)
+        article = self.find(self._articles, slug)
+        box = definition_list((label, self._with_links(self._value(article, label))) for label, _ in article.facts)
         tools = (
             link(f"/article/{slug}/edit", "Edit"),
             link(f"/article/{slug}/history", "History"),
@@ -223,38 +225,34 @@ class Wiki(App):
             tag("h1", text(article.title)),
             tag("div", *tools, css="tools"),
             tag("div", tag("b", text(article.title)), box, css="box infobox"),
-            *(tag("p", self._words(words)) for words in article.paragraphs),
-            *(join((tag("h2", text(heading)), tag("p", text(words)))) for heading, words in article.sections),
+            *(tag("p", self._with_links(paragraph)) for paragraph in article.paragraphs),
+            *(join((tag("h2", text(heading)), tag("p", text(body)))) for heading, body in article.sections),
         )  # fmt: skip
 
     @route("GET", r"/article/([a-z-]+)/history")
     def history(self, request: PageRequest, slug: str) -> PageResponse:
-        article = self._articles.get(slug)
-        if article is None:
-            return self.not_found()
-        if refused := self.redirect_to_login():
-            return refused
-        pages = page_count(len(article.history), REVISIONS_PER_PAGE)
-        page = page_number(request, pages)
-        shown = article.history[(page - 1) * REVISIONS_PER_PAGE : page * REVISIONS_PER_PAGE]
+        article = self.find(self._articles, slug)
+        self.require_login()
+        shown, links = paginate(request, article.history, REVISIONS_PER_PAGE, history_path(article))
         rows = [(text(r.number), text(format_date(r.day)), text(r.editor), text(r.summary)) for r in shown]
         return self.render_page(
             "History",
             tag("div", link(article_path(article), article.title), css="crumbs"),
             tag("h1", text(f"History of {article.title}")),
             table(("Revision", "Date", "Editor", "Summary"), rows),
-            pager(history_path(article), page, pages),
+            links,
         )
 
     @route("GET", r"/article/([a-z-]+)/edit")
     def choose_fact(self, request: PageRequest, slug: str) -> PageResponse:
-        article = self._articles.get(slug)
-        if article is None:
-            return self.not_found()
-        if refused := self.redirect_to_login():
-            return refused
+        article = self.find(self._articles, slug)
+        self.require_login()
         rows = [
-            (text(label), self._words(self._value(article, label)), link(f"/article/{slug}/edit/{number}", "Change"))
+            (
+                text(label),
+                self._with_links(self._value(article, label)),
+                link(f"/article/{slug}/edit/{number}", "Change"),
+            )
             for number, (label, _) in enumerate(article.facts)
         ]
         return self.render_page(
@@ -266,16 +264,11 @@ class Wiki(App):
 
     @route("GET", r"/article/([a-z-]+)/edit/(\d)")
     def edit_page(self, request: PageRequest, slug: str, number: str) -> PageResponse:
-        article = self._articles.get(slug)
-        if article is None or int(number) >= len(article.facts):
-            return self.not_found()
-        if refused := self.redirect_to_login():
-            return refused
-        label = article.facts[int(number)][0]
+        article, label = self._find_fact(slug, number)
         return self.render_page(
             f"Edit {article.title}",
             tag("h1", text(f"{article.title}: {label}")),
-            tag("p", text("Until now: "), self._words(self._value(article, label))),
+            tag("p", text("Until now: "), self._with_links(self._value(article, label))),
             form(
                 f"/article/{slug}/edit/{number}",
                 text_field("value", "New value"),
@@ -287,43 +280,39 @@ class Wiki(App):
 
     @route("POST", r"/article/([a-z-]+)/edit/(\d)")
     def edit(self, request: PageRequest, slug: str, number: str) -> PageResponse:
-        article = self._articles.get(slug)
-        if article is None or int(number) >= len(article.facts):
-            return self.not_found()
-        if refused := self.redirect_to_login():
-            return refused
+        article, label = self._find_fact(slug, number)
         value, summary = form_text(request, "value"), form_text(request, "summary")
         if not value or not summary:
             return self.redirect(f"/article/{slug}/edit/{number}", "Please give a value and a summary.")
-        label = article.facts[int(number)][0]
         self._changed[slug, label] = value
-        self.effects.append(("edit", slug, label, value, summary))
-        return self.redirect(article_path(article), "Your change has been saved.")
+        return self.complete(
+            ("edit", slug, label, value, summary), article_path(article), "Your change has been saved."
+        )
 
     @route("POST", r"/watch/([a-z-]+)")
     def watch(self, request: PageRequest, slug: str) -> PageResponse:
-        if refused := self.redirect_to_login():
-            return refused
-        if slug not in self._articles:
-            return self.not_found()
-        self.effects.append(("watch", slug))
-        return self.redirect(f"/article/{slug}", "This article is on your watchlist.")
+        self.require_login()
+        self.find(self._articles, slug)
+        return self.complete(("watch", slug), f"/article/{slug}", "This article is on your watchlist.")
+
+    def _find_fact(self, slug: str, number: str) -> tuple[Article, str]:
+        """Article and label of a fact to edit."""
+        article = self.find(self._articles, slug)
+        label, _ = self.find(dict(enumerate(article.facts)), int(number))
+        self.require_login()
+        return article, label
 
     def _list(self, request: PageRequest, title: str, path: str, articles: list[Article]) -> PageResponse:
-        pages = page_count(len(articles), ARTICLES_PER_PAGE)
-        page = page_number(request, pages)
-        shown = articles[(page - 1) * ARTICLES_PER_PAGE : page * ARTICLES_PER_PAGE]
+        shown, links = paginate(request, articles, ARTICLES_PER_PAGE, path)
         rows = [(link(article_path(article), article.title), text(article.category)) for article in shown]
-        return self.render_page(
-            title, tag("h1", text(title)), table(("Article", "Category"), rows), pager(path, page, pages)
-        )
+        return self.render_page(title, tag("h1", text(title)), table(("Article", "Category"), rows), links)
 
     def _value(self, article: Article, label: str) -> str:
         return self._changed.get((article.slug, label), dict(article.facts)[label])
 
-    def _words(self, words: str) -> Html:
-        """Text with its links."""
-        parts = _LINK.split(words)  # text, title, text, title, ..., text
+    def _with_links(self, source: str) -> Html:
+        """Text as markup with links."""
+        parts = _LINK.split(source)  # text, title, text, title, ..., text
         articles = self.data.articles
         return join(
             link(article_path(articles[part]), part) if index % 2 and part in articles else text(part)
@@ -332,15 +321,15 @@ class Wiki(App):
 
 
 def article_path(article: Article) -> str:
-    """Where an article is."""
+    """Path of an article."""
     return f"/article/{article.slug}"
 
 
 def category_path(category: str) -> str:
-    """Where a category is."""
+    """Path of a category."""
     return f"/category/{category.lower()}"
 
 
 def history_path(article: Article, page: int = 1) -> str:
-    """Where a page of an article's history is."""
+    """Path of a page of an article's history."""
     return build_path(f"/article/{article.slug}/history", page=page)

@@ -1,1 +1,1 @@
-"""Scripted solvers of MiniWoB++ environments: JavaScript expressions over a page, read by `tasks/scripted_policies.py`."""
+"""Scripted policies of MiniWoB++ environments: JavaScript expressions for `tasks/scripted_policies.py`."""

@@ -1,8 +1,8 @@
-"""Environments of small applications: mail, a social network, a search engine, a book of contacts."""
+"""Environments with small applications: mail, social network, search engine, contacts."""
 
 from __future__ import annotations
 
-# Enter, which ends what is typed, is a line too many in a reply.
+# Typing ends with Enter, which adds an extra line to a reply.
 _MAIL = """(({task, by, to, message}) => {
   const [reply, field] = [$('#reply-text'), $('.forward-sender')];
   if (reply) {
@@ -14,7 +14,7 @@ _MAIL = """(({task, by, to, message}) => {
   return into(thread.querySelector({delete: '.trash', star: '.star'}[task] || '.email-left'));
 })(WANTED)"""
 
-_MAIL_ASKED = _MAIL.replace(
+_MAIL_FROM_QUERY = _MAIL.replace(
     "WANTED",
     r"""{
   task: /trash/.test(query()) ? 'delete' : /star/.test(query()) ? 'star'
@@ -23,7 +23,7 @@ _MAIL_ASKED = _MAIL.replace(
   message: (query().match(/"(.*)"/) || [])[1],
 }""",
 )
-_MAIL_TOLD = _MAIL.replace("WANTED", "core.currentFields")
+_MAIL_FIELDS = _MAIL.replace("WANTED", "core.currentFields")
 
 _POSTS = """(() => {
   const label = say(all('#query .bold')[0]), user = say(all('#query .bold').at(-1));
@@ -41,9 +41,9 @@ TARGET_SCRIPTS = {
             "email-inbox", "email-inbox-delete", "email-inbox-forward", "email-inbox-important", "email-inbox-noscroll",
             "email-inbox-reply", "email-inbox-star-reply",
         ],
-        _MAIL_ASKED,
+        _MAIL_FROM_QUERY,
     ),
-    **dict.fromkeys(["email-inbox-forward-nl", "email-inbox-forward-nl-turk", "email-inbox-nl-turk"], _MAIL_TOLD),
+    **dict.fromkeys(["email-inbox-forward-nl", "email-inbox-forward-nl-turk", "email-inbox-nl-turk"], _MAIL_FIELDS),
     "social-media": """(() => {
       const [user, label] = all('#query .bold').map(say);
       const kind = Object.keys(ACTIONS).find((name) => ACTIONS[name] === label);

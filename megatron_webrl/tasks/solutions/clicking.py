@@ -1,4 +1,4 @@
-"""Environments that are solved by clicking what the instruction names."""
+"""Environments solved by clicks on the elements that the instruction names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TAB = """(() => {
   return {element: tab.offsetHeight ? link : $(`a[href="#${tab.id}"]`)};
 })()"""
 
-# What shapes a description such as "small red letter" or "large 7" means.
+# Whether a shape fits a description such as "small red letter" or "large 7".
 _MEANT = """(words) => {
   const last = words.at(-1);
   return (shape) => {

@@ -1,8 +1,8 @@
-"""Environments that are solved by dragging."""
+"""Environments solved by dragging."""
 
 from __future__ import annotations
 
-# From one item of a list to the place of another, and a little farther: the other one must give way.
+# Drag one list item to the place of another and slightly beyond it, so that the other item moves away.
 _MOVE = """const move = (from, to) => {
   const [a, b] = [middle(from), middle(to)];
   return {element: from, by: [0, 1].map((axis) => b[axis] - a[axis] + 4 * Math.sign(Math.round(b[axis] - a[axis]))),

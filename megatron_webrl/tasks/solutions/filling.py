@@ -1,4 +1,4 @@
-"""Environments that are solved by typing into fields, and with the keys of a slider."""
+"""Environments solved by typing into fields and by the arrow keys of a slider."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOVIES = """(() => {
     {element: $('#area button, #area .final, #area .ui-submit')});
 })()"""
 
-# A click takes the handle to the place of the value, arrow keys the rest of the way.
+# A click moves the handle near the value; arrow keys move it to the exact value.
 _SLIDE = """const slide = (slider, wanted) => {
   const [value, low, high] = [jQuery(slider).slider('value'),
     ...['min', 'max'].map((name) => jQuery(slider).slider('option', name))];
@@ -33,7 +33,7 @@ _AUTOCOMPLETE = """(() => {
   return shown('.ui-autocomplete') ? {element: named('.ui-autocomplete li', item)} : fill([[$('#tags'), item]]);
 })()"""
 
-# What the page said to the last guess is all there is to go by.
+# The only information is the page's response to the last guess.
 _GUESS = """(() => {
   const last = Number($('#tt').value), guess = shown('#higher') ? last + 1 : shown('#lower') ? last - 1 : 5;
   return {element: $('#tt'), text: String(guess)};
@@ -45,7 +45,7 @@ _CHOICE_AND_BUTTON = """(() => {
     : shown('.selectric-items') ? named('.selectric-items li', option) : $('.selectric')};
 })()"""
 
-# The field begins with the month, and the hour.
+# A click at the start of the field selects the month, or the hour.
 _AT_START = """const write = (field, text) => {
   const box = field.getBoundingClientRect();
   return {element: field, text, at: [box.left + 6, box.top + box.height / 2], within: 5};

@@ -78,7 +78,7 @@ async def test_leases_go_to_the_node_with_the_most_free_places(
     refused = await http("POST", "/v1/leases", json={})
     assert refused.status == protocol.STATUS_BUSY
     assert int(refused.headers["Retry-After"]) >= 1
-    assert refused.json["error"] == "all 6 sessions of 2 nodes are leased"
+    assert refused.json["error"] == "all 6 sessions of 2 servers are leased"
     await release(client, leases[:1])
 
     async def another() -> dict[str, str] | None:
@@ -165,7 +165,7 @@ async def test_a_dead_node_loses_its_leases_at_once_and_others_take_over(
         assert other["server"] in [server.url for server in farm.nodes]
         lost = await http("POST", f"/v1/leases/{lease['id']}/step", json={"kind": "wait"})
         assert lost.status == protocol.STATUS_LEASE_EXPIRED
-        assert lost.json["error"] == f"the node {doomed.url} refuses connections; its leases are lost"
+        assert lost.json["error"] == f"browser server {doomed.url} refuses connections; its leases are lost"
         assert (await http("GET", "/v1/state")).json["sessions"] == 6
         await release(client, [other])
         until(lambda: not any(_runs(process) for process in below), "its browsers ended with it")
@@ -182,7 +182,7 @@ async def test_a_silent_node_is_dead_after_a_while_and_back_when_it_speaks(farm:
 
         await until_async(lost, "the lease lost", 30.0)
         answer = await http("GET", f"/v1/leases/{lease['id']}")
-        assert answer.json["error"].startswith(f"the node {lease['server']} has not been heard of for")
+        assert answer.json["error"].startswith(f"browser server {lease['server']} sent no heartbeat for")
         assert (await http("GET", "/healthz")).status == 200  # the other node lives
     finally:
         os.kill(silent.process.pid, signal.SIGCONT)
@@ -225,7 +225,7 @@ async def test_without_a_node_there_are_no_leases_and_no_health(client: aiohttp.
         for path, method in (("/v1/leases", "POST"), ("/healthz", "GET")):
             answer = await http(method, path, json={})
             assert answer.status == 503
-            assert b"no node has announced itself lately" in answer.body
+            assert b"no browser server has sent a heartbeat lately" in answer.body
         state = protocol.ServerState("file:///x", "1", 1, 1, VIEW)
         wrong = await http(
             "POST", "/v1/servers", data=protocol.dump(state), headers={"Content-Type": "application/json"}

@@ -91,7 +91,7 @@ async def test_when_all_are_taken_a_lease_is_refused_with_the_time_to_ask_again(
     refused = await http("POST", "/v1/leases", json={})
     assert refused.status == protocol.STATUS_BUSY
     assert int(refused.headers["Retry-After"]) >= 1
-    assert refused.json["error"] == "all 3 sessions of this node are leased"
+    assert refused.json["error"] == "all 3 sessions of this server are leased"
     await http("DELETE", f"/v1/leases/{leases[0]}")
     leases[0] = await http.lease()
     for lease in leases:
@@ -190,7 +190,7 @@ async def test_two_operations_at_a_time_are_a_conflict_and_a_release_breaks_the_
         ("reset", {"source": "miniwob", "environment": "../x"}, "environment: '../x' is not known here"),
         ("reset", {"source": "miniwob", "environment": "click-test", "seed": -1}, "seed: -1 is not within"),
         ("reset", {"task": {"id": "x", "source": "miniwob"}}, "task.environment: Field required"),
-        ("reset", {"url": "http://example.com"}, "url: this node opens no pages of the web; start it with"),
+        ("reset", {"url": "http://example.com"}, "url: this server opens no web pages; start it with"),
         ("reset", {"source": "web"}, "source: give url instead"),
     ],
 )  # fmt: skip
@@ -224,7 +224,7 @@ async def test_an_environment_without_a_script_has_no_demonstration(http: Http) 
     unscripted = next(name for name in all_environments() if name not in scripted_policies.supported_environments())
     await http.reset(lease, unscripted)
     answer = await http("GET", f"/v1/leases/{lease}/demonstration")
-    assert (answer.status, answer.json["error"]) == (404, f"there is no script for {unscripted} of miniwob")
+    assert (answer.status, answer.json["error"]) == (404, f"miniwob has no scripted policy for {unscripted}")
     await http("DELETE", f"/v1/leases/{lease}")
 
 

@@ -19,6 +19,7 @@ from megatron_webrl.browser.session import Session
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.tasks import LatencyConfig
 from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS
+from megatron_webrl.tasks.sites.latency import MAX_DELAY_SECONDS
 from megatron_webrl.tasks.sites.site_task_source import SiteTaskSource
 from megatron_webrl.types import Task
 from tools.bench.browsers.bare_playwright import BrowserBenchSize, cpu_seconds, proportional_mib
@@ -27,7 +28,7 @@ from tools.bench.browsers.report import Measurement, Ratio, Section
 STEADY_SECONDS = 10.0  # for memory to come to rest
 MAX_STEPS = 40  # of an episode; the scripts of easy and medium tasks need 10 at most
 WIDTH, HEIGHT = 640, 480  # pixels; two cores shall not be what is waited for
-SITE_LATENCY = LatencyConfig(median_seconds=1.0, sigma=1.0, max_seconds=30.0)
+SITE_LATENCY = LatencyConfig(median_seconds=1.0, sigma=1.0)
 POLICY_MEDIAN, POLICY_SIGMA, POLICY_LIMIT = 6.0, 0.8, 60.0  # seconds, log-normal
 GOAL = 5.0
 BOOTSTRAP_DRAWS = 2000
@@ -202,7 +203,6 @@ async def measure_waiting(amount: BrowserBenchSize, seed: int) -> Section:
     latency = LatencyConfig(
         median_seconds=amount.wait_scale * SITE_LATENCY.median_seconds,
         sigma=SITE_LATENCY.sigma,
-        max_seconds=SITE_LATENCY.max_seconds,
     )
     environments = [name for name, found in ENVIRONMENTS.items() if found.difficulty != "hard"]
     settings, watched = BrowserConfig(width=WIDTH, height=HEIGHT), dict[str, ScheduleStats]()
@@ -257,7 +257,7 @@ def _slowest(turns: Sequence[float], crowd: int, seed: int) -> float:
 def _waiting_settings(settings: BrowserConfig, latency: LatencyConfig, amount: BrowserBenchSize) -> dict[str, Any]:
     return {
         "sites": f"log-normal, median {latency.median_seconds:g} s, sigma {latency.sigma:g}, limit "
-        f"{latency.max_seconds:g} s, for every response",
+        f"{MAX_DELAY_SECONDS:g} s, for every response",
         "policy": f"log-normal, median {amount.wait_scale * POLICY_MEDIAN:g} s, sigma {POLICY_SIGMA}, limit "
         f"{amount.wait_scale * POLICY_LIMIT:g} s",
         "environments": "the sites' easy and medium ones, 1 to 10 steps, by their scripts",
