@@ -96,7 +96,10 @@ from megatron_webrl.farm.local_servers import local_servers
 from tests.farm.nodes import click_task, config_for
 
 async def main():
-    async with local_servers(config_for(processes=2), 2) as nodes, BrowserClient(nodes.poll_addresses, nodes.token) as browsers:
+    async with (
+        local_servers(config_for(processes=2), 2) as nodes,
+        BrowserClient(nodes.poll_addresses, nodes.token) as browsers,
+    ):
         async with browsers.session() as a, browsers.session() as b:
             await asyncio.gather(a.reset(click_task()), b.reset(click_task()))
             print("ready", flush=True)
