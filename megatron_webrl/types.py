@@ -218,12 +218,6 @@ class Group:
     ticket: int
     trajectories: tuple[Trajectory, ...]
 
-    @property
-    def oldest_version(self) -> int | None:
-        """The lowest policy version among the trainable trajectories; None if there is none."""
-        versions = [t.oldest_version for t in self.trajectories if t.trainable]
-        return min((v for v in versions if v is not None), default=None)
-
 
 class TaskSite(Protocol):
     """What a browser session needs from a task source: open the page of a task, read its result."""

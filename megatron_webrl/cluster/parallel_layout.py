@@ -8,6 +8,8 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.model.layer_split import check_divides
 
+MIN_IMAGE_BUFFER_MIB = 512
+
 
 def check_parallel_layout(config: Config, description: dict[str, Any]) -> None:
     """Refuse sizes by which the model that config.json describes cannot be split. Raises ConfigError."""
@@ -25,7 +27,6 @@ def check_parallel_layout(config: Config, description: dict[str, Any]) -> None:
     for setting_name, size, name in divided:
         source = " x ".join(f"trainer.{part}" for part in setting_name.split(" x "))
         check_divides(setting_name, size, name, text[name], source)
-    _check_pixels(config, description["vision_config"])
     _check_parallel(config, text["num_hidden_layers"], sparse)
     _check_engine_layout(config, text, description["vision_config"], sparse)
     if config.rollout.max_model_len > text["max_position_embeddings"]:
@@ -35,24 +36,17 @@ def check_parallel_layout(config: Config, description: dict[str, Any]) -> None:
         )
 
 
-def _check_pixels(config: Config, vision: dict[str, Any]) -> None:
-    """The memory for pixels must hold the largest image that a prompt can have."""
-    trainer, tokens = config.trainer, config.rollout.max_model_len
-    if not trainer.image_workers:
-        if trainer.image_buffer_mib != type(trainer)().image_buffer_mib:
-            raise ConfigError(
-                f"trainer.image_buffer_mib={trainer.image_buffer_mib} has no effect with trainer.image_workers=0; "
-                "leave it out"
-            )
-        return
-    # A token stands for a square of patches; an encoded image is at most about as large as the pixels in it.
-    side = vision["patch_size"] * vision["spatial_merge_size"]
-    needed = -(-2 * tokens * side**2 * 3 // 2**20)
-    if trainer.image_buffer_mib < needed:
-        raise ConfigError(
-            f"trainer.image_buffer_mib={trainer.image_buffer_mib} may not hold a screenshot of "
-            f"rollout.max_model_len={tokens} tokens; raise it to {needed}"
-        )
+def image_buffer_mib(config: Config, patch_size: int, spatial_merge_size: int) -> int:
+    """Shared memory of one trainer rank for prefetched screenshots, MiB; 0 without image workers.
+
+    It holds the largest screenshot that fits into rollout.max_model_len: encoded bytes and patches, uint8.
+    """
+    if not config.trainer.image_workers:
+        return 0
+    # One token stands for a square of patches; an encoded image is at most about as large as its pixels.
+    side = patch_size * spatial_merge_size
+    largest = -(-2 * config.rollout.max_model_len * side**2 * 3 // 2**20)
+    return max(MIN_IMAGE_BUFFER_MIB, largest)
 
 
 def _check_parallel(config: Config, layers: int, sparse: bool) -> None:

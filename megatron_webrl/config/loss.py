@@ -39,12 +39,6 @@ class LossConfig:
         low=0,
     )
     raft_versions: int = setting(0, "Successes of so many earlier versions are imitated again (raft).", low=0)
-    raft_power: float = setting(
-        1.0, "Those of a versions ago with probability ((raft_versions + 1 - a) / raft_versions)^power.", low=0
-    )
-    raft_drop_unchanged: bool = setting(
-        False, "Do not imitate steps that left the page as it was, but for an episode's last (raft)."
-    )
     shuffle_advantages: bool = setting(
         False,
         "Control: deal the advantages of a batch (raft: the rewards) out to its trajectories at random. Nothing can be "

@@ -81,9 +81,6 @@ class EvaluationConfig:
 @dataclass
 class RingConfig:
     capacity_mib: int = setting(1024, "Size of the shared-memory ring of one node.", low=1)
-    exchange_timeout_seconds: float = setting(
-        120.0, "Limit of one message between trainer ranks of several nodes about what their rings hold.", above=0
-    )
 
 
 @dataclass

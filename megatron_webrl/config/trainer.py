@@ -91,9 +91,6 @@ class TrainerConfig:
         "does it itself, before the first row.",
         low=0,
     )
-    image_buffer_mib: int = setting(
-        512, "Shared memory for screenshots that were cut ahead, of each trainer rank.", low=1
-    )
     zero_variance_groups: str = setting(
         "drop",
         "Groups whose rewards are all equal: drop and replace, or keep (they carry no gradient).",

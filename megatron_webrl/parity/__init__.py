@@ -1,1 +1,1 @@
-"""The users' own check: transformers, Megatron and vLLM score the same prompts on any checkpoint."""
+"""Parity check of a checkpoint: transformers, Megatron and vLLM score the same prompts."""

@@ -1,4 +1,4 @@
-"""Runs one backend in processes of its own, so that its memory and its libraries are its own."""
+"""Runs one backend in separate processes, so that backends share neither memory nor libraries."""
 
 from __future__ import annotations
 
@@ -27,98 +27,101 @@ from megatron_webrl.parity.scoring_process import (
 from megatron_webrl.system import child_process
 
 POLL_SECONDS = 0.05
-LOG_TAIL_LINES = 20  # lines of a failed process's output that are shown
-GRACE_SECONDS = 10.0  # for the other ranks to say what they think is wrong, once one has ended
+LOG_TAIL_LINES = 20  # shown lines of a failed process's log
+GRACE_SECONDS = 10.0  # for the other ranks to report their error, once one has failed
 
 
 class BackendFailed(RuntimeError):
-    """A backend ended without scores, or not in time. The message ends with the last lines that it wrote."""
+    """A backend process failed or exceeded its limit. The message ends with the last lines of its log."""
 
 
 @dataclass(frozen=True)
 class BackendScores:
-    """What a backend found: all its processes together."""
+    """Scores and costs of a backend, over all its processes."""
 
     backend: str
     logprobs: tuple[np.ndarray, ...]  # per sample float32 [response]
     responses: tuple[np.ndarray, ...]
-    load_seconds: float  # of the slowest process, its start included
+    load_seconds: float  # process start included
     score_seconds: float
-    peak_bytes: int  # of all processes
+    peak_bytes: int  # sum over all processes
     processes: int
 
 
 def run_backend(
-    backend: str, work: ScoringJob, ranks: int, environment: Mapping[str, str], folder: Path
+    backend: str, job: ScoringJob, ranks: int, environment: Mapping[str, str], folder: Path
 ) -> BackendScores:
     """Run `ranks` processes of megatron_webrl.parity.<backend>_scores in a new folder, and wait for them.
 
-    `environment` is added to this process's. Raises ConfigError for input that the backend refuses, BackendFailed if
-    a process fails or they take longer than work.seconds.
+    `environment` extends this process's environment. Raises ConfigError for input that the backend refuses,
+    BackendFailed if a process fails or the backend exceeds job.timeout_seconds.
     """
     folder.mkdir()
-    (folder / JOB_FILE).write_bytes(pickle.dumps(work))
-    begun = time.monotonic()
-    started: list[subprocess.Popen[bytes]] = []
+    (folder / JOB_FILE).write_bytes(pickle.dumps(job))
+    started = time.monotonic()
+    processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(ranks):
-            place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
+            rank_variables = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
             command = [sys.executable, "-m", f"megatron_webrl.parity.{backend}_scores", str(folder)]
-            env = {**os.environ, **environment, **place}
-            started.append(child_process.start_process(command, folder / f"{rank}.log", env, f"{backend}-{rank}"))
-        _wait(backend, started, folder, begun + work.timeout_seconds, work.timeout_seconds)
+            env = {**os.environ, **environment, **rank_variables}
+            processes.append(child_process.start_process(command, folder / f"{rank}.log", env, f"{backend}-{rank}"))
+        _wait(backend, processes, folder, started + job.timeout_seconds, job.timeout_seconds)
     finally:
-        _kill(started)
+        _kill(processes)
     parts = [pickle.loads(scores_file(folder, rank).read_bytes()) for rank in range(ranks)]
-    return _together(backend, parts, time.monotonic() - begun)
+    return _combine(backend, parts, time.monotonic() - started)
 
 
-def _together(backend: str, parts: list[ProcessScores], seconds: float) -> BackendScores:
-    scored = max(part.score_seconds for part in parts)
+def _combine(backend: str, parts: list[ProcessScores], seconds: float) -> BackendScores:
+    score_seconds = max(part.score_seconds for part in parts)
     (whole,) = [part for part in parts if part.logprobs is not None]
     assert whole.logprobs is not None
     return BackendScores(
         backend,
         whole.logprobs,
         whole.responses,
-        load_seconds=seconds - scored,
-        score_seconds=scored,
+        load_seconds=seconds - score_seconds,
+        score_seconds=score_seconds,
         peak_bytes=sum(part.peak_bytes for part in parts),
         processes=len(parts),
     )
 
 
-def _wait(backend: str, started: list[subprocess.Popen[bytes]], folder: Path, deadline: float, seconds: float) -> None:
-    while any(process.poll() is None for process in started):
-        if any(process.poll() for process in started):
-            # The first to end may only have lost its connection to the one that has something to say.
+def _wait(
+    backend: str, processes: list[subprocess.Popen[bytes]], folder: Path, deadline: float, seconds: float
+) -> None:
+    while any(process.poll() is None for process in processes):
+        if any(process.poll() for process in processes):
+            # The first rank to end may only have lost its connection to the rank that knows the reason.
             deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-            if any(process.poll() == EXIT_BAD_INPUT for process in started):
+            if any(process.poll() == EXIT_BAD_INPUT for process in processes):
                 break
         if time.monotonic() > deadline:
             break
         time.sleep(POLL_SECONDS)
-    codes = [process.poll() for process in started]
+    codes = [process.poll() for process in processes]
     for rank, code in enumerate(codes):
         if code == EXIT_BAD_INPUT and error_file(folder, rank).is_file():
             raise ConfigError(f"{backend}: {error_file(folder, rank).read_text()}")
     for rank, code in enumerate(codes):
         if code:
             raise BackendFailed(
-                f"{backend} process {rank} of {len(codes)} ended with code {code}\n{_tail(folder / f'{rank}.log')}"
+                f"{backend} process {rank} of {len(codes)} exited with code {code}\n{_tail(folder / f'{rank}.log')}"
             )
     if None in codes:
         raise BackendFailed(
-            f"{backend} was not done within {seconds:g} s (--timeout-seconds)\n{_tail(folder / f'{codes.index(None)}.log')}"
+            f"{backend} did not finish within {seconds:g} s (--timeout-seconds)\n"
+            f"{_tail(folder / f'{codes.index(None)}.log')}"
         )
 
 
-def _kill(started: list[subprocess.Popen[bytes]]) -> None:
-    """End what still runs, with the processes that it started: each has a session of its own."""
-    for process in started:
+def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Kill the processes and their children: each process leads a session of its own."""
+    for process in processes:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    for process in started:
+    for process in processes:
         process.wait(GRACE_SECONDS)
 
 

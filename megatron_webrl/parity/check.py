@@ -1,4 +1,4 @@
-"""The check: samples, one backend after the other, the verdict."""
+"""Scores samples with one backend after the other and compares the results."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ from megatron_webrl.parity.scoring_process import ScoringJob
 from megatron_webrl.rollout.engine import vllm_environment
 
 DEFAULT_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
-"""Largest difference of a log-probability that is rounding. Logits of bfloat16 near 16 are 0.06 to 0.125 apart."""
+"""Largest log-probability difference due to rounding. Neighbouring bfloat16 numbers near 16 are 0.06 to 0.125 apart."""
 EXIT_OK, EXIT_MISMATCH, EXIT_BACKEND_FAILED = 0, 1, 3
 
 
 @dataclass(frozen=True)
 class ParityRequest:
-    """What to check, and how."""
+    """Options of the parity check."""
 
     model: Path  # Hugging Face folder
-    samples: Path | None = None  # JSONL; None: the built-in ones
+    samples: Path | None = None  # JSONL; None: built-in samples
     sizes: ParallelSizes = field(default_factory=ParallelSizes)
     layers: str = "local"  # or "transformer_engine"
     attention: str = "sdpa"  # or "flash"
     dtype: str = "float32"
     platform: str = "auto"
-    tolerance: float | None = None  # None: TOLERANCE of the type
-    max_new_tokens: int = 32  # tokens of an answer that transformers samples
-    max_model_len: int = 4096  # tokens of prompt and answer, at most; the long built-in sample has as many
+    tolerance: float | None = None  # None: DEFAULT_TOLERANCE of the dtype
+    max_new_tokens: int = 32  # tokens of a response that transformers samples
+    max_model_len: int = 4096  # limit of prompt and response; the long built-in sample reaches it
     vllm: bool = True
     vllm_tensor_parallel: int = 1
     timeout_seconds: float = 1800.0  # limit of each backend
@@ -59,64 +59,64 @@ class ParityRequest:
 
 
 def check_parity(request: ParityRequest, console: Console, folders: Mapping[str, Path] | None = None) -> int:
-    """Score, compare, print; returns 0, 1 beyond the tolerance, 3 if a backend failed.
+    """Score, compare and print; returns EXIT_OK, EXIT_MISMATCH beyond the tolerance, or EXIT_BACKEND_FAILED.
 
-    `folders` gives single backends another folder of weights than request.model.
-    Raises ConfigError for input that makes no sense.
+    `folders`: weights of single backends, in place of request.model.
+    Raises ConfigError for invalid input.
     """
     ranks = _ranks(request.sizes)
-    window = _check(request, ranks)
+    max_model_len = _check(request, ranks)
     tolerance = DEFAULT_TOLERANCE[request.dtype] if request.tolerance is None else request.tolerance
     try:
         processor = Processor.load(request.model)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{request.model} holds no processor of Qwen3-VL: {_line(error)}") from error
+        raise ConfigError(f"{request.model} has no Qwen3-VL processor: {_line(error)}") from error
     if request.samples is None:
-        samples = built_in_samples(processor, window, request.max_new_tokens)
+        samples = built_in_samples(processor, max_model_len, request.max_new_tokens)
     else:
-        samples = read_samples(request.samples, processor, window, request.max_new_tokens)
+        samples = read_samples(request.samples, processor, max_model_len, request.max_new_tokens)
     try:
-        samples, found = _run(request, samples, ranks, console, folders or {})
+        samples, scores = _run(request, samples, ranks, console, folders or {})
     except BackendFailed as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         return EXIT_BACKEND_FAILED
-    differences = compare_backends(found, samples, processor)
-    print_report(console, samples, found, differences, tolerance)
-    within = all(each.within(tolerance) for each in differences)
+    differences = compare_backends(scores, samples, processor)
+    print_report(console, samples, scores, differences, tolerance)
+    within_tolerance = all(each.within(tolerance) for each in differences)
     if request.json is not None:
-        settings = {**_settings(request), "tolerance": tolerance, "within_tolerance": within}
-        write_json(request.json, samples, found, differences, settings)
+        settings = {**_settings(request), "tolerance": tolerance, "within_tolerance": within_tolerance}
+        write_json(request.json, samples, scores, differences, settings)
     console.print(
-        f"{'within' if within else 'BEYOND'} the tolerance of {tolerance:g} for {request.dtype}",
-        style="green" if within else "bold red",
+        f"{'within' if within_tolerance else 'BEYOND'} the tolerance of {tolerance:g} for {request.dtype}",
+        style="green" if within_tolerance else "bold red",
     )
-    return EXIT_OK if within else EXIT_MISMATCH
+    return EXIT_OK if within_tolerance else EXIT_MISMATCH
 
 
 def _run(
     request: ParityRequest, samples: list[ParitySample], ranks: int, console: Console, folders: Mapping[str, Path]
 ) -> tuple[list[ParitySample], list[BackendScores]]:
-    """All backends in turn: transformers first, whose answers the others score."""
-    found: list[BackendScores] = []
+    """Run all backends in turn: transformers first, as the others score the responses that it samples."""
+    scores: list[BackendScores] = []
     plan = [("transformers", 1), ("megatron", ranks)]
     if request.vllm and importlib.util.find_spec("vllm") is None:
-        console.print("vLLM is not installed here; it is left out")
+        console.print("vLLM is not installed; skipping it")
     elif request.vllm:
         plan.append(("vllm", 1))
     with tempfile.TemporaryDirectory(prefix="webrl-parity-") as folder:
         for backend, processes in plan:
             with console.status(f"{backend}: {len(samples)} samples, {processes} processes"):
-                work = _work(request, samples, folders.get(backend, request.model))
+                job = _job(request, samples, folders.get(backend, request.model))
                 environment = _environment(backend, request, processes)
-                each = run_backend(backend, work, processes, environment, Path(folder) / backend)
-            console.print(f"{backend}: {each.load_seconds + each.score_seconds:.1f} s")
-            if each.responses:
-                samples = [replace(s, response_token_ids=r) for s, r in zip(samples, each.responses, strict=True)]
-            found.append(each)
-    return samples, found
+                result = run_backend(backend, job, processes, environment, Path(folder) / backend)
+            console.print(f"{backend}: {result.load_seconds + result.score_seconds:.1f} s")
+            if result.responses:
+                samples = [replace(s, response_token_ids=r) for s, r in zip(samples, result.responses, strict=True)]
+            scores.append(result)
+    return samples, scores
 
 
-def _work(request: ParityRequest, samples: list[ParitySample], model: Path) -> ScoringJob:
+def _job(request: ParityRequest, samples: list[ParitySample], model: Path) -> ScoringJob:
     return ScoringJob(
         model=model,
         samples=tuple(samples),
@@ -125,14 +125,14 @@ def _work(request: ParityRequest, samples: list[ParitySample], model: Path) -> S
         max_new_tokens=request.max_new_tokens,
         seed=request.seed,
         sizes=request.sizes,
-        compute_options=_model_settings(request),
+        compute_options=_compute_options(request),
         vllm_tensor_parallel=request.vllm_tensor_parallel,
         timeout_seconds=request.timeout_seconds,
     )
 
 
 def _environment(backend: str, request: ParityRequest, processes: int) -> dict[str, str]:
-    """Environment variables of a backend's processes: they share the cores, and reach for no network."""
+    """Environment variables of a backend's processes, which share the cores and use no network."""
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
     variables = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     if backend == "vllm":
@@ -145,14 +145,14 @@ def _environment(backend: str, request: ParityRequest, processes: int) -> dict[s
 
 
 def _ranks(sizes: ParallelSizes) -> int:
-    """Megatron's processes: the fewest that hold the layout."""
+    """Number of Megatron processes: the fewest that hold the layout."""
     return sizes.pipeline * math.lcm(sizes.tensor, sizes.expert * sizes.expert_tensor)
 
 
 def _check(request: ParityRequest, ranks: int) -> int:
-    """Refuse what can be known to be wrong; returns the window that the model has. Raises ConfigError."""
-    text = _description(request).text_config
-    _model_settings(request)
+    """Validate the options; returns the limit of prompt and response in tokens. Raises ConfigError."""
+    text = _hf_config(request).text_config
+    _compute_options(request)
     if request.dtype not in DEFAULT_TOLERANCE:
         raise ConfigError(f"--dtype={request.dtype} is not one of {', '.join(DEFAULT_TOLERANCE)}")
     if request.tolerance is not None and not request.tolerance >= 0:
@@ -174,12 +174,12 @@ def _check(request: ParityRequest, ranks: int) -> int:
     _check_devices(request, ranks)
     if request.json is not None and not request.json.absolute().parent.is_dir():
         raise ConfigError(f"--json={request.json}: the folder {request.json.absolute().parent} does not exist")
-    # vLLM scores a prompt only if there is room for one token more.
+    # vLLM scores a prompt only if there is room for one more token.
     return min(request.max_model_len, int(text.max_position_embeddings) - 1)
 
 
-def _description(request: ParityRequest) -> Any:
-    """transformers' configuration of the model. Raises ConfigError for another architecture."""
+def _hf_config(request: ParityRequest) -> Any:
+    """The transformers configuration of the model. Raises ConfigError for another architecture."""
     read_model_config(request.model)
     try:
         return load_hf_config(request.model)
@@ -187,8 +187,8 @@ def _description(request: ParityRequest) -> Any:
         raise ConfigError(_line(error)) from error
 
 
-def _model_settings(request: ParityRequest) -> ComputeOptions:
-    """How Megatron computes. Raises ConfigError for a part that is not installed."""
+def _compute_options(request: ParityRequest) -> ComputeOptions:
+    """Megatron's compute options. Raises ConfigError for a library that is not installed."""
     try:
         return ComputeOptions(
             layers=cast(LayerImplementation, request.layers), attention=cast(AttentionKernel, request.attention)
@@ -198,7 +198,7 @@ def _model_settings(request: ParityRequest) -> ComputeOptions:
 
 
 def _check_layout(sizes: ParallelSizes, text: Any) -> None:
-    """What Megatron would refuse as well, but only after transformers has loaded and scored."""
+    """Refuse layouts that Megatron would refuse only after transformers has loaded and scored."""
     divided = [
         ("tensor_parallel", "--tp", sizes.tensor, name) for name in ("num_attention_heads", "num_key_value_heads")
     ]
@@ -219,13 +219,13 @@ def _check_layout(sizes: ParallelSizes, text: Any) -> None:
 def _check_devices(request: ParityRequest, ranks: int) -> None:
     gpus = torch.cuda.device_count()
     if request.platform == "cuda" and not gpus:
-        raise ConfigError("--platform=cuda, but no GPU is seen here; use --platform cpu")
+        raise ConfigError("--platform=cuda, but no GPU is visible; use --platform cpu")
     if request.platform == "cpu" or not gpus:
         return
     for option, wanted in (("--tp, --pp and --ep make", ranks), ("--vllm-tp makes", request.vllm_tensor_parallel)):
         if wanted > gpus:
             raise ConfigError(
-                f"{option} {wanted} ranks, one GPU each, but {gpus} GPUs are seen here; use fewer, or --platform cpu"
+                f"{option} {wanted} ranks, one GPU each, but {gpus} GPUs are visible; use fewer, or --platform cpu"
             )
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 
 def add_parity(commands: Any) -> None:
-    """Add the command to the parser's."""
+    """Add the `parity` subcommand."""
     parity = commands.add_parser(
         "parity",
         help="check a checkpoint: transformers, Megatron and vLLM score the same prompts with images",
-        description="Score the same tokens and images with transformers, with Megatron in the layout asked for and, "
-        "where it is installed, with vLLM, and compare the log-probabilities. "
-        "Ends with 1 beyond the tolerance, 2 for bad input, 3 if a backend failed.",
+        description="Score the same tokens and images with transformers, with Megatron in the given layout and, if "
+        "installed, with vLLM, and compare the log-probabilities. "
+        "Exit code 1: beyond the tolerance; 2: invalid input; 3: a backend failed.",
         epilog="example: webrl parity models/Qwen3-VL-4B-Instruct --tp 2 --dtype bfloat16 --samples mine.jsonl",
     )
     parity.add_argument("model", type=Path, metavar="HF_FOLDER", help="Hugging Face folder of a Qwen3-VL model")
@@ -33,34 +33,34 @@ def add_parity(commands: Any) -> None:
     ):
         parity.add_argument(option, type=int, default=1, metavar="N", help=f"{text} (default: 1)")
     for option, choices, text in (
-        ("--layers", ("local", "transformer_engine"), "where Megatron's linear layers and norms come from"),
+        ("--layers", ("local", "transformer_engine"), "library of Megatron's linear layers and norms"),
         ("--attention", ("sdpa", "flash"), "Megatron's attention"),
         ("--dtype", ("float32", "bfloat16"), "type of weights and activations"),
-        ("--platform", ("auto", "cpu", "cuda"), "where to compute"),
+        ("--platform", ("auto", "cpu", "cuda"), "device to compute on"),
     ):
         parity.add_argument(option, choices=choices, default=choices[0], help=f"{text} (default: {choices[0]})")
     parity.add_argument(
         "--tolerance",
         type=float,
         metavar="X",
-        help="largest difference of a log-probability that passes (default: 0.001 in float32, 0.25 in bfloat16)",
+        help="largest allowed log-probability difference (default: 0.001 in float32, 0.25 in bfloat16)",
     )
-    parity.add_argument("--no-vllm", action="store_true", help="leave vLLM out")
+    parity.add_argument("--no-vllm", action="store_true", help="skip vLLM")
     parity.add_argument(
-        "--max-new-tokens", type=int, default=32, metavar="N", help="tokens of an answer sampled where none is given"
+        "--max-new-tokens", type=int, default=32, metavar="N", help="tokens of a sampled response (default: 32)"
     )
     parity.add_argument(
         "--max-model-len",
         type=int,
         default=4096,
         metavar="N",
-        help="tokens of a sample; the long built-in one has as many",
+        help="limit of prompt and response in tokens; the long built-in sample reaches it (default: 4096)",
     )
-    parity.add_argument("--seed", type=int, default=0, help="seed of the sampled answers (default: 0)")
+    parity.add_argument("--seed", type=int, default=0, help="seed of sampled responses (default: 0)")
     parity.add_argument(
-        "--timeout-seconds", type=float, default=1800.0, metavar="S", help="limit of each backend (default: 1800)"
+        "--timeout-seconds", type=float, default=1800.0, metavar="S", help="time limit of each backend (default: 1800)"
     )
-    parity.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there, too")
+    parity.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to FILE")
     parity.set_defaults(run=_run)
 
 

@@ -1,4 +1,4 @@
-"""Megatron's log-probabilities, in the layout asked for; one process a rank, rows made as the trainer makes them.
+"""Log-probabilities of Megatron: one process per rank, micro-batches made by the trainer's sequence packer.
 
 RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 python -m megatron_webrl.parity.megatron_scores FOLDER
 """
@@ -27,87 +27,87 @@ from megatron_webrl.parity.scoring_process import (
 from megatron_webrl.system import torchvision_shim
 
 
-def score(work: ScoringJob, folder: Path) -> ProcessScores:
-    """Form the groups, load this rank's part of the model, score one row a sample. Collective over all ranks."""
-    clock = Stopwatch()
+def score(job: ScoringJob, folder: Path) -> ProcessScores:
+    """Form process groups, load this rank's part of the model, score one sample per micro-batch. Collective."""
+    stopwatch = Stopwatch()
     torchvision_shim.install()
-    platform = platforms.activate(work.platform)
+    platform = platforms.activate(job.platform)
     torch.distributed.init_process_group(
         platform.backend,
         init_method=f"file://{folder}/rendezvous",
         rank=process_rank(),
         world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=work.timeout_seconds),
+        timeout=timedelta(seconds=job.timeout_seconds),
     )
-    # Megatron is imported on the platform that is in use.
+    # Megatron must be imported after the platform is active.
     from megatron.core import parallel_state
 
     from megatron_webrl.model import process_groups
 
-    process_groups.init_process_groups(work.sizes, work.seed)
-    chunks = _load(work, platform)
-    load_seconds = clock.lap()
-    logprobs = _score(work, platform, chunks)
+    process_groups.init_process_groups(job.sizes, job.seed)
+    chunks = _load(job, platform)
+    stopwatch.lap()
+    logprobs = _score(job, platform, chunks)
     first = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_data_parallel_rank() == 0
-    seconds, peak = clock.lap(), peak_bytes(platform.name == "cuda")
+    seconds, peak = stopwatch.lap(), peak_bytes(platform.name == "cuda")
     process_groups.destroy_process_groups()
     torch.distributed.destroy_process_group()
-    return ProcessScores(tuple(logprobs) if logprobs and first else None, (), load_seconds, seconds, peak)
+    return ProcessScores(tuple(logprobs) if logprobs and first else None, (), seconds, peak)
 
 
-def _load(work: ScoringJob, platform: platforms.Platform) -> list[Any]:
+def _load(job: ScoringJob, platform: platforms.Platform) -> list[Any]:
     from megatron_webrl.model.load import load_hf
     from megatron_webrl.model.qwen3_vl import model as qwen3_vl
 
-    chunks = qwen3_vl.build_model(work.model, dtype=work.dtype, platform=platform, options=work.compute_options)
-    load_hf(chunks, work.model)
+    chunks = qwen3_vl.build_model(job.model, dtype=job.dtype, platform=platform, options=job.compute_options)
+    load_hf(chunks, job.model)
     for chunk in chunks:
         chunk.eval()
     return chunks
 
 
-def _score(work: ScoringJob, platform: platforms.Platform, chunks: list[Any]) -> list[np.ndarray]:
-    """Per sample float32 [response], on the last stage; nothing on the others."""
+def _score(job: ScoringJob, platform: platforms.Platform, chunks: list[Any]) -> list[np.ndarray]:
+    """Per sample float32 [response] on the last stage; an empty list on other stages."""
     from megatron.core import parallel_state
 
     from megatron_webrl.model import schedule
     from megatron_webrl.model.logprobs import vocab_parallel_logprobs
 
-    parts = _rows(work, platform)
-    rows = [batch for part in parts for batch in part]
+    by_sample = _microbatches(job, platform)
+    microbatches = [each for part in by_sample for each in part]
 
     def scored(index: int, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         group, vocabulary = parallel_state.get_tensor_model_parallel_group(), chunks[-1].unpadded_vocab_size
-        values, _ = vocab_parallel_logprobs(logits, rows[index].targets, 1.0, vocabulary, group)
+        values, _ = vocab_parallel_logprobs(logits, microbatches[index].targets, 1.0, vocabulary, group)
         return values.sum(), {"logprobs": values}
 
     with torch.no_grad():
-        results = schedule.forward_backward(chunks, [batch.row for batch in rows], scored, forward_only=True)
+        results = schedule.forward_backward(chunks, [each.inputs for each in microbatches], scored, forward_only=True)
     values = [result["logprobs"].float().cpu().numpy() for result in results]
-    starts = np.cumsum([0, *(len(part) for part in parts)])[:-1]
+    starts = np.cumsum([0, *(len(part) for part in by_sample)])[:-1]
     return [values[start] for start in starts] if values else []
 
 
-def _rows(work: ScoringJob, platform: platforms.Platform) -> list[list[Any]]:
-    """The micro-batches of each sample by itself; its first is the sample.
+def _microbatches(job: ScoringJob, platform: platforms.Platform) -> list[list[Any]]:
+    """The micro-batches of each sample; the first one holds the sample.
 
-    A virtual pipeline takes rows in multiples of its stages only: the builder fills up with the same sample.
+    A virtual pipeline needs a multiple of its stages: the sequence packer pads with the same sample.
     """
     from megatron_webrl.trainer.factory import make_sequence_packer
 
-    config, sizes = Config(), work.sizes
-    config.model.path, config.model.dtype = str(work.model), work.dtype
+    config, sizes = Config(), job.sizes
+    config.model.path, config.model.dtype = str(job.model), job.dtype
     config.trainer.tensor_parallel, config.trainer.pipeline_parallel = sizes.tensor, sizes.pipeline
     config.trainer.virtual_pipeline, config.trainer.expert_parallel = sizes.virtual, sizes.expert
-    config.trainer.tokens_per_microbatch = max(sample.length for sample in work.samples)
-    builder = make_sequence_packer(config, platform)
-    return [builder.build([_trained(sample)], "token_mean", 1) for sample in work.samples]
+    config.trainer.tokens_per_microbatch = max(sample.length for sample in job.samples)
+    packer = make_sequence_packer(config, platform)
+    return [packer.build([_training_sample(sample)], "token_mean", 1) for sample in job.samples]
 
 
-def _trained(sample: ParitySample) -> Any:
-    from megatron_webrl.trainer.data.batching import TrainingSample as Trained
+def _training_sample(sample: ParitySample) -> Any:
+    from megatron_webrl.trainer.data.batching import TrainingSample
 
-    return Trained(
+    return TrainingSample(
         prompt=sample.prompt_token_ids,
         response=sample.response_token_ids,
         behaviour_logprobs=np.zeros(len(sample.response_token_ids), np.float32),

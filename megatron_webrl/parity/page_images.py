@@ -1,4 +1,4 @@
-"""Drawn web pages: screenshots that need no browser, the same for the same seed."""
+"""Synthetic web page screenshots drawn without a browser, deterministic by seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far the backends are apart, as numbers and as tables."""
+"""Differences between backends, as numbers and as tables."""
 
 from __future__ import annotations
 
@@ -21,75 +21,74 @@ from megatron_webrl.parity.samples import ParitySample
 
 @dataclass(frozen=True)
 class WorstToken:
-    """The token whose log-probabilities are furthest apart."""
+    """The token with the largest difference."""
 
     sample: str
-    token: int  # place within the answer, from 0
+    token: int  # index in the response, from 0
     text: str
     logprobs: tuple[float, float]
 
 
 @dataclass(frozen=True)
 class LogprobDifference:
-    """Two backends over all scored tokens. Numbers are absolute differences of log-probabilities."""
+    """Absolute log-probability differences of two backends over all scored tokens."""
 
     backends: tuple[str, str]
     largest: float
     mean: float
     tokens: int
     worst: WorstToken
-    by_sample: dict[str, float]  # largest of each sample
+    by_sample: dict[str, float]  # sample -> its largest difference
 
     def within(self, tolerance: float) -> bool:
-        """Whether every token is; a difference that is no number is not."""
+        """Whether every difference is at most `tolerance`; NaN is not."""
         return self.largest <= tolerance
 
 
 def compare_backends(
-    found: Sequence[BackendScores], samples: Sequence[ParitySample], processor: Processor
+    scores: Sequence[BackendScores], samples: Sequence[ParitySample], processor: Processor
 ) -> list[LogprobDifference]:
-    """Every pair of backends, in order."""
-    return [_difference(a, b, samples, processor) for a, b in combinations(found, 2)]
+    """Differences of every pair of backends, in order."""
+    return [_difference(a, b, samples, processor) for a, b in combinations(scores, 2)]
 
 
 def _difference(
     first: BackendScores, second: BackendScores, samples: Sequence[ParitySample], processor: Processor
 ) -> LogprobDifference:
-    gaps = [
+    differences = [
         np.abs(a.astype(np.float64) - b.astype(np.float64))
         for a, b in zip(first.logprobs, second.logprobs, strict=True)
     ]
-    everything = np.concatenate(gaps)
-    # A number that is none counts as the largest.
-    tops = [np.nan_to_num(gap, nan=np.inf) for gap in gaps]
-    which = int(np.argmax([top.max() for top in tops]))
-    token = int(tops[which].argmax())
+    flat = np.concatenate(differences)
+    ranked = [np.nan_to_num(values, nan=np.inf) for values in differences]  # NaN counts as the largest
+    index = int(np.argmax([values.max() for values in ranked]))
+    token = int(ranked[index].argmax())
     worst = WorstToken(
-        samples[which].name,
+        samples[index].name,
         token,
-        processor.tokenizer.decode([int(samples[which].response_token_ids[token])]),
-        (float(first.logprobs[which][token]), float(second.logprobs[which][token])),
+        processor.tokenizer.decode([int(samples[index].response_token_ids[token])]),
+        (float(first.logprobs[index][token]), float(second.logprobs[index][token])),
     )
     return LogprobDifference(
         (first.backend, second.backend),
-        float(everything.max()),
-        float(everything.mean()),
-        len(everything),
+        float(flat.max()),
+        float(flat.mean()),
+        len(flat),
         worst,
-        {sample.name: float(gap.max()) for sample, gap in zip(samples, gaps, strict=True)},
+        {sample.name: float(values.max()) for sample, values in zip(samples, differences, strict=True)},
     )
 
 
 def print_report(
     console: Console,
     samples: Sequence[ParitySample],
-    found: Sequence[BackendScores],
+    scores: Sequence[BackendScores],
     differences: Sequence[LogprobDifference],
     tolerance: float,
 ) -> None:
     """Print samples, backends and differences."""
     console.print(_samples(samples))
-    console.print(_backends(found))
+    console.print(_backends(scores))
     table = Table(box=box.SIMPLE_HEAD, title="absolute differences of log-probabilities", title_justify="left")
     for name, justify in (("backends", "left"), ("largest", "right"), ("mean", "right"), ("tokens", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
@@ -120,12 +119,12 @@ def _samples(samples: Sequence[ParitySample]) -> Table:
     return table
 
 
-def _backends(found: Sequence[BackendScores]) -> Table:
+def _backends(scores: Sequence[BackendScores]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="backends", title_justify="left")
     table.add_column("backend")
     for name in ("processes", "start and load s", "score s", "peak memory MiB"):
         table.add_column(name, justify="right")
-    for each in found:
+    for each in scores:
         table.add_row(
             each.backend,
             str(each.processes),
@@ -139,11 +138,11 @@ def _backends(found: Sequence[BackendScores]) -> Table:
 def write_json(
     path: Path,
     samples: Sequence[ParitySample],
-    found: Sequence[BackendScores],
+    scores: Sequence[BackendScores],
     differences: Sequence[LogprobDifference],
     settings: dict[str, Any],
 ) -> None:
-    """All numbers of the check, `settings` first."""
+    """Write all numbers of the check, `settings` first."""
     content = {
         **settings,
         "samples": [
@@ -163,7 +162,7 @@ def write_json(
                 "score_seconds": each.score_seconds,
                 "peak_bytes": each.peak_bytes,
             }
-            for each in found
+            for each in scores
         ],
         "differences": [asdict(each) for each in differences],
     }

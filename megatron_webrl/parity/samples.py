@@ -1,4 +1,4 @@
-"""What is scored: conversations with images and an answer, read from a file or made here."""
+"""Samples to score: conversations with images and a response, read from a file or built in."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megatron_webrl.parity.page_images import draw_page, random_words
 ROLES = ("system", "user", "assistant", "tool")
 SYSTEM_PROMPT = "You are a web agent. You see a screenshot of a page and say what you do next."
 LONG_SAMPLE_PAGE_SIZE = (480, 320)  # pixels of the screenshots in the long sample
-LENGTH_SLACK_TOKENS = 8  # tokens by which the long sample may miss its length
+LENGTH_SLACK_TOKENS = 8  # tokens by which the long sample may fall short of its length
 
 
 @dataclass(frozen=True)
 class ParitySample:
-    """A prompt with its images, and the answer whose tokens are scored."""
+    """A prompt with its images, and the response whose tokens are scored."""
 
     name: str
     token_ids: np.ndarray  # int32 [n], one placeholder per image
@@ -45,7 +45,7 @@ def read_samples(path: Path, processor: Processor, max_model_len: int, max_new_t
 
     A message has "role" and "content": text, or a list of {"type": "text", "text": ...} and
     {"type": "image", "path": ...} ("image" for "path" is the same), paths relative to the file. Without a response
-    `generate` tokens of room are kept for one. Raises ConfigError naming file and line.
+    `max_new_tokens` tokens are reserved for one. Raises ConfigError naming file and line.
     """
     try:
         lines = path.read_text().splitlines()
@@ -65,14 +65,14 @@ def read_samples(path: Path, processor: Processor, max_model_len: int, max_new_t
             raise ConfigError(f"{path} line {number}: {error}") from error
         samples.append(sample)
     if not samples:
-        raise ConfigError(f"samples file {path} holds no sample")
+        raise ConfigError(f"samples file {path} contains no sample")
     return samples
 
 
 def built_in_samples(processor: Processor, max_model_len: int, max_new_tokens: int) -> list[ParitySample]:
-    """Text only; one screenshot; images of three sizes; and one that fills `window` tokens with its answer.
+    """Text only; one screenshot; images of three sizes; and one that with its response fills `max_model_len` tokens.
 
-    Raises ConfigError if `window` is too small for them.
+    Raises ConfigError if `max_model_len` is too small for them.
     """
     screenshot = [draw_page(1, 640, 400)]
     several = [draw_page(2, 320, 480), draw_page(3, 512, 160), draw_page(4, 128, 128)]
@@ -90,27 +90,27 @@ def built_in_samples(processor: Processor, max_model_len: int, max_new_tokens: i
     return samples
 
 
-def _check_length(sample: ParitySample, window: int, generate: int) -> None:
-    answer = len(sample.response_token_ids) or generate
-    if len(sample.prompt_token_ids) + answer > window:
+def _check_length(sample: ParitySample, max_model_len: int, max_new_tokens: int) -> None:
+    prompt, response = len(sample.prompt_token_ids), len(sample.response_token_ids) or max_new_tokens
+    if prompt + response > max_model_len:
         raise ValueError(
-            f"{len(sample.prompt_token_ids)} tokens of prompt and {answer} of answer exceed the window of {window} (--max-model-len)"
+            f"{prompt} prompt tokens and {response} response tokens exceed --max-model-len={max_model_len}"
         )
 
 
 def _sample(
     name: str, messages: list[dict[str, Any]], images: Iterable[bytes], response: str | None, processor: Processor
 ) -> ParitySample:
-    pictures = tuple(images)
+    encoded = tuple(images)
     try:
         tokens = processor.encode_chat(messages)
     except TemplateError as error:
         raise ValueError(f"the chat template refuses the messages: {' '.join(str(error).split())}") from error
-    grids = processor.grids(pictures)
-    answer = np.zeros(0, np.int32) if response is None else processor.encode_response(response)
-    if (answer == processor.image_token_id).any():
-        raise ValueError("the response holds the placeholder of an image; images stand in messages only")
-    return ParitySample(name, tokens, processor.expand_image_tokens(tokens, grids), pictures, grids, answer)
+    grids = processor.grids(encoded)
+    response_token_ids = np.zeros(0, np.int32) if response is None else processor.encode_response(response)
+    if (response_token_ids == processor.image_token_id).any():
+        raise ValueError("the response contains an image placeholder; images are allowed in messages only")
+    return ParitySample(name, tokens, processor.expand_image_tokens(tokens, grids), encoded, grids, response_token_ids)
 
 
 def _chat(text: str, images: int = 0) -> list[dict[str, Any]]:
@@ -119,31 +119,27 @@ def _chat(text: str, images: int = 0) -> list[dict[str, Any]]:
 
 
 def _long_sample(processor: Processor, length: int) -> ParitySample:
-    """Rounds of screenshots and answers, then text, so that the prompt has `length` tokens or a few less."""
-
+    """Rounds of screenshots and answers, then text, with a prompt of `length` tokens or a few less."""
     page = cache(lambda number: draw_page(10 + number, *LONG_SAMPLE_PAGE_SIZE))
 
-    def made(rounds: int, filling: int) -> ParitySample:
+    def make(rounds: int, filler_words: int) -> ParitySample:
         rng = random.Random(5)
         messages = [{"role": "system", "content": SYSTEM_PROMPT}]
         for _ in range(rounds):
             messages += _chat(random_words(rng, 12), 1)[1:]
             messages.append({"role": "assistant", "content": f"I click on {random_words(rng, 6)}."})
-        messages += _chat(random_words(random.Random(6), filling) if filling else "Go on.")[1:]
+        messages += _chat(random_words(random.Random(6), filler_words) if filler_words else "Go on.")[1:]
         return _sample("long", messages, map(page, range(rounds)), None, processor)
 
-    if len(made(0, 0).prompt_token_ids) > length:
-        raise ConfigError(
-            f"--max-model-len leaves {length} tokens for a prompt; the shortest of the long sample is longer"
-        )
-    rounds = _largest(lambda n: len(made(n, 0).prompt_token_ids) <= length, 1, length // 2)
-    return made(
-        rounds, _largest(lambda n: len(made(rounds, n).prompt_token_ids) <= length - LENGTH_SLACK_TOKENS, 1, length)
-    )
+    if len(make(0, 0).prompt_token_ids) > length:
+        raise ConfigError(f"--max-model-len leaves {length} tokens for a prompt; the long sample needs more")
+    rounds = _largest(lambda n: len(make(n, 0).prompt_token_ids) <= length, 1, length // 2)
+    filler_words = _largest(lambda n: len(make(rounds, n).prompt_token_ids) <= length - LENGTH_SLACK_TOKENS, 1, length)
+    return make(rounds, filler_words)
 
 
 def _largest(fits: Callable[[int], bool], step: int, limit: int) -> int:
-    """The largest number up to `limit` that fits, 0 if 1 does not; what fits, fits for all smaller ones."""
+    """The largest number up to `limit` that fits, 0 if none does. `fits` must be monotone."""
     low, high = 0, step
     while high <= limit and fits(high):
         low, high = high, high * 2
@@ -155,7 +151,7 @@ def _largest(fits: Callable[[int], bool], step: int, limit: int) -> int:
 
 
 def _parse(line: Any, folder: Path) -> tuple[list[dict[str, Any]], list[bytes], str | None]:
-    """Messages as the processor takes them, images in order, response. Raises ValueError."""
+    """Messages in the processor's format, images in order, response. Raises ValueError."""
     if not isinstance(line, dict) or not isinstance(line.get("messages"), list) or not line["messages"]:
         raise ValueError('expected {"messages": [at least one message], "response": text}')
     unknown = sorted(set(line) - {"messages", "response"})

@@ -1,4 +1,4 @@
-"""What a backend's processes are given, and what they leave: files in a folder of the check."""
+"""Main of a backend's processes, and the files by which they receive their job and return scores."""
 
 from __future__ import annotations
 
@@ -18,51 +18,50 @@ from megatron_webrl.model.compute_options import ComputeOptions
 from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.parity.samples import ParitySample
 
-JOB_FILE = "work.pickle"
+JOB_FILE = "job.pickle"
 EXIT_BAD_INPUT = 2  # exit code of a process that refuses its input
 
 
 @dataclass(frozen=True)
 class ScoringJob:
-    """One backend's task."""
+    """Samples and settings of one backend."""
 
     model: Path  # Hugging Face folder
     samples: tuple[ParitySample, ...]
     dtype: str  # "float32" or "bfloat16"
     platform: str  # "auto", "cpu" or "cuda"
-    max_new_tokens: int  # tokens of an answer where a sample has none
+    max_new_tokens: int  # tokens of a sampled response
     seed: int
     sizes: ParallelSizes  # Megatron's layout
-    compute_options: ComputeOptions  # of Megatron's computation
+    compute_options: ComputeOptions  # Megatron's
     vllm_tensor_parallel: int
-    timeout_seconds: float  # limit of everything that waits
+    timeout_seconds: float  # limit of the backend and of each wait in it
 
 
 @dataclass(frozen=True)
 class ProcessScores:
-    """What one process found."""
+    """Scores of one process."""
 
-    logprobs: tuple[np.ndarray, ...] | None  # per sample float32 [response]; None: another rank has them
-    responses: tuple[np.ndarray, ...]  # per sample int32 [response], the tokens scored; empty: those that were given
-    load_seconds: float
+    logprobs: tuple[np.ndarray, ...] | None  # per sample float32 [response]; None: another rank returns them
+    responses: tuple[np.ndarray, ...]  # per sample int32 [response]; empty: as in the job
     score_seconds: float
     peak_bytes: int  # GPU memory on CUDA, else the process's largest resident size
 
 
 class Stopwatch:
-    """Seconds since it was made or last read."""
+    """Measures consecutive intervals."""
 
     def __init__(self) -> None:
-        self._begun = time.monotonic()
+        self._started = time.monotonic()
 
     def lap(self) -> float:
-        """Seconds, and begin again."""
-        passed, self._begun = time.monotonic() - self._begun, time.monotonic()
-        return passed
+        """Seconds since the last call, or since creation."""
+        previous, self._started = self._started, time.monotonic()
+        return self._started - previous
 
 
 def peak_bytes(cuda: bool) -> int:
-    """The most memory that this process held."""
+    """Peak memory of this process: GPU memory on CUDA, else resident size."""
     if cuda:
         import torch
 
@@ -71,31 +70,31 @@ def peak_bytes(cuda: bool) -> int:
 
 
 def process_rank() -> int:
-    """Number of this process among those of its backend."""
+    """Rank of this process in its backend."""
     return int(os.environ.get("RANK", "0"))
 
 
-def scores_file(folder: Path, number: int) -> Path:
-    """Where process `number` leaves its Scores."""
-    return folder / f"scores-{number}.pickle"
+def scores_file(folder: Path, rank: int) -> Path:
+    """The file in which process `rank` returns its ProcessScores."""
+    return folder / f"scores-{rank}.pickle"
 
 
-def error_file(folder: Path, number: int) -> Path:
-    """Where process `number` leaves one line on why it refuses its input."""
-    return folder / f"error-{number}.txt"
+def error_file(folder: Path, rank: int) -> Path:
+    """The file in which process `rank` says in one line why it refuses its input."""
+    return folder / f"error-{rank}.txt"
 
 
 def run_scoring_process(score: Callable[[ScoringJob, Path], ProcessScores]) -> None:
     """Main of a backend's process: `python -m MODULE FOLDER`.
 
-    What a backend raises as ValueError or ImportError is about its input, and ends it with BAD_INPUT.
+    A ValueError or ImportError of `score` is about the input: the process exits with EXIT_BAD_INPUT.
     """
     logging.basicConfig(level=logging.WARNING)
     folder = Path(sys.argv[1])
     try:
         scores = score(pickle.loads((folder / JOB_FILE).read_bytes()), folder)
     except (ValueError, ImportError) as error:
-        logging.exception("refused")
+        logging.exception("input refused")
         error_file(folder, process_rank()).write_text(" ".join(str(error).split()) or type(error).__name__)
         # Not sys.exit: it would wait for the other ranks, or for vLLM's threads.
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""transformers' log-probabilities, one sample at a time; answers are sampled where there is none.
+"""Log-probabilities of transformers, one sample at a time; samples missing responses.
 
 python -m megatron_webrl.parity.transformers_scores FOLDER
 """
@@ -17,18 +17,18 @@ from megatron_webrl.parity.scoring_process import ProcessScores, ScoringJob, Sto
 from megatron_webrl.system import torchvision_shim
 
 
-def score(work: ScoringJob, folder: Path) -> ProcessScores:
-    """Load the model whole and score all samples."""
-    clock = Stopwatch()
-    cuda = work.platform == "cuda" or (work.platform == "auto" and torch.cuda.is_available())
+def score(job: ScoringJob, folder: Path) -> ProcessScores:
+    """Load the whole model and score all samples."""
+    stopwatch = Stopwatch()
+    cuda = job.platform == "cuda" or (job.platform == "auto" and torch.cuda.is_available())
     device = torch.device("cuda" if cuda else "cpu")
-    model = _load(work, device)
-    processor = Processor.load(work.model)
-    load_seconds = clock.lap()
-    torch.manual_seed(work.seed)
+    model = _load(job, device)
+    processor = Processor.load(job.model)
+    stopwatch.lap()
+    torch.manual_seed(job.seed)
     logprobs, responses = [], []
     with torch.no_grad():
-        for sample in work.samples:
+        for sample in job.samples:
             pixels, _ = processor.pixels(sample.images)
             visual = {
                 "pixel_values": pixels.to(device, model.dtype),
@@ -38,50 +38,50 @@ def score(work: ScoringJob, folder: Path) -> ProcessScores:
             response = (
                 sample.response_token_ids
                 if len(sample.response_token_ids)
-                else _continue(model, work, sample, processor, visual)
+                else _generate(model, job, sample, processor, visual)
             )
             logprobs.append(_logprobs(model, sample, response, processor, visual))
             responses.append(response)
-    return ProcessScores(tuple(logprobs), tuple(responses), load_seconds, clock.lap(), peak_bytes(cuda))
+    return ProcessScores(tuple(logprobs), tuple(responses), stopwatch.lap(), peak_bytes(cuda))
 
 
-def _load(work: ScoringJob, device: torch.device) -> Any:
-    """The model. Raises ValueError for a folder whose tensors are not exactly the model's."""
+def _load(job: ScoringJob, device: torch.device) -> Any:
+    """The model. Raises ValueError unless the folder has exactly the model's tensors."""
     torchvision_shim.install()
     from transformers import AutoModelForImageTextToText
 
     try:
         model, report = AutoModelForImageTextToText.from_pretrained(
-            str(work.model),
-            dtype=getattr(torch, work.dtype),
+            str(job.model),
+            dtype=getattr(torch, job.dtype),
             attn_implementation="sdpa",
             local_files_only=True,
             output_loading_info=True,
         )
     except (OSError, RuntimeError) as error:
-        raise ValueError(f"transformers cannot load {work.model}: {error}") from error
-    # It fills what is missing with random numbers.
+        raise ValueError(f"transformers cannot load {job.model}: {error}") from error
+    # transformers fills missing tensors with random numbers.
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[kind]:
-            raise ValueError(f"transformers finds {kind} in {work.model}: {', '.join(sorted(map(str, report[kind])))}")
+            raise ValueError(f"transformers finds {kind} in {job.model}: {', '.join(sorted(map(str, report[kind])))}")
     return model.to(device).eval()
 
 
-def _continue(
-    model: Any, work: ScoringJob, sample: ParitySample, processor: Processor, visual: dict[str, torch.Tensor]
+def _generate(
+    model: Any, job: ScoringJob, sample: ParitySample, processor: Processor, visual: dict[str, torch.Tensor]
 ) -> np.ndarray:
-    """An answer sampled at temperature 1, without tokens that stand for images: int32 [up to work.generate]."""
+    """A response sampled at temperature 1 without image tokens: int32 [up to job.max_new_tokens]."""
     from transformers import GenerationConfig
 
     ids = _long(sample.prompt_token_ids, model.device)[None]
     config = model.config
-    # Taken from the folder otherwise, and with it its cuts of the distribution.
+    # The folder's generation config may truncate the distribution.
     model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=1.0,
         top_k=0,
         top_p=1.0,
-        max_new_tokens=work.max_new_tokens,
+        max_new_tokens=job.max_new_tokens,
         eos_token_id=processor.eos_token_id,
         pad_token_id=processor.eos_token_id,
         suppress_tokens=[
@@ -91,13 +91,13 @@ def _continue(
             config.vision_end_token_id,
         ],
     )
-    found = model.generate(
+    output = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         mm_token_type_ids=(ids == processor.image_token_id).int(),
         **visual,
     )
-    return found[0, ids.shape[1] :].cpu().numpy().astype(np.int32)
+    return output[0, ids.shape[1] :].cpu().numpy().astype(np.int32)
 
 
 def _logprobs(

@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 
 from megatron_webrl.browser.chromium import find_chromium, use_sandbox
 from megatron_webrl.browser.errors import BrowserError
+from megatron_webrl.cluster.parallel_layout import image_buffer_mib
 from megatron_webrl.cluster.placement import Placement
 from megatron_webrl.config.schema import Config
 from megatron_webrl.launch import role_process
 from megatron_webrl.launch.validation import SHARED_MEMORY
+from megatron_webrl.model.hf_config import read_model_config
 
 DOCTOR_SECONDS = 180.0
 BROWSER_SECONDS = 60.0
@@ -45,14 +47,15 @@ def check_software(config: Config, placement: Placement) -> None:
 def check_shared_memory(config: Config, placement: Placement) -> None:
     """The ring and the trainer's screenshots find room. Raises Unfit."""
     ranks = sum(process.role == "trainer" for process in placement.on_node(0))
-    pixels = ranks * config.trainer.image_buffer_mib if config.trainer.image_workers else 0
-    needed = config.ring.capacity_mib + pixels
+    vision = read_model_config(config.model.path)["vision_config"]
+    images = ranks * image_buffer_mib(config, vision["patch_size"], vision["spatial_merge_size"])
+    needed = config.ring.capacity_mib + images
     status = os.statvfs(SHARED_MEMORY)
     free = status.f_bavail * status.f_frsize // 2**20
     if free < needed:
         raise CheckFailed(
-            f"{SHARED_MEMORY} has {free} MiB free, but ring.capacity_mib and trainer.image_buffer_mib of {ranks} ranks need {needed}; "
-            "enlarge it (mount -o remount,size=...), remove what lies there, or lower them"
+            f"{SHARED_MEMORY} has {free} MiB free, but ring.capacity_mib and the image buffers of {ranks} trainer ranks "
+            f"need {needed}; enlarge it (mount -o remount,size=...), remove files there, or lower ring.capacity_mib"
         )
 
 

@@ -18,11 +18,11 @@ class Accounting:
     trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     tokens_trained: int = 0
-    tokens_dropped: Counter[str] = field(default_factory=Counter)  # those of tries that were replaced: RETRIED
+    tokens_dropped: Counter[str] = field(default_factory=Counter)  # RETRIED: tokens of replaced attempts
 
     @property
     def closed_episodes(self) -> int:
-        """Episodes that are done with."""
+        """Episodes that were trained or dropped."""
         return self.trained + sum(self.dropped.values())
 
     def count_episode(self, trajectory: Trajectory, reason: str | None) -> None:
@@ -37,20 +37,20 @@ class Accounting:
             self.tokens_dropped[RETRIED] += trajectory.discarded_tokens
 
     def wasted_token_shares(self) -> dict[str, float]:
-        """Share of the response tokens of closed episodes that were not trained, in all and by reason."""
+        """Fraction of closed episodes' response tokens that were not trained, in total and by reason."""
         total = max(1, self.tokens_trained + sum(self.tokens_dropped.values()))
         shares = {f"wasted_token_fraction/{name}": count / total for name, count in self.tokens_dropped.items()}
         return shares | {"wasted_token_fraction": sum(shares.values())}
 
     def format_dropped(self) -> str:
-        """The dropped episodes by reason, in words."""
+        """The dropped episodes by reason, as text."""
         return ", ".join(f"{name} {count}" for name, count in sorted(self.dropped.items())) or "none"
 
     def summary(self, finished: int, waiting: int, rolled_back: int = 0) -> dict[str, Any]:
-        """The accounting of summary.json.
+        """The accounting section of summary.json.
 
-        `finished` is what the workers counted, `waiting` what was found unread, `rolled_back` what trainers had closed
-        that died afterwards, beyond their last checkpoint.
+        `finished`: episodes that the workers counted; `waiting`: episodes not closed yet; `rolled_back`: episodes that
+        a failed trainer closed after its last checkpoint.
         """
         return {
             "finished": finished,
@@ -63,7 +63,7 @@ class Accounting:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """The counts that a checkpoint stores."""
         return {
             "trained": self.trained,
             "dropped": dict(self.dropped),
@@ -73,7 +73,7 @@ class Accounting:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> Accounting:
-        """From a checkpoint."""
+        """From the counts of a checkpoint."""
         return cls(
             state["trained"], Counter(state["dropped"]), state["tokens_trained"], Counter(state["tokens_dropped"])
         )

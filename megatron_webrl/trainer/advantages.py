@@ -1,4 +1,4 @@
-"""Group-normalised advantages. Pure functions."""
+"""Group-normalised advantages (GRPO). Pure functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EPSILON = 1e-6
 def normalize_rewards(rewards: Sequence[float]) -> np.ndarray:
     """(r - mean) / (std + epsilon) with the population standard deviation (GRPO, arXiv 2402.03300).
 
-    rewards: [episodes] of one group, masked episodes left out. Returns float64 [episodes].
+    rewards: [episodes] of one group, without masked episodes. Returns float64 [episodes].
     """
     values = np.asarray(rewards, dtype=np.float64)
     return (values - values.mean()) / (values.std() + EPSILON)
@@ -24,7 +24,7 @@ def normalize_rewards(rewards: Sequence[float]) -> np.ndarray:
 def group_advantages(group: Group, reward: RewardFunction = outcome_reward) -> dict[int, float]:
     """Advantage of each trainable trajectory, by its index in the group.
 
-    Masked trajectories take no part in mean and deviation and get no advantage.
+    Masked trajectories do not enter mean and deviation, and get no advantage.
     """
     trainable = [t for t in group.trajectories if t.trainable]
     if not trainable:
@@ -34,12 +34,12 @@ def group_advantages(group: Group, reward: RewardFunction = outcome_reward) -> d
 
 
 def has_variance(group: Group, reward: RewardFunction = outcome_reward) -> bool:
-    """Whether the trainable rewards differ, so that the group carries a gradient."""
+    """Whether the trainable rewards differ: only then does the group carry a gradient."""
     return len({reward(t) for t in group.trajectories if t.trainable}) > 1
 
 
 def common_outcome(group: Group) -> str | None:
-    """all_succeeded or all_failed, of the trainable trajectories; None if they differ or there are none."""
+    """all_succeeded or all_failed if all trainable trajectories share an outcome, else None."""
     outcomes = {t.outcome for t in group.trajectories if t.trainable}
     if len(outcomes) != 1:
         return None

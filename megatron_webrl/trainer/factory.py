@@ -12,6 +12,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_pg_rank
 
+from megatron_webrl.cluster.parallel_layout import image_buffer_mib
 from megatron_webrl.config.schema import Config
 from megatron_webrl.model.compute_options import AttentionKernel, ComputeOptions, LayerImplementation, Recompute
 from megatron_webrl.model.hf_config import load_hf_config
@@ -92,11 +93,10 @@ def with_image_prefetcher(builder: SequencePacker, config: Config, rank: int) ->
     settings = config.trainer
     if not settings.image_workers or not builder.encodes_images:
         return builder
-    arena, log_file = (
-        SharedMemoryAllocator(settings.image_buffer_mib * 2**20),
-        config.run_folder / "logs" / f"pixels-{rank}.log",
-    )
-    pool = ImageWorkerPool(settings.image_workers, arena, builder.processor.patchifier, log_file)
+    patchifier = builder.processor.patchifier
+    allocator = SharedMemoryAllocator(image_buffer_mib(config, patchifier.patch_size, patchifier.merge_size) * 2**20)
+    log_file = config.run_folder / "logs" / f"pixels-{rank}.log"
+    pool = ImageWorkerPool(settings.image_workers, allocator, patchifier, log_file)
     return replace(
-        builder, prefetcher=ImagePrefetcher(builder.processor, pool, arena, builder.device, builder.wait_timer)
+        builder, prefetcher=ImagePrefetcher(builder.processor, pool, allocator, builder.device, builder.wait_timer)
     )

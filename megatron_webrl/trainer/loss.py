@@ -1,7 +1,7 @@
-"""Losses over the response tokens of one packed row. Pure functions. docs/algorithm.md puts them together.
+"""Losses over the response tokens of one micro-batch. Pure functions. docs/algorithm.md explains them together.
 
 Notation: theta is the current policy, prox the proximal policy (at the start of the update), behave the policy that
-produced the token, ref the policy with which RL began. All tensors are [tokens] unless said otherwise,
+produced the token, ref the policy at the start of RL. All tensors are [tokens] unless said otherwise,
 log-probabilities at the sampling temperature.
 """
 
@@ -18,57 +18,55 @@ from torch.distributed import ProcessGroup
 from megatron_webrl.config.loss import LossConfig
 
 LOG_RATIO_LIMIT = 20.0
-"""Logarithms of ratios beyond this are cut before exp, whose float32 overflow would turn a zero gradient into NaN."""
+"""Log-ratios are clamped to this before exp, whose float32 overflow would turn a zero gradient into NaN."""
 
 
 @dataclass(frozen=True)
 class TokenData:
-    """Constants of the response tokens of one row."""
+    """Constants of the response tokens of one micro-batch."""
 
     behaviour_logprobs: Tensor  # float32 [tokens]
     proximal_logprobs: Tensor  # float32 [tokens]
     advantage: Tensor  # float32 [tokens]
-    weight: Tensor  # float32 [tokens], see token_weight; 0 for tokens that only stand in
-    step_index: Tensor  # int64 [tokens], which of the row's steps a token is of
-    step_lengths: (
-        Tensor  # float32 [steps], response tokens of each step, those on other context-parallel ranks included
-    )
-    reference_logprobs: Tensor | None = None  # float32 [tokens]; None where no loss looks at it
+    weight: Tensor  # float32 [tokens], see token_weight; 0 for padding
+    step_index: Tensor  # int64 [tokens], index of the token's step in the micro-batch
+    step_lengths: Tensor  # float32 [steps], response tokens of each step on all context-parallel ranks
+    reference_logprobs: Tensor | None = None  # float32 [tokens]; None without a KL penalty
 
 
 Objective = Callable[[Tensor, TokenData], tuple[Tensor, dict[str, Tensor]]]
-"""Current log-probabilities -> the loss, to be summed over rows and ranks, and sums over tokens for metrics."""
+"""Current log-probabilities -> loss, to be summed over micro-batches and ranks, and sums over tokens for metrics."""
 
 
 @dataclass(frozen=True)
 class MinibatchTotals:
-    """What the normalisers divide by: totals of one minibatch over all data-parallel ranks."""
+    """Totals of one minibatch over all data-parallel ranks, by which normalizers divide."""
 
     trajectories: int
     tokens: int
 
 
-def token_weight(normaliser: str, size: MinibatchTotals, steps: int, constant_steps: int) -> float:
+def token_weight(normalizer: str, totals: MinibatchTotals, steps: int, constant_steps: int) -> float:
     """Weight of each token of a trajectory with `steps` steps.
 
     per_trajectory  1 / (N |tau|)   multi-step GRPO
     constant        1 / (N k)       AsyncWebRL (arXiv 2606.05597): failures, being longer, are not under-weighted
     token_mean      1 / tokens      mean over all tokens of the minibatch
-    with N trajectories in the minibatch, so that the loss is a mean over trajectories.
+    with N trajectories in the minibatch, |tau| steps and k = constant_steps: the loss is a mean over trajectories.
     """
-    if normaliser == "constant":
-        return 1.0 / (size.trajectories * constant_steps)
-    if normaliser == "per_trajectory":
-        return 1.0 / (size.trajectories * steps)
-    if normaliser == "token_mean":
-        return 1.0 / size.tokens
-    raise ValueError(f"normaliser {normaliser!r} is not one of constant, per_trajectory, token_mean")
+    if normalizer == "constant":
+        return 1.0 / (totals.trajectories * constant_steps)
+    if normalizer == "per_trajectory":
+        return 1.0 / (totals.trajectories * steps)
+    if normalizer == "token_mean":
+        return 1.0 / totals.tokens
+    raise ValueError(f"normalizer {normalizer!r} is not one of constant, per_trajectory, token_mean")
 
 
 def make_objective(config: LossConfig, group: ProcessGroup | None) -> Objective:
-    """The loss that the configuration names, plus kl_coefficient * reference_kl.
+    """The configured loss plus kl_coefficient * reference_kl.
 
-    `group`: the ranks that share a row's tokens out, None for one; with gspo the loss is collective over it.
+    `group`: the context-parallel ranks of a micro-batch, None for one; with gspo the loss is collective over it.
     """
     base: Objective = (
         negative_log_likelihood if config.name == "raft" else partial(clipped_surrogate, config=config, group=group)
@@ -92,14 +90,15 @@ def clipped_surrogate(
     L = - sum weight * w * f(A, r)
     f(A, r) = min(r A, clamp(r, 1 - low, 1 + high) A), bounded below by dual_clip * A where A < 0 (arXiv 1912.09729).
 
-    decoupled (arXiv 2505.24298, eq. 5)  r = pi_theta / pi_prox, w = pi_prox / pi_behave, bounded by `behaviour_weight`
+    decoupled (arXiv 2505.24298, eq. 5)  r = pi_theta / pi_prox, w = pi_prox / pi_behave with importance_weight_cap
     otherwise (PPO, arXiv 1707.06347)    r = pi_theta / pi_behave, w = 1
 
     name=gspo (arXiv 2507.18071, eq. 13 to 15): r and w are geometric means over the tokens of a response. In
     r_t = sg[r] * pi_theta,t / sg[pi_theta,t] the mean needs no gradient, and sum_t r_t has the gradient of |y| r.
 
-    Metrics, as sums over tokens of weight above 0: clipped, dual_clipped (the gradient stops there), capped (w above
-    the cap), importance_weight (r), behaviour_weight (w as it is used), kl (k3 of r per token).
+    Metrics, as sums over tokens of weight above 0: clipped, dual_clipped (both stop the gradient; tokens masked by the
+    cap are left out), importance_weight_capped (w above the cap), policy_ratio (r), behaviour_importance_weight (w with
+    the cap applied), approx_kl (k3 of r per token).
     """
     log_ratio = current - (data.proximal_logprobs if config.decoupled else data.behaviour_logprobs)
     with torch.no_grad():
@@ -111,8 +110,8 @@ def clipped_surrogate(
         log_ratio, log_weight = means[0] + (current - current.detach()), means[1]
     with torch.no_grad():
         weight, over = behaviour_importance_weight(log_weight, config)
-        kept = counted * (1 - over) if config.importance_weight_mode == "mask" else counted
-    ratio = torch.exp(_cut(log_ratio))
+        unmasked = counted * (1 - over) if config.importance_weight_mode == "mask" else counted
+    ratio = torch.exp(_clamp(log_ratio))
     unclipped = ratio * data.advantage
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * data.advantage
     value = torch.minimum(unclipped, clipped)
@@ -124,8 +123,8 @@ def clipped_surrogate(
     loss = -(data.weight * weight * value).sum()
     with torch.no_grad():
         sums = {
-            "clipped": (kept * (clipped < unclipped)).sum(),
-            "dual_clipped": (kept * dual).sum(),
+            "clipped": (unmasked * (clipped < unclipped)).sum(),
+            "dual_clipped": (unmasked * dual).sum(),
             "importance_weight_capped": (counted * over).sum(),
             "policy_ratio": (counted * ratio).sum(),
             "behaviour_importance_weight": (counted * weight).sum(),
@@ -135,11 +134,11 @@ def clipped_surrogate(
 
 
 def behaviour_importance_weight(log_weight: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
-    """w = pi_prox / pi_behave as it is used, and where it exceeds the cap (1, else 0).
+    """w = pi_prox / pi_behave with the cap applied, and 1 where it exceeds the cap, else 0.
 
     mask      w = 0 above the cap
     truncate  w = min(w, cap)
-    NaN stays NaN, so that the gradient is refused and not the token passed over.
+    NaN stays NaN: the gradient is then refused instead of the token being ignored.
     """
     weight = torch.exp(log_weight)
     over = weight > config.importance_weight_cap
@@ -148,7 +147,7 @@ def behaviour_importance_weight(log_weight: Tensor, config: LossConfig) -> tuple
 
 
 def mean_per_step(values: Tensor, data: TokenData, group: ProcessGroup | None = None) -> Tensor:
-    """For each token the mean over all tokens of its step's response. [n, tokens] -> [n, tokens]. Collective."""
+    """For each token the mean over its step's response. [n, tokens] -> [n, tokens]. Collective."""
     sums = values.new_zeros(len(values), len(data.step_lengths)).index_add(1, data.step_index, values)
     if group is not None and group.size() > 1:
         torch.distributed.all_reduce(sums, group=group)
@@ -156,7 +155,7 @@ def mean_per_step(values: Tensor, data: TokenData, group: ProcessGroup | None = 
 
 
 def reference_kl(current: Tensor, data: TokenData) -> tuple[Tensor, dict[str, Tensor]]:
-    """sum weight * k3, which estimates the KL divergence of pi_theta from pi_ref (GRPO, arXiv 2402.03300, eq. 4).
+    """sum weight * k3, an estimate of the KL divergence of pi_theta from pi_ref (GRPO, arXiv 2402.03300, eq. 4).
 
     k3 = r - 1 - log r with r = pi_ref / pi_theta. Raises ValueError without a reference.
     """
@@ -172,19 +171,19 @@ def reference_kl(current: Tensor, data: TokenData) -> tuple[Tensor, dict[str, Te
 def negative_log_likelihood(current: Tensor, data: TokenData) -> tuple[Tensor, dict[str, Tensor]]:
     """Negative log-likelihood - sum weight * log pi_theta, over tokens with a positive advantage.
 
-    Demonstrations and RAFT (arXiv 2304.06767): the caller gives the imitated tokens advantage 1 and others 0.
+    Demonstrations and RAFT (arXiv 2304.06767): the caller sets advantage 1 for imitated tokens and 0 for others.
     """
     return -(data.weight * (data.advantage > 0) * current).sum(), {}
 
 
 def _k3(log_ratio: Tensor) -> Tensor:
     """r - 1 - log r, never negative (Schulman, Approximating KL Divergence, 2020)."""
-    bounded = _cut(log_ratio)
+    bounded = _clamp(log_ratio)
     return torch.exp(bounded) - 1 - bounded
 
 
-def _cut(log_ratio: Tensor) -> Tensor:
-    """Within LOG_LIMIT, without a gradient beyond. NaN keeps its gradient; that of clamp is zero there."""
+def _clamp(log_ratio: Tensor) -> Tensor:
+    """Clamp to LOG_RATIO_LIMIT, without a gradient beyond it. NaN keeps its gradient, unlike with torch.clamp."""
     return torch.where(
         log_ratio.abs() > LOG_RATIO_LIMIT, log_ratio.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), log_ratio
     )

@@ -1,4 +1,4 @@
-"""Rewards as the group statistics see them: the outcome's, less penalties. Pure functions."""
+"""Rewards of episodes: the outcome minus penalties. Pure functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def reward_function(config: Config) -> RewardFunction:
     """r - format_penalty * F - repetition_penalty * R - length_penalty * L, all shares in 0..1.
 
     F  share of steps with a format error
-    R  share of steps that repeat the action before, though that had left the page unchanged
+    R  share of steps that repeat the previous action although it had left the page unchanged
     L  mean over steps of clamp((|y| - (max - window)) / window, 0, 1), with max = rollout.max_new_tokens
        (DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13)
     """
@@ -38,7 +38,7 @@ def reward_function(config: Config) -> RewardFunction:
 
 
 def has_penalties(config: Config) -> bool:
-    """Whether any penalty is on."""
+    """Whether any penalty is configured."""
     settings = config.trainer.reward
     return any((settings.format_penalty, settings.repetition_penalty, settings.length_penalty))
 
@@ -49,7 +49,7 @@ def format_error_rate(trajectory: Trajectory) -> float:
 
 
 def repetition_rate(trajectory: Trajectory) -> float:
-    """Share of steps whose action is that of the step before, which had left the page unchanged."""
+    """Share of steps that repeat the previous step's action although it had left the page unchanged."""
     pairs = pairwise(trajectory.steps)
     return _share(
         trajectory,
@@ -59,7 +59,7 @@ def repetition_rate(trajectory: Trajectory) -> float:
 
 
 def overlong_share(trajectory: Trajectory, limit: int, window: int) -> float:
-    """Mean over steps of how far the response reaches into the last `window` tokens before `limit`, 0..1."""
+    """Mean over steps of the fraction of the last `window` tokens before `limit` that the response fills, 0..1."""
     free = limit - window
     return _share(
         trajectory, sum(min(1.0, max(0.0, (len(step.response_token_ids) - free) / window)) for step in trajectory.steps)

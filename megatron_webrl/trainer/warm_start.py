@@ -75,7 +75,7 @@ def _rows(builder: SequencePacker, samples: Sequence[TrainingSample], config: Co
         order = random.Random(config.run.seed + epoch).sample(range(len(samples)), len(samples))
         for first in range(0, len(order), settings.samples_per_update):
             part = [samples[i] for i in order[first : first + settings.samples_per_update]]
-            yield builder.build(part, "token_mean", k=1)
+            yield builder.build(part, "token_mean", 1)
 
 
 def _one_ahead(parts: Iterator[list[Microbatch]]) -> Iterator[list[Microbatch]]:

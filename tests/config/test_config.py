@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_webrl.cluster.parallel_layout import image_buffer_mib
 from megatron_webrl.config.load import flatten_config, parse_config, save_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
@@ -64,7 +65,6 @@ def test_a_saved_configuration_reads_back_the_same(config_file: Path, tmp_path: 
         ("rollout.max_new_tokens=1024", "leaves no room for a prompt"),
         ("rollout.max_model_len=5000", "max_position_embeddings"),
         ("trainer.tokens_per_microbatch=512", "trainer.tokens_per_microbatch=512 cannot hold"),
-        ("trainer.image_buffer_mib=5", "may not hold a screenshot of rollout.max_model_len=1024 tokens; raise it to 6"),
         ("rollout.group_size=1", "gives no baseline"),
         ("trainer.loss.dual_clip=0.9", "trainer.loss.dual_clip=0.9 would clip the ratio 1 itself"),
         ("trainer.loss.raft_versions=3", "raft_versions=3 has no effect with trainer.loss.name=grpo"),
@@ -138,18 +138,18 @@ def test_settings_of_a_farms_nodes_have_no_effect_here_and_are_refused(config_fi
     assert load_config(config_file, [farm, "browser.width=640"]).browser.farm == "http://node7:8700"
 
 
-def test_memory_for_pixels_without_workers_is_refused(config_file: Path) -> None:
-    assert load_config(config_file, ["trainer.image_workers=0"]).trainer.image_workers == 0
-    message = error(config_file, "trainer.image_workers=0", "trainer.image_buffer_mib=64")
-    assert "trainer.image_buffer_mib=64 has no effect with trainer.image_workers=0" in message
+def test_the_image_buffer_holds_the_largest_screenshot_of_a_prompt(config_file: Path) -> None:
+    assert image_buffer_mib(load_config(config_file, ["trainer.image_workers=0"]), 16, 2) == 0
+    config = load_config(config_file)
+    assert image_buffer_mib(config, 16, 2) == 512
+    config.rollout.max_model_len = 262144
+    assert image_buffer_mib(config, 16, 2) == 1536
 
 
 def test_settings_of_another_loss_and_penalties_out_of_reach_are_refused(config_file: Path) -> None:
     raft = "trainer.loss.name=raft"
-    assert (
-        load_config(config_file, [raft, "trainer.loss.raft_versions=3", "rollout.group_size=1"]).trainer.loss.raft_power
-        == 1
-    )
+    overrides = [raft, "trainer.loss.raft_versions=3", "rollout.group_size=1"]
+    assert load_config(config_file, overrides).trainer.loss.raft_versions == 3
     length = ["trainer.reward.length_penalty=0.1", "trainer.reward.length_window=65"]
     assert "length_window=65 exceeds rollout.max_new_tokens=64" in error(config_file, *length)
     assert load_config(config_file, [length[0], "trainer.reward.length_window=64", "trainer.loss.dual_clip=0"])

@@ -100,7 +100,7 @@ def test_a_missing_tensor_is_bad_input_and_named(tiny_model: Path, tmp_path: Pat
 def test_a_backend_that_is_not_done_in_time_is_a_failure_and_leaves_nothing_behind(tiny_model: Path):
     code, text = run(ParityRequest(tiny_model, **{**FAST, "timeout_seconds": 0.2}))
     assert code == 3
-    assert "transformers was not done within 0.2 s (--timeout-seconds)" in text
+    assert "transformers did not finish within 0.2 s (--timeout-seconds)" in text
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_a_file_gives_messages_images_in_order_and_the_response(
         ({"messages": [user({"type": "image", "path": "samples.jsonl"})]}, "are no PNG, JPEG or WebP"),
         ({"messages": [{"role": "user", "content": "<|image_pad|>"}]}, "1 image placeholders and 0 images"),
         ({"messages": [QUESTION], "response": "<|image_pad|>"}, "placeholder"),
-        ({"messages": [{"role": "user", "content": "word " * 900}]}, "exceed the window"),
+        ({"messages": [{"role": "user", "content": "word " * 900}]}, "exceed --max-model-len"),
     ],
 )
 def test_a_bad_line_is_refused_by_file_and_line(
@@ -100,7 +100,7 @@ def test_a_bad_line_is_refused_by_file_and_line(
 def test_a_file_without_samples_or_that_is_not_there_is_refused(
     processor: Processor, samples_file: Callable[..., Path], tmp_path: Path
 ):
-    with pytest.raises(ConfigError, match="holds no sample"):
+    with pytest.raises(ConfigError, match="contains no sample"):
         read_samples(samples_file(""), processor, max_model_len=600, max_new_tokens=8)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_samples(tmp_path / "none.jsonl", processor, max_model_len=600, max_new_tokens=8)

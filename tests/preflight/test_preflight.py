@@ -95,10 +95,11 @@ def test_a_package_that_does_not_import_is_named(tmp_path: Path, monkeypatch: py
         look("software")
 
 
-def test_shared_memory_must_hold_the_ring_and_the_screenshots() -> None:
-    look("shared memory", "ring.capacity_mib=1", "trainer.image_buffer_mib=1")
-    with pytest.raises(CheckFailed, match=r"ring.capacity_mib and trainer.image_buffer_mib of 1 ranks need 100000512"):
-        look("shared memory", "ring.capacity_mib=100000000")
+def test_shared_memory_must_hold_the_ring_and_the_screenshots(tiny_model: Path) -> None:
+    model = f"model.path={tiny_model}"
+    look("shared memory", model, "ring.capacity_mib=1")
+    with pytest.raises(CheckFailed, match=r"ring.capacity_mib and the image buffers of 1 trainer ranks need 100000512"):
+        look("shared memory", model, "ring.capacity_mib=100000000")
 
 
 def test_chromium_shows_a_page() -> None:
@@ -272,7 +273,7 @@ def test_a_job_leaves_a_bad_node_out(tmp_path: Path, monkeypatch: pytest.MonkeyP
             folder.mkdir()
             job = submit(
                 cluster, folder, "train_cpu.sh", *overrides(folder, f"checked{os.getpid()}"), *sizes, "ring.capacity_mib=16",
-                "trainer.image_buffer_mib=64", options=(f"--nodes={nodes}",), STUB_COMMAND=PAYLOAD,
+                "trainer.image_workers=0", options=(f"--nodes={nodes}",), STUB_COMMAND=PAYLOAD,
             )  # fmt: skip
             assert cluster.wait(job, 240) == state, log(folder)
             assert f"job: n2 is left out: browser: {program} shows no page: exit code 9" in log(folder)

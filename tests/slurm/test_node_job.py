@@ -20,9 +20,9 @@ from megatron_webrl.config.load import save_config
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.system import child_process
 from megatron_webrl.tracking import episode_log, summary
-from megatron_webrl.trainer.data import group_files
 from tests.preflight.run_checks import wrong_with
 from tests.tiny_settings import SETTINGS
+from tools.bench import recorded_groups
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(900)]
 
@@ -190,7 +190,7 @@ def test_a_job_on_two_nodes_trains_on_the_groups_of_both(job: NodeJob) -> None:
 
     lines = episode_log.read_lines(job.folder)
     assert {line["worker"] for line in lines} == {"rollout-0.1", "rollout-1.1"}
-    stored = [group_files.read_groups_of_version(job.folder / "records", version) for version in (0, 1)]
+    stored = [recorded_groups.read_groups_of_version(job.folder / "records", version) for version in (0, 1)]
     trained = {line["ticket"] for line in lines if line["disposition"] == episode_log.TRAINED}
     assert {group.ticket for groups in stored for group in groups} >= trained
     assert all(

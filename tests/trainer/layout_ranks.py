@@ -74,7 +74,7 @@ def _updates(config: Any, platform: Any) -> dict[str, Any]:
     learner = attach_reference_policy(make_learner(config, platform), config)
     builder = with_image_prefetcher(make_sequence_packer(config, platform), config, torch.distributed.get_rank())
     figures = [train_batch(learner, builder, config, make_groups(config), VERSION) for _ in range(2)]
-    held = None if builder.prefetcher is None else builder.prefetcher.used_bytes
+    held = None if builder.prefetcher is None else builder.prefetcher.allocator.used_bytes
     builder.close()
     weights = {name: tensor.clone() for name, tensor in hf_tensors(learner.models)}
     return {"figures": figures, "weights": weights, "held": held}

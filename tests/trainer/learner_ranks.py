@@ -128,15 +128,17 @@ def _update(learner: Any, config: Config, platform: Any, groups: list[Group]) ->
 def _update_ahead(
     learner: Any, config: Config, platform: Any, groups: list[Group], folder: Path
 ) -> tuple[tuple[dict[str, float], Any], dict[str, float]]:
-    """The same with pixels made ahead, in less memory than they take together."""
+    """The same with prefetched pixels, in less memory than they take together."""
+    from megatron_webrl.trainer import factory
     from megatron_webrl.trainer.factory import make_sequence_packer, with_image_prefetcher
     from megatron_webrl.trainer.loop import train_batch
 
-    config.run.directory, config.trainer.image_workers, config.trainer.image_buffer_mib = str(folder), 1, 1
+    config.run.directory, config.trainer.image_workers = str(folder), 1
+    factory.image_buffer_mib = lambda *_: 1
     builder = with_image_prefetcher(make_sequence_packer(config, platform), config, torch.distributed.get_rank())
     assert builder.prefetcher is not None
     result = train_batch(learner, builder, config, groups, VERSION)
-    held, waited = builder.prefetcher.used_bytes, builder.wait_timer.pop_seconds()
+    held, waited = builder.prefetcher.allocator.used_bytes, builder.wait_timer.pop_seconds()
     builder.close()
     return result, {"held": held, "waited": waited}
 

@@ -34,7 +34,7 @@ from megatron_webrl.ring.errors import RecordError
 from megatron_webrl.tracking import summary
 from megatron_webrl.tracking.plot import BLUE, GREY, add_legend, add_titles, render_svg
 from megatron_webrl.trainer.data import group_files
-from tools.bench import staleness_rank
+from tools.bench import recorded_groups, staleness_rank
 from tools.bench.jobs import run_job
 from tools.bench.learning import ARMS, CONFIG
 from tools.bench.staleness_rank import ObjectiveComparison, UpdateStats, checkpoint_path
@@ -133,8 +133,7 @@ def check_run(config: Config) -> None:
 
 def complete_versions(folder: Path, config: Config, depth: int) -> list[int]:
     """Versions with a checkpoint and with groups of themselves and of the `depth` before. Raises RuntimeError."""
-    paths = config.records_folder.iterdir() if config.records_folder.is_dir() else ()
-    kept = {version for path in paths if (version := group_files.parse_version(path)) is not None}
+    kept = {version for version, _ in group_files.list_group_files(config.records_folder)}
     found = [
         version
         for version in sorted(kept)
@@ -153,7 +152,7 @@ def complete_versions(folder: Path, config: Config, depth: int) -> list[int]:
 def check_records(config: Config, version: int) -> None:
     """All tokens of a version's groups must be made by it, or staleness would not be what it is called."""
     path = group_files.group_file_path(config.records_folder, version)
-    trained = [t for group in group_files.read_groups(path) for t in group.trajectories if t.trainable]
+    trained = [t for group in recorded_groups.read_groups(path) for t in group.trajectories if t.trainable]
     makers = {int(v) for t in trained for step in t.steps for v in step.versions}
     if makers != {version}:
         raise RuntimeError(f"{path} holds tokens of versions {sorted(makers)}, not of {version} alone")

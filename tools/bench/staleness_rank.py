@@ -19,8 +19,8 @@ from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.system import child_process, torchvision_shim
 from megatron_webrl.trainer.checkpoint import checkpoint_files
-from megatron_webrl.trainer.data import group_files
 from megatron_webrl.types import Group
+from tools.bench import recorded_groups
 
 LIMIT = timedelta(seconds=120)
 
@@ -76,7 +76,7 @@ def serve(connection: Connection, parent: int, folder: Path, version: int, stale
     from megatron_webrl.trainer.checkpoint import checkpointer
 
     for behind in staleness:
-        groups = group_files.read_groups_of_version(config.records_folder, version - behind)
+        groups = recorded_groups.read_groups_of_version(config.records_folder, version - behind)
         restore = lambda: checkpointer.load(checkpoint_path(folder, version), learner)  # noqa: E731
         connection.send(compare(learner, builder, config, groups, version, behind, restore))
 

@@ -96,11 +96,15 @@ def partition_images(grids: Sequence[Sequence[int]], ranks: int) -> list[list[in
 
     `grids`: patches (t, h, w) of each image. Returns ascending image indices per rank.
     """
-    patches = [t * h * w for t, h, w in grids]
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for index in sorted(range(len(patches)), key=lambda i: (-patches[i], i)):
-        rank = min(range(ranks), key=lambda r: (loads[r], r))
-        shares[rank].append(index)
-        loads[rank] += patches[index]
-    return [sorted(share) for share in shares]
+    return [sorted(share) for share in partition_costs([t * h * w for t, h, w in grids], ranks, len(grids))]
+
+
+def partition_costs(costs: Sequence[float], parts: int, capacity: int) -> list[list[int]]:
+    """Indices of `costs` in `parts` of at most `capacity` each: the most expensive first, to the least loaded part."""
+    result: list[list[int]] = [[] for _ in range(parts)]
+    loads = [0.0] * parts
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        part = min((p for p in range(parts) if len(result[p]) < capacity), key=lambda p: (loads[p], p))
+        result[part].append(index)
+        loads[part] += costs[index]
+    return result

@@ -1,4 +1,4 @@
-"""From groups to samples, their weights and minibatches. Pure functions."""
+"""Training samples of groups, their advantages and token weights, and minibatches. Pure functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_webrl.trainer.rewards import reward_function
 from megatron_webrl.types import Group, Step, Trajectory
 
 NO_VERSION = -1
-"""Of tokens whose log-probabilities are no other version's: nothing is to be compared with them."""
+"""Version of tokens whose behaviour log-probabilities no current version can reproduce: they are not compared."""
 
 
 @dataclass(frozen=True)
@@ -41,50 +41,38 @@ class TrainingSample:
 
 
 def training_samples(groups: Sequence[Group], config: Config, version: int) -> list[TrainingSample]:
-    """The samples of an update from policy `version` on, with the advantages that the configured loss wants."""
+    """Samples of the update from policy `version`, with the advantages of the configured loss."""
     loss = config.trainer.loss
-    if loss.name == "raft":  # where relabelled() shuffles
-        return make_samples(groups, success_advantages, page_changing_steps if loss.raft_drop_unchanged else all_steps)
+    if loss.name == "raft":  # shuffle_advantages is handled by shuffled_rewards()
+        return make_samples(groups, success_advantages)
     samples = make_samples(groups, partial(group_advantages, reward=reward_function(config)))
-    return (
-        shuffled_advantages(samples, f"advantages/{config.run.seed}/{version}") if loss.shuffle_advantages else samples
-    )
-
-
-def all_steps(trajectory: Trajectory) -> Sequence[Step]:
-    """Every step."""
-    return trajectory.steps
-
-
-def page_changing_steps(trajectory: Trajectory) -> Sequence[Step]:
-    """The steps that changed the page, and the last one: it ended the episode, whatever it left to be seen."""
-    return [step for step in trajectory.steps[:-1] if step.page_changed] + list(trajectory.steps[-1:])
+    if loss.shuffle_advantages:
+        return shuffled_advantages(samples, f"advantages/{config.run.seed}/{version}")
+    return samples
 
 
 def make_samples(
-    groups: Sequence[Group],
-    advantages: Callable[[Group], dict[int, float]] = group_advantages,
-    steps: Callable[[Trajectory], Sequence[Step]] = all_steps,
+    groups: Sequence[Group], advantages: Callable[[Group], dict[int, float]] = group_advantages
 ) -> list[TrainingSample]:
-    """The samples of all trainable trajectories that have an advantage, in the order of groups and steps."""
+    """Samples of all trajectories that have an advantage, in the order of groups and steps."""
     return [
         _sample(trajectory, step, values[trajectory.index])
         for group in groups
         for values in [advantages(group)]
         for trajectory in group.trajectories
         if trajectory.index in values
-        for step in steps(trajectory)
+        for step in trajectory.steps
         if len(step.response_token_ids)
     ]
 
 
 def success_advantages(group: Group) -> dict[int, float]:
-    """Advantage 1 for every success and none for the rest: what RAFT trains on."""
+    """Advantage 1 for each trainable success, none for other trajectories (RAFT)."""
     return {t.index: 1.0 for t in group.trajectories if t.trainable and t.reward > 0}
 
 
 def demonstration_advantages(group: Group) -> dict[int, float]:
-    """Advantage 1 for every trainable trajectory, whatever came of it: what a warm start trains on."""
+    """Advantage 1 for each trainable trajectory, whatever its outcome (warm start)."""
     return {t.index: 1.0 for t in group.trajectories if t.trainable}
 
 
@@ -104,55 +92,55 @@ def _sample(trajectory: Trajectory, step: Step, advantage: float) -> TrainingSam
 
 
 def shuffled_advantages(samples: Sequence[TrainingSample], seed: str) -> list[TrainingSample]:
-    """The samples with their trajectories' advantages dealt out anew at random: a control that cannot learn."""
+    """Permute the advantages among trajectories at random: a control that cannot learn."""
     advantages = {sample.trajectory_id: sample.advantage for sample in samples}
     keys = sorted(advantages)
-    dealt = random.Random(seed).sample([advantages[key] for key in keys], len(keys))
-    given = dict(zip(keys, dealt, strict=True))
-    return [replace(sample, advantage=given[sample.trajectory_id]) for sample in samples]
+    permuted = random.Random(seed).sample([advantages[key] for key in keys], len(keys))
+    by_trajectory = dict(zip(keys, permuted, strict=True))
+    return [replace(sample, advantage=by_trajectory[sample.trajectory_id]) for sample in samples]
 
 
 def shuffled_rewards(groups: Sequence[Group], config: Config, version: int) -> list[Group]:
-    """The groups as RAFT is to take them: with shuffle_advantages, all rewards dealt out anew among the episodes."""
+    """Permute the rewards among trainable episodes with raft and shuffle_advantages; else the groups unchanged."""
     loss = config.trainer.loss
     if loss.name != "raft" or not loss.shuffle_advantages:
         return list(groups)
     rewards = [t.reward for group in groups for t in group.trajectories if t.trainable]
     random.Random(f"rewards/{config.run.seed}/{version}").shuffle(rewards)
-    dealt = iter(rewards)
+    permuted = iter(rewards)
 
-    def given(trajectory: Trajectory) -> Trajectory:
-        return replace(trajectory, reward=next(dealt)) if trajectory.trainable else trajectory
+    def with_permuted_reward(trajectory: Trajectory) -> Trajectory:
+        return replace(trajectory, reward=next(permuted)) if trajectory.trainable else trajectory
 
-    return [replace(group, trajectories=tuple(map(given, group.trajectories))) for group in groups]
+    return [replace(group, trajectories=tuple(map(with_permuted_reward, group.trajectories))) for group in groups]
 
 
-def clear_versions_before_restart(groups: Sequence[Group], incarnation: int) -> list[Group]:
-    """The groups, their tokens without a version (NO_VERSION) where an earlier incarnation began the episode.
+def clear_versions_before_restart(groups: Sequence[Group], restart_epoch: int) -> list[Group]:
+    """Set the token versions of episodes from an earlier restart epoch to NO_VERSION.
 
-    A version that was made after the checkpoint is of other weights than the one that has its number now.
+    A version made after the checkpoint had other weights than the version that has its number after the restart.
     """
 
-    def known(trajectory: Trajectory) -> Trajectory:
-        if trajectory.restart_epoch == incarnation:
+    def cleared(trajectory: Trajectory) -> Trajectory:
+        if trajectory.restart_epoch == restart_epoch:
             return trajectory
         steps = [replace(step, versions=np.full_like(step.versions, NO_VERSION)) for step in trajectory.steps]
         return replace(trajectory, steps=tuple(steps))
 
-    return [replace(group, trajectories=tuple(map(known, group.trajectories))) for group in groups]
+    return [replace(group, trajectories=tuple(map(cleared, group.trajectories))) for group in groups]
 
 
 def minibatch_totals(samples: Sequence[TrainingSample]) -> MinibatchTotals:
-    """Totals that the normalisers divide by."""
+    """Trajectories and response tokens of a minibatch, by which the loss is normalised."""
     return MinibatchTotals(
         trajectories=len({s.trajectory_id for s in samples}), tokens=sum(len(s.response) for s in samples)
     )
 
 
-def token_weights(samples: Sequence[TrainingSample], normaliser: str, k: int) -> list[float]:
+def token_weights(samples: Sequence[TrainingSample], normalizer: str, constant_steps: int) -> list[float]:
     """The token weight of each sample, given all samples of the minibatch."""
-    size = minibatch_totals(samples)
-    return [token_weight(normaliser, size, s.trajectory_steps, k) for s in samples]
+    totals = minibatch_totals(samples)
+    return [token_weight(normalizer, totals, s.trajectory_steps, constant_steps) for s in samples]
 
 
 def minibatches(samples: Sequence[TrainingSample], count: int, seed: int) -> list[list[TrainingSample]]:

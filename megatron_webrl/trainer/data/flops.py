@@ -1,4 +1,4 @@
-"""What a sequence costs to train: floating-point operations, from the model's description."""
+"""Floating-point operations of training a sequence, computed from the model's configuration."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from megatron_webrl.model.parameter_map import is_sparse
 from megatron_webrl.trainer.data.merging import MergedSequence
 
 FORWARD_ONLY_SHARE = 1 / 3
-"""A backward pass costs two forward passes; a frozen part has none."""
+"""A backward pass costs two forward passes; frozen parameters need none."""
 
 
 @dataclass(frozen=True)
 class FlopsEstimator:
-    """Operations of a forward pass, one multiplication and addition counting as two.
+    """Operations of a forward pass; one multiplication with addition counts as two.
 
     The backward pass costs twice as much throughout, which changes no proportion.
     """
 
     per_token: float  # per token: projections and MLPs of all layers
-    per_token_pair: float  # per token and token before it in its sequence: attention
+    per_token_pair: float  # per token and preceding token of its sequence: attention
     per_scored_token: float  # per scored token: the output layer
     per_patch: float  # per image patch: vision tower
     per_patch_pair: float  # per ordered pair of patches of one frame: the tower's attention
 
     @classmethod
-    def from_hf_config(cls, description: Any, train_vision: bool = True) -> FlopsEstimator:
+    def from_hf_config(cls, hf_config: Any, train_vision: bool = True) -> FlopsEstimator:
         """From a transformers configuration, Qwen3VLConfig or Qwen3VLMoeConfig."""
-        text, share = description.text_config, 1.0 if train_vision else FORWARD_ONLY_SHARE
-        patch, patch_pair = _vision(description.vision_config)
+        text, share = hf_config.text_config, 1.0 if train_vision else FORWARD_ONLY_SHARE
+        patch, patch_pair = _vision(hf_config.vision_config)
         width = text.num_attention_heads * text.head_dim
         projections = text.hidden_size * (2 * width + 2 * text.num_key_value_heads * text.head_dim)
         layers = range(text.num_hidden_layers)
@@ -43,32 +43,33 @@ class FlopsEstimator:
         )
 
     def image_flops(self, grid: Sequence[int]) -> float:
-        """Of one image of `grid` patches (t, h, w)."""
+        """Operations of encoding one image of `grid` patches (t, h, w)."""
         frames, patches = grid[0], grid[1] * grid[2]
         return float(frames * (patches * self.per_patch + patches**2 * self.per_patch_pair))
 
-    def text_flops(self, chain: MergedSequence) -> float:
-        """Of a sequence, its images' encoding left out."""
-        pairs = chain.length * (chain.length + 1) / 2
+    def text_flops(self, sequence: MergedSequence) -> float:
+        """Operations of a sequence without encoding its images."""
+        pairs = sequence.length * (sequence.length + 1) / 2
         return (
-            chain.length * self.per_token
+            sequence.length * self.per_token
             + pairs * self.per_token_pair
-            + len(chain.response_positions) * self.per_scored_token
+            + len(sequence.response_positions) * self.per_scored_token
         )
 
-    def packed_flops(self, *chains: MergedSequence) -> float:
-        """Of sequences in one row: an image that occurs several times in it is encoded once."""
-        return sum(map(self.text_flops, chains)) + sum(self.image_flops(grid) for _, grid in unique_images(chains))
+    def packed_flops(self, *sequences: MergedSequence) -> float:
+        """Operations of sequences packed together: an image that several of them share is encoded once."""
+        images = sum(self.image_flops(grid) for _, grid in unique_images(sequences))
+        return sum(map(self.text_flops, sequences)) + images
 
 
-def unique_images(chains: Iterable[MergedSequence]) -> list[tuple[bytes, tuple[int, int, int]]]:
-    """The images of a row with their grids, each once, in token order."""
-    return list(dict.fromkeys(image for chain in chains for image in sequence_images(chain)))
+def unique_images(sequences: Iterable[MergedSequence]) -> list[tuple[bytes, tuple[int, int, int]]]:
+    """The images of packed sequences with their grids, each once, in token order."""
+    return list(dict.fromkeys(image for sequence in sequences for image in sequence_images(sequence)))
 
 
-def sequence_images(chain: MergedSequence) -> list[tuple[bytes, tuple[int, int, int]]]:
-    """All images of a chain with their grids, in token order."""
-    return [(data, (t, h, w)) for data, (t, h, w) in zip(chain.images, chain.grids.tolist(), strict=True)]
+def sequence_images(sequence: MergedSequence) -> list[tuple[bytes, tuple[int, int, int]]]:
+    """All images of a sequence with their grids, in token order."""
+    return [(data, (t, h, w)) for data, (t, h, w) in zip(sequence.images, sequence.grids.tolist(), strict=True)]
 
 
 def _mlp(text: Any, sparse: bool) -> int:
@@ -84,7 +85,7 @@ def _vision(vision: Any) -> tuple[float, float]:
     hidden = vision.hidden_size
     layer = 4 * hidden**2 + 2 * hidden * vision.intermediate_size
     pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    # A merger, one for the output and one for each DeepStack feature, takes a square of patches to one token.
+    # A merger, one for the output and one for each DeepStack feature, maps a square of patches to one token.
     square = vision.spatial_merge_size**2
     merger = (square * hidden) ** 2 + square * hidden * vision.out_hidden_size
     mergers = (1 + len(vision.deepstack_visual_indexes)) * merger / square

@@ -1,4 +1,4 @@
-"""What comes out of the ring: groups that are whole, fresh enough, and carry a gradient."""
+"""Assembles groups from ring records and drops those that are stale or carry no gradient."""
 
 from __future__ import annotations
 
@@ -25,58 +25,57 @@ POLL_SECONDS = 0.1
 
 
 class GroupTimeout(JobFailed):
-    """The groups of an update did not come. Another trainer would wait for them as long."""
+    """The groups of an update did not arrive in time. A restarted trainer would wait as long."""
 
 
 class GroupSource:
-    """Assembles groups from the records of the ring, or of all nodes' rings, on the trainer's first rank.
+    """Assembles groups from the records of one ring, or of all nodes' rings. Used on rank 0 only.
 
-    Life of a record: read when committed, held by its sequence number until its group is whole, then either
-    dropped (acknowledged at once and counted by reason) or handed out by `take`; `close_group` acknowledges it
-    after the update. A record of another job is acknowledged and not counted: its ticket is run again.
+    Life cycle of a record: read when committed, kept by its sequence number until its group is complete, then either
+    dropped (acknowledged at once and counted by reason) or returned by `wait_for_groups`; `close_group` acknowledges
+    it after the update. A record of another job is acknowledged and not counted: its ticket is issued again.
 
-    A record of an episode that is there already (its worker died after writing it, and ran the ticket again) is
-    dropped as a duplicate.
+    A second record of the same episode is dropped as a duplicate: its worker died after writing the first one, and
+    the ticket was issued again.
 
-    Invariant: every record read is in exactly one of partial, ready, handed out, or closed.
+    Invariant: every record read is in exactly one of partial, ready, in use, or closed.
     """
 
     def __init__(
         self,
-        ring: RecordSource,
+        records: RecordSource,
         config: Config,
-        beginning: ResumePoint,
+        resume_point: ResumePoint,
         accounting: Accounting,
         on_close: Callable[[Group], None] = lambda group: None,
         episode_log: EpisodeLog | None = None,
         on_ready: Callable[[Group], None] = lambda group: None,
     ) -> None:
-        """`on_close` is told of every group that has been trained or dropped, `episodes` of every episode.
+        """`on_close` is called with each trained or dropped group, `on_ready` with each group ready for training.
 
-        `on_ready` is told of every group that can be trained as soon as it is there.
+        `episode_log` gets every closed episode.
         """
-        self._on_close, self._episodes, self._on_ready = on_close, episode_log, on_ready
-        self._version = 0  # at which the ring was last looked at
-        self.records, self.config, self.resume_point, self.accounting = ring, config, beginning, accounting
-        self.closed_tickets: set[int] = set()  # tickets trained or dropped in this incarnation
+        self._on_close, self._episode_log, self._on_ready = on_close, episode_log, on_ready
+        self._version = 0  # policy version at the last poll
+        self.records, self.config, self.resume_point, self.accounting = records, config, resume_point, accounting
+        self.closed_tickets: set[int] = set()  # tickets trained or dropped in this restart epoch
         self.dropped_tickets = 0
-        self.episodes_by_worker: Counter[str] = Counter()  # episodes read, by life of their worker
+        self.episodes_by_worker: Counter[str] = Counter()  # episodes read, by worker instance
         self._reward = reward_function(config)
-        self._arrivals = GroupStatistics(self._reward)
-        self._out: set[int] = set()  # tickets handed out and not closed
+        self._statistics = GroupStatistics(self._reward)
+        self._in_use: set[int] = set()  # tickets returned by wait_for_groups and not closed
         self._partial: dict[int, dict[int, int]] = defaultdict(dict)  # ticket -> index -> sequence
-        self._ready: dict[int, list[int]] = {}  # ticket -> sequences, in the order of arrival
+        self._ready: dict[int, list[int]] = {}  # ticket -> sequences, in the order of completion
         self._groups: dict[int, Group] = {}
-        self._held: set[int] = set()  # sequences read and not acknowledged
+        self._unacknowledged: set[int] = set()  # sequences read and not acknowledged
 
     def wait_for_groups(
         self, version: int, count: int, seconds: float, should_continue: Callable[[int], bool]
     ) -> list[tuple[Group, list[int]]] | None:
         """The `count` oldest trainable groups with their sequence numbers.
 
-        Calls `go_on(groups ready)` at every poll: there the caller reports, raises the ticket limit, and looks for
-        an end; None is returned once it answers False. Raises NoGroups naming how many groups are missing
-        after `seconds`.
+        Calls `should_continue(groups ready)` at every poll, where the caller reports progress and raises the ticket
+        limit; returns None once it answers False. Raises GroupTimeout after `seconds`.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -85,7 +84,7 @@ class GroupSource:
                 return None
             if len(self._ready) >= count:
                 tickets = list(self._ready)[:count]
-                self._out.update(tickets)
+                self._in_use.update(tickets)
                 return [(self._groups.pop(t), self._ready.pop(t)) for t in tickets]
             if time.monotonic() > deadline:
                 raise GroupTimeout(
@@ -95,11 +94,11 @@ class GroupSource:
             time.sleep(POLL_SECONDS)
 
     def poll(self, version: int) -> None:
-        """Read what has been committed, and drop what cannot be trained at `version`."""
+        """Read committed records, and drop groups that are too stale for `version`."""
         self._version = version
-        for sequence in self.records.committed(self._held):
-            self._held.add(sequence)
-            self._arrive(sequence, version)
+        for sequence in self.records.committed(self._unacknowledged):
+            self._unacknowledged.add(sequence)
+            self._add_record(sequence, version)
         for ticket in [t for t, group in self._groups.items() if self._stale(group, version)]:
             self._drop(self._groups.pop(ticket), self._ready.pop(ticket), "stale")
 
@@ -108,55 +107,57 @@ class GroupSource:
         for trajectory in group.trajectories:
             self._count(trajectory, None if trajectory.trainable else _mask_name(trajectory))
         self.closed_tickets.add(group.ticket)
-        self._out.discard(group.ticket)
+        self._in_use.discard(group.ticket)
         self._acknowledge(sequences)
         self._on_close(group)
 
     def pop_metrics(self) -> dict[str, float]:
-        """Of the groups that became whole since the last call, dropped ones included: see Arrivals."""
-        return self._arrivals.pop_metrics()
+        """Metrics of the groups completed since the last call, dropped groups included: see GroupStatistics."""
+        return self._statistics.pop_metrics()
 
     def waiting_episodes(self) -> int:
         """Episodes read and neither trained nor dropped."""
         return sum(map(len, self._partial.values())) + sum(map(len, self._ready.values()))
 
-    def _arrive(self, sequence: int, version: int) -> None:
+    def _add_record(self, sequence: int, version: int) -> None:
         trajectory = decode_trajectory(self.records.read(sequence))
         if not self.resume_point.belongs_to_job(trajectory):
             self._acknowledge([sequence])
             return
         self.episodes_by_worker[trajectory.worker] += 1
-        ticket = trajectory.ticket
-        if (
-            ticket in self.closed_tickets
-            or self.resume_point.is_closed(ticket)
-            or ticket in self._ready
-            or ticket in self._out
-            or trajectory.index in self._partial.get(ticket, {})
-        ):
+        if self._is_duplicate(trajectory):
             self._count(trajectory, "duplicate")
             self._acknowledge([sequence])
             return
-        held = self._partial[ticket]
-        held[trajectory.index] = sequence
-        if len(held) < trajectory.group_size:
-            return
-        sequences = [held[i] for i in sorted(held)]
-        del self._partial[trajectory.ticket]
-        group = Group(
-            trajectory.ticket, tuple(decode_trajectory(self.records.read(s, verify=False)) for s in sequences)
+        members = self._partial[trajectory.ticket]
+        members[trajectory.index] = sequence
+        if len(members) == trajectory.group_size:
+            del self._partial[trajectory.ticket]
+            self._complete_group(trajectory.ticket, [members[i] for i in sorted(members)], version)
+
+    def _is_duplicate(self, trajectory: Trajectory) -> bool:
+        ticket = trajectory.ticket
+        return (
+            ticket in self.closed_tickets
+            or self.resume_point.is_closed(ticket)
+            or ticket in self._ready
+            or ticket in self._in_use
+            or trajectory.index in self._partial.get(ticket, {})
         )
-        self._arrivals.add(group)
+
+    def _complete_group(self, ticket: int, sequences: list[int], version: int) -> None:
+        group = Group(ticket, tuple(decode_trajectory(self.records.read(s, verify=False)) for s in sequences))
+        self._statistics.add(group)
         reason = self._reason_to_drop(group, version)
         if reason is not None:
             self._drop(group, sequences, reason)
         else:
-            self._groups[group.ticket], self._ready[group.ticket] = group, sequences
+            self._groups[ticket], self._ready[ticket] = group, sequences
             self._on_ready(group)
 
     def _reason_to_drop(self, group: Group, version: int) -> str | None:
         if any(t.outcome == ABORTED for t in group.trajectories):
-            return ABORTED  # whoever ended before may be fresh enough; without the long ones they would mislead
+            return ABORTED  # the finished episodes may be fresh, but they are biased towards short ones
         if not any(t.trainable for t in group.trajectories):
             return "masked"
         if self._stale(group, version):
@@ -165,7 +166,7 @@ class GroupSource:
         if self.config.trainer.loss.name == "raft":
             return "all_failed" if common == "all_failed" else None
         if self.config.trainer.zero_variance_groups == "drop" and not has_variance(group, self._reward):
-            return common or "zero_variance"  # penalties can make a success worth a failure
+            return common or "zero_variance"  # penalties can make the rewards of a success and a failure equal
         return None
 
     def _stale(self, group: Group, version: int) -> bool:
@@ -174,9 +175,9 @@ class GroupSource:
         return oldest is not None and version - oldest > self.config.staleness_limit
 
     def oldest_version(self, trajectory: Trajectory) -> int | None:
-        """The version that a trajectory's oldest token counts as, if it is trainable and has one."""
-        fixed = self.config.rollout.mode != "async"
-        return self.resume_point.oldest_version(trajectory, fixed) if trajectory.trainable else None
+        """The version of a trajectory's oldest token, as the resume point counts it; None if it is not trainable."""
+        fixed_weights = self.config.rollout.mode != "async"
+        return self.resume_point.oldest_version(trajectory, fixed_weights) if trajectory.trainable else None
 
     def _drop(self, group: Group, sequences: list[int], reason: str) -> None:
         for trajectory in group.trajectories:
@@ -190,12 +191,12 @@ class GroupSource:
     def _count(self, trajectory: Trajectory, reason: str | None) -> None:
         """Close an episode as trained, or as dropped for a reason."""
         self.accounting.count_episode(trajectory, reason)
-        if self._episodes is not None:
-            self._episodes.add(trajectory, reason, self._version)
+        if self._episode_log is not None:
+            self._episode_log.add(trajectory, reason, self._version)
 
     def _acknowledge(self, sequences: list[int]) -> None:
         self.records.acknowledge(sequences)
-        self._held.difference_update(sequences)
+        self._unacknowledged.difference_update(sequences)
 
 
 def _mask_name(trajectory: Trajectory) -> str:

@@ -1,4 +1,4 @@
-"""What the groups show that come out of the ring, whether they are then trained or dropped."""
+"""Metrics of complete groups before selection, trained and dropped ones alike."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ GROUP_KINDS = ("all_succeeded", "all_failed", "zero_variance")
 
 
 class GroupStatistics:
-    """Counts whole groups with a trainable episode, and the successes of such episodes.
+    """Counts complete groups with a trainable episode, and the successes among trainable episodes.
 
-    A batch is chosen: groups without variance are not in it, whose success says most. What arrives is the policy's own.
+    A training batch is a biased sample: it lacks groups without variance. These metrics estimate the policy itself.
     """
 
     def __init__(self, reward: Callable[[Trajectory], float]) -> None:
-        """`reward` as the group statistics see it."""
+        """`reward`: the reward function that decides whether a group has variance."""
         self._reward = reward
         self._groups: Counter[str] = Counter()
         self._episodes: Counter[str] = Counter()  # by environment
         self._successes: Counter[str] = Counter()
 
     def add(self, group: Group) -> None:
-        """A group that has become whole."""
+        """Count a complete group."""
         trainable = [trajectory for trajectory in group.trajectories if trajectory.trainable]
         if not trainable:
             return
@@ -36,12 +36,12 @@ class GroupStatistics:
             self._successes[trajectory.task.environment] += trajectory.outcome == "success"
 
     def pop_metrics(self) -> dict[str, float]:
-        """Since the last call: shares of each kind of group, and the success of all episodes, by environment too."""
+        """Metrics since the last call: rate of each kind of group, success rate over all and by environment."""
         groups, episodes, successes = self._groups, self._episodes, self._successes
         self._groups, self._episodes, self._successes = Counter(), Counter(), Counter()
         if not groups:
             return {}
-        figures = {f"group_rate/{name}": groups[name] / groups["all"] for name in GROUP_KINDS}
-        figures |= {f"rollout_success_rate/{name}": successes[name] / count for name, count in episodes.items()}
+        metrics = {f"group_rate/{name}": groups[name] / groups["all"] for name in GROUP_KINDS}
+        metrics |= {f"rollout_success_rate/{name}": successes[name] / count for name, count in episodes.items()}
         total = episodes.total()
-        return figures | {"rollout_success_rate": successes.total() / total, "rollout_episodes": float(total)}
+        return metrics | {"rollout_success_rate": successes.total() / total, "rollout_episodes": float(total)}

@@ -1,4 +1,4 @@
-"""Prefix merging: steps of a trajectory, each of which goes on from the one before, are computed as one sequence."""
+"""Prefix merging: steps of a trajectory that extend each other are computed as one sequence."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatron_webrl.trainer.data.batching import TrainingSample
 
 @dataclass(frozen=True)
 class MergedSequence:
-    """Tokens that are computed together: those of one step, or of several whose tokens each begin the next one's.
+    """Tokens computed together: one step, or several steps of which each is a prefix of the next.
 
-    Attention is causal, so that a response in the middle sees what it was conditioned on and nothing else.
+    Attention is causal, so a response in the middle sees exactly the tokens it was conditioned on.
     """
 
     samples: tuple[TrainingSample, ...]  # in the order of their responses
-    tokens: np.ndarray  # int32 [n], prompt and response of the last step, which holds all others
-    response_positions: np.ndarray  # int64 [r], rising: places of all steps' response tokens
+    tokens: np.ndarray  # int32 [n], prompt and response of the last step, which contains all others
+    response_positions: np.ndarray  # int64 [r], ascending positions of all steps' response tokens
 
     @property
     def length(self) -> int:
@@ -43,54 +43,54 @@ class MergedSequence:
 
 
 def unmerged_sequence(sample: TrainingSample) -> MergedSequence:
-    """A chain of one step."""
+    """A sequence of one step."""
     tokens = np.concatenate([sample.prompt, sample.response])
     return MergedSequence((sample,), tokens, np.arange(len(sample.prompt), len(tokens)))
 
 
 def merge_prefixes(samples: Sequence[TrainingSample], placeholders: Collection[int]) -> list[MergedSequence]:
-    """The chains of all samples, each sample in one of them.
+    """Merge samples that share a prefix; each sample is in exactly one sequence.
 
-    A step joins the longest chain of its trajectory whose tokens its prompt begins with, image for image and at the
-    same temperature, else it begins a chain of its own; the order of the samples does not matter for that.
-    `placeholders`: tokens that stand for images or videos in a prompt. Nothing goes on from a response that holds
-    one: there it is text, but an engine takes it for an image as soon as it stands in a prompt.
-    The chains come in the order of their trajectories' first samples, shorter ones of a trajectory first.
+    A step joins the longest sequence of its trajectory that is a prefix of its prompt, with the same images, grids and
+    temperature; otherwise it starts a sequence of its own. The order of `samples` does not matter.
+    `placeholders`: tokens that stand for images or videos in a prompt. A step never extends a response that contains
+    one: it is text there, but the engine treats it as an image once it is part of a prompt.
+    Sequences come in the order of their trajectories' first samples, shorter ones of a trajectory first.
     """
     trajectories: dict[tuple[int, int], list[TrainingSample]] = {}
     for sample in samples:
         trajectories.setdefault(sample.trajectory_id, []).append(sample)
     forbidden = np.array(sorted(placeholders))
-    return [chain for steps in trajectories.values() for chain in _chains(steps, forbidden)]
+    return [sequence for steps in trajectories.values() for sequence in _merge_steps(steps, forbidden)]
 
 
-def _chains(steps: Sequence[TrainingSample], forbidden: np.ndarray) -> list[MergedSequence]:
-    chains: list[MergedSequence] = []
-    # A step is longer than what it goes on from, so this order meets the beginnings first.
+def _merge_steps(steps: Sequence[TrainingSample], forbidden: np.ndarray) -> list[MergedSequence]:
+    merged: list[MergedSequence] = []
+    # A step is longer than its prefix, so this order visits prefixes first.
     for sample in sorted(steps, key=lambda s: s.length):
         step = unmerged_sequence(sample)
-        fitting = [place for place, chain in enumerate(chains) if _extends(step, chain, forbidden)]
-        if fitting:
-            place = max(fitting, key=lambda i: chains[i].length)
-            before = chains[place]
-            chains[place] = MergedSequence(
-                (*before.samples, sample),
+        prefixes = [index for index, sequence in enumerate(merged) if _extends(step, sequence, forbidden)]
+        if prefixes:
+            index = max(prefixes, key=lambda i: merged[i].length)
+            prefix = merged[index]
+            merged[index] = MergedSequence(
+                (*prefix.samples, sample),
                 step.tokens,
-                np.concatenate([before.response_positions, step.response_positions]),
+                np.concatenate([prefix.response_positions, step.response_positions]),
             )
         else:
-            chains.append(step)
-    return chains
+            merged.append(step)
+    return merged
 
 
-def _extends(step: MergedSequence, chain: MergedSequence, forbidden: np.ndarray) -> bool:
-    """Whether the prompt of `step` begins with all that `chain` holds."""
-    shared = len(chain.images)
+def _extends(step: MergedSequence, prefix: MergedSequence, forbidden: np.ndarray) -> bool:
+    """Whether the prompt of `step` begins with all of `prefix`."""
+    shared = len(prefix.images)
     return bool(
-        len(step.samples[0].prompt) >= chain.length
-        and step.temperature == chain.temperature
-        and step.images[:shared] == chain.images
-        and np.array_equal(step.grids[:shared], chain.grids)
-        and np.array_equal(step.tokens[: chain.length], chain.tokens)
-        and not np.isin(chain.samples[-1].response, forbidden).any()
+        len(step.samples[0].prompt) >= prefix.length
+        and step.temperature == prefix.temperature
+        and step.images[:shared] == prefix.images
+        and np.array_equal(step.grids[:shared], prefix.grids)
+        and np.array_equal(step.tokens[: prefix.length], prefix.tokens)
+        and not np.isin(prefix.samples[-1].response, forbidden).any()
     )

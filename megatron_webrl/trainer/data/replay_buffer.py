@@ -1,4 +1,4 @@
-"""Successes of earlier versions, for RAFT to imitate again: record files of the run, one a version."""
+"""Replay of earlier versions' successes for RAFT, stored in record files of the run."""
 
 from __future__ import annotations
 
@@ -16,51 +16,57 @@ from megatron_webrl.types import Group
 
 log = logging.getLogger(__name__)
 
+DECAY_POWER = 1.0
+"""Exponent by which the replay probability falls with age."""
 
-def replay_probability(age: int, versions: int, power: float) -> float:
-    """With which probability a success of `age` versions ago (1..versions) is drawn: 1 for the latest, then less.
 
-    ((versions + 1 - age) / versions)^power
+def replay_probability(age: int, max_age: int, decay_power: float) -> float:
+    """Probability of replaying a success that is `age` versions old (1..max_age): 1 for the latest.
+
+    ((max_age + 1 - age) / max_age)^decay_power
     """
-    return float(((versions + 1 - age) / versions) ** power)
+    return float(((max_age + 1 - age) / max_age) ** decay_power)
 
 
 class ReplayBuffer:
-    """Life: per update `draw` before it and `add` after it, on every rank. Without raft_versions both do nothing.
+    """Stores and samples successes. Call `sample` before each update and `add` after it, on every rank.
 
-    The files, one a version and node, outlive the process: a resumed run draws what its earlier life stored
-    up to its checkpoint, and writes later versions anew. On each node one rank writes what came from its ring, and all
-    draw from that. Files stay for raft_versions and two checkpoint intervals;
-    a resume from further back draws from what is left. Episodes were counted when they were trained first.
+    Without raft_versions both do nothing. A resumed run samples the versions up to its checkpoint and overwrites later
+    ones. On each node one rank writes the successes from the node's ring, and all ranks sample from them. Files stay
+    for raft_versions and two checkpoint intervals; a resume from further back samples the files that remain. Episodes
+    were counted when they were first trained.
     """
 
-    def __init__(self, config: Config, rings: RecordExchange | None = None) -> None:
-        """`rings`: where the ranks are; None: all on one node."""
-        self.exchange = rings or RecordExchange()
+    def __init__(
+        self, config: Config, exchange: RecordExchange | None = None, decay_power: float = DECAY_POWER
+    ) -> None:
+        """`exchange`: connects the ranks of all nodes; None: all are on one node."""
+        self.exchange = exchange or RecordExchange()
         loss = config.trainer.loss
         self.folder, self.seed = config.run_folder / "replay", config.run.seed
-        self.max_age, self.decay_power = loss.raft_versions, loss.raft_power
+        self.max_age, self.decay_power = loss.raft_versions, decay_power
         self.retained_versions = loss.raft_versions + 2 * config.trainer.checkpoint.every
 
     def sample(self, version: int) -> list[Group]:
         """Successes of the versions before `version`, each trajectory a group of its own. Collective.
 
-        One rank of a node draws. Raises RecordError for a damaged file, OSError where a rank does not see it.
+        One rank of each node chooses. Raises RecordError for a damaged file, OSError if a rank cannot open it.
         """
         if not self.max_age:
             return []
-        drawn = []
+        sampled = []
         for name, places in (
             self.exchange.broadcast_on_node(self._choose(version) if self.exchange.writes_node_files else None) or ()
         ):
-            wanted = set(places)
+            chosen = set(places)
             for place, record in enumerate(read_record_file(self.folder / name)):
-                if place in wanted:
-                    drawn.append(decode_trajectory(record, copy=True))
-        return [Group(trajectory.ticket, (trajectory,)) for trajectory in self.exchange.all_gather_trajectories(drawn)]
+                if place in chosen:
+                    sampled.append(decode_trajectory(record, copy=True))
+        trajectories = self.exchange.all_gather_trajectories(sampled)
+        return [Group(trajectory.ticket, (trajectory,)) for trajectory in trajectories]
 
     def add(self, groups: Sequence[Group], version: int) -> None:
-        """Store the successes that the update from `version` on was trained on; delete what is too old."""
+        """Store the successes of the update from policy `version`, and delete files that are too old."""
         if not self.max_age or not self.exchange.writes_node_files:
             return
         successes = (t for t in self.exchange.trajectories_to_store(groups) if t.trainable and t.reward > 0)
@@ -71,7 +77,7 @@ class ReplayBuffer:
                 other.unlink()
 
     def _choose(self, version: int) -> list[tuple[str, list[int]]]:
-        """Names of this node's files, the latest version first, and places of the records that are drawn."""
+        """Names of this node's files, latest version first, and the sampled places of their records."""
         node = self.exchange.topology.node
         generator = random.Random(f"replay/{self.seed}/{version}" + (f"/{node}" if node else ""))
         chosen, files = [], self._files()
@@ -79,13 +85,13 @@ class ReplayBuffer:
             paths = [path for stored, path in files if stored == version - age]
             if not paths:
                 path = group_files.group_file_path(self.folder, version - age, node)
-                log.warning("%s is missing: successes of version %d are not imitated again", path, version - age)
-            likely = replay_probability(age, self.max_age, self.decay_power)
+                log.warning("%s is missing: successes of version %d are not replayed", path, version - age)
+            probability = replay_probability(age, self.max_age, self.decay_power)
             for path in paths:
-                places = [n for n in range(count_records(path)) if generator.random() < likely]
+                places = [n for n in range(count_records(path)) if generator.random() < probability]
                 chosen.append((path.name, places))
         return chosen
 
     def _files(self) -> list[tuple[int, Path]]:
-        nodes = self.exchange.topology
-        return group_files.list_group_files(self.folder, nodes.node, nodes.node_count)
+        topology = self.exchange.topology
+        return group_files.list_group_files(self.folder, topology.node, topology.node_count)

@@ -1,4 +1,4 @@
-"""The trainer's part in task sampling: what it learns of the environments, and the states that tickets draw by."""
+"""Adaptive task sampling in the trainer: pass rates of environments, and the sampler states of tickets."""
 
 from __future__ import annotations
 
@@ -19,61 +19,59 @@ from megatron_webrl.types import Group
 
 
 class TaskSampler:
-    """The statistics and states of an adaptive sampler; idle with any other.
+    """The statistics and states of an adaptive sampler; does nothing with other samplers.
 
-    Life: `open` publishes the states before the first ticket is issued. Every group that is closed is noted, whether
-    trained or dropped. Before each rise of the ticket limit `adapt` learns from those noted since, in the order of
-    their tickets, and publishes another state for the tickets above the old limit; those below have been admitted and
-    keep the state that they have.
+    Life cycle: `publish_initial_states` before the first ticket is issued; `record_group` for every closed group,
+    trained or dropped. Before the ticket limit rises, `publish_adapted_state` learns from the groups recorded since the
+    last call, in ticket order, and publishes a state for the tickets above the old limit. Tickets below it have been
+    admitted and keep their state.
 
-    Invariants: a ticket counts once in the statistics, when it is closed, so a checkpoint's statistics are those of
-    the tickets that it holds as closed. The states of all tickets that are not closed are there, and no older ones.
+    Invariants: a ticket counts once in the statistics, when it is closed, so a checkpoint's statistics cover exactly
+    its closed tickets. `states` covers all unclosed tickets and holds no older state.
     """
 
     def __init__(
         self, tasks: TasksConfig, fresh: int, open_tickets: Collection[int], saved: Mapping[str, Any] | None
     ) -> None:
-        """`saved`: what `state` gave for a checkpoint. Its states go if the environments are not the same.
+        """`saved`: `state_dict` of a checkpoint; its states are discarded if the environments differ.
 
-        `fresh`: the lowest ticket that was never taken; `open_tickets`: those below it that are not closed.
+        `fresh`: the lowest ticket that was never claimed; `open_tickets`: the unclosed tickets below it.
         """
         self.settings, self.environments = tasks.sampler, tuple(tasks.environments)
         self.active = tasks.sampler.name in ADAPTIVE_SAMPLERS
         saved = (saved if self.active else None) or {}
-        rates, drawn = saved.get("rates", {}), saved.get("closed_tickets", {})
+        rates, closed_tickets = saved.get("rates", {}), saved.get("closed_tickets", {})
         self.pass_rates = {name: rates.get(name, initial_pass_rate(self.settings)) for name in self.environments}
-        self.closed_tickets = Counter(
-            {name: drawn.get(name, 0) for name in self.environments}
-        )  # tickets that are closed
+        self.closed_tickets = Counter({name: closed_tickets.get(name, 0) for name in self.environments})
         self.states = [SamplerState(0, self._probabilities())]
         if tuple(saved.get("environments", ())) == self.environments:
             self.states = [SamplerState(first, tuple(values)) for first, values in saved["states"]]
-        self._issued = fresh
-        self._oldest = min(open_tickets, default=fresh)  # of the tickets that are not closed
-        self._closed = set(range(self._oldest, fresh)).difference(open_tickets)  # and those closed above it
-        self._noted: dict[int, tuple[str, float | None]] = {}  # ticket -> environment, pass rate of its group
+        self._fresh = fresh
+        self._oldest_open = min(open_tickets, default=fresh)
+        self._closed = set(range(self._oldest_open, fresh)).difference(open_tickets)  # closed tickets above it
+        self._recorded: dict[int, tuple[str, float | None]] = {}  # ticket -> environment, pass rate of its group
 
     def publish_initial_states(self, control: ControlClient) -> None:
-        """Publish the states of the tickets that come first.
+        """Publish the states of the first tickets.
 
-        Tickets that were taken from a trainer that died keep the states that it had published for them; what it had
-        published for later ones goes.
+        Tickets claimed under an earlier trainer process keep the states that it published for them; its states for
+        later tickets are removed.
         """
         if self.active:
-            before = read_published_states(control)
-            known = self.states[-1].first_ticket
-            self.states += [state for state in before if known < state.first_ticket < self._issued]
-            publish_states(control, self.states, before)
+            published = read_published_states(control)
+            latest = self.states[-1].first_ticket
+            self.states += [state for state in published if latest < state.first_ticket < self._fresh]
+            publish_states(control, self.states, published)
 
     def record_group(self, group: Group) -> None:
-        """A group was trained or dropped."""
+        """Record the pass rate of a trained or dropped group."""
         if self.active:
             passed = [t.outcome == "success" for t in group.trajectories if t.trainable]
             rate = sum(passed) / len(passed) if passed else None
-            self._noted[group.ticket] = group.trajectories[0].task.environment, rate
+            self._recorded[group.ticket] = group.trajectories[0].task.environment, rate
 
     def publish_adapted_state(self, control: ControlClient, limit: int) -> None:
-        """Learn, and publish what the tickets from `limit` on draw by. To be called before they may be taken."""
+        """Learn from recorded groups and publish the state of tickets from `limit` on, before they can be claimed."""
         if not self.active:
             return
         self._learn()
@@ -81,24 +79,24 @@ class TaskSampler:
         latest = SamplerState(self._first(limit), self._probabilities())
         if not states or states[-1].probabilities != latest.probabilities:
             states.append(latest)
-        while len(states) > 1 and states[1].first_ticket <= self._oldest:
+        while len(states) > 1 and states[1].first_ticket <= self._oldest_open:
             del states[0]
         publish_states(control, states, self.states)
         self.states = states
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of an update, by MLflow name: what is known of each environment, and what follows from it."""
+        """Metrics of an update by MLflow name: probability, pass rate and closed tickets of each environment."""
         if not self.active:
             return {}
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for name, probability in zip(self.environments, self.states[-1].probabilities, strict=True):
-            found[f"sampler/probability/{name}"] = probability
-            found[f"sampler/pass_rate/{name}"] = self.pass_rates[name]
-            found[f"sampler/closed_tickets/{name}"] = float(self.closed_tickets[name])
-        return found
+            metrics[f"sampler/probability/{name}"] = probability
+            metrics[f"sampler/pass_rate/{name}"] = self.pass_rates[name]
+            metrics[f"sampler/closed_tickets/{name}"] = float(self.closed_tickets[name])
+        return metrics
 
     def state_dict(self) -> dict[str, Any] | None:
-        """For a checkpoint."""
+        """The statistics and states that a checkpoint stores; None with a sampler that does not adapt."""
         if not self.active:
             return None
         self._learn()
@@ -110,20 +108,20 @@ class TaskSampler:
         }
 
     def _first(self, limit: int) -> int:
-        """The first ticket above the limit that was not taken before."""
-        return max(limit, self._issued)
+        """The first ticket from the limit on that was never claimed."""
+        return max(limit, self._fresh)
 
     def _probabilities(self) -> tuple[float, ...]:
         return adaptive_probabilities(self.settings, [self.pass_rates[name] for name in self.environments])
 
     def _learn(self) -> None:
-        for ticket, (name, rate) in sorted(self._noted.items()):
-            if name in self.pass_rates:  # else its ticket is older than a change of tasks.environments
+        for ticket, (name, rate) in sorted(self._recorded.items()):
+            if name in self.pass_rates:  # else tasks.environments changed since its ticket was issued
                 self.closed_tickets[name] += 1
                 if rate is not None:
                     self.pass_rates[name] = updated_pass_rate(self.pass_rates[name], rate)
             self._closed.add(ticket)
-        self._noted.clear()
-        while self._oldest in self._closed:
-            self._closed.remove(self._oldest)
-            self._oldest += 1
+        self._recorded.clear()
+        while self._oldest_open in self._closed:
+            self._closed.remove(self._oldest_open)
+            self._oldest_open += 1

@@ -1,8 +1,8 @@
-"""The rings of several nodes as one source of groups. docs/packing.md draws the way of an episode.
+"""Makes the rings of several nodes one source of groups. docs/packing.md draws the path of an episode.
 
-A reader on each node looks at its ring and tells the first rank of every record in outline (outline.py). The first
-rank assembles groups of outlines, chooses, and has the outlines of the update told to all ranks. Screenshots stay where
-they are, on a shelf, until the plan of the update says who makes pixels of them.
+The leader of each node reads its ring and sends every record, stripped of its screenshots, to rank 0. Rank 0 assembles
+groups, selects those of an update and broadcasts their stripped records to all ranks. Screenshots stay where they are,
+in the image cache, until the plan of the update says which rank makes their pixels.
 """
 
 from __future__ import annotations
@@ -31,219 +31,238 @@ from megatron_webrl.types import Group, Trajectory
 
 Value = TypeVar("Value")
 
+MESSAGE_TIMEOUT_SECONDS = 120.0
+"""Limit of one message between trainer ranks."""
+
 
 def make_exchange(
-    ring: Ring, nodes: NodeTopology, config: Config, builder: SequencePacker
+    ring: Ring, topology: NodeTopology, config: Config, sequence_packer: SequencePacker
 ) -> SingleNodeExchange | MultiNodeExchange:
-    """The rings of a job, of which `ring` is this node's. Collective. A builder on several nodes needs their shelf."""
+    """The exchange of a job, given this node's ring. Collective.
+
+    On several nodes the sequence packer needs the exchange's image cache.
+    """
     if config.cluster.nodes == 1:
         return SingleNodeExchange(ring)
-    wire = RankMessenger(nodes, config.ring.exchange_timeout_seconds, collective_timeout_seconds(config))
-    shelf = ImageCache(
-        wire, ImageShard(builder.data_parallel_rank, builder.image_rank if builder.encodes_images else None)
-    )
-    return MultiNodeExchange(ring, wire, shelf)
+    messenger = RankMessenger(topology, MESSAGE_TIMEOUT_SECONDS, collective_timeout_seconds(config))
+    image_rank = sequence_packer.image_rank if sequence_packer.encodes_images else None
+    image_cache = ImageCache(messenger, ImageShard(sequence_packer.data_parallel_rank, image_rank))
+    return MultiNodeExchange(ring, messenger, image_cache)
 
 
 class MultiNodeExchange(RecordExchange):
-    """Life: per update `share` on every rank; then whatever needs the episodes; `end`, `close` at the end.
+    """Life cycle: per update `broadcast_groups` on every rank, then any other method; `finish_collecting` and `close`.
 
-    While the first rank looks for groups (`committed`, by GroupSource), the readers serve it within `share` or `end`:
-    per turn it tells each which records are done with, and hears of those that have come. The number of a record says
-    its node: sequence * nodes + node.
+    While rank 0 polls for groups (GroupSource calls `committed`), the leaders serve it inside `broadcast_groups` or
+    `finish_collecting`: in each poll rank 0 sends each leader the records to free and receives new ones. The number of
+    a record contains its node: sequence * node_count + node.
 
-    A record stays in its ring until the first rank acknowledges it, whatever becomes of any rank: a restarted reader
-    finds it again, and tells of it again.
+    A record stays in its ring until rank 0 acknowledges it: after a restart of the trainer, its leader finds it and
+    sends it again.
     """
 
-    def __init__(self, ring: Ring, wire: RankMessenger, shelf: ImageCache) -> None:
-        self._ring, self._wire, self.image_cache = ring, wire, shelf
-        self.topology: NodeTopology = wire.topology
-        self._told: set[int] = set()  # at a reader: sequences told of and not acknowledged
-        self._outlines: dict[int, bytes | memoryview] = {}  # at the first rank: of all records told of, by number
-        self._done: dict[int, list[int]] = defaultdict(list)  # there: node -> sequences, to be told in the next turn
-        self._home: dict[tuple[int, int], int] = {}  # (ticket, index) -> node, of the update's fresh episodes
-        self._bytes = 0  # of outlines and orders, that this rank sent since the last update
+    def __init__(self, ring: Ring, messenger: RankMessenger, image_cache: ImageCache) -> None:
+        self._ring, self._messenger, self.image_cache = ring, messenger, image_cache
+        self.topology: NodeTopology = messenger.topology
+        self._sent: set[int] = set()  # on a leader: sequences sent to rank 0 and not freed
+        self._records: dict[int, bytes | memoryview] = {}  # on rank 0: stripped records by number
+        self._to_free: dict[int, list[int]] = defaultdict(list)  # on rank 0: node -> sequences to free at the next poll
+        self._node_of: dict[tuple[int, int], int] = {}  # (ticket, index) -> node, for the update's fresh episodes
+        self._bytes = 0  # bytes of records and messages that this rank sent or received since the last update
 
-    # -- at the first rank, while it looks for groups ---------------------------------------------
+    # -- on rank 0, while it polls for groups -----------------------------------------------------
 
     @property
     def record_source(self) -> RecordSource:
-        """For the first rank."""
+        """The records that rank 0 reads."""
         return self
 
     def committed(self, seen: Container[int]) -> list[int]:
-        """One turn with all readers."""
+        """Poll all leaders; numbers of the records that are not in `seen`."""
         others = [rank for rank in self.topology.node_leaders if rank != self.topology.rank]
-        for reader in others:
-            self._order(reader, "look")
-        self._apply(self._done.pop(self.topology.node, []))
-        self._learn(self.topology.node, *self._arrivals())
-        for reader in others:
-            message = self._wire.receive(reader)
+        for leader in others:
+            self._send_request(leader, "poll")
+        self._free(self._to_free.pop(self.topology.node, []))
+        self._add_records(self.topology.node, *self._new_records())
+        for leader in others:
+            message = self._messenger.receive(leader)
             self._bytes += sum(map(len, message.blobs))
-            self._learn(self.topology.node_of_rank[reader], message.content, message.blobs)
-        return sorted(number for number in self._outlines if number not in seen)
+            self._add_records(self.topology.node_of_rank[leader], message.content, message.blobs)
+        return sorted(number for number in self._records if number not in seen)
 
     def read(self, sequence: int, verify: bool = True) -> bytes | memoryview:
-        """The outline of a record: a record itself."""
-        return self._outlines[sequence]
+        """A stripped record."""
+        return self._records[sequence]
 
     def acknowledge(self, sequences: Iterable[int]) -> None:
-        """Free records at the next turn."""
+        """Free records at the next poll."""
         for number in sequences:
-            if self._outlines.pop(number, None) is not None:
-                self._done[number % self.topology.node_count].append(number // self.topology.node_count)
+            if self._records.pop(number, None) is not None:
+                self._to_free[number % self.topology.node_count].append(number // self.topology.node_count)
 
-    def _learn(self, node: int, sequences: Sequence[int], outlines: Sequence[bytes | memoryview]) -> None:
-        for sequence, record in zip(sequences, outlines, strict=True):
-            self._outlines[sequence * self.topology.node_count + node] = record
+    def _add_records(self, node: int, sequences: Sequence[int], records: Sequence[bytes | memoryview]) -> None:
+        for sequence, record in zip(sequences, records, strict=True):
+            self._records[sequence * self.topology.node_count + node] = record
 
-    def _order(self, reader: int, what: str) -> None:
-        done = self._done.pop(self.topology.node_of_rank[reader], [])
-        self._bytes += self._wire.send(reader, {"order": what, "done": done})
+    def _send_request(self, leader: int, request: str) -> None:
+        sequences = self._to_free.pop(self.topology.node_of_rank[leader], [])
+        self._bytes += self._messenger.send(leader, {"request": request, "free": sequences})
 
-    # -- at a reader ------------------------------------------------------------------------------
+    # -- on a leader ------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        """Do what the first rank orders, until it has found what it looked for."""
-        limit = self._wire.collective_timeout_seconds  # the first rank may have other work before it begins to look
+        """Answer the polls of rank 0 until it stops polling."""
+        limit = self._messenger.collective_timeout_seconds  # rank 0 may be busy before its first poll
         while True:
-            order: dict[str, Any] = self._wire.receive(0, limit).content
-            limit = self._wire.timeout_seconds
-            self._apply(order["done"])
-            if order["order"] == "leave":
+            request: dict[str, Any] = self._messenger.receive(0, limit).content
+            limit = self._messenger.timeout_seconds
+            self._free(request["free"])
+            if request["request"] == "stop":
                 return
-            sequences, outlines = self._arrivals()
-            self._wire.send(0, sequences, outlines)
+            sequences, records = self._new_records()
+            self._messenger.send(0, sequences, records)
 
-    def _arrivals(self) -> tuple[list[int], list[bytes]]:
-        """Records of this node's ring that have not been told of: sequences and outlines."""
-        sequences = self._ring.committed(self._told)
-        self._told.update(sequences)
+    def _new_records(self) -> tuple[list[int], list[bytes]]:
+        """Sequences and stripped records of this node's ring that were not sent yet."""
+        sequences = self._ring.committed(self._sent)
+        self._sent.update(sequences)
         return sequences, [
             b"".join(encode_trajectory(strip_images(decode_trajectory(self._ring.read(s))))) for s in sequences
         ]
 
-    def _apply(self, done: Sequence[int]) -> None:
-        if done:
-            self._ring.acknowledge(done)
-            self._told.difference_update(done)
+    def _free(self, sequences: Sequence[int]) -> None:
+        if sequences:
+            self._ring.acknowledge(sequences)
+            self._sent.difference_update(sequences)
 
     # -- on every rank ----------------------------------------------------------------------------
 
-    def broadcast_groups(self, chosen: SelectedGroups | CollectInterrupt | None) -> list[Group] | CollectInterrupt:
-        """What the first rank has chosen, on every rank; the others give None. Collective. Raises WireError."""
-        self._leave()
-        if chosen is None:
-            message = self._wire.broadcast()
-        elif isinstance(chosen, CollectInterrupt):
-            message = self._wire.broadcast({"interruption": chosen.name})
+    def broadcast_groups(self, selected: SelectedGroups | CollectInterrupt | None) -> list[Group] | CollectInterrupt:
+        """Rank 0's selection, on every rank; other ranks pass None. Collective. Raises RankMessageError."""
+        self._stop_polling()
+        if selected is None:
+            message = self._messenger.broadcast()
+        elif isinstance(selected, CollectInterrupt):
+            message = self._messenger.broadcast({"interrupt": selected.name})
         else:
-            tickets = [[group.ticket, numbers] for group, numbers in chosen]
-            blobs = [self._outlines[number] for _, numbers in chosen for number in numbers]
+            tickets = [[group.ticket, numbers] for group, numbers in selected]
+            blobs = [self._records[number] for _, numbers in selected for number in numbers]
             self._bytes += (self.topology.node_count - 1) * sum(map(len, blobs))
-            message = self._wire.broadcast({"tickets": tickets}, blobs)
-        if "interruption" in message.content:
-            return CollectInterrupt[message.content["interruption"]]
-        return self._take_over(message)
+            message = self._messenger.broadcast({"tickets": tickets}, blobs)
+        if "interrupt" in message.content:
+            return CollectInterrupt[message.content["interrupt"]]
+        return self._decode_groups(message)
 
-    def _take_over(self, message: RankMessage) -> list[Group]:
-        """The groups of an update, their screenshots on the shelf."""
+    def _decode_groups(self, message: RankMessage) -> list[Group]:
+        """The groups of an update; registers their images in the cache."""
         self.image_cache.clear()
-        self._home = {}
-        outlines = iter(message.blobs)
+        self._node_of = {}
+        records = iter(message.blobs)
         groups = []
         for ticket, numbers in message.content["tickets"]:
             trajectories = []
             for number in numbers:
                 sequence, node = divmod(number, self.topology.node_count)
-                trajectory = decode_trajectory(next(outlines))
-                here = node == self.topology.node
-                images = decode_trajectory(self._ring.read(sequence, verify=False)).images if here else ()
+                trajectory = decode_trajectory(next(records))
+                local = node == self.topology.node
+                images = decode_trajectory(self._ring.read(sequence, verify=False)).images if local else ()
                 self.image_cache.register(node, trajectory.images, images)
-                self._home[ticket, trajectory.index] = node
+                self._node_of[ticket, trajectory.index] = node
                 trajectories.append(trajectory)
             groups.append(Group(ticket, tuple(trajectories)))
         return groups
 
-    def _leave(self) -> None:
-        """End the turns: readers have served until the first rank comes here."""
+    def _stop_polling(self) -> None:
+        """End the polls: leaders serve until rank 0 arrives here."""
         if self.topology.rank == 0:
-            for reader in self.topology.node_leaders[1:]:
-                self._order(reader, "leave")
-            self._apply(self._done.pop(self.topology.node, []))
+            for leader in self.topology.node_leaders[1:]:
+                self._send_request(leader, "stop")
+            self._free(self._to_free.pop(self.topology.node, []))
         elif self.topology.is_node_leader:
             self._serve()
 
     @property
     def writes_node_files(self) -> bool:
-        """A reader stores what came from its node's ring."""
+        """Whether this rank writes the episode files of its node: its leader does."""
         return self.topology.is_node_leader
 
     def broadcast_on_node(self, value: Value) -> Value:
-        """What the reader of the node says; JSON."""
-        return self._wire.broadcast_on_node(value)
+        """The value of the node's leader, which must be JSON, on every rank of the node. Collective on the node."""
+        if not self.topology.is_node_leader:
+            received: Value = self._messenger.receive(self.topology.node_leader(self.topology.node)).content
+            return received
+        for peer in self.topology.other_ranks_on_node(self.topology.rank):
+            self._messenger.send(peer, value)
+        return value
 
-    def all_gather_trajectories(self, mine: Sequence[Trajectory]) -> list[Trajectory]:
-        """The episodes of all nodes in outline, node by node; their screenshots go to the shelf. Raises WireError."""
-        outlines = [strip_images(trajectory) for trajectory in mine]
-        names = [name for each in outlines for name in each.images]
-        self.image_cache.register(self.topology.node, names, [image for each in mine for image in each.images])
-        records = [b"".join(encode_trajectory(each)) for each in outlines] if self.topology.is_node_leader else []
-        if self.topology.rank == 0:
-            found: dict[int, Sequence[bytes | memoryview]] = {self.topology.node: records}
-            for reader in self.topology.node_leaders[1:]:
-                found[self.topology.node_of_rank[reader]] = self._wire.receive(reader).blobs
-                self._bytes += sum(map(len, found[self.topology.node_of_rank[reader]]))
-            nodes = sorted(found)
-            blobs = [blob for node in nodes for blob in found[node]]
-            self._bytes += (self.topology.node_count - 1) * sum(map(len, blobs))
-            message = self._wire.broadcast([[node, len(found[node])] for node in nodes], blobs)
-        else:
-            if self.topology.is_node_leader:
-                self._wire.send(0, None, records)
-            message = self._wire.broadcast()
-        arrived, everyone = iter(message.blobs), []
+    def all_gather_trajectories(self, local: Sequence[Trajectory]) -> list[Trajectory]:
+        """Stripped trajectories of all nodes, in node order; registers their images. Raises RankMessageError."""
+        stripped = [strip_images(trajectory) for trajectory in local]
+        keys = [key for each in stripped for key in each.images]
+        self.image_cache.register(self.topology.node, keys, [image for each in local for image in each.images])
+        records = [b"".join(encode_trajectory(each)) for each in stripped] if self.topology.is_node_leader else []
+        message = self._all_gather_records(records)
+        blobs, trajectories = iter(message.blobs), []
         for node, count in message.content:
             for _ in range(count):
-                everyone.append(decode_trajectory(next(arrived)))
+                trajectories.append(decode_trajectory(next(blobs)))
                 if node != self.topology.node:
-                    self.image_cache.register(node, everyone[-1].images)
-        return everyone
+                    self.image_cache.register(node, trajectories[-1].images)
+        return trajectories
+
+    def _all_gather_records(self, records: Sequence[bytes]) -> RankMessage:
+        """The leaders' records, on every rank: [[node, number of its records], ...] and the records."""
+        if self.topology.rank != 0:
+            if self.topology.is_node_leader:
+                self._messenger.send(0, None, records)
+            return self._messenger.broadcast()
+        by_node: dict[int, Sequence[bytes | memoryview]] = {self.topology.node: records}
+        for leader in self.topology.node_leaders[1:]:
+            received = self._messenger.receive(leader).blobs
+            by_node[self.topology.node_of_rank[leader]] = received
+            self._bytes += sum(map(len, received))
+        nodes = sorted(by_node)
+        blobs = [blob for node in nodes for blob in by_node[node]]
+        self._bytes += (self.topology.node_count - 1) * sum(map(len, blobs))
+        return self._messenger.broadcast([[node, len(by_node[node])] for node in nodes], blobs)
 
     def trajectories_to_store(self, groups: Iterable[Group]) -> list[Trajectory]:
-        """Those that came from this node's ring."""
+        """The trajectories, with images, that came from this node's ring."""
         return [
             restore_images(trajectory, self.image_cache.get)
             for group in groups
             for trajectory in group.trajectories
-            if self._home[group.ticket, trajectory.index] == self.topology.node
+            if self._node_of[group.ticket, trajectory.index] == self.topology.node
         ]
 
     def gather_with_images(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Screenshots of other nodes are brought to the first rank."""
-        names = [bytes(name) for each in trajectories for name in each.images]
-        self._bytes += self.image_cache.fetch({0: names}).transferred_bytes
+        """On rank 0: the trajectories with their images, fetched from other nodes. Collective."""
+        keys = [bytes(key) for each in trajectories for key in each.images]
+        self._bytes += self.image_cache.fetch({0: keys}).transferred_bytes
         return [restore_images(each, self.image_cache.get) for each in trajectories] if self.topology.rank == 0 else []
 
     def pop_metrics(self) -> dict[str, float]:
-        """`nodes/images_mib`: that ranks made pixels of; `nodes/remote_images_mib`: those that came from another node;
-        `nodes/local_fraction`: the share of the others; `nodes/other_mib`: all else that went between nodes.
+        """Traffic since the last call, MiB: see docs/packing.md.
+
+        nodes/images_mib         screenshots that ranks made pixels of
+        nodes/remote_images_mib  the part of them that came from another node
+        nodes/local_fraction     1 - remote / all
+        nodes/other_mib          all other traffic between nodes
         """
-        moved, needed = self.image_cache.transfer_stats.transferred_bytes, self.image_cache.transfer_stats.needed_bytes
-        other, self._bytes, self.image_cache.transfer_stats = self._bytes, 0, ImageTransferStats()
+        stats, other = self.image_cache.transfer_stats, self._bytes
+        self._bytes, self.image_cache.transfer_stats = 0, ImageTransferStats()
+        needed, transferred = stats.needed_bytes, stats.transferred_bytes
         return {
             "nodes/images_mib": needed / 2**20,
-            "nodes/remote_images_mib": moved / 2**20,
-            "nodes/local_fraction": 1 - moved / needed if needed else 1.0,
+            "nodes/remote_images_mib": transferred / 2**20,
+            "nodes/local_fraction": 1 - transferred / needed if needed else 1.0,
             "nodes/other_mib": other / 2**20,
         }
 
     def finish_collecting(self) -> None:
-        """The first rank has looked for the last time. Collective."""
-        self._leave()
+        """Tell all ranks that rank 0 reads no more records. Collective."""
+        self._stop_polling()
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Detach from the ring."""
         self._ring.close()

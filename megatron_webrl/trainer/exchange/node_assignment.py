@@ -1,4 +1,4 @@
-"""Where a sequence is computed: on the nodes that hold its screenshots, unless others would then have less to do."""
+"""Assigns sequences to nodes: where their screenshots are, as long as loads stay balanced."""
 
 from __future__ import annotations
 
@@ -12,79 +12,83 @@ from megatron_webrl.trainer.data.merging import MergedSequence
 from megatron_webrl.trainer.images.image_keys import image_size
 
 BALANCE_TOLERANCE = 0.02
-"""Sites whose loads differ from the mean by no more than this share are not evened out further."""
+"""Balancing stops once no load per replica exceeds the mean by more than this fraction."""
 
 NodeSet = frozenset[int]
-"""Nodes whose ranks make the pixels of a replica."""
+"""Nodes of the ranks that encode a replica's images."""
 
 
 @dataclass(frozen=True)
 class ReplicaNodes:
-    """Where each data-parallel replica is, and what is there."""
+    """The nodes of each data-parallel replica, and the images on them."""
 
     by_replica: tuple[NodeSet, ...]
-    has_image: Callable[[bytes, NodeSet], bool]  # whether a site has the screenshot of this name
+    has_image: Callable[[bytes, NodeSet], bool]  # image key, nodes -> whether one of the nodes has the image
 
     @property
     def unique_node_sets(self) -> tuple[NodeSet, ...]:
-        """Each site once."""
+        """Each node set once."""
         return tuple(dict.fromkeys(self.by_replica))
 
-    def replicas_on(self, site: NodeSet) -> list[int]:
-        """Those at a site."""
-        return [replica for replica, there in enumerate(self.by_replica) if there == site]
+    def replicas_on(self, node_set: NodeSet) -> list[int]:
+        """The replicas on a node set."""
+        return [replica for replica, nodes in enumerate(self.by_replica) if nodes == node_set]
 
 
-def assign_to_nodes(chains: Sequence[MergedSequence], costs: Sequence[float], sites: ReplicaNodes) -> list[list[int]]:
-    """Indices of the chains that each of the different sites computes, rising. A pure function of its arguments.
+def assign_to_nodes(
+    sequences: Sequence[MergedSequence], costs: Sequence[float], nodes: ReplicaNodes
+) -> list[list[int]]:
+    """Ascending indices of the sequences that each unique node set computes. A pure function of its arguments.
 
-    Each begins at the site that lacks the least of it. Then the site with the most to do for each of its replicas gives
-    chains to the one with the least, as long as that makes the larger load smaller: those first that move the fewest
-    bytes for their cost, where a screenshot counts once however many chains need it.
+    Each sequence starts on the node set that misses the fewest bytes of its images. Then the node set with the highest
+    load per replica gives sequences to the one with the lowest, while that reduces the higher load: first the sequence
+    that transfers the fewest bytes for its cost, where an image counts once for all sequences that need it.
     """
     cost = np.asarray(costs, np.float64)
-    share = np.array([len(sites.replicas_on(site)) for site in sites.unique_node_sets], np.float64)
-    lacking = _Lacking(chains, sites)
-    loads = np.zeros(len(share))  # for each replica
-    place = np.empty(len(chains), np.int64)  # of each chain
-    for index in range(len(chains)):
-        least = lacking.bytes[:, index]
-        place[index] = min(np.flatnonzero(least == least.min()), key=lambda p: loads[p])
-        loads[place[index]] += cost[index] / share[place[index]]
-    while loads.max() > (1 + BALANCE_TOLERANCE) * cost.sum() / share.sum():
+    replicas = np.array([len(nodes.replicas_on(node_set)) for node_set in nodes.unique_node_sets], np.float64)
+    missing = _MissingBytes(sequences, nodes)
+    loads = np.zeros(len(replicas))  # per replica
+    target = np.empty(len(sequences), np.int64)  # node set of each sequence
+    for index in range(len(sequences)):
+        candidates = missing.bytes[:, index]
+        target[index] = min(np.flatnonzero(candidates == candidates.min()), key=lambda p: loads[p])
+        loads[target[index]] += cost[index] / replicas[target[index]]
+    while loads.max() > (1 + BALANCE_TOLERANCE) * cost.sum() / replicas.sum():
         high, low = int(loads.argmax()), int(loads.argmin())
-        fitting = np.flatnonzero((place == high) & (loads[low] + cost / share[low] < loads[high]))
-        if not len(fitting):
+        movable = np.flatnonzero((target == high) & (loads[low] + cost / replicas[low] < loads[high]))
+        if not len(movable):
             break
-        chosen = fitting[np.lexsort((fitting, -cost[fitting], lacking.bytes[low, fitting] / cost[fitting]))[0]]
-        place[chosen] = low
-        loads[high] -= cost[chosen] / share[high]
-        loads[low] += cost[chosen] / share[low]
-        lacking.bring(int(chosen), low)
-    return [np.flatnonzero(place == each).tolist() for each in range(len(share))]
+        chosen = movable[np.lexsort((movable, -cost[movable], missing.bytes[low, movable] / cost[movable]))[0]]
+        target[chosen] = low
+        loads[high] -= cost[chosen] / replicas[high]
+        loads[low] += cost[chosen] / replicas[low]
+        missing.transfer(int(chosen), low)
+    return [np.flatnonzero(target == each).tolist() for each in range(len(replicas))]
 
 
-class _Lacking:
-    """Bytes of each chain's screenshots that each site lacks, less what was brought there for another chain."""
+class _MissingBytes:
+    """Bytes of each sequence's images that each node set lacks, without those transferred for another sequence."""
 
-    def __init__(self, chains: Sequence[MergedSequence], sites: ReplicaNodes) -> None:
-        places = sites.unique_node_sets
-        self._names = [list(dict.fromkeys(map(bytes, chain.images))) for chain in chains]
+    def __init__(self, sequences: Sequence[MergedSequence], nodes: ReplicaNodes) -> None:
+        node_sets = nodes.unique_node_sets
+        self._keys = [list(dict.fromkeys(map(bytes, sequence.images))) for sequence in sequences]
         self._users: dict[bytes, list[int]] = defaultdict(list)
-        for index, names in enumerate(self._names):
-            for name in names:
-                self._users[name].append(index)
-        self._missing = {  # name -> bytes at each place
-            name: np.array([0 if sites.has_image(name, site) else image_size(name) for site in places], np.int64)
-            for name in self._users
+        for index, keys in enumerate(self._keys):
+            for key in keys:
+                self._users[key].append(index)
+        self._missing = {  # image key -> missing bytes on each node set
+            key: np.array(
+                [0 if nodes.has_image(key, node_set) else image_size(key) for node_set in node_sets], np.int64
+            )
+            for key in self._users
         }
-        self.bytes = np.zeros((len(places), len(chains)), np.int64)
-        for name, users in self._users.items():
-            self.bytes[:, users] += self._missing[name][:, None]
+        self.bytes = np.zeros((len(node_sets), len(sequences)), np.int64)
+        for key, users in self._users.items():
+            self.bytes[:, users] += self._missing[key][:, None]
 
-    def bring(self, index: int, place: int) -> None:
-        """The screenshots of a chain are brought to a place."""
-        for name in self._names[index]:
-            if missing := self._missing[name][place]:
-                self.bytes[place, self._users[name]] -= missing
-                self._missing[name][place] = 0
+    def transfer(self, index: int, target: int) -> None:
+        """Count the images of a sequence as present on a node set."""
+        for key in self._keys[index]:
+            if missing := self._missing[key][target]:
+                self.bytes[target, self._users[key]] -= missing
+                self._missing[key][target] = 0

@@ -1,4 +1,4 @@
-"""Messages between trainer ranks: bytes over a process group of the CPU, each wait with a limit and a name.
+"""Messages between trainer ranks over a gloo group of their own: each wait has a limit, each error names the peer.
 
 A message is a JSON value and blobs. On the wire: magic and length (two int64), then
 
@@ -24,117 +24,105 @@ from torch import Tensor
 from megatron_webrl.trainer.exchange.node_topology import NodeTopology
 
 MAGIC = int.from_bytes(b"WEBRLMSG", "little")
-_PLACE = re.compile(r"^\[[^]]*\] ")  # in gloo's source, before its words
+_SOURCE_LOCATION = re.compile(r"^\[[^]]*\] ")  # precedes gloo's error messages
 MAX_MESSAGE_BYTES = 2**34
-"""A longer message is an error: something is wrong with it."""
+"""A longer message is an error."""
 Blob = bytes | bytearray | memoryview
 
 
 class RankMessageError(RuntimeError):
-    """A message did not come, did not go, or is not one. The text names the peer."""
+    """A message was not sent, not received, or is damaged. The text names the peer."""
 
 
 @dataclass(frozen=True)
 class RankMessage:
-    """What `Wire.send` was given. Blobs are views of one buffer."""
+    """A received message. Blobs are views of one buffer."""
 
     content: Any  # JSON
     blobs: tuple[memoryview, ...] = ()
 
 
 class RankMessenger:
-    """The connections of this rank to all others. Used by one thread; messages of a pair arrive in order.
+    """Messages of this rank to and from all others. Used by one thread; messages of a pair arrive in order.
 
-    After an error the wire is of no more use: what was under way may arrive in the place of something else.
+    Unusable after an error: a message in flight could arrive in place of another.
     """
 
-    def __init__(self, nodes: NodeTopology, seconds: float, patience: float) -> None:
-        """Collective. `seconds`: limit of one message; `patience`: the same where the peer itself waits for others."""
-        self.topology, self.timeout_seconds, self.collective_timeout_seconds = nodes, seconds, patience
-        # Of its own: messages never mix with collectives, and their bytes stay in host memory with NCCL, too.
-        self._group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=patience))
+    def __init__(self, topology: NodeTopology, timeout_seconds: float, collective_timeout_seconds: float) -> None:
+        """Collective. `timeout_seconds`: limit of one message.
+
+        `collective_timeout_seconds`: limit of a message whose sender itself waits for other ranks.
+        """
+        self.topology, self.timeout_seconds = topology, timeout_seconds
+        self.collective_timeout_seconds = collective_timeout_seconds
+        # A group of its own: messages never mix with collectives, and bytes stay in host memory even with NCCL.
+        self._group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=collective_timeout_seconds))
 
     def send(self, peer: int, content: Any, blobs: Sequence[Blob] = ()) -> int:
-        """Send a message; returns its bytes. Raises WireError."""
+        """Send a message; returns its bytes. Raises RankMessageError."""
         return self._send(peer, pack_message(content, blobs))
 
-    def receive(self, peer: int, seconds: float | None = None) -> RankMessage:
-        """The next message of a peer. Raises WireError naming it after `seconds`, or at once if it is gone."""
-        return unpack_message(self._receive(peer, seconds), self.topology.rank_name(peer))
+    def receive(self, peer: int, timeout_seconds: float | None = None) -> RankMessage:
+        """The next message of a peer. Raises RankMessageError at the timeout, or at once if the peer is gone."""
+        return unpack_message(self._receive(peer, timeout_seconds), self.topology.rank_name(peer))
 
     def broadcast(self, content: Any = None, blobs: Sequence[Blob] = ()) -> RankMessage:
-        """What the first rank gives, on every rank. Collective. Raises WireError."""
-        above, below = self.topology.broadcast_tree(self.topology.rank)
+        """The message of rank 0, on every rank. Collective. Raises RankMessageError."""
+        parent, children = self.topology.broadcast_tree(self.topology.rank)
         buffer = (
-            pack_message(content, blobs) if above is None else self._receive(above, self.collective_timeout_seconds)
+            pack_message(content, blobs) if parent is None else self._receive(parent, self.collective_timeout_seconds)
         )
-        for peer in below:
+        for peer in children:
             self._send(peer, buffer)
-        return unpack_message(buffer, self.topology.rank_name(self.topology.rank if above is None else above))
-
-    def broadcast_on_node(self, content: Any = None) -> Any:
-        """What the reader of this node gives, on every rank of the node. Collective over those."""
-        if not self.topology.is_node_leader:
-            return self.receive(self.topology.node_leader(self.topology.node)).content
-        for peer in self.topology.other_ranks_on_node(self.topology.rank):
-            self.send(peer, content)
-        return content
+        return unpack_message(buffer, self.topology.rank_name(self.topology.rank if parent is None else parent))
 
     def exchange_blobs(
         self, outgoing: Mapping[int, Sequence[Blob]], incoming: Mapping[int, int]
     ) -> dict[int, memoryview]:
-        """Send blobs to ranks and receive as many bytes from others as is known here, all at the same time.
+        """Send blobs to ranks, and receive the number of bytes in `incoming` from each rank, all concurrently.
 
-        Returns what came from whom. Raises WireError naming who was waited for.
+        Returns the received bytes by sender. Raises RankMessageError.
         """
         deadline = time.monotonic() + self.timeout_seconds
         arriving = {peer: torch.empty(size, dtype=torch.uint8) for peer, size in incoming.items()}
-        waits = [(peer, "send", torch.distributed.irecv(t, peer, self._group)) for peer, t in arriving.items()]
+        transfers = [(peer, "send", torch.distributed.irecv(t, peer, self._group)) for peer, t in arriving.items()]
         leaving = {peer: _tensor(bytearray().join(blobs)) for peer, blobs in outgoing.items()}
-        waits += [(peer, "take", torch.distributed.isend(t, peer, self._group)) for peer, t in leaving.items()]
-        for peer, what, work in waits:
-            self._wait(work, peer, what, max(0.001, deadline - time.monotonic()), self.timeout_seconds)
+        transfers += [(peer, "receive", torch.distributed.isend(t, peer, self._group)) for peer, t in leaving.items()]
+        for peer, action, work in transfers:
+            self._wait(work, peer, action, max(0.001, deadline - time.monotonic()), self.timeout_seconds)
         return {peer: tensor.numpy().data.toreadonly() for peer, tensor in arriving.items()}
 
     def _send(self, peer: int, buffer: Blob) -> int:
         head = torch.tensor([MAGIC, len(buffer)], dtype=torch.int64)
         for tensor in (head, _tensor(buffer)):
-            self._wait(
-                torch.distributed.isend(tensor, peer, self._group),
-                peer,
-                "take",
-                self.timeout_seconds,
-                self.timeout_seconds,
-            )
+            work = torch.distributed.isend(tensor, peer, self._group)
+            self._wait(work, peer, "receive", self.timeout_seconds, self.timeout_seconds)
         return len(buffer)
 
-    def _receive(self, peer: int, seconds: float | None) -> bytearray:
-        limit = self.timeout_seconds if seconds is None else seconds
+    def _receive(self, peer: int, timeout_seconds: float | None) -> bytearray:
+        limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         head = torch.empty(2, dtype=torch.int64)
         self._wait(torch.distributed.irecv(head, peer, self._group), peer, "send", limit, limit)
         magic, length = head.tolist()
         if magic != MAGIC or not 0 < length <= MAX_MESSAGE_BYTES:
             raise RankMessageError(
-                f"{self.topology.rank_name(peer)} sent no message but {magic:#x} {length}, at most {MAX_MESSAGE_BYTES} bytes are "
-                "expected: the ranks are out of step, or run different programs"
+                f"{self.topology.rank_name(peer)} sent {magic:#x} {length} in place of a message header (at most "
+                f"{MAX_MESSAGE_BYTES} bytes): the ranks are out of step, or run different programs"
             )
         buffer = bytearray(length)
-        body = torch.frombuffer(buffer, dtype=torch.uint8)
-        self._wait(
-            torch.distributed.irecv(body, peer, self._group), peer, "send", self.timeout_seconds, self.timeout_seconds
-        )
+        body = torch.distributed.irecv(torch.frombuffer(buffer, dtype=torch.uint8), peer, self._group)
+        self._wait(body, peer, "send", self.timeout_seconds, self.timeout_seconds)
         return buffer
 
-    def _wait(self, work: Any, peer: int, what: str, left: float, limit: float) -> None:
-        begun = time.monotonic()
+    def _wait(self, work: Any, peer: int, action: str, left: float, limit: float) -> None:
+        started = time.monotonic()
         try:
             work.wait(timedelta(seconds=left))
         except RuntimeError as error:
-            waited = time.monotonic() - begun
-            how = f"did not {what} what was due within {limit:g} s" if waited >= 0.99 * left else "is gone"
-            raise RankMessageError(
-                f"{self.topology.rank_name(peer)} {how}: {_PLACE.sub('', str(error).splitlines()[0])}"
-            ) from error
+            timed_out = time.monotonic() - started >= 0.99 * left
+            how = f"did not {action} a message within {limit:g} s" if timed_out else "is gone"
+            reason = _SOURCE_LOCATION.sub("", str(error).splitlines()[0])
+            raise RankMessageError(f"{self.topology.rank_name(peer)} {how}: {reason}") from error
 
 
 def pack_message(content: Any, blobs: Sequence[Blob] = ()) -> bytearray:
@@ -144,28 +132,28 @@ def pack_message(content: Any, blobs: Sequence[Blob] = ()) -> bytearray:
     return bytearray().join((lengths, text, *blobs))
 
 
-def unpack_message(buffer: Blob, name: str) -> RankMessage:
-    """The message in bytes that came from `name`. Raises WireError."""
-    view = memoryview(bytes(buffer))  # of bytes, so that blobs can be keys
+def unpack_message(buffer: Blob, sender: str) -> RankMessage:
+    """The message in bytes from `sender`. Raises RankMessageError."""
+    view = memoryview(bytes(buffer))  # of bytes, so that blobs are hashable
     try:
         size, count = struct.unpack_from("<2q", view)
         lengths = struct.unpack_from(f"<{count}q", view, 16)
-        place = 16 + 8 * count
-        if min(size, *lengths, 0) < 0 or place + size + sum(lengths) != len(view):
-            raise ValueError(f"it speaks of {place + size + sum(lengths)} bytes")
-        content = json.loads(bytes(view[place : place + size]))
+        offset = 16 + 8 * count
+        if min(size, *lengths, 0) < 0 or offset + size + sum(lengths) != len(view):
+            raise ValueError(f"its header says {offset + size + sum(lengths)} bytes")
+        content = json.loads(bytes(view[offset : offset + size]))
     except (struct.error, ValueError) as error:
-        raise RankMessageError(f"a message of {len(view)} bytes from {name} is damaged: {error}") from error
-    place += size
+        raise RankMessageError(f"a message of {len(view)} bytes from {sender} is damaged: {error}") from error
+    offset += size
     blobs = []
     for length in lengths:
-        blobs.append(view[place : place + length])
-        place += length
+        blobs.append(view[offset : offset + length])
+        offset += length
     return RankMessage(content, tuple(blobs))
 
 
 def _tensor(buffer: Blob) -> Tensor:
-    """uint8 [bytes], of a buffer that stays as it is."""
+    """uint8 [bytes] of a buffer that is not modified."""
     if isinstance(buffer, bytearray):
         return torch.frombuffer(buffer, dtype=torch.uint8)
     return torch.from_numpy(np.frombuffer(buffer, np.uint8).copy())

@@ -1,6 +1,6 @@
-"""How all trainer ranks come by the groups of an update: from the ring of the one node that a job runs on.
+"""Distributes the groups of an update to all trainer ranks; here for a job on one node.
 
-On several nodes node_rings.NodeRings takes the place of OneRing.
+A job on several nodes uses multi_node_exchange.MultiNodeExchange instead.
 """
 
 from __future__ import annotations
@@ -23,89 +23,91 @@ SelectedGroups = Sequence[tuple[Group, list[int]]]
 
 
 class CollectInterrupt(Enum):
-    """Why there are no groups yet."""
+    """Why rank 0 returns no groups yet."""
 
-    STOP = "an early end was asked for"
+    STOP = "an early end was requested"
     NEW_ENGINES = "an engine waits for weights"
 
 
 class RecordSource(Protocol):
-    """Where the first rank finds records: those of its node's ring, or of all nodes' rings."""
+    """The records that rank 0 reads: of its node's ring, or of all nodes' rings."""
 
     def committed(self, seen: Container[int]) -> list[int]:
-        """Numbers of the records that are there and not in `seen`, oldest first."""
+        """Numbers of committed records that are not in `seen`, oldest first."""
         ...
 
     def read(self, sequence: int, verify: bool = True) -> Buffer:
-        """One of them."""
+        """One record."""
         ...
 
     def acknowledge(self, sequences: Iterable[int]) -> None:
-        """Done with them."""
+        """Free records."""
         ...
 
 
 class RecordExchange:
-    """What ranks share that are all on one node: everything, by reference."""
+    """Exchange among ranks on one node: every rank reads the same ring and files."""
 
-    topology = NodeTopology((0,), 0)  # whose files this rank reads and writes; it speaks for node 0
+    topology = NodeTopology((0,), 0)  # identifies the files that this rank reads and writes: those of node 0
 
     @property
     def writes_node_files(self) -> bool:
-        """Whether this rank writes files of episodes, those of its node."""
+        """Whether this rank writes the episode files of its node."""
         return torch.distributed.get_rank() == 0
 
     def broadcast_on_node(self, value: Value) -> Value:
-        """What the rank that stores says, on every rank of its node. Collective."""
+        """The value of the rank that writes node files, on every rank of its node. Collective."""
         return broadcast_object(value)
 
-    def all_gather_trajectories(self, mine: Sequence[Trajectory]) -> list[Trajectory]:
-        """Episodes that every rank of a node holds, as those that all ranks train on. Collective."""
-        return list(mine)
+    def all_gather_trajectories(self, local: Sequence[Trajectory]) -> list[Trajectory]:
+        """Trajectories of all nodes, given those that every rank of a node has. Collective."""
+        return list(local)
 
     def trajectories_to_store(self, groups: Iterable[Group]) -> list[Trajectory]:
-        """On a rank that stores: the episodes of an update that are its to store, whole."""
+        """Trajectories of an update, with images, that this rank must store. Only on ranks with writes_node_files."""
         return [trajectory for group in groups for trajectory in group.trajectories]
 
     def gather_with_images(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """On the first rank: some episodes of an update, whole. Collective."""
+        """On rank 0: the trajectories with their images. Collective."""
         return list(trajectories)
 
     def pop_metrics(self) -> dict[str, float]:
-        """On the first rank: figures of the last update by their MLflow names."""
+        """On rank 0: metrics of the last update by MLflow name."""
         return {}
 
 
 class SingleNodeExchange(RecordExchange):
-    """The ring of the node: the first rank looks at it and tells the others which records to read."""
+    """Single-node exchange: rank 0 selects records, and all ranks read them from the same ring."""
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
 
     @property
     def record_source(self) -> RecordSource:
-        """For the first rank."""
+        """The records that rank 0 reads."""
         return self._ring
 
-    def broadcast_groups(self, chosen: SelectedGroups | CollectInterrupt | None) -> list[Group] | CollectInterrupt:
-        """What the first rank has chosen, on every rank; the others give None. Collective."""
+    def broadcast_groups(self, selected: SelectedGroups | CollectInterrupt | None) -> list[Group] | CollectInterrupt:
+        """Rank 0's selection, on every rank; other ranks pass None. Collective."""
         numbers: CollectInterrupt | Mapping[int, list[int]] | None = None
-        if chosen is not None:
-            numbers = chosen if isinstance(chosen, CollectInterrupt) else {group.ticket: at for group, at in chosen}
+        if isinstance(selected, CollectInterrupt):
+            numbers = selected
+        elif selected is not None:
+            numbers = {group.ticket: sequences for group, sequences in selected}
         shared = broadcast_object(numbers)
         assert shared is not None
         if isinstance(shared, CollectInterrupt):
             return shared
-        if chosen is not None and not isinstance(chosen, CollectInterrupt):
-            return [group for group, _ in chosen]
+        if selected is not None and not isinstance(selected, CollectInterrupt):
+            return [group for group, _ in selected]
         return [
             Group(ticket, tuple(decode_trajectory(self._ring.read(s, verify=False)) for s in sequences))
             for ticket, sequences in shared.items()
         ]
 
     def finish_collecting(self) -> None:
-        """The first rank has looked at the records for the last time; the others come here at once. Collective."""
+        """Tell all ranks that rank 0 reads no more records; nothing to do on one node. Collective."""
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Detach from the ring."""
         self._ring.close()

@@ -1,4 +1,4 @@
-"""Screenshots of a batch by name: those on this node by reference, others brought from the node that has them."""
+"""Per-batch image cache: screenshots of this node by reference, screenshots of other nodes fetched."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_webrl.trainer.exchange.node_assignment import NodeSet, ReplicaNode
 from megatron_webrl.trainer.exchange.rank_messages import RankMessageError, RankMessenger
 from megatron_webrl.trainer.images.image_keys import image_key, image_size
 
-WantedImages = Mapping[int, Sequence[bytes]]  # rank -> names
+WantedImages = Mapping[int, Sequence[bytes]]  # rank -> image keys
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class ImageTransferStats:
     """Bytes of screenshots, over all ranks."""
 
     needed_bytes: int = 0
-    transferred_bytes: int = 0  # of those: from another node
+    transferred_bytes: int = 0  # part of needed_bytes: from another node
 
     def __add__(self, other: ImageTransferStats) -> ImageTransferStats:
         return ImageTransferStats(
@@ -31,37 +31,37 @@ class ImageTransferStats:
 
 @dataclass(frozen=True)
 class ImageShard:
-    """Which screenshots a rank turns into pixels: of whose rows, and which share of them."""
+    """The replica whose images a rank encodes, and its shard of them."""
 
     data_parallel_rank: int
-    image_rank: int | None  # its place among the ranks of the replica that encode; None: it encodes none
+    image_rank: int | None  # this rank among the replica's encoding ranks; None: it encodes no images
 
 
 class ImageCache:
-    """Life: per batch `clear`, `place` for all its episodes, `bring` what ranks need, `find`.
+    """Life cycle per batch: `clear`, `register` all trajectories, `fetch` the images that ranks need, `get`.
 
-    What a rank holds are views of its node's ring, valid until the batch is closed, and copies of what was brought.
-    Every rank knows where every screenshot is and what every rank needs, so that nothing is asked for: each sends and
-    takes what follows from that. A screenshot that is on a rank's node is never sent to it.
+    A rank holds views of its node's ring, valid until the batch is closed, and copies of fetched images. Every rank
+    knows the nodes of all images and what every rank needs, so no rank sends requests: senders and receivers follow
+    from that knowledge. An image is never sent to a rank whose node has it.
     """
 
-    def __init__(self, wire: RankMessenger, seat: ImageShard) -> None:
+    def __init__(self, messenger: RankMessenger, shard: ImageShard) -> None:
         """Collective."""
-        self._wire, self._nodes = wire, wire.topology
-        seats: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(seats, seat)
-        self.shards: tuple[ImageShard, ...] = tuple(seats)
+        self._messenger, self._topology = messenger, messenger.topology
+        shards: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(shards, shard)
+        self.shards: tuple[ImageShard, ...] = tuple(shards)
         replicas = range(1 + max(each.data_parallel_rank for each in self.shards))
-        self._sites = tuple(
-            frozenset(self._nodes.node_of_rank[rank] for rank in self.image_ranks_of(replica).values())
+        self._nodes_of_replica = tuple(
+            frozenset(self._topology.node_of_rank[rank] for rank in self.image_ranks_of(replica).values())
             for replica in replicas
         )
-        self._homes: dict[bytes, set[int]] = {}
-        self._held: dict[bytes, bytes] = {}  # or views that serve as such
-        self.transfer_stats = ImageTransferStats()  # of what rows were built of, since somebody last took it away
+        self._nodes_of_image: dict[bytes, set[int]] = {}
+        self._images: dict[bytes, bytes] = {}  # key -> image; local ones are views
+        self.transfer_stats = ImageTransferStats()  # accumulated; the reader of the metrics resets it
 
     def image_ranks_of(self, replica: int) -> dict[int, int]:
-        """Share -> rank, of the ranks that encode a replica's screenshots."""
+        """Image rank -> rank, for the ranks that encode a replica's images."""
         return {
             s.image_rank: rank
             for rank, s in enumerate(self.shards)
@@ -70,56 +70,58 @@ class ImageCache:
 
     @property
     def replica_nodes(self) -> ReplicaNodes:
-        """Where replicas are, for the plan of a batch."""
-        return ReplicaNodes(self._sites, self.has_image)
+        """The nodes of each replica, for planning a batch."""
+        return ReplicaNodes(self._nodes_of_replica, self.has_image)
 
     def clear(self) -> None:
-        """Forget all screenshots."""
-        self._homes, self._held = {}, {}
+        """Forget all images."""
+        self._nodes_of_image, self._images = {}, {}
 
-    def register(self, node: int, names: Iterable[bytes], images: Iterable[bytes] = ()) -> None:
-        """Screenshots are on a node: on ranks of that node `images` are they, in the order of the names."""
-        held = node == self._nodes.node
-        names = list(names)
-        for name in names:
-            self._homes.setdefault(name, set()).add(node)
-        if held:
-            self._held.update(zip(names, images, strict=True))
+    def register(self, node: int, keys: Iterable[bytes], images: Iterable[bytes] = ()) -> None:
+        """Record that `node` has the images of `keys`; on ranks of that node `images` holds them, in key order."""
+        keys = list(keys)
+        for key in keys:
+            self._nodes_of_image.setdefault(key, set()).add(node)
+        if node == self._topology.node:
+            self._images.update(zip(keys, images, strict=True))
 
-    def has_image(self, name: bytes, site: NodeSet) -> bool:
-        """Whether a screenshot is on one of the nodes."""
-        return not self._homes[name].isdisjoint(site)
+    def has_image(self, key: bytes, nodes: NodeSet) -> bool:
+        """Whether one of the nodes has an image."""
+        return not self._nodes_of_image[key].isdisjoint(nodes)
 
     def fetch(self, wanted: WantedImages) -> ImageTransferStats:
-        """Have each rank hold what it wants. Collective, with the same argument everywhere. Raises WireError."""
-        needed = moved = 0
-        moves: dict[tuple[int, int], list[bytes]] = defaultdict(list)  # sender, receiver -> names
-        for rank, names in sorted(wanted.items()):
-            for name in dict.fromkeys(names):
-                homes, size = self._homes[name], image_size(name)
+        """Transfer missing images to the ranks that want them. Collective, with equal arguments.
+
+        Raises RankMessageError.
+        """
+        needed = transferred = 0
+        transfers: dict[tuple[int, int], list[bytes]] = defaultdict(list)  # sender, receiver -> keys
+        for rank, keys in sorted(wanted.items()):
+            for key in dict.fromkeys(keys):
+                nodes, size = self._nodes_of_image[key], image_size(key)
                 needed += size
-                if self._nodes.node_of_rank[rank] not in homes:
-                    moves[self._nodes.node_leader(min(homes)), rank].append(name)
-                    moved += size
-        me = self._nodes.rank
-        outgoing = {to: [self.get(name) for name in names] for (sender, to), names in moves.items() if sender == me}
-        expected = {sender: names for (sender, to), names in moves.items() if to == me}
-        sizes = {sender: sum(map(image_size, names)) for sender, names in expected.items()}
-        for sender, received in self._wire.exchange_blobs(outgoing, sizes).items():
-            self._keep(sender, expected[sender], received)
-        return ImageTransferStats(needed, moved)
+                if self._topology.node_of_rank[rank] not in nodes:
+                    transfers[self._topology.node_leader(min(nodes)), rank].append(key)
+                    transferred += size
+        rank = self._topology.rank
+        outgoing = {to: [self.get(key) for key in keys] for (sender, to), keys in transfers.items() if sender == rank}
+        expected = {sender: keys for (sender, to), keys in transfers.items() if to == rank}
+        sizes = {sender: sum(map(image_size, keys)) for sender, keys in expected.items()}
+        for sender, received in self._messenger.exchange_blobs(outgoing, sizes).items():
+            self._add_received(sender, expected[sender], received)
+        return ImageTransferStats(needed, transferred)
 
-    def get(self, name: bytes) -> bytes:
-        """A screenshot that is on this node or was brought here."""
-        return self._held[name]
+    def get(self, key: bytes) -> bytes:
+        """An image of this node, or one that was fetched."""
+        return self._images[key]
 
-    def _keep(self, sender: int, names: Sequence[bytes], received: memoryview) -> None:
-        place = 0
-        for name in names:
-            image = received[place : place + image_size(name)]
-            place += len(image)
-            if image_key(image) != name:
+    def _add_received(self, sender: int, keys: Sequence[bytes], received: memoryview) -> None:
+        offset = 0
+        for key in keys:
+            image = received[offset : offset + image_size(key)]
+            offset += len(image)
+            if image_key(image) != key:
                 raise RankMessageError(
-                    f"{self._nodes.rank_name(sender)} sent a screenshot of {len(image)} bytes that is not the one wanted"
+                    f"{self._topology.rank_name(sender)} sent {len(image)} bytes that are not the requested screenshot"
                 )
-            self._held[name] = bytes(image)  # can be a key, which a view of what came cannot
+            self._images[key] = bytes(image)  # a copy is hashable, a view of the received buffer is not

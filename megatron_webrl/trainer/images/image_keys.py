@@ -1,7 +1,7 @@
-"""Outlines: trajectories whose screenshots are named instead of held. What ranks on other nodes are told of an episode.
+"""Keys of screenshots, and trajectories that hold keys in place of their screenshots.
 
-An outline is a trajectory like any other, and a record as well: whatever counts, chooses and plans takes it as it is.
-Only who makes pixels looks a name up. Equal screenshots have equal names.
+A stripped trajectory is a valid trajectory and a valid record: counting, selection and planning need no screenshots,
+so ranks on other nodes get it. Only a rank that makes pixels looks up the keys. Equal screenshots have equal keys.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from dataclasses import replace
 from megatron_webrl.ring.record import Buffer
 from megatron_webrl.types import Trajectory
 
-_NAME = struct.Struct("<Q16s")  # bytes of the screenshot, their BLAKE2b
-IMAGE_KEY_BYTES = _NAME.size
+_KEY = struct.Struct("<Q16s")  # bytes of the screenshot, BLAKE2b of them
+IMAGE_KEY_BYTES = _KEY.size
 
 
 def image_key(image: Buffer) -> bytes:
-    """The name of an encoded screenshot."""
-    return _NAME.pack(len(image), hashlib.blake2b(image, digest_size=16).digest())
+    """The key of an encoded screenshot."""
+    return _KEY.pack(len(image), hashlib.blake2b(image, digest_size=16).digest())
 
 
-def image_size(name: bytes) -> int:
-    """Bytes of the screenshot that has this name."""
-    return int(_NAME.unpack(name)[0])
+def image_size(key: bytes) -> int:
+    """Bytes of the screenshot with this key."""
+    return int(_KEY.unpack(key)[0])
 
 
 def strip_images(trajectory: Trajectory) -> Trajectory:
-    """The trajectory with names in place of its screenshots."""
+    """The trajectory with keys in place of its screenshots."""
     return replace(trajectory, images=tuple(map(image_key, trajectory.images)))
 
 
-def restore_images(outlined: Trajectory, find: Callable[[bytes], bytes]) -> Trajectory:
-    """The trajectory of an outline, its screenshots as `find` gives them."""
-    return replace(outlined, images=tuple(find(bytes(name)) for name in outlined.images))
+def restore_images(stripped: Trajectory, get_image: Callable[[bytes], bytes]) -> Trajectory:
+    """The trajectory with its screenshots in place of their keys."""
+    return replace(stripped, images=tuple(get_image(bytes(key)) for key in stripped.images))

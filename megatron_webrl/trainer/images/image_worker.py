@@ -1,7 +1,9 @@
-"""A worker process of `patch_pool`: reads which images to cut, writes their patches into shared memory.
+"""Main of an image worker process: cuts images into patches in shared memory.
 
-python -m megatron_webrl.trainer.images.image_worker ARENA JOBS DONE SIZE PATCH MERGE, numbers: three descriptors, the bytes
-of the arena, and the model's `Cut`. It ends when nobody is left to write jobs.
+python -m megatron_webrl.trainer.images.image_worker MEMORY JOBS RESULTS SIZE PATCH MERGE
+
+MEMORY, JOBS and RESULTS are descriptors, SIZE the bytes of the shared memory, PATCH and MERGE the model's patch and
+merge sizes. The process ends when no process is left to write jobs.
 """
 
 from __future__ import annotations
@@ -16,30 +18,30 @@ import numpy as np
 from megatron_webrl.model.patchifier import Patchifier
 
 JOB_STRUCT = struct.Struct("<6Q")
-"""Number, offset and length of the encoded image, offset of its patches, rows and columns of its grid."""
+"""Job id, offset and length of the encoded image, offset of its patches, rows and columns of its grid."""
 RESULT_STRUCT = struct.Struct("<2Q")
-"""Number, and the length of what went wrong, as text in place of the patches; 0 if nothing did."""
+"""Job id, and the length of an error message that replaces the patches; 0 for success."""
 
 
 def main() -> None:
-    arena, jobs, done, size, patch, merge = map(int, sys.argv[1:])
-    memory, cut = mmap.mmap(arena, size), Patchifier(patch, merge)
-    while message := _next(jobs):
-        number, source, length, target, rows, columns = JOB_STRUCT.unpack(message)
+    memory_fd, jobs_fd, results_fd, size, patch_size, merge_size = map(int, sys.argv[1:])
+    memory, patchifier = mmap.mmap(memory_fd, size), Patchifier(patch_size, merge_size)
+    while message := _read_job(jobs_fd):
+        job_id, image_offset, image_bytes, patches_offset, rows, columns = JOB_STRUCT.unpack(message)
         grid = (1, rows, columns)
-        out = np.frombuffer(memory, np.uint8, cut.image_bytes(grid), target)
-        words = b""
+        out = np.frombuffer(memory, np.uint8, patchifier.image_bytes(grid), patches_offset)
+        reason = b""
         try:
-            cut.patchify(memory[source : source + length], grid, out)
-        except Exception as error:  # whatever a damaged image does to its decoder, the trainer has to hear of it
-            words = (str(error) or type(error).__name__).encode()[: len(out)]
-            out[: len(words)] = np.frombuffer(words, np.uint8)
-        os.write(done, RESULT_STRUCT.pack(number, len(words)))
+            patchifier.patchify(memory[image_offset : image_offset + image_bytes], grid, out)
+        except Exception as error:  # decoders raise many types on damaged images; the trainer reports them all
+            reason = (str(error) or type(error).__name__).encode()[: len(out)]
+            out[: len(reason)] = np.frombuffer(reason, np.uint8)
+        os.write(results_fd, RESULT_STRUCT.pack(job_id, len(reason)))
 
 
-def _next(jobs: int) -> bytes:
-    """One job; nothing at the end. They are written whole, and so are read whole."""
-    return os.read(jobs, JOB_STRUCT.size)
+def _read_job(jobs_fd: int) -> bytes:
+    """One job, empty at the end. Jobs are written whole, so they are read whole."""
+    return os.read(jobs_fd, JOB_STRUCT.size)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from tests.planes import connect, control_plane
 from tests.trainer.checkpoint import node_resume_ranks as ranks
 from tests.trainer.exchange.node_ranks import group
 from tests.trainer.exchange.test_multi_node_exchange import make_rings
+from tools.bench import recorded_groups
 
 LIMIT = 120.0
 
@@ -143,13 +144,15 @@ def test_each_node_kept_what_came_from_its_ring_byte_for_byte(found: dict[str, A
     nodes = set()
     for version in range(ranks.UPDATES):
         for node in (0, 1):
-            for stored in group_files.read_groups(group_files.group_file_path(found["run"] / "records", version, node)):
+            for stored in recorded_groups.read_groups(
+                group_files.group_file_path(found["run"] / "records", version, node)
+            ):
                 wanted = group(stored.ticket, node, ranks.successes(stored.ticket))
                 for one, other in zip(stored.trajectories, wanted.trajectories, strict=True):
                     assert [bytes(image) for image in one.images] == list(other.images)
                     assert one.worker == f"rollout-{node}.1"
                 nodes.add(node)
-        groups = group_files.read_groups_of_version(found["run"] / "records", version)
+        groups = recorded_groups.read_groups_of_version(found["run"] / "records", version)
         trained = {
             line["ticket"] for line in found["lines"] if (line["version"], line["disposition"]) == (version, "trained")
         }

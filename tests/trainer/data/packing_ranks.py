@@ -116,7 +116,7 @@ def _examine(
         builder = SequencePacker(
             processor, device=torch.device("cpu"), data_parallel_rank=replica, flops_estimator=cost, **options
         )
-        built = builder.build(samples, "per_trajectory", k=10)
+        built = builder.build(samples, "per_trajectory", 10)
         rows.append(len(built))
         for batch in built:
             logprobs, _ = vocab_parallel_logprobs(

@@ -104,6 +104,7 @@ class _Run:
         from megatron_webrl.trainer.data import group_files
         from megatron_webrl.trainer.exchange.record_exchange import SingleNodeExchange
         from megatron_webrl.trainer.logprob_mismatch import LogprobMismatch
+        from tools.bench import recorded_groups
 
         ring_name = f"webrl-test-{secrets.token_hex(4)}"
         with ExitStack() as stack:
@@ -140,7 +141,7 @@ class _Run:
                 most = max(most, len(coordinator.task_sampler.states))
             keys = [first for first in range(worker.latest) if control.get_json(f"sampler/{first}") is not None]
             states = [s.first_ticket for s in coordinator.task_sampler.states]
-            stored = group_files.read_groups(group_files.group_file_path(self.config.records_folder, end - 1))
+            stored = recorded_groups.read_groups(group_files.group_file_path(self.config.records_folder, end - 1))
             kept = [(g.ticket, [t.index for t in g.trajectories]) for g in stored]
             return coordinator._state(version), {
                 "keys": keys, "states": states, "most": most, "trained": trained, "kept": kept,

@@ -54,24 +54,24 @@ def test_minibatches_keep_trajectories_whole(count: int):
 
 
 @pytest.mark.parametrize(
-    ("normaliser", "total"), [("constant", 10 * 3 / (4 * 10)), ("per_trajectory", 3.0), ("token_mean", 1.0)]
+    ("normalizer", "total"), [("constant", 10 * 3 / (4 * 10)), ("per_trajectory", 3.0), ("token_mean", 1.0)]
 )
-def test_token_weights_add_up(normaliser: str, total: float):
+def test_token_weights_add_up(normalizer: str, total: float):
     samples = batching.make_samples(groups())
-    values = batching.token_weights(samples, normaliser, k=10)
+    values = batching.token_weights(samples, normalizer, 10)
     assert sum(w * len(s.response) for w, s in zip(values, samples, strict=True)) == pytest.approx(total)
 
 
-@pytest.mark.parametrize("normaliser", ["constant", "per_trajectory", "token_mean"])
+@pytest.mark.parametrize("normalizer", ["constant", "per_trajectory", "token_mean"])
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_each_minibatch_is_an_objective_of_its_own(normaliser: str, count: int):
+def test_each_minibatch_is_an_objective_of_its_own(normalizer: str, count: int):
     for part in batching.minibatches(batching.make_samples(groups()), count, seed=3):
         trajectories = {s.trajectory_id for s in part}
         tokens = sum(len(s.response) for s in part)
-        for sample, weight in zip(part, batching.token_weights(part, normaliser, k=7), strict=True):
+        for sample, weight in zip(part, batching.token_weights(part, normalizer, 7), strict=True):
             length = {(0, 0): 2, (0, 1): 3, (1, 0): 1, (1, 1): 4}[sample.trajectory_id]
             whole = {"constant": len(trajectories) * 7, "per_trajectory": len(trajectories) * length}
-            assert weight == pytest.approx(1 / (whole | {"token_mean": tokens})[normaliser])
+            assert weight == pytest.approx(1 / (whole | {"token_mean": tokens})[normalizer])
 
 
 def test_the_loss_decides_which_samples_and_advantages_an_update_has():
@@ -80,17 +80,6 @@ def test_the_loss_decides_which_samples_and_advantages_an_update_has():
     assert [(s.trajectory_id, s.advantage) for s in batching.training_samples(groups(), config, 3)] == plain
     config.trainer.loss.name = "raft"
     assert {s.advantage for s in batching.training_samples(groups(), config, 3)} == {1.0}
-
-
-def test_imitation_can_leave_out_steps_that_changed_nothing():
-    config = Config()
-    config.trainer.loss.name, config.trainer.loss.raft_drop_unchanged = "raft", True
-    plain = trajectory(0, 0, reward=1.0, steps=5)
-    steps = [replace(step, page_changed=i in (1, 3)) for i, step in enumerate(plain.steps)]
-    samples = batching.training_samples([Group(0, (replace(plain, steps=tuple(steps)),))], config, 0)
-    kept = [next(i for i, step in enumerate(steps) if step.response_token_ids is s.response) for s in samples]
-    assert kept == [1, 3, 4]
-    assert {s.trajectory_steps for s in samples} == {5}
 
 
 def test_shuffled_advantages_are_the_same_ones_on_other_trajectories():

@@ -11,6 +11,7 @@ import pytest
 from megatron_webrl.ring.errors import RecordError
 from megatron_webrl.trainer.data import group_files
 from tests.trajectories import screenshot, trajectory
+from tools.bench import recorded_groups
 
 
 def test_groups_come_back_whole_and_in_their_order(tmp_path: Path) -> None:
@@ -18,7 +19,7 @@ def test_groups_come_back_whole_and_in_their_order(tmp_path: Path) -> None:
     made = [replace(trajectory(ticket, i, steps=2), images=(screenshot(i),)) for ticket in (9, 4) for i in (0, 1, 2)]
     group_files.write_trajectories(path, made)
     assert list(path.parent.iterdir()) == [path]
-    groups = group_files.read_groups(path)
+    groups = recorded_groups.read_groups(path)
     assert [(g.ticket, [t.index for t in g.trajectories]) for g in groups] == [(9, [0, 1, 2]), (4, [0, 1, 2])]
     found = [t for group in groups for t in group.trajectories]
     for one, other in zip(found, made, strict=True):
@@ -27,8 +28,10 @@ def test_groups_come_back_whole_and_in_their_order(tmp_path: Path) -> None:
 
 
 def test_a_file_tells_its_version_and_others_have_none(tmp_path: Path) -> None:
-    assert group_files.parse_version(group_files.group_file_path(tmp_path, 1234567)) == 1234567
-    assert group_files.parse_version(tmp_path / ".version-000003.records.17.part") is None
+    path = group_files.group_file_path(tmp_path, 1234567)
+    for each in (path, tmp_path / ".version-000003.records.17.part"):
+        each.touch()
+    assert group_files.list_group_files(tmp_path) == [(1234567, path)]
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
@@ -36,4 +39,4 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     group_files.write_trajectories(path, [trajectory()])
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(RecordError, match=r"version-000000\.records is truncated"):
-        group_files.read_groups(path)
+        recorded_groups.read_groups(path)

@@ -29,8 +29,8 @@ def make(folder: Path, versions: int = 3, power: float = 0.0, every: int = 0) ->
     config = Config()
     config.run.directory = str(folder)
     config.trainer.loss.name, config.trainer.loss.raft_versions = "raft", versions
-    config.trainer.loss.raft_power, config.trainer.checkpoint.every = power, every
-    return ReplayBuffer(config)
+    config.trainer.checkpoint.every = every
+    return ReplayBuffer(config, decay_power=power)
 
 
 def batch(ticket: int, successes: int = 2) -> list[Group]:

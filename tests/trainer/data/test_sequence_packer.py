@@ -39,7 +39,7 @@ def builder(processor: Processor, cost: FlopsEstimator, **options: Any) -> Seque
 def build(
     processor: Processor, cost: FlopsEstimator, samples: list[TrainingSample], **options: Any
 ) -> list[Microbatch]:
-    return builder(processor, cost, **options).build(samples, "per_trajectory", k=10)
+    return builder(processor, cost, **options).build(samples, "per_trajectory", 10)
 
 
 def test_a_merged_row_scores_each_span_with_its_own_numbers(processor: Processor, cost: FlopsEstimator) -> None:
@@ -57,10 +57,10 @@ def test_a_merged_row_scores_each_span_with_its_own_numbers(processor: Processor
 
 def test_weights_do_not_depend_on_merging(processor: Processor, cost: FlopsEstimator) -> None:
     samples = [*episode(processor, 0, (6, 2)), *episode(processor, 1, (3,), advantage=-1.0)]
-    for normaliser in ("constant", "per_trajectory", "token_mean"):
+    for normalizer in ("constant", "per_trajectory", "token_mean"):
         found = []
         for merge in (False, True):
-            rows = builder(processor, cost, merge_prefixes=merge).build(samples, normaliser, k=10)
+            rows = builder(processor, cost, merge_prefixes=merge).build(samples, normalizer, 10)
             numbers = torch.stack(
                 [torch.cat([getattr(r, n) for r in rows]) for n in ("behaviour_logprobs", "weight", "advantage")]
             )
@@ -68,23 +68,23 @@ def test_weights_do_not_depend_on_merging(processor: Processor, cost: FlopsEstim
         assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("normaliser", ["constant", "per_trajectory", "token_mean"])
+@pytest.mark.parametrize("normalizer", ["constant", "per_trajectory", "token_mean"])
 @pytest.mark.parametrize("merge", [False, True])
 def test_the_rows_of_all_replicas_weigh_each_token_as_the_whole_minibatch_says(
-    processor: Processor, cost: FlopsEstimator, normaliser: str, merge: bool
+    processor: Processor, cost: FlopsEstimator, normalizer: str, merge: bool
 ) -> None:
     samples = [*episode(processor, 0, (6, 2, 3)), *episode(processor, 1, (3,)), *episode(processor, 2, (5, 4))]
     wanted = {}
     for sample in samples:
         steps = sum(other.trajectory_id == sample.trajectory_id for other in samples)
-        weight = {"constant": 1 / (3 * 10), "per_trajectory": 1 / (3 * steps), "token_mean": 1 / 23}[normaliser]
+        weight = {"constant": 1 / (3 * 10), "per_trajectory": 1 / (3 * steps), "token_mean": 1 / 23}[normalizer]
         wanted |= dict.fromkeys(sample.behaviour_logprobs.tolist(), weight)
     found: dict[float, float] = {}
     for replica in range(2):
         made = builder(
             processor, cost, merge_prefixes=merge, max_tokens=200, data_parallel_rank=replica, data_parallel_size=2
         )
-        for row in made.build(samples, normaliser, k=10):
+        for row in made.build(samples, normalizer, 10):
             pairs = zip(row.behaviour_logprobs.tolist(), row.weight.tolist(), strict=True)
             for token, weight in pairs:
                 found[token] = found.get(token, 0.0) + weight
@@ -104,11 +104,11 @@ def test_each_token_says_which_step_it_is_of_wherever_its_context_parallel_rank(
     ]
     steps = 0
     for parts in zip(*ranks, strict=True):
-        assert torch.equal(parts[0].lengths, parts[1].lengths)
-        step = torch.cat([part.step for part in parts])
-        behaviour = torch.cat([part.behaviour for part in parts])
-        assert torch.bincount(step).tolist() == parts[0].lengths.tolist()
-        for number, length in enumerate(parts[0].lengths.tolist()):
+        assert torch.equal(parts[0].step_lengths, parts[1].step_lengths)
+        step = torch.cat([part.step_index for part in parts])
+        behaviour = torch.cat([part.behaviour_logprobs for part in parts])
+        assert torch.bincount(step).tolist() == parts[0].step_lengths.tolist()
+        for number, length in enumerate(parts[0].step_lengths.tolist()):
             (sample,) = (s for s in samples if s.behaviour_logprobs[0] in behaviour[step == number])
             assert sorted(behaviour[step == number].tolist()) == sample.behaviour_logprobs.tolist()
             assert len(sample.response) == length

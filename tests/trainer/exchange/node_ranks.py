@@ -131,15 +131,15 @@ def _update(config: Config, platform: Any, names: Sequence[str], layout: Layout)
     same = True
     for plan, rows in zip(plans, built, strict=True):
         for planned, row in zip(plan[builder.data_parallel_rank], rows, strict=True):
-            tokens = torch.cat([torch.from_numpy(chain.tokens) for chain in planned.chains])
+            tokens = torch.cat([torch.from_numpy(chain.tokens) for chain in planned.sequences])
             same &= torch.equal(row.inputs.tokens, tokens.long())
-            unique = [bytes(name) for name, _ in unique_images(planned.chains)]
+            unique = [bytes(name) for name, _ in unique_images(planned.sequences)]
             encoded = [unique[i] for i in row.inputs.local_images.tolist()]
             if encoded:
                 expected = builder.processor.pixels([originals[name] for name in encoded])[0]
                 same &= torch.equal(row.inputs.load_pixels(), expected)
             mine += encoded
-    brought = {bytes(name) for name in rings.image_cache._held} - _at_home(config, nodes.node, image_key)
+    brought = {bytes(name) for name in rings.image_cache._images} - _at_home(config, nodes.node, image_key)
     figures = rings.pop_metrics()
 
     result = train_batch(learner, builder, config, groups, VERSION)
@@ -154,7 +154,7 @@ def _update(config: Config, platform: Any, names: Sequence[str], layout: Layout)
         "result": result, "same": same, "mine": sorted(set(mine)), "brought": sorted(brought), "figures": figures,
         "left": left, "weights": {name: tensor.clone() for name, tensor in hf_tensors(learner.models)},
         "rows": [len(part) for plan in plans for part in plan],
-        "tokens": [sum(c.length for row in part for c in row.chains) for plan in plans for part in plan],
+        "tokens": [sum(c.length for row in part for c in row.sequences) for plan in plans for part in plan],
         "groups": [(g.ticket, [t.index for t in g.trajectories]) for g in groups],
     }  # fmt: skip
 
@@ -269,11 +269,11 @@ def replayed(rank: int, folder: str, names: Sequence[str]) -> None:
     from megatron_webrl.trainer.data.replay_buffer import ReplayBuffer
 
     config, rings = member.config, member.rings
-    config.trainer.loss.name, config.trainer.loss.raft_versions, config.trainer.loss.raft_power = "raft", 3, 0.0
+    config.trainer.loss.name, config.trainer.loss.raft_versions = "raft", 3
     if rank in (0, 2):
         put(member.ring, [group(10 * rank + t, rank // 2) for t in range(1 + rank)])
     groups = member.share(4)
-    replay = ReplayBuffer(config, rings)
+    replay = ReplayBuffer(config, rings, decay_power=0.0)
     replay.add(groups, 0)
     stored = rings.trajectories_to_store(groups) if rings.writes_node_files else []
     member.close(groups)

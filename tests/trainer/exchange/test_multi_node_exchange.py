@@ -20,6 +20,7 @@ from tests import forks
 from tests.gloo import spawn
 from tests.trainer.exchange import node_ranks
 from tests.trainer.learner_ranks import make_config, make_groups
+from tools.bench import recorded_groups
 
 Found = dict[str, list[dict[str, Any]]]
 
@@ -130,12 +131,12 @@ def test_each_node_stores_its_successes_and_all_train_on_them_again(names: list[
         assert rank["images"] == wanted
     folder = tmp_path / "run" / "replay"
     for node, tickets in ((0, [0]), (1, [20, 21, 22])):
-        stored = group_files.read_groups(group_files.group_file_path(folder, 0, node))
+        stored = recorded_groups.read_groups(group_files.group_file_path(folder, 0, node))
         assert [group.ticket for group in stored] == tickets
         assert {(t, i) for t, i, _ in ranks[2 * node]["stored"]} == {(t, i) for t in tickets for i in (0, 1)}
         for ticket, index, images in ranks[2 * node]["stored"]:
             assert images == list(node_ranks.group(ticket, 0).trajectories[index].images)
-    assert [group.ticket for group in group_files.read_groups_of_version(folder, 0)] == [0, 20, 21, 22]
+    assert [group.ticket for group in recorded_groups.read_groups_of_version(folder, 0)] == [0, 20, 21, 22]
     # What all nodes have, the screenshot that all episodes share, does not move.
     own = {ticket: len(images[0]) for ticket, images in wanted.items()}
     assert ranks[0]["moved"] == 2 * own[0] + 2 * sum(own[ticket] for ticket in (20, 21, 22))
@@ -145,7 +146,7 @@ def test_each_node_stores_its_successes_and_all_train_on_them_again(names: list[
     ("how", "told"),
     [
         ("killed", {0: "trainer-2 on node 1 is gone: ", 1: "trainer-", 3: "trainer-2 on node 1 is gone: "}),
-        ("stopped", {0: "trainer-2 on node 1 did not take what was due within 8 s: "}),
+        ("stopped", {0: "trainer-2 on node 1 did not receive a message within 8 s: "}),
         ("first", {1: "trainer-0 on node 0 is gone: ", 2: "trainer-0 on node 0 is gone: "}),
     ],
 )

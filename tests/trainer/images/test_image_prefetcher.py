@@ -45,29 +45,34 @@ BLOCK = aligned_size(SIDE * SIDE * 3) + aligned_size(len(screenshot(0, SIDE, SID
 """Bytes that one screenshot takes while a worker has it."""
 
 
-class Counting(ImageWorkerPool):
-    """Counts the images that are given to workers."""
+class CountingPool(ImageWorkerPool):
+    """Counts the submitted images."""
 
-    cut = 0
+    submitted = 0
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers."""
+        return [worker.process.pid for worker in self._workers]
 
     def submit(self, job: ImageJob) -> None:
         super().submit(job)
-        self.cut += 1
+        self.submitted += 1
 
 
 class Bench:
-    """A preparation with what it is made of."""
+    """A prefetcher with its pool and memory."""
 
     def __init__(self, processor: Processor, folder: Path, workers: int, size: int, seconds: float = LIMIT) -> None:
-        self.processor, self.waiting, self.arena = processor, WaitTimer(), SharedMemoryAllocator(size)
-        self.pool = Counting(workers, self.arena, processor.patchifier, folder / "pixels.log")
+        self.processor, self.wait_timer, self.allocator = processor, WaitTimer(), SharedMemoryAllocator(size)
+        self.pool = CountingPool(workers, self.allocator, processor.patchifier, folder / "pixels.log")
         device = torch.device("cpu")
-        self.preparation = ImagePrefetcher(processor, self.pool, self.arena, device, self.waiting, seconds)
+        self.prefetcher = ImagePrefetcher(processor, self.pool, self.allocator, device, self.wait_timer, seconds)
 
-    def row(self, *images: bytes, passes: int = 1) -> PrefetchedPixels:
+    def schedule(self, *images: bytes, passes: int = 1) -> PrefetchedPixels:
         grids = [(t, h, w) for t, h, w in self.processor.grids(images).tolist()]
-        names = {image: f"ticket 7, episode {place}" for place, image in enumerate(images)}
-        return self.preparation.schedule(list(zip(images, grids, strict=True)), names, passes)
+        episodes = {image: f"ticket 7, episode {index}" for index, image in enumerate(images)}
+        return self.prefetcher.schedule(list(zip(images, grids, strict=True)), episodes, passes)
 
 
 Make = Callable[..., Bench]
@@ -90,7 +95,7 @@ def make(processor: Processor, tmp_path: Path) -> Iterator[Make]:
     for one in made:
         for pid in one.pool.pids:
             os.kill(pid, signal.SIGCONT)
-        one.preparation.close()
+        one.prefetcher.close()
 
 
 def shots(count: int, first: int = 0) -> list[bytes]:
@@ -118,12 +123,12 @@ def test_pixels_made_ahead_are_bit_for_bit_those_of_the_processor(make: Make) ->
     Image.new("LA", (96, 64), (90, 30)).save(grey, "PNG")
     pictures.append(grey.getvalue())
     rows = [pictures[:2], pictures[2:], pictures[1:4], pictures[::-1]]
-    made = [bench.row(*images, passes=2) for images in rows]
+    made = [bench.schedule(*images, passes=2) for images in rows]
     for _ in range(2):
         for pixels, images in zip(made, rows, strict=True):
             assert torch.equal(pixels(), bench.processor.pixels(images)[0])
-    assert bench.pool.cut == len(pictures)  # each once, whatever the number of rows and passes
-    assert bench.preparation.used_bytes == 0
+    assert bench.pool.submitted == len(pictures)  # each once, whatever the number of rows and passes
+    assert bench.allocator.used_bytes == 0
 
 
 def test_rows_are_the_same_with_and_without_workers(make: Make, tiny_model: Path) -> None:
@@ -142,60 +147,60 @@ def test_rows_are_the_same_with_and_without_workers(make: Make, tiny_model: Path
                 num_image_ranks=2,
                 prefetcher=made,
             ).build(samples, "constant", 10)
-            for made in (None, bench.preparation)
+            for made in (None, bench.prefetcher)
         )
         assert len(plain) == len(ahead) > 1
         for one, other in zip(plain, ahead, strict=True):
             assert torch.equal(one.inputs.load_pixels(), other.inputs.load_pixels())
             assert torch.equal(one.inputs.tokens, other.inputs.tokens)
-    assert bench.preparation.used_bytes == 0
+    assert bench.allocator.used_bytes == 0
 
 
 def test_a_builder_foresees_the_images_of_its_own_rows_only(make: Make) -> None:
     bench, cost = make(), FlopsEstimator(1, 1, 1, 1, 1)
     samples = episode(bench.processor, 0, (4, 3, 2))
     for replicas in (2, 1):
-        assert bench.pool.cut == 0
+        assert bench.pool.submitted == 0
         builder = SequencePacker(
-            bench.processor, 400, torch.device("cpu"), 0, replicas, cost, prefetcher=bench.preparation
+            bench.processor, 400, torch.device("cpu"), 0, replicas, cost, prefetcher=bench.prefetcher
         )
         builder.prefetch(samples)
-    assert bench.pool.cut == 4
+    assert bench.pool.submitted == 4
     (batch,) = builder.build(samples, "constant", 10)
     assert torch.equal(batch.inputs.load_pixels(), bench.processor.pixels(samples[-1].images)[0])
-    assert bench.pool.cut == 4
+    assert bench.pool.submitted == 4
 
 
 def test_images_wait_for_room_and_those_needed_last_make_it(make: Make) -> None:
     bench, pictures = make(blocks=3), shots(8)
     rows = [[pictures[i], pictures[(i + 1) % 8]] for i in range(8)]
-    made = [bench.row(*images, passes=3) for images in rows]
-    assert 0 < bench.pool.pending_jobs <= bench.pool.cut <= 3
+    made = [bench.schedule(*images, passes=3) for images in rows]
+    assert 0 < bench.pool.pending_jobs <= bench.pool.submitted <= 3
     for _ in range(3):
         for pixels, images in zip(made, rows, strict=True):
             assert torch.equal(pixels(), bench.processor.pixels(images)[0])
-            assert bench.preparation.used_bytes <= bench.arena.size
-    assert bench.preparation.used_bytes == 0
-    assert bench.pool.cut < 3 * 8 + 3  # some of each pass were kept for the next one
+            assert bench.allocator.used_bytes <= bench.allocator.size
+    assert bench.allocator.used_bytes == 0
+    assert bench.pool.submitted < 3 * 8 + 3  # some of each pass were kept for the next one
 
 
 def test_rows_may_come_in_another_order_and_more_often_than_announced(make: Make) -> None:
     bench, pictures = make(blocks=3), shots(5)
-    made = [bench.row(picture) for picture in pictures]
+    made = [bench.schedule(picture) for picture in pictures]
     for place in (4, 0, 2, 2, 1, 3, 4):
         assert torch.equal(made[place](), bench.processor.pixels([pictures[place]])[0])
-    assert bench.preparation.used_bytes == 0
+    assert bench.allocator.used_bytes == 0
 
 
 def test_what_was_foreseen_is_cut_before_its_row_is_announced_and_makes_room_for_others(make: Make) -> None:
     bench, pictures, others = make(blocks=3), shots(3), shots(3, first=10)
     (grid,) = bench.processor.grids(pictures[:1]).tolist()
-    bench.preparation.prefetch([(picture, tuple(grid)) for picture in pictures], "ticket 7, episode 0")
-    assert bench.pool.cut == 3
-    assert torch.equal(bench.row(*pictures[:2])(), bench.processor.pixels(pictures[:2])[0])
-    assert bench.pool.cut == 3
-    assert torch.equal(bench.row(*others)(), bench.processor.pixels(others)[0])
-    assert bench.pool.cut == 6
+    bench.prefetcher.prefetch([(picture, tuple(grid)) for picture in pictures], "ticket 7, episode 0")
+    assert bench.pool.submitted == 3
+    assert torch.equal(bench.schedule(*pictures[:2])(), bench.processor.pixels(pictures[:2])[0])
+    assert bench.pool.submitted == 3
+    assert torch.equal(bench.schedule(*others)(), bench.processor.pixels(others)[0])
+    assert bench.pool.submitted == 6
 
 
 def test_more_images_than_a_worker_takes_at_a_time_come_right(make: Make) -> None:
@@ -203,21 +208,21 @@ def test_more_images_than_a_worker_takes_at_a_time_come_right(make: Make) -> Non
     (pid,) = bench.pool.pids
     os.kill(pid, signal.SIGSTOP)
     many = [picture + bytes([n % 256, n // 256]) for n in range(1600) for picture in pictures[n % 40 : n % 40 + 1]]
-    row = bench.row(*many)
+    row = bench.schedule(*many)
     assert bench.pool.full
     os.kill(pid, signal.SIGCONT)
     expected = bench.processor.pixels(pictures)[0].split(16)
     for place, pixels in enumerate(row().split(16)):
         assert torch.equal(pixels, expected[place % 40])
-    assert bench.pool.cut == 1600
-    assert bench.preparation.used_bytes == 0
+    assert bench.pool.submitted == 1600
+    assert bench.allocator.used_bytes == 0
 
 
 def test_what_a_killed_worker_had_in_hand_is_done_by_another(make: Make) -> None:
     bench, pictures = make(), shots(4)
     (pid,) = bench.pool.pids
     os.kill(pid, signal.SIGSTOP)
-    row = bench.row(*pictures)
+    row = bench.schedule(*pictures)
     killed(pid)
     assert torch.equal(row(), bench.processor.pixels(pictures)[0])
     assert bench.pool.pids != [pid]
@@ -225,12 +230,14 @@ def test_what_a_killed_worker_had_in_hand_is_done_by_another(make: Make) -> None
 
 def test_an_image_that_ends_two_workers_is_named_and_the_others_are_made(make: Make) -> None:
     bench, (picture,) = make(), shots(1)
-    source, target = bench.arena.allocate(len(picture)), bench.arena.allocate(SIDE * SIDE * 3)
+    source, target = bench.allocator.allocate(len(picture)), bench.allocator.allocate(SIDE * SIDE * 3)
     assert source is not None
     assert target is not None
-    bench.arena.view(source, len(picture))[:] = np.frombuffer(picture, np.uint8)
+    bench.allocator.view(source, len(picture))[:] = np.frombuffer(picture, np.uint8)
     grid = (1, 4, 4)
-    bench.pool.submit(ImageJob(0, source, len(picture), bench.arena.size, grid))  # beyond the memory: a worker crashes
+    bench.pool.submit(
+        ImageJob(0, source, len(picture), bench.allocator.size, grid)
+    )  # beyond the memory: a worker crashes
     bench.pool.submit(ImageJob(1, source, len(picture), target, grid))
     found: dict[int, str] = {}
 
@@ -240,7 +247,7 @@ def test_an_image_that_ends_two_workers_is_named_and_the_others_are_made(make: M
         return len(found) == 2
 
     until(finished, "a finished preparation")
-    assert found == {0: "2 worker processes ended while they decoded it; the last one exited with code 1", 1: ""}
+    assert found == {0: "2 worker processes crashed while decoding it; the last one exited with code 1", 1: ""}
 
 
 def test_workers_that_never_live_end_the_job_with_their_last_words(processor: Processor, tmp_path: Path) -> None:
@@ -255,7 +262,7 @@ def test_workers_that_never_live_end_the_job_with_their_last_words(processor: Pr
 
     with pytest.raises(
         ImageWorkerError,
-        match=f"pixel worker 0 ended {MAX_CONSECUTIVE_CRASHES} times in a row; .*exited with code 1.*Error",
+        match=f"image worker 0 crashed {MAX_CONSECUTIVE_CRASHES} times in a row; .*exited with code 1.*Error",
     ):
         until(collected, "a worker that works")
     arena.close()
@@ -263,7 +270,7 @@ def test_workers_that_never_live_end_the_job_with_their_last_words(processor: Pr
 
 def test_an_image_that_cannot_be_decoded_is_named(make: Make) -> None:
     bench, (whole,) = make(), shots(1)
-    row = bench.row(whole, screenshot(1, SIDE, SIDE)[:-2000])
+    row = bench.schedule(whole, screenshot(1, SIDE, SIDE)[:-2000])
     with pytest.raises(
         ImagePreparationError, match=r"a screenshot of ticket 7, episode 1 cannot be trained on: .*cut off or dam"
     ):
@@ -276,37 +283,37 @@ def test_an_image_that_cannot_be_decoded_is_named(make: Make) -> None:
 
 
 def test_an_image_larger_than_the_memory_is_an_error_that_says_so(make: Make) -> None:
-    row = make(blocks=1).row(screenshot(0, 2 * SIDE, SIDE))
+    row = make(blocks=1).schedule(screenshot(0, 2 * SIDE, SIDE))
     with pytest.raises(
-        ImagePreparationError, match=r"takes 0\.\d MiB of the 0\.\d MiB of trainer.image_buffer_mib; raise it"
+        ImagePreparationError, match=r"takes 0\.\d MiB, but the image buffer has 0\.\d MiB; raise rollout.max_model_len"
     ):
         row()
 
 
 def test_waiting_is_counted_and_ends_with_the_name_of_the_worker_waited_for(make: Make) -> None:
     bench, (first, second) = make(seconds=0.6), shots(2)
-    row, (pid,) = bench.row(first), bench.pool.pids
+    row, (pid,) = bench.schedule(first), bench.pool.pids
     bench.pool.wait(LIMIT)
     assert row().numel() > 0
-    assert bench.waiting.pop_seconds() == 0
+    assert bench.wait_timer.pop_seconds() == 0
     os.kill(pid, signal.SIGSTOP)
-    row = bench.row(second)
+    row = bench.schedule(second)
     with pytest.raises(
-        ImagePreparationError, match=rf"ticket 7, .* within 1 s; waited for pixel worker 0 \(pid {pid}, 1 images"
+        ImagePreparationError, match=rf"ticket 7, .* within 1 s; waited for image worker 0 \(pid {pid}, 1 images"
     ):
         row()
-    assert bench.waiting.pop_seconds() >= 0.6
-    assert bench.waiting.pop_seconds() == 0
+    assert bench.wait_timer.pop_seconds() >= 0.6
+    assert bench.wait_timer.pop_seconds() == 0
 
 
 PARENT = """
 import sys
 from pathlib import Path
-from megatron_webrl.model.patchifier import Cut
-from megatron_webrl.trainer.images.shm_allocator import Arena
-from megatron_webrl.trainer.images.image_workers import PatchPool
-pool = PatchPool(2, Arena(2**20), Cut(16, 2), Path(sys.argv[1]))
-print(*pool.pids, flush=True)
+from megatron_webrl.model.patchifier import Patchifier
+from megatron_webrl.trainer.images.shm_allocator import SharedMemoryAllocator
+from megatron_webrl.trainer.images.image_workers import ImageWorkerPool
+pool = ImageWorkerPool(2, SharedMemoryAllocator(2**20), Patchifier(16, 2), Path(sys.argv[1]))
+print(*(worker.process.pid for worker in pool._workers), flush=True)
 sys.stdin.read()
 """
 
