@@ -21,7 +21,7 @@ def processor(tiny_model: Path) -> Processor:
 
 @pytest.fixture
 def samples_file(tmp_path: Path) -> Callable[..., Path]:
-    """Writes lines, dictionaries or text, as a samples file beside two images."""
+    """Writes lines, dictionaries or text, as a samples file next to two images."""
     (tmp_path / "page.png").write_bytes(draw_page(1, 160, 96))
     (tmp_path / "wide.png").write_bytes(draw_page(2, 256, 64))
 

@@ -29,7 +29,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(request: ParityRequest, folders: dict[str, Path] | None = None) -> tuple[int, str]:
-    """Exit code and what was printed; nothing must be left running."""
+    """Exit code and output; checks that no process is left running."""
     console = Console(record=True, width=200, file=io.StringIO())
     code = check_parity(request, console, folders)
     assert not [child for child in psutil.Process().children() if "parity" in " ".join(child.cmdline())]
@@ -97,7 +97,7 @@ def test_a_missing_tensor_is_bad_input_and_named(tiny_model: Path, tmp_path: Pat
     assert error.count("\n") == 1
 
 
-def test_a_backend_that_is_not_done_in_time_is_a_failure_and_leaves_nothing_behind(tiny_model: Path):
+def test_a_backend_that_exceeds_its_limit_fails_and_leaves_no_process(tiny_model: Path):
     code, text = run(ParityRequest(tiny_model, **{**FAST, "timeout_seconds": 0.2}))
     assert code == 3
     assert "transformers did not finish within 0.2 s (--timeout-seconds)" in text

@@ -41,7 +41,7 @@ def test_every_pair_is_compared_and_the_worst_token_named(processor: Processor, 
     assert (ac.worst.token, ac.within(0.25), ac.within(0.2)) == (2, True, False)
 
 
-def test_what_is_no_number_is_beyond_every_tolerance(processor: Processor, samples: list[ParitySample]):
+def test_nan_is_beyond_every_tolerance(processor: Processor, samples: list[ParitySample]):
     (difference,) = compare_backends(
         [found("a", [-1.0], [-2.0, -3.0, -4.0]), found("b", [-9.0], [-2.0, float("nan"), -4.0])], samples, processor
     )

@@ -1,4 +1,4 @@
-"""What is scored: the built-in samples and those of a file."""
+"""Built-in samples and samples of a file."""
 
 from __future__ import annotations
 
@@ -97,9 +97,7 @@ def test_a_bad_line_is_refused_by_file_and_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_without_samples_or_that_is_not_there_is_refused(
-    processor: Processor, samples_file: Callable[..., Path], tmp_path: Path
-):
+def test_an_empty_or_missing_file_is_refused(processor: Processor, samples_file: Callable[..., Path], tmp_path: Path):
     with pytest.raises(ConfigError, match="contains no sample"):
         read_samples(samples_file(""), processor, max_model_len=600, max_new_tokens=8)
     with pytest.raises(ConfigError, match="cannot be read"):

@@ -19,7 +19,7 @@ def test_equal_rewards_have_no_advantage():
     assert not has_variance(Group(0, tuple(trajectory(0, i, reward=1.0) for i in range(3))))
 
 
-def test_a_masked_episode_takes_no_part_in_its_group():
+def test_a_masked_episode_does_not_enter_its_groups_statistics():
     rewards = [1.0, 0.0, 0.0]
     plain = Group(0, tuple(trajectory(0, i, reward=r) for i, r in enumerate(rewards)))
     masked = Group(0, (*plain.trajectories, trajectory(0, 3, outcome="browser_error")))
@@ -46,6 +46,6 @@ def test_penalties_change_the_statistics_of_a_group():
         (("browser_error",), None),
     ],
 )
-def test_a_group_without_contrast_is_named_after_what_its_episodes_share(outcomes: tuple[str, ...], name: str | None):
+def test_a_common_outcome_is_named(outcomes: tuple[str, ...], name: str | None):
     group = Group(0, tuple(trajectory(0, i, outcome=outcome) for i, outcome in enumerate(outcomes)))
     assert common_outcome(group) == name

@@ -211,9 +211,7 @@ def single(current: float, **values: float) -> tuple[torch.Tensor, TokenData]:
 @pytest.mark.parametrize("config", VARIANTS, ids=title)
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("far", [150.0, -150.0])
-def test_a_ratio_beyond_all_bounds_leaves_loss_and_gradient_finite(
-    config: LossConfig, advantage: float, far: float
-) -> None:
+def test_an_extreme_ratio_keeps_loss_and_gradient_finite(config: LossConfig, advantage: float, far: float) -> None:
     for moved in ({}, {"behaviour_logprobs": -1.0 - far}, {"reference_logprobs": -1.0 + far}):
         tensor, data = single(-1.0 + (far if not moved else 0.1), advantage=advantage, **moved)
         loss, sums = make_objective(config, None)(tensor, data)
@@ -241,8 +239,8 @@ def test_tokens_without_weight_or_advantage_have_no_gradient(config: LossConfig)
 @pytest.mark.parametrize(
     "where", ["behaviour_logprobs", "proximal_logprobs", "advantage", "weight", "reference_logprobs"]
 )
-def test_a_number_that_is_none_reaches_the_gradient(config: LossConfig, where: str) -> None:
-    """The optimiser refuses such a gradient; a loss that passed the token over would hide it."""
+def test_nan_reaches_the_gradient(config: LossConfig, where: str) -> None:
+    """The optimiser refuses such a gradient; a loss that ignored the token would hide it."""
     if where == "proximal_logprobs" and not config.decoupled:
         return  # it is not looked at
     tensor, data = single(-1.1, **{where: math.nan})
@@ -256,7 +254,7 @@ def test_a_penalty_without_a_reference_is_refused() -> None:
         make_objective(replace(USUAL, kl_coefficient=0.1), None)(data.proximal_logprobs, data)
 
 
-def test_the_divergence_from_the_reference_is_what_sampling_estimates() -> None:
+def test_the_reference_divergence_is_the_expectation_of_its_estimate() -> None:
     """Over all tokens of a small vocabulary, weighted by the policy, k3 adds up to the divergence itself."""
     rng = np.random.default_rng(0)
     now, start = (values - np.log(np.exp(values).sum()) for values in rng.normal(0, 1, (2, 50)))
@@ -277,7 +275,7 @@ def test_likelihood_counts_tokens_with_positive_advantage_only() -> None:
     np.testing.assert_array_equal(tensor.grad.numpy(), -data["weight"] * (data["advantage"] > 0))
 
 
-def test_normalisers_weigh_trajectories_as_their_equations_say() -> None:
+def test_normalizers_weigh_trajectories_by_their_equations() -> None:
     size = MinibatchTotals(trajectories=4, tokens=200)
     assert token_weight("constant", size, steps=12, constant_steps=10) == pytest.approx(1 / 40)
     assert token_weight("per_trajectory", size, steps=12, constant_steps=10) == pytest.approx(1 / 48)

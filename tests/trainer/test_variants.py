@@ -36,7 +36,7 @@ def test_the_divergence_is_zero_at_first_and_grows_as_the_policy_moves(found: di
     assert all(value > 1e-4 for value in later)
 
 
-def test_a_strong_penalty_brings_the_policy_back(found: dict[str, Any]) -> None:
+def test_a_strong_penalty_pulls_the_policy_back_to_the_reference(found: dict[str, Any]) -> None:
     divergences = found["reference"]["strong"]
     assert min(divergences[1:]) < 0.7 * divergences[0]
 
@@ -47,18 +47,18 @@ def test_a_resumed_run_keeps_the_reference_of_its_start(found: dict[str, Any]) -
     assert_equal(reference["at checkpoint"], reference["resumed"])
 
 
-def test_on_policy_nothing_is_clipped_whatever_the_ratios_are_of(found: dict[str, Any]) -> None:
+def test_on_policy_nothing_is_clipped_with_any_kind_of_ratio(found: dict[str, Any]) -> None:
     variants = found["variants"]
     for metrics in (variants["grpo"], variants["gspo"]):
         assert metrics["clipped"] == metrics["dual_clipped"] == 0
         assert metrics["policy_ratio"] == pytest.approx(metrics["response_tokens"])
-    # Weights of the behaviour policy are means over a response, so that the sizes of the steps differ.
+    # GSPO averages behaviour weights over a response, so the gradient norms differ.
     assert variants["gspo"]["gradient_norm"] != variants["grpo"]["gradient_norm"]
     assert variants["gspo"]["behaviour_importance_weight"] != variants["grpo"]["behaviour_importance_weight"]
 
 
 def test_without_decoupling_the_same_tokens_are_clipped(found: dict[str, Any]) -> None:
-    """The engine's numbers of these tokens are far from the model's: what the weight corrects for, clipping stops."""
+    """The engine's log-probabilities are far from the model's: the weight corrects for it, or clipping stops it."""
     decoupled, coupled = found["variants"]["grpo"], found["variants"]["coupled"]
     assert decoupled["clipped"] == 0 < coupled["clipped"]
     assert decoupled["behaviour_importance_weight"] == pytest.approx(coupled["policy_ratio"], rel=1e-5)
@@ -71,7 +71,7 @@ def test_shuffled_advantages_make_another_step(found: dict[str, Any]) -> None:
     assert shuffled["loss"] != plain["loss"]
 
 
-def test_imitation_makes_successes_likelier(found: dict[str, Any]) -> None:
+def test_imitation_raises_the_likelihood_of_successes(found: dict[str, Any]) -> None:
     losses = [metrics["loss"] for metrics in found["variants"]["raft"]]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0]

@@ -1,4 +1,4 @@
-"""What the one process of the test of loss variants does: a learner with a reference policy, GSPO and RAFT."""
+"""Process of the loss variant tests: a learner with a reference policy, GSPO and RAFT."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(rank: int, folder: str, model: str) -> None:
 
 
 def _reference(folder: Path, model: str, platform: Any) -> dict[str, Any]:
-    """A run whose warm start was one update; three updates with the penalty; a checkpoint; a resumed run."""
+    """A run with a warm start of one update; three updates with the penalty; a checkpoint; a resumed run."""
     from megatron_webrl.trainer.accounting import Accounting
     from megatron_webrl.trainer.checkpoint import checkpointer
     from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
@@ -44,7 +44,7 @@ def _reference(folder: Path, model: str, platform: Any) -> dict[str, Any]:
     learner = make_learner(config, platform)
     _update(learner, config, platform)
     config.trainer.warm_start.demonstrations, config.trainer.loss.kl_coefficient = 1, 0.1
-    rows = _rows(config, platform)
+    rows = _microbatches(config, platform)
     found: dict[str, Any] = {"start": learner.compute_logprobs(rows)}
     learner = attach_reference_policy(learner, config)
     found["figures"] = [_update(learner, config, platform) for _ in range(3)]
@@ -67,14 +67,14 @@ def _reference(folder: Path, model: str, platform: Any) -> dict[str, Any]:
 
 
 def _divergence(learner: Any, config: Config, platform: Any, coefficient: float) -> list[float]:
-    """Mean divergence per token before each of six updates with so strong a penalty."""
+    """Mean divergence per token before each of six updates with the given KL coefficient."""
     config.trainer.loss.kl_coefficient = coefficient
     figures = [_update(learner, config, platform) for _ in range(6)]
     return [metrics["reference_kl"] / metrics["response_tokens"] for metrics in figures]
 
 
 def _variants(model: str, platform: Any) -> dict[str, Any]:
-    """What several losses make of the same weights, which do not move at a learning rate of 0; and RAFT three times."""
+    """Updates of several losses on the same weights, at learning rate 0; and three updates with RAFT."""
     from megatron_webrl.trainer.factory import make_learner
 
     found: dict[str, Any] = {}
@@ -105,7 +105,7 @@ def _update(learner: Any, config: Config, platform: Any) -> dict[str, float]:
     return train_batch(learner, make_sequence_packer(config, platform), config, make_groups(config), VERSION)[0]
 
 
-def _rows(config: Config, platform: Any) -> Any:
+def _microbatches(config: Config, platform: Any) -> Any:
     from megatron_webrl.trainer.data import batching
     from megatron_webrl.trainer.factory import make_sequence_packer
 

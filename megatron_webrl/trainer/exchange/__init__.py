@@ -1,1 +1,1 @@
-"""What trainer ranks on several nodes tell each other about records and images."""
+"""Exchange of records and images between trainer ranks, on one node or several."""

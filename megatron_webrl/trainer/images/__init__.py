@@ -1,1 +1,1 @@
-"""Screenshots decoded ahead of the forward pass."""
+"""Preparation of screenshots ahead of the forward pass, and their exchange between nodes."""

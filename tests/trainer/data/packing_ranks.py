@@ -1,4 +1,4 @@
-"""What one process of the packing tests does: the same samples, put into rows in several ways, through a real model."""
+"""Process of the packing tests: the same samples, packed in several ways, through a real model."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ APPENDED_WAYS: dict[str, dict[str, Any]] = {
 
 
 def make_samples(processor: Processor) -> list[TrainingSample]:
-    """Nine steps of four episodes: three that grow, one without a step to go on from; screenshots are shared."""
+    """Nine steps of four episodes: three episodes grow, one step extends no other; screenshots are shared."""
     first, second = episode(processor, 0, (6, 2, 9)), episode(processor, 1, (3, 8), images=1, advantage=-0.5)
     third, fourth = episode(processor, 2, (5, 1, 4, 2), images=1, advantage=0.3), episode(processor, 3, (7, 7))
     return [*first, *second, *third[:3], fourth[1]]
 
 
 def appended_samples(processor: Processor) -> list[TrainingSample]:
-    """Five steps of an episode whose prompts the rollout's append policy makes: stretches of three and of two."""
+    """Five steps of an episode with prompts of the append policy: segments of three and of two."""
     settings = ContextConfig(policy="append", rounds=3, compact=True)
     context = make_context(processor, settings, 1000)
     pages = [Observation(screenshot(n, *SIZES[n % 3]), f"http://a/{n}", f"Page {n}", True) for n in range(6)]
@@ -52,24 +52,28 @@ def appended_samples(processor: Processor) -> list[TrainingSample]:
     samples = []
     for number, page in enumerate(pages[1:]):
         prompt = context.build_prompt()
-        shown = tuple(context.screenshots[i] for i in prompt.image_indices)
+        images = tuple(context.screenshots[i] for i in prompt.image_indices)
         click = Action("left_click", (100 * number, 500))
-        said = scripted_generation(
-            processor, prompt.token_ids, shown, f"<think>it is {number}</think>\n{format_tool_call(click)}"
+        generation = scripted_generation(
+            processor, prompt.token_ids, images, f"<think>it is {number}</think>\n{format_tool_call(click)}"
         )
         if number == 1:  # cut off: it has no end token
-            said = replace(said, response_token_ids=said.response_token_ids[:-1])
+            generation = replace(generation, response_token_ids=generation.response_token_ids[:-1])
         samples.append(
             step(
-                said.prompt_token_ids, said.response_token_ids, images=shown, grids=said.image_grids, first=100 * number
+                generation.prompt_token_ids,
+                generation.response_token_ids,
+                images=images,
+                grids=generation.image_grids,
+                first=100 * number,
             )
         )
-        context.add_step(said, click, None, page)
+        context.add_step(generation, click, None, page)
     return samples
 
 
 def run(rank: int, folder: str, model: str) -> None:
-    """Log-probabilities, gradients and what was computed, for each way of putting the samples into rows."""
+    """Log-probabilities, gradients, and counts of tokens and patches, for each way of packing."""
     platform = join(rank, 1, folder)
     from megatron_webrl.model import process_groups
     from megatron_webrl.model.hf_config import load_hf_config

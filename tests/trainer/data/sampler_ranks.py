@@ -1,7 +1,7 @@
-"""What the process of the test of task sampling does: a trainer's coordinator and a worker take turns in it.
+"""Process of the task sampling test, in which a coordinator and a worker alternate.
 
-The worker keeps some tickets under way and finishes the oldest at every poll of the trainer, so that which group
-arrives when does not depend on the machine. An episode passes by chance, but the chance is drawn from its task.
+The worker runs several tickets at a time and finishes the oldest at every poll of the trainer, so the order of groups
+does not depend on the machine. An episode succeeds at random, seeded by its task.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.planes import connect, control_plane
 from tests.trajectories import trajectory
 
 SKILL = {"click-test": 0.98, "click-tab": 0.5, "enter-text": 0.1, "focus-text": 0.8, "click-link": 0.02}
-UPDATES, GROUP, UNDER_WAY = 12, 4, 8
+UPDATES, GROUP, IN_FLIGHT = 12, 4, 8
 METRICS = dict.fromkeys(("response_tokens", "loss", "gradient_norm", "learning_rate", "entropy", "tokens"), 1.0)
 
 
@@ -40,13 +40,13 @@ def run(rank: int, folder: str) -> None:
     found = {}
     for name in ("curriculum", "near_target"):
         for label, ends in (("whole", ()), ("resumed", (4, 8))):
-            found[name, label] = _Run(Path(folder), f"{name}-{label}", name).go(ends)
+            found[name, label] = _Run(Path(folder), f"{name}-{label}", name).run(ends)
     torch.save(found, f"{folder}/found.pt")
     torch.distributed.destroy_process_group()
 
 
 class _Run:
-    """One run, in as many lives as it takes."""
+    """One run, with restarts from checkpoints."""
 
     def __init__(self, folder: Path, name: str, sampler: str) -> None:
         from megatron_webrl.tasks.miniwob import MiniWobTaskSource
@@ -55,20 +55,20 @@ class _Run:
         self.config.run.directory, self.config.run.name, self.config.run.seed = str(folder), name, 5
         self.config.tasks.environments, self.config.tasks.sampler.name = list(SKILL), sampler
         self.config.trainer.updates, self.config.trainer.groups_per_update = UPDATES, 3
-        # Many tickets ahead of estimates that move fast: a ticket that changed its state would change its task.
+        # Many tickets in flight and fast estimates: a ticket that changed its state would change its task.
         samplers.LATEST_GROUP_WEIGHT, self.config.rollout.max_staleness = 0.8, 4
         self.config.tracking.sample_trajectories, self.config.tracking.keep_records = 0, True
         self.config.run_folder.mkdir()
         (self.config.run_folder / "config.yaml").touch()
         self.folder = folder
         self.source = MiniWobTaskSource(list(SKILL), 4)
-        self.tasks: dict[int, set[str]] = {}  # ticket -> tasks that it meant
-        self.expected = torch.zeros(len(SKILL), dtype=torch.float64)  # draws, by the probabilities of all tickets
-        self.raises: list[tuple[int, int, list[int]]] = []  # of the ticket limit: from, to, states published before
-        self.open: list[tuple[int, ...]] = []  # tickets that the lives after the first took over
+        self.tasks: dict[int, set[str]] = {}  # ticket -> its task ids
+        self.expected = torch.zeros(len(SKILL), dtype=torch.float64)  # expected draws of each environment
+        self.raises: list[tuple[int, int, list[int]]] = []  # rises of the ticket limit: from, to, published states
+        self.open: list[tuple[int, ...]] = []  # open tickets at each restart
 
-    def go(self, ends: Iterable[int]) -> dict[str, Any]:
-        """Run to the end, with a new life from a checkpoint after each of the versions `ends`."""
+    def run(self, ends: Iterable[int]) -> dict[str, Any]:
+        """Run to the end, with a restart from a checkpoint after each of the versions `ends`."""
         from megatron_webrl.trainer.accounting import Accounting
         from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState
 
@@ -79,7 +79,7 @@ class _Run:
                 if state.version:
                     state = self._stored(state)
                     self.open.append(state.open_tickets)
-                state, found = self._live(state, end)
+                state, found = self._run_until(state, end)
         updates = [json.loads(line) for line in (self.config.run_folder / "updates.jsonl").read_text().splitlines()]
         return found | {
             "tasks": self.tasks, "expected": self.expected, "open": self.open, "raises": self.raises,
@@ -87,15 +87,15 @@ class _Run:
         }  # fmt: skip
 
     def _stored(self, state: Any) -> Any:
-        """The state as a new incarnation reads it from a checkpoint."""
+        """The state as the next restart epoch reads it from a checkpoint."""
         from megatron_webrl.trainer.checkpoint.checkpointer import read_trainer_state
 
         (self.config.run_folder / "state.json").write_text(json.dumps(asdict(state)))
         read = read_trainer_state(self.config.run_folder)
         return replace(read, restart_epoch=read.restart_epoch + 1)
 
-    def _live(self, state: Any, end: int) -> tuple[Any, dict[str, Any]]:
-        """One life, with a control plane and a ring of its own. What it leaves unfinished is lost."""
+    def _run_until(self, state: Any, end: int) -> tuple[Any, dict[str, Any]]:
+        """Train up to version `end`, with a new control plane and ring. Unfinished groups are lost."""
         from megatron_webrl.ring.ring import Ring
         from megatron_webrl.tracking.metrics import UpdateSeconds
         from megatron_webrl.tracking.mlflow_run import MLflowTracker
@@ -114,16 +114,14 @@ class _Run:
             stack.callback(ring.unlink)
             control = _RecordingControlClient(*address, "trainer-0", 60.0)
             control.raises = self.raises
-            tracker, rings = (
-                MLflowTracker(self.config, state.mlflow_run_id, lambda tokens: ""),
-                SingleNodeExchange(ring),
-            )
+            tracker = MLflowTracker(self.config, state.mlflow_run_id, lambda tokens: "")
+            exchange = SingleNodeExchange(ring)
             coordinator = Coordinator(
                 self.config,
                 control,
-                rings,
+                exchange,
                 state,
-                make_resume_point(control, rings, state, self.config.run_folder, True),
+                make_resume_point(control, exchange, state, self.config.run_folder, True),
                 tracker,
             )
             coordinator.open_job(state.version)
@@ -149,7 +147,7 @@ class _Run:
 
 
 class _RecordingControlClient(ControlClient):
-    """The trainer's connection, with a note of what had been published at each rise of the ticket limit."""
+    """Records the published states at each rise of the ticket limit."""
 
     raises: list[tuple[int, int, list[int]]]
 
@@ -161,7 +159,7 @@ class _RecordingControlClient(ControlClient):
 
 
 class _Worker:
-    """Runs tickets in their order, several under way at a time."""
+    """Runs tickets in order, several at a time."""
 
     def __init__(self, run: _Run, address: tuple[str, int], ring: Any, coordinator: Any) -> None:
         from megatron_webrl.sampling.states import SamplerStateReader
@@ -171,21 +169,21 @@ class _Worker:
         self.states = SamplerStateReader.from_config(run.config, self.control)
         self.start = self.control.ticket_epochs()[-1]
         self.latest = 0
-        self.under_way: deque[list[Any]] = deque()
+        self.in_flight: deque[list[Any]] = deque()
 
     def step(self, version: int) -> bool:
-        """Fill up, and finish a ticket if the trainer lacks groups."""
-        while len(self.under_way) < UNDER_WAY and (position := self.control.claim_slot()) is not None:
-            self.under_way.append(self._play(self.start.ticket_at(position), version))
+        """Claim tickets, and finish one if the trainer lacks groups."""
+        while len(self.in_flight) < IN_FLIGHT and (slot := self.control.claim_slot()) is not None:
+            self.in_flight.append(self._run_ticket(self.start.ticket_at(slot), version))
         if len(self.coordinator.group_source._ready) < self.run.config.trainer.groups_per_update:
             self.coordinator.control.check_job()
-            for each in self.under_way.popleft():
+            for each in self.in_flight.popleft():
                 from megatron_webrl.ring.record import encode_trajectory
 
                 self.ring.write(encode_trajectory(each), 10.0)
         return False
 
-    def _play(self, ticket: int, version: int) -> list[Any]:
+    def _run_ticket(self, ticket: int, version: int) -> list[Any]:
         probabilities = asyncio.run(self.states.probabilities(ticket))
         task = self.run.source.training_task(self.run.config.run.seed, ticket, probabilities)
         if ticket not in self.run.tasks:

@@ -36,7 +36,7 @@ def test_imitation_takes_successes_only():
     assert {s.advantage for s in samples} == {1.0}
 
 
-def test_a_warm_start_imitates_failures_too_but_nothing_that_is_masked():
+def test_a_warm_start_imitates_failures_too_but_no_masked_episode():
     found = {s.trajectory_id for s in batching.make_samples(groups(), batching.demonstration_advantages)}
     trainable = {(t.ticket, t.index) for group in groups() for t in group.trajectories if t.trainable}
     assert found == trainable
@@ -74,7 +74,7 @@ def test_each_minibatch_is_an_objective_of_its_own(normalizer: str, count: int):
             assert weight == pytest.approx(1 / (whole | {"token_mean": tokens})[normalizer])
 
 
-def test_the_loss_decides_which_samples_and_advantages_an_update_has():
+def test_the_loss_selects_the_samples_and_advantages_of_an_update():
     config = Config()
     plain = [(s.trajectory_id, s.advantage) for s in batching.make_samples(groups())]
     assert [(s.trajectory_id, s.advantage) for s in batching.training_samples(groups(), config, 3)] == plain
@@ -82,7 +82,7 @@ def test_the_loss_decides_which_samples_and_advantages_an_update_has():
     assert {s.advantage for s in batching.training_samples(groups(), config, 3)} == {1.0}
 
 
-def test_shuffled_advantages_are_the_same_ones_on_other_trajectories():
+def test_shuffled_advantages_are_a_permutation_among_trajectories():
     config = Config()
     config.trainer.loss.shuffle_advantages = True
     many = [
@@ -105,7 +105,7 @@ def test_shuffled_advantages_are_the_same_ones_on_other_trajectories():
     assert batching.shuffled_rewards(many, config, 0) == many  # that is for imitation
 
 
-def test_shuffled_rewards_are_the_same_ones_on_other_trajectories_and_masked_ones_keep_theirs():
+def test_shuffled_rewards_are_a_permutation_among_trainable_trajectories():
     config = Config()
     config.trainer.loss.name = "raft"
     many = [Group(t, tuple(trajectory(t, i, reward=float(i <= t % 3)) for i in range(4))) for t in range(9)]

@@ -1,4 +1,4 @@
-"""The cost of a sequence, against operations counted by hand and by PyTorch."""
+"""Estimated FLOPs of a sequence against counts by hand and by PyTorch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def chain(prompt: int, response: int, grids: tuple[tuple[int, int, int], ...] = 
 
 
 def counted(shape: tiny.Shape, sample: tiny.Sample) -> int:
-    """Operations of transformers' forward pass on one sample, as PyTorch counts them: attention not causal."""
+    """Operations of transformers' forward pass on one sample, counted by PyTorch, attention not causal."""
     config = tiny.configuration(shape)
     kind: Any = Qwen3VLMoeForConditionalGeneration if shape.experts else Qwen3VLForConditionalGeneration
     model = kind._from_config(config, attn_implementation="eager").eval()
@@ -40,7 +40,7 @@ def counted(shape: tiny.Shape, sample: tiny.Sample) -> int:
 
 
 @pytest.mark.parametrize("grids", [[], [[1, 4, 6]], [[1, 8, 4], [1, 2, 2], [1, 4, 12]]])
-def test_a_dense_models_cost_is_what_pytorch_counts(grids: list[list[int]]) -> None:
+def test_a_dense_models_cost_matches_pytorchs_count(grids: list[list[int]]) -> None:
     sample = tiny.make_sample(grids, text=30, response=11, seed=0)
     cost = FlopsEstimator.from_hf_config(DENSE)
     length, prompt = len(sample.tokens), sample.prompt
@@ -70,7 +70,7 @@ def test_cost_grows_with_the_square_of_length_within_a_sequence_only() -> None:
     assert cost.packed_flops(chain(189, 11)) - cost.packed_flops(long) == pytest.approx(cost.per_scored_token)
 
 
-def test_an_image_that_occurs_twice_in_a_row_is_counted_once() -> None:
+def test_an_image_shared_by_packed_sequences_is_counted_once() -> None:
     cost = FlopsEstimator.from_hf_config(DENSE)
     one, both = chain(40, 4, ((1, 4, 6),)), chain(60, 4, ((1, 4, 6), (1, 8, 8)))
     assert cost.packed_flops(one, both) == cost.packed_flops(one) + cost.packed_flops(both) - cost.image_flops(

@@ -14,7 +14,7 @@ from tests.trajectories import screenshot, trajectory
 from tools.bench import recorded_groups
 
 
-def test_groups_come_back_whole_and_in_their_order(tmp_path: Path) -> None:
+def test_groups_are_read_back_complete_and_in_order(tmp_path: Path) -> None:
     path = group_files.group_file_path(tmp_path / "records", 7)
     made = [replace(trajectory(ticket, i, steps=2), images=(screenshot(i),)) for ticket in (9, 4) for i in (0, 1, 2)]
     group_files.write_trajectories(path, made)
@@ -27,7 +27,7 @@ def test_groups_come_back_whole_and_in_their_order(tmp_path: Path) -> None:
         assert np.array_equal(one.steps[1].logprobs, other.steps[1].logprobs)
 
 
-def test_a_file_tells_its_version_and_others_have_none(tmp_path: Path) -> None:
+def test_versions_are_read_from_file_names_and_other_files_are_ignored(tmp_path: Path) -> None:
     path = group_files.group_file_path(tmp_path, 1234567)
     for each in (path, tmp_path / ".version-000003.records.17.part"):
         each.touch()

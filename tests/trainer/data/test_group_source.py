@@ -62,7 +62,7 @@ def test_groups_come_oldest_first_and_are_freed_when_closed(ring: Ring, source: 
     assert source.closed_tickets == {1, 3}
 
 
-def test_a_group_waits_until_it_is_whole(ring: Ring, source: GroupSource):
+def test_a_group_waits_until_it_is_complete(ring: Ring, source: GroupSource):
     ring.write(encode_trajectory(trajectory(0, 1, group_size=2)), 1.0)
     put(ring, 7, [0.0, 0.0])
     with pytest.raises(GroupTimeout, match="0 of 1 arrived; episodes dropped: all_failed 2"):
@@ -74,7 +74,7 @@ def test_a_group_waits_until_it_is_whole(ring: Ring, source: GroupSource):
     assert [t.index for t in taken[0][0].trajectories] == [0, 1]
 
 
-def test_what_cannot_be_trained_is_dropped_by_name_and_freed(ring: Ring, source: GroupSource):
+def test_untrainable_groups_are_dropped_by_reason_and_freed(ring: Ring, source: GroupSource):
     put(ring, 0, [1.0, 1.0], version=5)
     put(ring, 1, [0.0, 0.0], outcome="engine_error")
     put(ring, 2, [1.0, 0.0], version=3)
@@ -87,7 +87,7 @@ def test_what_cannot_be_trained_is_dropped_by_name_and_freed(ring: Ring, source:
     assert source.waiting_episodes() == 0
 
 
-def test_a_ready_group_that_grows_too_old_is_dropped(ring: Ring, source: GroupSource):
+def test_a_ready_group_that_becomes_stale_is_dropped(ring: Ring, source: GroupSource):
     put(ring, 0, [1.0, 0.0], version=4)
     source.poll(version=5)
     assert source.waiting_episodes() == 2
@@ -105,7 +105,7 @@ def test_a_masked_episode_of_a_trained_group_is_counted_by_its_own_name(ring: Ri
     assert source.accounting.dropped == {"browser_error": 1}
 
 
-def test_a_group_with_an_abandoned_episode_is_dropped_though_the_rest_is_fresh(ring: Ring, source: GroupSource):
+def test_a_group_with_an_aborted_episode_is_dropped_though_the_rest_is_fresh(ring: Ring, source: GroupSource):
     for index, outcome in enumerate([None, None, "aborted", "browser_crashed"]):
         ring.write(
             encode_trajectory(trajectory(0, index, reward=float(index == 0), outcome=outcome, group_size=4)), 1.0
@@ -117,7 +117,7 @@ def test_a_group_with_an_abandoned_episode_is_dropped_though_the_rest_is_fresh(r
 
 
 @pytest.mark.parametrize(("mode", "kept"), [("async", 4), ("one_step_off", 2), ("sync", 0)])
-def test_the_mode_says_how_old_a_group_may_be(ring: Ring, mode: str, kept: int):
+def test_the_mode_limits_the_staleness_of_a_group(ring: Ring, mode: str, kept: int):
     config = Config()
     config.rollout.mode, config.rollout.max_staleness = mode, 2
     source = GroupSource(ring, config, ResumePoint.for_new_job(), accounting=Accounting())
@@ -127,7 +127,7 @@ def test_the_mode_says_how_old_a_group_may_be(ring: Ring, mode: str, kept: int):
     assert source.waiting_episodes() == kept
 
 
-def test_tokens_that_were_made_for_nothing_are_counted_by_reason(ring: Ring, source: GroupSource):
+def test_wasted_tokens_are_counted_by_reason(ring: Ring, source: GroupSource):
     put(ring, 0, [1.0, 1.0], response=10)
     mixed = [
         replace(trajectory(1, 0, reward=1.0, response=20, group_size=3), tries=2, discarded_tokens=4),
@@ -155,7 +155,7 @@ def test_records_of_another_job_are_freed_and_not_counted(ring: Ring, source: Gr
     assert source.accounting.closed_episodes == source.waiting_episodes() == 0
 
 
-def test_waiting_ends_when_the_caller_says_so(ring: Ring, source: GroupSource):
+def test_waiting_ends_when_the_caller_stops_it(ring: Ring, source: GroupSource):
     assert source.wait_for_groups(0, 1, 60.0, lambda ready: False) is None
 
 
@@ -168,7 +168,7 @@ def test_raft_keeps_groups_with_a_success_and_drops_those_without(ring: Ring, so
     assert source.accounting.dropped == {"all_failed": 2}
 
 
-def test_the_rates_of_kinds_of_groups_count_dropped_ones_and_begin_anew(ring: Ring, source: GroupSource):
+def test_group_rates_include_dropped_groups_and_reset(ring: Ring, source: GroupSource):
     put(ring, 0, [1.0, 1.0])
     put(ring, 1, [0.0, 0.0])
     put(ring, 2, [1.0, 0.0])
@@ -204,7 +204,7 @@ def test_penalties_decide_whether_a_group_has_variance(ring: Ring):
     }  # fmt: skip
 
 
-def test_what_a_second_life_of_a_worker_writes_again_is_a_duplicate(ring: Ring, source: GroupSource):
+def test_records_written_again_by_a_restarted_worker_are_duplicates(ring: Ring, source: GroupSource):
     ring.write(encode_trajectory(trajectory(0, 0, reward=1.0, group_size=2, worker="rollout-0.1")), 1.0)
     put(ring, 0, [0.0, 0.0], worker="rollout-0.2")
     taken = source.wait_for_groups(0, 1, 5.0, go)
@@ -224,7 +224,7 @@ def test_what_a_second_life_of_a_worker_writes_again_is_a_duplicate(ring: Ring, 
     assert source.dropped_tickets == 0
 
 
-def test_each_episode_that_is_counted_is_logged_with_its_fate(ring: Ring, tmp_path: Path):
+def test_each_counted_episode_is_logged_with_its_disposition(ring: Ring, tmp_path: Path):
     log = EpisodeLog(tmp_path, 0)
     source = GroupSource(ring, Config(), ResumePoint.for_new_job(), accounting=Accounting(), episode_log=log)
     put(ring, 0, [1.0, 0.0])
@@ -238,7 +238,7 @@ def test_each_episode_that_is_counted_is_logged_with_its_fate(ring: Ring, tmp_pa
     assert len(found) == source.accounting.closed_episodes
 
 
-def test_a_group_is_told_of_as_soon_as_it_can_be_trained(ring: Ring):
+def test_on_ready_is_called_when_a_group_becomes_trainable(ring: Ring):
     told: list[int] = []
     source = GroupSource(
         ring, Config(), ResumePoint.for_new_job(), Accounting(), on_ready=lambda group: told.append(group.ticket)

@@ -1,4 +1,4 @@
-"""Which steps become one sequence, and that each keeps what it was conditioned on."""
+"""Prefix merging of steps; each step keeps the tokens it was conditioned on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GRID = [1, 4, 4]
 
 
 def grown(lengths: list[int], **options: object) -> list[TrainingSample]:
-    """Text steps; each prompt is the one before, its response and some words."""
+    """Text steps; each prompt is the previous prompt, its response and some words."""
     samples: list[TrainingSample] = []
     prompt = words(99, 6)
     for number, length in enumerate(lengths):
@@ -29,7 +29,7 @@ def grown(lengths: list[int], **options: object) -> list[TrainingSample]:
 
 
 def seen(count: int, *, last: bytes = b"", grid: list[int] = GRID) -> TrainingSample:
-    """A step with `count` images, which goes on from the one with one image fewer."""
+    """A step with `count` images, which extends the step with one image fewer."""
     parts = [words(0, 4)]
     for number in range(count):
         parts += [np.full(4, IMAGE, np.int32), words(number, 2), words(100 + number, 3)]
@@ -46,7 +46,7 @@ def sizes(chains: list[MergedSequence]) -> list[int]:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.randoms(use_true_random=False))
-def test_steps_that_go_on_from_each_other_become_one_sequence_in_any_order(lengths: list[int], random) -> None:
+def test_steps_that_extend_each_other_become_one_sequence_in_any_order(lengths: list[int], random) -> None:
     samples = grown(lengths)
     shuffled = random.sample(samples, len(samples))
     (chain,) = merge_prefixes(shuffled, PLACEHOLDERS)
@@ -66,7 +66,7 @@ def test_a_response_right_after_a_response_is_merged() -> None:
     assert chain.response_positions.tolist() == [5, 6, 7, 8, 9, 10, 11]
 
 
-def test_a_step_joins_the_longest_sequence_that_it_goes_on_from() -> None:
+def test_a_step_joins_the_longest_sequence_that_it_extends() -> None:
     first, second, third = grown([2, 3, 4])
     other = step(first.prompt, np.append(first.response, np.int32(7)))  # the same prompt, another answer
     chains = merge_prefixes([third, other, second, first], PLACEHOLDERS)
@@ -85,7 +85,7 @@ def test_a_broken_sequence_starts_again() -> None:
     assert sizes(merge_prefixes([first, second, *later], PLACEHOLDERS)) == [2, 2]
 
 
-def test_a_prompt_that_ends_within_the_step_before_does_not_go_on_from_it() -> None:
+def test_a_prompt_that_ends_within_the_previous_step_does_not_extend_it() -> None:
     first = step(words(0, 5), words(1, 6))
     assert sizes(
         merge_prefixes([first, step(np.append(first.prompt, first.response[:3]), words(2, 9))], PLACEHOLDERS)
@@ -99,7 +99,7 @@ def test_other_trajectories_and_temperatures_are_kept_apart() -> None:
 
 
 @pytest.mark.parametrize("token", PLACEHOLDERS)
-def test_nothing_goes_on_from_a_response_with_a_placeholder(token: int) -> None:
+def test_no_step_extends_a_response_with_a_placeholder(token: int) -> None:
     first, second, third = grown([2, 3, 4])
     response = np.array([3, token, 4], np.int32)
     odd = replace(second, response=response)
@@ -120,7 +120,7 @@ def test_images_are_compared_by_content_and_grid() -> None:
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3), st.integers(1, 3)), max_size=12))
 def test_each_step_is_in_one_sequence_that_holds_its_tokens(shapes: list[tuple[int, int, int]]) -> None:
-    """Over an alphabet of one token, nearly everything goes on from something."""
+    """With a vocabulary of one token, nearly every step extends another one."""
     samples = [
         step(np.ones(prompt, np.int32), np.ones(response, np.int32), trajectory=(ticket, 0), first=10 * number)
         for number, (ticket, prompt, response) in enumerate(shapes)

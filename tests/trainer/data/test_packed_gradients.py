@@ -1,4 +1,4 @@
-"""Log-probabilities and gradients do not depend on how samples are put into rows."""
+"""Log-probabilities and gradients do not depend on the packing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OTHERS = pytest.mark.parametrize("way", [name for name in packing_ranks.WAYS if 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """Where a process of its own left what it found."""
+    """The folder with the results of the process."""
     folder = tmp_path_factory.mktemp("packing")
     spawn(packing_ranks.run, str(folder), str(tiny_model), ranks=1)
     return folder
@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[str, dict[str, Any]]:
-    """Way of making rows -> what came of it."""
+    """Way of packing -> its results."""
     result: dict[str, dict[str, Any]] = torch.load(folder / "found.pt")
     return result
 
@@ -49,7 +49,7 @@ def test_gradients_are_those_of_samples_one_by_one(found: dict[str, dict[str, An
         assert (gradient - other[name]).norm() < 1e-5 * gradient.norm(), name
 
 
-def test_the_rows_are_as_many_as_asked_for(found: dict[str, dict[str, Any]]) -> None:
+def test_the_numbers_of_microbatches_are_as_requested(found: dict[str, dict[str, Any]]) -> None:
     assert {name: result["rows"] for name, result in found.items()} == {
         "one by one": [9],
         "packed": [3],
@@ -77,7 +77,7 @@ def test_merging_computes_shared_tokens_and_encodes_shared_images_once(
     assert together["patches"] == sum(int(grid.prod()) for grid in distinct.values()) < merged["patches"]
 
 
-def test_steps_of_the_append_policy_score_the_same_as_one_sequence_a_stretch(folder: Path, tiny_model: Path) -> None:
+def test_steps_of_the_append_policy_score_the_same_merged_into_segments(folder: Path, tiny_model: Path) -> None:
     found = torch.load(folder / "appended.pt")
     alone, merged = found["one by one"], found["merged"]
     samples = packing_ranks.appended_samples(Processor.load(tiny_model))
@@ -92,5 +92,5 @@ def test_steps_of_the_append_policy_score_the_same_as_one_sequence_a_stretch(fol
 
 
 def patches(sample: TrainingSample) -> int:
-    """Of all images of a step."""
+    """Patches of all images of a step."""
     return int(sample.grids.prod(axis=1).sum())

@@ -1,4 +1,4 @@
-"""Rows: complete, within their limit, balanced, full; the same on every rank."""
+"""Packed sequences: complete, within the limit, balanced, full; equal on every rank."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def costs(chains: list[MergedSequence], rows: list[list[int]]) -> list[float]:
 
 @settings(deadline=None)
 @given(LENGTHS, st.integers(500, 2000), st.integers(1, 4), st.integers(1, 3))
-def test_each_sequence_is_in_one_row_and_all_replicas_get_as_many(
+def test_each_sequence_is_packed_once_and_replicas_get_equally_many(
     shapes: list[tuple[int, float]], limit: int, replicas: int, multiple: int
 ) -> None:
     chains = [chain(*shape) for shape in shapes]
@@ -71,7 +71,7 @@ def test_each_sequence_is_in_one_row_and_all_replicas_get_as_many(
 
 @settings(deadline=None)
 @given(LENGTHS, st.integers(500, 2000), st.integers(1, 4), st.integers(1, 3))
-def test_no_row_is_empty_unless_sequences_are_fewer_than_rows_must_be(
+def test_none_is_empty_unless_there_are_too_few_sequences(
     shapes: list[tuple[int, float]], limit: int, replicas: int, multiple: int
 ) -> None:
     chains = [chain(length) for length, _ in shapes]
@@ -82,13 +82,13 @@ def test_no_row_is_empty_unless_sequences_are_fewer_than_rows_must_be(
         assert all(len(row) <= 1 for row in rows)
 
 
-def test_a_sequence_longer_than_a_row_is_refused() -> None:
+def test_a_sequence_longer_than_the_limit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"600 tokens exceeds trainer\.tokens_per_microbatch=500; set it to at least"):
         pack_sequences([chain(10), chain(600)], COST, 500)
 
 
 @pytest.mark.parametrize(("limit", "replicas", "multiple"), [(16384, 1, 1), (16384, 8, 2), (32768, 8, 1)])
-def test_rows_of_a_realistic_mix_are_full_and_replicas_balanced(limit: int, replicas: int, multiple: int) -> None:
+def test_a_realistic_mix_is_packed_full_and_replicas_are_balanced(limit: int, replicas: int, multiple: int) -> None:
     chains = web_agent_chains(2000)
     parts = pack_sequences(chains, COST, limit, replicas, multiple)
     rows = [row for part in parts for row in part]
@@ -97,14 +97,14 @@ def test_rows_of_a_realistic_mix_are_full_and_replicas_balanced(limit: int, repl
     assert max(loads) <= 1.01 * sum(loads) / replicas
 
 
-def test_rows_are_balanced_by_cost_where_there_is_room() -> None:
+def test_packed_sequences_are_balanced_by_cost_where_there_is_room() -> None:
     chains = web_agent_chains(300)
     rows = pack_sequences(chains, COST, 60000)[0]
     found = costs(chains, rows)
     assert max(found) <= 1.15 * sum(found) / len(found)
 
 
-def test_sequences_that_share_large_images_come_together() -> None:
+def test_sequences_that_share_large_images_are_packed_together() -> None:
     chains = [chain(600, images=(b"%d" % (number // 4),), grid=64) for number in range(64)]
     mixed = random.Random(0).sample(chains, 64)
     rows = pack_sequences(mixed, COST, 4800)[0]
@@ -113,7 +113,7 @@ def test_sequences_that_share_large_images_come_together() -> None:
     assert encoded <= 20  # of 16 images; 64 one by one
 
 
-def test_rows_of_overlapping_windows_are_full_and_encode_less() -> None:
+def test_overlapping_windows_are_packed_full_and_encode_less() -> None:
     chains = [
         chain(3000 + 250 * (episode % 9), images=tuple(b"%d/%d" % (episode, first + i) for i in range(4)), grid=50)
         for episode in range(100)
@@ -127,14 +127,14 @@ def test_rows_of_overlapping_windows_are_full_and_encode_less() -> None:
     assert max(loads) <= 1.01 * sum(loads) / 4
 
 
-def test_replicas_meet_equal_rows_at_the_same_time() -> None:
+def test_replicas_compute_equal_costs_at_the_same_time() -> None:
     chains = web_agent_chains(400)
     parts = pack_sequences(chains, COST, 16384, 4)
     columns = zip(*(costs(chains, part) for part in parts), strict=True)
     assert all(max(column) <= 1.25 * min(column) for column in columns)
 
 
-def test_rows_depend_on_their_arguments_only() -> None:
+def test_packing_is_deterministic() -> None:
     assert pack_sequences(web_agent_chains(200), COST, 20000, 4, 2) == pack_sequences(
         web_agent_chains(200), COST, 20000, 4, 2
     )

@@ -1,4 +1,4 @@
-"""The replay of successes, on a process group of one rank."""
+"""The replay buffer, on a process group of one rank."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def names(groups: list[Group]) -> list[tuple[int, int]]:
     return sorted((group.ticket, group.trajectories[0].index) for group in groups)
 
 
-def test_the_chance_falls_with_age_as_the_power_says() -> None:
+def test_the_replay_probability_falls_with_age() -> None:
     assert [replay_probability(age, 4, 1.0) for age in (1, 2, 3, 4)] == [1.0, 0.75, 0.5, 0.25]
     assert [replay_probability(age, 4, 2.0) for age in (1, 2, 4)] == [1.0, 0.5625, 0.0625]
     assert [replay_probability(age, 3, 0.0) for age in (1, 2, 3)] == [1.0, 1.0, 1.0]
 
 
-def test_the_successes_of_the_last_versions_come_again_whole(tmp_path: Path) -> None:
+def test_the_successes_of_the_last_versions_are_replayed_complete(tmp_path: Path) -> None:
     replay = make(tmp_path)
     assert replay.sample(0) == []
     image = screenshot(0)
@@ -72,7 +72,7 @@ def test_the_successes_of_the_last_versions_come_again_whole(tmp_path: Path) -> 
             assert np.array_equal(found.steps[0].response_token_ids, original.steps[0].response_token_ids)
 
 
-def test_older_successes_are_drawn_less_often(tmp_path: Path) -> None:
+def test_older_successes_are_replayed_less_often(tmp_path: Path) -> None:
     replay = make(tmp_path, versions=4, power=1.0)
     counts = np.zeros(4)
     for version in range(4):
@@ -84,7 +84,7 @@ def test_older_successes_are_drawn_less_often(tmp_path: Path) -> None:
     assert names(replay.sample(4)) == names(make(tmp_path, versions=4, power=1.0).sample(4))
 
 
-def test_a_resumed_run_draws_what_its_earlier_life_stored_and_writes_over_what_came_after(tmp_path: Path) -> None:
+def test_a_resumed_run_replays_stored_versions_and_overwrites_later_ones(tmp_path: Path) -> None:
     replay = make(tmp_path, every=1)
     for version in range(5):
         replay.add(batch(version), version)
@@ -94,7 +94,7 @@ def test_a_resumed_run_draws_what_its_earlier_life_stored_and_writes_over_what_c
     assert names(resumed.sample(5)) == [(2, 0), (2, 1), (3, 0), (3, 1), (40, 0)]
 
 
-def test_files_stay_for_the_versions_that_a_resume_may_ask_for(tmp_path: Path) -> None:
+def test_files_stay_for_the_versions_that_a_resume_needs(tmp_path: Path) -> None:
     replay = make(tmp_path, versions=2, every=3)
     for version in range(12):
         replay.add(batch(version), version)
@@ -102,7 +102,7 @@ def test_files_stay_for_the_versions_that_a_resume_may_ask_for(tmp_path: Path) -
     assert left == [f"version-{version:06d}.records" for version in range(4, 12)]
 
 
-def test_files_of_nodes_that_there_are_no_more_are_shared_out_and_written_over(tmp_path: Path) -> None:
+def test_files_of_removed_nodes_are_divided_and_overwritten(tmp_path: Path) -> None:
     replay = make(tmp_path)
     for node, ticket in ((0, 1), (1, 20), (2, 30)):
         path = group_files.group_file_path(replay.folder, 1, node)
@@ -124,7 +124,7 @@ def test_without_versions_nothing_is_stored(tmp_path: Path) -> None:
     assert not replay.folder.exists()
 
 
-def test_a_version_that_is_missing_is_passed_over_and_a_damaged_one_is_not(tmp_path: Path) -> None:
+def test_a_missing_version_is_skipped_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
     replay = make(tmp_path)
     replay.add(batch(1), 1)
     assert names(replay.sample(2)) == [(1, 0), (1, 1)]

@@ -1,4 +1,4 @@
-"""Rows as tensors: what each rank gets, and that it says what the engine saw."""
+"""Micro-batches: the tensors of each rank, equal to the engine's inputs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def build(
     return builder(processor, cost, **options).build(samples, "per_trajectory", 10)
 
 
-def test_a_merged_row_scores_each_span_with_its_own_numbers(processor: Processor, cost: FlopsEstimator) -> None:
+def test_a_merged_sequence_scores_each_span_with_its_own_numbers(processor: Processor, cost: FlopsEstimator) -> None:
     samples = episode(processor, 0, (6, 2, 9))
     (batch,) = build(processor, cost, samples[::-1])
     assert batch.token_count == samples[-1].length
@@ -70,7 +70,7 @@ def test_weights_do_not_depend_on_merging(processor: Processor, cost: FlopsEstim
 
 @pytest.mark.parametrize("normalizer", ["constant", "per_trajectory", "token_mean"])
 @pytest.mark.parametrize("merge", [False, True])
-def test_the_rows_of_all_replicas_weigh_each_token_as_the_whole_minibatch_says(
+def test_microbatches_of_all_replicas_weigh_each_token_by_the_whole_minibatch(
     processor: Processor, cost: FlopsEstimator, normalizer: str, merge: bool
 ) -> None:
     samples = [*episode(processor, 0, (6, 2, 3)), *episode(processor, 1, (3,)), *episode(processor, 2, (5, 4))]
@@ -92,7 +92,7 @@ def test_the_rows_of_all_replicas_weigh_each_token_as_the_whole_minibatch_says(
 
 
 @pytest.mark.parametrize("merge", [False, True])
-def test_each_token_says_which_step_it_is_of_wherever_its_context_parallel_rank(
+def test_each_token_has_its_step_index_on_every_context_parallel_rank(
     processor: Processor, cost: FlopsEstimator, merge: bool
 ) -> None:
     samples = [*episode(processor, 0, (6, 2, 3)), *episode(processor, 1, (7,))]
@@ -116,7 +116,7 @@ def test_each_token_says_which_step_it_is_of_wherever_its_context_parallel_rank(
     assert steps == len(samples)
 
 
-def test_positions_and_images_of_a_row_are_those_of_its_samples(processor: Processor, cost: FlopsEstimator) -> None:
+def test_positions_and_images_equal_those_of_the_samples(processor: Processor, cost: FlopsEstimator) -> None:
     samples = [episode(processor, ticket, (4, 3))[-1] for ticket in range(3)]
     (batch,) = build(processor, cost, samples)
     starts = batch.inputs.cu_seqlens.tolist()
@@ -155,7 +155,7 @@ def test_a_placeholder_in_a_response_is_text(processor: Processor, cost: FlopsEs
     assert batch.targets.tolist() == odd.response.tolist()
 
 
-def test_tensor_parallel_ranks_share_the_images_out(processor: Processor, cost: FlopsEstimator) -> None:
+def test_tensor_parallel_ranks_divide_the_images(processor: Processor, cost: FlopsEstimator) -> None:
     samples = [*episode(processor, 0, (4, 3, 2)), *episode(processor, 1, (4,), images=3)]
     (whole,) = build(processor, cost, samples)
     parts = whole.inputs.pixels.split(whole.inputs.grids.prod(dim=1).tolist())
@@ -181,7 +181,7 @@ def test_a_rank_without_a_vision_tower_decodes_no_image(processor: Processor, co
         build(processor, cost, [broken])
 
 
-def test_a_grid_other_than_the_engines_is_refused(processor: Processor, cost: FlopsEstimator) -> None:
+def test_a_grid_that_differs_from_the_engines_is_refused(processor: Processor, cost: FlopsEstimator) -> None:
     (sample,) = episode(processor, 0, (4,), images=1)
     turned = replace(sample, grids=np.array([[1, 2, 8]], np.int32))
     with pytest.raises(
@@ -190,7 +190,9 @@ def test_a_grid_other_than_the_engines_is_refused(processor: Processor, cost: Fl
         build(processor, cost, [turned])
 
 
-def test_rows_without_a_sample_hold_the_shortest_one_at_weight_zero(processor: Processor, cost: FlopsEstimator) -> None:
+def test_empty_microbatches_are_padded_with_the_shortest_sample_at_weight_zero(
+    processor: Processor, cost: FlopsEstimator
+) -> None:
     samples = [*episode(processor, 0, (6, 2)), *episode(processor, 1, (3,), images=1)]
     parts = [
         build(processor, cost, samples, data_parallel_rank=replica, data_parallel_size=3, microbatch_multiple=2)
@@ -204,14 +206,14 @@ def test_rows_without_a_sample_hold_the_shortest_one_at_weight_zero(processor: P
     assert sum(float(batch.weight.sum()) for part in parts for batch in part) == pytest.approx(8 / 4 + 3 / 2)
 
 
-def test_temperatures_share_no_row(processor: Processor, cost: FlopsEstimator) -> None:
+def test_temperatures_share_no_microbatch(processor: Processor, cost: FlopsEstimator) -> None:
     samples = [step(words(i, 9), words(i, 3), temperature=1.0 - i % 2 / 4, trajectory=(i, 0)) for i in range(6)]
     rows = build(processor, cost, samples)
     assert sorted((row.temperature, len(row.targets)) for row in rows) == [(0.75, 9), (1.0, 9)]
     assert rows[0].inputs.pixels.shape[0] == 0
 
 
-def test_context_parallel_ranks_share_the_response_tokens_out(processor: Processor, cost: FlopsEstimator) -> None:
+def test_context_parallel_ranks_divide_the_response_tokens(processor: Processor, cost: FlopsEstimator) -> None:
     samples = [*episode(processor, 0, (4, 3, 2)), *episode(processor, 1, (4,), images=3)]
     (whole,) = build(processor, cost, samples)
     ranks = [

@@ -37,7 +37,7 @@ def test_a_resumed_run_goes_on_with_the_tasks_of_an_uninterrupted_one(found, sam
     whole, resumed = found[sampler, "whole"], found[sampler, "resumed"]
     assert not whole["open"]
     assert len(resumed["open"]) == 2
-    assert all(len(tickets) >= 7 for tickets in resumed["open"])  # they were under way, and are run again
+    assert all(len(tickets) >= 7 for tickets in resumed["open"])  # they were in flight, and are issued again
     assert len(whole["tasks"]) > 60
     assert all(len(tasks) == 1 for tasks in resumed["tasks"].values())
     assert resumed["tasks"] == whole["tasks"]
@@ -145,7 +145,7 @@ def test_a_limit_that_is_lower_after_a_resume_redefines_only_what_was_never_issu
     assert resumed.states == sampler.states
     resumed.publish_initial_states(control)
     resumed.record_group(group(2, "b", "failure"))
-    resumed.publish_adapted_state(control, 4)  # a limit below the tickets that were under way
+    resumed.publish_adapted_state(control, 4)  # a limit below the tickets in flight
     assert [state.first_ticket for state in resumed.states] == [0, 6, 7]
 
 

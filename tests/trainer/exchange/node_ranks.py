@@ -1,4 +1,4 @@
-"""What the gloo processes of the tests of several nodes do. Two nodes are two rings; ranks are told which is theirs."""
+"""Processes of the multi-node tests. Two rings stand for two nodes; each rank is assigned one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FOURS = {
     "tp2 over nodes, dp2": Layout({"tensor_parallel": 2, "data_parallel": 2}, (0, 1, 0, 1)),
 }
 HOMES = (0, 0, 1, 0, 0, 0)
-"""Which ring each of the groups is written to."""
+"""The ring that each group is written to."""
 
 
 def put(ring: Ring, groups: Sequence[Group]) -> None:
@@ -61,7 +61,7 @@ def fill(rings: Sequence[str], config: Config) -> None:
 
 
 def updates(rank: int, ranks: int, folder: str, model: str, rings: Sequence[str], layouts: dict[str, Layout]) -> None:
-    """Each layout makes an update with the groups of two rings, and one with the same groups from memory."""
+    """For each layout, an update with groups from two rings, and one with the same groups from memory."""
     torchvision_shim.install()
     platform = gloo.join(rank, ranks, folder)
     from megatron_webrl.model import process_groups
@@ -120,7 +120,7 @@ def _update(config: Config, platform: Any, names: Sequence[str], layout: Layout)
     groups = rings.broadcast_groups(taken)
     assert isinstance(groups, list)
 
-    # What this rank trains on, against what the plan says and what was written, byte for byte.
+    # Compare the training data with the plan and with the written data, byte for byte.
     originals = {image_key(i): i for g in make_groups(config, len(HOMES)) for t in g.trajectories for i in t.images}
     parts = minibatches(
         training_samples(groups, config, VERSION), config.trainer.minibatches, config.run.seed + VERSION
@@ -147,7 +147,7 @@ def _update(config: Config, platform: Any, names: Sequence[str], layout: Layout)
         for group, numbers in taken or []:
             source.close_group(group, numbers)
     rings.finish_collecting()
-    torch.distributed.barrier()  # readers have freed what the first rank told them
+    torch.distributed.barrier()  # leaders have freed the records
     left = Ring.attach(names[nodes.node]).usage().records
     builder.close()
     return {
@@ -185,7 +185,7 @@ def group(ticket: int, node: int, successes: int = 1, version: int = 0) -> Group
 
 
 class Member:
-    """One rank on a node of its own, without a model: its rings, and at the first rank the source of groups."""
+    """One rank without a model: its exchange, and on rank 0 the group source."""
 
     def __init__(
         self, rank: int, ranks: int, folder: str, names: Sequence[str], exchange_seconds: float = 60.0
@@ -212,7 +212,7 @@ class Member:
         )
 
     def share(self, count: int, version: int = 0) -> list[Group]:
-        """The next groups, closed at once at the first rank."""
+        """The next groups of an update."""
         taken = None
         if self.source is not None:
             taken = self.source.wait_for_groups(version, count, 60.0, lambda ready: True)
@@ -228,7 +228,7 @@ class Member:
 
 
 def late(rank: int, folder: str, names: Sequence[str]) -> None:
-    """Node 1 brings nothing until the first update is made, then more than node 0."""
+    """Node 1 has no groups until the first update is made, then more than node 0."""
     member = Member(rank, 2, folder, names)
     if rank == 0:
         put(member.ring, [group(t, 0) for t in (0, 1)])
@@ -245,11 +245,11 @@ def late(rank: int, folder: str, names: Sequence[str]) -> None:
         torch.distributed.barrier()
     from megatron_webrl.trainer.exchange.record_exchange import CollectInterrupt
 
-    told = [
+    interrupts = [
         member.rings.broadcast_groups(why if rank == 0 else None)
         for why in (CollectInterrupt.NEW_ENGINES, CollectInterrupt.STOP)
     ]
-    seen.append([why.name for why in told if isinstance(why, CollectInterrupt)])
+    seen.append([why.name for why in interrupts if isinstance(why, CollectInterrupt)])
     member.rings.finish_collecting()
     torch.distributed.barrier()
     torch.save({"seen": seen, "left": member.ring.usage().records}, f"{folder}/late-{rank}.pt")
@@ -264,7 +264,7 @@ def _names(groups: Sequence[Group]) -> list[bytes]:
 
 
 def replayed(rank: int, folder: str, names: Sequence[str]) -> None:
-    """Successes of both nodes are stored where they came from and offered to all; then one node is left."""
+    """Each node stores its successes, and all ranks replay those of both nodes."""
     member = Member(rank, 4, folder, names)
     from megatron_webrl.trainer.data.replay_buffer import ReplayBuffer
 
@@ -298,7 +298,7 @@ def replayed(rank: int, folder: str, names: Sequence[str]) -> None:
 
 
 def without(rank: int, folder: str, names: Sequence[str], how: str) -> None:
-    """One rank ends or stops where others need it; the others write down what they are told, and when."""
+    """One rank is killed or stopped while others need it; the others write down their errors and times."""
     member = Member(rank, 4, folder, names, exchange_seconds=8.0)
     if rank == 0:
         put(member.ring, [group(0, 0)])
@@ -312,17 +312,17 @@ def without(rank: int, folder: str, names: Sequence[str], how: str) -> None:
         member.share(1)
     except RuntimeError as error:
         text = f"{time.monotonic() - begun}\n{type(error).__name__}\n{error}"
-        Path(folder, f"told-{rank}").write_text(text)
+        Path(folder, f"error-{rank}").write_text(text)
         os._exit(0)
 
 
 def undecided(rank: int, folder: str) -> None:
-    """Both ranks say that they are on node 0 of 2."""
+    """Both ranks claim to be on node 0 of 2."""
     gloo.join(rank, 2, folder)
     from megatron_webrl.trainer.exchange.node_topology import NodeTopology, NodeTopologyError
 
     try:
         NodeTopology.all_gather(0, 2)
     except NodeTopologyError as error:
-        Path(folder, f"told-{rank}").write_text(str(error))
+        Path(folder, f"error-{rank}").write_text(str(error))
     torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Two nodes as two rings of this machine: what ranks train on, what moves, who is missed."""
+"""Exchange between two nodes, simulated by two rings: training data, image transfers, failures."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def names() -> Iterator[list[str]]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Found]:
-    """Layout -> what each rank found."""
+    """Layout -> results of each rank."""
     folder = tmp_path_factory.mktemp("nodes")
     for names in make_rings():
         for layouts, ranks in ((node_ranks.PAIRS, 2), (node_ranks.FOURS, 4)):
@@ -56,7 +56,7 @@ LAYOUTS = pytest.mark.parametrize("layout", [*node_ranks.PAIRS, *node_ranks.FOUR
 
 
 @LAYOUTS
-def test_every_rank_trains_on_what_the_plan_says_byte_for_byte(found: Found, layout: str) -> None:
+def test_every_rank_trains_on_the_planned_data_byte_for_byte(found: Found, layout: str) -> None:
     assert all(rank["nodes"]["same"] for rank in found[layout])
     assert len({str(rank["nodes"]["groups"]) for rank in found[layout]}) == 1
     assert [ticket for ticket, _ in found[layout][0]["nodes"]["groups"]] != []
@@ -65,7 +65,7 @@ def test_every_rank_trains_on_what_the_plan_says_byte_for_byte(found: Found, lay
 
 
 @LAYOUTS
-def test_an_update_is_that_of_one_node_with_the_same_groups(found: Found, layout: str) -> None:
+def test_an_update_equals_that_of_one_node_with_the_same_groups(found: Found, layout: str) -> None:
     for rank in found[layout]:
         (metrics, gap), (expected, expected_gap) = rank["nodes"]["result"], rank["one"]["result"]
         assert metrics["gradient_norm"] > 0
@@ -101,7 +101,7 @@ def test_screenshots_move_only_to_ranks_that_need_them_and_are_counted(
     assert 0 < figures["nodes/other_mib"] < figures["nodes/images_mib"]
 
 
-def test_replicas_on_two_nodes_get_equally_much_to_do(found: Found) -> None:
+def test_replicas_on_two_nodes_get_equal_loads(found: Found) -> None:
     rows, tokens = found["dp2"][0]["nodes"]["rows"], found["dp2"][0]["nodes"]["tokens"]
     assert rows[::2] == rows[1::2]
     assert max(sum(tokens[::2]), sum(tokens[1::2])) < 0.6 * sum(tokens)
@@ -112,7 +112,7 @@ def test_trained_records_are_freed_in_both_rings(found: Found, layout: str) -> N
     assert [rank["nodes"]["left"] for rank in found[layout]] == [0] * len(found[layout])
 
 
-def test_a_node_that_brings_nothing_for_a_while_holds_nobody_up(names: list[str], tmp_path: Path) -> None:
+def test_a_node_without_groups_delays_no_other(names: list[str], tmp_path: Path) -> None:
     spawn(node_ranks.late, str(tmp_path), names, seconds=300)
     first, second = (torch.load(tmp_path / f"late-{rank}.pt") for rank in (0, 1))
     assert first["seen"] == second["seen"]
@@ -122,7 +122,7 @@ def test_a_node_that_brings_nothing_for_a_while_holds_nobody_up(names: list[str]
     assert first["left"] == second["left"] == 0
 
 
-def test_each_node_stores_its_successes_and_all_train_on_them_again(names: list[str], tmp_path: Path) -> None:
+def test_each_node_stores_its_successes_and_all_ranks_replay_them(names: list[str], tmp_path: Path) -> None:
     spawn(node_ranks.replayed, str(tmp_path), names, ranks=4, seconds=300)
     ranks = [torch.load(tmp_path / f"replayed-{rank}.pt") for rank in range(4)]
     wanted = {ticket: list(node_ranks.group(ticket, 0).trajectories[0].images) for ticket in (0, 20, 21, 22)}
@@ -137,26 +137,26 @@ def test_each_node_stores_its_successes_and_all_train_on_them_again(names: list[
         for ticket, index, images in ranks[2 * node]["stored"]:
             assert images == list(node_ranks.group(ticket, 0).trajectories[index].images)
     assert [group.ticket for group in recorded_groups.read_groups_of_version(folder, 0)] == [0, 20, 21, 22]
-    # What all nodes have, the screenshot that all episodes share, does not move.
+    # The screenshot shared by all episodes is on all nodes and is not transferred.
     own = {ticket: len(images[0]) for ticket, images in wanted.items()}
     assert ranks[0]["moved"] == 2 * own[0] + 2 * sum(own[ticket] for ticket in (20, 21, 22))
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "errors"),
     [
         ("killed", {0: "trainer-2 on node 1 is gone: ", 1: "trainer-", 3: "trainer-2 on node 1 is gone: "}),
         ("stopped", {0: "trainer-2 on node 1 did not receive a message within 8 s: "}),
         ("first", {1: "trainer-0 on node 0 is gone: ", 2: "trainer-0 on node 0 is gone: "}),
     ],
 )
-def test_who_is_missing_is_named_within_the_limit(
-    names: list[str], tmp_path: Path, how: str, told: dict[int, str]
+def test_a_missing_rank_is_named_within_the_limit(
+    names: list[str], tmp_path: Path, how: str, errors: dict[int, str]
 ) -> None:
     context = forks.start(node_ranks.without, str(tmp_path), names, how, ranks=4)
     deadline = time.monotonic() + 120
     try:
-        while not all((tmp_path / f"told-{rank}").is_file() for rank in told):
+        while not all((tmp_path / f"error-{rank}").is_file() for rank in errors):
             assert time.monotonic() < deadline, sorted(path.name for path in tmp_path.iterdir())
             time.sleep(0.05)
     finally:
@@ -164,15 +164,15 @@ def test_who_is_missing_is_named_within_the_limit(
             if process.is_alive():
                 os.kill(process.pid, signal.SIGKILL)
             process.join()
-    for rank, words in told.items():
-        seconds, kind, text = (tmp_path / f"told-{rank}").read_text().split("\n", 2)
+    for rank, expected in errors.items():
+        seconds, kind, text = (tmp_path / f"error-{rank}").read_text().split("\n", 2)
         assert kind == "RankMessageError"
-        assert text.startswith(words)
+        assert text.startswith(expected)
         assert "\n" not in text
         assert float(seconds) < 14.0
 
 
-def test_ranks_that_leave_a_node_out_are_told_to_name_theirs(tmp_path: Path) -> None:
+def test_a_node_without_a_rank_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     spawn(node_ranks.undecided, str(tmp_path), seconds=300)
     for rank in (0, 1):
-        assert "no trainer rank is on node 1 of cluster.nodes=2" in (tmp_path / f"told-{rank}").read_text()
+        assert "no trainer rank is on node 1 of cluster.nodes=2" in (tmp_path / f"error-{rank}").read_text()

@@ -1,4 +1,4 @@
-"""Where sequences are computed: at home, unless that leaves others with too little to do."""
+"""Assignment of sequences to nodes: near their images, with balanced loads."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def sites(of_replica: Sequence[NodeSet], homes: Mapping[bytes, int]) -> ReplicaN
 
 
 def at_home(shapes: Sequence[tuple[int, int, float]], nodes: int) -> tuple[list[MergedSequence], dict[bytes, int]]:
-    """Chains of one screenshot each, which is on the given node."""
+    """Sequences of one screenshot each, which is on the given node."""
     chains = [chain(length, temperature, (shot(i),)) for i, (length, _, temperature) in enumerate(shapes)]
     return chains, {shot(i): node % nodes for i, (_, node, _) in enumerate(shapes)}
 
 
-def test_what_is_spread_evenly_stays_where_it_is() -> None:
+def test_balanced_sequences_stay_on_their_nodes() -> None:
     chains, homes = at_home([(100, i % 2, 1.0) for i in range(10)], 2)
     assert assign_to_nodes(chains, [1.0] * 10, sites([ONE, TWO], homes)) == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
 
 
-def test_a_site_with_twice_the_replicas_gets_twice_as_much() -> None:
+def test_a_node_set_with_twice_the_replicas_gets_twice_the_load() -> None:
     chains, homes = at_home([(100, 0, 1.0)] * 12, 2)
     one, two = assign_to_nodes(chains, [1.0] * 12, sites([ONE, TWO, TWO], homes))
     assert (len(one), len(two)) == (4, 8)
 
 
-def test_what_is_on_both_nodes_moves_rather_than_what_would_have_to_be_sent() -> None:
+def test_sequences_with_images_on_both_nodes_move_first() -> None:
     chains, homes = at_home([(100, 0, 1.0)] * 8, 2)
     chains[2:4] = [chain(100), chain(100)]  # without screenshots
     _, two = assign_to_nodes(chains, [1.0] * 8, sites([ONE, TWO], homes))
@@ -53,7 +53,7 @@ def test_what_is_on_both_nodes_moves_rather_than_what_would_have_to_be_sent() ->
     assert len(two) == 4
 
 
-def test_many_sequences_are_assigned_in_no_time() -> None:
+def test_many_sequences_are_assigned_quickly() -> None:
     chains = [
         chain(100, images=tuple(shot(10 * (i // 10) + max(0, i % 10 - j)) for j in range(4))) for i in range(2000)
     ]
@@ -75,7 +75,7 @@ def test_sequences_that_share_screenshots_move_together() -> None:
 
 @settings(deadline=None)
 @given(SHAPES, st.integers(1, 3), st.integers(1, 3))
-def test_all_are_assigned_once_and_no_move_would_make_it_more_even(
+def test_each_sequence_is_assigned_once_and_no_move_improves_the_balance(
     shapes: list[tuple[int, int, float]], first: int, second: int
 ) -> None:
     chains, homes = at_home(shapes, 2)
@@ -97,7 +97,7 @@ def test_all_are_assigned_once_and_no_move_would_make_it_more_even(
     st.lists(st.sampled_from([ONE, TWO, BOTH]), min_size=1, max_size=5),
     st.integers(1, 2),
 )
-def test_rows_of_several_sites_are_complete_within_their_limit_and_equally_many(
+def test_packing_on_several_nodes_is_complete_within_the_limit_and_even(
     shapes: list[tuple[int, int, float]], limit: int, places: list[NodeSet], multiple: int
 ) -> None:
     chains, homes = at_home(shapes, 2)

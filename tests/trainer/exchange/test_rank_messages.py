@@ -1,4 +1,4 @@
-"""Messages as bytes, and outlines of episodes."""
+"""Message encoding, stripped trajectories, and the broadcast tree."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.trajectories import screenshot, trajectory
 
 
 @pytest.mark.parametrize("blobs", [(), (b"",), (b"one", memoryview(b"three"), bytearray(7))])
-def test_a_message_comes_out_as_it_went_in(blobs: tuple[bytes, ...]) -> None:
-    message = unpack_message(pack_message({"order": "look", "done": [1, 2]}, blobs), "trainer-1")
-    assert message.content == {"order": "look", "done": [1, 2]}
+def test_messages_round_trip(blobs: tuple[bytes, ...]) -> None:
+    message = unpack_message(pack_message({"request": "poll", "free": [1, 2]}, blobs), "trainer-1")
+    assert message.content == {"request": "poll", "free": [1, 2]}
     assert [bytes(blob) for blob in message.blobs] == [bytes(blob) for blob in blobs]
     assert dict.fromkeys(message.blobs).keys() == set(map(bytes, blobs))
 
@@ -36,7 +36,7 @@ def test_a_damaged_message_names_its_sender(spoil) -> None:
         unpack_message(spoil(bytes(pack_message([1, 2, 3], [b"blob"]))), "trainer-3 on node 1")
 
 
-def test_an_outline_is_a_record_that_names_its_screenshots() -> None:
+def test_a_stripped_trajectory_is_a_record_with_image_keys() -> None:
     whole = replace(trajectory(3, 1, steps=2), images=(screenshot(1), screenshot(2), screenshot(1)))
     record = b"".join(encode_trajectory(strip_images(whole)))
     assert len(record) < len(b"".join(encode_trajectory(whole))) - sum(map(len, whole.images)) + 3 * IMAGE_KEY_BYTES + 8
@@ -49,7 +49,7 @@ def test_an_outline_is_a_record_that_names_its_screenshots() -> None:
     assert b"".join(encode_trajectory(again)) == b"".join(encode_trajectory(whole))
 
 
-def test_every_rank_hears_of_the_first_one_and_of_nobody_twice() -> None:
+def test_the_broadcast_tree_reaches_every_rank_once() -> None:
     of = (0, 1, 2, 0, 4, 3, 1, 4, 5, 0)
     heard = {0}
     told: list[int] = []

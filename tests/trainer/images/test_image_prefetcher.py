@@ -1,4 +1,4 @@
-"""Pixels made ahead: the same bits as made on the spot, in bounded memory, whatever becomes of a worker."""
+"""Prefetched pixels: bit-identical to the processor's, in bounded memory, despite worker crashes."""
 
 from __future__ import annotations
 
@@ -109,12 +109,12 @@ def encoded(width: int, height: int, kind: str) -> bytes:
 
 
 def killed(pid: int) -> None:
-    """A child that is dead and waits to be noticed."""
+    """Kill a child and leave it unreaped."""
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
-def test_pixels_made_ahead_are_bit_for_bit_those_of_the_processor(make: Make) -> None:
+def test_prefetched_pixels_equal_the_processors_bit_for_bit(make: Make) -> None:
     bench = make()
     pictures = [
         encoded(w, h, k) for w, h, k in ((64, 64, "PNG"), (160, 224, "JPEG"), (150, 210, "WEBP"), (300, 90, "PNG"))
@@ -131,7 +131,7 @@ def test_pixels_made_ahead_are_bit_for_bit_those_of_the_processor(make: Make) ->
     assert bench.allocator.used_bytes == 0
 
 
-def test_rows_are_the_same_with_and_without_workers(make: Make, tiny_model: Path) -> None:
+def test_microbatches_are_equal_with_and_without_workers(make: Make, tiny_model: Path) -> None:
     bench, cost = make(), FlopsEstimator.from_hf_config(load_hf_config(tiny_model))
     samples = [*episode(bench.processor, 0, (4, 3, 2)), *episode(bench.processor, 1, (4,), images=3)]
     for rank in range(2):
@@ -156,7 +156,7 @@ def test_rows_are_the_same_with_and_without_workers(make: Make, tiny_model: Path
     assert bench.allocator.used_bytes == 0
 
 
-def test_a_builder_foresees_the_images_of_its_own_rows_only(make: Make) -> None:
+def test_only_a_packer_that_encodes_all_images_prefetches(make: Make) -> None:
     bench, cost = make(), FlopsEstimator(1, 1, 1, 1, 1)
     samples = episode(bench.processor, 0, (4, 3, 2))
     for replicas in (2, 1):
@@ -171,7 +171,7 @@ def test_a_builder_foresees_the_images_of_its_own_rows_only(make: Make) -> None:
     assert bench.pool.submitted == 4
 
 
-def test_images_wait_for_room_and_those_needed_last_make_it(make: Make) -> None:
+def test_images_wait_for_room_and_those_needed_last_are_freed(make: Make) -> None:
     bench, pictures = make(blocks=3), shots(8)
     rows = [[pictures[i], pictures[(i + 1) % 8]] for i in range(8)]
     made = [bench.schedule(*images, passes=3) for images in rows]
@@ -184,7 +184,7 @@ def test_images_wait_for_room_and_those_needed_last_make_it(make: Make) -> None:
     assert bench.pool.submitted < 3 * 8 + 3  # some of each pass were kept for the next one
 
 
-def test_rows_may_come_in_another_order_and_more_often_than_announced(make: Make) -> None:
+def test_pixels_may_be_used_in_another_order_and_more_often_than_scheduled(make: Make) -> None:
     bench, pictures = make(blocks=3), shots(5)
     made = [bench.schedule(picture) for picture in pictures]
     for place in (4, 0, 2, 2, 1, 3, 4):
@@ -192,7 +192,7 @@ def test_rows_may_come_in_another_order_and_more_often_than_announced(make: Make
     assert bench.allocator.used_bytes == 0
 
 
-def test_what_was_foreseen_is_cut_before_its_row_is_announced_and_makes_room_for_others(make: Make) -> None:
+def test_prefetched_images_are_cut_before_scheduling_and_make_room_for_others(make: Make) -> None:
     bench, pictures, others = make(blocks=3), shots(3), shots(3, first=10)
     (grid,) = bench.processor.grids(pictures[:1]).tolist()
     bench.prefetcher.prefetch([(picture, tuple(grid)) for picture in pictures], "ticket 7, episode 0")
@@ -203,7 +203,7 @@ def test_what_was_foreseen_is_cut_before_its_row_is_announced_and_makes_room_for
     assert bench.pool.submitted == 6
 
 
-def test_more_images_than_a_worker_takes_at_a_time_come_right(make: Make) -> None:
+def test_more_images_than_fit_into_a_workers_queue_are_cut(make: Make) -> None:
     bench, pictures = make(blocks=4000), shots(40)
     (pid,) = bench.pool.pids
     os.kill(pid, signal.SIGSTOP)
@@ -218,7 +218,7 @@ def test_more_images_than_a_worker_takes_at_a_time_come_right(make: Make) -> Non
     assert bench.allocator.used_bytes == 0
 
 
-def test_what_a_killed_worker_had_in_hand_is_done_by_another(make: Make) -> None:
+def test_the_jobs_of_a_killed_worker_are_repeated(make: Make) -> None:
     bench, pictures = make(), shots(4)
     (pid,) = bench.pool.pids
     os.kill(pid, signal.SIGSTOP)
@@ -228,7 +228,7 @@ def test_what_a_killed_worker_had_in_hand_is_done_by_another(make: Make) -> None
     assert bench.pool.pids != [pid]
 
 
-def test_an_image_that_ends_two_workers_is_named_and_the_others_are_made(make: Make) -> None:
+def test_an_image_that_crashes_two_workers_fails_alone(make: Make) -> None:
     bench, (picture,) = make(), shots(1)
     source, target = bench.allocator.allocate(len(picture)), bench.allocator.allocate(SIDE * SIDE * 3)
     assert source is not None
@@ -250,7 +250,7 @@ def test_an_image_that_ends_two_workers_is_named_and_the_others_are_made(make: M
     assert found == {0: "2 worker processes crashed while decoding it; the last one exited with code 1", 1: ""}
 
 
-def test_workers_that_never_live_end_the_job_with_their_last_words(processor: Processor, tmp_path: Path) -> None:
+def test_a_worker_that_keeps_crashing_is_an_error_with_its_last_log_line(processor: Processor, tmp_path: Path) -> None:
     arena = SharedMemoryAllocator(4 * BLOCK)
     os.close(arena.fd)
     arena.fd = os.open(os.devnull, os.O_RDWR)  # no memory to map
@@ -264,7 +264,7 @@ def test_workers_that_never_live_end_the_job_with_their_last_words(processor: Pr
         ImageWorkerError,
         match=f"image worker 0 crashed {MAX_CONSECUTIVE_CRASHES} times in a row; .*exited with code 1.*Error",
     ):
-        until(collected, "a worker that works")
+        until(collected, "a working worker")
     arena.close()
 
 
@@ -282,7 +282,7 @@ def test_an_image_that_cannot_be_decoded_is_named(make: Make) -> None:
         builder.build([sample, broken], "constant", 10)
 
 
-def test_an_image_larger_than_the_memory_is_an_error_that_says_so(make: Make) -> None:
+def test_an_image_larger_than_the_buffer_is_refused(make: Make) -> None:
     row = make(blocks=1).schedule(screenshot(0, 2 * SIDE, SIDE))
     with pytest.raises(
         ImagePreparationError, match=r"takes 0\.\d MiB, but the image buffer has 0\.\d MiB; raise rollout.max_model_len"
@@ -290,7 +290,7 @@ def test_an_image_larger_than_the_memory_is_an_error_that_says_so(make: Make) ->
         row()
 
 
-def test_waiting_is_counted_and_ends_with_the_name_of_the_worker_waited_for(make: Make) -> None:
+def test_waiting_is_measured_and_a_timeout_names_the_worker(make: Make) -> None:
     bench, (first, second) = make(seconds=0.6), shots(2)
     row, (pid,) = bench.schedule(first), bench.pool.pids
     bench.pool.wait(LIMIT)
@@ -339,7 +339,7 @@ def test_a_worker_needs_neither_torch_nor_transformers() -> None:
     assert made.stdout.strip() == "set()"
 
 
-def test_blocks_never_overlap_and_all_room_comes_back() -> None:
+def test_blocks_never_overlap_and_all_memory_is_freed() -> None:
     arena, chance, blocks = SharedMemoryAllocator(2**16), random.Random(0), {}
     for _ in range(3000):
         size = chance.randint(1, 9000)
@@ -361,6 +361,6 @@ def test_blocks_never_overlap_and_all_room_comes_back() -> None:
     arena.close()
 
 
-def test_a_cut_tells_how_many_bytes_it_makes(processor: Processor) -> None:
+def test_the_patchifier_knows_its_output_size(processor: Processor) -> None:
     assert processor.patchifier == Patchifier(16, 2)
     assert processor.patchifier.image_bytes((1, 4, 6)) == 64 * 96 * 3
