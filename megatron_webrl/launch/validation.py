@@ -70,7 +70,8 @@ def _check_hang(config: Config) -> None:
     ):
         if 0 < config.run.hang_timeout_seconds <= seconds:
             raise ConfigError(
-                f"run.hang_timeout_seconds={config.run.hang_timeout_seconds:g} is not above {name}, {seconds:g}, for which a role may "
+                f"run.hang_timeout_seconds={config.run.hang_timeout_seconds:g} is not above {name}, {seconds:g}, for "
+                "which a role may "
                 "be silent; raise it, or set it to 0 for no limit"
             )
 
@@ -153,7 +154,8 @@ def _check_warm_start(config: Config) -> None:
     settings = config.trainer.warm_start
     if settings.premature_submit_probability and config.tasks.source != "miniwob":
         raise ConfigError(
-            f"trainer.warm_start.premature_submit_probability={settings.premature_submit_probability}, but only scripts of tasks.source=miniwob submit too early; "
+            f"trainer.warm_start.premature_submit_probability={settings.premature_submit_probability}, but only "
+            "scripts of tasks.source=miniwob submit too early; "
             "set it to 0"
         )
     if not settings.demonstrations_file:
@@ -164,7 +166,8 @@ def _check_warm_start(config: Config) -> None:
         )
     if not Path(settings.demonstrations_file).is_file():
         raise ConfigError(
-            f"trainer.warm_start.demonstrations_file={settings.demonstrations_file} is not a file; write one with `webrl demonstrate`"
+            f"trainer.warm_start.demonstrations_file={settings.demonstrations_file} is not a file; write one with "
+            "`webrl demonstrate`"
         )
 
 
@@ -176,7 +179,8 @@ def _check_loss(config: Config) -> None:
         )
     if loss.raft_versions and loss.name != "raft":
         raise ConfigError(
-            f"trainer.loss.raft_versions={loss.raft_versions} has no effect with trainer.loss.name={loss.name}; use raft"
+            f"trainer.loss.raft_versions={loss.raft_versions} has no effect with trainer.loss.name={loss.name}; use "
+            "raft"
         )
     if reward.length_penalty and reward.length_window > config.rollout.max_new_tokens:
         raise ConfigError(
@@ -187,7 +191,8 @@ def _check_loss(config: Config) -> None:
     if config.run.resume and loss.kl_coefficient and config.trainer.warm_start.demonstrations and not stored:
         raise ConfigError(
             f"trainer.loss.kl_coefficient={loss.kl_coefficient} refers to the weights after the warm start, but "
-            f"{config.reference_weights_folder} does not hold them: a run stores them only if it begins with the penalty; "
+            f"{config.reference_weights_folder} does not hold them: a run stores them only if it begins with the "
+            "penalty; "
             "set it to 0"
         )
 
@@ -212,5 +217,6 @@ def _check_ring(config: Config) -> None:
     size = status.f_blocks * status.f_frsize // 2**20
     if config.ring.capacity_mib > size:
         raise ConfigError(
-            f"ring.capacity_mib={config.ring.capacity_mib} exceeds the {size} MiB of {SHARED_MEMORY}; lower it or enlarge {SHARED_MEMORY}"
+            f"ring.capacity_mib={config.ring.capacity_mib} exceeds the {size} MiB of {SHARED_MEMORY}; lower it or "
+            f"enlarge {SHARED_MEMORY}"
         )

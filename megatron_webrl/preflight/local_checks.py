@@ -54,8 +54,9 @@ def check_shared_memory(config: Config, placement: Placement) -> None:
     free = status.f_bavail * status.f_frsize // 2**20
     if free < needed:
         raise CheckFailed(
-            f"{SHARED_MEMORY} has {free} MiB free, but ring.capacity_mib and the image buffers of {ranks} trainer ranks "
-            f"need {needed}; enlarge it (mount -o remount,size=...), remove files there, or lower ring.capacity_mib"
+            f"{SHARED_MEMORY} has {free} MiB free, but ring.capacity_mib and the image buffers of {ranks} trainer "
+            f"ranks need {needed}; enlarge it (mount -o remount,size=...), remove files there, or lower "
+            "ring.capacity_mib"
         )
 
 
@@ -100,8 +101,8 @@ def check_cores(config: Config, placement: Placement) -> None:
     missing = sorted({core for process in placement.on_node(0) for core in process.cores} - mine)
     if missing:
         raise CheckFailed(
-            f"{len(missing)} cores of cluster.numa_cores, core {missing[0]} first, are not among the {len(mine)} of this "
-            "job; ask for whole nodes (--exclusive), or correct cluster.numa_cores"
+            f"{len(missing)} cores of cluster.numa_cores, core {missing[0]} first, are not among the {len(mine)} of "
+            "this job; ask for whole nodes (--exclusive), or correct cluster.numa_cores"
         )
 
 

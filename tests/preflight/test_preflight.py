@@ -272,8 +272,8 @@ def test_a_job_leaves_a_bad_node_out(tmp_path: Path, monkeypatch: pytest.MonkeyP
             folder = tmp_path / str(nodes)
             folder.mkdir()
             job = submit(
-                cluster, folder, "train_cpu.sh", *overrides(folder, f"checked{os.getpid()}"), *sizes, "ring.capacity_mib=16",
-                "trainer.image_workers=0", options=(f"--nodes={nodes}",), STUB_COMMAND=PAYLOAD,
+                cluster, folder, "train_cpu.sh", *overrides(folder, f"checked{os.getpid()}"), *sizes,
+                "ring.capacity_mib=16", "trainer.image_workers=0", options=(f"--nodes={nodes}",), STUB_COMMAND=PAYLOAD,
             )  # fmt: skip
             assert cluster.wait(job, 240) == state, log(folder)
             assert f"job: n2 is left out: browser: {program} shows no page: exit code 9" in log(folder)
