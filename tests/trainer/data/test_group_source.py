@@ -239,15 +239,15 @@ def test_each_counted_episode_is_logged_with_its_disposition(ring: Ring, tmp_pat
 
 
 def test_on_ready_is_called_when_a_group_becomes_trainable(ring: Ring):
-    told: list[int] = []
+    ready: list[int] = []
     source = GroupSource(
-        ring, Config(), ResumePoint.for_new_job(), Accounting(), on_ready=lambda group: told.append(group.ticket)
+        ring, Config(), ResumePoint.for_new_job(), Accounting(), on_ready=lambda group: ready.append(group.ticket)
     )
     put(ring, 0, [1.0, 0.0])
     put(ring, 1, [1.0, 1.0])  # without variance
     ring.write(encode_trajectory(trajectory(2, 0)), 1.0)  # not whole
     source.poll(0)
-    assert told == [0]
+    assert ready == [0]
     ring.write(encode_trajectory(trajectory(2, 1, reward=1.0)), 1.0)
     source.poll(0)
-    assert told == [0, 2]
+    assert ready == [0, 2]

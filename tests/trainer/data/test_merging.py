@@ -72,7 +72,7 @@ def test_a_step_joins_the_longest_sequence_that_it_extends() -> None:
     chains = merge_prefixes([third, other, second, first], PLACEHOLDERS)
     assert sizes(chains) == [1, 3]
     aside = step(np.concatenate([first.prompt, first.response, words(9, 2)]), words(8, 2))
-    chains = merge_prefixes([first, aside, second, third], PLACEHOLDERS)  # two steps go on from the first
+    chains = merge_prefixes([first, aside, second, third], PLACEHOLDERS)  # two steps extend the first
     assert sizes(chains) == [2, 2]
     assert sum(len(chain.response_positions) for chain in chains) == sum(
         len(s.response) for s in (first, aside, second, third)

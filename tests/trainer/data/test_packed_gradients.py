@@ -65,7 +65,7 @@ def test_merging_computes_shared_tokens_and_encodes_shared_images_once(
     found: dict[str, dict[str, Any]], tiny_model: Path
 ) -> None:
     samples = packing_ranks.make_samples(Processor.load(tiny_model))
-    last = [samples[i] for i in (2, 4, 7, 8)]  # of each episode; they hold the others
+    last = [samples[i] for i in (2, 4, 7, 8)]  # the last step of each episode, which contains the others
     alone, merged, together = (
         found[way] for way in ("one by one", "merged, more rows than samples", "merged, one row")
     )
@@ -83,7 +83,7 @@ def test_steps_of_the_append_policy_score_the_same_merged_into_segments(folder: 
     samples = packing_ranks.appended_samples(Processor.load(tiny_model))
     assert (alone["rows"], merged["rows"]) == ([5], [1])
     assert alone["tokens"] == sum(sample.length for sample in samples)
-    assert merged["tokens"] == samples[2].length + samples[4].length  # the last of each stretch
+    assert merged["tokens"] == samples[2].length + samples[4].length  # the last step of each segment
     assert merged["patches"] == sum(patches(samples[i]) for i in (2, 4))
     assert torch.equal(alone["marks"], merged["marks"])
     assert (alone["logprobs"] - merged["logprobs"]).abs().max() < 1e-5

@@ -17,7 +17,7 @@ from tests.trainer.grown import step
 
 COST = FlopsEstimator(
     per_token=3e9, per_token_pair=2e5, per_scored_token=6e8, per_patch=1e9, per_patch_pair=1e5
-)  # near those of the 2B model
+)  # similar to the 2B model
 LENGTHS = st.lists(st.tuples(st.integers(2, 500), st.sampled_from([1.0, 0.7])), min_size=1, max_size=60)
 
 

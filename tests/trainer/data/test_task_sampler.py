@@ -81,7 +81,7 @@ def test_an_update_tells_what_the_sampler_knows(found, sampler: str) -> None:
     assert len(figures) == 3 * len(SKILL)
     assert sum(figures[f"sampler/probability/{name}"] for name in SKILL) == pytest.approx(1)
     assert figures["sampler/pass_rate/click-test"] > figures["sampler/pass_rate/enter-text"]
-    # The figures are those of the moment before the update's own groups are closed.
+    # The metrics are taken before the update's own groups are closed.
     assert sum(figures[f"sampler/closed_tickets/{name}"] for name in SKILL) == run["base"] - 3
 
 

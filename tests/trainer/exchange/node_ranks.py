@@ -97,8 +97,6 @@ def _update_of_one(config: Config, platform: Any) -> dict[str, Any]:
 def _update(config: Config, platform: Any, names: Sequence[str], layout: Layout) -> dict[str, Any]:
     from megatron_webrl.trainer.accounting import Accounting
     from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
-    from megatron_webrl.trainer.data.batching import minibatches, training_samples
-    from megatron_webrl.trainer.data.flops import unique_images
     from megatron_webrl.trainer.data.group_source import GroupSource
     from megatron_webrl.trainer.exchange.multi_node_exchange import MultiNodeExchange, make_exchange
     from megatron_webrl.trainer.exchange.node_topology import NodeTopology
@@ -120,26 +118,8 @@ def _update(config: Config, platform: Any, names: Sequence[str], layout: Layout)
     groups = rings.broadcast_groups(taken)
     assert isinstance(groups, list)
 
-    # Compare the training data with the plan and with the written data, byte for byte.
-    originals = {image_key(i): i for g in make_groups(config, len(HOMES)) for t in g.trajectories for i in t.images}
-    parts = minibatches(
-        training_samples(groups, config, VERSION), config.trainer.minibatches, config.run.seed + VERSION
-    )
-    plans = [builder._plan(part, "constant", 10) for part in parts]
-    built = builder.build_all(parts, "constant", 10)
-    mine: list[bytes] = []
-    same = True
-    for plan, rows in zip(plans, built, strict=True):
-        for planned, row in zip(plan[builder.data_parallel_rank], rows, strict=True):
-            tokens = torch.cat([torch.from_numpy(chain.tokens) for chain in planned.sequences])
-            same &= torch.equal(row.inputs.tokens, tokens.long())
-            unique = [bytes(name) for name, _ in unique_images(planned.sequences)]
-            encoded = [unique[i] for i in row.inputs.local_images.tolist()]
-            if encoded:
-                expected = builder.processor.pixels([originals[name] for name in encoded])[0]
-                same &= torch.equal(row.inputs.load_pixels(), expected)
-            mine += encoded
-    brought = {bytes(name) for name in rings.image_cache._images} - _at_home(config, nodes.node, image_key)
+    check = _compare_with_plan(builder, groups, config)
+    fetched = {bytes(key) for key in rings.image_cache._images} - _local_keys(config, nodes.node, image_key)
     figures = rings.pop_metrics()
 
     result = train_batch(learner, builder, config, groups, VERSION)
@@ -151,18 +131,46 @@ def _update(config: Config, platform: Any, names: Sequence[str], layout: Layout)
     left = Ring.attach(names[nodes.node]).usage().records
     builder.close()
     return {
-        "result": result, "same": same, "mine": sorted(set(mine)), "brought": sorted(brought), "figures": figures,
+        "result": result, "fetched": sorted(fetched), "figures": figures,
         "left": left, "weights": {name: tensor.clone() for name, tensor in hf_tensors(learner.models)},
-        "rows": [len(part) for plan in plans for part in plan],
-        "tokens": [sum(c.length for row in part for c in row.sequences) for plan in plans for part in plan],
-        "groups": [(g.ticket, [t.index for t in g.trajectories]) for g in groups],
+        "groups": [(g.ticket, [t.index for t in g.trajectories]) for g in groups], **check,
     }  # fmt: skip
 
 
-def _at_home(config: Config, node: int, name_of: Any) -> set[bytes]:
+def _compare_with_plan(builder: Any, groups: Sequence[Group], config: Config) -> dict[str, Any]:
+    """Compare this rank's training data with the plan and with the written data, byte for byte."""
+    from megatron_webrl.trainer.data.batching import minibatches, training_samples
+    from megatron_webrl.trainer.data.flops import unique_images
+    from megatron_webrl.trainer.images.image_keys import image_key
+
+    originals = {image_key(i): i for g in make_groups(config, len(HOMES)) for t in g.trajectories for i in t.images}
+    samples = training_samples(groups, config, VERSION)
+    parts = minibatches(samples, config.trainer.minibatches, config.run.seed + VERSION)
+    plans = [builder._plan(part, "constant", 10) for part in parts]
+    built = builder.build_all(parts, "constant", 10)
+    mine: list[bytes] = []
+    same = True
+    for plan, microbatches in zip(plans, built, strict=True):
+        for planned, microbatch in zip(plan[builder.data_parallel_rank], microbatches, strict=True):
+            inputs = microbatch.inputs
+            tokens = torch.cat([torch.from_numpy(sequence.tokens) for sequence in planned.sequences])
+            same &= torch.equal(inputs.tokens, tokens.long())
+            unique = [bytes(key) for key, _ in unique_images(planned.sequences)]
+            encoded = [unique[i] for i in inputs.local_images.tolist()]
+            if encoded:
+                expected = builder.processor.pixels([originals[key] for key in encoded])[0]
+                same &= torch.equal(inputs.load_pixels(), expected)
+            mine += encoded
+    return {
+        "same": same, "mine": sorted(set(mine)), "rows": [len(part) for plan in plans for part in plan],
+        "tokens": [sum(s.length for each in part for s in each.sequences) for plan in plans for part in plan],
+    }  # fmt: skip
+
+
+def _local_keys(config: Config, node: int, key_of: Any) -> set[bytes]:
     groups = make_groups(config, len(HOMES))
     return {
-        name_of(i)
+        key_of(i)
         for home, group in zip(HOMES, groups, strict=True)
         for each in group.trajectories
         for i in each.images
@@ -283,14 +291,14 @@ def replayed(rank: int, folder: str, names: Sequence[str]) -> None:
     member.share(1, 1)
     drawn = replay.sample(1)
     wanted = {r: [bytes(i) for g in drawn for i in g.trajectories[0].images] for r in range(4)}
-    brought = rings.image_cache.fetch(wanted)
+    transferred = rings.image_cache.fetch(wanted)
     found = {
         "drawn": sorted((g.ticket, g.trajectories[0].index) for g in drawn),
         "images": {
             g.ticket: [bytes(rings.image_cache.get(bytes(i))) for i in g.trajectories[0].images] for g in drawn
         },
         "stored": [(t.ticket, t.index, [bytes(i) for i in t.images]) for t in stored],
-        "moved": brought.transferred_bytes, "needed": brought.needed_bytes,
+        "moved": transferred.transferred_bytes, "needed": transferred.needed_bytes,
     }  # fmt: skip
     rings.finish_collecting()
     torch.save(found, f"{folder}/replayed-{rank}.pt")

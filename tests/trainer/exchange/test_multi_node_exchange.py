@@ -90,7 +90,7 @@ def test_screenshots_move_only_to_ranks_that_need_them_and_are_counted(
     moved = needed = 0
     for node, rank in zip(nodes, found[layout], strict=True):
         foreign = {name for name in rank["nodes"]["mine"] if homes[name] != node}
-        assert foreign == set(rank["nodes"]["brought"])
+        assert foreign == set(rank["nodes"]["fetched"])
         moved += sum(map(image_size, foreign))
         needed += sum(map(image_size, rank["nodes"]["mine"]))
     figures = found[layout][0]["nodes"]["figures"]

@@ -51,15 +51,14 @@ def test_a_stripped_trajectory_is_a_record_with_image_keys() -> None:
 
 def test_the_broadcast_tree_reaches_every_rank_once() -> None:
     of = (0, 1, 2, 0, 4, 3, 1, 4, 5, 0)
-    heard = {0}
-    told: list[int] = []
+    reached = [0]
     for rank in range(len(of)):
         nodes = NodeTopology(of, rank)
-        above, below = nodes.broadcast_tree(rank)
-        told += below
-        assert (above is None) == (rank == 0)
-        for other in below:
+        parent, children = nodes.broadcast_tree(rank)
+        reached += children
+        assert (parent is None) == (rank == 0)
+        for other in children:
             assert NodeTopology(of, other).broadcast_tree(other)[0] == rank
-    assert sorted([*heard, *told]) == list(range(len(of)))
+    assert sorted(reached) == list(range(len(of)))
     assert NodeTopology(of, 3).node_leaders == (0, 1, 2, 4, 5, 8)
     assert NodeTopology(of, 6).other_ranks_on_node(1) == (6,)
