@@ -24,6 +24,7 @@ from playwright.async_api import BrowserContext, Route, WebSocketRoute
 from playwright.async_api import Error as PlaywrightError
 
 from megatron_webrl.browser.egress.egress_policy import EgressDenied, split_url
+from megatron_webrl.browser.egress.http1 import FRAMING_HEADERS
 from megatron_webrl.browser.egress.network_access import NetworkAccess
 from megatron_webrl.browser.errors import NotRecorded
 from megatron_webrl.browser.page.step_messages import shorten
@@ -36,7 +37,7 @@ MAX_REDIRECTS = 20
 MAX_URL = 120  # characters of a URL in a message
 _BOUNDARY = re.compile(r'boundary="?([^";]+)')
 # Responses are replayed decoded and in one piece.
-_FRAMING = frozenset({"content-encoding", "content-length", "transfer-encoding", "connection", "keep-alive"})
+_DROPPED_HEADERS = FRAMING_HEADERS | {"content-encoding", "connection", "keep-alive"}
 
 RequestKey = tuple[str, str, str]
 """Method, URL without fragment, digest of the body."""
@@ -213,7 +214,7 @@ def _recorded_response(url: str, response: dict[str, Any]) -> RecordedResponse:
         name, value = header["name"].lower(), header["value"]
         if name == "set-cookie" and name in headers:
             headers[name] += "\n" + value
-        elif name not in _FRAMING and not name.startswith(":"):
+        elif name not in _DROPPED_HEADERS and not name.startswith(":"):
             headers[name] = value
     content = response.get("content", {})
     text, encoded = content.get("text", ""), content.get("encoding") == "base64"

@@ -6,7 +6,6 @@ import base64
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
@@ -15,6 +14,7 @@ from playwright.async_api import Browser, BrowserContext, CDPSession, Page
 from megatron_webrl.browser.chromium import proxy_settings
 from megatron_webrl.browser.egress.egress_policy import EgressPolicy, Endpoint, declared_endpoints, direct_endpoints
 from megatron_webrl.browser.page import settle
+from megatron_webrl.browser.process_memory import resident_mib
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.types import TaskSite
 
@@ -125,12 +125,5 @@ def cpu_seconds() -> float:
 
 
 def proportional_mib() -> float:
-    """Memory of the processes below, MiB; what several share counts once (proportional set size)."""
-    kib = 0
-    for process in child_processes():
-        try:
-            lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        kib += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return kib / 1024
+    """Memory of the child processes in MiB; memory shared by several counts once (proportional set size)."""
+    return resident_mib(process.pid for process in child_processes())
