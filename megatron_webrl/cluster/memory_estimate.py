@@ -1,12 +1,12 @@
-"""How much memory of a GPU each role needs, estimated from the configuration and the model's config.json.
+"""Estimate the GPU memory of each role from the configuration and the model's config.json.
 
-Parameters, gradients, optimiser state, an engine's weights and a token's share of the KV cache follow from shapes and
-are exact but for padding. What the forward pass keeps for the backward pass is counted from the tensors that the code
-of model/ saves; buffers of libraries are a fixed reserve. Nothing of it was measured on GPUs.
+Parameters, gradients, optimiser state, engine weights and KV cache per token follow from shapes and are exact except
+for padding. Activations are counted from the tensors that the code of model/ saves for the backward pass; library
+buffers are a fixed reserve. The estimate was never compared with a GPU.
 
-Assumed of a row (trainer.tokens_per_microbatch): half of its tokens stand for images, each its own, shared out evenly;
-the scored share of its tokens is rollout.max_new_tokens of rollout.max_model_len; the busiest rank gets half as many
-tokens again for its experts as the mean.
+Assumptions for a packed sequence of trainer.tokens_per_microbatch tokens: half of them belong to images, all different
+and spread evenly; the scored fraction is rollout.max_new_tokens / rollout.max_model_len; the busiest rank gets 1.5
+times the mean number of tokens for its experts.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from megatron_webrl.model.layer_split import split_layers
 from megatron_webrl.model.parameter_counts import ParameterCounts, TextDimensions, count_parameters
 
 GIB = 2**30
-IMAGE_TOKEN_FRACTION = 0.5  # of a row's tokens
+IMAGE_TOKEN_FRACTION = 0.5  # of the tokens of a packed sequence
 EXPERT_IMBALANCE = 1.5
-TRAINER_RESERVE_BYTES = 4 * GIB  # CUDA context, communicators, workspaces, and what the allocator cannot use
-ENGINE_RESERVE_BYTES = 4 * GIB  # the same, vLLM's captured graphs and its activations
+TRAINER_RESERVE_BYTES = 4 * GIB  # CUDA context, communicators, workspaces, fragmentation
+ENGINE_RESERVE_BYTES = 4 * GIB  # the same, plus vLLM's captured graphs and activations
 LOGIT_CHUNK_BYTES = 4 * 2**26  # float32 copies of a chunk of logits (model/logprobs.py)
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -42,7 +42,7 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory of one GPU (or, without GPUs, of one process), bytes."""
+    """Memory of one GPU, or of one process without GPUs, bytes."""
 
     role: str
     parameters: int
@@ -56,23 +56,23 @@ class MemoryUse:
 
     @property
     def components(self) -> dict[str, int]:
-        """Every part by name."""
+        """Every component by name."""
         return {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "role"}
 
     @property
     def total(self) -> int:
-        """All parts."""
+        """Sum of all components."""
         return sum(self.components.values())
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What a configuration needs."""
+    """Memory that a configuration needs."""
 
     parameters: int  # of the whole model
     trainer: tuple[MemoryUse, ...]  # of a rank of each pipeline stage
     engine: MemoryUse  # of the largest rank
-    kv_cache_tokens: int  # that an engine's KV cache holds
+    kv_cache_tokens: int  # capacity of an engine's KV cache
 
 
 def estimate_memory(config: Config, description: Mapping[str, Any]) -> MemoryEstimate:
@@ -84,31 +84,30 @@ def estimate_memory(config: Config, description: Mapping[str, Any]) -> MemoryEst
     return MemoryEstimate(counts.total, stages, engine, tokens)
 
 
-def check_memory(config: Config, found: MemoryEstimate) -> None:
-    """Refuse what does not fit a GPU. Raises ConfigError; without GPUs nothing is refused."""
+def check_memory(config: Config, estimate: MemoryEstimate) -> None:
+    """Raise ConfigError if a role does not fit a GPU; without GPUs everything fits."""
     cluster, rollout = config.cluster, config.rollout
     if not cluster.gpus_per_node:
         return
-    if found.kv_cache_tokens < rollout.max_model_len:
+    if estimate.kv_cache_tokens < rollout.max_model_len:
         raise ConfigError(
-            f"engine: its weights of {found.engine.parameters / GIB:.1f} GiB on each GPU leave a KV cache of "
-            f"{found.kv_cache_tokens} tokens in rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g} of "
-            f"cluster.gpu_gib={cluster.gpu_gib:g}, less than rollout.max_model_len={rollout.max_model_len}; raise "
+            f"engine: weights of {estimate.engine.parameters / GIB:.1f} GiB on each GPU leave a KV cache of "
+            f"{estimate.kv_cache_tokens} tokens in rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g} "
+            f"of cluster.gpu_gib={cluster.gpu_gib:g}, less than rollout.max_model_len={rollout.max_model_len}; raise "
             "rollout.tensor_parallel or pipeline_parallel"
         )
-    for use in (*found.trainer, found.engine):
+    for use in (*estimate.trainer, estimate.engine):
         if use.total > cluster.gpu_gib * GIB:
             largest = sorted(use.components, key=lambda name: -use.components[name])
-            words = ", ".join(f"{name} {use.components[name] / GIB:.1f}" for name in largest[:3])
-            way = REMEDIES[largest[0]]
+            sizes = ", ".join(f"{name} {use.components[name] / GIB:.1f}" for name in largest[:3])
             raise ConfigError(
                 f"{use.role} needs {use.total / GIB:.1f} GiB of a GPU, more than cluster.gpu_gib={cluster.gpu_gib:g} "
-                f"({words}); {way}"
+                f"({sizes}); {REMEDIES[largest[0]]}"
             )
 
 
 class _TrainerEstimate:
-    """The trainer's side of the estimate."""
+    """Estimates trainer ranks."""
 
     def __init__(
         self, config: Config, counts: ParameterCounts, shape: TextDimensions, vision: Mapping[str, Any]
@@ -117,7 +116,7 @@ class _TrainerEstimate:
         self.trainer = trainer = config.trainer
         self.size = DTYPE_BYTES[config.model.dtype]  # of a weight or an activation
         self.tokens = trainer.tokens_per_microbatch // trainer.context_parallel  # of a rank
-        self.spread = trainer.tensor_parallel if trainer.sequence_parallel else 1  # ranks that share tokens out
+        self.spread = trainer.tensor_parallel if trainer.sequence_parallel else 1  # ranks that split the sequence
         self.last = trainer.pipeline_parallel - 1
 
     def use(self, stage: int) -> MemoryUse:
@@ -127,7 +126,7 @@ class _TrainerEstimate:
         replicas = trainer.data_parallel * trainer.context_parallel
         share = self.config.trainer_world_size // trainer.pipeline_parallel
         copies = share // (trainer.expert_parallel * trainer.expert_tensor_parallel)
-        state = 12 if self.size == 2 else 8  # two moments and, beside bfloat16, a main weight, in float32
+        state = 12 if self.size == 2 else 8  # float32: two moments, plus a main weight for bfloat16
         return MemoryUse(
             role=f"trainer, stage {stage}" if self.last else "trainer",
             parameters=(dense + experts) * self.size,
@@ -146,7 +145,7 @@ class _TrainerEstimate:
         return [layer for chunk in chunks[stage :: trainer.pipeline_parallel] for layer in chunk]
 
     def _parameters(self, stage: int) -> tuple[int, int, int]:
-        """Parameters of a rank: without experts, of experts, and those of the former that take no gradient."""
+        """Parameters of a rank: dense, experts, and the frozen part of the dense ones."""
         trainer, counts = self.trainer, self.counts
         layers = [counts.layers[layer] for layer in self._layers(stage)]
         dense = sum(layer.sharded for layer in layers) // trainer.tensor_parallel + sum(
@@ -154,14 +153,14 @@ class _TrainerEstimate:
         )
         experts = sum(layer.experts for layer in layers) // (trainer.expert_parallel * trainer.expert_tensor_parallel)
         tower = counts.vision_sharded + counts.vision_replicated if stage == 0 else 0
-        rows = -(-counts.vocab_size // trainer.tensor_parallel) * counts.hidden_size
-        dense += tower + (rows if stage == 0 else 0)
+        embedding = -(-counts.vocab_size // trainer.tensor_parallel) * counts.hidden_size
+        dense += tower + (embedding if stage == 0 else 0)
         if stage == self.last:
-            dense += counts.hidden_size + (rows if not counts.tied or self.last else 0)
+            dense += counts.hidden_size + (embedding if not counts.tied or self.last else 0)
         return dense, experts, 0 if trainer.train_vision else tower
 
     def _in_flight(self, stage: int) -> int:
-        """Chunks of layers whose activations a stage holds at a time, at most, in Megatron's schedules."""
+        """Most layer chunks whose activations a stage stores at a time in Megatron's schedules."""
         stages, chunks = self.trainer.pipeline_parallel, self.trainer.virtual_pipeline
         if chunks == 1:
             return stages - stage
@@ -171,19 +170,19 @@ class _TrainerEstimate:
         layers = self._layers(stage)
         kept = max((self._of_layer(layer, self.trainer.recompute) for layer in layers), default=0)
         whole = max((self._of_layer(layer, "none") for layer in layers), default=0)
-        held = -(-len(layers) // self.trainer.virtual_pipeline) * self._in_flight(stage)
-        # In the backward pass the layer at work is there whole, and half as much again of gradients.
-        at_work = whole // 2 if self.trainer.recompute == "none" else whole * 3 // 2
-        return held * kept + at_work
+        stored = -(-len(layers) // self.trainer.virtual_pipeline) * self._in_flight(stage)
+        # In the backward pass the current layer has all activations, and half as much again of gradients.
+        current = whole // 2 if self.trainer.recompute == "none" else whole * 3 // 2
+        return stored * kept + current
 
     def _of_layer(self, layer: int, recompute: str) -> int:
-        """Bytes that a layer's forward pass keeps: model/qwen3_vl/norm.py keeps its input in float32 and its result."""
+        """Bytes that a layer's forward pass saves; model/qwen3_vl/norm.py saves its input in float32 and its output."""
         shape, size, tensor = self.shape, self.size, self.trainer.tensor_parallel
         if recompute == "full":
             return size * shape.hidden_size * self.tokens // self.spread
         wide = 0 if self.trainer.layers == "transformer_engine" else 4
         norms = 2 * (wide + 2 * size) * shape.hidden_size // self.spread
-        # Inputs of the norms of q and k, what they give, v; attention's result and the input of its projection.
+        # Inputs and outputs of the norms of q and k; v; the output of attention and the input of its projection.
         heads = (wide + size) * (shape.query_width + shape.key_width) + size * (shape.query_width + 2 * shape.key_width)
         heads += size * shape.query_width * (1 if recompute == "selective" else 2)
         mlp = 0
@@ -200,47 +199,47 @@ class _TrainerEstimate:
         return (norms + heads // tensor + mlp) * self.tokens
 
     def _images(self) -> int:
-        """What the first stage keeps of the images of the rows in flight, and the features of one row."""
+        """Images of the first stage: activations and features of all packed sequences in flight."""
         vision, trainer = self.vision, self.trainer
         tokens = int(trainer.tokens_per_microbatch * IMAGE_TOKEN_FRACTION)
         patches = tokens * vision["spatial_merge_size"] ** 2 // (trainer.tensor_parallel * trainer.context_parallel)
         block, rest = (self.size * width for width in vision_activation_widths(vision))
-        rows = self._rows_in_flight()
-        # A tower that is not trained keeps nothing but what it works on.
-        kept = rows * (vision["depth"] * block + rest) if trainer.train_vision else 2 * block + rest
+        sequences = self._sequences_in_flight()
+        # A frozen tower keeps only the layer that it is computing.
+        kept = sequences * (vision["depth"] * block + rest) if trainer.train_vision else 2 * block + rest
         features = tokens * self.shape.hidden_size * self.size * (1 + len(vision["deepstack_visual_indexes"]))
-        return patches * kept + rows * features
+        return patches * kept + sequences * features
 
-    def _rows_in_flight(self) -> int:
+    def _sequences_in_flight(self) -> int:
         return -(-self._in_flight(0) // self.trainer.virtual_pipeline)
 
     def _logits(self) -> int:
-        """Of the scored positions, with their gradient."""
+        """Logits of the scored positions, and their gradient."""
         rollout, tensor = self.config.rollout, self.trainer.tensor_parallel
         scored = self.tokens * rollout.max_new_tokens // rollout.max_model_len
         return 2 * self.size * scored * -(-self.counts.vocab_size // tensor) + LOGIT_CHUNK_BYTES
 
 
 def vision_activation_widths(vision: Mapping[str, Any]) -> tuple[int, int]:
-    """Numbers a patch that the vision tower keeps for the backward pass: in each block, and before and after them."""
+    """Values per patch that the vision tower saves for the backward pass: in each block, and outside of the blocks."""
     hidden, mergers = vision["hidden_size"], 1 + len(vision["deepstack_visual_indexes"])
     patch = vision.get("in_channels", 3) * vision["temporal_patch_size"] * vision["patch_size"] ** 2
     return 11 * hidden + 2 * vision["intermediate_size"], patch + hidden + mergers * 3 * hidden
 
 
 def _engine(config: Config, counts: ParameterCounts, shape: TextDimensions) -> tuple[MemoryUse, int]:
-    """Of the largest rank of an engine, and the tokens that the engine's KV cache holds."""
+    """Memory of the largest rank of an engine, and the tokens that its KV cache has room for."""
     rollout, cluster, size = config.rollout, config.cluster, DTYPE_BYTES[config.engine_dtype]
     tensor, stages = rollout.tensor_parallel, rollout.pipeline_parallel
-    held = -(-len(counts.layers) // stages)
+    layers = -(-len(counts.layers) // stages)
     layer = max(each.sharded // tensor + each.replicated + each.experts // tensor for each in counts.layers)
-    # vLLM's mixture of experts keeps both ends of the model on every stage.
+    # For a mixture of experts vLLM keeps both ends of the model on every stage.
     ends = 1 if counts.tied or (stages > 1 and not shape.num_experts) else 2
-    rows = -(-counts.vocab_size // tensor) * counts.hidden_size
+    embedding = -(-counts.vocab_size // tensor) * counts.hidden_size
     tower = counts.vision_sharded // tensor + counts.vision_replicated
-    weights = size * (held * layer + ends * rows + counts.hidden_size + tower)
+    weights = size * (layers * layer + ends * embedding + counts.hidden_size + tower)
     head = shape.key_width // shape.num_key_value_heads
-    token = 2 * size * held * max(shape.num_key_value_heads // tensor, 1) * head
+    token = 2 * size * layers * max(shape.num_key_value_heads // tensor, 1) * head
     reserve = ENGINE_RESERVE_BYTES if cluster.gpus_per_node else 0
     cache = rollout.kv_cache_mib * 2**20
     if not cache and cluster.gpus_per_node:

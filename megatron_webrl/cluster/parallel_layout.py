@@ -1,4 +1,4 @@
-"""What a model's dimensions and the machines allow of the parallel sizes, and sizes that follow from the machines."""
+"""Check the parallel sizes against the dimensions of the model."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ MIN_IMAGE_BUFFER_MIB = 512
 
 
 def check_parallel_layout(config: Config, description: dict[str, Any]) -> None:
-    """Refuse sizes by which the model that config.json describes cannot be split. Raises ConfigError."""
+    """Raise ConfigError for sizes that cannot split the model. `description`: its config.json."""
     text, trainer = description["text_config"], config.trainer
     sparse = description["model_type"] == "qwen3_vl_moe"
-    text = {"num_experts": text.get("num_local_experts"), **text}  # transformers 5 writes the other name
+    text = {"num_experts": text.get("num_local_experts"), **text}  # transformers 5 writes num_local_experts
     heads = trainer.tensor_parallel * trainer.context_parallel
     heads_name = "tensor_parallel" if trainer.context_parallel == 1 else "tensor_parallel x context_parallel"
     divided = [(heads_name, heads, name) for name in ("num_attention_heads", "num_key_value_heads")]
@@ -84,7 +84,7 @@ def _check_parallel(config: Config, layers: int, sparse: bool) -> None:
 
 
 def _check_engine_layout(config: Config, text: dict[str, Any], vision: dict[str, Any], sparse: bool) -> None:
-    """Refuse sizes of an engine that vLLM could not split the model into."""
+    """Raise ConfigError for engine sizes into which vLLM cannot split the model."""
     rollout, path = config.rollout, config.model.path
     size, kv_heads = rollout.tensor_parallel, text["num_key_value_heads"]
     divided = [("num_attention_heads", text), ("num_heads", vision), ("intermediate_size", vision)]

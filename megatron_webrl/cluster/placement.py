@@ -1,17 +1,18 @@
-"""Which process runs where: from a configuration to nodes, ranks, devices, cores, ports and rings.
+"""Placement: the node, devices, cores and port of every process, and the rings, from a configuration.
 
-Pure functions of the configuration: nothing is looked up on a machine, so that every node and every script finds the
-same. docs/slurm.md says how to describe the machines (cluster.*).
+Pure functions of the configuration: no machine is read, so every node and every script computes the same placement.
+docs/slurm.md describes the settings of the machines (cluster.*).
 
-Trainer ranks count as Megatron does, "tp-cp-ep-dp-pp", the first fastest. Which node a rank is on is another order:
-a copy of the model, then a stage of it, then a context-parallel and then a tensor-parallel group lies inside a node
-wherever it fits. With a mixture of experts a stage's copy is as many ranks as hold all of its experts. Engines are
-dealt out likewise: whole where they fit, else by pipeline stage.
+Trainer ranks are numbered in Megatron's order "tp-cp-ep-dp-pp", tp fastest. Nodes are assigned in another order: a
+model copy, else a stage of it, else a context-parallel group, else a tensor-parallel group lies inside one node
+wherever it fits. With a mixture of experts a stage of a copy has enough ranks for all of its experts. Engines are
+placed likewise: whole where they fit, else by pipeline stage.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
@@ -28,21 +29,21 @@ RoleName = Literal["trainer", "rollout"]
 
 @dataclass(frozen=True)
 class ProcessPlacement:
-    """One process of the train step (a rank) or of the rollout step (a worker with its engine and browsers)."""
+    """One process: a trainer rank, a worker with its engine and browsers, or a follower of an engine."""
 
     role: RoleName
-    index: int  # rank, or worker
+    index: int  # of the rank or worker
     node: int
-    local_rank: int  # number among the processes of its role on the node
+    local_rank: int  # index among the processes of its role on the node
     devices: tuple[int, ...]  # GPUs of the node
     cores: tuple[int, ...]  # of the node; empty: any
     nics: tuple[str, ...]  # of its devices; empty: any
-    port: int  # of its own on the node
-    follower: int = 0  # of an engine that spans nodes: which of its nodes this is; the worker is on the first
+    port: int  # unique on the node
+    follower: int = 0  # of an engine over several nodes: index of the node in the engine; 0: the worker
 
     @property
     def name(self) -> str:
-        """What logs and the control plane call it."""
+        """Name in logs and in the control plane."""
         return (
             rollout_process_name(self.index, self.follower) if self.role == "rollout" else f"{self.role}-{self.index}"
         )
@@ -54,13 +55,13 @@ class RingPlacement:
 
     node: int
     name: str
-    workers: tuple[int, ...]  # that write to it
-    ranks: tuple[int, ...]  # that read it
+    workers: tuple[int, ...]  # writers
+    ranks: tuple[int, ...]  # readers
 
 
 @dataclass(frozen=True)
 class RankBlocks:
-    """Sizes, in ranks, of what should lie inside a node, from large to small."""
+    """Sizes in ranks of the groups that should lie inside one node, from large to small."""
 
     model_copy: int  # the whole model, all experts included
     stage: int  # one pipeline stage of a copy
@@ -69,7 +70,7 @@ class RankBlocks:
 
     @classmethod
     def from_config(cls, config: Config) -> RankBlocks:
-        """Those of the trainer."""
+        """The sizes for a trainer."""
         trainer = config.trainer
         context = trainer.tensor_parallel * trainer.context_parallel
         stage = math.lcm(context, trainer.expert_parallel * trainer.expert_tensor_parallel)
@@ -78,7 +79,7 @@ class RankBlocks:
 
 @dataclass(frozen=True)
 class Placement:
-    """All processes of a job, by node; on a node the trainer's come first."""
+    """All processes of a job by node, trainer ranks first on each node."""
 
     nodes: int
     control_port: int  # of the control plane, on the first node
@@ -91,12 +92,12 @@ class Placement:
         return self._by_node[node]
 
     def of_role(self, role: RoleName) -> tuple[ProcessPlacement, ...]:
-        """The processes of a role in the order of their numbers."""
+        """The processes of a role in the order of their indices."""
         found = [process for process in self.processes if process.role == role]
         return tuple(sorted(found, key=lambda process: (process.index, process.follower)))
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """All fields as plain values."""
         return asdict(self) | {"processes": [asdict(each) | {"name": each.name} for each in self.processes]}
 
     @cached_property
@@ -108,21 +109,23 @@ class Placement:
 
 
 def place_processes(config: Config) -> Placement:
-    """Place all processes of a configuration. Raises ConfigError, in one line, for what cannot be placed."""
+    """Place all processes of a configuration. Raises ConfigError, in one line, if that is impossible."""
     cluster = config.cluster
-    _check_machines(config)
-    training, serving = _shares(config)
+    _check_cluster_settings(config)
+    training, serving = _ranks_per_node(config)
     blocks = RankBlocks.from_config(config)
-    ranks = _deal(_by_copy(config, blocks), (blocks.model_copy, blocks.stage, blocks.context), blocks.tensor, training)
+    ranks = _distribute(
+        _ranks_by_copy(config, blocks), (blocks.model_copy, blocks.stage, blocks.context), blocks.tensor, training
+    )
     sizes = (config.ranks_per_engine,)
-    engines = _deal(
+    engines = _distribute(
         range(config.rollout.engines * config.ranks_per_engine), sizes, config.rollout.tensor_parallel, serving
     )
-    parts = [_parts(slots, config.ranks_per_engine) for slots in engines]
-    numbers: dict[int, int] = {}  # of the next part of each engine
+    engine_shares = [_engine_shares(slots, config.ranks_per_engine) for slots in engines]
+    node_counts: dict[int, int] = {}  # nodes of each engine so far
     processes: list[ProcessPlacement] = []
     for node in range(cluster.nodes):
-        processes += _processes(config, node, ranks[node], parts[node], numbers)
+        processes += _processes(config, node, ranks[node], engine_shares[node], node_counts)
     control = config.control.port or cluster.base_port
     last = max(process.port for process in processes)
     if last > 65535:
@@ -138,43 +141,43 @@ def place_processes(config: Config) -> Placement:
 
 
 def check_cluster(config: Config) -> None:
-    """Refuse described machines on which the configuration cannot be placed. Raises ConfigError."""
+    """Raise ConfigError if the configuration cannot be placed on the machines that it describes."""
     if config.cluster.is_configured:
         place_processes(config)
 
 
 def visible_devices_by_process(config: Config) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES of each process by name, where cluster.gpus_per_node says that there are GPUs."""
+    """CUDA_VISIBLE_DEVICES by process name; empty without GPUs (cluster.gpus_per_node)."""
     if not config.cluster.gpus_per_node:
         return {}
     return {process.name: ",".join(map(str, process.devices)) for process in place_processes(config).processes}
 
 
 def ring_name(config: Config, node: int) -> str:
-    """The name of a node's ring, on several nodes. Raises ConfigError for a node that there is not."""
+    """The name of a node's ring in a job of several nodes. Raises ConfigError for an unknown node."""
     check_node_number(config, node)
     return segment_name(config.run.name, f"node {node}")
 
 
-def rollout_process_name(worker: int, part: int) -> str:
-    """What logs and the control plane call a part of an engine; part 0 is its worker."""
-    return f"rollout-{worker}" + (f".follower-{part}" if part else "")
+def rollout_process_name(worker: int, follower: int) -> str:
+    """Name of a worker, or of a follower of its engine, in logs and in the control plane; follower 0: the worker."""
+    return f"rollout-{worker}" + (f".follower-{follower}" if follower else "")
 
 
 def worker_name_of(name: str) -> str:
-    """The name of the worker to whose engine a rollout process belongs; of other processes their own."""
+    """The worker's name of a rollout process; other names unchanged."""
     return name.partition(".follower-")[0]
 
 
 def rollout_process_names(config: Config) -> tuple[str, ...]:
-    """The workers, and the parts of engines that lie over several nodes."""
+    """Names of all workers, and of all followers of engines over several nodes."""
     if config.cluster.nodes == 1:
         return config.worker_names
     return tuple(process.name for process in place_processes(config).of_role("rollout"))
 
 
 def engine_nodes(config: Config, worker: int) -> tuple[int, ...]:
-    """The nodes over which the engine of a worker lies; the worker is on the first. Raises ConfigError."""
+    """The nodes of a worker's engine; the worker is on the first. Raises ConfigError."""
     if config.cluster.nodes == 1:
         return (0,)
     found = tuple(process.node for process in place_processes(config).of_role("rollout") if process.index == worker)
@@ -184,12 +187,12 @@ def engine_nodes(config: Config, worker: int) -> tuple[int, ...]:
 
 
 def check_node_number(config: Config, node: int) -> None:
-    """Refuse the number of a node that there is not. Raises ConfigError."""
+    """Raise ConfigError for a node number that the cluster does not have."""
     if not 0 <= node < config.cluster.nodes:
         raise ConfigError(f"--node={node} is not one of the {config.cluster.nodes} nodes (cluster.nodes), from 0")
 
 
-def _check_machines(config: Config) -> None:
+def _check_cluster_settings(config: Config) -> None:
     cluster = config.cluster
     if cluster.trainer_cores and not cluster.numa_cores:
         raise ConfigError(
@@ -232,8 +235,8 @@ def _check_machines(config: Config) -> None:
             )
 
 
-def _shares(config: Config) -> tuple[int, int]:
-    """Ranks of the trainer and of engines on each node. Raises ConfigError if a role does not fill its share."""
+def _ranks_per_node(config: Config) -> tuple[int, int]:
+    """Trainer ranks and engine ranks per node. Raises ConfigError if a role does not fill its GPUs."""
     cluster, trainer, rollout = config.cluster, config.trainer, config.rollout
     serving = rollout.engines * config.ranks_per_engine
     dp, replica = trainer.data_parallel, config.trainer_world_size // trainer.data_parallel
@@ -276,8 +279,8 @@ def _shares(config: Config) -> tuple[int, int]:
     return training, serving
 
 
-def _by_copy(config: Config, blocks: RankBlocks) -> list[int]:
-    """All trainer ranks, the ranks of a model copy next to each other, and within it those of a stage."""
+def _ranks_by_copy(config: Config, blocks: RankBlocks) -> list[int]:
+    """All trainer ranks, ordered by model copy and within a copy by stage."""
     stages = config.trainer.pipeline_parallel
     share = config.trainer_world_size // stages  # ranks of a stage, over all copies
     if share % blocks.stage:
@@ -292,77 +295,76 @@ def _by_copy(config: Config, blocks: RankBlocks) -> list[int]:
     ]  # fmt: skip
 
 
-def _deal(order: Sequence[int], blocks: Sequence[int], smallest: int, room: int) -> list[list[int]]:
-    """What each node gets of `order`, `room` each: the largest blocks that fit a node whole, the others in parts.
+def _distribute(order: Sequence[int], blocks: Sequence[int], smallest: int, room: int) -> list[list[int]]:
+    """Distribute `order` over nodes, `room` items each: large blocks whole where they fit, the rest in smaller blocks.
 
-    Each block is a multiple of the next, and `smallest` divides `room`.
+    Each block size is a multiple of the next, and `smallest` divides `room`.
     """
-    held: list[list[int]] = [[] for _ in range(len(order) // room)]
+    assigned: list[list[int]] = [[] for _ in range(len(order) // room)]
     left = list(order)
     for block in (*blocks, smallest):
         node, rest = 0, []
         for start in range(0, len(left), block):
-            while node < len(held) and room - len(held[node]) < block:
+            while node < len(assigned) and room - len(assigned[node]) < block:
                 node += 1
-            if node < len(held):
-                held[node] += left[start : start + block]
+            if node < len(assigned):
+                assigned[node] += left[start : start + block]
             else:
                 rest += left[start : start + block]
         left = rest
-    return held
+    return assigned
 
 
-def _parts(slots: Sequence[int], size: int) -> list[tuple[int, int]]:
-    """(engine, number of its ranks) in the order in which a node holds them."""
-    found: dict[int, int] = {}
-    for slot in slots:
-        found[slot // size] = found.get(slot // size, 0) + 1
-    return list(found.items())
+def _engine_shares(slots: Sequence[int], size: int) -> list[tuple[int, int]]:
+    """(engine, its ranks on the node) in the node's order."""
+    return list(Counter(slot // size for slot in slots).items())
 
 
 def _processes(
-    config: Config, node: int, ranks: Sequence[int], engines: Sequence[tuple[int, int]], parts: dict[int, int]
+    config: Config, node: int, ranks: Sequence[int], engines: Sequence[tuple[int, int]], node_counts: dict[int, int]
 ) -> Iterator[ProcessPlacement]:
-    """The processes of one node. `parts` counts the nodes that each engine has already."""
+    """The processes of one node. `node_counts`: nodes that each engine has so far; updated."""
     cluster = config.cluster
     sizes = tuple(size for _, size in engines)
-    cores = _node_cores(_Shape(tuple(cluster.numa_cores), tuple(cluster.gpu_numa), _claims(config)), len(ranks), sizes)
+    cores = _node_cores(
+        _NodeShape(tuple(cluster.numa_cores), tuple(cluster.gpu_numa), _core_request(config)), len(ranks), sizes
+    )
 
-    def process(role: RoleName, number: int, local: int, first: int, count: int, part: int = 0) -> ProcessPlacement:
-        held = tuple(range(first, first + count)) if cluster.gpus_per_node else ()
-        nics = tuple(dict.fromkeys(cluster.nics[gpu] for gpu in held)) if cluster.nics else ()
+    def process(role: RoleName, number: int, local: int, first: int, count: int, follower: int = 0) -> ProcessPlacement:
+        devices = tuple(range(first, first + count)) if cluster.gpus_per_node else ()
+        nics = tuple(dict.fromkeys(cluster.nics[gpu] for gpu in devices)) if cluster.nics else ()
         index = local + (len(ranks) if role == "rollout" else 0)
         return ProcessPlacement(
-            role, number, node, local, held, cores[index], nics, cluster.base_port + 1 + index, part
+            role, number, node, local, devices, cores[index], nics, cluster.base_port + 1 + index, follower
         )
 
     for local, rank in enumerate(ranks):
         yield process("trainer", rank, local, local, 1)
     first = len(ranks)
     for local, (engine, size) in enumerate(engines):
-        part = parts.get(engine, 0)
-        parts[engine] = part + 1
-        yield process("rollout", engine, local, first, size, part)
+        follower = node_counts.get(engine, 0)
+        node_counts[engine] = follower + 1
+        yield process("rollout", engine, local, first, size, follower)
         first += size
 
 
-def _claims(config: Config) -> CoreRequest:
+def _core_request(config: Config) -> CoreRequest:
     return CoreRequest(config.cluster.gpus_per_node, config.cluster.trainer_cores, config.trainer.image_workers)
 
 
 @dataclass(frozen=True)
-class _Shape:
-    """What the cores of a node's processes follow from; nodes are few kinds, so that each is worked out once."""
+class _NodeShape:
+    """Everything that decides the cores of a node's processes; few nodes differ, so results are cached by this."""
 
     cores: tuple[str, ...]
     gpu_numa: tuple[int, ...]
-    claims: CoreRequest
+    core_request: CoreRequest
 
 
 @lru_cache(maxsize=64)
-def _node_cores(shape: _Shape, ranks: int, engines: tuple[int, ...]) -> tuple[Cores, ...]:
-    """Cores of each process of a node: `ranks` of the trainer, then engines of the given numbers of processes."""
-    return assign_cores(shape.cores, shape.gpu_numa, shape.claims, ranks, engines)
+def _node_cores(shape: _NodeShape, ranks: int, engines: tuple[int, ...]) -> tuple[Cores, ...]:
+    """Cores of each process of a node: `ranks` trainer ranks, then an engine for each number of processes."""
+    return assign_cores(shape.cores, shape.gpu_numa, shape.core_request, ranks, engines)
 
 
 def _rings(config: Config, processes: Sequence[ProcessPlacement]) -> Iterator[RingPlacement]:

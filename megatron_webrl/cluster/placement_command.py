@@ -9,19 +9,19 @@ from typing import Any
 
 
 def add_placement(commands: Any) -> None:
-    """Add the command to the parser's."""
+    """Add `placement` to the commands of `webrl`."""
     placement = commands.add_parser(
         "placement",
-        help="which process runs where on a cluster, and whether its memory suffices",
+        help="show which process runs where on a cluster, and estimate its memory",
         description="Place the processes of a configuration on the machines it describes (cluster.*): nodes, GPUs, "
-        "cores, ports, rings. Nothing is looked up on a machine. Ends with 2 for what is impossible. docs/slurm.md",
+        "cores, ports, rings. Reads the configuration only, no machine. Exit code 2: impossible. docs/slurm.md",
         epilog="example: webrl placement configs/8b_32node.yaml cluster.nodes=16 --memory",
     )
     placement.add_argument("config", help="YAML file")
-    placement.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
-    placement.add_argument("--json", type=Path, metavar="FILE", help="write every process there, too")
+    placement.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file")
+    placement.add_argument("--json", type=Path, metavar="FILE", help="also write every process to this file")
     placement.add_argument(
-        "--memory", action="store_true", help="estimate the memory of a GPU, and refuse what exceeds it"
+        "--memory", action="store_true", help="estimate the memory of each GPU; an error if it does not fit"
     )
     placement.set_defaults(run=_run)
 

@@ -1,4 +1,4 @@
-"""`webrl placement CONFIG`: who runs where, and how much memory it needs, as tables a person can check."""
+"""Tables of `webrl placement`: the processes of each node, and the memory estimate."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ from megatron_webrl.model.hf_config import read_model_config
 
 
 def show_placement(path: str, overrides: list[str], file: Path | None, with_memory: bool, console: Console) -> int:
-    """Print the placement of a configuration; `file` gets it as JSON. Raises ConfigError for what cannot be placed.
+    """Print the placement of a configuration and write it to `file` as JSON; returns the exit code.
 
-    Looks at no machine: models, packages and browsers need not be here.
+    Raises ConfigError if the configuration cannot be placed. Reads no machine: the model, packages and browsers may be
+    missing here.
     """
     config = parse_config(path, overrides)
     check_limits(config, "")
     description = find_model_config(config)
     if description is not None:
         check_parallel_layout(config, description)
-    found, content = place_processes(config), {}
-    print_placement(config, found, console)
+    placement, content = place_processes(config), {}
+    print_placement(config, placement, console)
     if with_memory:
         if description is None:
             raise ConfigError(
@@ -49,7 +50,7 @@ def show_placement(path: str, overrides: list[str], file: Path | None, with_memo
         content = {"memory": asdict(estimate)}
     if file is not None:
         try:
-            file.write_text(json.dumps(found.to_json() | content, indent=1) + "\n")
+            file.write_text(json.dumps(placement.to_json() | content, indent=1) + "\n")
         except OSError as error:
             raise ConfigError(
                 f"--json={file}: {error.strerror}; name a file in a folder that can be written"
@@ -60,30 +61,31 @@ def show_placement(path: str, overrides: list[str], file: Path | None, with_memo
 
 
 def find_model_config(config: Config) -> dict[str, Any] | None:
-    """The model's config.json: the folder's, else that of the released size its name says; None if it says none."""
+    """The model's config.json, else that of the released size in the path's name; None if there is neither."""
     if (Path(config.model.path) / "config.json").is_file():
         return read_model_config(config.model.path)
     size = model_sizes.size_from_path(config.model.path)
     return None if size is None else model_sizes.config_sections(size)
 
 
-def print_placement(config: Config, found: Placement, console: Console) -> None:
-    """The processes by node, nodes that are alike in one block, and what follows for rings and groups."""
-    trainers, workers = found.of_role("trainer"), [each for each in found.of_role("rollout") if not each.follower]
-    console.print(f"{config.run.name}: {_machines(config)}", markup=False, highlight=False)
+def print_placement(config: Config, placement: Placement, console: Console) -> None:
+    """Print the processes by node, equal nodes in one block, then rings and process groups."""
+    trainers, workers = (
+        placement.of_role("trainer"),
+        [each for each in placement.of_role("rollout") if not each.follower],
+    )
+    console.print(f"{config.run.name}: {_describe_nodes(config)}", markup=False, highlight=False)
     console.print(f"trainer: {_count(len(trainers), 'rank')}, {_sizes(config)}", highlight=False)
     console.print(f"rollout: {_count(len(workers), 'engine')}, {_engine_sizes(config)}", highlight=False)
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0, collapse_padding=False)
     for name in ("nodes", "process", "number", "GPUs", "NICs", "cores", "port"):
         table.add_column(name, overflow="fold")
-    for nodes in _alike(found):
-        for local, process in enumerate(found.on_node(nodes[0])):
-            everywhere = [found.on_node(node)[local] for node in nodes]
+    for nodes in _equal_nodes(placement):
+        for local, process in enumerate(placement.on_node(nodes[0])):
+            everywhere = [placement.on_node(node)[local] for node in nodes]
             table.add_row(
                 _numbers(nodes) if local == 0 else "",
-                "trainer rank"
-                if process.role == "trainer"
-                else "worker" + (", further part" if process.follower else ""),
+                "trainer rank" if process.role == "trainer" else "worker" + (", follower" if process.follower else ""),
                 _numbers([each.index for each in everywhere]),
                 format_cores(process.devices) or "-",
                 ",".join(process.nics) or "-",
@@ -92,41 +94,41 @@ def print_placement(config: Config, found: Placement, console: Console) -> None:
             )
         table.add_section()
     console.print(table)
-    console.print(f"control plane: node 0, port {found.control_port}", highlight=False)
-    for line in (*_ring_lines(found), *_group_lines(config, found)):
+    console.print(f"control plane: node 0, port {placement.control_port}", highlight=False)
+    for line in (*_ring_lines(placement), *_group_lines(config, placement)):
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def print_memory(config: Config, found: MemoryEstimate, console: Console) -> None:
-    """The estimate, GiB of one GPU."""
-    uses = (*found.trainer, found.engine)
+def print_memory(config: Config, estimate: MemoryEstimate, console: Console) -> None:
+    """Print the estimate, GiB per GPU."""
+    uses = (*estimate.trainer, estimate.engine)
     columns = [name for name in uses[0].components if any(use.components[name] for use in uses)]
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0, collapse_padding=False)
     digits = 1 if config.cluster.gpus_per_node else 3
-    card = f"of {config.cluster.gpu_gib:g}" if config.cluster.gpus_per_node else ""
-    for name in ("GiB of a GPU" if card else "GiB of a process", *(name.replace("_", " ") for name in columns), "sum"):
+    limit = f"of {config.cluster.gpu_gib:g}" if config.cluster.gpus_per_node else ""
+    for name in ("GiB of a GPU" if limit else "GiB of a process", *(name.replace("_", " ") for name in columns), "sum"):
         table.add_column(name, justify="left" if name.startswith("GiB") else "right")
-    table.add_column(card)
+    table.add_column(limit)
     for use in uses:
-        parts = [f"{use.components[name] / GIB:.{digits}f}" if use.components[name] else "" for name in columns]
+        cells = [f"{use.components[name] / GIB:.{digits}f}" if use.components[name] else "" for name in columns]
         fits = use.total <= config.cluster.gpu_gib * GIB
         table.add_row(
-            use.role, *parts, f"{use.total / GIB:.{digits}f}", ("fits" if fits else "too much") if card else ""
+            use.role, *cells, f"{use.total / GIB:.{digits}f}", ("fits" if fits else "too much") if limit else ""
         )
     console.print(table)
     rollout = config.rollout
-    console.print(f"model: {found.parameters:,} parameters", highlight=False)
-    if found.kv_cache_tokens:
+    console.print(f"model: {estimate.parameters:,} parameters", highlight=False)
+    if estimate.kv_cache_tokens:
         console.print(
-            f"KV cache of an engine: {found.kv_cache_tokens} tokens, "
-            f"{found.kv_cache_tokens // rollout.max_model_len} contexts of {rollout.max_model_len} "
+            f"KV cache of an engine: {estimate.kv_cache_tokens} tokens, "
+            f"{estimate.kv_cache_tokens // rollout.max_model_len} contexts of {rollout.max_model_len} "
             f"(it has up to {rollout.groups_in_flight * rollout.group_size} episodes)",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
-    console.print("an estimate: docs/slurm.md says what is assumed", style="dim")
+    console.print("estimate; docs/slurm.md lists its assumptions", style="dim")
 
 
-def _machines(config: Config) -> str:
+def _describe_nodes(config: Config) -> str:
     cluster = config.cluster
     nodes = _count(cluster.nodes, "node")
     return (
@@ -148,19 +150,19 @@ def _engine_sizes(config: Config) -> str:
     return f"tp {config.rollout.tensor_parallel}, pp {config.rollout.pipeline_parallel}"
 
 
-def _alike(found: Placement) -> list[list[int]]:
-    """Nodes whose processes differ by their numbers alone, by their first one."""
+def _equal_nodes(placement: Placement) -> list[list[int]]:
+    """Groups of nodes whose processes are equal except for their numbers, ordered by first node."""
     kinds: dict[Any, list[int]] = {}
-    for node in range(found.nodes):
+    for node in range(placement.nodes):
         kind = tuple(
-            (p.role, p.local_rank, p.devices, p.cores, p.nics, p.port, p.follower) for p in found.on_node(node)
+            (p.role, p.local_rank, p.devices, p.cores, p.nics, p.port, p.follower) for p in placement.on_node(node)
         )
         kinds.setdefault(kind, []).append(node)
     return list(kinds.values())
 
 
 def _numbers(numbers: Sequence[int]) -> str:
-    """A run as 0-15, few as they are, evenly spaced ones by their step, others by their first and last."""
+    """Numbers in short: a range as 0-15, up to four in full, else first, second and last, with the step if even."""
     steps = {b - a for a, b in pairwise(numbers)}
     if steps == {1}:
         return format_cores(numbers)
@@ -170,28 +172,28 @@ def _numbers(numbers: Sequence[int]) -> str:
     return f"{numbers[0]} {numbers[1]} .. {numbers[-1]}{step}"
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _ring_lines(found: Placement) -> list[str]:
-    first = found.rings[0]
+def _ring_lines(placement: Placement) -> list[str]:
+    first = placement.rings[0]
     lines = [f"ring of node 0: {first.name}, written by workers {format_cores(first.workers)}"]
-    if silent := [ring.node for ring in found.rings if not ring.workers]:
-        lines.append(f"nothing writes to the rings of nodes {_numbers(silent)}: their GPUs serve engines of others")
+    if unused := [ring.node for ring in placement.rings if not ring.workers]:
+        lines.append(f"rings of nodes {_numbers(unused)} have no writer: their GPUs belong to engines of other nodes")
     return lines
 
 
-def _group_lines(config: Config, found: Placement) -> list[str]:
-    """How many nodes each kind of group is on."""
-    by_rank = found.of_role("trainer")
+def _group_lines(config: Config, placement: Placement) -> list[str]:
+    """One line per kind of process group: over how many nodes it spreads."""
+    by_rank = placement.of_role("trainer")
     share = len(by_rank) // config.trainer.pipeline_parallel
-    blocks = found.blocks
+    blocks = placement.blocks
     lines = [f"tensor-parallel groups of {blocks.tensor}: each inside a node"]
     stage = [by_rank[first : first + blocks.stage] for first in range(0, share, blocks.stage)]
     if blocks.stage > blocks.tensor:
-        what = "all experts" if blocks.stage > blocks.context else "a row's tokens"
-        lines.append(f"groups of {blocks.stage} that share {what}: {_over_nodes(stage)}")
+        shared = "all experts" if blocks.stage > blocks.context else "the tokens of a packed sequence"
+        lines.append(f"groups of {blocks.stage} that share {shared}: {_over_nodes(stage)}")
     stages = range(config.trainer.pipeline_parallel)
     copies = [
         [by_rank[s * share + first + i] for s in stages for i in range(blocks.stage)]
@@ -199,7 +201,7 @@ def _group_lines(config: Config, found: Placement) -> list[str]:
     ]
     lines.append(f"copies of the model of {blocks.model_copy}: {_over_nodes(copies)}")
     engines: dict[int, list[ProcessPlacement]] = {}
-    for process in found.of_role("rollout"):
+    for process in placement.of_role("rollout"):
         engines.setdefault(process.index, []).append(process)
     lines.append(f"engines of {config.ranks_per_engine}: {_over_nodes(list(engines.values()))}")
     return lines

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from megatron_webrl.cluster.placement import rollout_process_names
 from megatron_webrl.config.schema import Config
-from megatron_webrl.system import stack_dump
+from megatron_webrl.system import child_process, stack_dump
 from megatron_webrl.tracking import events
 from megatron_webrl.tracking.events import EventLog
 
@@ -173,7 +173,7 @@ class StackDumper:
             self.report_message(words)
             self.journal.add(role.name, events.KILLED, given.reason, role.log)
             role.process.kill()
-            role.process.wait(stack_dump.KILL_SECONDS)
+            role.process.wait(child_process.KILL_SECONDS)
 
     def _newest(self) -> tuple[int, int] | None:
         path = self.folder / REQUEST_FILE

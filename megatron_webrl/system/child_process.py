@@ -1,10 +1,10 @@
-"""No process of a run outlives it (Linux): death with the parent, and two nets below that.
+"""Start and kill child processes so that no process of a run outlives it (Linux). Three layers:
 
-1. `start` makes a role that the kernel kills when its parent ends.
-2. `become_subreaper` and `kill_descendants`: what a dead role left behind (browsers, engine cores) is handed
-   to the launcher, which ends it with the rest; `kill_group` when the role is to start again.
-3. `sweep_orphans` and `sweep_scratch`: processes that survive even a SIGKILL of the launcher carry the name of
-   their owner in their environment, folders of temporary files carry it in their name; the next start removes both.
+1. `start_process` starts a role that the kernel kills when its parent ends.
+2. After `become_subreaper` the launcher inherits the children of a dead role (browsers, engine cores);
+   `kill_descendants` kills them at the end, `kill_process_group` before the role is restarted.
+3. Processes that survive a SIGKILL of the launcher name their owner in their environment, scratch folders name it in
+   their path; `sweep_orphans` and `sweep_scratch` remove both at the next start.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ OWNER_VARIABLE = "WEBRL_OWNER"
 ROLE_VARIABLE = "WEBRL_ROLE"
 SCRATCH_PREFIX = "webrl-"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-KILL_SECONDS = 10.0  # for killed processes to be gone
+KILL_SECONDS = 10.0  # limit for killed processes to disappear
 _POLL_SECONDS = 0.02  # between two checks of signalled processes
 
-# Runs between fork and the role's program, in an interpreter of its own: Python code in a forked copy of a
-# process with threads (preexec_fn) can block for ever on a lock that another thread held at the fork.
+# A separate interpreter runs this before it executes the role's program. Python code in a forked copy of a process
+# with threads (preexec_fn) can block for ever on a lock that another thread owned at the fork.
 _BOOTSTRAP = """
 import ctypes, os, signal, sys
 parent, cores, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
@@ -53,32 +53,32 @@ except OSError as error:
 
 
 class ProcessError(RuntimeError):
-    """A process could not be started or guarded as asked."""
+    """A process could not be started or bound to its parent."""
 
 
 def start_time(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0 if there is none. With the pid it names one process."""
+    """Start time of a process in kernel clock ticks, 0 if there is none; pid and start time identify one process."""
     fields = _stat(pid)
     return int(fields[19]) if fields else 0
 
 
 def is_alive(pid: int, started: int) -> bool:
-    """Whether the process that had this pid and start time still runs; a zombie does not."""
+    """Whether the process with this pid and start time still runs; a zombie does not."""
     fields = _stat(pid)
     return bool(fields) and int(fields[19]) == started and fields[0] not in ("Z", "X")
 
 
 def process_state(pid: int) -> str:
-    """The kernel's letter for what a process does, such as "T" for one that is stopped; empty if there is none."""
+    """The kernel's state letter of a process, such as "T" for stopped; empty if there is no such process."""
     return _stat(pid)[0] if _stat(pid) else ""
 
 
 def die_with_parent(signal_number: int = signal.SIGKILL, parent: int | None = None) -> None:
     """Let the kernel signal this process when its parent ends.
 
-    Given the pid of the parent it expects, a process whose parent ended before this call gets the signal at once;
-    without, only an end during the call is noticed. The kernel signals when the parent's *thread* that made this
-    process ends, so roles are started from the main thread. The setting outlives exec, not fork.
+    `parent`: pid of the expected parent; if that process has ended already, this one gets the signal at once. Without
+    it only an end during the call is noticed. The kernel signals when the parent *thread* that created this process
+    ends, so roles are started from the main thread. The setting survives exec, not fork.
     """
     expected = os.getppid() if parent is None else parent
     _prctl(_PR_SET_PDEATHSIG, signal_number)
@@ -87,7 +87,7 @@ def die_with_parent(signal_number: int = signal.SIGKILL, parent: int | None = No
 
 
 def become_subreaper() -> None:
-    """From here on, descendants whose parent ends become children of this process instead of init."""
+    """Make this process, instead of init, the new parent of descendants whose parent ends."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -104,12 +104,12 @@ def start_process(
     pass_fds: Sequence[int] = (),
     cores: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """Start a role in a session of its own, its output appended to `log`; the kernel kills it when this process ends.
+    """Start a role in a session of its own; the kernel kills it when this process ends.
 
-    `env` is the whole environment, to which owner and role name are added; `pass_fds` are open in it, too. It may run
-    on `cores` only, if any are given: those of them that this machine has, and it ends at once if it has none. Raises
-    ProcessError outside the main thread (the kernel would kill the role when the calling thread ends) and for a program
-    that is not there.
+    `log`: its output is appended here. `env`: its whole environment; owner and role name are added. `pass_fds`: file
+    descriptors that stay open. `cores`: bind it to those of these cores that the machine has; it ends at once if the
+    machine has none of them; empty: any. Raises ProcessError outside the main thread (the kernel would kill the role
+    when the calling thread ends) and if the program does not exist.
     """
     if threading.current_thread() is not threading.main_thread():
         raise ProcessError(f"{name} must be started from the main thread: it dies with the thread that starts it")
@@ -130,21 +130,21 @@ def start_process(
 
 
 def kill_descendants(seconds: float, roles: Sequence[subprocess.Popen[bytes]] = ()) -> list[str]:
-    """End every descendant: SIGTERM, after half of `seconds` SIGKILL; returns what is left, as "name (pid)".
+    """End every descendant: SIGTERM, after half of `seconds` SIGKILL; return the remaining ones as "name (pid)".
 
-    Python's resource trackers, which end by themselves when they have removed what the dead have left in /dev/shm, are
-    killed only after three quarters.
+    Python's resource trackers are killed only after three quarters of `seconds`: they end by themselves once they have
+    removed the shared memory of dead processes.
 
-    After `become_subreaper` this covers processes whose own parent is gone. Ended children are reaped; those in `roles`
-    through their Popen, which keeps their exit code.
+    After `become_subreaper` this includes processes whose own parent has ended. Ended children are reaped; `roles` are
+    reaped through their Popen, which keeps the exit code.
     """
-    begun, terminated = time.monotonic(), set()
+    started, terminated = time.monotonic(), set()
     while True:
         _reap(roles)
-        # What cannot be reaped yet still holds its files and locks: a process looks like a zombie as soon as its first
-        # thread has ended.
+        # A process looks like a zombie as soon as its first thread has ended; until it can be reaped it keeps its files
+        # and locks.
         running = psutil.Process().children(recursive=True)
-        elapsed = time.monotonic() - begun
+        elapsed = time.monotonic() - started
         if not running or elapsed >= seconds:
             return sorted(_name(process.pid) for process in running)
         for process in running:
@@ -158,32 +158,32 @@ def kill_descendants(seconds: float, roles: Sequence[subprocess.Popen[bytes]] = 
 
 
 def kill_process_group(leader: int, seconds: float = KILL_SECONDS) -> None:
-    """Kill the processes of a group, within `seconds`; its resource tracker is left half of that to end by itself."""
+    """Kill a process group within `seconds`; its resource tracker has half of that to end by itself."""
     _kill(lambda: [process for process in psutil.process_iter() if _group(process.pid) == leader], seconds)
 
 
 def sweep_orphans(seconds: float = 5.0) -> list[str]:
-    """Kill this user's processes whose owner is gone, and their descendants; returns them as "name (pid)".
+    """Kill this user's orphans and their descendants; return them as "name (pid)".
 
-    A process is an orphan if its environment names an owner that does not run. Never killed: this process, its
-    ancestors and descendants, and processes of other users or PID namespaces (whose numbers mean others).
+    A process is an orphan if its environment names an owner that no longer runs. Never killed: this process, its
+    ancestors and descendants, processes of other users, and processes of other PID namespaces.
     """
     me = psutil.Process()
     kept = {me.pid, *(p.pid for p in me.parents()), *(p.pid for p in me.children(recursive=True))}
-    found: dict[int, psutil.Process] = {}
+    orphans: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         if process.pid in kept or not _is_orphan(process.pid):
             continue
         with suppress(psutil.NoSuchProcess):
-            # Descendants need no mark of their own: Chromium's renderers overwrite their environment.
-            found |= {victim.pid: victim for victim in (process, *process.children(recursive=True))}
-    names = [_name(pid) for pid in sorted(found)]
-    _kill(lambda: list(found.values()), seconds)
+            # Descendants are included unmarked: Chromium's renderers overwrite their environment.
+            orphans |= {victim.pid: victim for victim in (process, *process.children(recursive=True))}
+    names = [_name(pid) for pid in sorted(orphans)]
+    _kill(lambda: list(orphans.values()), seconds)
     return names
 
 
 def _kill(find: Callable[[], list[psutil.Process]], seconds: float) -> None:
-    """Kill what `find` names until nothing of it runs, or `seconds` are over; resource trackers after half of them."""
+    """Kill the processes that `find` returns until none runs, for `seconds` at most; resource trackers after half."""
     begun = time.monotonic()
     while left := [process for process in find() if _runs(process)]:
         elapsed = time.monotonic() - begun
@@ -197,7 +197,7 @@ def _kill(find: Callable[[], list[psutil.Process]], seconds: float) -> None:
 
 
 def _is_tracker(process: psutil.Process) -> bool:
-    """Whether it removes semaphores and shared memory of others, once they are all gone."""
+    """Whether this is Python's resource tracker, which removes semaphores and shared memory of ended processes."""
     with suppress(psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
         return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
     return False
@@ -210,12 +210,12 @@ def _group(pid: int) -> int:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Whether it still is that process, and no zombie."""
+    """Whether the process still runs: its pid was not reused and it is no zombie."""
     return process.is_running() and is_alive(process.pid, start_time(process.pid))
 
 
 def terminate_tree(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Ask a process that leads a group to end; after `seconds` it, its descendants and its group are killed."""
+    """Send SIGTERM to a group leader; after `seconds` kill it, its descendants and its group."""
     family: list[psutil.Process] = []
     with suppress(psutil.NoSuchProcess):
         family = psutil.Process(process.pid).children(recursive=True)
@@ -228,7 +228,7 @@ def terminate_tree(process: subprocess.Popen[bytes], seconds: float) -> None:
 
 
 def last_log_line(log: Path) -> str:
-    """The last line of a log that says something, of errors if there are any."""
+    """The last line with ERROR in a log, else the last line that is not empty."""
     if not log.is_file():
         return "none"
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()[-200:] if line.strip()]
@@ -237,17 +237,17 @@ def last_log_line(log: Path) -> str:
 
 
 def describe_exit(code: int) -> str:
-    """What an exit code says."""
+    """An exit code in words: the signal or the code."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
 def make_scratch_folder(prefix: str = SCRATCH_PREFIX) -> Path:
-    """A new folder for temporary files of this process or its roles; `sweep_scratch` knows its owner by its name."""
+    """Make a folder for temporary files of this process or its roles; its name contains the owner."""
     return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-{start_time(os.getpid())}-"))
 
 
 def sweep_scratch(prefix: str = SCRATCH_PREFIX) -> list[str]:
-    """Remove this user's scratch folders of this prefix whose owner is gone; returns their names."""
+    """Remove this user's scratch folders with this prefix whose owner has ended; return their names."""
     removed = []
     for folder in sorted(Path(tempfile.gettempdir()).glob(f"{prefix}*-*-*")):
         pid, started, _ = folder.name.removeprefix(prefix).split("-", 2)
@@ -267,7 +267,7 @@ def _is_orphan(pid: int) -> bool:
             return False
         environment = Path(f"/proc/{pid}/environ").read_bytes()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return False  # gone meanwhile, or not ours to look at
+        return False  # it has ended meanwhile, or belongs to another user
     for entry in environment.split(b"\0"):
         key, _, value = entry.partition(b"=")
         owner, _, started = value.partition(b":")
@@ -277,16 +277,16 @@ def _is_orphan(pid: int) -> bool:
 
 
 class Reaper:
-    """Reaps ended children that were handed to this process after `become_subreaper`, every `seconds` at most.
+    """Reaps ended children that this process inherited after `become_subreaper`, every `seconds` at most.
 
-    Every Chromium hands on some; unreaped, each would hold a process id for as long as the job runs.
+    Every Chromium leaves some; unreaped, each would occupy a process id until the job ends.
     """
 
     def __init__(self, seconds: float = 5.0) -> None:
         self._seconds, self._next = seconds, 0.0
 
     def reap(self, roles: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Do so if it is time; those in `roles` through their Popen, which keeps their exit code."""
+        """Reap if it is time; `roles` through their Popen, which keeps the exit code."""
         if time.monotonic() >= self._next:
             _reap(roles)
             self._next = time.monotonic() + self._seconds
@@ -310,7 +310,7 @@ def _name(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/<pid>/stat from the third (state) on; empty if there is no such process."""
+    """Fields of /proc/<pid>/stat from the third (state) on; empty if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):

@@ -1,7 +1,7 @@
-"""Where the threads of a role are: their stacks, written into its log when it gets SIGUSR2.
+"""Stack dumps: on SIGUSR2 a role writes the stacks of all its threads into its log.
 
-Every `webrl` process and every process of an engine takes the signal; others, such as browsers, are never sent it,
-since it would end them.
+Every `webrl` process and every process of an engine handles the signal. Other processes, such as browsers, never get
+it, since it would end them.
 """
 
 from __future__ import annotations
@@ -18,52 +18,52 @@ import psutil
 from megatron_webrl.system import child_process
 
 DUMP_SIGNAL = signal.SIGUSR2
-KILL_SECONDS = 10.0  # for a killed role to be gone
 _STDERR = 2
-_QUIET_SECONDS, _LIMIT_SECONDS = 0.1, 5.0  # a log that does not grow for so long is complete; limit of a process
+_QUIET_SECONDS = 0.1  # a dump is complete when the log has not grown for this time
+_LIMIT_SECONDS = 5.0  # for the dump of one process
 
 
 def register_dump_signal() -> None:
-    """From here on SIGUSR2 writes the stacks of all threads of this process to its standard error."""
+    """Let SIGUSR2 write the stacks of all threads of this process to its standard error."""
     faulthandler.register(DUMP_SIGNAL, _STDERR, all_threads=True)
 
 
 def dump_stacks(leader: int, log: Path, why: str) -> list[str]:
-    """Have a role and its descendants write their stacks into its log; returns what could not, and why not.
+    """Let a role and its descendants write their stacks into its log; return a message for each that could not.
 
-    `why` is said in the log before them. Takes 5 s at most for each process.
+    `why` is logged before the stacks. Takes at most 5 s per process.
     """
     missing = []
-    for pid in _family(leader):
+    for pid in _process_tree(leader):
         name = f"{_name(pid)} ({pid})"
         if child_process.process_state(pid) in ("T", "t"):
             missing.append(f"{name} is stopped and cannot show its stacks")
             _append(log, missing[-1])
-        elif _catches(pid):
+        elif _handles_dump_signal(pid):
             _append(log, f"stacks of {name}: {why}")
             with suppress(ProcessLookupError):
                 os.kill(pid, DUMP_SIGNAL)
-            _await_quiet(log)
+            _wait_until_complete(log)
         elif pid == leader:
             missing.append(f"{name} does not show its stacks yet: it has only just started")
             _append(log, missing[-1])
     return missing
 
 
-def _append(log: Path, words: str) -> None:
+def _append(log: Path, message: str) -> None:
     with log.open("a") as file:
-        file.write(f"-- {words} --\n")
+        file.write(f"-- {message} --\n")
 
 
-def _family(leader: int) -> list[int]:
-    """A process and its descendants, if it runs."""
+def _process_tree(leader: int) -> list[int]:
+    """The pids of a process and its descendants; empty if it has ended."""
     with suppress(psutil.NoSuchProcess):
         return [leader, *(child.pid for child in psutil.Process(leader).children(recursive=True))]
     return []
 
 
-def _catches(pid: int) -> bool:
-    """Whether a process has a handler for the signal and is a Python: others use it for ends of their own."""
+def _handles_dump_signal(pid: int) -> bool:
+    """Whether a process is a Python with a handler for the signal; other programs use it otherwise."""
     with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         program = os.path.basename(os.readlink(f"/proc/{pid}/exe"))
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
@@ -78,7 +78,7 @@ def _name(pid: int) -> str:
     return "ended"
 
 
-def _await_quiet(log: Path) -> None:
+def _wait_until_complete(log: Path) -> None:
     before, deadline, changed = log.stat().st_size, time.monotonic() + _LIMIT_SECONDS, 0.0
     while time.monotonic() < deadline:
         size = log.stat().st_size

@@ -1,9 +1,9 @@
-"""Lets CPU builds of PyTorch live beside CUDA builds of its companion packages.
+"""Import shim: use a CPU build of PyTorch with CUDA builds of torchvision, torchaudio and torchcodec.
 
-A torchvision wheel built for CUDA cannot load its library beside a CPU build of PyTorch; importing it then
-fails because `torchvision::nms` was never declared. torchaudio and torchcodec built for CUDA fail the same
-way. None of their operators is used here, so declaring the two schemas, or hiding the package, is enough.
-`install` puts a hook in front of the import system and reads two small files; nothing heavy is imported.
+A torchvision built for CUDA cannot load its library into a CPU build of PyTorch, and its import fails because
+`torchvision::nms` was never declared. torchaudio and torchcodec fail in the same way. None of their operators is used
+here, so it is enough to declare two schemas of torchvision and to hide the other packages. `install` adds an import
+hook and reads two small files; it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ from types import ModuleType
 from typing import Any
 
 SITECUSTOMIZE_FOLDER = Path(__file__).with_name("_site")
-"""Holds a sitecustomize that gives a Python subprocess the same cure; goes to the front of PYTHONPATH."""
+"""First entry of a subprocess's PYTHONPATH: its sitecustomize installs the same shim."""
 
 _SCHEMAS = {
     "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 }
-_libraries: list[Any] = []  # a torch.library.Library takes its declarations back when it is collected
+_libraries: list[Any] = []  # a garbage-collected torch.library.Library removes its declarations
 
 
-class _Declaring(importlib.abc.MetaPathFinder):
-    """Declares torchvision's schemas just before torchvision itself is looked for, then steps aside."""
+class _SchemaHook(importlib.abc.MetaPathFinder):
+    """Declares torchvision's schemas just before its extension is imported; finds no module itself."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        # Not at "torchvision": libraries look for the package without importing it, and that must not load torch.
+        # Not at "torchvision": libraries look up the package without importing it, which must not load torch.
         if fullname == "torchvision.extension":
             declare_torchvision_schemas()
         return None
 
 
 def install() -> None:
-    """Cure the imports of this process. Cheap, idempotent, and without effect where nothing is wrong."""
-    if any(isinstance(finder, _Declaring) for finder in sys.meta_path):
+    """Install the hook in this process. Cheap and idempotent; does nothing where the builds match."""
+    if any(isinstance(finder, _SchemaHook) for finder in sys.meta_path):
         return
     if _version("torch") is None or _built_for_cuda("torch"):
         return
     if _built_for_cuda("torchvision"):
-        sys.meta_path.insert(0, _Declaring())
+        sys.meta_path.insert(0, _SchemaHook())
     for name in ("torchaudio", "torchcodec"):
         if name not in sys.modules and _built_for_cuda(name):
-            sys.modules[name] = None  # type: ignore[assignment]  # import and find_spec both say: not there
+            sys.modules[name] = None  # type: ignore[assignment]  # import and find_spec both report it missing
 
 
 def declare_torchvision_schemas() -> None:
-    """Declare the operators for which torchvision registers shapes at import, unless they are there."""
+    """Declare the operators for which torchvision registers shapes at import, unless they exist."""
     import torch
 
     missing = [name for name in _SCHEMAS if not hasattr(torch.ops.torchvision, name)]
@@ -72,7 +72,7 @@ def _built_for_cuda(package: str) -> bool:
 
 
 def _version(package: str) -> str | None:
-    """What <package>/version.py says of version and CUDA, without importing the package; None if absent."""
+    """Version and CUDA version from <package>/version.py, without importing the package; None if it is missing."""
     if sys.modules.get(package, ...) is None:
         return None
     spec = importlib.util.find_spec(package)
