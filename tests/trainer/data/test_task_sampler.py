@@ -13,6 +13,7 @@ import torch
 
 from megatron_webrl.config.tasks import SamplerConfig, TasksConfig
 from megatron_webrl.control.control_plane import ControlClient
+from megatron_webrl.sampling import samplers
 from megatron_webrl.trainer.data.task_sampler import TaskSampler
 from megatron_webrl.types import Group
 from tests.gloo import spawn
@@ -92,11 +93,14 @@ def test_the_groups_of_an_update_are_kept_where_that_is_wanted(found, sampler: s
     assert run["kept"] == run["trained"]
 
 
-TWO = TasksConfig(environments=["a", "b"], sampler=SamplerConfig("curriculum", alpha=0.5, epsilon=0.0))
+TWO = TasksConfig(environments=["a", "b"], sampler=SamplerConfig("curriculum"))
 
 
 @pytest.fixture
-def control(tmp_path: Path) -> Iterator[ControlClient]:
+def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ControlClient]:
+    """A control plane; samplers that halve the distance to the latest pass rate and draw by it alone."""
+    monkeypatch.setattr(samplers, "LATEST_GROUP_WEIGHT", 0.5)
+    monkeypatch.setattr(samplers, "UNIFORM_FRACTION", 0.0)
     with control_plane(tmp_path) as address:
         yield connect(address, "trainer-0")
 
