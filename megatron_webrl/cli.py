@@ -1,4 +1,4 @@
-"""The `webrl` command. Each role imports only what it runs: a trainer needs no vLLM, a worker no Megatron."""
+"""The `webrl` command. Each role imports only its own packages: a trainer no vLLM, a worker no Megatron."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from megatron_webrl.parity.command import add_parity
 from megatron_webrl.slurm.commands import add_node
 from megatron_webrl.status.command import add_status
 from megatron_webrl.system import stack_dump
+from megatron_webrl.system.text import first_line
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -61,11 +62,11 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("config", help="YAML file, such as configs/quickstart.yaml")
     train.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
     train.add_argument(
-        "--check", action="store_true", help="check the configuration, print it whole, and start nothing"
+        "--check", action="store_true", help="check the configuration, print all settings, and start nothing"
     )
     train.set_defaults(run=_train)
 
-    doctor = commands.add_parser("doctor", help="say what is installed here and which roles can run")
+    doctor = commands.add_parser("doctor", help="list what is installed here and which roles can run")
     doctor.add_argument(
         "--role", choices=("all", "trainer", "rollout"), default="all", help="exit non-zero if this role cannot run"
     )
@@ -73,24 +74,27 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--weights",
         metavar="CONFIG",
-        help="start the engines and the trainer of a configuration, and compare what the engines get of the weights",
+        help="start the engines and the trainer of a configuration, and verify the weights that the engines receive",
     )
-    doctor.add_argument("overrides", nargs="*", metavar="key=value", help="with --weights: settings to replace")
+    doctor.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="with --weights: settings that replace those of CONFIG"
+    )
     doctor.set_defaults(run=_doctor)
 
     demonstrate = commands.add_parser(
         "demonstrate",
         help="write scripted episodes for a warm start",
-        description="Have scripts do the tasks of a configuration, as the agent would see and answer them, and write "
-        "trainer.warm_start.demonstrations successes to a file for trainer.warm_start.demonstrations_file. Ends with 1 if it failed, "
-        "2 for bad input, 130 after Ctrl-C, 143 after SIGTERM; the file is there when it is complete.",
+        description="Solve the tasks of a configuration with scripted policies, in the agent's observation and action "
+        "format, and write trainer.warm_start.demonstrations successes to a file for "
+        "trainer.warm_start.demonstrations_file. Exit code 1: failed; 2: bad input; 130: Ctrl-C; 143: SIGTERM. The "
+        "file appears when it is complete.",
         epilog="example: webrl demonstrate my.yaml trainer.warm_start.demonstrations=99 --out my.records",
     )
     demonstrate.add_argument("config", help="YAML file")
     demonstrate.add_argument(
         "overrides", nargs="*", metavar="key=value", help="settings that replace those of the file"
     )
-    demonstrate.add_argument("--out", type=Path, required=True, metavar="FILE", help="where they go")
+    demonstrate.add_argument("--out", type=Path, required=True, metavar="FILE", help="output file")
     demonstrate.set_defaults(run=_demonstrate)
 
     _add_eval(commands)
@@ -100,26 +104,32 @@ def _parser() -> argparse.ArgumentParser:
     add_status(commands)
     add_node(commands)
 
-    control = commands.add_parser("control", help="the control plane; `train` starts it, and so does a Slurm script")
+    control = commands.add_parser("control", help="the control plane (started by `train` and by Slurm scripts)")
     _add_config(control)
-    control.add_argument("--address-file", type=Path, help="where to write {host, port} once it listens")
+    control.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    control.add_argument("--port", type=int, default=0, help="port to listen on (default: 0, any free one)")
+    control.add_argument("--address-file", type=Path, help="file that receives {host, port} once it listens")
     control.set_defaults(run=_control)
 
     for name, run, text in (
-        ("trainer", _trainer, "one trainer rank (RANK, WORLD_SIZE and LOCAL_RANK say which)"),
+        ("trainer", _trainer, "one trainer rank, named by RANK, WORLD_SIZE and LOCAL_RANK"),
         ("rollout", _rollout, "one rollout worker"),
     ):
         role = commands.add_parser(name, help=text)
         _add_config(role)
         role.add_argument("--control", required=True, metavar="HOST:PORT", help="address of the control plane")
         role.add_argument(
-            "--node", type=int, default=0, metavar="N", help="number of this node, from 0, whose ring the role uses"
+            "--node",
+            type=int,
+            default=0,
+            metavar="N",
+            help="number of this node, from 0 (default: 0); the role uses its ring",
         )
         only = role.add_mutually_exclusive_group()
-        only.add_argument("--weights-only", action="store_true", help="send or take weights and do nothing else")
+        only.add_argument("--weights-only", action="store_true", help="only send or receive weights")
         if name == "trainer":
             role.add_argument(
-                "--attempt", type=int, default=0, metavar="N", help="how often the ranks of the job were started before"
+                "--attempt", type=int, default=0, metavar="N", help="number of earlier trainer attempts in this job"
             )
         else:
             role.add_argument("--worker", type=int, required=True, metavar="N", help="number of this worker, from 0")
@@ -128,9 +138,9 @@ def _parser() -> argparse.ArgumentParser:
                 type=int,
                 default=0,
                 metavar="N",
-                help="run this part, from 1, of the worker's engine alone",
+                help="run follower N, from 1, of the worker's engine, which spans several nodes",
             )
-            only.add_argument("--evaluation-only", action="store_true", help="evaluate the weights of model.path alone")
+            only.add_argument("--evaluation-only", action="store_true", help="only evaluate the weights of model.path")
         role.set_defaults(run=run)
     return parser
 
@@ -138,27 +148,27 @@ def _parser() -> argparse.ArgumentParser:
 def _add_eval(commands: Any) -> None:
     evaluation = commands.add_parser(
         "eval",
-        help="success of a checkpoint on held-out tasks",
-        description="Run the agent with the weights of a checkpoint on tasks that no training has seen, on this "
-        "machine. Ends with 1 if it failed, 2 for bad input, 130 after Ctrl-C. docs/evaluation.md",
+        help="success rate of a checkpoint on held-out tasks",
+        description="Run the agent with the weights of a checkpoint on held-out tasks, on this machine. "
+        "Exit code 1: failed; 2: bad input; 130: Ctrl-C. docs/evaluation.md",
         epilog="example: webrl eval runs/quickstart/checkpoints evaluation.episodes=50 --json result.json",
     )
     evaluation.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT", help="Hugging Face folder, or checkpoint of a run, or the run"
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="Hugging Face folder, checkpoint of a run, or the run"
     )
     evaluation.add_argument(
         "config_and_overrides",
         nargs="*",
         metavar="CONFIG key=value",
-        help="YAML file (default: that of the checkpoint's run), and settings that replace its own",
+        help="YAML file (default: config.yaml of the checkpoint's run), and settings that replace those of the file",
     )
     for option, key, text in (
         ("--episodes", "episodes", "held-out tasks of each environment"),
         ("--samples", "samples", "episodes of each task, for pass@k"),
-        ("--temperature", "temperature", "sampling temperature; 0: the likeliest token"),
+        ("--temperature", "temperature", "sampling temperature; 0: greedy"),
     ):
         evaluation.add_argument(option, metavar="N", help=f"{text} (evaluation.{key})")
-    evaluation.add_argument("--json", type=Path, metavar="FILE", help="write figures and single episodes there, too")
+    evaluation.add_argument("--json", type=Path, metavar="FILE", help="write results and episodes to FILE, too")
     evaluation.set_defaults(run=_eval)
 
 
@@ -195,27 +205,25 @@ def _demonstrate(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     count = config.trainer.warm_start.demonstrations
     if not count:
-        raise ConfigError("trainer.warm_start.demonstrations=0; say how many episodes are wanted")
+        raise ConfigError("trainer.warm_start.demonstrations=0; set the number of episodes")
     if not options.out.absolute().parent.is_dir():
         raise ConfigError(f"--out={options.out}: {options.out.absolute().parent} is not a folder")
     check_tasks_and_browser(config)
-    console, asked = Console(), [signal.SIGINT]
+    console, received = Console(), [signal.SIGINT]
 
-    def end(number: int, frame: FrameType | None) -> None:  # SIGTERM ends it as Ctrl-C does: in good order
-        asked.append(signal.Signals(number))
+    def handle_sigterm(number: int, frame: FrameType | None) -> None:  # a clean end, as after Ctrl-C
+        received.append(signal.Signals(number))
         signal.raise_signal(signal.SIGINT)
 
-    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGTERM, handle_sigterm)
     try:
         with progress_bar(console) as bar:
-            shown = bar.add_task("demonstrations", total=count)
-            asyncio.run(
-                write_demonstrations(config, count, options.out, lambda done: bar.update(shown, completed=done))
-            )
+            task = bar.add_task("demonstrations", total=count)
+            asyncio.run(write_demonstrations(config, count, options.out, lambda n: bar.update(task, completed=n)))
     except KeyboardInterrupt:
         console.print("interrupted; nothing was written")
-        return 128 + asked[-1]
-    except RuntimeError as error:  # no browsers, or too many failures
+        return 128 + received[-1]
+    except RuntimeError as error:  # missing browsers, or too many failures
         sys.stderr.write(f"webrl: {error}\n")
         return 1
     console.print(f"{options.out}: {count} demonstrations")
@@ -243,7 +251,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
         return check_weight_sync(load_config(options.weights, options.overrides), Console(), as_json=options.json)
     if options.overrides:
-        raise ConfigError(f"{options.overrides[0]!r} means something with --weights CONFIG only")
+        raise ConfigError(f"{options.overrides[0]!r} has no effect without --weights CONFIG")
     from megatron_webrl.doctor.installation import run_doctor
 
     return run_doctor(options.role, as_json=options.json)
@@ -254,12 +262,7 @@ def _control(options: argparse.Namespace) -> int:
     from megatron_webrl.ring.segment import segment_name
 
     config = _role(options, "control")
-    serve(
-        config.control.host,
-        config.control.port,
-        segment_name(config.run.name, secrets.token_hex(4)),
-        options.address_file,
-    )
+    serve(options.host, options.port, segment_name(config.run.name, secrets.token_hex(4)), options.address_file)
     return 0
 
 
@@ -280,8 +283,8 @@ def _trainer(options: argparse.Namespace) -> int:
         else:
             training.run(config, control, rank, ring, options.attempt)
 
-    revived = config.run.max_trainer_restarts > 0 and not options.weights_only
-    return _run_role(options, config, name, run, revived)
+    restartable = config.run.max_trainer_restarts > 0 and not options.weights_only
+    return _run_role(options, config, name, run, restartable)
 
 
 def _rollout(options: argparse.Namespace) -> int:
@@ -293,7 +296,7 @@ def _rollout(options: argparse.Namespace) -> int:
     check_node_number(config, options.node)
     nodes = engine_nodes(config, worker)
     if not 0 <= number < len(nodes):
-        raise ConfigError(f"--follower={number} is not one of the {len(nodes)} parts of engine {worker}, from 0")
+        raise ConfigError(f"--follower={number} is not among the {len(nodes)} nodes of engine {worker}, from 0")
     from megatron_webrl.rollout import main as working
     from megatron_webrl.rollout.engine import engine_follower
 
@@ -304,11 +307,11 @@ def _rollout(options: argparse.Namespace) -> int:
             only = "weights" if options.weights_only else "evaluation" if options.evaluation_only else None
             working.run(config, control, worker, ring, only, nodes)
 
-    return _run_role(options, config, name, run, revived=True)
+    return _run_role(options, config, name, run, restartable=True)
 
 
 def _role(options: argparse.Namespace, name: str) -> Config:
-    """Set up what every role needs, and read its configuration."""
+    """Set up logging and the fault handler of a role, and read its configuration."""
     faulthandler.enable()
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT.format(role=name), force=True)
     return parse_config(options.config, options.overrides)
@@ -319,12 +322,12 @@ def _run_role(
     config: Config,
     name: str,
     run: Callable[[ControlClient, NodeRing], None],
-    revived: bool,
+    restartable: bool,
 ) -> int:
-    """Run a role in a job. A trainer that gives up ends the job with an error that names it.
+    """Run a role in a job; returns the exit code.
 
-    A role that may be `revived` does not end the job by what else it fails of: whoever started it decides whether to
-    start it again. Nor does a rollout worker that gives up.
+    JobFailed in a trainer rank ends the job with an error that names the rank. After any other exception a
+    `restartable` role leaves the decision to its supervisor, which may restart it; so does every rollout worker.
     """
     from megatron_webrl.cluster.placement import worker_name_of
     from megatron_webrl.control.control_plane import ControlClient, JobEnded, JobFailed
@@ -334,32 +337,32 @@ def _run_role(
         raise ConfigError(f"--control={options.control!r} is not of the form HOST:PORT")
     control = ControlClient(host, int(port), name, config.run.heartbeat_timeout_seconds)
     try:
-        job = control.wait_for_key("job/id", config.run.startup_timeout_seconds, "the control plane to name the ring")
-        run(control, _ring(config, options.node, job))
+        job_id = control.wait_for_key("job/id", config.run.startup_timeout_seconds, "the job id from the control plane")
+        run(control, _ring(config, options.node, job_id))
     except JobEnded:
         log.info("the job has ended")
     except JobFailed as error:
-        # Named already by whoever ended the job, or a wait that this role gave up.
+        # Another role has ended the job and is named in the error, or a wait of this role timed out.
         log.error("%s", error)
         if worker_name_of(name) not in config.worker_names:
             control.end_job(f"failed: {error}")
         return 1
     except Exception as error:
         log.exception("failed")
-        what = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
-        if not revived:
-            control.end_job(f"failed: {name}: {what}")
-        log.error("%s", what)  # the last line of the log is what the launcher shows
+        message = f"{type(error).__name__}: {first_line(error)}"
+        if not restartable:
+            control.end_job(f"failed: {name}: {message}")
+        log.error("%s", message)  # the last line of the log, which the launcher shows
         return 1
     return 0
 
 
-def _ring(config: Config, node: int, job: str) -> NodeRing:
-    """The ring of a node in the job of that name. A job on one node has one, which is called as the job is."""
+def _ring(config: Config, node: int, job_id: str) -> NodeRing:
+    """The ring of a node. On a job of one node the ring's name is the job's id."""
     from megatron_webrl.cluster.placement import ring_name
     from megatron_webrl.ring.node_ring import NodeRing
 
-    return NodeRing(node, ring_name(config, node) if config.cluster.nodes > 1 else job, job)
+    return NodeRing(node, ring_name(config, node) if config.cluster.nodes > 1 else job_id, job_id)
 
 
 if __name__ == "__main__":

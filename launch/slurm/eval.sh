@@ -4,9 +4,9 @@
 #SBATCH --exclusive
 #SBATCH --mem=0
 #SBATCH --output=webrl-eval-%j.log
-# The success of a checkpoint on held-out tasks, on one node; the arguments are those of `webrl eval`:
+# Evaluates a checkpoint on held-out tasks, on one node; takes the arguments of `webrl eval`:
 #   sbatch --gpus-per-node=8 launch/slurm/eval.sh runs/8b_32node --episodes 50 --json result.json
-# A configuration of many nodes needs cluster.nodes=1 after it, and engines for one node: rollout.engines=0 trainer.data_parallel=0
+# A configuration of several nodes needs these overrides: cluster.nodes=1 rollout.engines=0 trainer.data_parallel=0
 cd "${SLURM_SUBMIT_DIR:-.}"
 source launch/slurm/common.sh
 if [ -n "${DRY_RUN:-}" ]; then

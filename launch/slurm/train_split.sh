@@ -12,7 +12,7 @@
 #SBATCH --nodes=4
 #SBATCH --exclusive
 #SBATCH --mem=0
-# A heterogeneous job: trainer and engines on the nodes of its first part, browsers on those of its second, which need no GPUs:
+# A heterogeneous job: trainer and engines on its first component, browsers on its second, which needs no GPUs:
 #   sbatch --partition=gpu : --partition=cpu launch/slurm/train_split.sh run.name=mine
 cd "${SLURM_SUBMIT_DIR:-.}"
 source launch/slurm/common.sh

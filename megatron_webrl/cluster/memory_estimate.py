@@ -116,7 +116,7 @@ class _TrainerEstimate:
         self.trainer = trainer = config.trainer
         self.size = DTYPE_BYTES[config.model.dtype]  # of a weight or an activation
         self.tokens = trainer.tokens_per_microbatch // trainer.context_parallel  # of a rank
-        self.spread = trainer.tensor_parallel if trainer.sequence_parallel else 1  # ranks that split the sequence
+        self.spread = trainer.tensor_parallel  # ranks that split the sequence (sequence parallelism)
         self.last = trainer.pipeline_parallel - 1
 
     def use(self, stage: int) -> MemoryUse:

@@ -76,11 +76,6 @@ def _check_parallel(config: Config, layers: int, sparse: bool) -> None:
         ranks,
         "trainer.expert_parallel",
     )
-    if sparse and trainer.tensor_parallel > 1 and not trainer.sequence_parallel:
-        raise ConfigError(
-            f"trainer.sequence_parallel=false with trainer.tensor_parallel={trainer.tensor_parallel} cannot train the "
-            f"mixture of experts {path}; set it to true"
-        )
 
 
 def _check_engine_layout(config: Config, text: dict[str, Any], vision: dict[str, Any], sparse: bool) -> None:

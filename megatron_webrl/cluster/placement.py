@@ -126,18 +126,12 @@ def place_processes(config: Config) -> Placement:
     processes: list[ProcessPlacement] = []
     for node in range(cluster.nodes):
         processes += _processes(config, node, ranks[node], engine_shares[node], node_counts)
-    control = config.control.port or cluster.base_port
     last = max(process.port for process in processes)
     if last > 65535:
         raise ConfigError(
             f"cluster.base_port={cluster.base_port} and the processes of a node need ports up to {last}; lower it"
         )
-    if cluster.base_port < control <= last:
-        raise ConfigError(
-            f"control.port={control} is among the ports {cluster.base_port + 1} to {last} of the processes "
-            "(cluster.base_port); set control.port=0"
-        )
-    return Placement(cluster.nodes, control, tuple(processes), tuple(_rings(config, processes)), blocks)
+    return Placement(cluster.nodes, cluster.base_port, tuple(processes), tuple(_rings(config, processes)), blocks)
 
 
 def check_cluster(config: Config) -> None:

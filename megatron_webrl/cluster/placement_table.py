@@ -24,6 +24,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.model import model_sizes
 from megatron_webrl.model.hf_config import read_model_config
+from megatron_webrl.system.text import count_noun
 
 
 def show_placement(path: str, overrides: list[str], file: Path | None, with_memory: bool, console: Console) -> int:
@@ -75,8 +76,8 @@ def print_placement(config: Config, placement: Placement, console: Console) -> N
         [each for each in placement.of_role("rollout") if not each.follower],
     )
     console.print(f"{config.run.name}: {_describe_nodes(config)}", markup=False, highlight=False)
-    console.print(f"trainer: {_count(len(trainers), 'rank')}, {_sizes(config)}", highlight=False)
-    console.print(f"rollout: {_count(len(workers), 'engine')}, {_engine_sizes(config)}", highlight=False)
+    console.print(f"trainer: {count_noun(len(trainers), 'rank')}, {_sizes(config)}", highlight=False)
+    console.print(f"rollout: {count_noun(len(workers), 'engine')}, {_engine_sizes(config)}", highlight=False)
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0, collapse_padding=False)
     for name in ("nodes", "process", "number", "GPUs", "NICs", "cores", "port"):
         table.add_column(name, overflow="fold")
@@ -130,7 +131,7 @@ def print_memory(config: Config, estimate: MemoryEstimate, console: Console) -> 
 
 def _describe_nodes(config: Config) -> str:
     cluster = config.cluster
-    nodes = _count(cluster.nodes, "node")
+    nodes = count_noun(cluster.nodes, "node")
     return (
         f"{nodes} of {cluster.gpus_per_node} GPUs, {cluster.engine_gpus_per_node} for engines"
         if cluster.gpus_per_node
@@ -170,10 +171,6 @@ def _numbers(numbers: Sequence[int]) -> str:
         return " ".join(map(str, numbers))
     step = f" by {steps.pop()}" if len(steps) == 1 else ""
     return f"{numbers[0]} {numbers[1]} .. {numbers[-1]}{step}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _ring_lines(placement: Placement) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,9 @@ def resolve_cluster_sizes(config: Config) -> None:
         found, left = divmod(cluster.nodes * gpus, size) if size > 0 else (0, 0)
         if found < 1 or left:
             raise ConfigError(
-                f"{key}=0: {cluster.nodes} x {gpus} GPUs (cluster.nodes, and cluster.engine_gpus_per_node={cluster.engine_gpus_per_node} "
-                f"of cluster.gpus_per_node={cluster.gpus_per_node}) cannot be shared out by {size}; change these or the parallel sizes"
+                f"{key}=0: {cluster.nodes} x {gpus} GPUs (cluster.nodes, and cluster.engine_gpus_per_node="
+                f"{cluster.engine_gpus_per_node} of cluster.gpus_per_node={cluster.gpus_per_node}) cannot be shared "
+                f"out by {size}; change these or the parallel sizes"
             )
         setattr(section, name, found)
 
@@ -80,5 +82,17 @@ def _one_line(error: OmegaConfBaseException, path: Path | None) -> str:
     key = error.full_key or error.key
     if "not in" in message and key is not None:
         place = f"{path} or an override" if path is not None else "an override"
-        return f"unknown key {key} in {place}; docs/configuration.md lists all keys"
+        nearest = _nearest_key(key)
+        hint = f"; did you mean {nearest}?" if nearest else ";"
+        return f"unknown key {key} in {place}{hint} docs/configuration.md lists all keys"
     return f"{key}: {message}" if key is not None else message
+
+
+def _nearest_key(key: str) -> str | None:
+    """The key most like an unknown one: within its section if there is a similar name, else among all settings."""
+    keys = list(flatten_config(Config()))
+    prefix = key[: key.rfind(".") + 1]
+    names = {known.removeprefix(prefix).partition(".")[0] for known in keys if known.startswith(prefix)}
+    if close := get_close_matches(key.removeprefix(prefix), sorted(names), n=1, cutoff=0.5):
+        return prefix + close[0]
+    return next(iter(get_close_matches(key, keys, n=1, cutoff=0.5)), None)

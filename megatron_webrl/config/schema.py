@@ -84,12 +84,6 @@ class RingConfig:
 
 
 @dataclass
-class ControlConfig:
-    host: str = setting("127.0.0.1", "Address of the control plane.")
-    port: int = setting(0, "Port of the control plane; 0: any free one.", low=0, high=65535)
-
-
-@dataclass
 class WeightsConfig:
     bucket_mib: int = setting(512, "Largest extra memory of one rank during a transfer.", low=1)
     timeout_seconds: float = setting(300.0, "Limit of one weight transfer, and of joining for it.", above=0)
@@ -124,7 +118,6 @@ class Config:
     browser: BrowserConfig = field(default_factory=BrowserConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     ring: RingConfig = field(default_factory=RingConfig)
-    control: ControlConfig = field(default_factory=ControlConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -62,9 +62,6 @@ class TrainerConfig:
     expert_tensor_parallel: int = setting(1, "Ranks that share each expert.", low=1)
     context_parallel: int = setting(1, "Ranks that share the tokens of each row; in attention, its heads.", low=1)
     data_parallel: int = setting(1, "Replicas that share each batch; 0: as many as cluster.* has GPUs for.", low=0)
-    sequence_parallel: bool = setting(
-        True, "Share tokens out over tensor-parallel ranks between the split parts of a layer."
-    )
     recompute: str = setting(
         "none",
         "What the backward pass computes again to save memory: nothing, attention and MLP, or whole layers.",

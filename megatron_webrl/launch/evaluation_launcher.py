@@ -1,6 +1,6 @@
-"""`webrl eval`: the success of a checkpoint on held-out tasks. Engines and browsers of this machine, and no trainer.
+"""`webrl eval`: success rate of a checkpoint on held-out tasks, with engines and browsers on this machine.
 
-The workers are those of a job, watched by its launcher; what a trainer would ask them for is asked here.
+The local launcher runs ordinary rollout workers; this module submits the evaluation request in the trainer's place.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from megatron_webrl.evaluation.results import aggregate_results, mlflow_metrics,
 from megatron_webrl.launch.local_launcher import POLL_SECONDS, LocalLauncher
 from megatron_webrl.launch.validation import check_config
 from megatron_webrl.model.convert.conversion import HF_FOLDER, ConversionOptions, find_checkpoint, megatron_to_hf
+from megatron_webrl.system.text import first_line
 from megatron_webrl.tracking.dashboard import progress_bar
 from megatron_webrl.tracking.mlflow_run import MLflowTracker
 
@@ -35,37 +36,39 @@ SHARD_BYTES = 5 * 10**9
 
 @dataclass(frozen=True)
 class EvaluatedCheckpoint:
-    """What is evaluated: a Hugging Face folder, or a Megatron checkpoint that becomes one for the engines."""
+    """A Hugging Face folder, or a Megatron checkpoint that is converted to one for the engines."""
 
     path: Path
     is_megatron: bool
-    version: int  # of a run's checkpoint; 0 otherwise
+    version: int  # policy version of a run's checkpoint; 0 otherwise
 
     @classmethod
     def resolve(cls, path: Path) -> EvaluatedCheckpoint:
-        """What a path means: a folder with weights, or the newest checkpoint of a run. Raises ConfigError."""
+        """Resolve a path: a Hugging Face folder, a checkpoint, or a run's newest checkpoint. Raises ConfigError."""
         if (path / "config.json").is_file():
             return cls(path, is_megatron=False, version=0)
         try:
-            found = find_checkpoint(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+            checkpoint = find_checkpoint(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
         except ValueError as error:
-            raise ConfigError(f"{path} is no Hugging Face folder (config.json), nor a checkpoint: {error}") from None
-        state = found / "state.json"
-        return cls(found, True, json.loads(state.read_text())["version"] if state.is_file() else 0)
+            raise ConfigError(
+                f"{path} is neither a Hugging Face folder (no config.json) nor a checkpoint: {error}"
+            ) from None
+        state = checkpoint / "state.json"
+        return cls(checkpoint, True, json.loads(state.read_text())["version"] if state.is_file() else 0)
 
     @property
     def run_config_path(self) -> Path:
-        """Configuration of the run that a checkpoint lies in. Raises ConfigError without one."""
+        """Configuration of the run that owns the checkpoint. Raises ConfigError without one."""
         path = self.path.resolve().parent.parent / "config.yaml"
         if not self.is_megatron or not path.is_file():
-            raise ConfigError(f"{self.path} lies in no run's checkpoints; name a configuration after it")
+            raise ConfigError(f"{self.path} is not in a run's checkpoints folder; name a configuration after it")
         return path
 
 
 def evaluation_config(checkpoint: EvaluatedCheckpoint, arguments: Sequence[str]) -> Config:
-    """The configuration to evaluate with. `words`: a file, unless it is that of the checkpoint's run, and overrides.
+    """The configuration of an evaluation. `arguments`: a file (default: the run's own), then overrides.
 
-    The run's name gets "-evaluation" added, for a folder of its own. Raises ConfigError.
+    "-evaluation" is appended to the run's name, so that it gets its own folder. Raises ConfigError.
     """
     file = Path(arguments[0]) if arguments and "=" not in arguments[0] else None
     overrides = list(arguments if file is None else arguments[1:])
@@ -80,38 +83,38 @@ def evaluation_config(checkpoint: EvaluatedCheckpoint, arguments: Sequence[str])
 
 
 def run_evaluation(checkpoint: EvaluatedCheckpoint, config: Config, console: Console, file: Path | None) -> int:
-    """Evaluate, print a table, write `file` as JSON and the figures to MLflow; returns the exit code.
+    """Evaluate, print a table, write JSON to `file` and metrics to MLflow; returns the exit code.
 
-    0: done; 1: failed; 130: interrupted. Raises ConfigError for a file that cannot be written, and weights that are
-    not whole.
+    0: done; 1: failed; 130: interrupted. Raises ConfigError for a file that cannot be written and for incomplete
+    weights.
     """
     if file is not None and not file.absolute().parent.is_dir():
         raise ConfigError(f"--json={file}: {file.absolute().parent} is not a folder")
-    examination = EvaluationLauncher(config, console, checkpoint=checkpoint, output_file=file)
+    launcher = EvaluationLauncher(config, console, checkpoint=checkpoint, output_file=file)
     if not checkpoint.is_megatron:
-        return examination.run()
+        return launcher.run()
     try:
-        examination.convert_checkpoint()
+        launcher.convert_checkpoint()
     except ValueError as error:
-        shutil.rmtree(examination.scratch, ignore_errors=True)
+        shutil.rmtree(launcher.scratch, ignore_errors=True)
         raise ConfigError(str(error)) from error
     except KeyboardInterrupt:
-        shutil.rmtree(examination.scratch, ignore_errors=True)
+        shutil.rmtree(launcher.scratch, ignore_errors=True)
         return 130
-    return examination.run()
+    return launcher.run()
 
 
 @dataclass
 class EvaluationLauncher(LocalLauncher):
-    """A job of workers alone, whose results are collected here."""
+    """A job without a trainer: submits evaluation requests to the workers and collects their results."""
 
     checkpoint: EvaluatedCheckpoint = field(kw_only=True)
     output_file: Path | None = None
     summaries: list[dict[str, Any]] = field(default_factory=list)
-    results: list[list[EvaluationResult]] = field(default_factory=list)  # of each line
+    results: list[list[EvaluationResult]] = field(default_factory=list)  # by summary
 
     def convert_checkpoint(self) -> None:
-        """Write the Megatron checkpoint as a Hugging Face folder for the engines, removed at the end."""
+        """Convert the Megatron checkpoint to a temporary Hugging Face folder for the engines."""
         folder = self.scratch / "model"
         with self.console.status(f"converting {self.checkpoint.path}") if self.console.is_terminal else nullcontext():
             megatron_to_hf(self.checkpoint.path, folder, SHARD_BYTES, ConversionOptions())
@@ -121,71 +124,71 @@ class EvaluationLauncher(LocalLauncher):
         control, outcome = self._start_control(), None
         self._start_workers(control, "--evaluation-only")
         for number, kind in enumerate(self._kinds(), 1):
-            if (outcome := self._examine(control, number, kind)) is not None:
+            if (outcome := self._evaluate(control, number, kind)) is not None:
                 break
         else:
-            outcome = self._keep()
+            outcome = self._store_results()
         return self._end(control, outcome)
 
     def _kinds(self) -> list[str]:
         return ["checkpoint", *(["blank_images"] if self.config.evaluation.blank_images else [])]
 
-    def _examine(self, control: ControlClient, number: int, kind: str) -> str | None:
-        """Run one evaluation; returns how the job ended, if it did."""
+    def _evaluate(self, control: ControlClient, number: int, kind: str) -> str | None:
+        """Run one evaluation; returns the outcome of the job if it ended early."""
         settings = self.config.evaluation
         tasks = settings.episodes * len(self.config.tasks.environments)
         request = EvaluationRequest(
             number, kind, tasks, settings.samples, settings.temperature, self.checkpoint.version, exclusive=True
         )
         evaluation_queue.submit_request(control, request)
-        collector, begun = ResultCollector(control, request), None
+        collector, started_at = ResultCollector(control, request), None
         with progress_bar(self.console) as bar:
-            shown = bar.add_task("starting", total=request.episodes)
+            task = bar.add_task("starting", total=request.episodes)
             while not collector.poll():
                 if (outcome := self._outcome(control)) is not None:
                     return outcome
-                begun = begun or (time.monotonic() if collector.has_started else None)
-                if begun is not None and time.monotonic() > begun + settings.timeout_seconds:
+                started_at = started_at or (time.monotonic() if collector.has_started else None)
+                if started_at is not None and time.monotonic() > started_at + settings.timeout_seconds:
                     break
-                words = (
-                    kind.replace("_", " ") if begun else control.status_of(self.config.worker_names[0]) or "starting"
-                )
-                bar.update(shown, completed=len(collector.results), description=words)
+                status = control.status_of(self.config.worker_names[0]) or "starting"
+                description = kind.replace("_", " ") if started_at else status
+                bar.update(task, completed=len(collector.results), description=description)
                 time.sleep(POLL_SECONDS)
-            bar.update(shown, completed=len(collector.results), description=kind.replace("_", " "))
+            bar.update(task, completed=len(collector.results), description=kind.replace("_", " "))
         evaluation_queue.withdraw_request(control)
         results = [collector.results[episode] for episode in sorted(collector.results)]
-        line = aggregate_results(request, results, time.monotonic() - (begun or time.monotonic()))
-        result_files.append_evaluation(self.config.run_folder, line, results)
-        self.summaries.append(line)
+        now = time.monotonic()
+        summary = aggregate_results(request, results, now - (started_at or now))
+        result_files.append_evaluation(self.config.run_folder, summary, results)
+        self.summaries.append(summary)
         self.results.append(results)
         return None
 
-    def _keep(self) -> str:
-        """Write the results where they are wanted; returns the outcome."""
+    def _store_results(self) -> str:
+        """Write the results to the output file and to MLflow; returns the outcome of the job."""
         if self.output_file is not None:
             self.output_file.write_text(json.dumps(self._report(), indent=1) + "\n")
         try:
-            tracker = MLflowTracker(self.config, None, str)  # no trajectories are shown
+            tracker = MLflowTracker(self.config, None, str)  # shows no trajectories
             tracker.client.set_tag(tracker.run_id, "checkpoint", str(self.checkpoint.path))
-            for line in self.summaries:
-                tracker.log_metrics(mlflow_metrics(line), line["version"])
+            for summary in self.summaries:
+                tracker.log_metrics(mlflow_metrics(summary), summary["version"])
             tracker.close("FINISHED")
         except MlflowException as error:
-            return f"failed: MLflow at {self.config.tracking_uri} took no figures: {str(error).splitlines()[0]}"
+            return f"failed: MLflow at {self.config.tracking_uri} stored no metrics: {first_line(error)}"
         return "finished"
 
     def _report(self) -> dict[str, Any]:
         report: dict[str, Any] = {"checkpoint": str(self.checkpoint.path), "evaluation": self.summaries[0]}
         report["episodes"] = [asdict(result) for result in self.results[0]]
         if len(self.summaries) > 1:
-            report |= {"blank_images": self.summaries[1], "image_gain": self._pixels()}
+            report |= {"blank_images": self.summaries[1], "image_gain": self._image_gain()}
         return report
 
-    def _pixels(self) -> dict[str, Any] | None:
+    def _image_gain(self) -> dict[str, Any] | None:
         return paired_difference(self.results[1], self.results[0]) if len(self.results) > 1 else None
 
-    def _farewell(self, outcome: str) -> int:
+    def _print_result(self, outcome: str) -> int:
         out = self.console
         if outcome != "finished":
             out.print(outcome, style="bold red", markup=False, soft_wrap=True)
@@ -194,9 +197,9 @@ class EvaluationLauncher(LocalLauncher):
         out.print(result_table.LEGEND, style="dim")
         for entry in self.summaries[0]["pass_at"].items() if self.config.evaluation.samples > 1 else ():
             out.print("pass@{}: {:.1%}".format(*entry), highlight=False)
-        if pixels := self._pixels():
-            line = result_table.format_difference("with screenshots over blank images", pixels)
+        if gain := self._image_gain():
+            line = result_table.format_difference("with screenshots over blank images", gain)
             out.print(line, markup=False, highlight=False, soft_wrap=True)
-        where = self.output_file or self.config.run_folder / result_files.FILE
-        out.print(f"results: {where}", markup=False, soft_wrap=True)
+        path = self.output_file or self.config.run_folder / result_files.FILE
+        out.print(f"results: {path}", markup=False, soft_wrap=True)
         return 0

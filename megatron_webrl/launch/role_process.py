@@ -1,7 +1,7 @@
-"""The processes of a job: how one is started, and what launcher (one machine) and node (of many) tell it.
+"""The processes of a job: how one is started, and the arguments and environment it gets from its supervisor.
 
-Arguments and environments are pure functions of the configuration. Who starts roles watches them: `Role.failure` says
-how one ended, `revive` starts a rollout worker again where that has a point.
+Two supervisors start them: the local launcher (one machine) and the node supervisor (a node of a cluster). Each polls
+`RoleProcess.failure_message` and restarts a rollout worker with `restart_worker`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from megatron_webrl.cluster.placement import worker_name_of
 from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
+from megatron_webrl.ring.segment import sweep_segments
 from megatron_webrl.system import child_process
 
 if TYPE_CHECKING:
@@ -27,13 +28,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-EXIT_GRACE_SECONDS = 60.0  # for roles to end after a good outcome: the last records, the checkpoint's artifacts
-FAILED_EXIT_GRACE_SECONDS = 5.0  # after another outcome: a role that waits for one that is gone will not end by itself
+EXIT_GRACE_SECONDS = 60.0  # for roles to exit after a clean outcome: last records, artifacts of the checkpoint
+FAILED_EXIT_GRACE_SECONDS = 5.0  # after a failure: a role that waits for a dead one does not exit by itself
 KILL_SECONDS = 8.0
 
 
 class RoleStartError(RuntimeError):
-    """A role did not come up. The message names it."""
+    """A role did not start. The message names it."""
 
 
 @dataclass
@@ -52,47 +53,43 @@ class RoleProcess:
     def start(
         cls, name: str, command: list[str], environment: dict[str, str], log: Path, cores: tuple[int, ...] = ()
     ) -> RoleProcess:
-        """Start the process, bound to `cores` if there are any."""
-        return cls(
-            name,
-            command,
-            environment,
-            log,
-            child_process.start_process(command, log, environment, name, (), cores),
-            cores,
-        )
+        """Start the process, bound to `cores` if any are given."""
+        process = child_process.start_process(command, log, environment, name, (), cores)
+        return cls(name, command, environment, log, process, cores)
 
     def restart(self) -> None:
-        """Start the process again; what is left of the one before is killed."""
-        child_process.kill_process_group(self.process.pid)  # it led one of its own
+        """Kill what is left of the process group and start the process again."""
+        child_process.kill_process_group(self.process.pid)
         self.process = child_process.start_process(self.command, self.log, self.environment, self.name, (), self.cores)
         self.restart_count += 1
 
     def failure_message(self) -> str | None:
-        """How it ended, if it ended badly."""
+        """How the process failed; None while it runs and after exit code 0."""
         code = self.process.poll()
         if code is None or code == 0:
             return None
-        words = child_process.last_log_line(self.log)
-        return f"{self.name} {child_process.describe_exit(code)}; last log line: {words} (log: {self.log})"
+        line = child_process.last_log_line(self.log)
+        return f"{self.name} {child_process.describe_exit(code)}; last log line: {line} (log: {self.log})"
 
 
 def restart_worker(role: RoleProcess, config: Config, control: ControlClient, failure: str) -> str | None:
-    """Start a rollout worker again, or a part of its engine, unless that is pointless or was done too often.
+    """Restart a rollout worker or an engine follower; returns a message for the user.
 
-    Returns what to tell people.
+    None, without a restart, for another role, after run.max_worker_restarts restarts, and for a worker that exited by
+    itself before it had served: it would do so again.
     """
     worker = worker_name_of(role.name)
     if worker not in config.worker_names or role.restart_count >= config.run.max_worker_restarts:
         return None
     killed = (role.process.poll() or 0) < 0
     if not killed and control.get_json(f"weights/applied/{worker}") is None:
-        return None  # it never came up, and would not the next time
+        return None
     control.clear_heartbeat(role.name)
     role.restart()
-    told = f"{failure}; started again, time {role.restart_count} of {config.run.max_worker_restarts}"
-    log.warning("%s", told)
-    return told
+    count = f"attempt {role.restart_count} of {config.run.max_worker_restarts}"
+    message = f"{failure}; restarting {role.name} ({count})"
+    log.warning("%s", message)
+    return message
 
 
 def webrl_command(arguments: Sequence[str]) -> list[str]:
@@ -101,68 +98,74 @@ def webrl_command(arguments: Sequence[str]) -> list[str]:
 
 
 def config_path(config: Config) -> Path:
-    """The resolved configuration that every role reads."""
+    """Path of the resolved configuration that every role reads."""
     return config.run_folder / "config.yaml"
 
 
 def control_address_path(config: Config) -> Path:
-    """Where the control plane says how to reach it."""
+    """Path of the file that holds the control plane's address."""
     return config.run_folder / "control.json"
 
 
 def role_arguments(config: Config, address: str) -> list[str]:
-    """Arguments of every role but the control plane: its configuration, and the control plane's HOST:PORT."""
+    """Arguments of every role but the control plane; `address`: HOST:PORT of the control plane."""
     return ["--config", str(config_path(config)), "--control", address]
 
 
-def rank_environment(rank: int, ranks: int, local: int, given: Mapping[str, str]) -> dict[str, str]:
-    """What tells a trainer rank its place; one thread, unless the environment it is `given` says otherwise."""
-    place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(local)}
-    return place if "OMP_NUM_THREADS" in given else place | {"OMP_NUM_THREADS": "1"}
+def rank_environment(rank: int, world_size: int, local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
+    """RANK, WORLD_SIZE and LOCAL_RANK of a trainer rank; one OpenMP thread unless the inherited environment sets it."""
+    variables = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(local_rank)}
+    return variables if "OMP_NUM_THREADS" in inherited else variables | {"OMP_NUM_THREADS": "1"}
 
 
 def start_control_process(
-    config: Config, start: Callable[[str, list[str]], RoleProcess], *overrides: str
+    config: Config, start: Callable[[str, list[str]], RoleProcess], host: str, port: int
 ) -> tuple[str, int]:
-    """Start the control plane through `start(name, arguments)` and wait until it answers; returns host and port.
+    """Start the control plane with `start(name, arguments)` and wait until it listens; returns host and port.
 
-    Raises StartError if it ends, or says nothing within run.startup_timeout_seconds.
+    `port` 0: any free one. Raises RoleStartError if it exits, or does not listen within run.startup_timeout_seconds.
     """
-    path, seconds = control_address_path(config), config.run.startup_timeout_seconds
+    path = control_address_path(config)
     path.unlink(missing_ok=True)
-    arguments = ["control", "--config", str(config_path(config)), "--address-file", str(path), *overrides]
-    role = start("control", arguments)
-    return wait_for_control_address(path, seconds, role.failure_message)
+    arguments = ["control", "--config", str(config_path(config)), "--address-file", str(path)]
+    role = start("control", [*arguments, "--host", host, "--port", str(port)])
+    return wait_for_control_address(path, config.run.startup_timeout_seconds, role.failure_message)
 
 
 def wait_for_control_address(
-    path: Path, seconds: float, failure: Callable[[], str | None] = lambda: None
+    path: Path, seconds: float, poll_failure: Callable[[], str | None] = lambda: None
 ) -> tuple[str, int]:
-    """Host and port of the control plane, once it has written them. Raises StartError."""
+    """Wait for the control plane's address file; returns host and port. Raises RoleStartError after `seconds`."""
     deadline = time.monotonic() + seconds
     while not path.is_file():
-        if found := failure():
-            raise RoleStartError(found)
+        if failure := poll_failure():
+            raise RoleStartError(failure)
         if time.monotonic() > deadline:
-            raise RoleStartError(f"the control plane did not come up within {seconds:.0f} s")
+            raise RoleStartError(f"the control plane did not start within {seconds:.0f} s")
         time.sleep(0.02)
     fields = json.loads(path.read_text())
     return fields["host"], fields["port"]
 
 
-def prepare_run_folder(config: Config, tell: Callable[[str], None]) -> None:
-    """Make the run's folder and store the configuration; the files of an earlier run of this name are kept aside."""
+def prepare_run_folder(config: Config, report: Callable[[str], None]) -> None:
+    """Make the run's folder and store the configuration; an earlier run of this name is renamed, unless resumed."""
     folder = config.run_folder
     if not config.run.resume and folder.exists():
         number = next(n for n in range(1, 1_000_000) if not folder.with_name(f"{folder.name}.{n}").exists())
-        aside = folder.with_name(f"{folder.name}.{number}")
-        folder.rename(aside)
-        tell(f"the earlier run of this name is kept as {aside}")
+        backup = folder.with_name(f"{folder.name}.{number}")
+        folder.rename(backup)
+        report(f"renamed the earlier run of this name to {backup}")
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     (folder / "summary.json").unlink(missing_ok=True)
     save_config(config, config_path(config))
 
 
-def role_environment(scratch: Path, given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of every role: this process's, and a folder for its temporary files."""
-    return {**(os.environ if given is None else given), "TMPDIR": str(scratch)}
+def role_environment(scratch: Path, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of every role: the inherited one, by default this process's, with `scratch` as TMPDIR."""
+    return {**(os.environ if inherited is None else inherited), "TMPDIR": str(scratch)}
+
+
+def sweep_leftovers() -> str:
+    """Remove processes, rings and scratch folders of killed runs; returns a message, empty if there were none."""
+    removed = child_process.sweep_orphans() + sweep_segments("webrl-") + child_process.sweep_scratch()
+    return f"removed leftovers of a killed run: {', '.join(removed)}" if removed else ""

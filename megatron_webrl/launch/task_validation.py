@@ -1,4 +1,4 @@
-"""What a configuration needs of the machine that runs its tasks: their pages, and a browser."""
+"""Validation of what a configuration needs on the machine that runs its tasks: task pages and a browser."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from megatron_webrl.config.setting import ConfigError
 
 
 def check_tasks_and_browser(config: Config, *, require_browser: bool = True) -> None:
-    """Refuse tasks and browsers that are not there, before anything starts. Raises ConfigError.
+    """Check that the tasks and the browser exist, before anything starts. Raises ConfigError.
 
-    Without `browsers` they are not looked for: they run on another machine.
+    With `require_browser=False` the browser is not looked for: it runs on another machine.
     """
     from megatron_webrl.browser.chromium import find_chromium
     from megatron_webrl.browser.errors import BrowserMissing

@@ -1,10 +1,10 @@
-"""Falls: a trainer rank that ends badly takes all others with it, on every node, and all start again from a checkpoint.
+"""The failure of a trainer attempt, agreed on by every machine of a job through the control plane.
 
-The lives of a job's trainer are its attempts, counted from 0. Whoever watches a rank that ends badly declares the fall
-of the attempt, through the control plane; the first word counts. Everyone who watches ranks kills its own and starts
-them as the next attempt. An attempt that completes a checkpoint gives those after it the full number of restarts again.
+When one trainer rank fails, all ranks are killed on every machine and start again from the newest checkpoint as the
+next attempt; attempts of a job count from 0. The machine that sees a rank fail records the failure of the attempt; the
+first record wins. A checkpoint completed by an attempt resets the number of consecutive failures.
 
-    trainer/failure/<attempt>   how it came to an end: a Fall
+    trainer/failure/<attempt>   a TrainerFailure as JSON
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
 
 @dataclass(frozen=True)
 class TrainerFailure:
-    """How an attempt of the trainer came to an end."""
+    """Why one attempt of the trainer ended."""
 
     role: str
     reason: str
     time: float  # unix time, seconds
-    checkpoint: str  # name of the newest complete one then; empty: none
-    consecutive_failures: int  # falls without a checkpoint completed in between, this one included
+    checkpoint: str  # name of the newest complete checkpoint at that time; empty: none
+    consecutive_failures: int  # without a new checkpoint, this one included
 
     def job_outcome(self, config: Config) -> str | None:
-        """How the job ends, if the trainer has fallen too often; None if it is to start again."""
+        """The outcome of the job if the restarts are used up; None if the trainer is to start again."""
         limit = config.run.max_trainer_restarts
         if self.consecutive_failures <= limit:
             return None
@@ -43,7 +43,7 @@ class TrainerFailure:
 
 
 def failure_of_attempt(control: ControlClient, attempt: int) -> TrainerFailure | None:
-    """How an attempt fell, if it did."""
+    """The recorded failure of an attempt, if any."""
     fields = control.get_json(_key(attempt))
     return TrainerFailure(**fields) if isinstance(fields, dict) else None
 
@@ -57,19 +57,20 @@ def record_failure(
     reason: str,
     log: Path | None = None,
 ) -> TrainerFailure:
-    """A rank of the attempt has ended badly; returns how the attempt fell, as everyone is told.
+    """Record that a rank of the attempt failed, unless a failure is recorded already; returns the recorded one.
 
-    `journal`: of who declares it. All ranks start again together, which is one event: that of the first fall.
+    `journal`: the caller's event log, which gets one event if the caller was the first.
     """
     newest = find_latest_checkpoint(config.run_folder)
     checkpoint = newest.name if newest else ""
-    before = failure_of_attempt(control, attempt - 1)
-    in_a_row = before.consecutive_failures + 1 if before is not None and before.checkpoint == checkpoint else 1
-    mine = TrainerFailure(role, reason, time.time(), checkpoint, in_a_row)
-    fall = TrainerFailure(**json.loads(control.store.compare_set(_key(attempt), "", json.dumps(asdict(mine)))))
-    if fall == mine:
-        journal.add(role, events.RESTARTED if fall.job_outcome(config) is None else events.FAILED, reason, log)
-    return fall
+    previous = failure_of_attempt(control, attempt - 1)
+    same = previous is not None and previous.checkpoint == checkpoint
+    count = previous.consecutive_failures + 1 if previous is not None and same else 1
+    own = TrainerFailure(role, reason, time.time(), checkpoint, count)
+    recorded = TrainerFailure(**json.loads(control.store.compare_set(_key(attempt), "", json.dumps(asdict(own)))))
+    if recorded == own:
+        journal.add(role, events.RESTARTED if own.job_outcome(config) is None else events.FAILED, reason, log)
+    return recorded
 
 
 def _key(attempt: int) -> str:

@@ -1,6 +1,7 @@
-"""Starts the trainer ranks of this machine again, together with those of all others, after any of them has ended badly.
+"""Restarts the trainer ranks of this machine, together with the ranks of every other machine, after one has failed.
 
-Launcher (one machine) and node (of many) each have one `Revival`. trainer_failure.py says what they agree on.
+The local launcher (one machine) and each node supervisor (a cluster) own one `TrainerRestarter`.
+`launch/trainer_failure.py` holds what they agree on through the control plane.
 """
 
 from __future__ import annotations
@@ -22,40 +23,40 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.5  # between questions whether a rank elsewhere has fallen
-BAD_INPUT_EXIT_CODE = 2  # exit code of a role that refuses what it was given: it would do so again
+POLL_SECONDS = 0.5  # between two queries of the control plane for a failure on another machine
+BAD_INPUT_EXIT_CODE = 2  # of a role that refuses its input: a restart would end the same way
 
 
 class TrainerRestarter:
-    """The trainer ranks among a machine's roles, as one: they live and fall together."""
+    """Restarts all trainer ranks of one machine as a unit."""
 
     def __init__(self, config: Config, control: ControlClient, journal: EventLog, roles: Sequence[RoleProcess]) -> None:
-        """`journal`: of this machine; `roles`: all of it, of which those of workers are left alone."""
+        """`journal`: the machine's event log; `roles`: all its processes, of which only trainer ranks are touched."""
         self.config, self.control, self.journal = config, control, journal
         self.attempt = 0
-        self._roles, self._asked = roles, 0.0
+        self._roles, self._polled_at = roles, 0.0
 
-    def record_failure(self, role: RoleProcess, failure: str) -> TrainerFailure:
-        """A rank of this machine has ended badly; returns how the attempt fell, which may have begun elsewhere."""
+    def record_failure(self, role: RoleProcess, reason: str) -> TrainerFailure:
+        """Record that a rank of this machine failed; returns the attempt's first failure, perhaps another machine's."""
         from megatron_webrl.launch import trainer_failure
 
         return trainer_failure.record_failure(
-            self.control, self.config, self.journal, self.attempt, role.name, failure, role.log
+            self.control, self.config, self.journal, self.attempt, role.name, reason, role.log
         )
 
     def poll_failure(self) -> TrainerFailure | None:
-        """How the attempt fell, if it did; asks at most every POLL_SECONDS."""
+        """The failure of the current attempt, if any; queries the control plane at most every POLL_SECONDS."""
         from megatron_webrl.launch import trainer_failure
 
-        if time.monotonic() - self._asked < POLL_SECONDS:
+        if time.monotonic() - self._polled_at < POLL_SECONDS:
             return None
-        self._asked = time.monotonic()
+        self._polled_at = time.monotonic()
         return trainer_failure.failure_of_attempt(self.control, self.attempt)
 
-    def restart_ranks(self, fall: TrainerFailure) -> str:
-        """Kill the ranks of this machine and start them as the next attempt; returns what to tell people."""
+    def restart_ranks(self, failure: TrainerFailure) -> str:
+        """Kill the ranks of this machine and start them as the next attempt; returns a message for the user."""
         ranks = [role for role in self._roles if is_trainer_rank(role)]
-        for rank in ranks:  # all at once: one that sees another end would only add to the noise
+        for rank in ranks:  # all at once: a rank that sees its peers die would log errors of its own
             rank.process.kill()
         for rank in ranks:
             with suppress(TimeoutExpired):
@@ -65,30 +66,29 @@ class TrainerRestarter:
             rank.command = with_attempt(rank.command, self.attempt)
             self.control.clear_heartbeat(rank.name)
             rank.restart()
-        limit = self.config.run.max_trainer_restarts
-        since = "" if fall.consecutive_failures == 1 else ", without a checkpoint in between"
-        told = (
-            f"{fall.reason}; all trainer ranks are started again from "
-            f"{fall.checkpoint or 'the beginning: there is no checkpoint'}, time {fall.consecutive_failures} of {limit}{since}"
-        )
-        log.warning("%s", told)
-        return told
+        source = failure.checkpoint or "the beginning, as there is no checkpoint"
+        count = f"attempt {failure.consecutive_failures} of {self.config.run.max_trainer_restarts}"
+        if failure.consecutive_failures > 1:
+            count += " without a new checkpoint"
+        message = f"{failure.reason}; restarting all trainer ranks from {source} ({count})"
+        log.warning("%s", message)
+        return message
 
 
 def is_trainer_rank(role: RoleProcess) -> bool:
-    """Whether a role is a trainer rank."""
+    """Whether a process is a trainer rank."""
     return role.name.startswith("trainer-")
 
 
 def may_restart(role: RoleProcess, config: Config) -> bool:
-    """Whether a rank that ended badly is of those that another start could help."""
+    """Whether a failed process is a trainer rank that a restart could help."""
     return is_trainer_rank(role) and config.run.max_trainer_restarts > 0 and role.process.poll() != BAD_INPUT_EXIT_CODE
 
 
 def with_attempt(command: Sequence[str], attempt: int) -> list[str]:
-    """The command of a rank, as that of an attempt."""
-    words = list(command)
-    if "--attempt" in words:
-        words[words.index("--attempt") + 1] = str(attempt)
-        return words
-    return [*words, "--attempt", str(attempt)]
+    """The command of a rank with `--attempt` set."""
+    arguments = list(command)
+    if "--attempt" in arguments:
+        arguments[arguments.index("--attempt") + 1] = str(attempt)
+        return arguments
+    return [*arguments, "--attempt", str(attempt)]

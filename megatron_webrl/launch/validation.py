@@ -1,4 +1,4 @@
-"""Everything about a configuration that can be known to fail before anything starts."""
+"""Validation of a whole configuration, before anything starts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
 
 
 def check_config(config: Config) -> None:
-    """Check every limit and combination that can be known before anything starts. Raises ConfigError."""
+    """Check all limits and combinations of settings, packages and files. Raises ConfigError."""
     check_limits(config, "")
     if not config.run.name or "/" in config.run.name or config.run.name.startswith("."):
         raise ConfigError(f"run.name={config.run.name!r} is not a plain folder name")
@@ -60,10 +60,9 @@ def check_config(config: Config) -> None:
 
 
 def _check_hang(config: Config) -> None:
-    """What may last long must not look like a hang."""
-    joining = (
-        2 * config.weights.timeout_seconds + 60
-    )  # twice the limit: a link is formed, then both sides compare their plans
+    """Check that run.hang_timeout_seconds exceeds every wait in which a role makes no progress."""
+    # Forming a link and comparing plans have weights.timeout_seconds each.
+    joining = 2 * config.weights.timeout_seconds + 60
     for name, seconds in (
         ("run.startup_timeout_seconds", config.run.startup_timeout_seconds),
         ("twice weights.timeout_seconds, and 60", joining),
@@ -71,8 +70,7 @@ def _check_hang(config: Config) -> None:
         if 0 < config.run.hang_timeout_seconds <= seconds:
             raise ConfigError(
                 f"run.hang_timeout_seconds={config.run.hang_timeout_seconds:g} is not above {name}, {seconds:g}, for "
-                "which a role may "
-                "be silent; raise it, or set it to 0 for no limit"
+                "which a role may make no progress; raise it, or set it to 0 for no limit"
             )
 
 
@@ -86,7 +84,7 @@ def _check_packages(trainer: TrainerConfig) -> None:
 
 
 def _check_start(config: Config) -> None:
-    """A checkpoint to start from must hold weights, and of the same architecture where it says which."""
+    """Check that model.checkpoint holds weights, and that its architecture, if stored, equals model.path's."""
     checkpoint = Path(config.model.checkpoint)
     if not config.model.checkpoint:
         return
@@ -97,28 +95,24 @@ def _check_start(config: Config) -> None:
         )
     if not (checkpoint / "hf" / "config.json").is_file():
         return
-    there, here = (_dimensions(read_model_config(path)) for path in (checkpoint / "hf", config.model.path))
-    for name in sorted(there.keys() | here.keys()):
-        if there.get(name) != here.get(name):
+    stored, given = (_dimensions(read_model_config(path)) for path in (checkpoint / "hf", config.model.path))
+    for name in sorted(stored.keys() | given.keys()):
+        if stored.get(name) != given.get(name):
             raise ConfigError(
-                f"model.checkpoint={checkpoint} has {name}={there.get(name)}, but model.path={config.model.path} has "
-                f"{here.get(name)}; give the model that the checkpoint was made from"
+                f"model.checkpoint={checkpoint} has {name}={stored.get(name)}, but model.path={config.model.path} has "
+                f"{given.get(name)}; give the model that the checkpoint was made from"
             )
 
 
-def _dimensions(description: dict[str, Any]) -> dict[str, Any]:
-    """What the shapes of a model's weights follow from, by dotted name."""
-    found = {"model_type": description["model_type"], "tie_word_embeddings": _tied(description)}
+def _dimensions(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """The entries of a config.json that determine the shapes of the weights, by dotted name."""
+    text = hf_config["text_config"]
+    tied = bool(hf_config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+    dimensions = {"model_type": hf_config["model_type"], "tie_word_embeddings": tied}
     for section, names in _DIMENSIONS.items():
-        found |= {f"{section}.{name}": description[section].get(name) for name in names}
-    found["text_config.num_experts"] = found["text_config.num_experts"] or description["text_config"].get(
-        "num_local_experts"
-    )
-    return found
-
-
-def _tied(description: dict[str, Any]) -> bool:
-    return bool(description.get("tie_word_embeddings", description["text_config"].get("tie_word_embeddings", False)))
+        dimensions |= {f"{section}.{name}": hf_config[section].get(name) for name in names}
+    dimensions["text_config.num_experts"] = dimensions["text_config.num_experts"] or text.get("num_local_experts")
+    return dimensions
 
 
 def _check_rollout(config: Config) -> None:
@@ -155,8 +149,7 @@ def _check_warm_start(config: Config) -> None:
     if settings.premature_submit_probability and config.tasks.source != "miniwob":
         raise ConfigError(
             f"trainer.warm_start.premature_submit_probability={settings.premature_submit_probability}, but only "
-            "scripts of tasks.source=miniwob submit too early; "
-            "set it to 0"
+            "scripts of tasks.source=miniwob submit too early; set it to 0"
         )
     if not settings.demonstrations_file:
         return
@@ -192,8 +185,7 @@ def _check_loss(config: Config) -> None:
         raise ConfigError(
             f"trainer.loss.kl_coefficient={loss.kl_coefficient} refers to the weights after the warm start, but "
             f"{config.reference_weights_folder} does not hold them: a run stores them only if it begins with the "
-            "penalty; "
-            "set it to 0"
+            "penalty; set it to 0"
         )
 
 

@@ -1,13 +1,13 @@
-"""Roles that hang: who finds them, and who ends them after all roles of the job have shown their stacks.
+"""Finds roles that hang, dumps the stacks of every role, and kills the hung ones.
 
-`Judge` looks at the control plane, where the launcher or the first node of a job runs it. What it finds goes as an
-order through a file in the run's folder, which costs those who supervise processes no connection: `Supervisor`, on each
-machine, has all its roles write their stacks into their logs, then kills those that the order names and that still
-hang. What is killed takes the way of any role that dies.
+`HangDetector` polls the control plane; it runs in the local launcher, or on the first node of a cluster job. It writes
+a `KillRequest` to a file in the run's folder, so that the other machines need no connection to the control plane.
+`StackDumper` runs on each machine and carries the request out: every role writes its stacks to its log, then the
+requested roles that still hang are killed. Their supervisor restarts them like any role that died.
 
-A worker hangs if it sends no heartbeat for run.heartbeat_timeout_seconds, or makes no progress for run.hang_timeout_seconds. Of trainer
-ranks that wait for each other all look alike: they hang once none has made progress for so long, and the first to have
-stopped is killed.
+A rollout worker hangs if it sends no heartbeat for run.heartbeat_timeout_seconds, or makes no progress for
+run.hang_timeout_seconds. Trainer ranks wait for each other, so a hang of one stops them all: they hang once no rank has
+made progress for run.hang_timeout_seconds, and the rank that stopped first is killed.
 """
 
 from __future__ import annotations
@@ -30,170 +30,174 @@ if TYPE_CHECKING:
     from megatron_webrl.launch.role_process import RoleProcess
 
 REQUEST_FILE = "kill_request.json"
-LivenessSign = tuple[str, str]  # its kind, and what it was, as Control.sign_of_life has them
+LivenessSign = tuple[str, str]  # (kind, value), as in ControlClient.liveness_value
 POLL_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class KillRequest:
-    """To show the stacks of all roles, and to kill some."""
+    """Request to dump the stacks of all roles and to kill some of them."""
 
-    request_id: int  # tells orders apart
+    request_id: int
     reason: str
-    targets: Mapping[str, LivenessSign]  # by role: the sign of life that has not changed
+    targets: Mapping[str, LivenessSign]  # by role: the liveness sign that has stopped changing
 
 
-def request_stack_dump(folder: Path, why: str, kill: Mapping[str, LivenessSign] | None = None) -> KillRequest:
-    """Give an order to all who supervise roles of a run."""
-    given = KillRequest(time.time_ns(), why, kill or {})
+def request_stack_dump(folder: Path, reason: str, targets: Mapping[str, LivenessSign] | None = None) -> KillRequest:
+    """Write a request for every supervisor of the run in `folder`; without targets only stacks are dumped."""
+    request = KillRequest(time.time_ns(), reason, targets or {})
     temporary = folder / f".{REQUEST_FILE}"
-    temporary.write_text(json.dumps(asdict(given)) + "\n")
+    temporary.write_text(json.dumps(asdict(request)) + "\n")
     temporary.rename(folder / REQUEST_FILE)
-    return given
+    return request
 
 
 def latest_request(folder: Path) -> KillRequest | None:
-    """The newest order."""
+    """The newest request of a run."""
     path = folder / REQUEST_FILE
     if not path.is_file():
         return None
     fields = json.loads(path.read_text())
-    return KillRequest(
-        fields["request_id"], fields["reason"], {role: (kind, sign) for role, (kind, sign) in fields["targets"].items()}
-    )
+    targets = {role: (kind, value) for role, (kind, value) in fields["targets"].items()}
+    return KillRequest(fields["request_id"], fields["reason"], targets)
 
 
 class HangDetector:
-    """Finds roles that hang. `look` is called again and again by one thread."""
+    """Finds roles that hang. Used by one thread, which calls `poll` repeatedly."""
 
     def __init__(self, config: Config, control: ControlClient) -> None:
-        """`control`: the connection of the launcher or of the first node."""
+        """`control`: a connection of this process."""
         self.config, self.control = config, control
-        self._workers = rollout_process_names(config)  # parts of their engines included
-        self._seen: dict[str, tuple[str, float]] = {}  # by role: its last mark, and since when it is that
-        self._ordered: dict[str, LivenessSign] = {}  # by role: with which it was last found hanging
+        self._workers = rollout_process_names(config)  # engine followers included
+        self._ranks = [f"trainer-{rank}" for rank in range(config.trainer_world_size)]
+        self._progress: dict[str, tuple[str, float]] = {}  # by role: its last value, and when it was first seen
+        self._requested: dict[str, LivenessSign] = {}  # by role: the sign with which it was last reported
         self._next = 0.0
 
     def poll(self) -> KillRequest | None:
-        """Look if it is time; returns the order that was given, if any."""
+        """Look for hung roles every POLL_SECONDS; returns the request that was written, if any."""
         now = time.monotonic()
         if now < self._next:
             return None
-        if now > self._next + 5 * POLL_SECONDS:  # this process itself was held up, and can say nothing of others
-            self._seen.clear()
+        if now > self._next + 5 * POLL_SECONDS:  # this process was suspended itself: it cannot judge the others
+            self._progress.clear()
             self.control.reset_heartbeat_watch()
         self._next = now + POLL_SECONDS
-        limit = self.config.run.hang_timeout_seconds
-        found: dict[str, tuple[str, str]] = {}  # by role: the kind of sign that is missing, and what to say
+        return self._request(self._hung_workers(now) | self._hung_rank(now))
+
+    def _hung_workers(self, now: float) -> dict[str, tuple[str, str]]:
+        """By role: the kind of sign that is missing, and the reason to report."""
+        run, hung = self.config.run, {}
         for worker in self._workers:
             if self.control.is_lost(worker):
-                found[worker] = (
-                    "heartbeat",
-                    f"sent no heartbeat for {self.config.run.heartbeat_timeout_seconds:g} s (run.heartbeat_timeout_seconds)",
-                )
-            elif limit and self._silence(worker, now) > limit:
-                found[worker] = "progress", f"made no progress for {limit:g} s (run.hang_timeout_seconds)"
-        if limit and self.control.ticket_epoch_count():
-            ranks = [f"trainer-{rank}" for rank in range(self.config.trainer_world_size)]
-            silent = {rank: self._silence(rank, now) for rank in ranks}
-            if min(silent.values()) > limit:
-                first = max(silent, key=lambda rank: silent[rank])
-                found[first] = (
-                    "progress",
-                    f"made no progress for {silent[first]:.0f} s, no trainer rank for {limit:g} s",
-                )
-        return self._order(found)
+                reason = f"sent no heartbeat for {run.heartbeat_timeout_seconds:g} s (run.heartbeat_timeout_seconds)"
+                hung[worker] = "heartbeat", reason
+            elif run.hang_timeout_seconds and self._idle_seconds(worker, now) > run.hang_timeout_seconds:
+                reason = f"made no progress for {run.hang_timeout_seconds:g} s (run.hang_timeout_seconds)"
+                hung[worker] = "progress", reason
+        return hung
 
-    def _order(self, found: Mapping[str, tuple[str, str]]) -> KillRequest | None:
-        signs = {role: (kind, self.control.liveness_value(role, kind)) for role, (kind, _) in found.items()}
-        fresh = {role: sign for role, sign in signs.items() if self._ordered.get(role) != sign}
-        if not fresh:
+    def _hung_rank(self, now: float) -> dict[str, tuple[str, str]]:
+        """The trainer rank that stopped first, once no rank makes progress."""
+        limit = self.config.run.hang_timeout_seconds
+        if not limit or not self.control.ticket_epoch_count():
+            return {}
+        idle = {rank: self._idle_seconds(rank, now) for rank in self._ranks}
+        if min(idle.values()) <= limit:
+            return {}
+        first = max(idle, key=lambda rank: idle[rank])
+        return {first: ("progress", f"made no progress for {idle[first]:.0f} s, no trainer rank for {limit:g} s")}
+
+    def _request(self, hung: Mapping[str, tuple[str, str]]) -> KillRequest | None:
+        signs = {role: (kind, self.control.liveness_value(role, kind)) for role, (kind, _) in hung.items()}
+        unreported = {role: sign for role, sign in signs.items() if self._requested.get(role) != sign}
+        if not unreported:
             return None
-        self._ordered |= fresh
-        return request_stack_dump(
-            self.config.run_folder, "; ".join(f"{role} {found[role][1]}" for role in fresh), fresh
-        )
+        self._requested |= unreported
+        reason = "; ".join(f"{role} {hung[role][1]}" for role in unreported)
+        return request_stack_dump(self.config.run_folder, reason, unreported)
 
-    def _silence(self, role: str, now: float) -> float:
-        """Seconds for which a role has made no progress while this one looked; 0 before its first."""
-        mark = self.control.liveness_value(role, "progress")
-        seen, since = self._seen.get(role, (None, now))
-        if mark != seen:
+    def _idle_seconds(self, role: str, now: float) -> float:
+        """Seconds without progress while this process was watching; 0 before the role's first progress."""
+        value = self.control.liveness_value(role, "progress")
+        seen, since = self._progress.get(role, (None, now))
+        if value != seen:
             since = now
-            self._seen[role] = (mark, now)
-        return now - since if mark else 0.0
+            self._progress[role] = (value, now)
+        return now - since if value else 0.0
 
 
 class StackDumper:
-    """Does what orders say, for the roles of one machine."""
+    """Carries out kill requests for the roles of one machine."""
 
-    def __init__(self, journal: EventLog, tell: Callable[[str], None]) -> None:
-        """`journal`: of these roles; `tell` tells people. Orders that are there already are of an earlier life."""
-        self.folder, self.journal, self.report_message = journal.folder, journal, tell
-        self._done = self._newest()
+    def __init__(self, journal: EventLog, report: Callable[[str], None]) -> None:
+        """`journal`: event log of these roles; `report` shows a message. A request that is there already is ignored."""
+        self.folder, self.journal, self.report = journal.folder, journal, report
+        self._done = self._file_version()
         self._next = 0.0
 
     def poll(self, roles: Sequence[RoleProcess], connect: Callable[[], ControlClient]) -> None:
-        """Look for an order if it is time. `connect`: to the control plane, once somebody is to be killed."""
+        """Carry out a new request, every POLL_SECONDS; `connect` connects to the control plane before a kill."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + POLL_SECONDS
-        if (newest := self._newest()) == self._done:
+        if (version := self._file_version()) == self._done:
             return
-        self._done = newest
-        if (given := latest_request(self.folder)) is None:
+        self._done = version
+        if (request := latest_request(self.folder)) is None:
             return
         running = [role for role in roles if role.process.poll() is None]
         for role in running:
-            for missing in stack_dump.dump_stacks(role.process.pid, role.log, given.reason):
-                self.report_message(f"{role.name}: {missing}")
-        named = [role for role in running if role.name in given.targets]
-        if named:
-            self._kill(named, given, connect)
+            for message in stack_dump.dump_stacks(role.process.pid, role.log, request.reason):
+                self.report(f"{role.name}: {message}")
+        targets = [role for role in running if role.name in request.targets]
+        if targets:
+            self._kill(targets, request, connect)
 
-    def _kill(self, named: Sequence[RoleProcess], given: KillRequest, connect: Callable[[], ControlClient]) -> None:
-        from megatron_webrl.control.control_plane import (
-            JobFailed,  # torch comes with it, which a node has no other use for
-        )
+    def _kill(self, targets: Sequence[RoleProcess], request: KillRequest, connect: Callable[[], ControlClient]) -> None:
+        # Imports torch, which a node supervisor otherwise does not need.
+        from megatron_webrl.control.control_plane import JobFailed
 
         try:
-            self._kill_hanging(named, given, connect())
+            self._kill_hung(targets, request, connect())
         except JobFailed as error:
-            self.report_message(f"nobody is killed: {error}")
+            self.report(f"no role was killed: {error}")
 
-    def _kill_hanging(self, named: Sequence[RoleProcess], given: KillRequest, control: ControlClient) -> None:
-        for role in named:
-            kind, sign = given.targets[role.name]
-            if control.liveness_value(role.name, kind) != sign:
-                self.report_message(f"{role.name} goes on, and is not killed")
+    def _kill_hung(self, targets: Sequence[RoleProcess], request: KillRequest, control: ControlClient) -> None:
+        for role in targets:
+            kind, value = request.targets[role.name]
+            if control.liveness_value(role.name, kind) != value:
+                self.report(f"{role.name} has recovered and is not killed")
                 continue
-            words = f"{role.name} is killed, for: {given.reason}"
+            message = f"killing {role.name}: {request.reason}"
             with role.log.open("a") as log:
-                log.write(f"ERROR {words}\n")  # its last words
-            self.report_message(words)
-            self.journal.add(role.name, events.KILLED, given.reason, role.log)
+                log.write(f"ERROR {message}\n")  # the last log line, which its supervisor reports
+            self.report(message)
+            self.journal.add(role.name, events.KILLED, request.reason, role.log)
             role.process.kill()
             role.process.wait(child_process.KILL_SECONDS)
 
-    def _newest(self) -> tuple[int, int] | None:
-        path = self.folder / REQUEST_FILE
+    def _file_version(self) -> tuple[int, int] | None:
+        """Inode and modification time of the request file."""
         try:
-            found = path.stat()
+            status = (self.folder / REQUEST_FILE).stat()
         except FileNotFoundError:
             return None
-        return found.st_ino, found.st_mtime_ns
+        return status.st_ino, status.st_mtime_ns
 
 
 class Watchdog:
-    """Both in one, for who has a connection and supervises roles, too."""
+    """Hang detector and stack dumper in one, for a process that has both a control connection and roles."""
 
-    def __init__(self, config: Config, control: ControlClient, journal: EventLog, tell: Callable[[str], None]) -> None:
-        """See Judge and Supervisor."""
-        self._control, self._judge, self._tell = control, HangDetector(config, control), tell
-        self._supervisor = StackDumper(journal, tell)
+    def __init__(
+        self, config: Config, control: ControlClient, journal: EventLog, report: Callable[[str], None]
+    ) -> None:
+        """See HangDetector and StackDumper."""
+        self._control, self._detector, self._report = control, HangDetector(config, control), report
+        self._dumper = StackDumper(journal, report)
 
     def poll(self, roles: Sequence[RoleProcess]) -> None:
-        """Look for roles of the job that hang, and do what was ordered for those given."""
-        if given := self._judge.poll():
-            self._tell(f"{given.reason}: all roles show their stacks in their logs")
-        self._supervisor.poll(roles, lambda: self._control)
+        """Look for hung roles in the whole job, and carry out requests for `roles`."""
+        if request := self._detector.poll():
+            self._report(f"{request.reason}: dumping the stacks of all roles to their logs")
+        self._dumper.poll(roles, lambda: self._control)

@@ -1,1 +1,1 @@
-"""Checks of the nodes of a job before it starts."""
+"""Checks of a job's nodes before it starts."""

@@ -1,4 +1,4 @@
-"""Is this node fit for a job? What it can tell alone: software, memory, browser, ports, cores, GPUs."""
+"""Checks of one node by itself: software, shared memory, browser, ports, cores, GPUs."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from megatron_webrl.model.hf_config import read_model_config
 DOCTOR_SECONDS = 180.0
 BROWSER_SECONDS = 60.0
 NVIDIA_SMI_SECONDS = 60.0
-_PAGE, _SAID = "data:text/html,<p>fit</p>", "<p>fit</p>"
+_TEST_PAGE, _EXPECTED_HTML = "data:text/html,<p>fit</p>", "<p>fit</p>"
 
 
 class CheckFailed(RuntimeError):
-    """The node cannot take part. The message says why, and what would help."""
+    """A check of the node failed. The message gives the reason and the remedy."""
 
 
 def check_software(config: Config, placement: Placement) -> None:
-    """Everything that both roles use is installed (`webrl doctor`). Raises Unfit."""
+    """Check that the packages of both roles are installed (`webrl doctor`). Raises CheckFailed."""
     command = role_process.webrl_command(["doctor", "--json"])
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DOCTOR_SECONDS, check=False)
         missing = json.loads(done.stdout)["missing"]
     except subprocess.TimeoutExpired:
-        raise CheckFailed(f"webrl doctor did not answer within {DOCTOR_SECONDS:.0f} s") from None
+        raise CheckFailed(f"webrl doctor did not finish within {DOCTOR_SECONDS:.0f} s") from None
     except ValueError:
-        words = done.stderr.strip().splitlines() or ["nothing"]
-        raise CheckFailed(f"webrl doctor failed: {words[-1]}") from None
-    if lacking := sorted({part for parts in missing.values() for part in parts}):
-        raise CheckFailed(f"missing {', '.join(lacking)}; `webrl doctor` there says more")
+        lines = done.stderr.strip().splitlines() or ["no output"]
+        raise CheckFailed(f"webrl doctor failed: {lines[-1]}") from None
+    if packages := sorted({package for packages in missing.values() for package in packages}):
+        raise CheckFailed(f"missing {', '.join(packages)}; run `webrl doctor` on the node for details")
 
 
 def check_shared_memory(config: Config, placement: Placement) -> None:
-    """The ring and the trainer's screenshots find room. Raises Unfit."""
+    """Check that the ring and the trainer's image buffers fit in shared memory. Raises CheckFailed."""
     ranks = sum(process.role == "trainer" for process in placement.on_node(0))
     vision = read_model_config(config.model.path)["vision_config"]
     images = ranks * image_buffer_mib(config, vision["patch_size"], vision["spatial_merge_size"])
@@ -61,7 +61,7 @@ def check_shared_memory(config: Config, placement: Placement) -> None:
 
 
 def check_browser(config: Config, placement: Placement) -> None:
-    """Chromium starts and shows a page, unless the browsers are those of a farm. Raises Unfit."""
+    """Check that Chromium starts and loads a page, unless the job uses a farm. Raises CheckFailed."""
     if config.browser.farm:
         return
     try:
@@ -70,67 +70,67 @@ def check_browser(config: Config, placement: Placement) -> None:
         raise CheckFailed(str(error)) from error
     with tempfile.TemporaryDirectory(prefix="webrl-check.") as profile:
         command = [program, "--headless", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={profile}"]
-        command += [*([] if use_sandbox() else ["--no-sandbox"]), "--dump-dom", _PAGE]
+        command += [*([] if use_sandbox() else ["--no-sandbox"]), "--dump-dom", _TEST_PAGE]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=BROWSER_SECONDS, check=False)
         except subprocess.TimeoutExpired:
-            raise CheckFailed(f"{program} showed no page within {BROWSER_SECONDS:.0f} s") from None
+            raise CheckFailed(f"{program} loaded no page within {BROWSER_SECONDS:.0f} s") from None
         except OSError as error:
             raise CheckFailed(f"{program} does not start: {error.strerror}") from error
-    if done.returncode or _SAID not in done.stdout:
-        words = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise CheckFailed(f"{program} shows no page: {words[-1][:300]}")
+    if done.returncode or _EXPECTED_HTML not in done.stdout:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise CheckFailed(f"{program} loads no page: {lines[-1][:300]}")
 
 
 def check_ports(config: Config, placement: Placement) -> None:
-    """Nobody listens at the ports of the placement. Raises Unfit."""
+    """Check that the ports of the placement are free. Raises CheckFailed."""
     for port in (placement.control_port, *(process.port for process in placement.on_node(0))):
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as tried:
-            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was just left is free
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT counts as free
             try:
-                tried.bind(("", port))
+                probe.bind(("", port))
             except OSError as error:
                 raise CheckFailed(
-                    f"port {port} is not free ({error.strerror}); end who has it, or set cluster.base_port"
+                    f"port {port} is not free ({error.strerror}); end the process that uses it or set cluster.base_port"
                 ) from error
 
 
 def check_cores(config: Config, placement: Placement) -> None:
-    """The cores of the placement are there, and Slurm lets this job use them. Raises Unfit."""
-    mine = os.sched_getaffinity(0)
-    missing = sorted({core for process in placement.on_node(0) for core in process.cores} - mine)
+    """Check that this job may use the cores of the placement. Raises CheckFailed."""
+    available = os.sched_getaffinity(0)
+    missing = sorted({core for process in placement.on_node(0) for core in process.cores} - available)
     if missing:
         raise CheckFailed(
-            f"{len(missing)} cores of cluster.numa_cores, core {missing[0]} first, are not among the {len(mine)} of "
-            "this job; ask for whole nodes (--exclusive), or correct cluster.numa_cores"
+            f"{len(missing)} cores of cluster.numa_cores, core {missing[0]} first, are not among the "
+            f"{len(available)} of this job; ask for whole nodes (--exclusive), or correct cluster.numa_cores"
         )
 
 
 def check_gpus(config: Config, placement: Placement) -> None:
-    """There are enough GPUs with enough memory. Raises Unfit."""
+    """Check the number of GPUs and their memory. Raises CheckFailed."""
     cluster = config.cluster
     if not cluster.gpus_per_node:
         return
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     if not shutil.which(command[0]):
         raise CheckFailed(
-            f"cluster.gpus_per_node={cluster.gpus_per_node}, but there is no nvidia-smi; is the driver installed?"
+            f"cluster.gpus_per_node={cluster.gpus_per_node}, but nvidia-smi is not installed; install the NVIDIA driver"
         )
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        raise CheckFailed(f"nvidia-smi did not answer within {NVIDIA_SMI_SECONDS:.0f} s; a GPU hangs") from None
+        raise CheckFailed(f"nvidia-smi did not finish within {NVIDIA_SMI_SECONDS:.0f} s; a GPU hangs") from None
     if done.returncode:
         raise CheckFailed(f"nvidia-smi failed: {(done.stdout + done.stderr).strip()[:300]}")
     check_gpu_memory(config, done.stdout.split())
 
 
 def check_gpu_memory(config: Config, mib: Sequence[str]) -> None:
-    """The GPUs that nvidia-smi has listed, by their memory in MiB. Raises Unfit."""
+    """Check the GPUs' memory sizes in MiB, as nvidia-smi lists them. Raises CheckFailed."""
     cluster = config.cluster
     if len(mib) < cluster.gpus_per_node:
         raise CheckFailed(f"{len(mib)} GPUs, but cluster.gpus_per_node={cluster.gpus_per_node}")
-    # A card of "80 GiB" reports a little less.
+    # An "80 GB" card reports a little less.
     small = [text for text in mib if not text.isdigit() or int(text) < 0.95 * cluster.gpu_gib * 1024]
     if small:
         raise CheckFailed(f"a GPU has {small[0]} MiB, but cluster.gpu_gib={cluster.gpu_gib:g}")

@@ -1,7 +1,8 @@
-"""Is this node fit for a job? What only all nodes together can tell: clocks, links, an all-reduce.
+"""Checks that all nodes of a job do together: clocks, links between neighbours, an all-reduce.
 
-The first node hosts a store; those that are fit so far are the members. Each member exchanges data with the next and
-with the one before: who fails with both is at fault, its neighbours are not. Then all do an all-reduce.
+The first node hosts a store, at which all nodes meet. Nodes that have passed so far are the members of a stage. Each
+member does an all-reduce with the next one and with the previous one: a node that fails with both is at fault. Then all
+members do one all-reduce.
 """
 
 from __future__ import annotations
@@ -29,21 +30,22 @@ from torch.distributed import (
 )
 
 from megatron_webrl.preflight.local_checks import CheckFailed
+from megatron_webrl.system.text import first_line
 
-CLOCK_SECONDS = 1.0  # that clocks may differ by
-GROUP_SECONDS = 30.0  # limit of forming a group and exchanging data in it
-GATHER_SECONDS = 300.0  # limit for all nodes to have looked at themselves
-LOCAL_STAGE, LINK_STAGE = "alone", "linked"  # stages: what each has found alone, and with its neighbours
+CLOCK_SECONDS = 1.0  # largest difference between two clocks
+GROUP_SECONDS = 30.0  # limit for forming a group and exchanging data in it
+GATHER_SECONDS = 300.0  # limit for all nodes to finish their local checks
+LOCAL_STAGE, LINK_STAGE = "local", "link"  # stages: local checks, links with neighbours
 MESSAGE_BYTES = 64 * 2**20
 REPEATS = 3
-INTERFACE_HINT = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network card where there are several"
+INTERFACE_HINT = "with several network cards set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
 
 
 @dataclass
 class NetworkCheckGroup:
-    """This node among all that look at themselves."""
+    """This node's membership in the group of all nodes that are checked."""
 
-    node_index: int  # of this node, from 0; the first hosts
+    node_index: int  # of this node, from 0; node 0 hosts the store
     node_names: Sequence[str]  # of all nodes
     store: TCPStore
 
@@ -51,7 +53,7 @@ class NetworkCheckGroup:
     def join(
         cls, number: int, names: Sequence[str], address: str, file: Path, seconds: float = GATHER_SECONDS
     ) -> NetworkCheckGroup:
-        """Meet at the first node's `address`, whose port it writes to `file`. Raises Unfit after `seconds`."""
+        """Join at node 0's `address`; node 0 writes the port to `file`. Raises CheckFailed after `seconds`."""
         limit = timedelta(seconds=seconds)
         try:
             if number == 0:
@@ -63,43 +65,40 @@ class NetworkCheckGroup:
             deadline = time.monotonic() + seconds
             while not file.is_file():
                 if time.monotonic() > deadline:
-                    raise CheckFailed(
-                        f"{names[0]} did not open the meeting of all nodes within {seconds:.0f} s ({file})"
-                    )
+                    raise CheckFailed(f"{names[0]} did not start the network check within {seconds:.0f} s ({file})")
                 time.sleep(0.1)
             port = int(file.read_text())
             return cls(number, names, TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit))
         except (DistNetworkError, DistStoreError) as error:
-            words = str(error).strip().splitlines()
             raise CheckFailed(
-                f"no connection to {names[0]} ({address}) within {seconds:.0f} s: {words[0][:200]}"
+                f"no connection to {names[0]} ({address}) within {seconds:.0f} s: {first_line(error)[:200]}"
             ) from error
 
-    def passed_members(self, stage: str, fit: bool, seconds: float = GATHER_SECONDS) -> list[int]:
-        """Numbers of the nodes that are fit after a stage; who says nothing within `seconds` is not.
+    def passed_members(self, stage: str, passed: bool, seconds: float = GATHER_SECONDS) -> list[int]:
+        """Indices of the nodes that passed a stage, as node 0 decides; a node that is silent for `seconds` failed.
 
-        The first node decides. Raises Unfit if it does not.
+        Raises CheckFailed if node 0 does not decide.
         """
-        self.store.set(f"{stage}/{self.node_index}", str(int(fit)))
+        self.store.set(f"{stage}/{self.node_index}", str(int(passed)))
         if self.node_index == 0:
             deadline = time.monotonic() + seconds
             keys = [f"{stage}/{number}" for number in range(len(self.node_names))]
-            while (left := [key for key in keys if not self.store.check([key])]) and time.monotonic() < deadline:
+            while (silent := [key for key in keys if not self.store.check([key])]) and time.monotonic() < deadline:
                 time.sleep(0.05)
-            found = [number for number, key in enumerate(keys) if key not in left and self.store.get(key) == b"1"]
-            self.store.set(f"{stage}/members", json.dumps(found))
+            members = [number for number, key in enumerate(keys) if key not in silent and self.store.get(key) == b"1"]
+            self.store.set(f"{stage}/members", json.dumps(members))
         try:
             self.store.wait([f"{stage}/members"], timedelta(seconds=seconds + GROUP_SECONDS))
             return json.loads(self.store.get(f"{stage}/members"))
         except (DistNetworkError, DistStoreError) as error:
             raise CheckFailed(
-                f"{self.node_names[0]} did not say who takes part: {str(error).splitlines()[0][:200]}"
+                f"{self.node_names[0]} did not list the members of the {stage} stage: {first_line(error)[:200]}"
             ) from error
 
     def leave(self) -> None:
-        """Say that this node is done; the first stays until all who were heard of are, or a limit has passed."""
+        """Report this node as done; node 0 waits until all nodes that joined are done, within a limit."""
         if self.node_index:
-            self.store.set(f"done/{self.node_index}", "1")  # its last word: the first may be gone after it
+            self.store.set(f"done/{self.node_index}", "1")  # must be last: node 0 may exit after it
             return
         deadline = time.monotonic() + 4 * GROUP_SECONDS
         keys = [
@@ -113,7 +112,7 @@ class NetworkCheckGroup:
 
 @contextmanager
 def clock_server(now: Callable[[], float] = time.time) -> Iterator[int]:
-    """Tell the time to whoever connects; yields the port."""
+    """Serve this node's time over TCP; yields the port."""
     with socket.create_server(("", 0)) as server:
 
         def serve() -> None:
@@ -133,33 +132,33 @@ def clock_server(now: Callable[[], float] = time.time) -> Iterator[int]:
 
 
 def clock_offset(host: str, port: int, name: str) -> float:
-    """Seconds that the clock of a node is ahead of this one's. Raises Unfit beyond CLOCK_SECONDS."""
+    """Seconds by which a node's clock is ahead of this node's. Raises CheckFailed beyond CLOCK_SECONDS."""
     best = (float("inf"), 0.0)  # round trip, offset
     for _ in range(5):
-        began = time.time()
+        sent_at = time.time()
         try:
             with socket.create_connection((host, port), GROUP_SECONDS) as connection:
                 data = connection.recv(8, socket.MSG_WAITALL)
         except OSError as error:
-            raise CheckFailed(f"{name} ({host}:{port}) does not tell the time: {error}") from error
-        ended = time.time()
-        best = min(best, (ended - began, struct.unpack("<d", data)[0] - (began + ended) / 2))
+            raise CheckFailed(f"{name} ({host}:{port}) did not report its time: {error}") from error
+        received_at = time.time()
+        best = min(best, (received_at - sent_at, struct.unpack("<d", data)[0] - (sent_at + received_at) / 2))
     if abs(best[1]) > CLOCK_SECONDS:
-        raise CheckFailed(f"differs by {best[1]:+.1f} s from that of {name}; is NTP or chrony running on both?")
+        raise CheckFailed(f"differs by {best[1]:+.1f} s from the clock of {name}; run NTP or chrony on both")
     return best[1]
 
 
 def pair_rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Pairs of neighbours in a ring of `count`, by rounds in which each takes part at most once."""
+    """Pairs of neighbours in a circle of `count` members, in rounds that contain each member at most once."""
     if count < 2:
         return []
     if count == 2:
         return [[(0, 1)]]
     edges = [(first, (first + 1) % count) for first in range(count)]
-    found: list[list[tuple[int, int]]] = [[], [], []]
+    rounds: list[list[tuple[int, int]]] = [[], [], []]
     for first, second in edges:
-        found[2 if first == count - 1 and count % 2 else first % 2].append((first, second))
-    return [each for each in found if each]
+        rounds[2 if first == count - 1 and count % 2 else first % 2].append((first, second))
+    return [pairs for pairs in rounds if pairs]
 
 
 def measure_all_reduce(
@@ -170,9 +169,9 @@ def measure_all_reduce(
     seconds: float = GROUP_SECONDS,
     size: int = MESSAGE_BYTES,
 ) -> float:
-    """All-reduce among the members, of which this is number `rank`; returns GiB/s (each way, of one member).
+    """All-reduce `size` bytes among the members as rank `rank`; returns GiB/s (each way, of one member).
 
-    Raises Unfit naming the others.
+    The best of REPEATS runs. Raises CheckFailed naming the other members.
     """
     others = ", ".join(name for number, name in enumerate(members) if number != rank)
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
@@ -182,14 +181,13 @@ def measure_all_reduce(
         best = float("inf")
         for _ in range(REPEATS):
             values.fill_(1.0)
-            began = time.perf_counter()
+            started_at = time.perf_counter()
             group.allreduce([values]).wait()
             if cuda:
                 torch.cuda.synchronize()
-            best = min(best, time.perf_counter() - began)
-    except RuntimeError as error:  # DistError, and what gloo and NCCL raise, are RuntimeErrors
-        words = str(error).strip().splitlines() or ["no reason"]
-        raise CheckFailed(f"all-reduce with {others} failed: {words[0][:200]} ({INTERFACE_HINT})") from error
+            best = min(best, time.perf_counter() - started_at)
+    except RuntimeError as error:  # the base of DistError and of the errors of gloo and NCCL
+        raise CheckFailed(f"all-reduce with {others} failed: {first_line(error)[:200]} ({INTERFACE_HINT})") from error
     if not bool((values == len(members)).all()):
         raise CheckFailed(f"all-reduce with {others} gave a wrong sum")
     return 2 * (len(members) - 1) / len(members) * size / best / 2**30
@@ -198,9 +196,9 @@ def measure_all_reduce(
 def check_links(
     store: Store, members: Sequence[str], rank: int, cuda: bool, minimum: float, seconds: float = GROUP_SECONDS
 ) -> dict[str, float]:
-    """GiB/s with each neighbour. Raises Unfit if it fails, or stays under `minimum`, with all of them.
+    """GiB/s with each neighbour. Raises CheckFailed if every link failed or is slower than `minimum` GiB/s.
 
-    Of two nodes that do not get along, the first is taken as good.
+    If the link between only two nodes is bad, node 0 passes.
     """
     speeds: dict[str, float] = {}
     failed: dict[str, str] = {}
@@ -209,31 +207,30 @@ def check_links(
             if rank not in pair:
                 continue
             other = members[pair[1 - pair.index(rank)]]
-            place = PrefixStore(f"link/{number}/{pair[0]}", store)
+            pair_store = PrefixStore(f"link/{number}/{pair[0]}", store)
             try:
-                # A neighbour that waited for a bad one in each earlier round comes so much later.
+                # The neighbour may have waited for a bad node in each earlier round.
                 limit = seconds * (number + 1)
-                speed = measure_all_reduce(place, [members[each] for each in pair], pair.index(rank), cuda, limit)
+                names = [members[member] for member in pair]
+                speed = measure_all_reduce(pair_store, names, pair.index(rank), cuda, limit)
                 speeds[other] = speed
                 if speed < minimum:
-                    failed[other] = f"{speed:.2f} GiB/s with {other}, under {minimum:g}"
+                    failed[other] = f"{speed:.2f} GiB/s with {other}, below {minimum:g}"
             except CheckFailed as error:
                 failed[other] = str(error)
-    met = {*speeds, *failed}
-    if met and len(failed) == len(met) and not (len(members) == 2 and rank == 0):
+    neighbours = {*speeds, *failed}
+    if neighbours and len(failed) == len(neighbours) and not (len(members) == 2 and rank == 0):
         raise CheckFailed("; ".join(failed.values()))
     return speeds
 
 
 def all_reduce_store(store: Store) -> Store:
-    """Where the members of the last stage meet for `exchange`."""
+    """The store of the final all-reduce among all members."""
     return PrefixStore("all", store)
 
 
-def _group(
-    store: Store, rank: int, size: int, cuda: bool, seconds: float
-) -> Any:  # gloo's or NCCL's, which a CPU build of torch has not
-    if cuda:
+def _group(store: Store, rank: int, size: int, cuda: bool, seconds: float) -> Any:
+    if cuda:  # a CPU build of torch has no ProcessGroupNCCL, not even for a type annotation
         torch.cuda.set_device(0)
         options = torch.distributed.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=seconds)

@@ -1,4 +1,4 @@
-"""`webrl node check`: is this node fit for a job, before any model is loaded? It tells the run's folder."""
+"""`webrl node check`: checks a node before any model is loaded, and writes a report to the run's folder."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class NodeCheck:
     """The check of one node."""
 
     config: Config
-    node_name: str  # of this node
-    nodes: Sequence[str]  # of the job, the first hosts the meeting
+    node_name: str
+    nodes: Sequence[str]  # of the job; the first hosts the store of the network check
     first_address: str  # of the first node
-    min_gib_per_second: float = 0.0  # GiB/s that neighbours must exchange
+    min_gib_per_second: float = 0.0  # least speed of a link between neighbours
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a node that is not one of the job's."""
@@ -37,51 +37,51 @@ class NodeCheck:
         self.report = NodeReport(self.node_name)
 
     def run(self) -> NodeReport:
-        """Look at everything, write what was found, and return it."""
-        self._alone()
+        """Run all checks; writes and returns the report."""
+        self._check_node()
         if len(self.nodes) > 1:
-            self._try("network", self._together)
+            self._try("network", self._check_network)
         node_report.write_report(self.config, self.report)
         return self.report
 
-    def _alone(self) -> None:
+    def _check_node(self) -> None:
         placement = place_processes(self.config)
-        for check, look in CHECKS.items():
-            began = time.monotonic()
-            self._try(check, lambda look=look: look(self.config, placement))  # type: ignore[misc]
-            self.report.measurements[f"{check}, seconds"] = round(time.monotonic() - began, 2)
+        for name, check in CHECKS.items():
+            started_at = time.monotonic()
+            self._try(name, lambda check=check: check(self.config, placement))  # type: ignore[misc]
+            self.report.measurements[f"{name}, seconds"] = round(time.monotonic() - started_at, 2)
 
-    def _together(self) -> None:
+    def _check_network(self) -> None:
         torchvision_shim.install()
         try:
             from megatron_webrl.preflight import network_checks
         except ImportError as error:
             raise CheckFailed(f"torch does not import: {error}") from error
         number, cuda = self.nodes.index(self.node_name), self.config.cluster.gpus_per_node > 0
-        met = network_checks.NetworkCheckGroup.join(
-            number, self.nodes, self.first_address, node_report.report_folder(self.config) / "meeting"
+        group = network_checks.NetworkCheckGroup.join(
+            number, self.nodes, self.first_address, node_report.report_folder(self.config) / "port"
         )
         with ExitStack() as stack:
             if number == 0:
-                met.store.set("clock", str(stack.enter_context(network_checks.clock_server())))
-            stack.callback(met.leave)
-            members = met.passed_members(network_checks.LOCAL_STAGE, not self.report.failed_checks)
+                group.store.set("clock", str(stack.enter_context(network_checks.clock_server())))
+            stack.callback(group.leave)
+            members = group.passed_members(network_checks.LOCAL_STAGE, not self.report.failed_checks)
             if not self.report.failed_checks:
                 if number:
-                    port = int(met.store.get("clock"))
+                    port = int(group.store.get("clock"))
                     self._try("clock", lambda: self._compare_clock(port))
                 names, rank = [self.nodes[member] for member in members], members.index(number)
                 self._try(
                     "link",
                     lambda: self._measure(
-                        "link", network_checks.check_links(met.store, names, rank, cuda, self.min_gib_per_second)
+                        "link", network_checks.check_links(group.store, names, rank, cuda, self.min_gib_per_second)
                     ),
                 )
-            members = met.passed_members(network_checks.LINK_STAGE, not self.report.failed_checks)
+            members = group.passed_members(network_checks.LINK_STAGE, not self.report.failed_checks)
             if not self.report.failed_checks and len(members) > 1:
                 names, rank = [self.nodes[member] for member in members], members.index(number)
                 speed = network_checks.measure_all_reduce(
-                    network_checks.all_reduce_store(met.store), names, rank, cuda, 4 * network_checks.GROUP_SECONDS
+                    network_checks.all_reduce_store(group.store), names, rank, cuda, 4 * network_checks.GROUP_SECONDS
                 )
                 self._measure("all-reduce", {"of all": speed})
 
@@ -93,22 +93,23 @@ class NodeCheck:
     def _measure(self, what: str, speeds: dict[str, float]) -> None:
         self.report.measurements |= {f"{what} {name}, GiB/s": round(speed, 3) for name, speed in speeds.items()}
 
-    def _try(self, name: str, look: Callable[[], Any]) -> None:
+    def _try(self, name: str, check: Callable[[], Any]) -> None:
         try:
-            look()
+            check()
         except CheckFailed as error:
             self.report.failed_checks[name] = str(error)
 
 
 def run_node_check(config: Config, nodes: Sequence[str], address: str, minimum: float) -> int:
-    """Check this node and say what was found. Returns 0 also for a bad node: `webrl node choose` leaves it out."""
+    """Check this node and print the result. Returns 0 for a bad node, too: `webrl node choose` excludes it."""
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    found = NodeCheck(config, name, nodes, address, minimum).run()
-    figures = ", ".join(
-        f"{what.split(',')[0]} {value:g} GiB/s" for what, value in found.measurements.items() if "GiB" in what
+    report = NodeCheck(config, name, nodes, address, minimum).run()
+    speeds = ", ".join(
+        f"{what.split(',')[0]} {value:g} GiB/s" for what, value in report.measurements.items() if "GiB" in what
     )
-    words = (
-        f"is not fit: {found.failure_reason}" if found.failure_reason else f"is fit{': ' if figures else ''}{figures}"
-    )
-    sys.stdout.write(f"node {name} {words}\n")
+    if report.failure_reason:
+        result = f"failed the check: {report.failure_reason}"
+    else:
+        result = f"passed the check{': ' if speeds else ''}{speeds}"
+    sys.stdout.write(f"node {name} {result}\n")
     return 0

@@ -1,4 +1,4 @@
-"""What the check of each node found: a small file in the run's folder for each."""
+"""Reports of the node checks: one JSON file per node in the run's folder."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from megatron_webrl.config.schema import Config
 
 @dataclass
 class NodeReport:
-    """Of one node. `failed` names each check that failed, and says why; `measured` are figures."""
+    """Result of the checks of one node."""
 
     node: str
-    failed_checks: dict[str, str] = field(default_factory=dict)
-    measurements: dict[str, float] = field(default_factory=dict)
+    failed_checks: dict[str, str] = field(default_factory=dict)  # reason by check
+    measurements: dict[str, float] = field(default_factory=dict)  # by name and unit, such as "clock, seconds"
 
     @property
     def failure_reason(self) -> str:
-        """Why the node is bad, in a line; empty if it is not."""
-        return "; ".join(f"{check}: {words}" for check, words in self.failed_checks.items())
+        """Why the node failed, in one line; empty if it passed."""
+        return "; ".join(f"{check}: {reason}" for check, reason in self.failed_checks.items())
 
 
 def report_folder(config: Config) -> Path:
-    """Where they are."""
+    """Folder of the reports of a run."""
     return config.run_folder / "nodes"
 
 
-def write_report(config: Config, found: NodeReport) -> None:
-    """Write those of one node, whole or not at all."""
-    path = report_folder(config) / f"{found.node}.json"
+def write_report(config: Config, report: NodeReport) -> None:
+    """Write the report of one node atomically."""
+    path = report_folder(config) / f"{report.node}.json"
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(asdict(found), indent=1) + "\n")
+    temporary.write_text(json.dumps(asdict(report), indent=1) + "\n")
     temporary.rename(path)
 
 
 def bad_nodes(config: Config, nodes: Sequence[str]) -> dict[str, str]:
-    """The nodes that are not fit, and why: a check failed, or nothing was heard of them."""
+    """The nodes that failed a check or left no report, with the reason."""
     bad: dict[str, str] = {}
     for node in nodes:
         path = report_folder(config) / f"{node}.json"
         if not path.is_file():
-            bad[node] = "its check did not end; look for its name in the log of the job"
+            bad[node] = "its check did not finish; search the job's log for its name"
         elif reason := NodeReport(**json.loads(path.read_text())).failure_reason:
             bad[node] = reason
     return bad

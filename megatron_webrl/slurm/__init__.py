@@ -1,1 +1,1 @@
-"""What a node of a Slurm job starts and watches."""
+"""The processes of a Slurm job on each node: preparation, control plane, supervision, requeue."""

@@ -1,4 +1,4 @@
-"""A node's share of a job's browsers, where they are on nodes of their own: `webrl node browsers`. docs/farm.md"""
+"""`webrl node browsers`: the browser server of a node, where browsers have nodes of their own. docs/farm.md"""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def serve_browsers(path: str, overrides: list[str], router: str, port: int, node
 
 
 def sessions_per_server(config: Config, nodes: int) -> int:
-    """Sessions of each of so many nodes, for all episodes that the workers may run at a time."""
+    """Sessions per browser server if `nodes` of them serve all episodes that the workers run at a time."""
     rollout, evaluation = config.rollout, config.evaluation
-    each = rollout.groups_in_flight * rollout.group_size + (evaluation.concurrency if evaluation.every else 0)
-    return math.ceil(each * rollout.engines / nodes)
+    per_worker = rollout.groups_in_flight * rollout.group_size + (evaluation.concurrency if evaluation.every else 0)
+    return math.ceil(per_worker * rollout.engines / nodes)
 
 
 def local_address_towards(url: str) -> str:

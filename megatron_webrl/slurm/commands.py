@@ -1,4 +1,4 @@
-"""`webrl node`: what the scripts of launch/slurm/ run, on the first node or on each. docs/slurm.md"""
+"""`webrl node`: the commands that launch/slurm/*.sh run on the first node or on every node. docs/slurm.md"""
 
 from __future__ import annotations
 
@@ -18,93 +18,93 @@ if TYPE_CHECKING:
     from megatron_webrl.cluster.placement import RoleName
 
 
-TOO_FEW_NODES_EXIT_CODE = 76  # of `choose`: too few nodes are fit
+TOO_FEW_NODES_EXIT_CODE = 76  # of `choose`: too few nodes passed the check
 
 
 def add_node(commands: Any) -> None:
-    """Add the command with its parts to `webrl`."""
-    node = commands.add_parser("node", help="the parts of a job on many nodes: what launch/slurm/ runs")
+    """Add `webrl node` and its subcommands to the parser."""
+    node = commands.add_parser("node", help="the commands of a cluster job, which launch/slurm/ runs")
     parts = node.add_subparsers(required=True, metavar="PART")
 
     prepare = parts.add_parser(
-        "prepare", help="check a configuration and make the run's folder; prints its config.yaml"
+        "prepare", help="check a configuration and make the run's folder; prints the path of its config.yaml"
     )
-    shown = parts.add_parser("commands", help="print every process of a job, where it runs, and its full command")
-    for part, run in ((prepare, _prepare), (shown, _commands)):
+    listing = parts.add_parser("commands", help="print every process of a job, its node, and its full command")
+    for part, run in ((prepare, _prepare), (listing, _commands)):
         part.add_argument("config", help="YAML file, such as configs/8b_32node.yaml")
         part.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
-        part.add_argument("--farm", metavar="URL", help="take the browsers of this farm in the place of own ones")
-        _add_rehearse(part)
+        part.add_argument("--farm", metavar="URL", help="use the browsers of this farm instead of the job's own")
+        _add_stub_command(part)
         part.set_defaults(run=run)
 
-    browsers = parts.add_parser("browsers", help="this node's share of a job's browsers, as a node of a farm")
+    browsers = parts.add_parser("browsers", help="run the browser server of this node for a job's farm")
     browsers.add_argument("config", help="YAML file of the job")
     browsers.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
     browsers.add_argument("--router", required=True, metavar="URL", help="the farm's router")
-    browsers.add_argument("--port", type=int, default=8700, help="where to listen (default: 8700)")
-    browsers.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes that share the sessions out")
+    browsers.add_argument("--port", type=int, default=8700, help="port to listen on (default: 8700)")
+    browsers.add_argument("--nodes", type=int, default=1, metavar="N", help="browser servers that share the sessions")
     browsers.set_defaults(run=_browsers)
 
-    choose = _add_part(parts, "choose", "print the nodes to use: the first good ones", _choose)
+    choose = _add_part(parts, "choose", "print the nodes to use: the first that passed the check", _choose)
     choose.add_argument("nodes", nargs="+", metavar="NODE", help="the nodes of the job, in Slurm's order")
-    choose.add_argument("--unchecked", action="store_true", help="take them as good without a check")
+    choose.add_argument("--unchecked", action="store_true", help="use all nodes, without a check")
 
-    check = _add_part(parts, "check", "look at this node, together with all others of the job: is it fit?", _check)
-    check.add_argument("nodes", nargs="+", metavar="NODE", help="the nodes of the job; this is one of them")
+    check = _add_part(parts, "check", "check this node, and its network together with the other nodes", _check)
+    check.add_argument("nodes", nargs="+", metavar="NODE", help="the nodes of the job, this one among them")
     check.add_argument("--first-address", required=True, metavar="ADDRESS", help="address of the first node")
     check.add_argument(
-        "--min-gib-per-second", type=float, default=0.0, metavar="G", help="GiB/s that two nodes must exchange"
+        "--min-gib-per-second", type=float, default=0.0, metavar="G", help="least GiB/s between two nodes (default: 0)"
     )
 
-    control = _add_part(parts, "control", "host the control plane and tell how the job goes", _control)
+    control = _add_part(parts, "control", "run the control plane and report the job's progress", _control)
     control.add_argument("--host", default=socket.gethostname(), help="address of this node (default: its name)")
 
-    for role, text in (("trainer", "the trainer ranks of this node"), ("rollout", "the rollout workers of this node")):
+    for role, text in (("trainer", "run this node's trainer ranks"), ("rollout", "run this node's rollout workers")):
         part = _add_part(parts, role, text, _step)
         part.add_argument("--node", type=int, metavar="N", help="number of this node, from 0 (default: SLURM_NODEID)")
         part.add_argument(
-            "--control", metavar="HOST:PORT", help="the control plane (default: as it tells in the folder)"
+            "--control", metavar="HOST:PORT", help="the control plane (default: from control.json in the run's folder)"
         )
-        _add_rehearse(part)
+        _add_stub_command(part)
         part.set_defaults(role=role)
 
-    _add_part(parts, "stacks", "have every process of a job write its threads' stacks into its log", _stacks)
+    _add_part(parts, "stacks", "dump the stacks of every process of a job to its log", _stacks)
 
-    stop = _add_part(parts, "stop", "end a job after the update it is at, with a checkpoint", _stop)
-    how = stop.add_mutually_exclusive_group()
-    how.add_argument("--failed", metavar="REASON", help="end it at once, as failed for this reason")
-    how.add_argument("--preempted", action="store_true", help="end it because Slurm will, with the outcome preempted")
+    stop = _add_part(parts, "stop", "end a job after its current update, with a checkpoint", _stop)
+    mode = stop.add_mutually_exclusive_group()
+    mode.add_argument("--failed", metavar="REASON", help="end it at once with the outcome failed")
+    mode.add_argument("--preempted", action="store_true", help="end it with the outcome preempted, to be requeued")
 
 
 def _stacks(options: argparse.Namespace) -> int:
     from megatron_webrl.launch.watchdog import request_stack_dump
 
     config = parse_config(options.config)
-    request_stack_dump(config.run_folder, "the user asked for them")
-    sys.stdout.write(f"asked for; they come within seconds, in {config.run_folder / 'logs'}\n")
+    request_stack_dump(config.run_folder, "requested by the user")
+    sys.stdout.write(f"requested; the stacks appear within seconds in {config.run_folder / 'logs'}\n")
     return 0
 
 
 def _add_part(parts: Any, name: str, text: str, run: Any) -> argparse.ArgumentParser:
     part: argparse.ArgumentParser = parts.add_parser(name, help=text)
-    part.add_argument("config", type=Path, help="config.yaml in the folder of the run, as `prepare` has made it")
+    part.add_argument("config", type=Path, help="config.yaml in the run's folder, as `prepare` made it")
     part.set_defaults(run=run)
     return part
 
 
-def _add_rehearse(part: argparse.ArgumentParser) -> None:
-    part.add_argument("--stub-command", default="", metavar="COMMAND", help="run COMMAND in the place of every role")
+def _add_stub_command(part: argparse.ArgumentParser) -> None:
+    part.add_argument("--stub-command", default="", metavar="COMMAND", help="run COMMAND instead of webrl as each role")
 
 
 def _prepare(options: argparse.Namespace) -> int:
     from megatron_webrl.slurm.prepare import prepare_job, resume_overrides
 
-    def tell(words: str) -> None:
-        sys.stderr.write(f"job: {words}\n")
+    def report(message: str) -> None:
+        sys.stderr.write(f"job: {message}\n")
 
     overrides = _overrides(options)
     overrides += resume_overrides(options.config, overrides, os.environ)
-    sys.stdout.write(f"{prepare_job(options.config, overrides, bool(options.stub_command), tell, os.environ)}\n")
+    sys.stdout.write(f"{prepare_job(options.config, overrides, bool(options.stub_command), report, os.environ)}\n")
     return 0
 
 
@@ -142,7 +142,7 @@ def _choose(options: argparse.Namespace) -> int:
     config = parse_config(options.config)
     bad = {} if options.unchecked else bad_nodes(config, options.nodes)
     for node, reason in bad.items():
-        sys.stderr.write(f"job: {node} is left out: {reason}\n")
+        sys.stderr.write(f"job: excluding {node}: {reason}\n")
     try:
         sys.stdout.write(f"{' '.join(choose_nodes(config, options.nodes, bad))}\n")
     except TooFewNodes as error:
@@ -178,7 +178,8 @@ def _stop(options: argparse.Namespace) -> int:
     from megatron_webrl.types import PREEMPTED, STOPPED
 
     config = parse_config(options.config)
-    seconds = config.run.startup_timeout_seconds if options.preempted else 1.0  # a job whose end is near may just begin
+    # Slurm may pre-empt a job that is only starting.
+    seconds = config.run.startup_timeout_seconds if options.preempted else 1.0
     address = wait_for_control_address(control_address_path(config), seconds)
     control = ControlClient(*address, "stop", config.run.heartbeat_timeout_seconds, connect_seconds=10.0)
     if options.failed:
@@ -188,16 +189,19 @@ def _stop(options: argparse.Namespace) -> int:
     return 0
 
 
-def node_number(given: int | None, config: Config, environment: Mapping[str, str]) -> int:
-    """The number of this node: `given`, else what Slurm says of a step on cluster.nodes nodes. Raises ConfigError."""
+def node_number(option: int | None, config: Config, environment: Mapping[str, str]) -> int:
+    """The number of this node: the --node option, else SLURM_NODEID of a step on cluster.nodes nodes.
+
+    Raises ConfigError.
+    """
     nodes = config.cluster.nodes
-    if given is None:
-        have = environment.get("SLURM_STEP_NUM_NODES")
-        if "SLURM_NODEID" not in environment or have is None:
-            raise ConfigError("this is no step of Slurm (SLURM_NODEID, SLURM_STEP_NUM_NODES); say --node N")
-        if int(have) != nodes:
-            raise ConfigError(f"the step has {have} nodes, but cluster.nodes={nodes}; start it on as many")
-        given = int(environment["SLURM_NODEID"])
-    if not 0 <= given < nodes:
-        raise ConfigError(f"--node={given} is not one of the {nodes} nodes of the placement (cluster.nodes), from 0")
-    return given
+    if option is None:
+        step_nodes = environment.get("SLURM_STEP_NUM_NODES")
+        if "SLURM_NODEID" not in environment or step_nodes is None:
+            raise ConfigError("not in a Slurm step (SLURM_NODEID, SLURM_STEP_NUM_NODES are not set); give --node N")
+        if int(step_nodes) != nodes:
+            raise ConfigError(f"the step has {step_nodes} nodes, but cluster.nodes={nodes}; start it on as many")
+        option = int(environment["SLURM_NODEID"])
+    if not 0 <= option < nodes:
+        raise ConfigError(f"--node={option} is not one of the {nodes} nodes of the placement (cluster.nodes), from 0")
+    return option

@@ -1,4 +1,4 @@
-"""The control plane of a job on many nodes, and who tells people how the job goes: `webrl node control`."""
+"""`webrl node control`: runs the control plane of a cluster job and reports the job's progress to its log."""
 
 from __future__ import annotations
 
@@ -24,26 +24,24 @@ from megatron_webrl.tracking.events import EventLog
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES, PREEMPTED
 
 POLL_SECONDS = 0.5
-PREEMPTED_EXIT_CODE = 75  # of a job that Slurm is to start again
+PREEMPTED_EXIT_CODE = 75  # asks launch/slurm/common.sh to requeue the job
 
 
 class ControlHost:
     """The control plane of one job, from its start to the end of the job."""
 
     def __init__(self, config: Config, host: str) -> None:
-        """`host`: the address of this node by which the others reach it."""
+        """`host`: address of this node, as the other nodes reach it."""
         self.config, self.host = config, host
         self.scratch = child_process.make_scratch_folder()
         self.role_processes: list[RoleProcess] = []
         self.signals = SignalListener()
-        self.announced_outcome = ""  # the outcome of an early end that was asked for
-        self.reported_until = (
-            time.time()
-        )  # updates that were finished until then are told, or were made before this start
+        self.announced_outcome = ""  # the requested outcome that the log has mentioned
+        self.reported_until = time.time()  # updates that finished before are in the log, or belong to an earlier launch
         self.journal = EventLog(config.run_folder)
 
     def run(self) -> int:
-        """Host until the job has ended; returns the exit code: 0 if in good order, PREEMPTED_CODE to go on later."""
+        """Run until the job has ended; returns the exit code: 0 clean, 1 failed, PREEMPTED_EXIT_CODE pre-empted."""
         self.signals.listen()
         child_process.die_with_parent(signal.SIGTERM)
         child_process.become_subreaper()
@@ -59,46 +57,44 @@ class ControlHost:
         summary.ensure_written(self.config.run_folder, outcome)
         self.journal.add(events.JOB, events.ENDED, outcome)
         for line in final_report_lines(self.config.run_folder):
-            self._tell(line)
+            self._report(line)
         if outcome == PREEMPTED:
             return PREEMPTED_EXIT_CODE
         return 0 if outcome in CLEAN_JOB_OUTCOMES else 1
 
     def _host(self) -> str:
-        port = self.config.control.port or place_processes(self.config).control_port
-        where = [f"control.host={self.host}", f"control.port={port}"]
-        control = ControlClient(
-            *role_process.start_control_process(self.config, self._start, *where),
-            "host",
-            self.config.run.heartbeat_timeout_seconds,
-        )
-        self._tell(f"control plane at {self.host}:{port}")
-        guard = Watchdog(self.config, control, self.journal, self._tell)
+        """Run the control plane and watch the job until it ends; returns its outcome."""
+        port = place_processes(self.config).control_port
+        address = role_process.start_control_process(self.config, self._start, self.host, port)
+        control = ControlClient(*address, "host", self.config.run.heartbeat_timeout_seconds)
+        self._report(f"control plane at {self.host}:{port}")
+        watchdog = Watchdog(self.config, control, self.journal, self._report)
         while (end := control.job_end()) is None:
             if failure := self.role_processes[0].failure_message():
                 self.journal.add("control", events.FAILED, failure, self.role_processes[0].log)
                 raise JobFailed(failure)
-            self._heed(control)
-            guard.poll(self.role_processes)
-            self._show_updates()
+            self._handle_signals(control)
+            watchdog.poll(self.role_processes)
+            self._report_updates()
             time.sleep(POLL_SECONDS)
-        self._heed(control)  # a job may end as soon as it is asked to
-        self._show_updates()
-        deadline = time.monotonic() + KEEP_ALIVE_SECONDS + LINGER_SECONDS + KILL_SECONDS  # every role reads the end
+        self._handle_signals(control)  # reports a requested end that came after the last poll
+        self._report_updates()
+        # The control plane exits once every role has had the time to read the outcome.
+        deadline = time.monotonic() + KEEP_ALIVE_SECONDS + LINGER_SECONDS + KILL_SECONDS
         while self.role_processes[0].process.poll() is None and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         return end["outcome"]
 
-    def _heed(self, control: ControlClient) -> None:
-        """Do what signals ask for, and tell of an early end."""
+    def _handle_signals(self, control: ControlClient) -> None:
+        """Turn signals into a requested stop or an end of the job, and report a requested stop."""
         self.signals.poll()
         if self.signals.notice_signal and not control.stop_requested():
             control.request_stop(PREEMPTED)
         if self.signals.end_signal:
             control.end_job(f"interrupted by {signal.Signals(self.signals.end_signal).name}")
-        elif control.stop_requested() and self.announced_outcome != (asked := control.requested_outcome()):
-            self.announced_outcome = asked
-            self._tell(f"to be {asked}: it ends after the update under way, with a checkpoint")
+        elif control.stop_requested() and self.announced_outcome != (outcome := control.requested_outcome()):
+            self.announced_outcome = outcome
+            self._report(f"stop requested ({outcome}): the job ends after the current update, with a checkpoint")
 
     def _start(self, name: str, arguments: list[str]) -> RoleProcess:
         path: Path = log_folder(self.config, 0) / f"{name}.log"
@@ -109,18 +105,18 @@ class ControlHost:
         self.journal.add(name, events.STARTED, log=path)
         return role
 
-    def _show_updates(self) -> None:
+    def _report_updates(self) -> None:
         for update in summary.read_updates(self.config.run_folder):
             if update["finished_at"] > self.reported_until:
-                self._tell(f"update {update['version']} of {self.config.trainer.updates}{_figures(update)}")
+                self._report(f"update {update['version']} of {self.config.trainer.updates}{_figures(update)}")
                 self.reported_until = update["finished_at"]
 
-    def _tell(self, words: str) -> None:
-        sys.stdout.write(f"job: {words}\n")
+    def _report(self, message: str) -> None:
+        sys.stdout.write(f"job: {message}\n")
         sys.stdout.flush()
 
 
 def _figures(update: dict[str, Any]) -> str:
     success = update["extra"].get("rollout_success_rate")
-    share = "" if success is None else f", success {success:.1%}"
-    return f"{share}, {update['tokens_per_second']:.0f} tokens/s, waited {update['seconds']['wait']:.1f} s for groups"
+    rate = "" if success is None else f", success {success:.1%}"
+    return f"{rate}, {update['tokens_per_second']:.0f} tokens/s, waited {update['seconds']['wait']:.1f} s for groups"

@@ -1,9 +1,9 @@
-"""One node's part of a step: its processes, started where the placement says, watched, and ended together.
+"""Runs the processes of one role on one node: starts them as placed, supervises them, and ends them together.
 
-A process that ends badly ends the job, with an error that names it; a rollout worker is started again first, at most
-run.max_worker_restarts times, and trainer ranks all together, with those of all other nodes (launch/trainer_restart.py). What is started dies
-with this process. torch, which takes seconds to import, is imported only when something has failed, or by those who
-must hear of what fails elsewhere.
+A failed process ends the job with an error that names it, after restarts: of a rollout worker by itself, at most
+run.max_worker_restarts times, of the trainer ranks together with those of all other nodes (launch/trainer_restart.py).
+The processes die with the supervisor. torch, which takes seconds to import, is imported only after a failure and where
+failures on other nodes must be polled.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_webrl.cluster.cores import format_cores
-from megatron_webrl.cluster.placement import RoleName as RoleName
-from megatron_webrl.cluster.placement import place_processes, worker_name_of
+from megatron_webrl.cluster.placement import RoleName, place_processes, worker_name_of
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch import role_process
@@ -52,105 +51,107 @@ class NodeSupervisor:
     address: str  # of the control plane, HOST:PORT
     stub_command: str = ""
     role_processes: list[RoleProcess] = field(default_factory=list)
-    ignored_failures: set[str] = field(default_factory=set)  # workers that failed after the job had ended well
+    ignored_failures: set[str] = field(default_factory=set)  # workers that failed after a clean end of the job
     signals: SignalListener = field(default_factory=SignalListener)
-    trainer_restarter: TrainerRestarter | None = None  # of the trainer ranks, once it is needed
-    control_unreachable: bool = False  # it cannot hear of falls any more
+    trainer_restarter: TrainerRestarter | None = None  # made when first needed
+    control_unreachable: bool = False  # failures on other nodes can no longer be polled
     scratch: Path = field(default_factory=child_process.make_scratch_folder)
 
     def __post_init__(self) -> None:
         self.journal = EventLog(self.config.run_folder, self.node)
 
     def run(self) -> int:
-        """Run until all processes have ended; returns the exit code: 0 in good order, 1 failed, 143 ended by SIGTERM.
+        """Run until all processes have exited; returns the exit code: 0 clean, 1 failed, 143 after SIGTERM.
 
-        Raises ConfigError for a node that does not fit the placement, ProcessError for a program that is not there.
+        Raises ConfigError for a node that does not fit the placement, ProcessError for a missing program.
         """
         self.signals.listen()
         child_process.die_with_parent(signal.SIGTERM)
         child_process.become_subreaper()
-        self._sweep()
+        if message := role_process.sweep_leftovers():
+            self._report(message)
         try:
-            for start in self._starts():
-                self._start(start)
+            for spec in self._process_specs():
+                self._start(spec)
             self.journal.add_all([(role.name, role.log) for role in self.role_processes], events.STARTED)
             return self._watch()
         finally:
             left = child_process.kill_descendants(KILL_SECONDS, [role.process for role in self.role_processes])
             shutil.rmtree(self.scratch, ignore_errors=True)
-            if self.role == "rollout":  # whose workers made the ring; while others use it, it stays
+            if self.role == "rollout":  # its workers made the ring; a ring in use is kept
                 sweep_segments(segment_prefix(self.config.run.name))
             if left:
-                self._tell(f"could not end: {', '.join(left)}")
+                self._report(f"could not terminate: {', '.join(left)}")
 
-    def _starts(self) -> list[ProcessSpec]:
-        found = place_processes(self.config)
-        return process_specs(self.config, found, self.node, self.role, self.address, os.environ, self.stub_command)
+    def _process_specs(self) -> list[ProcessSpec]:
+        placement = place_processes(self.config)
+        return process_specs(self.config, placement, self.node, self.role, self.address, os.environ, self.stub_command)
 
-    def _start(self, start: ProcessSpec) -> None:
-        environment = {**role_process.role_environment(self.scratch), **start.environment}
-        cores = self._held(start.cores)
-        self.role_processes.append(RoleProcess.start(start.name, list(start.command), environment, start.log, cores))
+    def _start(self, spec: ProcessSpec) -> None:
+        environment = {**role_process.role_environment(self.scratch), **spec.environment}
+        cores = self._usable(spec.cores)
+        self.role_processes.append(RoleProcess.start(spec.name, list(spec.command), environment, spec.log, cores))
 
-    def _held(self, cores: tuple[int, ...]) -> tuple[int, ...]:
-        """The cores to bind to. Raises ConfigError for cores that this node has not; a rehearsal goes on with fewer."""
-        mine = os.sched_getaffinity(0)
-        missing = [core for core in cores if core not in mine]
+    def _usable(self, cores: tuple[int, ...]) -> tuple[int, ...]:
+        """The cores to bind to. Raises ConfigError for a missing core; a stub command runs on those that exist."""
+        available = os.sched_getaffinity(0)
+        missing = [core for core in cores if core not in available]
         if missing and not self.stub_command:
             raise ConfigError(
-                f"cluster.numa_cores names core {missing[0]}, but the step may use {len(mine)} cores of "
-                f"{socket.gethostname()} ({format_cores(sorted(mine))}); correct it, or leave it empty"
+                f"cluster.numa_cores names core {missing[0]}, but the step may use {len(available)} cores of "
+                f"{socket.gethostname()} ({format_cores(sorted(available))}); correct it, or leave it empty"
             )
-        return tuple(core for core in cores if core in mine)
+        return tuple(core for core in cores if core in available)
 
     def _watch(self) -> int:
+        """Supervise the processes until they have exited or the node must end; returns the exit code."""
         names = [role.name for role in self.role_processes]
-        self._tell(f"started {', '.join(names) if len(names) < 4 else f'{names[0]} to {names[-1]}'}")
+        self._report(f"started {', '.join(names) if len(names) < 4 else f'{names[0]} to {names[-1]}'}")
         running, reaper = True, child_process.Reaper()
-        supervisor = StackDumper(self.journal, self._tell)
+        dumper = StackDumper(self.journal, self._report)
         while running:
-            running = any(role.process.poll() is None for role in self.role_processes)  # before failures are looked for
+            running = any(role.process.poll() is None for role in self.role_processes)  # polled before the failures
             for role in self.role_processes:
                 if role.name in self.ignored_failures or (failure := role.failure_message()) is None:
                     continue
-                if not self._goes_on(role, failure):
+                if not self._handle_failure(role, failure):
                     return 1
                 running = True
-            if (fall := self._fall_elsewhere()) is not None:
-                if not self._start_again(fall):
+            if (elsewhere := self._poll_trainer_failure()) is not None:
+                if not self._restart_trainer(elsewhere):
                     return 1
                 running = True
-            supervisor.poll(self.role_processes, self._control)
-            self.signals.poll()  # of a notice the first node tells the trainer
+            dumper.poll(self.role_processes, self._connect)
+            self.signals.poll()  # a notice is the control host's business: it requests the stop
             if self.signals.end_signal:
-                self._tell(f"ended by {signal.Signals(self.signals.end_signal).name}")
+                self._report(f"ended by {signal.Signals(self.signals.end_signal).name}")
                 return 128 + self.signals.end_signal
             reaper.reap([role.process for role in self.role_processes])
             time.sleep(POLL_SECONDS)
         return 0
 
-    def _goes_on(self, role: RoleProcess, failure: str) -> bool:
-        """Whether the node goes on after a failure: the worker is started again, or the job is over anyway.
+    def _handle_failure(self, role: RoleProcess, failure: str) -> bool:
+        """Restart a failed process or end the job; returns whether this node continues.
 
-        Otherwise the job ends, and every other role with it.
+        It continues after a restart, and when a worker fails after a clean end of the job.
         """
         from megatron_webrl.control.control_plane import JobFailed
 
         try:
-            control = self._control()
+            control = self._connect()
             end = control.job_end()
             if end is not None:
                 if end["outcome"] in CLEAN_JOB_OUTCOMES and worker_name_of(role.name) in self.config.worker_names:
-                    self.ignored_failures.add(role.name)  # it changes nothing: what it finished is accounted for
+                    self.ignored_failures.add(role.name)  # its finished groups are counted already
                     return True
-                self._tell(f"{role.name} ended with the job")
+                self._report(f"{role.name} ended with the job")
                 return False
-            return self._revived(role, control, failure)
+            return self._restart(role, control, failure)
         except JobFailed:
-            self._tell(f"{failure}; the control plane at {self.address} does not answer")
+            self._report(f"{failure}; the control plane at {self.address} does not respond")
             return False
 
-    def _control(self) -> ControlClient:
+    def _connect(self) -> ControlClient:
         from megatron_webrl.control.control_plane import ControlClient
 
         host, _, port = self.address.rpartition(":")
@@ -158,58 +159,54 @@ class NodeSupervisor:
             host, int(port), f"node-{self.node}", self.config.run.heartbeat_timeout_seconds, connect_seconds=30.0
         )
 
-    def _revived(self, role: RoleProcess, control: ControlClient, failure: str) -> bool:
+    def _restart(self, role: RoleProcess, control: ControlClient, failure: str) -> bool:
+        """Restart a failed worker, or all trainer ranks; ends the job and returns False if neither is possible."""
         if may_restart(role, self.config) and not self.signals.end_signal:
             self.trainer_restarter = self.trainer_restarter or TrainerRestarter(
                 self.config, control, self.journal, self.role_processes
             )
-            return self._start_again(self.trainer_restarter.record_failure(role, failure))
-        if told := role_process.restart_worker(role, self.config, control, failure):
-            self._tell(told)
+            return self._restart_trainer(self.trainer_restarter.record_failure(role, failure))
+        if message := role_process.restart_worker(role, self.config, control, failure):
+            self._report(message)
             self.journal.add(role.name, events.RESTARTED, failure, role.log)
             return True
-        self._tell(failure)
+        self._report(failure)
         self.journal.add(role.name, events.FAILED, failure, role.log)
         return self._fail(control, f"failed: {failure}")
 
-    def _fall_elsewhere(self) -> TrainerFailure | None:
-        """How the trainer failed, if a rank of another node has ended badly."""
-        from_others = self.role == "trainer" and self.config.cluster.nodes > 1 and not self.stub_command
-        if not from_others or not self.config.run.max_trainer_restarts or self.control_unreachable:
+    def _poll_trainer_failure(self) -> TrainerFailure | None:
+        """The failure of the current attempt, if a rank of another node has failed."""
+        has_peers = self.role == "trainer" and self.config.cluster.nodes > 1 and not self.stub_command
+        if not has_peers or not self.config.run.max_trainer_restarts or self.control_unreachable:
             return None
         from megatron_webrl.control.control_plane import JobFailed
 
         try:
             self.trainer_restarter = self.trainer_restarter or TrainerRestarter(
-                self.config, self._control(), self.journal, self.role_processes
+                self.config, self._connect(), self.journal, self.role_processes
             )
             return self.trainer_restarter.poll_failure()
-        except JobFailed:  # the job is over, or its ranks will say what they miss; a connection is tried for again
+        except JobFailed:  # the job has ended, or its ranks will fail by themselves; a first connection is retried
             self.control_unreachable = self.trainer_restarter is not None
             return None
 
-    def _start_again(self, fall: TrainerFailure) -> bool:
-        """Start the ranks again as the next attempt; False if there is none, and the job ends."""
+    def _restart_trainer(self, failure: TrainerFailure) -> bool:
+        """Restart the ranks as the next attempt; ends the job and returns False if no restart is left."""
         assert self.trainer_restarter is not None
-        if outcome := fall.job_outcome(self.config):
-            self._tell(outcome.removeprefix("failed: "))
+        if outcome := failure.job_outcome(self.config):
+            self._report(outcome.removeprefix("failed: "))
             return self._fail(self.trainer_restarter.control, outcome)
-        self._tell(self.trainer_restarter.restart_ranks(fall))
+        self._report(self.trainer_restarter.restart_ranks(failure))
         return True
 
     def _fail(self, control: ControlClient, outcome: str) -> bool:
+        """End the job and give the other processes time to exit by themselves; returns False."""
         control.end_job(outcome)
-        deadline = time.monotonic() + FAILED_EXIT_GRACE_SECONDS  # the others see it, and end in order
+        deadline = time.monotonic() + FAILED_EXIT_GRACE_SECONDS
         while any(other.process.poll() is None for other in self.role_processes) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         return False
 
-    def _sweep(self) -> None:
-        """Remove what killed runs have left; what others use stays."""
-        found = child_process.sweep_orphans() + sweep_segments("webrl-") + child_process.sweep_scratch()
-        if found:
-            self._tell(f"removed what a killed run had left: {', '.join(found)}")
-
-    def _tell(self, words: str) -> None:
-        sys.stdout.write(f"node {self.node} ({socket.gethostname()}), {self.role}: {words}\n")
+    def _report(self, message: str) -> None:
+        sys.stdout.write(f"node {self.node} ({socket.gethostname()}), {self.role}: {message}\n")
         sys.stdout.flush()

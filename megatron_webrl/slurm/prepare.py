@@ -1,4 +1,4 @@
-"""What is decided once for a job: its folder, its configuration, its placement, and which nodes it uses."""
+"""Preparation of a job, once on its first node: run folder, configuration, placement, and choice of nodes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_webrl.slurm.process_specs import log_folder, process_specs
 
 
 def plan_job(path: str, overrides: list[str]) -> tuple[Config, Placement]:
-    """A configuration and its placement, checked as far as no machine is needed. Raises ConfigError."""
+    """Read a configuration and place its processes, without looking at any machine. Raises ConfigError."""
     config = parse_config(path, overrides)
     check_limits(config, "")
     description = find_model_config(config)
@@ -37,26 +37,26 @@ def prepare_job(
     path: str,
     overrides: list[str],
     stubbed: bool,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
     environment: Mapping[str, str] | None = None,
 ) -> Path:
     """Make the run's folder with config.yaml, placement.json and folders for logs; returns the path of config.yaml.
 
-    `environment`: that of a job of Slurm. A rehearsal, which starts neither trainer nor engines, needs neither
-    model nor packages. Raises ConfigError before anything is made.
+    `stubbed`: no role will run, so that neither the model nor its packages are checked. `environment`: with Slurm's
+    variables. Raises ConfigError before anything is made.
     """
-    config, found = plan_job(path, overrides)
+    config, placement = plan_job(path, overrides)
     if not stubbed:
         config = load_config(path, overrides)
         check_tasks_and_browser(config, require_browser=False)
-    begun = requeue.record_launch(config, environment or {})
-    if begun and begun[-1].message:
-        tell(begun[-1].message)
-    role_process.prepare_run_folder(config, tell)
-    requeue.write_launches(config.run_folder, begun)
-    for node in range(found.nodes):
+    launches = requeue.record_launch(config, environment or {})
+    if launches and launches[-1].message:
+        report(launches[-1].message)
+    role_process.prepare_run_folder(config, report)
+    requeue.write_launches(config.run_folder, launches)
+    for node in range(placement.nodes):
         log_folder(config, node).mkdir(exist_ok=True)
-    (config.run_folder / "placement.json").write_text(json.dumps(found.to_json(), indent=1) + "\n")
+    (config.run_folder / "placement.json").write_text(json.dumps(placement.to_json(), indent=1) + "\n")
     node_report.report_folder(config).mkdir(exist_ok=True)
     for old in node_report.report_folder(config).iterdir():
         old.unlink()
@@ -65,18 +65,18 @@ def prepare_job(
 
 
 def resume_overrides(path: str, overrides: list[str], environment: Mapping[str, str]) -> list[str]:
-    """What a job that Slurm has started again adds to its overrides: to go on from its newest checkpoint, if any."""
+    """Overrides that make a requeued job resume from its newest checkpoint, if any."""
     if environment.get("SLURM_RESTART_COUNT", "0") == "0":
         return []
     return ["run.resume=true"] if requeue.latest_checkpoint_name(parse_config(path, overrides).run_folder) else []
 
 
 def farm_overrides(url: str) -> list[str]:
-    """What makes a configuration with browsers of its own one that uses a farm, whose nodes keep its other settings."""
-    usual = BrowserConfig()
+    """Overrides that replace a job's own browsers by a farm; settings of browser servers return to their defaults."""
+    defaults = BrowserConfig()
     return [
         f"browser.farm={url}",
-        *(f"browser.{name}={json.dumps(getattr(usual, name))}" for name in BROWSER_SERVER_SETTINGS),
+        *(f"browser.{name}={json.dumps(getattr(defaults, name))}" for name in BROWSER_SERVER_SETTINGS),
     ]
 
 
@@ -86,28 +86,28 @@ def describe_commands(path: str, overrides: list[str], stub_command: str) -> lis
 
     from rich.console import Console
 
-    config, found = plan_job(path, overrides)
-    page = StringIO()
-    print_placement(config, found, Console(file=page, width=140))
-    lines = page.getvalue().splitlines()
-    address = f"FIRST_NODE:{config.control.port or found.control_port}"
-    for node in range(found.nodes):
+    config, placement = plan_job(path, overrides)
+    text = StringIO()
+    print_placement(config, placement, Console(file=text, width=140))
+    lines = text.getvalue().splitlines()
+    address = f"FIRST_NODE:{placement.control_port}"
+    for node in range(placement.nodes):
         for role in ("trainer", "rollout"):
             lines += [
-                f"node {node} {start.name}: {start.shell_command()} >> {start.log} 2>&1"
-                for start in process_specs(config, found, node, role, address, {}, stub_command)
+                f"node {node} {spec.name}: {spec.shell_command()} >> {spec.log} 2>&1"
+                for spec in process_specs(config, placement, node, role, address, {}, stub_command)
             ]
     return lines
 
 
 class TooFewNodes(ConfigError):
-    """Of a job's nodes not enough are fit."""
+    """Too few of a job's nodes passed the check."""
 
 
 def choose_nodes(config: Config, allocated: Sequence[str], bad: dict[str, str]) -> list[str]:
-    """The first cluster.nodes of the allocated nodes that are not bad.
+    """The first cluster.nodes of the allocated nodes that are not in `bad`, which has reasons by node.
 
-    Raises ConfigError naming what is missing, TooFewNodes where other nodes would do.
+    Raises ConfigError if the job has too few nodes, TooFewNodes if too few of them are good.
     """
     good = [node for node in allocated if node not in bad]
     if len(good) >= config.cluster.nodes:
@@ -119,6 +119,6 @@ def choose_nodes(config: Config, allocated: Sequence[str], bad: dict[str, str]) 
         )
     reasons = "; ".join(f"{node}: {reason}" for node, reason in bad.items())
     raise TooFewNodes(
-        f"{len(good)} of {len(allocated)} nodes are fit for a job of cluster.nodes={config.cluster.nodes}: {reasons}. "
-        f"Submit it again with --exclude={','.join(bad)}, or with more nodes than it needs"
+        f"{len(good)} of {len(allocated)} nodes passed the check, but cluster.nodes={config.cluster.nodes}: {reasons}. "
+        f"Submit the job again with --exclude={','.join(bad)}, or with spare nodes"
     )

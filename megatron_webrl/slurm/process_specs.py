@@ -1,4 +1,4 @@
-"""What a node starts: command line, environment, cores and log of each of its processes. Pure functions."""
+"""Command line, environment, cores and log of each process that a node starts. Pure functions."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process of a node, before it is started."""
+    """One process of a node, as it will be started."""
 
     name: str
     command: tuple[str, ...]
-    environment: dict[str, str]  # beside what the node's own process was given
+    environment: dict[str, str]  # added to the environment of the supervisor
     cores: tuple[int, ...]  # empty: any
     log: Path
 
     def shell_command(self) -> str:
-        """The command with its environment, as a shell would take it."""
-        words = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.environment.items())]
-        return " ".join([*words, shlex.join(self.command)])
+        """The command with its environment, in shell syntax."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.environment.items())]
+        return " ".join([*variables, shlex.join(self.command)])
 
 
 def process_specs(
@@ -39,19 +39,19 @@ def process_specs(
     node: int,
     role: RoleName,
     address: str,
-    given: Mapping[str, str],
+    inherited: Mapping[str, str],
     stub_command: str,
 ) -> list[ProcessSpec]:
     """The processes of a role on a node.
 
-    `address`: the control plane's HOST:PORT. `given`: the environment of the process that starts them. `rehearse`: a
-    command that takes the place of `webrl` in each of them; empty: none does. Raises ConfigError.
+    `address`: the control plane's HOST:PORT. `inherited`: environment of the supervisor. `stub_command`: a command that
+    replaces `webrl` in each process; empty: none. Raises ConfigError.
     """
     return [
         ProcessSpec(
             process.name,
             (*(shlex.split(stub_command) or role_process.webrl_command(())), *_arguments(config, process, address)),
-            _environment(config, placement, process, address, given),
+            _environment(config, placement, process, address, inherited),
             process.cores,
             log_folder(config, node) / f"{process.name}.log",
         )
@@ -61,7 +61,7 @@ def process_specs(
 
 
 def log_folder(config: Config, node: int) -> Path:
-    """Where the logs of a node's processes are."""
+    """Folder of the logs of a node's processes."""
     return config.run_folder / "logs" / f"node-{node}"
 
 
@@ -74,35 +74,36 @@ def _arguments(config: Config, process: ProcessPlacement, address: str) -> list[
 
 
 def _environment(
-    config: Config, placement: Placement, process: ProcessPlacement, address: str, given: Mapping[str, str]
+    config: Config, placement: Placement, process: ProcessPlacement, address: str, inherited: Mapping[str, str]
 ) -> dict[str, str]:
-    # Whatever meets by MASTER_ADDR and MASTER_PORT does so at a port that no other process of the job has.
+    # MASTER_PORT is a port of the placement, so that no two process groups of the job meet at the same one.
     first = next(each for each in placement.processes if each.role == "trainer" and each.index == 0)
     if process.role == "trainer":
-        environment = role_process.rank_environment(process.index, config.trainer_world_size, process.local_rank, given)
+        world_size = config.trainer_world_size
+        environment = role_process.rank_environment(process.index, world_size, process.local_rank, inherited)
         environment |= {"MASTER_ADDR": address.rpartition(":")[0], "MASTER_PORT": str(first.port)}
     else:
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(process.port)}
     if process.devices:
         environment[DEVICES_VARIABLE] = cuda_visible_devices(
-            process.devices, given.get(DEVICES_VARIABLE, ""), config.cluster.gpus_per_node
+            process.devices, inherited.get(DEVICES_VARIABLE, ""), config.cluster.gpus_per_node
         )
     if process.cores:
         environment[CORES_VARIABLE] = format_cores(process.cores)
-    if process.nics and "NCCL_IB_HCA" not in given:
+    if process.nics and "NCCL_IB_HCA" not in inherited:
         environment["NCCL_IB_HCA"] = "=" + ",".join(process.nics)
     return environment
 
 
-def cuda_visible_devices(devices: Sequence[int], given: str, gpus: int) -> str:
-    """CUDA_VISIBLE_DEVICES of some of a node's GPUs, counted among those that the job was `given`; empty: all.
+def cuda_visible_devices(devices: Sequence[int], allocated: str, gpus: int) -> str:
+    """CUDA_VISIBLE_DEVICES for the GPUs with indices `devices` among the job's `allocated` ones; empty: all `gpus`.
 
-    Raises ConfigError for fewer than `gpus`.
+    Raises ConfigError if fewer than `gpus` are allocated.
     """
-    have = given.split(",") if given else [str(number) for number in range(gpus)]
-    if len(have) < gpus:
+    names = allocated.split(",") if allocated else [str(number) for number in range(gpus)]
+    if len(names) < gpus:
         raise ConfigError(
-            f"cluster.gpus_per_node={gpus}, but Slurm gave this node {len(have)} ({DEVICES_VARIABLE}={given}); ask for more with "
-            "--gpus-per-node, or lower cluster.gpus_per_node"
+            f"cluster.gpus_per_node={gpus}, but Slurm gave this node {len(names)} ({DEVICES_VARIABLE}={allocated}); "
+            "ask for more with --gpus-per-node, or lower cluster.gpus_per_node"
         )
-    return ",".join(have[device] for device in devices)
+    return ",".join(names[device] for device in devices)

@@ -1,1 +1,1 @@
-"""`webrl status`: what a run is at, from its files and from its control plane. docs/status.md"""
+"""`webrl status`: the state of a run, from its files and its control plane. docs/status.md"""

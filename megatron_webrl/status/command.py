@@ -18,29 +18,27 @@ if TYPE_CHECKING:
     from megatron_webrl.status.control_probe import ControlProbe
     from megatron_webrl.status.report import RunReport
 
-WIDTH = 140  # of a page that goes to no terminal
+WIDTH = 140  # of output that does not go to a terminal
 
 
 def add_status(commands: Any) -> None:
-    """Add the command to the parser's."""
+    """Add `webrl status` to the parser."""
     status = commands.add_parser(
         "status",
-        help="what a run is at: its job, each process, how fast it goes, what went wrong",
-        description="Say what a run is at while its job runs, after it has ended, and after it was killed, from any "
-        "machine that sees its folder. Asks the job's control plane where it can be reached, and disturbs nothing. "
-        "Ends with 0 if the run is running or has ended well, 1 if it failed or nothing is heard of it, 2 if there is "
-        "no such run. docs/status.md",
+        help="state of a run: job, processes, speed, failures",
+        description="Show the state of a run while its job runs, after it has ended, and after it was killed, from any "
+        "machine that sees its folder. Queries the job's control plane if it can be reached; read-only. "
+        "Exit code 0: the run is running or has ended cleanly; 1: it failed or does not respond; 2: there is no such "
+        "run. docs/status.md",
         epilog="example: webrl status quickstart --watch 5",
     )
-    status.add_argument("of", metavar="RUN", help="folder of a run, or its name in runs/")
+    status.add_argument("of", metavar="RUN", help="folder of a run, or the name of a run in runs/")
     status.add_argument(
-        "--watch", type=float, metavar="SECONDS", help="show it anew every so often, until the job has ended; or Ctrl-C"
+        "--watch", type=float, metavar="SECONDS", help="refresh every SECONDS until the job has ended, or Ctrl-C"
     )
     kind = status.add_mutually_exclusive_group()
-    kind.add_argument("--json", action="store_true", help="print everything as JSON; with --watch a line each time")
-    kind.add_argument(
-        "--events", action="store_true", help="list what happened to the processes, in all jobs of the run"
-    )
+    kind.add_argument("--json", action="store_true", help="print JSON; with --watch one line per refresh")
+    kind.add_argument("--events", action="store_true", help="list the events of the processes, in all jobs of the run")
     status.set_defaults(run=_run)
 
 
@@ -54,19 +52,19 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--watch={options.watch:g} must be greater than 0, in seconds")
     folder = find_run(options.of)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    with ControlProbe() as observer:
+    with ControlProbe() as probe:
         if options.watch is not None:
-            return _watch(folder, observer, options, console)
-        report = build_report(folder, observer)
+            return _watch(folder, probe, options, console)
+        report = build_report(folder, probe)
     if options.json:
         _print_json(report, indent=1)
     else:
-        console.print(_picture(report, options))
-    return _code(report)
+        console.print(_render(report, options))
+    return _exit_code(report)
 
 
-def _watch(folder: Path, observer: ControlProbe, options: argparse.Namespace, console: Console) -> int:
-    """Show reports until the job has ended or somebody presses Ctrl-C; the code is that of the last one."""
+def _watch(folder: Path, probe: ControlProbe, options: argparse.Namespace, console: Console) -> int:
+    """Show reports until the job has ended or Ctrl-C; returns the exit code of the last report."""
     from rich.live import Live
 
     from megatron_webrl.status.report import build_report
@@ -76,25 +74,25 @@ def _watch(folder: Path, observer: ControlProbe, options: argparse.Namespace, co
     try:
         with Live(console=console, auto_refresh=False, screen=screen) if screen else nullcontext() as live:
             while True:
-                report = build_report(folder, observer)
-                code = _code(report)
+                report = build_report(folder, probe)
+                code = _exit_code(report)
                 if options.json:
                     _print_json(report, indent=None)
                 elif live is not None:
-                    live.update(_picture(report, options), refresh=True)
+                    live.update(_render(report, options), refresh=True)
                 else:
-                    console.print(_picture(report, options))
+                    console.print(_render(report, options))
                 if report.ended_at is not None:
                     break
                 time.sleep(options.watch)
     except KeyboardInterrupt:
         pass
     if screen:
-        console.print(_picture(report, options))  # what was last seen stays
+        console.print(_render(report, options))  # outlasts the live screen
     return code
 
 
-def _picture(report: RunReport, options: argparse.Namespace) -> RenderableType:
+def _render(report: RunReport, options: argparse.Namespace) -> RenderableType:
     from megatron_webrl.status.page import events_table, render_report
 
     return events_table(report.events) if options.events else render_report(report)
@@ -105,5 +103,5 @@ def _print_json(report: RunReport, indent: int | None) -> None:
     sys.stdout.flush()
 
 
-def _code(report: RunReport) -> int:
+def _exit_code(report: RunReport) -> int:
     return 0 if report.healthy else 1

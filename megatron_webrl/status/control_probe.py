@@ -1,7 +1,7 @@
-"""What the control plane of a running job says. Asked as an observer: nothing is written, and no heartbeat is sent.
+"""Read-only queries of the control plane of a running job.
 
-A process of its own asks (this module, run as a program): a control plane that was stopped takes connections and says
-nothing, and a call that waits for it inside torch can only be ended with its process.
+A helper process (this module, run as a program) makes the queries: a stopped control plane accepts connections and does
+not answer, and a call that waits for it inside torch ends only with its process.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_webrl.system.child_process import die_with_parent
+from megatron_webrl.system.text import first_line
 
 if TYPE_CHECKING:
     from megatron_webrl.control.control_plane import ControlClient
 
 CONNECT_SECONDS = 3.0
-ANSWER_SECONDS = 10.0  # for everything but the start of the process that asks
-START_SECONDS = 60.0  # which imports torch
-RECENT_TICKETS = 2000
-"""The last so many positions of the counter are looked at for groups that are being played."""
+QUERY_SECONDS = 10.0
+START_SECONDS = 60.0  # for the helper process, which imports torch
+RECENT_TICKETS = 2000  # newest slots of the ticket counter that are searched for groups in progress
 
 
 @dataclass(frozen=True)
 class ControlAddress:
-    """Where a control plane said that it can be reached (control.json)."""
+    """Address of a control plane, from control.json."""
 
     host: str
     port: int
-    job_id: str  # what tells its job from others; empty: not said
+    job_id: str  # empty: unknown
 
     @classmethod
     def read(cls, path: Path) -> ControlAddress | None:
-        """None without a file, or with one that says nothing."""
+        """Read control.json; None without a valid file."""
         with suppress(OSError, ValueError, KeyError, TypeError):
             fields = json.loads(path.read_text())
             return cls(fields["host"], int(fields["port"]), fields.get("job_id", ""))
@@ -49,33 +49,31 @@ class ControlAddress:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only the machine itself reaches it."""
+        """Whether the address can be reached only from the machine itself."""
         return self.host.startswith("127.") or self.host in ("localhost", "::1")
 
 
 @dataclass(frozen=True)
 class TicketCounts:
-    """The counter of groups."""
+    """State of the ticket counter."""
 
-    claimed: int  # positions
+    claimed: int  # slots
     limit: int
-    in_progress: int  # groups that a worker has taken and not finished
+    in_progress: int  # claimed and not closed
 
 
 @dataclass(frozen=True)
 class ControlStatus:
-    """What the control plane said at one moment."""
+    """Snapshot of the control plane's state."""
 
     outcome: str | None = None  # None while the job runs
     job_id: str = ""
-    accepts_tickets: bool = False  # whether groups may be taken
-    stop_requested: bool = False  # an early end was asked for
+    accepts_tickets: bool = False  # whether workers may claim tickets
+    stop_requested: bool = False
     tickets: TicketCounts | None = None
-    status_lines: dict[str, str] = field(default_factory=dict)  # by role, in its words
-    heartbeat_ages: dict[str, float | None] = field(
-        default_factory=dict
-    )  # age of its last heartbeat, seconds; None: unknown
-    instance_counts: dict[str, int] = field(default_factory=dict)  # of a worker, from 1
+    status_lines: dict[str, str] = field(default_factory=dict)  # by role
+    heartbeat_ages: dict[str, float | None] = field(default_factory=dict)  # by role, seconds; None: unknown
+    instance_counts: dict[str, int] = field(default_factory=dict)  # by role
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> ControlStatus:
@@ -85,7 +83,7 @@ class ControlStatus:
 
 
 class ControlProbe:
-    """Asks control planes, each time within a limit. A context manager: its process ends with it."""
+    """Queries control planes with a time limit. A context manager, which ends the helper process."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -97,38 +95,38 @@ class ControlProbe:
         self.close()
 
     def query(
-        self, address: ControlAddress, roles: Sequence[str], seconds: float = ANSWER_SECONDS
+        self, address: ControlAddress, roles: Sequence[str], seconds: float = QUERY_SECONDS
     ) -> ControlStatus | str:
-        """What it says of the job and of these roles, or why there is no answer within `seconds`.
+        """The status of the job and of these roles, or the reason why it is unknown after `seconds`.
 
-        The roles' heartbeats carry their nodes' time: an age is as right as the clocks agree.
+        Heartbeats carry the time of their node, so their ages are as accurate as the clocks of the nodes.
         """
-        if refused := _refused(address):
-            return refused
-        process = self._started()
+        if reason := _connection_error(address):
+            return reason
+        process = self._helper()
         if process is None:
-            return "the process that asks the control plane did not come up"
-        question = {"host": address.host, "port": address.port, "job_id": address.job_id, "roles": list(roles)}
+            return "the helper process for queries did not start"
+        query = {"host": address.host, "port": address.port, "job_id": address.job_id, "roles": list(roles)}
         assert process.stdin is not None
         with suppress(BrokenPipeError):
-            process.stdin.write(json.dumps(question).encode() + b"\n")
+            process.stdin.write(json.dumps(query).encode() + b"\n")
             process.stdin.flush()
         line = _line(process, seconds)
         if line is None:
             self.close()
-            return f"{address.host}:{address.port} says nothing within {seconds:.0f} s"
+            return f"{address.host}:{address.port} did not answer within {seconds:.0f} s"
         content = json.loads(line)
         return content if isinstance(content, str) else ControlStatus.from_json(content)
 
     def close(self) -> None:
-        """End the process."""
+        """End the helper process."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
             self._process = None
 
-    def _started(self) -> subprocess.Popen[bytes] | None:
-        """The process, once it is ready to ask."""
+    def _helper(self) -> subprocess.Popen[bytes] | None:
+        """The helper process, started if needed; None if it does not start."""
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "megatron_webrl.status.control_probe", str(os.getpid())],
@@ -142,90 +140,90 @@ class ControlProbe:
 
 
 def _line(process: subprocess.Popen[bytes], seconds: float) -> bytes | None:
-    """The next line of a process, or None if it does not come in time, or never."""
+    """The next line that a process writes; None after `seconds` or at the end of its output."""
     assert process.stdout is not None
-    got, deadline = b"", time.monotonic() + seconds
-    while not got.endswith(b"\n"):
-        left = deadline - time.monotonic()
-        if left <= 0 or not select.select([process.stdout], [], [], left)[0]:
+    line, deadline = b"", time.monotonic() + seconds
+    while not line.endswith(b"\n"):
+        remaining = deadline - time.monotonic()
+        if remaining <= 0 or not select.select([process.stdout], [], [], remaining)[0]:
             return None
-        more = os.read(process.stdout.fileno(), 2**20)
-        if not more:
+        data = os.read(process.stdout.fileno(), 2**20)
+        if not data:
             return None
-        got += more
-    return got
+        line += data
+    return line
 
 
-def _refused(address: ControlAddress) -> str | None:
-    """Why nobody listens there; found out without torch."""
+def _connection_error(address: ControlAddress) -> str | None:
+    """Why a TCP connection fails; does not import torch."""
     try:
         socket.create_connection((address.host, address.port), timeout=CONNECT_SECONDS).close()
     except OSError as error:
-        return f"{address.host}:{address.port} does not answer ({error.strerror or error})"
+        return f"{address.host}:{address.port} does not respond ({error.strerror or error})"
     return None
 
 
-def _ask(address: ControlAddress, roles: Sequence[str]) -> ControlStatus | str:
+def _query(address: ControlAddress, roles: Sequence[str]) -> ControlStatus | str:
     from megatron_webrl.control.control_plane import ControlClient, JobFailed
 
     try:
         control = ControlClient(
             address.host, address.port, "status", heartbeat_timeout_seconds=0.0, connect_seconds=CONNECT_SECONDS
         )
-        ring = _text(control, "job/id") or ""
-        if address.job_id and ring != address.job_id:
-            return f"another job ({ring or 'without a name'}) answers at {address.host}:{address.port}"
-        return _look(control, ring, roles)
-    except (JobFailed, RuntimeError) as error:  # torch's errors of a store are RuntimeErrors
-        return str(error).splitlines()[0]
+        job_id = _text(control, "job/id") or ""
+        if address.job_id and job_id != address.job_id:
+            return f"another job ({job_id or 'without an id'}) answers at {address.host}:{address.port}"
+        return _read_status(control, job_id, roles)
+    except (JobFailed, RuntimeError) as error:  # errors of a torch store are RuntimeErrors
+        return first_line(error)
 
 
-def _look(control: ControlClient, ring: str, roles: Sequence[str]) -> ControlStatus:
+def _read_status(control: ControlClient, job_id: str, roles: Sequence[str]) -> ControlStatus:
     from megatron_webrl.control.control_plane import TICKET_DONE, TICKET_FENCE
 
-    end, starts, tickets = control.job_end(), control.ticket_epochs(), None
-    if starts:
-        taken = control.claimed_slots()
-        owners = control.claims(max(starts[0].first_slot, taken - RECENT_TICKETS), taken)
-        playing = sum(owner not in (TICKET_DONE, TICKET_FENCE) for owner in owners)
-        tickets = TicketCounts(taken, int(_text(control, "tickets/limit") or 0), playing)
+    end, epochs, tickets = control.job_end(), control.ticket_epochs(), None
+    if epochs:
+        claimed = control.claimed_slots()
+        owners = control.claims(max(epochs[0].first_slot, claimed - RECENT_TICKETS), claimed)
+        in_progress = sum(owner not in (TICKET_DONE, TICKET_FENCE) for owner in owners)
+        tickets = TicketCounts(claimed, int(_text(control, "tickets/limit") or 0), in_progress)
     now, outcome = time.time(), None if end is None else end["outcome"]
-    found = ControlStatus(outcome, ring, bool(starts), control.stop_requested(), tickets)
+    status = ControlStatus(outcome, job_id, bool(epochs), control.stop_requested(), tickets)
     for role in roles:
-        if (beat := _text(control, f"heartbeat/{role}")) is not None:
-            found.heartbeat_ages[role] = _age(beat, now)
-        if status := control.status_of(role):
-            found.status_lines[role] = status
-        if lives := control.instance_count(role):
-            found.instance_counts[role] = lives
-    return found
+        if (heartbeat := _text(control, f"heartbeat/{role}")) is not None:
+            status.heartbeat_ages[role] = _age(heartbeat, now)
+        if line := control.status_of(role):
+            status.status_lines[role] = line
+        if count := control.instance_count(role):
+            status.instance_counts[role] = count
+    return status
 
 
 def _text(control: ControlClient, key: str) -> str | None:
     return control.store.get(key).decode() if control.store.check([key]) else None
 
 
-def _age(beat: str, now: float) -> float | None:
-    """Seconds since a heartbeat, whose last word is the time at which it was sent."""
+def _age(heartbeat: str, now: float) -> float | None:
+    """Seconds since a heartbeat "<count> <unix time>" was sent; None without a time."""
     with suppress(ValueError):
-        if len(words := beat.split()) > 1:
-            return max(0.0, now - float(words[-1]))
+        if len(fields := heartbeat.split()) > 1:
+            return max(0.0, now - float(fields[-1]))
     return None
 
 
-def _answer_questions() -> None:
-    """The process: a question a line, an answer a line."""
+def _answer_queries() -> None:
+    """Main loop of the helper process: one query per input line, one answer per output line."""
     import torch.distributed  # noqa: F401
 
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     for line in sys.stdin:
-        question = json.loads(line)
-        answer = _ask(ControlAddress(question["host"], question["port"], question["job_id"]), question["roles"])
+        query = json.loads(line)
+        answer = _query(ControlAddress(query["host"], query["port"], query["job_id"]), query["roles"])
         sys.stdout.write(json.dumps(answer if isinstance(answer, str) else asdict(answer)) + "\n")
         sys.stdout.flush()
 
 
 if __name__ == "__main__":
     die_with_parent(parent=int(sys.argv[1]))
-    _answer_questions()
+    _answer_queries()

@@ -1,4 +1,4 @@
-"""What is told at the end of a job, of one machine or of many: the same as `webrl status` says from then on."""
+"""The report at the end of a job, with the same lines as `webrl status`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH = 120  # of tables in the log of a Slurm job
 
 
 def print_final_report(folder: Path, console: Console, table: bool) -> None:
-    """Print figures, evaluations, and the report on a run whose job has ended; `table`: of all its updates, too."""
+    """Print evaluations, events and the report of a run whose job has ended; with `table` all its updates, too."""
     content, report = summary.read_summary(folder), build_report(folder, None)
     if table and content["updates"]:
         console.print(updates_table(content["updates"]))
@@ -26,17 +26,17 @@ def print_final_report(folder: Path, console: Console, table: bool) -> None:
     if measured := [evaluation[kind] for kind in ("before", "after", "blank_images") if evaluation[kind]]:
         console.print(result_table.evaluation_table(measured))
         console.print(result_table.LEGEND, style="dim")
-    for name, words in (("gain", "gain of the run"), ("image_gain", "with screenshots over blank images")):
+    for name, label in (("gain", "gain of the run"), ("image_gain", "with screenshots over blank images")):
         if evaluation[name]:
-            line = result_table.format_difference(words, evaluation[name])
+            line = result_table.format_difference(label, evaluation[name])
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-    if happened := page.notable_events(report):
-        console.print(page.events_table(happened[-page.SHOWN_EVENTS :]))
+    if notable := page.notable_events(report):
+        console.print(page.events_table(notable[-page.SHOWN_EVENTS :]))
     page.print_lines(report, console)
 
 
 def final_report_lines(folder: Path) -> list[str]:
-    """The same as lines of a log that has told every update already."""
+    """The report as lines for a log, without the table of updates."""
     text = StringIO()
     print_final_report(folder, Console(file=text, width=WIDTH), table=False)
     return [stripped for line in text.getvalue().splitlines() if (stripped := line.rstrip())]

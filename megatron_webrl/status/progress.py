@@ -1,4 +1,4 @@
-"""How fast a run goes, from the last of its updates. Pure functions of the lines of updates.jsonl."""
+"""Speed of a run over its last updates. Pure functions of the lines of updates.jsonl."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-WINDOW = 10
-"""Updates that figures are the mean of, at most: the last ones of the last job."""
+WINDOW = 10  # most updates in a mean
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,7 @@ class Progress:
     updates_per_hour: float
     episodes_per_hour: float  # trained
     tokens_per_second: float  # trained, prompts included
-    success: float | None  # of sampled episodes, those of dropped groups included, by their number
+    success: float | None  # rate over sampled episodes, those of dropped groups included
     staleness_mean: float  # versions
     staleness_max: int
     wait_fraction: float  # share of the trainer's time in which it waits for groups
@@ -27,18 +26,18 @@ class Progress:
 
 @dataclass(frozen=True)
 class EpisodeCounts:
-    """What became of the finished episodes, up to the last update."""
+    """Accounting of the finished episodes, up to the last update."""
 
     trained: int
     dropped: dict[str, int]  # by reason
-    waiting: int | None = None  # known at the end only, as are the next two
+    waiting: int | None = None  # this and the next two: known only after the end of the job
     finished: int | None = None
     matches: bool | None = None
     rolled_back: int = 0
 
 
 def recent_progress(updates: Sequence[Mapping[str, Any]], group_size: int, since: float) -> Progress | None:
-    """The means over the last updates that were made after `since` (unix time); None without one."""
+    """Means over the last WINDOW updates finished after `since` (unix time); None without any."""
     numbers = [i for i, update in enumerate(updates) if update["finished_at"] >= since][-WINDOW:]
     if not numbers:
         return None
@@ -64,7 +63,7 @@ def recent_progress(updates: Sequence[Mapping[str, Any]], group_size: int, since
 def count_episodes(
     updates: Sequence[Mapping[str, Any]], group_size: int, accounting: Mapping[str, Any] | None
 ) -> EpisodeCounts | None:
-    """Of the accounting of summary.json, or, without one, up to the last update; None before the first."""
+    """Counts from the accounting of summary.json, else from the updates; None before the first update."""
     if accounting is not None:
         fields = ("trained", "dropped", "waiting", "finished", "matches", "rolled_back")
         return EpisodeCounts(**{name: accounting[name] for name in fields})
@@ -76,18 +75,18 @@ def count_episodes(
 
 
 def _trained(update: Mapping[str, Any], group_size: int) -> int:
-    """Episodes of an update's groups, without those that were masked."""
+    """Unmasked episodes of an update's groups."""
     return int(update["groups"] * group_size - update["extra"].get("masked_episodes", 0))
 
 
 def _busy(update: Mapping[str, Any]) -> float:
-    """Seconds that the loop says it took; never 0."""
+    """Seconds of an update, as the training loop measured them; never 0."""
     seconds = update["seconds"]
     return max(1e-9, seconds["wait"] + seconds["train"] + seconds["sync"])
 
 
 def _wall(updates: Sequence[Mapping[str, Any]], number: int, since: float) -> float:
-    """Seconds from the update before to this one, checkpoints included; of a job's first one those of the loop."""
+    """Seconds since the previous update, checkpoints included; for a job's first update as the loop measured them."""
     if number and updates[number - 1]["finished_at"] >= since:
         return max(1e-9, updates[number]["finished_at"] - updates[number - 1]["finished_at"])
     return _busy(updates[number])

@@ -18,7 +18,7 @@ _LOGGED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} \S+ (?:INFO|WARNING|
 
 @dataclass(frozen=True)
 class ProcessRestart:
-    """One time that a process was started again."""
+    """One restart of a process."""
 
     time: float  # unix time, seconds
     reason: str
@@ -31,10 +31,10 @@ class RoleState:
     name: str
     node: int
     host: str
-    state: str  # running, starting, silent, failed, ended, not started; unknown where nothing answers
-    status_line: str  # in its own words; of a job that nothing is heard of, the last line of its log
-    heartbeat_age_seconds: float | None  # age of its last heartbeat, seconds
-    started_at: float | None  # when it was started, the last time; unix time
+    state: str  # running, starting, silent, failed, ended, not started; unknown if the job does not respond
+    status_line: str  # as the process reports it; the last line of its log if the job does not respond
+    heartbeat_age_seconds: float | None
+    started_at: float | None  # last start, unix time
     log: str
     restarts: list[ProcessRestart] = field(default_factory=list)
 
@@ -44,81 +44,97 @@ def role_states(
     names: Sequence[tuple[str, int]],
     job: Sequence[ProcessEvent],
     live: ControlStatus | None,
-    state: tuple[str, str],
-    lost: float,
+    job_state: tuple[str, str],
+    heartbeat_timeout_seconds: float,
 ) -> list[RoleState]:
-    """Of all processes, given as (name, node). `job`: the events of the last job; `state`: what it is at, and why.
+    """The state of each process in `names`, given as (name, node).
 
-    lost: seconds without a heartbeat after which a process is silent.
+    job: events of the last job; live: the control plane's answer, if any; job_state: (state, reason) of the job. A
+    process is silent after `heartbeat_timeout_seconds` without a heartbeat.
     """
     by_role: dict[str, list[ProcessEvent]] = {}
     for event in job:
         by_role.setdefault(event.role, []).append(event)
-    return [_role(folder, name, node, by_role.get(name, []), live, state, lost) for name, node in names]
+    found = []
+    for name, node in names:
+        events = by_role.get(name, [])
+        state = _state(name, events, live, job_state, heartbeat_timeout_seconds)
+        found.append(_role_state(folder, name, node, events, live, job_state, state))
+    return found
 
 
-def _role(
+def _role_state(
     folder: Path,
     name: str,
     node: int,
     events: Sequence[ProcessEvent],
     live: ControlStatus | None,
-    job: tuple[str, str],
-    lost: float,
+    job_state: tuple[str, str],
+    state: str,
 ) -> RoleState:
     starts = [event for event in events if event.event in (journal.STARTED, journal.RESTARTED)]
-    path = _log(folder, name, node, events)
-    beat = None if live is None else live.heartbeat_ages.get(name)
-    state = _state(name, events, live, job, lost)
-    again = any(event.event == journal.RESTARTED for event in events)
-    doing = ""
-    if live is not None and not (again and state == "starting"):  # what it said in its earlier life
-        doing = live.status_lines.get(name, "")
+    restarts = [event for event in events if event.event == journal.RESTARTED]
+    log = _log_path(folder, name, node, events)
+    status_line = ""
+    if live is not None and not (restarts and state == "starting"):  # then it would be the previous instance's
+        status_line = live.status_lines.get(name, "")
     if state == "failed":
-        told = next((event.reason for event in reversed(events) if event.event == journal.FAILED), job[1])
-        doing = strip_reason(told, name)
-    elif live is None and job[0] not in CLEAN_JOB_OUTCOMES:
-        doing = _last_line(path)
+        reason = next((event.reason for event in reversed(events) if event.event == journal.FAILED), job_state[1])
+        status_line = strip_reason(reason, name)
+    elif live is None and job_state[0] not in CLEAN_JOB_OUTCOMES:
+        status_line = _last_line(log)
     return RoleState(
-        name, node, starts[-1].host if starts else "", state, doing, beat, starts[-1].time if starts else None, str(path),
-        [ProcessRestart(event.time, strip_reason(event.reason, name)) for event in events if event.event == journal.RESTARTED],
-    )  # fmt: skip
+        name=name,
+        node=node,
+        host=starts[-1].host if starts else "",
+        state=state,
+        status_line=status_line,
+        heartbeat_age_seconds=None if live is None else live.heartbeat_ages.get(name),
+        started_at=starts[-1].time if starts else None,
+        log=str(log),
+        restarts=[ProcessRestart(event.time, strip_reason(event.reason, name)) for event in restarts],
+    )
 
 
 def _state(
-    name: str, events: Sequence[ProcessEvent], live: ControlStatus | None, job: tuple[str, str], lost: float
+    name: str,
+    events: Sequence[ProcessEvent],
+    live: ControlStatus | None,
+    job_state: tuple[str, str],
+    heartbeat_timeout_seconds: float,
 ) -> str:
-    telling = (journal.STARTED, journal.RESTARTED, journal.FAILED)
-    last = next((event.event for event in reversed(events) if event.event in telling), "")
-    if last == journal.FAILED or (job[0] == "failed" and job[1].startswith((f"{name}:", f"{name} "))):
+    decisive = (journal.STARTED, journal.RESTARTED, journal.FAILED)
+    last = next((event.event for event in reversed(events) if event.event in decisive), "")
+    state, reason = job_state
+    if last == journal.FAILED or (state == "failed" and reason.startswith((f"{name}:", f"{name} "))):
         return "failed"
     if live is None:
-        if job[0] == "silent":
+        if state == "silent":
             return "unknown"
-        return "not started" if job[0] == "starting" and not last else "ended"
+        return "not started" if state == "starting" and not last else "ended"
     if name == "control":
         return "running"
     if name in live.heartbeat_ages:
         age = live.heartbeat_ages[name]
-        return "silent" if age is not None and age > lost else "running"
+        return "silent" if age is not None and age > heartbeat_timeout_seconds else "running"
     return "starting" if last or name in live.status_lines else "not started"
 
 
 def strip_reason(reason: str, name: str) -> str:
-    """A reason without what is told beside it anyway: whose it is, where the log is, and who logged its last words."""
-    words = _LOGGED.sub("", reason.removeprefix(f"{name} ").removeprefix(f"{name}: "))
-    return words[: words.rindex(" (log: ")] if words.endswith(")") and " (log: " in words else words
+    """A reason without what the tables show anyway: the role's name, the log's path, the prefix of its last line."""
+    text = _LOGGED.sub("", reason.removeprefix(f"{name} ").removeprefix(f"{name}: "))
+    return text[: text.rindex(" (log: ")] if text.endswith(")") and " (log: " in text else text
 
 
-def _log(folder: Path, name: str, node: int, events: Iterable[ProcessEvent]) -> Path:
-    if told := [event.log for event in events if event.log]:
-        return folder / told[-1]
-    of_node = folder / "logs" / f"node-{node}"
-    return (of_node if of_node.is_dir() else folder / "logs") / f"{name}.log"
+def _log_path(folder: Path, name: str, node: int, events: Iterable[ProcessEvent]) -> Path:
+    if logs := [event.log for event in events if event.log]:
+        return folder / logs[-1]
+    node_folder = folder / "logs" / f"node-{node}"
+    return (node_folder if node_folder.is_dir() else folder / "logs") / f"{name}.log"
 
 
 def _last_line(path: Path) -> str:
-    """The last line of a log that says something; empty without one."""
+    """The last line of a log that is not blank; empty without one."""
     if not path.is_file():
         return ""
     with path.open("rb") as file:

@@ -237,8 +237,8 @@ def last_log_line(log: Path) -> str:
 
 
 def describe_exit(code: int) -> str:
-    """An exit code in words: the signal or the code."""
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    """An exit code in words: "killed by SIGKILL", "exited with code 1"."""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
 def make_scratch_folder(prefix: str = SCRATCH_PREFIX) -> Path:

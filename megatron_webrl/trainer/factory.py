@@ -55,7 +55,6 @@ def compute_options(config: Config) -> ComputeOptions:
     """How the configuration wants the model computed."""
     trainer = config.trainer
     return ComputeOptions(
-        sequence_parallel=trainer.sequence_parallel,
         recompute=cast(Recompute, trainer.recompute),
         layers=cast(LayerImplementation, trainer.layers),
         attention=cast(AttentionKernel, trainer.attention),
@@ -81,7 +80,7 @@ def make_sequence_packer(config: Config, platform: Platform) -> SequencePacker:
         num_image_ranks=trainer.tensor_parallel * trainer.context_parallel,
         context_parallel_rank=parallel_state.get_context_parallel_rank(),
         context_parallel_size=trainer.context_parallel,
-        token_multiple=trainer.tensor_parallel if trainer.sequence_parallel else 1,
+        token_multiple=trainer.tensor_parallel,  # sequence parallelism
     )
 
 

@@ -14,7 +14,7 @@ from megatron_webrl.launch.validation import load_config
 from megatron_webrl.model.model_sizes import config_sections, size_from_path
 from tools.write_configuration_page import page
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -110,12 +110,36 @@ def test_a_broken_setting_is_named_in_one_line(config_file: Path, override: str,
 
 
 @pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("trainer.tensor_paralel", "trainer.tensor_parallel"),
+        ("rollout.group_sze", "rollout.group_size"),
+        ("trianer", "trainer"),
+        ("trainer.loss.normaliser", "trainer.loss.normalizer"),
+        ("run.hang_seconds", "run.hang_timeout_seconds"),
+        ("run.trainer_restarts", "run.max_trainer_restarts"),
+        ("ring.mib", "ring.capacity_mib"),
+        ("browser.keep_pages", "browser.reuse_pages"),
+        ("cluster.port", "cluster.base_port"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_name(config_file: Path, key: str, nearest: str):
+    message = error(config_file, f"{key}=1")
+    assert message.endswith(f"an override; did you mean {nearest}? docs/configuration.md lists all keys")
+    config_file.write_text(f"{': {'.join(key.split('.'))}: 1{'}' * key.count('.')}\n")
+    assert f"{key} in {config_file} or an override; did you mean {nearest}?" in error(config_file)
+
+
+def test_an_unknown_key_that_resembles_no_setting_is_refused_without_a_suggestion(config_file: Path):
+    assert error(config_file, "no.such.key=1").endswith("an override; docs/configuration.md lists all keys")
+
+
+@pytest.mark.parametrize(
     ("overrides", "words"),
     [
         (["trainer.expert_parallel=3"], "expert_parallel=3 does not divide num_experts=4 (trainer.expert_parallel)"),
         (["trainer.expert_tensor_parallel=5"], "expert_tensor_parallel=5 does not divide moe_intermediate_size=96"),
         (["trainer.expert_parallel=2"], "=2 does not divide tensor_parallel x context_parallel x data_parallel"),
-        (["trainer.tensor_parallel=2", "trainer.sequence_parallel=false"], "set it to true"),
     ],
 )
 def test_what_does_not_fit_a_mixture_of_experts_is_named(

@@ -107,7 +107,8 @@ def test_a_forgotten_role_is_not_lost_until_it_has_been_heard_of_again(address: 
 def test_a_control_plane_that_is_held_outlives_the_end_until_it_is_let_go(tmp_path: Path):
     program = SERVER.replace(
         "from megatron_webrl.control.control_plane import",
-        "from megatron_webrl import control; control.LINGER_SECONDS = 0.2\nfrom megatron_webrl.control.control_plane import",
+        "from megatron_webrl.control import control_plane; control_plane.LINGER_SECONDS = 0.2\n"
+        "from megatron_webrl.control.control_plane import",
     )
     path = tmp_path / "control.json"
     process = subprocess.Popen([sys.executable, "-c", program, str(path)])

@@ -136,7 +136,7 @@ def test_a_checkpoints_run_says_how_and_overrides_replace_it(run_folder: Path, t
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["nowhere"], "nowhere is no Hugging Face folder (config.json), nor a checkpoint: nowhere is no checkpoint"),
+        (["nowhere"], "nowhere is neither a Hugging Face folder (no config.json) nor a checkpoint: nowhere is no "),
         (["RUN", "--samples", "4"], "evaluation.samples=4 with evaluation.temperature=0 repeats the same episode"),
         (["RUN", "--temperature", "hot"], "evaluation.temperature: Value 'hot'"),
         (["RUN", "tasks.environments=[click-tset]"], "near: click-test"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.launch.test_job import Job, job, owned, rings  # noqa: F401
+from tests.launch.whole_jobs import Job, owned, rings
 
 pytestmark = [pytest.mark.alone, pytest.mark.soak, pytest.mark.timeout(600)]
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.alone, pytest.mark.soak, pytest.mark.timeout(600)]
     ("mode", "stepping", "lags"), [("sync", "lockstep", [0, 0, 0]), ("one_step_off", "free", [0, 1, 1])]
 )
 def test_each_batch_is_made_with_one_version_as_old_as_the_mode_says(
-    job: Job,  # noqa: F811
+    job: Job,
     mode: str,
     stepping: str,
     lags: list[int],

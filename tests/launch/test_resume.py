@@ -8,10 +8,8 @@ import time
 
 import pytest
 
-from tests.launch.test_job import Job, assert_nothing_left, job, owned
-from tests.preflight.run_checks import wrong_with
-
-__all__ = ["job"]  # the fixture
+from tests.finished_runs import run_problems
+from tests.launch.whole_jobs import Job, assert_nothing_left, owned
 
 KILLS, UPDATES, GROUPS, GROUP_SIZE, STALENESS = 20, 100, 2, 2, 1
 LIMIT = 300.0
@@ -59,5 +57,5 @@ def test_twenty_kills_lose_no_group_train_none_twice_and_skip_no_task(job: Job) 
     assert job.wait(LIMIT * 4) == 0, job.output()
     assert_nothing_left(job)
 
-    wrong = wrong_with(job.run_folder, UPDATES, open_at_end=(STALENESS + 1) * GROUPS)
+    wrong = run_problems(job.run_folder, UPDATES, open_at_end=(STALENESS + 1) * GROUPS)
     assert not wrong, wrong

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.slurm.virtual_slurm import Cluster, free_ports
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "launch" / "slurm"
 PAYLOAD = f"{sys.executable} -I -S {Path(__file__).with_name('slurm_payload.py')}"
 """In the place of a job's programs: it checks where it is, and leaves."""

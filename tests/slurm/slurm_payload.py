@@ -1,9 +1,9 @@
-"""Stands in for every trainer rank and rollout worker in a rehearsal of a job (STUB_COMMAND=): is each where it should be?
+"""Stub of a trainer rank or rollout worker (STUB_COMMAND=), which checks that the job placed it correctly.
 
-Each process compares what it was given (arguments, environment, devices, cores, ports, ring) with placement.json of
-the run, meets all others through the job's control plane, and keeps to its node's ring; the first rank collects what
-all have found in rehearsal.json and ends the job. Hundreds of them start on two cores: nothing but the standard library
-is imported, and the control plane, a TCPStore of torch, is spoken to in its own protocol (TCPStoreBackend.hpp).
+Each process compares its arguments, environment, devices, cores, ports and ring with placement.json of the run, meets
+all others through the job's control plane, and uses its node's ring. The first rank collects the facts of all processes
+in rehearsal.json and ends the job. Hundreds of stubs start on two cores, so they import only the standard library and
+speak the wire protocol of torch's TCPStore (TCPStoreBackend.hpp) to the control plane.
 """
 
 import json

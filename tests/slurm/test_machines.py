@@ -17,7 +17,7 @@ from mlflow.tracking import MlflowClient
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.launch import watchdog
 from megatron_webrl.tracking import episode_log, events
-from tests.preflight.run_checks import wrong_with
+from tests.finished_runs import run_problems
 from tests.slurm.slurm_jobs import ROOT, log, overrides, rings, submit
 from tests.slurm.virtual_nodes import address
 from tests.slurm.virtual_slurm import Cluster, virtual_slurm, why_not
@@ -55,7 +55,7 @@ def test_the_quickstart_trains_over_two_machines_and_goes_on_where_a_signal_ende
         check_stacks(run)
         with stopped_engines(cluster):  # so that updates are left when the notice is heard
             cluster.run("scancel", "--batch", "--signal=USR1", job)
-            until(lambda: "job: to be preempted" in log(tmp_path), lambda: f"the notice: {log(tmp_path)}", 90)
+            until(lambda: "job: stop requested" in log(tmp_path), lambda: f"the notice: {log(tmp_path)}", 90)
         assert cluster.wait(job, 400) == "COMPLETED", log(tmp_path)
         assert cluster.show(job)["Restarts"] == "1", log(tmp_path)
         until(
@@ -66,9 +66,10 @@ def test_the_quickstart_trains_over_two_machines_and_goes_on_where_a_signal_ende
     told = log(tmp_path)
     assert f"job: control plane at {address(1)}:" in told
     assert "job: state:      preempted; " in told
-    assert re.search(rf"job: start 2 of job {job}, goes on from version-00000\d; the start before ended: pre", told)
+    resumed = rf"job: launch 2 of job {job}, resuming from version-00000\d; the previous launch ended: pre"
+    assert re.search(resumed, told)
     assert re.findall(rf"job: update (\d+) of {UPDATES}", told) == [str(n) for n in range(1, UPDATES + 1)]
-    assert wrong_with(run, UPDATES, (STALENESS + 1) * GROUPS) == []
+    assert run_problems(run, UPDATES, (STALENESS + 1) * GROUPS) == []
     nodes = json.loads((run / "summary.json").read_text())["node_traffic"]
     assert nodes["images_mib"] > 0
     assert 0 <= nodes["local_fraction"] <= 1
@@ -100,7 +101,7 @@ def test_an_engine_over_two_machines_serves_a_job(tmp_path: Path) -> None:
         until(lambda: "-- stacks of VLLM" in part.read_text(), lambda: part.read_text()[-2000:], 60)
         assert cluster.wait(job, 400) == "COMPLETED", log(tmp_path)
         until(lambda: not any(leftovers_on(cluster, node) for node in ("n1", "n2")), "all to go", 30)
-    assert wrong_with(run, updates, (STALENESS + 1) * GROUPS) == []
+    assert run_problems(run, updates, (STALENESS + 1) * GROUPS) == []
     started = {event.role: event.host for event in events.read_events(run) if event.event == events.STARTED}
     assert (started["rollout-0"], started["rollout-0.follower-1"]) == ("n1", "n2")
     assert {line["worker"] for line in episode_log.read_lines(run)} == {"rollout-0.1"}

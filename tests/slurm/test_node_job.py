@@ -20,7 +20,7 @@ from megatron_webrl.config.load import save_config
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.system import child_process
 from megatron_webrl.tracking import episode_log, summary
-from tests.preflight.run_checks import wrong_with
+from tests.finished_runs import run_problems
 from tests.tiny_settings import SETTINGS
 from tools.bench import recorded_groups
 
@@ -70,7 +70,7 @@ class NodeJob:
     def start_nodes(self) -> None:
         """The same through what a Slurm step runs on each node."""
         path, port = str(self.folder / "config.yaml"), socket.create_server(("127.0.0.1", 0)).getsockname()[1]
-        self.config.control.port = port
+        self.config.cluster.base_port = port
         save_config(self.config, self.folder / "config.yaml")
         parts = [("control", ["--host", "127.0.0.1"])]
         parts += [(role, ["--node", str(node)]) for node in (0, 1) for role in ("rollout", "trainer")]
@@ -132,7 +132,7 @@ def test_a_rank_that_is_killed_on_one_node_starts_again_with_that_of_the_other(
         ranks[1].kill()
         for node in (0, 1):
             told = job.log(f"node-{node}-trainer")
-            job.until(lambda: "all trainer ranks are started again" in told.read_text(), "another start")  # noqa: B023
+            job.until(lambda: "restarting all trainer ranks" in told.read_text(), "another start")  # noqa: B023
             assert job.until(lambda: job.role(f"trainer-{node}"), "another rank") != ranks[node]  # noqa: B023
         job.until(lambda: "goes on from version" in (job.folder / "logs/node-0/trainer-0.log").read_text(), "take-over")
         assert all(worker.is_running() for worker in workers)
@@ -141,7 +141,7 @@ def test_a_rank_that_is_killed_on_one_node_starts_again_with_that_of_the_other(
         for role in job.roles.values():
             child_process.terminate_tree(role, 30.0)
     assert set(codes.values()) == {0}, codes
-    assert not wrong_with(job.folder, updates, open_at_end=4)
+    assert not run_problems(job.folder, updates, open_at_end=4)
     found = summary.read_summary(job.folder)
     assert [restart["role"] for restart in found["restarts"]] == ["trainer-1"]
     assert found["accounting"]["rolled_back"] == len(episode_log.read_rolled_back(job.folder))
@@ -160,13 +160,13 @@ def test_an_engine_over_both_nodes_serves_a_job_and_comes_back_with_its_part_whe
         job.until(lambda: job.role(part), "the part").kill()
         for node in (0, 1):
             told = job.log(f"node-{node}-rollout")
-            job.until(lambda: "started again" in told.read_text(), "another start")  # noqa: B023
+            job.until(lambda: "; restarting rollout-0" in told.read_text(), "another start")  # noqa: B023
         codes = job.wait()
     finally:
         for role in job.roles.values():
             child_process.terminate_tree(role, 30.0)
     assert set(codes.values()) == {0}, codes
-    assert not wrong_with(job.folder, updates, open_at_end=4)
+    assert not run_problems(job.folder, updates, open_at_end=4)
     found = summary.read_summary(job.folder)
     assert sorted(restart["role"] for restart in found["restarts"]) == ["rollout-0", part]
     assert (

@@ -27,7 +27,7 @@ from megatron_webrl.slurm.process_specs import ProcessSpec, cuda_visible_devices
 from megatron_webrl.tracking import events
 from tests.planes import connect, control_plane
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FOUR = str(ROOT / "configs" / "8b_4node.yaml")
 ADDRESS = "10.0.0.1:29500"
 
@@ -124,7 +124,7 @@ def test_a_node_takes_its_number_from_slurm_and_checks_it() -> None:
     slurm = {"SLURM_NODEID": "3", "SLURM_STEP_NUM_NODES": "4"}
     assert node_number(None, config, slurm) == 3
     assert node_number(2, config, {}) == 2
-    with pytest.raises(ConfigError, match=r"this is no step of Slurm"):
+    with pytest.raises(ConfigError, match=r"not in a Slurm step"):
         node_number(None, config, {})
     with pytest.raises(ConfigError, match=r"the step has 5 nodes, but cluster.nodes=4"):
         node_number(None, config, slurm | {"SLURM_STEP_NUM_NODES": "5"})
@@ -166,7 +166,7 @@ def test_preparing_makes_the_folder_once_and_keeps_the_earlier_one(tmp_path: Pat
     placed = json.loads((tmp_path / "here" / "placement.json").read_text())
     assert [each["name"] for each in placed["processes"]] == ["trainer-0", "rollout-0"]
     assert (tmp_path / "here" / "logs" / "node-0").is_dir()
-    assert told == [f"the earlier run of this name is kept as {tmp_path / 'here.1'}"]
+    assert told == [f"renamed the earlier run of this name to {tmp_path / 'here.1'}"]
     with pytest.raises(ConfigError, match=r"model.path=/nowhere"):
         prepare_job(str(empty), [*more, "model.path=/nowhere"], False, told.append)
     assert not (tmp_path / "here.2").exists()
@@ -286,7 +286,7 @@ def test_a_rank_that_fails_too_often_ends_the_job_with_its_name(tmp_path: Path, 
         (each.role, each.event) for each in events.read_events(tmp_path / "here") if each.event != events.STARTED
     ]
     assert happened == [("trainer-1", events.RESTARTED)] * times + [("trainer-1", events.FAILED)]
-    assert ("all trainer ranks are started again from the beginning" in output) == bool(times)
+    assert ("restarting all trainer ranks from the beginning" in output) == bool(times)
 
 
 def test_a_worker_that_is_killed_is_started_again(tmp_path: Path) -> None:
@@ -303,16 +303,16 @@ def test_a_worker_that_is_killed_is_started_again(tmp_path: Path) -> None:
         child.kill()
         output, _ = step.communicate(timeout=60)
         end = connect(address, "test").job_end()
-    assert "rollout-0 was killed by SIGKILL" in output
-    assert "started again, time 1 of 1" in output
+    assert "rollout-0 killed by SIGKILL" in output
+    assert "restarting rollout-0 (attempt 1 of 1)" in output
     assert end is not None
-    assert end["outcome"].startswith("failed: rollout-0 was killed by SIGKILL")
+    assert end["outcome"].startswith("failed: rollout-0 killed by SIGKILL")
     happened = events.read_events(tmp_path / "here")
     assert [(event.role, event.event, event.node) for event in happened] == [
         ("rollout-0", "started", 0), ("rollout-0", "restarted", 0), ("rollout-0", "failed", 0),
     ]  # fmt: skip
     assert all(event.log == "logs/node-0/rollout-0.log" for event in happened)
-    assert all("was killed by SIGKILL" in event.reason for event in happened[1:])
+    assert all("killed by SIGKILL" in event.reason for event in happened[1:])
 
 
 def test_a_notice_ends_no_node_and_an_order_kills_the_worker_that_it_names(tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ def test_a_notice_ends_no_node_and_an_order_kills_the_worker_that_it_names(tmp_p
         step = start_step(tmp_path, address, "rollout", "run.max_worker_restarts=1")
         await_logs(tmp_path, ["rollout-0"])
         step.send_signal(signal.SIGUSR1)
-        watchdog.request_stack_dump(tmp_path / "here", "it is a test", {"rollout-0": ("beat", "")})
+        watchdog.request_stack_dump(tmp_path / "here", "it is a test", {"rollout-0": ("heartbeat", "")})
         log = tmp_path / "here" / "logs" / "node-0" / "rollout-0.log"
         deadline = time.monotonic() + 120
         while log.read_text().count("] rollout-0 ") < 2:
@@ -329,8 +329,8 @@ def test_a_notice_ends_no_node_and_an_order_kills_the_worker_that_it_names(tmp_p
         step.send_signal(signal.SIGTERM)
         output, _ = step.communicate(timeout=60)
     assert "does not show its stacks yet" in output  # the program has no handler, and lived on
-    assert "rollout-0 was killed by SIGKILL; last log line: ERROR rollout-0 is killed, for: it is a test" in output
-    assert "started again, time 1 of 1" in output
+    assert "rollout-0 killed by SIGKILL; last log line: ERROR killing rollout-0: it is a test" in output
+    assert "restarting rollout-0 (attempt 1 of 1)" in output
     assert step.returncode == 128 + signal.SIGTERM
 
 

@@ -88,19 +88,19 @@ def test_a_job_that_will_end_saves_and_goes_on_and_one_that_was_ended_does_not(f
 
     assert five.wait(signalled.job, 120) == "COMPLETED", signalled.log
     assert (signalled.restarts(), signalled.outcome) == (1, "finished")
-    assert "job: SIGUSR1: the job will end, and has 3600 s for a checkpoint" in signalled.log
-    assert "job: to be preempted: it ends after the update under way, with a checkpoint" in signalled.log
+    assert "job: SIGUSR1: the job will end; 3600 s left for a checkpoint" in signalled.log
+    assert "job: stop requested (preempted): the job ends after the current update, with a checkpoint" in signalled.log
     assert "job: state:      preempted; " in signalled.log
-    words = f"job: start 2 of job {signalled.job}, goes on from version-000001; the start before ended: preempted"
+    words = f"job: launch 2 of job {signalled.job}, resuming from version-000001; the previous launch ended: preempted"
     assert words in signalled.log
     assert parse_config(signalled.run_folder / "config.yaml").run.resume
 
     assert five.wait(late.job, 120) == "COMPLETED", late.log
     assert (late.restarts(), late.outcome) == (1, "finished")
-    assert "job: no checkpoint in the time after SIGUSR1: it goes on from the last one" in late.log
-    assert "the start before ended: failed: no checkpoint in the time after SIGUSR1" in late.log
-    assert f"start 2 of job {late.job}, begins anew, as no checkpoint is complete" in late.log
-    assert f"the earlier run of this name is kept as {late.run_folder}.1" in late.log
+    assert "job: no checkpoint in time after SIGUSR1: resuming from the last one; requeueing the job" in late.log
+    assert "the previous launch ended: failed: no checkpoint in time after SIGUSR1" in late.log
+    assert f"launch 2 of job {late.job}, starting over, no checkpoint is complete" in late.log
+    assert f"renamed the earlier run of this name to {late.run_folder}.1" in late.log
     assert [start.restart_count for start in requeue.read_launches(late.run_folder)] == [0, 1]
 
     assert five.wait(stopped.job, 60) == "COMPLETED", stopped.log
@@ -111,7 +111,8 @@ def test_a_job_that_will_end_saves_and_goes_on_and_one_that_was_ended_does_not(f
 
     assert five.wait(barren.job, 120) == "FAILED", barren.log
     assert barren.restarts() == 2
-    words = f"failed: job {barren.job} was started 2 times at no checkpoint and made no newer one (run.max_requeues=1)"
+    words = f"failed: job {barren.job} was launched 2 times from no checkpoint and made no newer one "
+    words += "(run.max_requeues=1)"
     assert barren.outcome.startswith(words)
     assert words.removeprefix("failed: ") in barren.log
 
@@ -124,7 +125,7 @@ def test_too_few_fit_nodes_are_told_by_a_code_of_their_own(tmp_path: Path, capsy
     node_report.write_report(config, node_report.NodeReport("n2", {"browser": "it shows no page"}))
     choose = ["node", "choose", str(config_path(config))]
     assert main([*choose, "n1", "n2"]) == TOO_FEW_NODES_EXIT_CODE  # by which launch/slurm/common.sh holds a job
-    assert "1 of 2 nodes are fit" in capsys.readouterr().err
+    assert "1 of 2 nodes passed the check" in capsys.readouterr().err
     assert main([*choose, "n1"]) == 2  # no other node would help
     node_report.write_report(config, node_report.NodeReport("n3"))
     assert main([*choose, "n1", "n2", "n3"]) == 0
@@ -149,11 +150,11 @@ def test_starts_are_counted_by_job_and_checkpoint(tmp_path: Path) -> None:
 
     assert requeue.record_launch(config, {}) == []
     assert start("7", 0) == ""
-    assert "start 2 of job 7, begins anew" in start("7", 1)
+    assert "launch 2 of job 7, starting over" in start("7", 1)
     latest.write_text("version-000004\n")
     assert requeue.UNKNOWN_OUTCOME in start("7", 2)
-    assert "start 4 of job 7, goes on from version-000004" in start("7", 3)
+    assert "launch 4 of job 7, resuming from version-000004" in start("7", 3)
     assert start("8", 0) == ""  # another job may try as often again
-    with pytest.raises(ConfigError, match=r"job 7 was started 2 times at version-000004 .*run.max_requeues=1"):
+    with pytest.raises(ConfigError, match=r"job 7 was launched 2 times from version-000004 .*run.max_requeues=1"):
         start("7", 4)
     assert json.loads((config.run_folder / "summary.json").read_text())["outcome"].startswith("failed: job 7 was")

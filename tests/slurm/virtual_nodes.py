@@ -1,12 +1,12 @@
-"""Virtual nodes that are as apart as machines are, on one Linux: each in namespaces of its own.
+"""Virtual nodes on one Linux machine, isolated like separate machines by namespaces.
 
-A node has its own host name, address, /etc/hosts, /dev/shm, /tmp and process numbers. Its network card is one end of a
-veth pair, whose other end is a port of the cluster's bridge. The bridge lies in the cluster's own network, which
-`enter_network` makes: names and addresses of two clusters never meet, and all of it is gone when the last process is.
-What nodes share is the file system, less /tmp; of that only the folders in `shared`.
+A node has its own host name, address, /etc/hosts, /dev/shm, /tmp and process ids. Its network card is one end of a veth
+pair; the other end is a port of the cluster's bridge. The bridge lies in a network namespace of the cluster, made by
+`enter_network`, so that names and addresses of two clusters never conflict; it disappears with its last process. Nodes
+share the file system except /tmp, of which they share only the folders in `shared`.
 
-`python -I -S tests/slurm/virtual_nodes.py ...` is the first process of a node, its process 1: it sets the node up, runs the
-node's daemon, and reaps what is handed to it. When it ends, the kernel kills everything else there.
+`python -I -S tests/slurm/virtual_nodes.py ...` is process 1 of a node: it sets the node up, runs the node's daemon, and
+reaps orphans. When it ends, the kernel kills every other process of the node.
 """
 
 from __future__ import annotations

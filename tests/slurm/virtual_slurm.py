@@ -1,12 +1,12 @@
 """A real Slurm of virtual nodes on this machine: one munged, one slurmctld, and a slurmd with a port for each node.
 
-`python -m tests.slurm.virtual_slurm FOLDER --nodes 4` runs one until SIGTERM, or until the process that started it ends;
-`virtual_slurm` is the same for tests. Needs root, and Debian's packages slurm-wlm, munge and
-iproute2 (tools/install_slurm.sh).
-Nodes claim cores and GPUs that the machine need not have: Slurm hands them out, and binds nothing.
+`python -m tests.slurm.virtual_slurm FOLDER --nodes 4` runs a cluster until SIGTERM or until its parent ends; tests use
+the context manager `virtual_slurm`. Needs root, and Debian's packages slurm-wlm, munge and iproute2
+(tools/install_slurm.sh). Nodes may claim cores and GPUs that the machine does not have: Slurm allocates them and binds
+nothing.
 
-With `namespaces` the nodes are as apart as machines are (tests/slurm/virtual_nodes.py): links can be cut, nodes be lost and
-come back. Without, they differ by their ports alone, and a node's processes are those of its slurmd.
+With `namespaces` the nodes are isolated like separate machines (tests/slurm/virtual_nodes.py): links can be cut, nodes
+can be lost and return. Without, they differ only in their ports, and a node's processes are the children of its slurmd.
 """
 
 from __future__ import annotations

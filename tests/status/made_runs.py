@@ -33,7 +33,8 @@ def updates(count: int, ended: float, seconds: float = 36.0, wait: float = 9.0, 
     return [
         UpdateMetrics(
             version=version, groups=8, reward_mean=0.5, steps_mean=2.0, response_tokens_mean=8.0, staleness_mean=1.5,
-            staleness_max=2, clip_fraction=0.0, logprob_mismatch_max=None, logprob_mismatch_tokens=0, tokens_per_second=1000.0,
+            staleness_max=2, clip_fraction=0.0, logprob_mismatch_max=None, logprob_mismatch_tokens=0,
+            tokens_per_second=1000.0,
             seconds=UpdateSeconds(rollout=20.0, train=seconds - wait - 1.0, sync=1.0, wait=wait, image_wait=0.0),
             finished_at=ended - (count - version) * seconds,
             extra={"rollout_success_rate": 0.25, "rollout_episodes": 64.0, "masked_episodes": 2.0, "dropped/stale": 6.0,

@@ -22,7 +22,7 @@ from megatron_webrl.tracking import events, summary
 from megatron_webrl.tracking.events import EventLog
 from tests.status.made_runs import begin_job, make_run, train
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[2]
 WIDTHS = [80, 120, 200]
 
 
@@ -40,7 +40,7 @@ def cluster() -> list[RoleState]:
     ]
     ranks[0] = replace(ranks[0], status_line="update 8: waiting for groups, 3 of 512; dropped so far: stale 6")
     ranks[77] = replace(ranks[77], state="silent", heartbeat_age_seconds=31.25)
-    workers[40] = replace(workers[40], restarts=[ProcessRestart(time.time(), "was killed by SIGKILL")])
+    workers[40] = replace(workers[40], restarts=[ProcessRestart(time.time(), "killed by SIGKILL")])
     return [role("control", 0, "", heartbeat_age_seconds=None), *ranks, *workers]
 
 
@@ -59,7 +59,7 @@ def report(tmp_path: Path) -> RunReport:
         EventLog(made.run_folder, node).add_all([(f"trainer-{4 * node}", None)], events.STARTED)
     EventLog(made.run_folder, 10).add(
         "rollout-40", events.RESTARTED,
-        "rollout-40 was killed by SIGKILL; last log line: version 6 (log: here.log)", Path("here.log"),
+        "rollout-40 killed by SIGKILL; last log line: version 6 (log: here.log)", Path("here.log"),
     )  # fmt: skip
     found = build_report(made.run_folder, None)
     return replace(found, roles=cluster(), hosts=[f"n{node + 1}" for node in range(32)], state="running", healthy=True)
@@ -108,7 +108,7 @@ def test_the_fullest_ring_speaks_for_those_of_a_machine(report: RunReport) -> No
 
 def test_what_happened_is_listed_with_its_reason_and_its_log(report: RunReport) -> None:
     text = " ".join(rendered(page.render_report(report), 200).split())
-    assert "rollout-40 restarted was killed by SIGKILL; last log line: version 6 [here.log]" in text
+    assert "rollout-40 restarted killed by SIGKILL; last log line: version 6 [here.log]" in text
     assert "trainer-4 started" not in text
     assert "trainer-4 started" in " ".join(rendered(page.events_table(report.events), 200).split())
 
@@ -118,7 +118,7 @@ def test_many_events_are_cut_to_the_last_ones(report: RunReport) -> None:
     text = rendered(page.render_report(replace(report, events=[*report.events, *more])), 120)
     assert "reason 19" in text
     assert "reason 11" not in text
-    assert "and 13 before: --events" in text
+    assert "and 13 earlier ones: --events" in text
 
 
 # -- the end of a job ---------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def test_the_end_of_a_job_is_told_in_the_same_words_wherever_it_ran(tmp_path: Pa
     begin_job(made, 3600)
     journal = EventLog(made.run_folder)
     journal.add("rollout-0", events.STARTED)
-    journal.add("rollout-0", events.RESTARTED, "rollout-0 was killed by SIGKILL; last log line: none")
+    journal.add("rollout-0", events.RESTARTED, "rollout-0 killed by SIGKILL; last log line: none")
     train(made, 3)
     accounting = {"finished": 120, "trained": 90, "dropped": {"stale": 6}, "waiting": 24, "rolled_back": 0}
     accounting |= {"matches": True, "tokens": {}}
@@ -147,7 +147,7 @@ def test_the_end_of_a_job_is_told_in_the_same_words_wherever_it_ran(tmp_path: Pa
     assert lines["speed"].strip().startswith("100.0 updates/h")
     assert lines["logs"].strip() == f"{made.run_folder}/logs/<process>.log"
     assert lines["summary"].strip() == f"{made.run_folder}/summary.json"
-    assert any("restarted" in line and "was killed by SIGKILL" in line for line in logged)
+    assert any("restarted" in line and "killed by SIGKILL" in line for line in logged)
 
 
 def test_a_failure_is_told_on_one_line_however_long(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_the_exit_code_says_whether_the_run_is_well(
     capsys.readouterr()
     summary.ensure_written(made.run_folder, "failed: trainer-0: ValueError")
     assert main(["status", "made", "--json"]) == 1
-    assert '"why": "trainer-0: ValueError"' in capsys.readouterr().out
+    assert '"reason": "trainer-0: ValueError"' in capsys.readouterr().out
     assert main(["status", "other"]) == 2
     assert capsys.readouterr().err == (
         "webrl: RUN=other is neither the folder of a run nor the name of one in runs/; there are made\n"
@@ -199,5 +199,5 @@ def test_help_says_what_the_exit_codes_mean(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         main(["status", "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "1 if it failed or nothing is heard of it, 2 if there is no such run" in text
+    assert "1: it failed or does not respond; 2: there is no such run" in text
     assert "--watch SECONDS" in text

@@ -27,7 +27,7 @@ from megatron_webrl.tracking.events import EventLog
 from tests.planes import connect, control_plane
 from tests.status.made_runs import begin_job, make_run, train
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[2]
 SERVER = (
     "import sys; from pathlib import Path; from megatron_webrl.control.control_plane import serve;"
     "serve('127.0.0.1', 0, sys.argv[2], Path(sys.argv[1]), seconds=120)"
@@ -78,9 +78,7 @@ def test_a_running_job_is_seen_as_its_control_plane_knows_it(config: Config, obs
         worker.close_slot(2)
         worker.register_instance()
         words = "2026-11-22 17:06:42,838 rollout-0 INFO a.module: version 8 in place"
-        journal.add(
-            "rollout-0", events.RESTARTED, f"rollout-0 was killed by SIGKILL; last log line: {words} (log: x.log)"
-        )
+        journal.add("rollout-0", events.RESTARTED, f"rollout-0 killed by SIGKILL; last log line: {words} (log: x.log)")
         for control in (trainer, worker):
             control.start_heartbeat()
             control.wait_for_key(f"heartbeat/{control.role}", 10, "a heartbeat")
@@ -101,7 +99,7 @@ def test_a_running_job_is_seen_as_its_control_plane_knows_it(config: Config, obs
         assert beat is not None
         assert beat < 10
         assert [restart.reason for restart in found["rollout-0"].restarts] == [
-            "was killed by SIGKILL; last log line: version 8 in place"
+            "killed by SIGKILL; last log line: version 8 in place"
         ]
         assert found["trainer-1"].log == str(config.run_folder / "logs" / "trainer-1.log")
         assert json.loads(json.dumps(report.to_json()))["tickets"]["in_progress"] == 6
@@ -167,10 +165,10 @@ def test_a_job_that_is_asked_to_end_says_so(config: Config, observer: ControlPro
         control = connect(address, "test")
         control.request_stop()
         report = build_report(config.run_folder, observer)
-        assert (report.state, report.reason) == ("starting", "an early end was asked for")
+        assert (report.state, report.reason) == ("starting", "stop requested")
         control.end_job("stopped")
         report = build_report(config.run_folder, observer)
-        assert (report.state, report.reason, report.healthy) == ("ending", "it has stopped", True)
+        assert (report.state, report.reason, report.healthy) == ("ending", "outcome: stopped", True)
 
 
 # -- when nothing answers -----------------------------------------------------------------------------
@@ -189,8 +187,8 @@ def test_a_job_that_was_killed_shows_no_sign_of_life(config: Config, observer: C
     report = build_report(config.run_folder, observer)
     assert (report.state, report.healthy, report.ended_at) == ("silent", False, None)
     assert report.last_activity_at == pytest.approx(old + 60)
-    assert "does not answer (Connection refused)" in report.reason
-    assert f"only the machine of the job ({os.uname().nodename}) reaches it" in report.reason
+    assert "does not respond (Connection refused)" in report.reason
+    assert f"it can be reached only from the job's machine ({os.uname().nodename})" in report.reason
     assert set(states(report).values()) == {"unknown"}
     assert {role.status_line for role in report.roles} >= {
         "of trainer-0",
@@ -208,7 +206,7 @@ def test_a_control_plane_that_hangs_is_waited_for_within_limits(config: Config, 
     assert isinstance(observer.query(address, ["trainer-0"]), ControlStatus)
     process.send_signal(signal.SIGSTOP)
     began = time.monotonic()
-    assert observer.query(address, ["trainer-0"], seconds=2.0) == f"127.0.0.1:{address.port} says nothing within 2 s"
+    assert observer.query(address, ["trainer-0"], seconds=2.0) == f"127.0.0.1:{address.port} did not answer within 2 s"
     assert time.monotonic() - began < 10
     process.send_signal(signal.SIGCONT)
     assert isinstance(observer.query(address, ["trainer-0"], seconds=60.0), ControlStatus)
@@ -231,12 +229,12 @@ def test_the_control_plane_of_another_job_is_not_taken_for_that_of_this_one(
 
 def test_a_job_that_is_being_prepared_is_starting_and_not_for_ever(config: Config, observer: ControlProbe) -> None:
     report = build_report(config.run_folder, observer)
-    assert (report.state, report.reason) == ("starting", "its control plane is not up yet")
+    assert (report.state, report.reason) == ("starting", "the control plane has not started yet")
     assert set(states(report).values()) == {"not started"}
     old = time.time() - 2 * config.run.startup_timeout_seconds
     os.utime(config.run_folder / "config.yaml", (old, old))
     report = build_report(config.run_folder, observer)
-    assert (report.state, report.reason, report.healthy) == ("silent", "the job has not begun", False)
+    assert (report.state, report.reason, report.healthy) == ("silent", "the job has not started", False)
 
 
 def serve(folder: Path, ring: str) -> subprocess.Popen[bytes]:
@@ -274,7 +272,7 @@ def test_a_run_that_ended_says_how_without_asking_anybody(config: Config) -> Non
         ("stopped", "stopped", "", True),
         ("interrupted", "interrupted", "", False),
         ("interrupted by SIGTERM", "interrupted", "by SIGTERM", False),
-        ("failed: trainer-1 was killed by SIGKILL", "failed", "trainer-1 was killed by SIGKILL", False),
+        ("failed: trainer-1 killed by SIGKILL", "failed", "trainer-1 killed by SIGKILL", False),
         ("failed", "failed", "", False),
     ],
 )
@@ -356,7 +354,7 @@ def test_a_run_is_found_by_folder_and_by_name(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "runs" / "empty").mkdir()
     for run, words in (
         ("mada", r"RUN=mada is neither the folder of a run nor the name of one in runs/; there are made$"),
-        ("runs/empty", r"RUN=runs/empty holds no config.yaml"),
+        ("runs/empty", r"RUN=runs/empty has no config.yaml"),
         ("runs/made/config.yaml", r"is a file; name the folder of a run, such as runs/made"),
     ):
         with pytest.raises(ConfigError, match=words):

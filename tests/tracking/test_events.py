@@ -27,11 +27,11 @@ for number in range(200):
 def test_an_event_says_who_where_when_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     journal = EventLog(tmp_path, 3)
-    journal.add("rollout-7", events.RESTARTED, "was killed by SIGKILL", tmp_path / "logs" / "node-3" / "rollout-7.log")
+    journal.add("rollout-7", events.RESTARTED, "killed by SIGKILL", tmp_path / "logs" / "node-3" / "rollout-7.log")
     journal.add_all([("a", None), ("b", Path("/elsewhere/b.log"))], events.STARTED)
     restarted, first, second = read_events(tmp_path)
     assert (restarted.role, restarted.event, restarted.node) == ("rollout-7", "restarted", 3)
-    assert restarted.reason == "was killed by SIGKILL"
+    assert restarted.reason == "killed by SIGKILL"
     assert restarted.log == "logs/node-3/rollout-7.log"
     assert restarted.slurm_job_id == "4711"
     assert restarted.host == os.uname().nodename

@@ -118,7 +118,7 @@ def run_drill(drill: Drill, cluster: Cluster, folder: Path, disk: Path) -> Drill
 
 
 def _watch(drill: Drill, run: DrillJob, result: DrillResult) -> None:
-    from tests.preflight.run_checks import wrong_with
+    from tests.finished_runs import run_problems
 
     run.wait_for(
         lambda: run.checkpoint_version() >= UPDATES_BEFORE_FAULT,
@@ -142,7 +142,7 @@ def _watch(drill: Drill, run: DrillJob, result: DrillResult) -> None:
     if state != "COMPLETED":
         result.problems.append(f"the job is {state}: {run.last_log_line()}")
         return
-    result.problems += wrong_with(run.run_folder, run.updates, OPEN_TICKETS_AT_END)
+    result.problems += run_problems(run.run_folder, run.updates, OPEN_TICKETS_AT_END)
     if bool(run.restarts()) != drill.requeued:
         result.problems.append(f"Slurm started the job again {run.restarts()} times")
     if not re.search(drill.log_pattern, "\n".join(result.log_lines)):

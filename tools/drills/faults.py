@@ -118,7 +118,7 @@ DRILLS = {
             "an engine is killed",
             kill_engine,
             must_survive=(*TRAINERS, WORKERS[0]),
-            log_pattern="rollout-1 .*started again",
+            log_pattern="restarting rollout-1 ",
         ),
         Drill("browsers", "all browsers of a node are killed", kill_browsers, must_survive=(*TRAINERS, *WORKERS)),
         Drill(
@@ -126,7 +126,7 @@ DRILLS = {
             "a trainer rank is killed",
             kill_trainer_rank,
             must_survive=WORKERS,
-            log_pattern="trainer-1 was killed by SIGKILL",
+            log_pattern="trainer-1 killed by SIGKILL",
         ),
         Drill("node", "a node is lost", kill_node, requeued=True, lost_node=SECOND_NODE),
         Drill("link", f"a node's link is cut for {CUT_SECONDS:.0f} s", cut_link, must_survive=(*TRAINERS, *WORKERS)),

@@ -1,0 +1,161 @@
+"""Whole jobs whose processes are killed or cannot start."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from megatron_webrl.tracking import episode_log, events
+from tests.finished_runs import run_problems
+from tests.launch.whole_jobs import Job, assert_nothing_left, owned, rings
+
+WITH_CONTROL_PORT = """
+import sys
+from megatron_webrl.cli import main
+from megatron_webrl.launch import local_launcher
+local_launcher.CONTROL_PORT = {port}
+sys.exit(main())
+"""
+
+pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize(
+    ("role", "overrides", "words"),
+    [
+        ("rollout-0", ["run.max_worker_restarts=0"], "failed: "),
+        (
+            "trainer-0",
+            ["run.max_trainer_restarts=1"],
+            "failed: the trainer failed 2 times in a row without a new checkpoint (run.max_trainer_restarts=1); "
+            "the last time: ",
+        ),
+    ],
+)
+def test_a_role_that_is_killed_too_often_ends_the_job_with_its_name(
+    job: Job, role: str, overrides: list[str], words: str
+):
+    job.start("trainer.updates=1000", *overrides)
+    job.until(job.updates, "a first update")
+    if role == "trainer-0":
+        first = job.until(lambda: job.role(role), "a trainer")
+        first.kill()
+        job.until(lambda: (again := job.role(role)) is not None and again != first, "another trainer")
+    process = job.role(role)
+    assert process is not None
+    killed = time.monotonic()
+    process.kill()
+    assert job.wait(30) == 1, job.output()
+    assert time.monotonic() - killed < 30
+    assert f"{role} killed by SIGKILL" in job.output()
+    assert job.summary()["outcome"].startswith(f"{words}{role} killed by SIGKILL")
+    assert_nothing_left(job)
+
+
+def test_a_worker_that_is_killed_is_started_again_and_takes_up_what_it_had_left(job: Job):
+    job.start("trainer.updates=3", "trainer.tensor_parallel=2")
+    job.until(job.updates, "a first update")
+    job.until(lambda: job.role("rollout-0"), "a worker").kill()
+    assert job.wait(400) == 0, job.output()
+    assert "restarting rollout-0 (attempt 1 of 3)" in job.output()
+    summary = job.summary()
+    assert [u["version"] for u in summary["updates"]] == [1, 2, 3]
+    assert summary["accounting"]["matches"], summary["accounting"]
+    assert max(u["logprob_mismatch_max"] or 0.0 for u in summary["updates"]) <= 1e-3  # it never served its old weights
+    code, report = job.status()
+    assert (code, report["state"]) == (0, "finished")
+    restarts = {role["name"]: [each["reason"] for each in role["restarts"]] for role in report["roles"]}
+    assert [reason.split(";")[0] for reason in restarts.pop("rollout-0")] == ["killed by SIGKILL"]
+    assert not any(restarts.values())
+    assert "restarts:   rollout-0 1" in job.output()
+    assert_nothing_left(job)
+
+
+def test_a_trainer_that_is_killed_starts_again_in_its_job_and_takes_over_finished_groups(job: Job):
+    updates = 7
+    job.start(f"trainer.updates={updates}", "trainer.tensor_parallel=2", "trainer.checkpoint.every=2")
+    latest = job.run_folder / "checkpoints" / "latest"
+    job.until(lambda: latest.is_file() and len(job.updates()) >= 3, "a checkpoint, and an update after it")
+    worker = job.until(lambda: job.role("rollout-0"), "a worker")
+    engine = {each.pid for each in worker.children()}
+    job.until(lambda: job.role("trainer-0"), "a trainer").kill()
+    job.until(lambda: "restarting all trainer ranks" in job.output(), "another start", 60)
+    log = job.run_folder / "logs" / "trainer-0.log"
+    went_on = (
+        r"goes on from version (\d+): (\d+) groups in flight, (\d+) adopted, (\d+) to be made again; (\d+) episodes"
+    )
+    found = job.until(lambda: re.search(went_on, log.read_text()), "a take-over")
+    version, in_flight, adopted, _, lost = map(int, found.groups())
+    assert version >= 2
+    assert version % 2 == 0
+    assert adopted >= 1
+    job.until(lambda: len(job.updates()) > version, "an update of the other trainer")
+    assert {each.pid for each in worker.children()} >= engine
+    assert job.wait(400) == 0, job.output()
+    assert "life 2" not in (job.run_folder / "logs" / "rollout-0.log").read_text()
+    assert not run_problems(job.run_folder, updates, open_at_end=4)
+    summary = job.summary()
+    assert summary["accounting"]["rolled_back"] == lost
+    assert len(episode_log.read_rolled_back(job.run_folder)) == lost
+    assert [restart["role"] for restart in summary["restarts"]] == ["trainer-0"]
+    assert "killed by SIGKILL" in summary["restarts"][0]["reason"]
+    assert max(u["logprob_mismatch_max"] or 0.0 for u in summary["updates"]) <= 1e-3
+    assert min(u["staleness_mean"] for u in summary["updates"]) >= 0
+    assert in_flight + adopted <= 4
+    state = json.loads(Path(summary["checkpoint"], "state.json").read_text())
+    assert state["restart_epoch"] == 1
+    client = MlflowClient(f"sqlite:///{job.folder / 'runs' / 'mlflow.db'}")
+    runs = client.search_runs([client.get_experiment_by_name("megatron_webrl").experiment_id])
+    assert [run.info.status for run in runs] == ["FINISHED"]
+    assert_nothing_left(job)
+
+
+def test_a_killed_launcher_takes_its_roles_along_and_the_next_start_sweeps_the_ring(job: Job):
+    job.start()
+    job.until(lambda: rings(job) and job.role("trainer-0"), "a ring and a trainer")
+    assert job.process is not None
+    job.process.kill()
+    job.wait(10)
+    deadline = time.monotonic() + 30
+    while owned(job.process.pid):
+        assert time.monotonic() < deadline, f"left: {owned(job.process.pid)}"
+        time.sleep(0.1)
+    left, killed = rings(job), job.process.pid
+    assert left
+    code, report = job.status()
+    assert (code, report["state"], report["ended_at"]) == (1, "silent", None)
+    assert "does not respond" in report["reason"]
+    job.start("trainer.updates=1")
+    job.until(lambda: not left[0].exists(), "a sweep", 60)
+    assert job.process is not None
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait(60) == 130, job.output()
+    assert job.summary()["outcome"] == "interrupted"
+    assert f"removed leftovers of a killed run: {left[0].name}, webrl-{killed}-" in job.output()
+    assert_nothing_left(job)
+
+
+def test_a_job_whose_control_plane_cannot_start_says_so_at_its_end(job: Job):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        job.start(program=("-c", WITH_CONTROL_PORT.format(port=port)))
+        assert job.wait(120) == 1, job.output()
+    outcome = job.summary()["outcome"]
+    assert outcome.startswith("failed: control exited with code 1; last log line: ")
+    assert "Address already in use" in outcome
+    assert f"state:      {outcome}; " in job.output()
+    assert [(event.role, event.event) for event in events.read_events(job.run_folder)] == [
+        ("job", "started"), ("control", "started"), ("job", "ended"),
+    ]  # fmt: skip
+    code, report = job.status()
+    assert (code, f"{report['state']}: {report['reason']}") == (1, outcome)
+    assert [(role["name"], role["state"]) for role in report["roles"]] == [("control", "failed")]
+    assert job.process is not None
+    assert not owned(job.process.pid)
