@@ -1,7 +1,7 @@
-"""The words of the project as data. Imported by every package; imports nothing of ours.
+"""Data types shared by all packages. Imports no other module of the package.
 
-A task is run as an episode, whose data is a trajectory: a list of steps. The trajectories of one
-ticket form a group and share a baseline. See docs/architecture.md for the glossary.
+A task is run as an episode, whose data is a trajectory: a list of steps. The trajectories of one ticket form a group
+and share a baseline. See docs/architecture.md for the glossary.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from playwright.async_api import Page
 
 COORDINATE_RANGE = 1000
-"""Actions address the viewport in integers 0..COORDINATE_RANGE on both axes, whatever its size in pixels."""
+"""Coordinates of actions are integers 0..COORDINATE_RANGE on both axes of the viewport, for any size in pixels."""
 
 ActionKind = Literal[
     "left_click", "click", "type", "hover", "scroll", "wait", "go_back", "navigate", "answer",
@@ -31,7 +31,7 @@ COORDINATE_ACTION_KINDS: tuple[ActionKind, ...] = (
     "navigate",
     "answer",
 )
-"""What the tool of coordinates, `computer_use`, always offers."""
+"""Actions that the tool of coordinates, `computer_use`, always offers."""
 
 MARK_ACTION_KINDS: tuple[ActionKind, ...] = (
     "click",
@@ -43,42 +43,42 @@ MARK_ACTION_KINDS: tuple[ActionKind, ...] = (
     "navigate",
     "answer",
 )
-"""What the tool of numbered elements, `web_interaction`, always offers."""
+"""Actions that the tool of numbered elements, `web_interaction`, always offers."""
 
 TAB_ACTION_KINDS: tuple[ActionKind, ...] = ("new_tab", "switch_tab", "close_tab")
 OPTIONAL_ACTION_KINDS: tuple[ActionKind, ...] = (
     "hover", "double_click", "right_click", "drag", "key", "select_option", *TAB_ACTION_KINDS,
 )  # fmt: skip
-"""What is offered by either tool where browser.actions names it."""
+"""Actions that either tool offers if browser.actions names them."""
 
 DIFFICULTIES = ("easy", "medium", "hard")
 
 STOPPED, PREEMPTED = "stopped", "preempted"
 CLEAN_JOB_OUTCOMES = ("finished", STOPPED, PREEMPTED)
-"""How a job can end in good order: all updates made, or ended early with a checkpoint, as its user asked it to, or
-because Slurm was about to end it.
+"""Outcomes of a job without a failure: all updates made, or ended early with a checkpoint because its user requested it
+or because Slurm was about to end it.
 """
 
 TRAINABLE_OUTCOMES = frozenset({"success", "failure"})
-"""Outcomes that say something about the policy. Every other outcome masks the episode and names the reason."""
+"""Outcomes that measure the policy. Every other outcome masks the episode and names the reason."""
 
 ABORTED = "aborted"
-"""Masks an episode that was ended because its group could not be trained any more; the whole group is dropped."""
+"""Masks an episode that was ended because its group could no longer be trained; the whole group is dropped."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A goal on a site. For MiniWoB++ the page itself makes the instruction from the seed."""
+    """A goal on a site. MiniWoB++ pages generate the instruction from the seed."""
 
     id: str
     source: str  # "miniwob", "sites", or "web" for any page
     environment: str  # page within the source, e.g. "click-test"
     seed: int
     max_steps: int
-    instruction: str | None = None  # None: the page tells after reset
+    instruction: str | None = None  # None: read from the page after reset
     difficulty: str = "easy"  # one of DIFFICULTIES
-    answer: str | None = None  # what the `answer` action must say; None: only the page decides
-    url: str | None = None  # where a task of the source "web" begins; others know it
+    answer: str | None = None  # required text of the `answer` action; None: only the page decides
+    url: str | None = None  # start page of a task of the source "web"; other sources know theirs
 
 
 @dataclass(frozen=True)
@@ -91,15 +91,15 @@ class Action:
     direction: Literal["up", "down"] | None = None
     time: float | None = None  # seconds
     url: str | None = None
-    element_id: int | None = None  # number of an element of the observation that is answered
-    end_coordinate: tuple[int, int] | None = None  # where a drag ends
-    end_element_id: int | None = None  # the same by element
-    tab: int | None = None  # place among the tabs, from 1
+    element_id: int | None = None  # number of an element of the current observation
+    end_coordinate: tuple[int, int] | None = None  # end of a drag
+    end_element_id: int | None = None  # end of a drag, by element
+    tab: int | None = None  # from 1
 
 
 @dataclass(frozen=True)
 class Element:
-    """What can be acted on in view, by the number that the screenshot shows."""
+    """An interactive element in view, with the number that the screenshot shows."""
 
     id: int
     role: str  # of the accessibility tree: "button", "textbox", ...
@@ -107,12 +107,12 @@ class Element:
     box: tuple[int, int, int, int]  # x, y, width, height of its visible part, pixels of the viewport
     value: str = ""
     states: tuple[str, ...] = ()  # such as "focused", "not checked"
-    options: tuple[str, ...] = ()  # of a list, the first ones
+    options: tuple[str, ...] = ()  # the first options of a list
 
 
 @dataclass(frozen=True)
 class OpenTab:
-    """A tab as the agent is told of it; its place among the tabs is its number, from 1."""
+    """A tab as the agent sees it; its number is its position among the tabs, from 1."""
 
     title: str
     url: str
@@ -121,7 +121,7 @@ class OpenTab:
 
 @dataclass(frozen=True)
 class Scroll:
-    """Which part of the page is in view, CSS pixels."""
+    """The part of the page in view, CSS pixels."""
 
     x: int
     y: int
@@ -130,7 +130,7 @@ class Scroll:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Where a browser's time for one observation went, wall clock."""
+    """Wall-clock durations of one observation in the browser."""
 
     acting: float
     settling: float
@@ -139,25 +139,25 @@ class StepSeconds:
 
 @dataclass(frozen=True)
 class Observation:
-    """What the agent sees after a reset or a step."""
+    """The agent's view after a reset or a step."""
 
     screenshot: bytes  # encoded image: PNG, JPEG or WebP
     url: str
     title: str
     page_changed: bool  # pixels differ from the previous observation; numbers drawn on the elements do not count
     instruction: str | None = None
-    error: str | None = None  # what could not be done or the page did uninvited; the episode goes on
-    reward: float | None = None  # from the page, once done
+    error: str | None = None  # a failed action or an unexpected event of the page; the episode continues
+    reward: float | None = None  # from the page, if done
     done: bool = False
     elements: tuple[Element, ...] | None = None  # None: the screenshot has no numbers
-    tabs: tuple[OpenTab, ...] = ()  # where tabs are enabled
+    tabs: tuple[OpenTab, ...] = ()  # if tabs are enabled
     scroll: Scroll | None = None
     seconds: StepSeconds | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One observation -> response -> action, with exactly the tokens that the engine saw and produced."""
+    """One observation -> response -> action, with exactly the tokens that the engine read and produced."""
 
     prompt_token_ids: np.ndarray  # int32 [prompt], image placeholders expanded
     response_token_ids: np.ndarray  # int32 [response]
@@ -171,12 +171,12 @@ class Step:
     page_changed: bool = False
     seconds_generation: float = 0.0
     seconds_browser: float = 0.0
-    cached_prompt_tokens: int = 0  # tokens of the prompt that the engine took from its prefix cache when it began
+    cached_prompt_tokens: int = 0  # prompt tokens found in the engine's prefix cache at the start of the request
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One episode. `outcome` is "success", "failure", or the name of what masks the episode."""
+    """One episode. `outcome` is "success", "failure", or the reason why the episode is masked."""
 
     ticket: int
     index: int  # 0..group_size-1 within the group
@@ -191,8 +191,8 @@ class Trajectory:
     temperature: float
     seconds: float  # wall clock of the episode
     finished_at: float = 0.0  # unix time, seconds
-    worker: str = ""  # which life of which rollout worker ran it
-    tries: int = 1  # at this episode; those before the last were broken off by the machinery
+    worker: str = ""  # instance id of the rollout worker
+    tries: int = 1  # the last one completed the episode; infrastructure faults ended the earlier ones
     discarded_tokens: int = 0  # response tokens of the earlier tries
 
     @property
@@ -202,7 +202,7 @@ class Trajectory:
 
     @property
     def response_tokens(self) -> int:
-        """Of all steps."""
+        """Response tokens of all steps."""
         return sum(len(step.response_token_ids) for step in self.steps)
 
     @property

@@ -73,9 +73,6 @@ class EvaluationConfig:
     concurrency: int = setting(
         4, "Episodes of an evaluation that one worker runs at a time beside the training.", low=1
     )
-    timeout_seconds: float = setting(
-        7200.0, "Limit of one evaluation; episodes not done by then count as missing.", above=0
-    )
 
 
 @dataclass

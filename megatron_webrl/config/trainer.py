@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from megatron_webrl.config.loss import LossConfig, RewardConfig
 from megatron_webrl.config.setting import setting
 
+WARM_START_TIMEOUT_SECONDS = 3600.0  # limit of the whole warm start, demonstrations included
+
 
 @dataclass
 class OptimizerConfig:
@@ -17,7 +19,6 @@ class OptimizerConfig:
     weight_decay: float = setting(0.01, "Decoupled weight decay.", low=0)
     beta1: float = setting(0.9, "Adam's first moment.", low=0, high=1)
     beta2: float = setting(0.999, "Adam's second moment.", low=0, high=1)
-    epsilon: float = setting(1e-8, "Adam's epsilon.", above=0)
     clip_norm: float = setting(1.0, "Gradients are scaled down to this global norm.", above=0)
     implementation: str = setting(
         "auto",
@@ -29,10 +30,8 @@ class OptimizerConfig:
 @dataclass
 class CheckpointConfig:
     every: int = setting(0, "Updates between checkpoints; 0: only at the end.", low=0)
-    async_save: bool = setting(True, "Train on while a checkpoint is written, by a process of its own.")
     keep: int = setting(2, "Checkpoints that stay: the last so many.", low=1)
     keep_every: int = setting(0, "Versions that are a multiple of this stay as well; 0: none.", low=0)
-    timeout_seconds: float = setting(900.0, "Limit of writing one checkpoint.", above=0)
 
 
 @dataclass
@@ -50,7 +49,6 @@ class WarmStartConfig:
     epochs: int = setting(1, "Passes over the demonstrations.", low=1)
     samples_per_update: int = setting(32, "Steps in one optimiser step.", low=1)
     learning_rate: float = setting(1e-3, "Peak learning rate of the warm start.", above=0)
-    timeout_seconds: float = setting(3600.0, "Limit of the whole warm start, demonstrations included.", above=0)
 
 
 @dataclass

@@ -1,12 +1,12 @@
-"""How an evaluation is asked for, shared out among workers and collected, through the control plane.
+"""Request an evaluation, distribute its episodes over the workers and collect the results, via the control plane.
 
-Who asks puts one Request at a time under ASKED. Its episodes are positions of a counter, like tickets: a worker signs
-the next position with the name of its life, runs the episode, and puts the result in place of its signature. Whoever
-asked reads the results, and appends the episode of a worker that is lost, or has begun another life, once more.
+The requester puts one EvaluationRequest at a time under REQUEST_KEY. Its episodes are slots of a counter, like tickets:
+a worker claims the next slot with its instance id, runs the episode, and replaces the claim with the result. The
+requester reads the results, and appends the episode of a worker that is lost or was restarted as a further slot.
 
-    evaluation/<number>/claimed      positions signed so far
-    evaluation/<number>/<position> a worker's life, then the episode's result as JSON
-    evaluation/<number>/retried      episodes whose worker was lost: positions beyond those of the request, in order
+    evaluation/<number>/claimed   number of slots claimed so far
+    evaluation/<number>/<slot>    a worker's instance id, later the episode's result as JSON
+    evaluation/<number>/retried   episodes whose worker was lost: the slots beyond those of the request, in order
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from dataclasses import asdict, dataclass
 from megatron_webrl.control.control_plane import ControlClient
 from megatron_webrl.types import TRAINABLE_OUTCOMES
 
+TIMEOUT_SECONDS = 7200.0  # limit of one evaluation; episodes without a result by then count as missing
 REQUEST_KEY = "evaluation/request"
-_CHUNK = 1000  # results asked for at once
+_CHUNK = 1000  # results read in one call
 
 
 @dataclass(frozen=True)
 class EvaluationRequest:
     """An evaluation: `samples` episodes of each of the first `tasks` held-out tasks."""
 
-    number: int  # from 1, each once
+    number: int  # from 1, unique within the job
     kind: str  # "before", "after", "blank_images", "during" or "checkpoint"
     tasks: int
     samples: int
     temperature: float
-    version: int  # of the policy when it was asked for
-    exclusive: bool = False  # nothing else may run, so that every token is of this version
+    version: int  # policy version at the time of the request
+    exclusive: bool = False  # no groups run meanwhile, so that every token comes from this version
 
     @property
     def episodes(self) -> int:
-        """Episodes in all."""
+        """Number of episodes."""
         return self.tasks * self.samples
 
     def task_and_sample(self, episode: int) -> tuple[int, int]:
@@ -45,7 +46,7 @@ class EvaluationRequest:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """How one episode of an evaluation went."""
+    """Result of one episode of an evaluation."""
 
     index: int  # of the held-out task
     sample: int
@@ -53,21 +54,21 @@ class EvaluationResult:
     source: str
     environment: str
     difficulty: str
-    outcome: str  # "success", "failure", or the name of why there is no verdict
+    outcome: str  # "success", "failure", or the reason for no verdict
     steps: int
     response_tokens: int  # of all steps
     seconds: float
     versions: tuple[int, int] | None  # lowest and highest policy version of its tokens; None without tokens
-    worker: str  # which life of which one ran it
+    worker: str  # instance id
 
     @property
     def has_verdict(self) -> bool:
-        """Whether there is a verdict."""
+        """Whether the episode succeeded or failed."""
         return self.outcome in TRAINABLE_OUTCOMES
 
     @classmethod
     def from_json(cls, text: str | bytes) -> EvaluationResult:
-        """What json.dumps(asdict(result)) wrote."""
+        """Read a result that json.dumps(asdict(result)) wrote."""
         fields = json.loads(text)
         versions = fields.pop("versions")
         return cls(**fields, versions=tuple(versions) if versions else None)
@@ -79,52 +80,52 @@ def next_request_number(control: ControlClient) -> int:
 
 
 def submit_request(control: ControlClient, request: EvaluationRequest) -> None:
-    """Let the workers run an evaluation; one asked for before is left where it is."""
+    """Let the workers run an evaluation; an earlier request is replaced."""
     control.store.set(_key(request, "claimed"), "0")
     control.put_json(REQUEST_KEY, asdict(request))
 
 
 def withdraw_request(control: ControlClient) -> None:
-    """Let the workers leave what they still run of the evaluation that was asked for."""
+    """Withdraw the current request; workers abort its running episodes."""
     control.put_json(REQUEST_KEY, None)
 
 
 def current_request(control: ControlClient) -> EvaluationRequest | None:
-    """The evaluation that is asked for, if any."""
+    """The current request, if any."""
     fields = control.get_json(REQUEST_KEY)
     return EvaluationRequest(**fields) if isinstance(fields, dict) else None
 
 
-def claim_episode(control: ControlClient, request: EvaluationRequest, life: str) -> tuple[int, int] | None:
-    """Worker: sign the next position; returns it with its episode, or None if all are signed."""
-    again = control.get_json(_key(request, "retried"), [])
-    assert isinstance(again, list)
-    limit = request.episodes + len(again)
-    position = control.claim(_counter(request), lambda: limit, life)
-    if position is None:
+def claim_episode(control: ControlClient, request: EvaluationRequest, instance_id: str) -> tuple[int, int] | None:
+    """Worker: claim the next slot; returns slot and episode, or None if all are claimed."""
+    retried = control.get_json(_key(request, "retried"), [])
+    assert isinstance(retried, list)
+    limit = request.episodes + len(retried)
+    slot = control.claim(_counter(request), lambda: limit, instance_id)
+    if slot is None:
         return None
-    return position, position if position < request.episodes else again[position - request.episodes]
+    return slot, slot if slot < request.episodes else retried[slot - request.episodes]
 
 
-def submit_result(control: ControlClient, request: EvaluationRequest, position: int, result: EvaluationResult) -> None:
-    """Worker: the episode of a position is done."""
-    control.put_json(_key(request, position), asdict(result))
+def submit_result(control: ControlClient, request: EvaluationRequest, slot: int, result: EvaluationResult) -> None:
+    """Worker: store the result of a claimed slot."""
+    control.put_json(_key(request, slot), asdict(result))
 
 
 class ResultCollector:
-    """The asking side of one request. `poll` again and again until it says that all results are there."""
+    """The requester's side of one request. Call `poll` until it returns that all results have arrived."""
 
     def __init__(self, control: ControlClient, request: EvaluationRequest) -> None:
         self.control, self.request = control, request
         self.results: dict[int, EvaluationResult] = {}  # by episode
-        self.retried_episodes: list[int] = []  # episodes that were run again
-        self._signed = 0  # positions below have been seen with a signature
-        self._open: list[int] = []  # seen without a result
+        self.retried_episodes: list[int] = []
+        self._claimed = 0  # number of claimed slots at the last poll
+        self._open: list[int] = []  # claimed slots without a result
 
     @property
     def has_started(self) -> bool:
-        """Whether a worker has been seen to run an episode."""
-        return self._signed > 0
+        """Whether a worker had claimed an episode at the last poll."""
+        return self._claimed > 0
 
     @property
     def missing_count(self) -> int:
@@ -132,41 +133,41 @@ class ResultCollector:
         return self.request.episodes - len(self.results)
 
     def poll(self) -> bool:
-        """Read what has come. Never waits; raises no error for workers that are gone, but repeats their episodes."""
-        taken, known = int(self.control.store.get(_key(self.request, "claimed"))), len(self.retried_episodes)
-        self._open += range(self._signed, taken)
-        self._signed = taken
-        left, gone = [], _Gone(self.control)
+        """Read new results, and retry the episodes of lost workers. Does not wait."""
+        claimed, retried = int(self.control.store.get(_key(self.request, "claimed"))), len(self.retried_episodes)
+        self._open += range(self._claimed, claimed)
+        self._claimed = claimed
+        still_open, has_ended = [], _InstanceEnded(self.control)
         for first in range(0, len(self._open), _CHUNK):
-            positions = self._open[first : first + _CHUNK]
-            values = self.control.store.multi_get([_key(self.request, position) for position in positions])
-            for position, value in zip(positions, values, strict=True):
+            slots = self._open[first : first + _CHUNK]
+            values = self.control.store.multi_get([_key(self.request, slot) for slot in slots])
+            for slot, value in zip(slots, values, strict=True):
                 if value.startswith(b"{"):
-                    self.results.setdefault(self._episode(position), EvaluationResult.from_json(value))
-                elif gone[value.decode()]:
-                    self.retried_episodes.append(self._episode(position))
+                    self.results.setdefault(self._episode(slot), EvaluationResult.from_json(value))
+                elif has_ended[value.decode()]:
+                    self.retried_episodes.append(self._episode(slot))
                 else:
-                    left.append(position)
-        self._open = left
-        if len(self.retried_episodes) > known:
+                    still_open.append(slot)
+        self._open = still_open
+        if len(self.retried_episodes) > retried:
             self.control.put_json(_key(self.request, "retried"), self.retried_episodes)
         return not self.missing_count
 
-    def _episode(self, position: int) -> int:
+    def _episode(self, slot: int) -> int:
         count = self.request.episodes
-        return position if position < count else self.retried_episodes[position - count]
+        return slot if slot < count else self.retried_episodes[slot - count]
 
 
-class _Gone(dict[str, bool]):
-    """Whether lives of workers are over; asked once for each."""
+class _InstanceEnded(dict[str, bool]):
+    """Whether worker instances have ended; queries the control plane once per instance."""
 
     def __init__(self, control: ControlClient) -> None:
         super().__init__()
         self._control = control
 
-    def __missing__(self, life: str) -> bool:
-        self[life] = self._control.instance_has_ended(life)
-        return self[life]
+    def __missing__(self, instance_id: str) -> bool:
+        self[instance_id] = self._control.instance_has_ended(instance_id)
+        return self[instance_id]
 
 
 def _counter(request: EvaluationRequest) -> str:

@@ -1,4 +1,4 @@
-"""What a run's folder holds of its evaluations: evaluations.jsonl, and evaluations/ with the single episodes."""
+"""Evaluation files of a run: evaluations.jsonl, and evaluations/ with the single episodes."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ FILE = "evaluations.jsonl"
 
 
 def append_evaluation(folder: Path, line: dict[str, Any], results: Sequence[EvaluationResult]) -> None:
-    """Add an evaluation, its episodes first, so that who reads the line finds them."""
-    path = _episodes(folder, line)
+    """Add an evaluation; its episodes are written before its line, so that a reader of the line finds them."""
+    path = _episodes_path(folder, line)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(asdict(result)) + "\n" for result in results))
     _write(folder, [*read_evaluations(folder), line])
 
 
 def read_evaluations(folder: Path) -> list[dict[str, Any]]:
-    """All evaluations of a run, in the order in which they were made."""
+    """All evaluations of a run, oldest first."""
     path = folder / FILE
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 def read_results(folder: Path, line: dict[str, Any]) -> list[EvaluationResult]:
     """The single episodes of an evaluation."""
-    return [EvaluationResult.from_json(text) for text in _episodes(folder, line).read_text().splitlines()]
+    return [EvaluationResult.from_json(text) for text in _episodes_path(folder, line).read_text().splitlines()]
 
 
 def truncate_after(folder: Path, version: int) -> None:
-    """Leave out evaluations of versions beyond the one that a run goes on from: those versions are made anew."""
+    """Delete the lines of versions after the one from which a run resumes: those versions are trained again."""
     lines = read_evaluations(folder)
     kept = [line for line in lines if line["version"] <= version]
     if len(kept) < len(lines):
@@ -42,9 +42,9 @@ def truncate_after(folder: Path, version: int) -> None:
 
 
 def summarise(folder: Path, version: int) -> dict[str, Any]:
-    """The part `evaluation` of summary.json; `version` is the last one that was made. None where nothing was measured.
+    """The field `evaluation` of summary.json; `version` is the run's last one. None for evaluations that did not run.
 
-    `before` is the first one of its kind, of what the run started from; the others are those of the last version.
+    `before` is the first evaluation of its kind, of the initial policy; the others are those of the last version.
     """
     lines = read_evaluations(folder)
     found: dict[str, Any] = {"before": next((line for line in lines if line["kind"] == "before"), None)}
@@ -58,7 +58,7 @@ def summarise(folder: Path, version: int) -> dict[str, Any]:
     return found
 
 
-def _episodes(folder: Path, line: dict[str, Any]) -> Path:
+def _episodes_path(folder: Path, line: dict[str, Any]) -> Path:
     return folder / "evaluations" / f"version-{line['version']:06d}-{line['kind']}.jsonl"
 
 

@@ -1,4 +1,4 @@
-"""Evaluations as a person reads them."""
+"""Tables and lines about evaluations for the terminal."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ LEGEND = (
 
 
 def evaluation_table(lines: Sequence[Mapping[str, Any]]) -> Table:
-    """Success of several evaluations of the same tasks side by side: a row for each environment, and all together."""
-    result = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_footer=True)
-    result.add_column("task", footer="all", overflow="fold")
+    """Success of several evaluations of the same tasks side by side: one row per environment, and the total."""
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_footer=True)
+    table.add_column("task", footer="all", overflow="fold")
     for line in lines:
         name = COLUMN_NAMES.get(line["kind"], line["kind"])
-        result.add_column(name, footer=format_success(line), justify="right", no_wrap=True)
+        table.add_column(name, footer=format_success(line), justify="right", no_wrap=True)
     last = lines[-1]
     for title, footer in (
         ("epi-\nsodes", str(last["episodes"])),
-        ("masked", str(_without(last) + last["missing"])),
+        ("masked", str(_no_verdict(last) + last["missing"])),
         ("steps", f"{last['steps_mean']:.2f}"),
     ):
-        result.add_column(title, footer=footer, justify="right")
+        table.add_column(title, footer=footer, justify="right")
     for name in sorted({name for line in lines for name in line["environments"]}):
         entry = last["environments"].get(name)
         cells = [format_success(line["environments"].get(name)) for line in lines]
         if entry is not None:
-            cells += [str(entry["episodes"]), str(_without(entry)), f"{entry['steps_mean']:.2f}"]
-        result.add_row(name, *cells)
-    return result
+            cells += [str(entry["episodes"]), str(_no_verdict(entry)), f"{entry['steps_mean']:.2f}"]
+        table.add_row(name, *cells)
+    return table
 
 
 def format_success(entry: Mapping[str, Any] | None) -> str:
-    """A share with its interval, in percent."""
+    """Success rate with its interval, in percent."""
     if entry is None or entry["success"] is None:
         return "-"
     low, high = entry["interval"]
@@ -47,7 +47,7 @@ def format_success(entry: Mapping[str, Any] | None) -> str:
 
 
 def format_difference(name: str, gain: Mapping[str, Any]) -> str:
-    """A difference in one line."""
+    """A difference of success rates in one line."""
     low, high = (100 * bound for bound in gain["interval"])
     return (
         f"{name}: {100 * gain['mean']:+.1f} points, 95 % interval {low:+.1f} to {high:+.1f} "
@@ -55,5 +55,5 @@ def format_difference(name: str, gain: Mapping[str, Any]) -> str:
     )
 
 
-def _without(entry: Mapping[str, Any]) -> int:
+def _no_verdict(entry: Mapping[str, Any]) -> int:
     return sum(entry["no_verdict"].values())

@@ -1,7 +1,7 @@
-"""What the results of an evaluation say, and how sure that is. Pure functions; docs/evaluation.md has the definitions.
+"""Statistics of evaluation results, with confidence intervals. Pure functions; docs/evaluation.md has the definitions.
 
-Success is the share of successes among episodes with a verdict. Episodes without one (a crashed browser, an engine
-error, a time limit) are neither: they are counted beside it by name, and so is what was never run.
+The success rate is the share of successes among episodes with a verdict. Episodes without a verdict (a crashed browser,
+an engine error, a time limit) count neither way: they are counted by reason, and so are episodes that never ran.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from typing import Any
 import numpy as np
 
 from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, EvaluationResult
-from megatron_webrl.tracking.metrics import mean
 
 Z_95 = 1.959963984540054
-"""Of a two-sided interval of 95 % under a normal distribution."""
+"""Half-width of a two-sided 95 % interval of the normal distribution, in standard deviations."""
 BOOTSTRAP_RESAMPLES = 10_000
-_AT_ONCE = 100  # resamples in memory at once
+_RESAMPLES_AT_ONCE = 100  # in memory
 
 
 def wilson_interval(fraction: float, trials: int) -> tuple[float, float] | None:
-    """The 95 % interval of a probability of which `share` of `trials` was seen; None without trials.
+    """The 95 % interval of a probability, given the observed `fraction` of `trials`; None without trials.
 
     The score interval of E. B. Wilson, Probable Inference, the Law of Succession, and Statistical Inference (1927):
-    all p with |share - p| <= Z sqrt(p (1 - p) / trials).
+    all p with |fraction - p| <= Z sqrt(p (1 - p) / trials).
     """
     if not trials:
         return None
@@ -37,25 +36,25 @@ def wilson_interval(fraction: float, trials: int) -> tuple[float, float] | None:
 
 
 def pass_at(k: int, samples: int, successes: int) -> float:
-    """Probability that one of `k` of the `samples` drawn without putting back is a success: 1 - C(n - c, k) / C(n, k).
+    """Probability that `k` of the `samples`, drawn without replacement, include a success: 1 - C(n - c, k) / C(n, k).
 
     The unbiased estimator of Chen et al., Evaluating Large Language Models Trained on Code (2021), equation 1. Raises
     ValueError for k outside 1..samples.
     """
     if not 1 <= k <= samples:
-        raise ValueError(f"pass@{k} cannot be told from {samples} samples of a task")
+        raise ValueError(f"pass@{k} cannot be estimated from {samples} samples of a task")
     return 1 - math.comb(samples - successes, k) / math.comb(samples, k)
 
 
 def aggregate_results(
     request: EvaluationRequest, results: Iterable[EvaluationResult], seconds: float, restart_epoch: int = 0
 ) -> dict[str, Any]:
-    """A line of evaluations.jsonl: success with its interval over all, by environment, difficulty and source.
+    """A line of evaluations.jsonl: success with its interval in total, by environment, difficulty and source.
 
-    `results` may lack episodes, which count as missing; `seconds` is the wall clock of the whole.
+    Episodes without a result count as missing; `seconds` is the wall-clock time of the evaluation.
     """
-    found = list(results)
-    versions = [version for result in found if result.versions for version in result.versions]
+    results = list(results)
+    versions = [version for result in results if result.versions for version in result.versions]
     return {
         "kind": request.kind,
         "version": request.version,
@@ -64,37 +63,38 @@ def aggregate_results(
         "tasks_requested": request.tasks,
         "samples": request.samples,
         "temperature": request.temperature,
-        **_figures(found),
-        "missing": request.episodes - len(found),
-        "pass_at": _pass_at(found, request.samples),
+        **_statistics(results),
+        "missing": request.episodes - len(results),
+        "pass_at": _pass_at(results, request.samples),
         "wall_seconds": seconds,
-        "environments": _by(found, lambda result: result.environment),
-        "difficulties": _by(found, lambda result: result.difficulty),
-        "sources": _by(found, lambda result: result.source),
+        "environments": _statistics_by(results, lambda result: result.environment),
+        "difficulties": _statistics_by(results, lambda result: result.difficulty),
+        "sources": _statistics_by(results, lambda result: result.source),
     }
 
 
 def mlflow_metrics(line: Mapping[str, Any]) -> dict[str, float]:
-    """Flat names and numbers for MLflow, from a line of evaluations.jsonl."""
+    """MLflow metrics from a line of evaluations.jsonl."""
     prefix = "evaluation/blank_images" if line["kind"] == "blank_images" else "evaluation"
     names = ("steps_mean", "response_tokens_mean", "seconds_mean")
-    found = {name: line[name] for name in (*names, "missing", "wall_seconds")}
-    found |= {"episodes": line["episodes"], "no_verdict": sum(line["no_verdict"].values())}
+    metrics = {name: line[name] for name in (*names, "missing", "wall_seconds")}
+    metrics |= {"episodes": line["episodes"], "no_verdict": sum(line["no_verdict"].values())}
     if line["interval"] is not None:
-        found |= {"success": line["success"], "success_low": line["interval"][0], "success_high": line["interval"][1]}
-    found |= {f"pass_at/{k}": value for k, value in line["pass_at"].items()}
+        low, high = line["interval"]
+        metrics |= {"success": line["success"], "success_low": low, "success_high": high}
+    metrics |= {f"pass_at/{k}": value for k, value in line["pass_at"].items()}
     for part in (line["environments"], line["difficulties"]):
-        found |= {f"success/{name}": entry["success"] for name, entry in part.items() if entry["success"] is not None}
-    return {f"{prefix}/{name}": float(value) for name, value in found.items()}
+        metrics |= {f"success/{name}": entry["success"] for name, entry in part.items() if entry["success"] is not None}
+    return {f"{prefix}/{name}": float(value) for name, value in metrics.items()}
 
 
 def paired_difference(
     before: Iterable[EvaluationResult], after: Iterable[EvaluationResult], seed: int = 0
 ) -> dict[str, Any] | None:
-    """How much more of the same tasks succeed after than before, with a 95 % interval; None without a common task.
+    """Mean difference of the success of the same tasks, after less before, with a 95 % interval; None without one.
 
-    The paired bootstrap: of each task judged both times the difference of its mean successes; tasks are drawn with
-    putting back RESAMPLES times, and the interval goes from the 2.5th to the 97.5th percentile of the means.
+    Paired bootstrap: the differences of the tasks with verdicts in both evaluations are resampled with replacement
+    BOOTSTRAP_RESAMPLES times; the interval is from the 2.5th to the 97.5th percentile of the resamples' means.
     """
     first, second = _successes(before), _successes(after)
     common = sorted(first.keys() & second.keys())
@@ -103,17 +103,18 @@ def paired_difference(
     differences = np.array([np.mean(second[task]) - np.mean(first[task]) for task in common])
     generator = np.random.default_rng(seed)
     draws = (
-        generator.integers(0, len(common), (_AT_ONCE, len(common))) for _ in range(BOOTSTRAP_RESAMPLES // _AT_ONCE)
+        generator.integers(0, len(common), (_RESAMPLES_AT_ONCE, len(common)))
+        for _ in range(BOOTSTRAP_RESAMPLES // _RESAMPLES_AT_ONCE)
     )
     means = np.concatenate([differences[draw].mean(axis=1) for draw in draws])
     low, high = np.percentile(means, [2.5, 97.5])
     return {"mean": float(differences.mean()), "interval": [float(low), float(high)], "tasks": len(common)}
 
 
-def _figures(results: Sequence[EvaluationResult]) -> dict[str, Any]:
+def _statistics(results: Sequence[EvaluationResult]) -> dict[str, Any]:
     judged = [result for result in results if result.has_verdict]
-    success = mean([result.outcome == "success" for result in judged]) if judged else None
-    # Episodes of one task depend on each other: taken for one, they make the interval too wide rather than too narrow.
+    success = sum(result.outcome == "success" for result in judged) / len(judged) if judged else None
+    # Samples of one task are correlated: counting tasks makes the interval too wide rather than too narrow.
     interval = wilson_interval(success, len({result.index for result in judged})) if success is not None else None
     steps = sum(result.steps for result in judged)
     return {
@@ -121,31 +122,33 @@ def _figures(results: Sequence[EvaluationResult]) -> dict[str, Any]:
         "interval": list(interval) if interval else None,
         "episodes": len(judged),
         "no_verdict": dict(sorted(Counter(result.outcome for result in results if not result.has_verdict).items())),
-        "steps_mean": mean([result.steps for result in judged]),
+        "steps_mean": steps / max(1, len(judged)),
         "response_tokens_mean": sum(result.response_tokens for result in judged) / max(1, steps),
-        "seconds_mean": mean([result.seconds for result in judged]),
+        "seconds_mean": sum(result.seconds for result in judged) / max(1, len(judged)),
     }
 
 
-def _by(results: Sequence[EvaluationResult], name: Callable[[EvaluationResult], str]) -> dict[str, dict[str, Any]]:
+def _statistics_by(
+    results: Sequence[EvaluationResult], name: Callable[[EvaluationResult], str]
+) -> dict[str, dict[str, Any]]:
     parts: dict[str, list[EvaluationResult]] = defaultdict(list)
     for result in results:
         parts[name(result)].append(result)
-    return {key: _figures(parts[key]) for key in sorted(parts)}
+    return {key: _statistics(parts[key]) for key in sorted(parts)}
 
 
 def _successes(results: Iterable[EvaluationResult]) -> dict[tuple[str, str], list[bool]]:
-    """Of each task that was judged: which samples succeeded."""
-    found: dict[tuple[str, str], list[bool]] = defaultdict(list)
+    """For each task with verdicts, by source and id: whether each sample succeeded."""
+    successes: dict[tuple[str, str], list[bool]] = defaultdict(list)
     for result in results:
         if result.has_verdict:
-            found[result.source, result.task].append(result.outcome == "success")
-    return found
+            successes[result.source, result.task].append(result.outcome == "success")
+    return successes
 
 
 def _pass_at(results: Sequence[EvaluationResult], samples: int) -> dict[str, float]:
-    """pass@k for k = 1, 2, 4, ... and `samples`, over the tasks with at least k judged samples."""
+    """pass@k for k = 1, 2, 4, ... and `samples`, over the tasks with at least k verdicts."""
     tasks = _successes(results).values()
     ks = sorted({2**power for power in range(samples.bit_length()) if 2**power <= samples} | {samples})
-    found = {k: [pass_at(k, len(each), sum(each)) for each in tasks if len(each) >= k] for k in ks}
-    return {str(k): mean(values) for k, values in found.items() if values}
+    values_by_k = {k: [pass_at(k, len(each), sum(each)) for each in tasks if len(each) >= k] for k in ks}
+    return {str(k): sum(values) / len(values) for k, values in values_by_k.items() if values}

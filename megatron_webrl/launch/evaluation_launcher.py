@@ -148,7 +148,7 @@ class EvaluationLauncher(LocalLauncher):
                 if (outcome := self._outcome(control)) is not None:
                     return outcome
                 started_at = started_at or (time.monotonic() if collector.has_started else None)
-                if started_at is not None and time.monotonic() > started_at + settings.timeout_seconds:
+                if started_at is not None and time.monotonic() > started_at + evaluation_queue.TIMEOUT_SECONDS:
                     break
                 status = control.status_of(self.config.worker_names[0]) or "starting"
                 description = kind.replace("_", " ") if started_at else status

@@ -22,7 +22,7 @@ from megatron_webrl.ring.errors import RecordError
 from megatron_webrl.types import Action, Step, Task, Trajectory
 
 MAGIC = b"WEBRLREC"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 ALIGNMENT = 8
 _HEADER = struct.Struct("<8sIIQQ")
 

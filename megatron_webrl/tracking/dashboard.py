@@ -1,4 +1,4 @@
-"""What a person sees: the table of updates, and what each role is doing."""
+"""The terminal dashboard of a run: the table of updates, and the status of each role."""
 
 from __future__ import annotations
 
@@ -35,45 +35,45 @@ UPDATE_COLUMNS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
     ("wait\ns", lambda u: f"{u['seconds']['wait']:.1f}"),
 )
 LEGEND = (
-    "success: of all episodes that came, those of dropped groups included; tok/step: response tokens; stale: versions, "
-    "mean (max); clip: share of clipped tokens; gap: largest |log p(engine) - log p(trainer)| of tokens made under the "
-    "same weights; tok/s: trained tokens by wall clock; rollout overlaps with train, sync and wait"
+    "success: of all arrived episodes, including those of dropped groups; tok/step: response tokens; stale: versions, "
+    "mean (max); clip: share of clipped tokens; gap: largest |log p(engine) - log p(trainer)| of tokens sampled under "
+    "the same weights; tok/s: trained tokens by wall clock; rollout overlaps with train, sync and wait"
 )
 
 
 def updates_table(updates: Sequence[Mapping[str, Any]]) -> Table:
-    """The table of updates, a row each."""
+    """The table of updates, one row each."""
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     for name, _ in UPDATE_COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     for update in updates:
-        table.add_row(*(show(update) for _, show in UPDATE_COLUMNS))
+        table.add_row(*(format_cell(update) for _, format_cell in UPDATE_COLUMNS))
     return table
 
 
 def progress_bar(console: Console) -> Progress:
-    """A bar with a count and the time, for work of one kind."""
+    """A progress bar with description, count and elapsed time."""
     return Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
     )
 
 
 def accounting_line(accounting: Mapping[str, Any]) -> str:
-    """The sums of finished episodes in one line."""
+    """The accounting of episodes in one line."""
     dropped = ", ".join(f"{name} {count}" for name, count in accounting["dropped"].items()) or "none"
     dropped_sum = sum(accounting["dropped"].values())
     rolled_back = accounting["rolled_back"]
     total = accounting["trained"] + dropped_sum + accounting["waiting"] + rolled_back
-    lost = f" + {rolled_back} rolled back" if rolled_back else ""
+    rolled_back_term = f" + {rolled_back} rolled back" if rolled_back else ""
     verdict = "matches" if accounting["matches"] else "DOES NOT MATCH"
     return (
         f"episodes: {accounting['finished']} finished = {accounting['trained']} trained + "
-        f"{dropped_sum} dropped ({dropped}) + {accounting['waiting']} waiting{lost} = {total}: {verdict}"
+        f"{dropped_sum} dropped ({dropped}) + {accounting['waiting']} waiting{rolled_back_term} = {total}: {verdict}"
     )
 
 
 class TerminalDashboard:
-    """A live table on a terminal; in a log, one line for each new update and each change of what a role does."""
+    """A live table on a terminal; in a log, one line per update and per status change of a role."""
 
     def __init__(self, console: Console, title: str) -> None:
         self.console, self.title = console, title
@@ -91,22 +91,24 @@ class TerminalDashboard:
             self._live.stop()
 
     def show(self, statuses: Mapping[str, str], updates: Sequence[Mapping[str, Any]]) -> None:
-        """Show what the roles do and the updates so far."""
+        """Show the roles' statuses and the updates so far."""
         if self._live is not None:
-            self._live.update(self._picture(statuses, updates))
+            self._live.update(self._render(statuses, updates))
             return
         for role, status in statuses.items():
-            # Counts within a status change all the time: a log gets a line for a new phase only.
+            # Counts within a status change constantly: a log gets a line for a new phase only.
             phase = re.split("[:,]", status)[0]
             if phase and self._shown_statuses.get(role) != phase:
                 self._shown_statuses[role] = phase
                 self.console.print(f"[{role}] {status}", markup=False, highlight=False, soft_wrap=True)
         for update in updates[self._shown_updates :]:
-            cells = "  ".join(f"{name.replace(chr(10), ' ')} {show(update)}" for name, show in UPDATE_COLUMNS)
+            cells = "  ".join(
+                f"{name.replace(chr(10), ' ')} {format_cell(update)}" for name, format_cell in UPDATE_COLUMNS
+            )
             self.console.print(f"update {cells}", markup=False, highlight=False, soft_wrap=True)
         self._shown_updates = max(self._shown_updates, len(updates))
 
-    def _picture(self, statuses: Mapping[str, str], updates: Sequence[Mapping[str, Any]]) -> RenderableType:
+    def _render(self, statuses: Mapping[str, str], updates: Sequence[Mapping[str, Any]]) -> RenderableType:
         roles = Table.grid(padding=(0, 2))
         for role, status in statuses.items():
             roles.add_row(Text(role, style="cyan"), Text(status))

@@ -1,7 +1,7 @@
-"""episodes.jsonl: the accounting of a run, itemised. A line for every episode that was trained or dropped.
+"""episodes.jsonl: one line for every episode that was trained or dropped.
 
-rolled_back.jsonl has the lines of episodes that were counted after the checkpoint from which the trainer was started
-again within its job: their records are gone, and their tickets are run again.
+rolled_back.jsonl has the lines of episodes that were counted after the checkpoint from which a restarted trainer
+resumed within its job: their records are gone, and their tickets are issued again.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from megatron_webrl.types import Trajectory
 log = logging.getLogger(__name__)
 
 FILE = "episodes.jsonl"
-ROLLED_BACK = "rolled_back.jsonl"
+ROLLED_BACK_FILE = "rolled_back.jsonl"
 TRAINED = "trained"
 
 
 class EpisodeLog:
-    """Lines are written as episodes are counted. The file has as many as the accounting has closed episodes."""
+    """Writes one line per counted episode. The file has as many lines as the accounting has closed episodes."""
 
     def __init__(self, folder: Path, closed: int) -> None:
-        """`closed`: how many lines of a run that goes on from a checkpoint hold; what came after is done again."""
+        """`closed`: number of lines to keep, those before the checkpoint of a resumed run; later lines are deleted."""
         path = folder / FILE
         lines: list[str] = []
         if closed:
@@ -38,19 +38,19 @@ class EpisodeLog:
         temporary = path.with_name(f".{FILE}")
         temporary.write_text("".join(lines))
         temporary.rename(path)
-        self._file = path.open("a", buffering=1)  # line by line: whoever follows it sees whole ones
+        self._file = path.open("a", buffering=1)  # line buffered: readers see whole lines
 
     def add(self, trajectory: Trajectory, reason: str | None, version: int) -> None:
-        """An episode was trained, or dropped for a reason, at the trainer's `version`."""
+        """Log an episode as trained, or as dropped for `reason`, at the trainer's `version`."""
         self._file.write(json.dumps(episode_line(trajectory, reason, version)) + "\n")
 
     def close(self) -> None:
-        """No more lines. A second call does nothing."""
+        """Close the file. A second call does nothing."""
         self._file.close()
 
 
 def episode_line(trajectory: Trajectory, reason: str | None, version: int) -> dict[str, Any]:
-    """What is told of an episode; docs/summary.md describes the fields."""
+    """The line of an episode; docs/summary.md describes the fields."""
     return {
         "ticket": trajectory.ticket,
         "index": trajectory.index,
@@ -64,7 +64,7 @@ def episode_line(trajectory: Trajectory, reason: str | None, version: int) -> di
         "tries": trajectory.tries,
         "worker": trajectory.worker,
         "seconds": round(trajectory.seconds, 4),
-        "finished_at": _moment(trajectory),
+        "finished_at": _finished_at(trajectory),
         "steps": [
             {
                 "prompt_tokens": len(step.prompt_token_ids),
@@ -79,57 +79,57 @@ def episode_line(trajectory: Trajectory, reason: str | None, version: int) -> di
 
 
 EpisodeIdentity = tuple[int, int, str, float]
-"""Of one run of an episode: its ticket, its index, the life of its worker, and when it ended."""
+"""Identifies one run of an episode: ticket, index, instance id of the worker, end time."""
 
 
 def line_identity(line: Mapping[str, Any]) -> EpisodeIdentity:
-    """Of the episode that a line tells of."""
+    """The identity of a line's episode."""
     return line["ticket"], line["index"], line["worker"], line["finished_at"]
 
 
 def trajectory_identity(trajectory: Trajectory) -> EpisodeIdentity:
-    """The same of a trajectory."""
-    return trajectory.ticket, trajectory.index, trajectory.worker, _moment(trajectory)
+    """The identity of a trajectory's episode."""
+    return trajectory.ticket, trajectory.index, trajectory.worker, _finished_at(trajectory)
 
 
 def read_lines(folder: Path, first: int = 0, end: int | None = None) -> list[dict[str, Any]]:
-    """The lines of a run, from `first` on to before `end`; none without a file."""
-    return _lines(folder / FILE, first, end)
+    """Lines `first` to `end`, exclusive, of a run's log; none without a file."""
+    return _read_lines(folder / FILE, first, end)
 
 
 def read_rolled_back(folder: Path) -> list[dict[str, Any]]:
-    """The lines that were put aside in the job."""
-    return _lines(folder / ROLLED_BACK)
+    """The lines rolled back in the job."""
+    return _read_lines(folder / ROLLED_BACK_FILE)
 
 
 def roll_back(folder: Path, closed: int, present: Container[EpisodeIdentity]) -> list[dict[str, Any]]:
-    """Put the lines aside that follow the first `closed` ones, and whose episodes are not `there` to be counted again.
+    """Copy lines after the first `closed` ones to rolled_back.jsonl, unless their episodes are `present` in a ring.
 
-    Returns all that were put aside in the job. A second call, after a crash, changes nothing.
+    Returns all lines rolled back in the job. A repeated call, after a crash, changes nothing.
     """
-    lost = read_rolled_back(folder)
-    known = {line_identity(line) for line in lost}
-    lost += [
+    rolled_back = read_rolled_back(folder)
+    known = {line_identity(line) for line in rolled_back}
+    rolled_back += [
         line
         for line in read_lines(folder, closed)
         if line_identity(line) not in known and line_identity(line) not in present
     ]
-    temporary = folder / f".{ROLLED_BACK}"
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in lost))
-    temporary.rename(folder / ROLLED_BACK)
-    return lost
+    temporary = folder / f".{ROLLED_BACK_FILE}"
+    temporary.write_text("".join(json.dumps(line) + "\n" for line in rolled_back))
+    temporary.rename(folder / ROLLED_BACK_FILE)
+    return rolled_back
 
 
 def clear_rolled_back(folder: Path) -> None:
-    """Another job begins, which knows nothing of what was rolled back before."""
-    (folder / ROLLED_BACK).unlink(missing_ok=True)
+    """Delete rolled_back.jsonl at the start of a job."""
+    (folder / ROLLED_BACK_FILE).unlink(missing_ok=True)
 
 
-def _moment(trajectory: Trajectory) -> float:
+def _finished_at(trajectory: Trajectory) -> float:
     return round(trajectory.finished_at, 3)
 
 
-def _lines(path: Path, first: int = 0, end: int | None = None) -> list[dict[str, Any]]:
+def _read_lines(path: Path, first: int = 0, end: int | None = None) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     with path.open() as file:

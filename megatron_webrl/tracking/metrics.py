@@ -1,4 +1,4 @@
-"""The figures of one update: what the table, summary.json and MLflow show."""
+"""Metrics of one update, as the table, summary.json and MLflow show them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from megatron_webrl.types import COORDINATE_ACTION_KINDS, Group, Step, Trajector
 
 @dataclass(frozen=True)
 class UpdateSeconds:
-    """Where the time of an update went, wall clock."""
+    """Wall-clock durations of the parts of an update."""
 
     rollout: float  # from the start of the first to the end of the last episode of the batch
-    train: float  # proximal scores, forward, backward, optimiser
-    sync: float  # weights to the engines
+    train: float  # packing, log-probabilities, forward, backward, optimiser
+    sync: float  # weight transfer to the engines
     wait: float  # the trainer waiting for groups
-    image_wait: float  # of train: the rank that waited longest for pixels
+    image_wait: float  # part of train: the longest wait of a rank for images
 
 
 @dataclass(frozen=True)
 class UpdateMetrics:
-    """One update. `version` is the policy version that it made."""
+    """Metrics of the update that made policy `version`."""
 
     version: int
     groups: int
@@ -37,26 +37,26 @@ class UpdateMetrics:
     clip_fraction: float  # of response tokens
     logprob_mismatch_max: (
         float | None
-    )  # |engine - trainer|, tokens made under the version being updated; None: no such token
-    logprob_mismatch_tokens: int  # how many tokens that is
+    )  # |engine - trainer| over tokens of the updated version; None without such tokens
+    logprob_mismatch_tokens: int  # number of those tokens
     tokens_per_second: float  # trained tokens, prompts included, by wall clock
     seconds: UpdateSeconds
     finished_at: float = 0.0  # unix time, seconds
     extra: dict[str, float] = field(default_factory=dict)  # further metrics, by MLflow name
 
     def to_json(self) -> dict[str, Any]:
-        """For updates.jsonl and summary.json."""
+        """The update in updates.jsonl and summary.json."""
         return asdict(self)
 
     def mlflow_metrics(self) -> dict[str, float]:
-        """Flat names and numbers for MLflow."""
+        """All metrics by their MLflow names."""
         fields = self.to_json()
         flat = {k: float(v) for k, v in fields.items() if isinstance(v, int | float) and k != "version"}
         return flat | {f"seconds/{k}": v for k, v in fields["seconds"].items()} | self.extra
 
 
 def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """What the episodes of a batch say about the policy: success, length, format, actions."""
+    """Metrics of a batch's episodes: success, length, format errors, actions."""
     trajectories = [t for g in groups for t in g.trajectories if t.trainable]
     steps = [s for t in trajectories for s in t.steps]
     actions = Counter(s.action.kind for s in steps if s.action is not None)
@@ -87,15 +87,15 @@ def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def rollout_seconds(trajectories: Sequence[Trajectory]) -> float:
-    """From the start of the first to the end of the last episode, seconds."""
+    """Seconds from the start of the first to the end of the last episode."""
     return max(t.finished_at for t in trajectories) - min(t.finished_at - t.seconds for t in trajectories)
 
 
 def mean_response_tokens(steps: Sequence[Step]) -> float:
-    """Mean response tokens of a step."""
+    """Mean number of response tokens per step."""
     return mean([len(s.response_token_ids) for s in steps])
 
 
 def mean(values: Sequence[float] | Sequence[int] | Sequence[bool]) -> float:
-    """Arithmetic mean; 0 for nothing."""
+    """Arithmetic mean; 0 for an empty sequence."""
     return float(np.mean(values)) if len(values) else 0.0

@@ -1,4 +1,4 @@
-"""One MLflow run for one training run: parameters, metrics, the configuration, a few trajectories."""
+"""The MLflow run of a training run: parameters, metrics, the configuration, a few trajectories."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 
 
 class MLflowTracker:
-    """Writes one run. The metrics of an update go in one call: a call costs a transaction."""
+    """Writes one MLflow run. All metrics of an update are sent in one call: each call is a transaction."""
 
     def __init__(self, config: Config, resume: str | None, decode: Callable[[np.ndarray], str]) -> None:
-        """Open a run, or run `resume` again. `decode` turns token ids into text for the trajectory pages."""
+        """Create a run, or reopen the run with id `resume`. `decode` turns token ids into text for trajectory pages."""
         self.config, self.decode = config, decode
         self.pages_folder = config.run_folder / "trajectories"
         self.pages_folder.mkdir(parents=True, exist_ok=True)
@@ -36,46 +36,45 @@ class MLflowTracker:
             self.run_id = resume
             self.client.set_terminated(resume, "RUNNING")
             return
-        self.run_id = self.client.create_run(self._experiment(uri), run_name=config.run.name).info.run_id
+        self.run_id = self.client.create_run(self._experiment_id(uri), run_name=config.run.name).info.run_id
         parameters = [Param(key, str(value)[:500]) for key, value in flatten_config(config).items()]
         self.client.log_batch(self.run_id, params=parameters)
         self.client.log_artifact(self.run_id, str(config.run_folder / "config.yaml"))
 
-    def log_update(self, record: UpdateMetrics, trajectories: Sequence[Trajectory]) -> None:
-        """Store the figures of an update and pages of some of its trajectories."""
-        self.log_metrics(record.mlflow_metrics(), record.version)
+    def log_update(self, update: UpdateMetrics, trajectories: Sequence[Trajectory]) -> None:
+        """Log the metrics of an update and a page for each of the trajectories."""
+        self.log_metrics(update.mlflow_metrics(), update.version)
         for trajectory in trajectories:
-            path = (
-                self.pages_folder / f"version-{record.version:06d}-ticket-{trajectory.ticket}-{trajectory.index}.html"
-            )
+            name = f"version-{update.version:06d}-ticket-{trajectory.ticket}-{trajectory.index}.html"
+            path = self.pages_folder / name
             write_trajectory_page(path, trajectory, self.decode)
             self.client.log_artifact(self.run_id, str(path), "trajectories")
 
     def log_metrics(self, values: Mapping[str, float], version: int) -> None:
-        """Store figures of a policy version."""
+        """Log metrics with the policy version as the MLflow step."""
         now = int(time.time() * 1000)
         metrics = [Metric(name, value, now, version) for name, value in values.items()]
         self.client.log_batch(self.run_id, metrics=metrics)
 
     def close(self, status: str) -> None:
-        """Store the summary and end the run as FINISHED or FAILED."""
+        """Store the summary and end the run with an MLflow status: FINISHED, KILLED or FAILED."""
         summary = self.config.run_folder / "summary.json"
         if summary.is_file():
             self.client.log_artifact(self.run_id, str(summary))
         self.client.set_terminated(self.run_id, status)
 
-    def _experiment(self, uri: str) -> str:
+    def _experiment_id(self, uri: str) -> str:
         name = self.config.tracking.experiment
-        found = self.client.get_experiment_by_name(name)
-        if found is not None:
-            return found.experiment_id
+        experiment = self.client.get_experiment_by_name(name)
+        if experiment is not None:
+            return experiment.experiment_id
         local = uri.startswith("sqlite:")
         artifacts = (Path(self.config.run.directory).absolute() / "mlartifacts").as_uri() if local else None
         return self.client.create_experiment(name, artifact_location=artifacts)
 
 
 def sample_across_outcomes(trajectories: Sequence[Trajectory], count: int) -> list[Trajectory]:
-    """At most `count` trajectories, outcomes by turns: a page of failures alone says little."""
+    """At most `count` trajectories, alternating between outcomes."""
     by_outcome: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         by_outcome.setdefault(trajectory.outcome, []).append(trajectory)

@@ -1,4 +1,4 @@
-"""updates.jsonl and summary.json of a run. docs/summary.md describes the fields; they are stable."""
+"""Write and read updates.jsonl and summary.json of a run. docs/summary.md describes the fields, which are stable."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ NODE_TRAFFIC_METRICS = ("images_mib", "remote_images_mib", "other_mib")
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of those packages that are installed."""
-    found = {"python": platform.python_version()}
+    """Versions of Python and of the installed ones among PACKAGES."""
+    versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def write_updates(folder: Path, updates: Sequence[dict[str, Any]]) -> None:
-    """Replace updates.jsonl, whole or not at all."""
+    """Replace updates.jsonl atomically."""
     _replace(folder / "updates.jsonl", "".join(json.dumps(u) + "\n" for u in updates))
 
 
@@ -45,14 +45,14 @@ def read_updates(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_summary(folder: Path, outcome: str, accounting: dict[str, Any] | None) -> None:
-    """Write summary.json and its picture. `accounting` is None where a failure left it unknown."""
+    """Write summary.json and learning.svg. `accounting` is None if a failure left it unknown."""
     updates, checkpoint = read_updates(folder), find_latest_checkpoint(folder)
     content = {
         "outcome": outcome,
         "updates": updates,
         "accounting": accounting,
         "restarts": _restarts(folder),
-        "node_traffic": _between_nodes(updates),
+        "node_traffic": _node_traffic(updates),
         "evaluation": result_files.summarise(folder, updates[-1]["version"] if updates else 0),
         "checkpoint": str(checkpoint) if checkpoint else None,
         "config": str(folder / "config.yaml"),
@@ -63,29 +63,29 @@ def write_summary(folder: Path, outcome: str, accounting: dict[str, Any] | None)
 
 
 def ensure_written(folder: Path, outcome: str) -> None:
-    """At the end of a job: write the summary if the trainer has written none, or if the job did not end well."""
+    """At the end of a job, write the summary if the trainer has not written one or the job failed."""
     if outcome not in CLEAN_JOB_OUTCOMES or not (folder / "summary.json").is_file():
         write_summary(folder, outcome, None)
 
 
 def _restarts(folder: Path) -> list[dict[str, Any]]:
-    """What was started again in all jobs of the run."""
-    again = [event for event in events.read_events(folder) if event.event == events.RESTARTED]
-    return [{"role": event.role, "reason": event.reason, "time": event.time, "node": event.node} for event in again]
+    """Restarts of processes in all jobs of the run."""
+    restarted = [event for event in events.read_events(folder) if event.event == events.RESTARTED]
+    return [{"role": event.role, "reason": event.reason, "time": event.time, "node": event.node} for event in restarted]
 
 
-def _between_nodes(updates: Sequence[dict[str, Any]]) -> dict[str, float] | None:
-    """What went between nodes in all updates, MiB; None for a run on one node."""
-    figures = [update["extra"] for update in updates if "nodes/remote_images_mib" in update.get("extra", {})]
-    if not figures:
+def _node_traffic(updates: Sequence[dict[str, Any]]) -> dict[str, float] | None:
+    """Traffic between nodes over all updates, MiB; None for a run on one node."""
+    metrics = [update["extra"] for update in updates if "nodes/remote_images_mib" in update.get("extra", {})]
+    if not metrics:
         return None
-    total = {name: sum(each[f"nodes/{name}"] for each in figures) for name in NODE_TRAFFIC_METRICS}
+    total = {name: sum(each[f"nodes/{name}"] for each in metrics) for name in NODE_TRAFFIC_METRICS}
     needed = total["images_mib"]
     return total | {"local_fraction": 1 - total["remote_images_mib"] / needed if needed else 1.0}
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """The summary of a run."""
+    """Read summary.json of a run."""
     return json.loads((folder / "summary.json").read_text())
 
 

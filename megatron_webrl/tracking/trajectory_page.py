@@ -1,4 +1,4 @@
-"""A trajectory as one HTML file: every screenshot with the action drawn into it, the response beside it."""
+"""Write a trajectory as one HTML file: each screenshot with its action drawn in, next to the response."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Everything of the trainer that is not arithmetic: groups in, tickets out, accounts, records, checkpoints.
+"""The trainer's bookkeeping around the arithmetic: groups, tickets, accounting, logs, checkpoints.
 
-Every rank has one; the first rank's talks to the control plane and the ring, the others follow it.
+Every rank has a coordinator. The first rank's talks to the control plane and reads the ring; the others follow it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron_webrl.trainer.exchange.record_exchange import CollectInterrupt, Se
 from megatron_webrl.trainer.learner import Learner, Metrics
 from megatron_webrl.trainer.logprob_mismatch import LogprobMismatch
 from megatron_webrl.trainer.rewards import has_penalties, reward_function
-from megatron_webrl.types import Group
+from megatron_webrl.types import Group, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,10 @@ PER_TOKEN_METRICS = (
 
 
 class Coordinator:
-    """Life: open_job, then per update collect, record, close and perhaps checkpoint; finish at the end."""
+    """Hands groups to the loop, and does the bookkeeping of each update.
+
+    Life cycle: open_job; per update collect, log_update, close_update, checkpoint_if_due; final_checkpoint; end_job.
+    """
 
     def __init__(
         self,
@@ -65,9 +68,9 @@ class Coordinator:
         tracker: MLflowTracker | None,
         on_ready: Callable[[Group], None] = lambda group: None,
     ) -> None:
-        """`tracker` is the first rank's; `state` is a fresh run's or the checkpoint's, from which it begins.
+        """`tracker` is None except on the first rank; `state` is that of a fresh run or of the loaded checkpoint.
 
-        `on_ready` is told on the first rank of groups that wait to be trained.
+        The first rank calls `on_ready` for each group that waits to be trained.
         """
         self.config, self.control, self.exchange, self.tracker = config, control, exchange, tracker
         self.accounting = Accounting.from_state_dict(state.accounting)
@@ -80,7 +83,7 @@ class Coordinator:
         self.episode_log = None
         if self.is_first_rank:
             self.episode_log = EpisodeLog(config.run_folder, self.accounting.closed_episodes)
-            summary.write_updates(config.run_folder, self.updates)  # without those that are made again
+            summary.write_updates(config.run_folder, self.updates)  # drops the updates after the checkpoint
         self.group_source = GroupSource(
             exchange.record_source,
             config,
@@ -98,46 +101,46 @@ class Coordinator:
         )
         self.utilization = EngineUtilization(control, config.worker_names)
         self._sequences: dict[int, list[int]] = {}
-        self._limit = -1
+        self._ticket_limit = -1  # as the control plane has it
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether this is the rank that talks."""
+        """Whether this rank talks to the control plane and writes the logs."""
         return self.tracker is not None
 
     def open_job(self, version: int) -> None:
-        """Let the workers take tickets."""
+        """Let the workers claim tickets."""
         if self.is_first_rank:
-            self._limit = self._ticket_limit(version, self._ahead)
+            self._ticket_limit = self._compute_ticket_limit(version, self._updates_ahead)
             self.task_sampler.publish_initial_states(self.control)
-            self.control.start_ticket_epoch(self.ticket_epoch, self._limit)
+            self.control.start_ticket_epoch(self.ticket_epoch, self._ticket_limit)
             self.utilization.pop_metrics()
 
     def open_next_batch(self, version: int) -> None:
-        """Let the workers begin the batch of the update after that from `version` on (mode one_step_off)."""
+        """Mode one_step_off: let the workers generate the next batch while this one is trained from `version`."""
         if self.is_first_rank:
-            self._raise_limit(version, 1)
+            self._raise_ticket_limit(version, 1)
 
     def collect(self, version: int, has_new_engines: Callable[[], bool]) -> list[Group] | CollectInterrupt:
-        """The groups of the next update, on every rank, or what is to be done first.
+        """Wait for the groups of the next update; returns them, or the reason of an interrupt, on every rank.
 
-        `newcomers` is asked on the first rank. Raises TimeoutError or JobFailed.
+        Only the first rank calls `has_new_engines`. Raises TimeoutError or JobFailed.
         """
         chosen: SelectedGroups | CollectInterrupt | None = None
         if self.is_first_rank:
             count, seconds = self.config.trainer.groups_per_update, self.config.trainer.batch_timeout_seconds
-            taken = self.group_source.wait_for_groups(
-                version, count, seconds, lambda ready: self._go_on(version, ready, has_new_engines)
+            selected = self.group_source.wait_for_groups(
+                version, count, seconds, lambda ready: self._should_continue(version, ready, has_new_engines)
             )
-            if taken is not None:
-                chosen = taken
-                self._sequences = {group.ticket: sequences for group, sequences in taken}
+            if selected is not None:
+                chosen = selected
+                self._sequences = {group.ticket: sequences for group, sequences in selected}
             else:
                 chosen = CollectInterrupt.STOP if self.control.stop_requested() else CollectInterrupt.NEW_ENGINES
         groups = self.exchange.broadcast_groups(chosen)
         if isinstance(groups, CollectInterrupt):
             return groups
-        self.control.report_status(f"update {version + 1}: training on {len(groups)} groups{self._trouble()}")
+        self.control.report_status(f"update {version + 1}: training on {len(groups)} groups{self._checkpoint_error()}")
         return groups
 
     def log_update(
@@ -149,49 +152,50 @@ class Coordinator:
         seconds: UpdateSeconds,
         weight_sync_metrics: dict[str, float],
     ) -> None:
-        """Write the figures of the update that made `version` to updates.jsonl and MLflow; keep its groups if wanted.
+        """Write the metrics of the update that made `version` to updates.jsonl and MLflow, and sample trajectories.
 
-        Collective. `transfer`: those of the weights' way to the engines, by their MLflow names.
+        With tracking.keep_records it stores the groups as well. Collective.
         """
-        shown = [t for g in groups for t in g.trajectories if t.steps]
-        pages = self.exchange.gather_with_images(
-            sample_across_outcomes(shown, self.config.tracking.sample_trajectories)
-        )
+        trajectories = [t for group in groups for t in group.trajectories if t.steps]
+        sampled = sample_across_outcomes(trajectories, self.config.tracking.sample_trajectories)
+        pages = self.exchange.gather_with_images(sampled)
         if self.config.tracking.keep_records and self.exchange.writes_node_files:
             path = group_files.group_file_path(self.config.records_folder, version - 1, self.exchange.topology.node)
             group_files.write_trajectories(path, self.exchange.trajectories_to_store(groups))
         if self.tracker is None:
             return
-        trajectories = [t for g in groups for t in g.trajectories if t.trainable]
-        oldest = map(self.group_source.oldest_version, trajectories)
-        staleness = [version - 1 - each for each in oldest if each is not None]
-        tokens = max(1.0, metrics["response_tokens"])
-        rates: dict[str, float] = {
-            "loss": metrics["loss"],
-            "gradient_norm": metrics["gradient_norm"],
-            "learning_rate": metrics["learning_rate"],
-            "entropy": metrics["entropy"] / tokens,
-        }
-        rates |= {name: metrics[name] / tokens for name in PER_TOKEN_METRICS if name in metrics}
-        if self.config.trainer.loss.raft_versions:
-            rates["replayed_trajectories"] = metrics["replayed"]
-        if has_penalties(self.config):
-            rates["reward_shaped_mean"] = mean([*map(reward_function(self.config), trajectories)])
-        update = UpdateMetrics(
+        update = self._update_metrics(version, groups, metrics, mismatch, seconds, weight_sync_metrics)
+        self.updates.append(update.to_json())
+        summary.write_updates(self.config.run_folder, self.updates)
+        self.tracker.log_update(update, pages)
+
+    def _update_metrics(
+        self,
+        version: int,
+        groups: Sequence[Group],
+        metrics: Metrics,
+        mismatch: LogprobMismatch,
+        seconds: UpdateSeconds,
+        weight_sync_metrics: dict[str, float],
+    ) -> UpdateMetrics:
+        trajectories = [t for group in groups for t in group.trajectories if t.trainable]
+        oldest_versions = map(self.group_source.oldest_version, trajectories)
+        staleness = [version - 1 - oldest for oldest in oldest_versions if oldest is not None]
+        return UpdateMetrics(
             version=version,
             groups=len(groups),
             reward_mean=mean([t.reward for t in trajectories]),
             steps_mean=mean([len(t.steps) for t in trajectories]),
-            response_tokens_mean=mean_response_tokens([s for t in trajectories for s in t.steps]),
+            response_tokens_mean=mean_response_tokens([step for t in trajectories for step in t.steps]),
             staleness_mean=mean(staleness),
             staleness_max=max(staleness, default=0),
-            clip_fraction=metrics.get("clipped", 0.0) / tokens,
+            clip_fraction=metrics.get("clipped", 0.0) / max(1.0, metrics["response_tokens"]),
             logprob_mismatch_max=mismatch.largest,
             logprob_mismatch_tokens=mismatch.tokens,
             tokens_per_second=metrics["tokens"] / (seconds.wait + seconds.train + seconds.sync),
             seconds=seconds,
             finished_at=time.time(),
-            extra=rates
+            extra=self._learner_metrics(metrics, trajectories)
             | episode_metrics(groups)
             | self.checkpoints.pop_metrics()
             | weight_sync_metrics
@@ -200,113 +204,51 @@ class Coordinator:
             | self.task_sampler.metrics()
             | self.utilization.pop_metrics()
             | self.accounting.wasted_token_shares()
-            | {f"dropped/{k}": float(v) for k, v in self.accounting.dropped.items()},
+            | {f"dropped/{reason}": float(count) for reason, count in self.accounting.dropped.items()},
         )
-        self.updates.append(update.to_json())
-        summary.write_updates(self.config.run_folder, self.updates)
-        self.tracker.log_update(update, pages)
+
+    def _learner_metrics(self, metrics: Metrics, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        tokens = max(1.0, metrics["response_tokens"])
+        named = {name: metrics[name] for name in ("loss", "gradient_norm", "learning_rate")}
+        named["entropy"] = metrics["entropy"] / tokens
+        named |= {name: metrics[name] / tokens for name in PER_TOKEN_METRICS if name in metrics}
+        if self.config.trainer.loss.raft_versions:
+            named["replayed_trajectories"] = metrics["replayed"]
+        if has_penalties(self.config):
+            named["reward_shaped_mean"] = mean([*map(reward_function(self.config), trajectories)])
+        return named
 
     def close_update(self, groups: Sequence[Group], version: int) -> None:
-        """Count the trained groups, free their records, and let the workers take more tickets."""
+        """Count the trained groups, free their records, and let the workers claim more tickets."""
         if self.is_first_rank:
             for group in groups:
                 self.group_source.close_group(group, self._sequences.pop(group.ticket))
-            self._raise_limit(version, self._ahead)
+            self._raise_ticket_limit(version, self._updates_ahead)
 
     def checkpoint_if_due(self, learner: Learner, version: int) -> None:
-        """Complete a checkpoint that has been written, and start one of `version` if it is due. Collective."""
+        """Complete the checkpoint in progress if it is written, and start one of `version` if it is due. Collective."""
         every = self.config.trainer.checkpoint.every
         self.checkpoints.poll()
         if every and version % every == 0:
-            self.control.report_status(f"starting checkpoint {version}{self._trouble()}")
-            self.checkpoints.start_save(learner, self._state(version))
+            self.control.report_status(f"starting checkpoint {version}{self._checkpoint_error()}")
+            self.checkpoints.start_save(learner, self.trainer_state(version))
 
     def final_checkpoint(self, learner: Learner, version: int) -> None:
-        """Have a complete checkpoint of `version`, or try. Collective."""
-        self.control.report_status(f"writing checkpoint {version}{self._trouble()}")
+        """Write a checkpoint of `version` unless there is one. `end_job` raises if the write failed. Collective."""
+        self.control.report_status(f"writing checkpoint {version}{self._checkpoint_error()}")
         self.checkpoints.wait_for_save()
         if self.checkpoints.last_completed is None or self.checkpoints.last_completed[0] != version:
-            self.checkpoints.start_save(learner, self._state(version))
+            self.checkpoints.start_save(learner, self.trainer_state(version))
         self.checkpoints.close()
 
-    def end_job(self, version: int) -> None:
-        """End the job in good order: workers stop, the last records are counted, the summary is written. Collective.
-
-        Raises JobFailed after that if the final checkpoint could not be written.
-        """
-        if self.tracker is not None:
-            outcome = "finished" if version >= self.config.trainer.updates else self.control.requested_outcome()
-            with self.control.keep_alive():
-                self.control.end_job(outcome)
-                self._account(outcome, version)
-            self.tracker.close("FINISHED" if outcome == "finished" else "KILLED")
-        else:
-            self.exchange.finish_collecting()
-        torch.distributed.barrier()
-        if self.checkpoints.last_error is not None:
-            raise JobFailed(f"the final checkpoint, of version {version}, is missing: {self.checkpoints.last_error}")
-
-    def _account(self, outcome: str, version: int) -> None:
-        """Count what has come from all workers, who have stopped, and write the summary."""
-        deadline = time.monotonic() + FINAL_REPORT_TIMEOUT_SECONDS
-        final = dict(filter(None, (self._final_report(worker, deadline) for worker in self.config.worker_names)))
-        self.group_source.poll(version)
-        self.exchange.finish_collecting()
-        # A worker that died gave no account: what it finished is what came out of the ring.
-        arrived = self.group_source.episodes_by_worker + Counter(self.resume_point.episodes_counted)
-        died = sum(count for life, count in arrived.items() if life not in final)
-        finished = (
-            self.resume_point.episodes_closed_before + died + sum(report["finished"] for report in final.values())
-        )
-        waiting = self.group_source.waiting_episodes() + sum(report["unwritten"] for report in final.values())
-        accounting = self.accounting.summary(finished, waiting, self.resume_point.episodes_rolled_back)
-        if not accounting["matches"]:
-            log.error("the accounting does not match: %s", accounting)
-        summary.write_summary(self.config.run_folder, outcome, accounting)
-        if self.episode_log is not None:
-            self.episode_log.close()
-
-    def _go_on(self, version: int, ready: int, newcomers: Callable[[], bool]) -> bool:
-        self.control.check_job()
-        self._raise_limit(version, self._ahead)
-        count = self.config.trainer.groups_per_update
-        dropped = self.accounting.format_dropped()
-        self.control.report_status(
-            f"update {version + 1}: waiting for groups, {ready} of {count}; dropped so far: {dropped}{self._trouble()}"
-        )
-        return not self.control.stop_requested() and not newcomers()
-
-    def _trouble(self) -> str:
-        """What the status line says of checkpoints: nothing while they succeed."""
-        failures, trouble = self.checkpoints.failures, self.checkpoints.last_error
-        return f"; {failures} checkpoints failed, the last: {trouble}" if trouble else ""
-
-    @property
-    def _ahead(self) -> int:
-        """Updates whose groups may be begun before their turn, while groups are collected."""
-        return self.config.rollout.max_staleness if self.config.rollout.mode == "async" else 0
-
-    def _raise_limit(self, version: int, ahead: int) -> None:
-        limit = self._ticket_limit(version, ahead)
-        if limit != self._limit:
-            self.task_sampler.publish_adapted_state(self.control, self.ticket_epoch.next_ticket_at(self._limit))
-            self._limit = limit
-            self.control.set_ticket_limit(limit)
-
-    def _ticket_limit(self, version: int, ahead: int) -> int:
-        if version >= self.config.trainer.updates:
-            return max(self._limit, self.ticket_epoch.first_slot)  # no more groups are wanted
-        count = self.config.trainer.groups_per_update
-        closed = (version - self.ticket_epoch.version) * count + self.group_source.dropped_tickets
-        return self.resume_point.ticket_limit(closed, ahead, count)
-
-    def _state(self, version: int) -> TrainerState:
-        taken = self.control.claimed_slots() if self.is_first_rank else self.ticket_epoch.first_slot
-        base, open_tickets = self.resume_point.checkpoint_tickets(taken, self.group_source.closed_tickets)
+    def trainer_state(self, version: int) -> TrainerState:
+        """The state that a checkpoint of `version` stores."""
+        end_slot = self.control.claimed_slots() if self.is_first_rank else self.ticket_epoch.first_slot
+        closed_tickets, open_tickets = self.resume_point.checkpoint_tickets(end_slot, self.group_source.closed_tickets)
         return TrainerState(
             version=version,
             restart_epoch=self.ticket_epoch.restart_epoch,
-            closed_tickets=base,
+            closed_tickets=closed_tickets,
             open_tickets=open_tickets,
             accounting=self.accounting.state_dict(),
             dropped_tickets=self.tickets_dropped_before + self.group_source.dropped_tickets,
@@ -315,11 +257,83 @@ class Coordinator:
             task_sampler=self.task_sampler.state_dict(),
         )
 
+    def end_job(self, version: int) -> None:
+        """Stop the workers, count the last records and write the summary. Collective.
+
+        Raises JobFailed afterwards if the final checkpoint could not be written.
+        """
+        if self.tracker is not None:
+            outcome = "finished" if version >= self.config.trainer.updates else self.control.requested_outcome()
+            with self.control.keep_alive():
+                self.control.end_job(outcome)
+                self._write_summary(outcome, version)
+            self.tracker.close("FINISHED" if outcome == "finished" else "KILLED")
+        else:
+            self.exchange.finish_collecting()
+        torch.distributed.barrier()
+        if self.checkpoints.last_error is not None:
+            raise JobFailed(f"the final checkpoint, of version {version}, is missing: {self.checkpoints.last_error}")
+
+    def _write_summary(self, outcome: str, version: int) -> None:
+        """Collect the final reports of the stopped workers, count all episodes, and write the summary."""
+        deadline = time.monotonic() + FINAL_REPORT_TIMEOUT_SECONDS
+        reports = dict(filter(None, (self._final_report(worker, deadline) for worker in self.config.worker_names)))
+        self.group_source.poll(version)
+        self.exchange.finish_collecting()
+        # A worker that died has no final report: its finished episodes are those that arrived through the ring.
+        arrived = self.group_source.episodes_by_worker + Counter(self.resume_point.episodes_counted)
+        unreported = sum(count for instance_id, count in arrived.items() if instance_id not in reports)
+        reported = sum(report["finished"] for report in reports.values())
+        finished = self.resume_point.episodes_closed_before + unreported + reported
+        waiting = self.group_source.waiting_episodes() + sum(report["unwritten"] for report in reports.values())
+        accounting = self.accounting.summary(finished, waiting, self.resume_point.episodes_rolled_back)
+        if not accounting["matches"]:
+            log.error("the accounting does not match: %s", accounting)
+        summary.write_summary(self.config.run_folder, outcome, accounting)
+        if self.episode_log is not None:
+            self.episode_log.close()
+
+    def _should_continue(self, version: int, ready: int, has_new_engines: Callable[[], bool]) -> bool:
+        self.control.check_job()
+        self._raise_ticket_limit(version, self._updates_ahead)
+        count = self.config.trainer.groups_per_update
+        dropped = self.accounting.format_dropped()
+        self.control.report_status(
+            f"update {version + 1}: waiting for groups, {ready} of {count}; dropped so far: {dropped}"
+            f"{self._checkpoint_error()}"
+        )
+        return not self.control.stop_requested() and not has_new_engines()
+
+    def _checkpoint_error(self) -> str:
+        """Suffix of the status line while the last checkpoint failed; otherwise empty."""
+        failures, error = self.checkpoints.failures, self.checkpoints.last_error
+        return f"; {failures} checkpoints failed, last error: {error}" if error else ""
+
+    @property
+    def _updates_ahead(self) -> int:
+        """Updates beyond the next one whose groups workers may start while the trainer collects groups."""
+        return self.config.rollout.max_staleness if self.config.rollout.mode == "async" else 0
+
+    def _raise_ticket_limit(self, version: int, updates_ahead: int) -> None:
+        limit = self._compute_ticket_limit(version, updates_ahead)
+        if limit != self._ticket_limit:
+            first_ticket = self.ticket_epoch.next_ticket_at(self._ticket_limit)
+            self.task_sampler.publish_adapted_state(self.control, first_ticket)
+            self._ticket_limit = limit
+            self.control.set_ticket_limit(limit)
+
+    def _compute_ticket_limit(self, version: int, updates_ahead: int) -> int:
+        if version >= self.config.trainer.updates:
+            return max(self._ticket_limit, self.ticket_epoch.first_slot)  # no more groups are needed
+        count = self.config.trainer.groups_per_update
+        closed = (version - self.ticket_epoch.version) * count + self.group_source.dropped_tickets
+        return self.resume_point.ticket_limit(closed, updates_ahead, count)
+
     def _final_report(self, worker: str, deadline: float) -> tuple[str, dict[str, int]] | None:
-        """What the last life of a worker counted, with its name; None if it gave no account until the deadline."""
+        """A worker's instance id and final counts; None if it sends no report before the deadline."""
         while (report := self.control.get_json(f"final_counts/{worker}")) is None:
             if self.control.is_lost(worker) or time.monotonic() > deadline:
-                log.warning("%s gave no final account; what came from it is counted", worker)
+                log.warning("%s sent no final report; counting the episodes that arrived from it", worker)
                 return None
             time.sleep(0.05)
         assert isinstance(report, dict)

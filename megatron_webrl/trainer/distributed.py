@@ -1,4 +1,4 @@
-"""Megatron's DistributedDataParallel around the model chunks of a rank."""
+"""Wrap the model chunks of a rank in Megatron's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megatron_webrl.model.qwen3_vl.model import Qwen3VL
 
 
 def wrap_ddp(chunks: Sequence[Qwen3VL]) -> list[DistributedDataParallel]:
-    """The chunks with contiguous float32 gradient buffers; gradients are averaged over data-parallel ranks.
+    """Give the chunks contiguous float32 gradient buffers, averaged over data-parallel ranks.
 
-    They are reduced once all rows have run backward: a row without images gives the vision tower no gradient, so
-    that no rank knows earlier when its own are complete. The distributed optimiser needs the sharded form also with
-    a single replica.
+    The reduction runs after the last backward pass: a micro-batch without images gives the vision tower no gradient,
+    so no rank knows earlier that its gradients are complete. The distributed optimiser needs the sharded form even
+    with a single replica.
     """
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True, check_for_nan_in_grad=False

@@ -1,4 +1,4 @@
-"""How busy the engines were between two looks, from the running sums that the workers tell."""
+"""Engine utilization between two calls, from the running sums that the workers publish."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ RUNNING_SUMS = ("seconds", "busy", "requests", "episodes")
 
 
 class EngineUtilization:
-    """Differences of `engine_load/<worker>` (rollout/engine/engine_load.py), over all workers."""
+    """Differences of `engine_load/<worker>` (rollout/engine/engine_load.py) over all workers."""
 
     def __init__(self, control: ControlClient, workers: Sequence[str]) -> None:
         self._control, self._workers = control, workers
-        self._seen: dict[str, Any] = {}  # what each worker told last
+        self._previous: dict[str, Any] = {}  # last sums by worker
 
     def pop_metrics(self) -> dict[str, float]:
-        """Figures since the last call by their MLflow names; nothing where no worker told anything.
+        """Metrics since the last call by their MLflow names; empty if no worker has published sums.
 
-        `engine/idle_fraction`: share of the time in which an engine had no request; `engine/running_requests`: mean number of
-        requests in an engine; `engine/running_episodes`: mean number of episodes under way at a worker.
+        `engine/idle_fraction`: share of the time in which an engine had no request. `engine/running_requests`: mean
+        number of requests in an engine. `engine/running_episodes`: mean number of episodes running at a worker.
         """
         total: Counter[str] = Counter()
         for worker in self._workers:
-            told: Any = self._control.get_json(f"engine_load/{worker}")
-            if told is None:
+            sums: Any = self._control.get_json(f"engine_load/{worker}")
+            if sums is None:
                 continue
-            before = self._seen.get(worker)
-            if before is None or before["instance_id"] != told["instance_id"]:
+            before = self._previous.get(worker)
+            if before is None or before["instance_id"] != sums["instance_id"]:
                 before = dict.fromkeys(RUNNING_SUMS, 0.0)
-            total.update({name: told[name] - before[name] for name in RUNNING_SUMS})
-            self._seen[worker] = told
+            total.update({name: sums[name] - before[name] for name in RUNNING_SUMS})
+            self._previous[worker] = sums
         if not total["seconds"]:
             return {}
         return {

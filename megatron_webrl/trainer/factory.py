@@ -1,4 +1,4 @@
-"""The learner and the row builder that a configuration describes."""
+"""Build the learner and the sequence packer that a configuration describes."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 
 
 def make_learner(config: Config, platform: Platform) -> Learner:
-    """The model of `model.path` with its optimiser. Collective.
+    """Load the model of `model.path` and make its optimiser. Collective.
 
-    Raises LoadError, CheckpointError, or PartMissing for a library that the configuration names and that is missing.
+    Raises LoadError, CheckpointError, or MissingLibraryError for a library that the configuration names.
     """
     check_adam_implementation(config.trainer.optimizer.implementation)
     started, dtype = time.monotonic(), getattr(torch, config.model.dtype)
@@ -46,13 +46,13 @@ def make_learner(config: Config, platform: Platform) -> Learner:
     wrapped = wrap_ddp(chunks)
     if config.model.checkpoint:
         load_weights(Path(config.model.checkpoint), wrapped)
-    rl = make_optimizer(wrapped, config.trainer.optimizer, config.trainer.optimizer_steps, dtype)
+    optimizer = make_optimizer(wrapped, config.trainer.optimizer, config.trainer.optimizer_steps, dtype)
     log.info("model loaded in %.1f s", time.monotonic() - started)
-    return Learner(wrapped, chunks[0].unpadded_vocab_size, rl)
+    return Learner(wrapped, chunks[0].unpadded_vocab_size, optimizer)
 
 
 def compute_options(config: Config) -> ComputeOptions:
-    """How the configuration wants the model computed."""
+    """The options of the model's computation that the configuration names."""
     trainer = config.trainer
     return ComputeOptions(
         recompute=cast(Recompute, trainer.recompute),
@@ -63,7 +63,7 @@ def compute_options(config: Config) -> ComputeOptions:
 
 
 def make_sequence_packer(config: Config, platform: Platform) -> SequencePacker:
-    """What makes this rank's rows. The process groups must exist."""
+    """Make this rank's sequence packer. The process groups must exist."""
     trainer = config.trainer
     return SequencePacker(
         processor=Processor.load(config.model.path),
@@ -72,7 +72,7 @@ def make_sequence_packer(config: Config, platform: Platform) -> SequencePacker:
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
         flops_estimator=FlopsEstimator.from_hf_config(load_hf_config(config.model.path), trainer.train_vision),
-        # Megatron's interleaved schedule takes rows in rounds of one per stage.
+        # Megatron's interleaved schedule takes micro-batches in rounds of one per stage.
         microbatch_multiple=trainer.pipeline_parallel if trainer.virtual_pipeline > 1 else 1,
         merge_prefixes=trainer.merge_prefixes,
         encodes_images=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
@@ -84,18 +84,17 @@ def make_sequence_packer(config: Config, platform: Platform) -> SequencePacker:
     )
 
 
-def with_image_prefetcher(builder: SequencePacker, config: Config, rank: int) -> SequencePacker:
-    """The builder with workers that make its pixels ahead, if it makes any and the configuration wants workers.
+def with_image_prefetcher(packer: SequencePacker, config: Config, rank: int) -> SequencePacker:
+    """Give the packer workers that prefetch its images, if it encodes images and image_workers is not 0.
 
-    Call from the main thread, with which the workers die. Raises ProcessError.
+    Call from the main thread: the workers end with it. Raises ProcessError.
     """
     settings = config.trainer
-    if not settings.image_workers or not builder.encodes_images:
-        return builder
-    patchifier = builder.processor.patchifier
+    if not settings.image_workers or not packer.encodes_images:
+        return packer
+    patchifier = packer.processor.patchifier
     allocator = SharedMemoryAllocator(image_buffer_mib(config, patchifier.patch_size, patchifier.merge_size) * 2**20)
     log_file = config.run_folder / "logs" / f"pixels-{rank}.log"
     pool = ImageWorkerPool(settings.image_workers, allocator, patchifier, log_file)
-    return replace(
-        builder, prefetcher=ImagePrefetcher(builder.processor, pool, allocator, builder.device, builder.wait_timer)
-    )
+    prefetcher = ImagePrefetcher(packer.processor, pool, allocator, packer.device, packer.wait_timer)
+    return replace(packer, prefetcher=prefetcher)

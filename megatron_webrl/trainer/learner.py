@@ -1,4 +1,4 @@
-"""The model under training: score rows, take an optimiser step. Megatron's schedules run the passes."""
+"""The model under training: compute log-probabilities, take optimiser steps. Megatron's schedules run the passes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_webrl.config.loss import LossConfig
 from megatron_webrl.model import schedule
 from megatron_webrl.model.logprobs import vocab_parallel_logprobs
 from megatron_webrl.model.process_groups import is_last_stage
-from megatron_webrl.trainer import loss as losses
 from megatron_webrl.trainer.data.sequence_packer import Microbatch
 from megatron_webrl.trainer.loss import Objective, TokenData
 from megatron_webrl.trainer.optimizer import ScheduledOptimizer
@@ -22,11 +20,6 @@ from megatron_webrl.trainer.parallel import broadcast_from_last_stage
 from megatron_webrl.trainer.reference import ReferencePolicy
 
 Metrics = dict[str, float]
-
-
-def make_objective(config: LossConfig) -> Objective:
-    """The loss that the configuration names, over this rank's groups."""
-    return losses.make_objective(config, parallel_state.get_context_parallel_group())
 
 
 @dataclass
@@ -39,18 +32,18 @@ class Learner:
     chunks: list[Any]  # DistributedDataParallel around Qwen3VL, one per virtual pipeline stage of this rank
     vocab_size: int
     optimizer: ScheduledOptimizer
-    reference: ReferencePolicy | None = None  # the policy with which RL began, if the loss refers to it
-    report_progress: Callable[[], None] = lambda: None  # called for each row on the last pipeline stage
+    reference: ReferencePolicy | None = None  # the policy at the start of RL, if the loss has a KL penalty
+    report_progress: Callable[[], None] = lambda: None  # called per micro-batch on the last pipeline stage
 
     @property
     def models(self) -> list[Any]:
-        """This rank's chunks of the model itself."""
+        """This rank's model chunks without their DistributedDataParallel wrappers."""
         return [chunk.module for chunk in self.chunks]
 
     def compute_logprobs(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
-        """Log-probabilities of the response tokens of each row under the current weights, float32 [tokens]."""
+        """Log-probabilities of the response tokens under the current weights, float32 [tokens] per micro-batch."""
 
-        def scored(index: int, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def collect_logprobs(index: int, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             self.report_progress()
             logprobs, _ = self._logprobs(logits, microbatches[index])
             return logprobs.sum(), {"logprobs": logprobs}
@@ -59,16 +52,16 @@ class Learner:
             chunk.eval()
         with torch.no_grad():
             results = schedule.forward_backward(
-                self.chunks, [batch.inputs for batch in microbatches], scored, forward_only=True
+                self.chunks, [batch.inputs for batch in microbatches], collect_logprobs, forward_only=True
             )
         return [result["logprobs"] for result in results]
 
     def compute_reference_logprobs(self, minibatches: Sequence[Sequence[Microbatch]]) -> list[list[Tensor] | None]:
-        """The same of several minibatches under the weights of the reference; None for each without one."""
+        """`compute_logprobs` of several minibatches under the reference policy; None for each if there is none."""
         if self.reference is None:
             return [None for _ in minibatches]
         with self.reference.swapped_in():
-            return [self.compute_logprobs(rows) for rows in minibatches]
+            return [self.compute_logprobs(microbatches) for microbatches in minibatches]
 
     def train_step(
         self,
@@ -77,13 +70,13 @@ class Learner:
         loss: Objective,
         reference: Sequence[Tensor] | None = None,
     ) -> tuple[Metrics, list[Tensor]]:
-        """One optimiser step on a minibatch. Takes what `accumulate` takes.
+        """One optimiser step on a minibatch; parameters as in `forward_backward`.
 
-        Returns its figures with "gradient_norm", before clipping, and the log-probabilities before the step, per row.
-        Raises optimizer.BadGradient.
+        Returns the metrics with "gradient_norm", before clipping, and the log-probabilities before the step, per
+        micro-batch. Raises NonFiniteGradient.
         """
-        figures, logprobs = self.forward_backward(microbatches, proximal, loss, reference)
-        return figures | {"gradient_norm": self.optimizer.step()}, logprobs
+        metrics, logprobs = self.forward_backward(microbatches, proximal, loss, reference)
+        return metrics | {"gradient_norm": self.optimizer.step()}, logprobs
 
     def forward_backward(
         self,
@@ -92,21 +85,20 @@ class Learner:
         loss: Objective,
         reference: Sequence[Tensor] | None = None,
     ) -> tuple[Metrics, list[Tensor]]:
-        """The gradient of a minibatch, in place of any before; the weights stay. See `gradient`.
+        """Compute the gradient of a minibatch and replace the one in the gradient buffers; weights do not change.
 
-        `proximal`: per row, float32 [tokens]; None: the current policy.
+        `proximal`: log-probabilities per micro-batch, float32 [tokens]; None: the current policy.
+        `reference`: the same under the reference policy, for a loss with a KL penalty.
 
-        `reference`: per row, float32 [tokens], for a loss that looks at it.
-
-        The rows' weights make the sum of all losses over rows and data-parallel ranks the objective.
-        Returns sums over all rows ("tokens" with prompts, "response_tokens", "entropy", those of the loss) and "loss",
-        and the log-probabilities, per row.
+        The objective is the sum of the losses of all micro-batches on all data-parallel ranks: `Microbatch.weight`
+        normalises it. Returns the metrics and the log-probabilities per micro-batch. The metrics are sums over all
+        micro-batches: "loss", "tokens" (prompts included), "response_tokens", "entropy", and the loss's own.
         """
-        # Megatron averages the loss over rows and the gradient over data-parallel ranks; the objective is a sum. For
-        # context-parallel ranks, each of which scores some of a row's tokens, it adds up.
+        # Megatron averages the loss over micro-batches and the gradient over data-parallel ranks; the objective is a
+        # sum. Over context-parallel ranks, each of which has some of a sequence's tokens, Megatron adds up.
         scale = len(microbatches) * parallel_state.get_data_parallel_world_size()
 
-        def measured(index: int, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def compute_loss(index: int, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             self.report_progress()
             batch = microbatches[index]
             current, entropy = self._logprobs(logits, batch)
@@ -134,15 +126,10 @@ class Learner:
             chunk.zero_grad_buffer()
         self.optimizer.optimizer.zero_grad()
         results = schedule.forward_backward(
-            self.chunks, [batch.inputs for batch in microbatches], measured, forward_only=False
+            self.chunks, [batch.inputs for batch in microbatches], compute_loss, forward_only=False
         )
         logprobs = [result.pop("logprobs") for result in results]
         return _reduce(results), logprobs
-
-    def flat_gradient(self) -> Tensor:
-        """What `accumulate` left, of all this rank's trained weights in one, float32 [weights]; a copy."""
-        weights = [p for chunk in self.chunks for p in chunk.module.parameters() if p.requires_grad]
-        return torch.cat([weight.main_grad.flatten() for weight in weights])
 
     def _logprobs(self, logits: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
         return vocab_parallel_logprobs(
@@ -151,7 +138,7 @@ class Learner:
 
 
 def _reduce(results: list[dict[str, Tensor]]) -> Metrics:
-    """Sums over rows, data- and context-parallel ranks, on every rank."""
+    """Sums over micro-batches, data- and context-parallel ranks, on every rank."""
     totals: Metrics = {}
     if is_last_stage():
         names = sorted(results[0])

@@ -1,4 +1,4 @@
-"""How far the engine's log-probabilities are from the trainer's, for tokens made under the same weights."""
+"""Difference between the engine's and the trainer's log-probabilities of tokens sampled under the same weights."""
 
 from __future__ import annotations
 
@@ -16,29 +16,33 @@ from megatron_webrl.trainer.parallel import broadcast_from_last_stage
 
 @dataclass(frozen=True)
 class LogprobMismatch:
-    """Over the tokens of a batch that the version being updated produced."""
+    """Mismatch over the tokens of a batch that the version being updated produced."""
 
     largest: float | None  # max |engine - trainer|; None without such tokens
     tokens: int
 
 
-def measure_logprob_mismatch(rows: Sequence[Microbatch], logprobs: Sequence[Tensor], version: int) -> LogprobMismatch:
-    """Compare `logprobs` (per row, float32 [tokens], at `version`) with the engine's. Collective over all ranks.
+def measure_logprob_mismatch(
+    microbatches: Sequence[Microbatch], logprobs: Sequence[Tensor], version: int
+) -> LogprobMismatch:
+    """Compare `logprobs` (float32 [tokens] per micro-batch, at `version`) with the engine's. Collective over all ranks.
 
-    Only the last pipeline stage has log-probabilities; every rank gets its answer.
+    Only the last pipeline stage has log-probabilities; every rank gets the result.
     """
-    return broadcast_from_last_stage(_gap(rows, logprobs, version) if is_last_stage() else LogprobMismatch(None, 0))
+    if is_last_stage():
+        return broadcast_from_last_stage(_measure(microbatches, logprobs, version))
+    return broadcast_from_last_stage(LogprobMismatch(None, 0))
 
 
-def _gap(rows: Sequence[Microbatch], logprobs: Sequence[Tensor], version: int) -> LogprobMismatch:
+def _measure(microbatches: Sequence[Microbatch], logprobs: Sequence[Tensor], version: int) -> LogprobMismatch:
     largest, count = 0.0, 0
-    for row, scores in zip(rows, logprobs, strict=True):
-        # A row without weight stands in for an empty share and repeats another rank's tokens.
-        same = (row.versions == version) & (row.weight > 0)
+    for batch, trainer_logprobs in zip(microbatches, logprobs, strict=True):
+        # A micro-batch of weight 0 is padding: it repeats another rank's tokens on a rank without samples.
+        same = (batch.versions == version) & (batch.weight > 0)
         if same.any():
-            largest = max(largest, float((scores - row.behaviour_logprobs)[same].abs().max()))
+            largest = max(largest, float((trainer_logprobs - batch.behaviour_logprobs)[same].abs().max()))
             count += int(same.sum())
-    device = rows[0].inputs.tokens.device
+    device = microbatches[0].inputs.tokens.device
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     peak, total = torch.tensor(largest, device=device), torch.tensor(float(count), device=device)
     torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX, group=group)

@@ -1,11 +1,12 @@
-"""The training loop: collect groups, update, publish, account."""
+"""The training loop: collect groups, train on them, send the new weights to the engines, account for the groups."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from megatron.core import parallel_state
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.tracking.metrics import UpdateSeconds, rollout_seconds
@@ -15,18 +16,17 @@ from megatron_webrl.trainer.data.replay_buffer import ReplayBuffer
 from megatron_webrl.trainer.data.sequence_packer import SequencePacker
 from megatron_webrl.trainer.evaluation_scheduler import EvaluationScheduler
 from megatron_webrl.trainer.exchange.record_exchange import CollectInterrupt
-from megatron_webrl.trainer.learner import Learner, Metrics, make_objective
+from megatron_webrl.trainer.learner import Learner, Metrics
 from megatron_webrl.trainer.logprob_mismatch import LogprobMismatch, measure_logprob_mismatch
+from megatron_webrl.trainer.loss import make_objective
 from megatron_webrl.trainer.parallel import all_reduce_max
 from megatron_webrl.trainer.weight_sync import WeightSyncer
 from megatron_webrl.types import Group
 
-log = logging.getLogger(__name__)
-
 
 @dataclass
 class TrainingContext:
-    """What the loop works with. Every rank runs the same loop; coordinator and publisher know which rank is first."""
+    """State of the loop. Every rank runs the same loop; the coordinator and the weight syncer know the first rank."""
 
     config: Config
     learner: Learner
@@ -38,98 +38,108 @@ class TrainingContext:
     version: int
 
 
-def train(trainer: TrainingContext) -> None:
-    """Run until `trainer.updates` updates are made or an early end is asked for; then write a checkpoint."""
-    coordinator, settings = trainer.coordinator, trainer.config.trainer
-    trainer.weight_syncer.sync(trainer.version)
-    trainer.evaluation_scheduler.run_before_training(trainer.version, trainer.weight_syncer)
-    coordinator.open_job(trainer.version)
-    started = time.monotonic()
-    while trainer.version < settings.updates:
-        groups = coordinator.collect(trainer.version, trainer.weight_syncer.has_new_engines)
-        if groups is CollectInterrupt.NEW_ENGINES:
-            trainer.weight_syncer.sync(trainer.version, new_engines_only=True)
-            continue
-        if isinstance(groups, CollectInterrupt):
+def train(context: TrainingContext) -> None:
+    """Make `trainer.updates` updates, or fewer if an early end is requested; then write a checkpoint."""
+    config, coordinator, weight_syncer = context.config, context.coordinator, context.weight_syncer
+    one_step_off = config.rollout.mode == "one_step_off"
+    weight_syncer.sync(context.version)
+    context.evaluation_scheduler.run_before_training(context.version, weight_syncer)
+    coordinator.open_job(context.version)
+    while context.version < config.trainer.updates:
+        groups, wait_seconds = _collect(context)
+        if groups is None:
             break
-        collected = time.monotonic()
-        replayed = trainer.replay.sample(trainer.version)
-        known = batching.clear_versions_before_restart(groups, coordinator.ticket_epoch.restart_epoch)
-        fresh = batching.shuffled_rewards(known, trainer.config, trainer.version)
-        fixed = trainer.config.rollout.mode == "one_step_off"
-        sync = _hand_over(trainer) if fixed else 0.0
-        began = time.monotonic()
-        metrics, gap = train_batch(
-            trainer.learner, trainer.sequence_packer, trainer.config, [*fresh, *replayed], trainer.version
-        )
-        trainer.replay.add(fresh, trainer.version)
-        trained = time.monotonic()
-        waited = all_reduce_max(trainer.sequence_packer.wait_timer.pop_seconds(), trainer.sequence_packer.device)
-        trainer.version += 1
-        if not fixed:
-            sync = trainer.weight_syncer.sync(trainer.version)
-        seconds = UpdateSeconds(
-            rollout_seconds([t for g in groups for t in g.trajectories]),
-            trained - began,
-            sync,
-            collected - started,
-            waited,
-        )
-        figures = metrics | {"learning_rate": trainer.learner.optimizer.learning_rate, "replayed": len(replayed)}
-        coordinator.log_update(
-            trainer.version, groups, figures, gap, seconds, trainer.weight_syncer.last_transfer_metrics()
-        )
-        coordinator.close_update(groups, trainer.version)
-        coordinator.checkpoint_if_due(trainer.learner, trainer.version)
-        trainer.evaluation_scheduler.poll_during_training(trainer.version)
+        replayed = context.replay.sample(context.version)
+        fresh = batching.clear_versions_before_restart(groups, coordinator.ticket_epoch.restart_epoch)
+        fresh = batching.shuffled_rewards(fresh, config, context.version)
+        sync_seconds = _sync_before_training(context) if one_step_off else 0.0
         started = time.monotonic()
-    coordinator.final_checkpoint(trainer.learner, trainer.version)
-    trainer.evaluation_scheduler.run_after_training(trainer.version, trainer.weight_syncer)
-    coordinator.end_job(trainer.version)
-
-
-def _hand_over(trainer: TrainingContext) -> float:
-    """Between two batches, with nothing in flight: give the engines the newest weights, and the next batch its tickets.
-
-    Returns seconds. The batch is made with these weights while the one before it is trained (mode one_step_off).
-    """
-    version, publisher = trainer.version, trainer.weight_syncer
-    seconds = publisher.sync(version) if publisher.version != version else 0.0
-    if version + 1 < trainer.config.trainer.updates:
-        trainer.coordinator.open_next_batch(version)
-    return seconds
+        metrics, mismatch = train_batch(
+            context.learner, context.sequence_packer, config, [*fresh, *replayed], context.version
+        )
+        context.replay.add(fresh, context.version)
+        train_seconds = time.monotonic() - started
+        context.version += 1
+        if not one_step_off:
+            sync_seconds = weight_syncer.sync(context.version)
+        metrics |= {"learning_rate": context.learner.optimizer.learning_rate, "replayed": len(replayed)}
+        seconds = _update_seconds(context, groups, train_seconds, sync_seconds, wait_seconds)
+        weight_sync_metrics = weight_syncer.last_transfer_metrics()
+        coordinator.log_update(context.version, groups, metrics, mismatch, seconds, weight_sync_metrics)
+        coordinator.close_update(groups, context.version)
+        coordinator.checkpoint_if_due(context.learner, context.version)
+        context.evaluation_scheduler.poll_during_training(context.version)
+    coordinator.final_checkpoint(context.learner, context.version)
+    context.evaluation_scheduler.run_after_training(context.version, weight_syncer)
+    coordinator.end_job(context.version)
 
 
 def train_batch(
     learner: Learner, sequence_packer: SequencePacker, config: Config, groups: Sequence[Group], version: int
 ) -> tuple[Metrics, LogprobMismatch]:
-    """Train on one batch of groups, from policy `version` on. Collective over all trainer ranks.
+    """Train policy `version` on one batch of groups. Collective over all trainer ranks.
 
-    Returns sums over all passes (see Learner.step; loss and gradient norm are means), and the gap between engine and
-    trainer.
+    Returns sums over all passes (see Learner.train_step; loss and gradient norm are means), and the mismatch between
+    the engine's and the trainer's log-probabilities.
 
-    The proximal policy is the policy at the start of the update. With a single optimiser step it is the current
-    policy itself, and its scores are those of the step.
+    The proximal policy is the policy at the start of the update. With a single optimiser step it equals the current
+    policy, and its log-probabilities are those computed in that step.
     """
     settings = config.trainer
     samples = batching.training_samples(groups, config, version)
     parts = batching.minibatches(samples, settings.minibatches, seed=config.run.seed + version)
-    single = settings.epochs * len(parts) == 1
-    passes = settings.epochs + (not single) + (learner.reference is not None)
-    rows = sequence_packer.build_all(parts, settings.loss.normalizer, settings.loss.normalizer_constant, passes)
-    loss = make_objective(settings.loss)
-    reference = learner.compute_reference_logprobs(rows)
-    if single:
-        totals, proximal = learner.train_step(rows[0], None, loss, reference[0])
-        return totals, measure_logprob_mismatch(rows[0], proximal, version)
-    scores = [learner.compute_logprobs(part) for part in rows]
+    single_step = settings.epochs * len(parts) == 1
+    passes = settings.epochs + (not single_step) + (learner.reference is not None)
+    minibatches = sequence_packer.build_all(parts, settings.loss.normalizer, settings.loss.normalizer_constant, passes)
+    loss = make_objective(settings.loss, parallel_state.get_context_parallel_group())
+    reference = learner.compute_reference_logprobs(minibatches)
+    if single_step:
+        totals, proximal = learner.train_step(minibatches[0], None, loss, reference[0])
+        return totals, measure_logprob_mismatch(minibatches[0], proximal, version)
+    proximal_logprobs = [learner.compute_logprobs(microbatches) for microbatches in minibatches]
     steps = [
-        learner.train_step(part, proximal, loss, start)[0]
+        learner.train_step(microbatches, proximal, loss, reference_logprobs)[0]
         for _ in range(settings.epochs)
-        for part, proximal, start in zip(rows, scores, reference, strict=True)
+        for microbatches, proximal, reference_logprobs in zip(minibatches, proximal_logprobs, reference, strict=True)
     ]
     totals = {name: sum(metrics[name] for metrics in steps) for name in steps[0]}
     totals |= {name: totals[name] / len(steps) for name in ("loss", "gradient_norm")}
-    return totals, measure_logprob_mismatch(
-        [row for part in rows for row in part], [s for part in scores for s in part], version
-    )
+    microbatches = [microbatch for minibatch in minibatches for microbatch in minibatch]
+    logprobs = [each for minibatch in proximal_logprobs for each in minibatch]
+    return totals, measure_logprob_mismatch(microbatches, logprobs, version)
+
+
+def _collect(context: TrainingContext) -> tuple[list[Group] | None, float]:
+    """Groups of the next update, and the seconds waited for them; None if an early end is requested.
+
+    Engines that start meanwhile get the current weights.
+    """
+    started = time.monotonic()
+    while True:
+        groups = context.coordinator.collect(context.version, context.weight_syncer.has_new_engines)
+        if groups is CollectInterrupt.NEW_ENGINES:
+            context.weight_syncer.sync(context.version, new_engines_only=True)
+        else:
+            return None if isinstance(groups, CollectInterrupt) else groups, time.monotonic() - started
+
+
+def _sync_before_training(context: TrainingContext) -> float:
+    """Send the newest weights while no group is in flight, then open the tickets of the next batch; returns seconds.
+
+    In mode one_step_off the engines generate the next batch with these weights while the trainer trains on this one.
+    """
+    version, weight_syncer = context.version, context.weight_syncer
+    seconds = weight_syncer.sync(version) if weight_syncer.version != version else 0.0
+    if version + 1 < context.config.trainer.updates:
+        context.coordinator.open_next_batch(version)
+    return seconds
+
+
+def _update_seconds(
+    context: TrainingContext, groups: Sequence[Group], train: float, sync: float, wait: float
+) -> UpdateSeconds:
+    """Durations of one update. Collective: the wait for images is that of the rank that waited longest."""
+    packer = context.sequence_packer
+    image_wait = all_reduce_max(packer.wait_timer.pop_seconds(), packer.device)
+    rollout = rollout_seconds([t for group in groups for t in group.trajectories])
+    return UpdateSeconds(rollout, train, sync, wait, image_wait)

@@ -19,32 +19,33 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_webrl.config.trainer import OptimizerConfig
 
-# The gathering happens in host memory and on one rank of each data-parallel group: on all of them a node would hold
-# the optimiser's state once per GPU.
+# The optimiser state is gathered in host memory, on one rank of each data-parallel group: gathered on all of them, a
+# node would need room for the whole state once per GPU.
 SHARDING_METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": True,
 }
 FUSED_ADAM_MODULES = {"transformer_engine": "transformer_engine.pytorch.optimizers", "apex": "apex.optimizers"}
+ADAM_EPSILON = 1e-8
 
 
 class NonFiniteGradient(RuntimeError):
-    """The gradient is not finite; no weight was changed."""
+    """The gradient is not finite. No weight has changed."""
 
 
 @dataclass
 class ScheduledOptimizer:
-    """An optimiser and the schedule of its learning rate."""
+    """An optimiser and its learning rate schedule."""
 
     optimizer: Any
     scheduler: OptimizerParamScheduler
 
     def step(self) -> float:
-        """One step of optimiser and schedule; returns the global gradient norm before clipping.
+        """Step the optimiser and the schedule; returns the global gradient norm before clipping.
 
-        Raises BadGradient before any weight changes. Collective.
+        Raises NonFiniteGradient before any weight changes. Collective.
         """
-        # Megatron looks for infinities under fp16 only; a NaN would otherwise be written into every weight.
+        # Megatron checks for infinities under fp16 only; without this check a NaN would reach every weight.
         overflow = self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         if overflow or not math.isfinite(norm):
@@ -55,31 +56,31 @@ class ScheduledOptimizer:
 
     @property
     def step_count(self) -> int:
-        """Steps that Adam has taken."""
+        """Number of Adam steps."""
         counts = [values["step"] for part in self._torch_parts() for values in part.optimizer.state.values()]
         counts += [group.get("step", 0) for part in self._parts() for group in part.optimizer.param_groups]
         return int(counts[0]) if counts else 0
 
     def sharded_state(self, models: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
-        """Main weights and moments in Megatron's sharded form, under the names of the weights. Collective when saving.
+        """Main weights and moments in Megatron's sharded form, keyed by weight names. Collective when saving.
 
-        `models`: sharded state of the chunks, drawn up in the same breath. Megatron's own state also has settings of
-        the parameter groups, of a form that depends on the layout (expert parallelism has an optimiser of its own);
-        they follow from the configuration, the schedule and the count of steps.
+        `models`: sharded state of the chunks, made immediately before. Megatron's own state also has the settings of
+        the parameter groups, whose form depends on the layout (expert parallelism has a second optimiser); those
+        follow from the configuration, the schedule and the step count.
         """
         self._allocate_state()
         states = {}
         for number, part in enumerate(self._parts()):
             state = part.sharded_state_dict(models, is_loading, metadata=SHARDING_METADATA)["param_state"]
-            if state is not None:  # another rank has gathered it
+            if state is not None:  # None: another rank has gathered it
                 states[f"part{number}"] = state
         return states
 
     def load_sharded_state(self, states: dict[str, Any], step_count: int) -> None:
-        """Restore what `sharded_state` described, and the count of steps.
+        """Restore the state that `sharded_state` described, and the step count.
 
-        With torch's Adam, Megatron 0.16 looks for the step among the moments, where its checkpoints have none, and
-        then gives all parameters one step tensor, which each of them would count up.
+        With torch's Adam, Megatron 0.16 expects the step among the moments, where its checkpoints have none, and then
+        gives all parameters one shared step tensor, which each parameter would increment.
         """
         for number, part in enumerate(self._parts()):
             settings = part.state_dict()
@@ -96,9 +97,9 @@ class ScheduledOptimizer:
                     values["step"] = torch.tensor(float(step_count))
 
     def _allocate_state(self) -> None:
-        """Give torch's Adam its moments before the first step: Megatron's checkpoints look for them.
+        """Allocate the moments of torch's Adam before its first step: Megatron's checkpoints expect them.
 
-        Transformer Engine's and apex's need no help.
+        Transformer Engine's and apex's Adam do not need this.
         """
         for part in self._torch_parts():
             for parameter in (p for group in part.optimizer.param_groups for p in group["params"]):
@@ -107,7 +108,7 @@ class ScheduledOptimizer:
                     part.optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32), **moments}
 
     def _parts(self) -> list[Any]:
-        """The optimisers of dense and expert parameters, without those that have no parameters on this rank."""
+        """The optimisers of dense and of expert parameters that have parameters on this rank."""
         parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         return [part for part in parts if part.optimizer is not None]
 
@@ -116,7 +117,7 @@ class ScheduledOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """The rate of the next step."""
+        """Learning rate of the next step."""
         return float(self.optimizer.param_groups[0]["lr"])
 
 
@@ -128,7 +129,7 @@ def _restore_with_step(part: Any, model_parameter: torch.nn.Parameter, tensors: 
 
 
 def fused_adam(implementation: str) -> Any:
-    """The fused Adam of a package of FUSED_ADAM. Raises RuntimeError, in one line, where it cannot be imported."""
+    """The fused Adam of a package in FUSED_ADAM_MODULES. Raises RuntimeError, in one line, if the import fails."""
     module = FUSED_ADAM_MODULES[implementation]
     try:
         return importlib.import_module(module).FusedAdam
@@ -141,14 +142,14 @@ def fused_adam(implementation: str) -> Any:
 
 
 def check_adam_implementation(implementation: str) -> None:
-    """Refuse an implementation of Adam that is not there. Raises RuntimeError."""
+    """Raises RuntimeError if the implementation of Adam cannot be imported."""
     if implementation in FUSED_ADAM_MODULES:
         fused_adam(implementation)
 
 
 @contextlib.contextmanager
 def _adam(implementation: str) -> Iterator[None]:
-    """Let Megatron build this Adam; it decides at its import otherwise."""
+    """Make Megatron build this Adam; by default Megatron chooses one when it is imported."""
     if implementation == "auto":
         yield
         return
@@ -163,11 +164,15 @@ def _adam(implementation: str) -> Iterator[None]:
 
 
 def make_optimizer(
-    chunks: list[DistributedDataParallel], config: OptimizerConfig, steps: int, dtype: torch.dtype
+    chunks: list[DistributedDataParallel],
+    config: OptimizerConfig,
+    steps: int,
+    dtype: torch.dtype,
+    epsilon: float = ADAM_EPSILON,
 ) -> ScheduledOptimizer:
     """Adam with the configured schedule over `steps` optimiser steps.
 
-    Biases and norms get no weight decay, as Megatron decides by shape.
+    Megatron gives one-dimensional parameters (biases, norms) no weight decay.
     Raises RuntimeError if the configured implementation of Adam cannot be imported.
     """
     settings = MegatronOptimizerConfig(
@@ -177,7 +182,7 @@ def make_optimizer(
         weight_decay=config.weight_decay,
         adam_beta1=config.beta1,
         adam_beta2=config.beta2,
-        adam_eps=config.epsilon,
+        adam_eps=epsilon,
         clip_grad=config.clip_norm,
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
@@ -202,5 +207,5 @@ def make_optimizer(
         wd_incr_steps=steps + 1,
         wd_incr_style="constant",
     )
-    scheduler.step(1)  # the first step is step 1 of the warm-up: at step 0 the rate would be zero
+    scheduler.step(1)  # start at step 1 of the warm-up: at step 0 the learning rate would be zero
     return ScheduledOptimizer(optimizer, scheduler)

@@ -1,11 +1,11 @@
-"""Process groups of the trainer: Megatron's, over the control plane's store."""
+"""The trainer's process groups, formed over the control plane's store, and small collectives on them."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from megatron.core import parallel_state
@@ -21,7 +21,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Place of this process among the trainer's, from the launcher's environment."""
+    """Rank of this process among the trainer's processes, from the launcher's environment."""
 
     rank: int
     world_size: int
@@ -39,10 +39,9 @@ class RankInfo:
 
 
 def initialize(config: Config, rank: RankInfo, store: TCPStore, store_prefix: str) -> platforms.Platform:
-    """Switch the platform on and form Megatron's process groups. Collective over all trainer ranks.
+    """Activate the platform and form Megatron's process groups. Collective over all trainer ranks.
 
-    Every collective ends with an error after trainer.batch_timeout_seconds and weights.timeout_seconds together, the longest
-    time that the other ranks may wait for the first one.
+    Every collective raises an error after `collective_timeout_seconds`.
     """
     platform = platforms.activate(config.model.platform)
     torch.distributed.init_process_group(
@@ -62,7 +61,7 @@ def collective_timeout_seconds(config: Config) -> float:
 
 
 def parallel_sizes(config: Config) -> ParallelSizes:
-    """How many ways the configuration splits the model."""
+    """The sizes of the model-parallel groups that the configuration names."""
     trainer = config.trainer
     return ParallelSizes(
         tensor=trainer.tensor_parallel,
@@ -75,7 +74,7 @@ def parallel_sizes(config: Config) -> ParallelSizes:
 
 
 def shutdown() -> None:
-    """Leave all process groups."""
+    """Destroy all process groups."""
     process_groups.destroy_process_groups()
     torch.distributed.destroy_process_group()
 
@@ -87,15 +86,22 @@ def broadcast_object(value: Value) -> Value:
     return box[0]
 
 
+def all_gather_object(value: Value) -> list[Value]:
+    """The values of all ranks in rank order, on every rank."""
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
 def all_reduce_max(value: float, device: torch.device) -> float:
-    """The largest value of all ranks, on every rank. Collective; `device` is the platform's."""
+    """The largest value of all ranks, on every rank. `device` is the platform's."""
     tensor = torch.tensor(value, device=device)
     torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
     return float(tensor)
 
 
 def broadcast_from_last_stage(value: Value) -> Value:
-    """The value of this rank's peer on the last pipeline stage."""
+    """The value of the rank on the last stage of this rank's pipeline."""
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:
         return value

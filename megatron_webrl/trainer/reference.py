@@ -1,4 +1,4 @@
-"""The reference policy of the KL penalty: weights that wait in host memory and take the model's place for a while."""
+"""The reference policy of the KL penalty: weights in host memory that are swapped into the model when needed."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import torch
 
 
 class ReferencePolicy:
-    """The weights that the modules had when this was made.
+    """A copy of the modules' weights at construction.
 
-    Costs one copy of this rank's weights in host memory and, while they are exchanged, one parameter on the device.
+    Costs one copy of this rank's weights in host memory and, during a swap, one parameter on the device.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         self._parameters = [parameter for module in modules for parameter in module.parameters()]
-        self._waiting = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
+        self._stored = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """The modules hold the reference's weights within, and exactly their own again afterwards."""
-        self._exchange()
+        """Swap the reference weights into the modules; on leaving the context, restore the modules' own exactly."""
+        self._swap()
         try:
             yield
         finally:
-            self._exchange()
+            self._swap()
 
     @torch.no_grad()
-    def _exchange(self) -> None:
-        for parameter, waiting in zip(self._parameters, self._waiting, strict=True):
+    def _swap(self) -> None:
+        for parameter, stored in zip(self._parameters, self._stored, strict=True):
             before = parameter.detach().clone()
-            parameter.copy_(waiting)  # in place: optimiser and weight transfer hold views of this memory
-            waiting.copy_(before)
+            parameter.copy_(stored)  # in place: optimiser and weight transfer have views of this memory
+            stored.copy_(before)

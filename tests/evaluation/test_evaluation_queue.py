@@ -1,5 +1,4 @@
-"""Evaluations through a real control plane: shared out, collected, repeated where a worker is lost, never waited for
-beyond their limit."""
+"""Evaluations via a real control plane: distribution, collection, retries after lost workers, time limits."""
 
 from __future__ import annotations
 
@@ -52,23 +51,23 @@ def request(number: int, tasks: int = 4, samples: int = 2) -> EvaluationRequest:
     return EvaluationRequest(number, "during", tasks, samples, 1.0, version=0)
 
 
-def result(index: int, sample: int, life: str, outcome: str = "success") -> EvaluationResult:
+def result(index: int, sample: int, instance_id: str, outcome: str = "success") -> EvaluationResult:
     return EvaluationResult(
-        index, sample, f"t/{index}", "miniwob", "click-test", "easy", outcome, 1, 5, 0.1, (0, 0), life
+        index, sample, f"t/{index}", "miniwob", "click-test", "easy", outcome, 1, 5, 0.1, (0, 0), instance_id
     )
 
 
-def work(control: ControlClient, asked: EvaluationRequest, life: str, count: int) -> list[int]:
-    """Run so many episodes, or all that are left; returns which."""
+def work(control: ControlClient, asked: EvaluationRequest, instance_id: str, count: int) -> list[int]:
+    """Run up to `count` episodes; returns their numbers."""
     done = []
-    while len(done) < count and (taken := evaluation_queue.claim_episode(control, asked, life)):
-        position, episode = taken
-        evaluation_queue.submit_result(control, asked, position, result(*asked.task_and_sample(episode), life))
+    while len(done) < count and (claimed := evaluation_queue.claim_episode(control, asked, instance_id)):
+        slot, episode = claimed
+        evaluation_queue.submit_result(control, asked, slot, result(*asked.task_and_sample(episode), instance_id))
         done.append(episode)
     return done
 
 
-def test_episodes_are_shared_out_and_those_of_a_lost_worker_run_again(address: tuple[str, int]):
+def test_workers_share_the_episodes_and_retry_those_of_a_lost_worker(address: tuple[str, int]):
     trainer = connect(address, "trainer-0")
     workers = [connect(address, f"rollout-{number}") for number in range(2)]
     assert [worker.register_instance() for worker in workers] == [1, 1]
@@ -79,10 +78,8 @@ def test_episodes_are_shared_out_and_those_of_a_lost_worker_run_again(address: t
     assert not collector.poll()
     assert not collector.has_started
     assert work(workers[0], asked, "rollout-0.1", 2) == [0, 1]
-    left = [
-        evaluation_queue.claim_episode(workers[0], asked, "rollout-0.1") for _ in range(2)
-    ]  # and is never heard of again
-    assert left == [(2, 2), (3, 3)]
+    unfinished = [evaluation_queue.claim_episode(workers[0], asked, "rollout-0.1") for _ in range(2)]
+    assert unfinished == [(2, 2), (3, 3)]
     assert work(workers[1], asked, "rollout-1.1", 100) == [4, 5, 6, 7]
     assert not collector.poll()
     assert (collector.has_started, collector.missing_count, collector.retried_episodes) == (True, 2, [])
@@ -90,9 +87,8 @@ def test_episodes_are_shared_out_and_those_of_a_lost_worker_run_again(address: t
     assert not collector.poll()
     assert collector.retried_episodes == [2, 3]
     assert sorted(work(workers[0], asked, "rollout-0.2", 1) + work(workers[1], asked, "rollout-1.1", 9)) == [2, 3]
-    evaluation_queue.submit_result(
-        workers[0], asked, 2, result(2, 0, "rollout-0.1", "failure")
-    )  # too late: it counts once
+    late = result(2, 0, "rollout-0.1", "failure")  # must not count a second time
+    evaluation_queue.submit_result(workers[0], asked, 2, late)
     assert collector.poll()
     assert [(r.index, r.sample) for _, r in sorted(collector.results.items())] == [
         (index, sample) for sample in range(2) for index in range(4)
@@ -102,7 +98,7 @@ def test_episodes_are_shared_out_and_those_of_a_lost_worker_run_again(address: t
     assert evaluation_queue.current_request(workers[0]) is None
 
 
-def test_every_episode_is_taken_once_by_workers_at_the_same_time(address: tuple[str, int]):
+def test_concurrent_workers_claim_every_episode_once(address: tuple[str, int]):
     asked, done = request(1002, tasks=50), [[], [], []]  # type: EvaluationRequest, list[list[int]]
     evaluation_queue.submit_request(connect(address, "trainer-0"), asked)
 
@@ -120,7 +116,7 @@ def test_every_episode_is_taken_once_by_workers_at_the_same_time(address: tuple[
 
 
 class Engines:
-    """The trainer's link to the engines, of which a new one comes once."""
+    """A fake WeightSyncer with one new engine."""
 
     def __init__(self) -> None:
         self.waiting, self.served, self.version = 1, [], 0  # type: int, list[int], int
@@ -156,12 +152,12 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 
 
 class Worker(threading.Thread):
-    """Its engine comes when the first evaluation is under way. A later version succeeds at more tasks, none blindly."""
+    """Runs evaluations once its engine has weights. Later versions succeed at more tasks, none on blank images."""
 
     def __init__(self, address: tuple[str, int], name: str, engines: Engines) -> None:
         super().__init__(daemon=True)
         self.engines = engines
-        self.control, self.life = connect(address, name), f"{name}.1"
+        self.control, self.instance_id = connect(address, name), f"{name}.1"
         self.control.register_instance()
         self.kinds: list[str] = []
 
@@ -170,26 +166,27 @@ class Worker(threading.Thread):
         while "blank_images" not in self.kinds and time.monotonic() < deadline:
             asked = evaluation_queue.current_request(self.control)
             if asked is not None and not self.engines.waiting and (not self.kinds or asked.kind != self.kinds[-1]):
-                while taken := evaluation_queue.claim_episode(self.control, asked, self.life):
-                    index, sample = asked.task_and_sample(taken[1])
+                while claimed := evaluation_queue.claim_episode(self.control, asked, self.instance_id):
+                    slot, episode = claimed
+                    index, sample = asked.task_and_sample(episode)
                     good = asked.version > index and asked.kind != "blank_images"
-                    found = result(index, sample, self.life, "success" if good else "failure")
-                    evaluation_queue.submit_result(self.control, asked, taken[0], found)
+                    found = result(index, sample, self.instance_id, "success" if good else "failure")
+                    evaluation_queue.submit_result(self.control, asked, slot, found)
                 self.kinds.append(asked.kind)
             time.sleep(0.02)
 
 
-def test_a_run_is_evaluated_before_beside_and_after(address: tuple[str, int], config: Config, one_rank: None):
+def test_a_run_is_evaluated_before_during_and_after_training(address: tuple[str, int], config: Config, one_rank: None):
     tracker = MLflowTracker(config, None, str)
     engines: Any = Engines()
     evaluation = EvaluationScheduler(config, connect(address, "trainer-0"), tracker, restart_epoch=0, version=0)
     worker = Worker(address, "rollout-9", engines)
     worker.start()
     evaluation.run_before_training(0, engines)
-    assert engines.served == [0]  # an engine that came meanwhile did not wait
+    assert engines.served == [0]  # the new engine got its weights meanwhile
     evaluation.poll_during_training(1)
-    until(lambda: "during" in worker.kinds, "evaluation beside the training")
-    evaluation.poll_during_training(4)  # writes down the one of version 1; that of the end comes afterwards
+    until(lambda: "during" in worker.kinds, "evaluation during training")
+    evaluation.poll_during_training(4)  # records the one of version 1; the final one follows
     evaluation.run_after_training(4, engines)
     assert engines.version == 4  # engines that lagged behind are not evaluated
     worker.join(LIMIT)
@@ -202,28 +199,29 @@ def test_a_run_is_evaluated_before_beside_and_after(address: tuple[str, int], co
     history = tracker.client.get_metric_history(tracker.run_id, "evaluation/success/click-test")
     assert {metric.step: metric.value for metric in history} == {0: 0.0, 1: 1 / 3, 4: 1.0}
 
-    # Going on from version 1: the start is known, and what came after is forgotten.
+    # A resume from version 1 keeps the evaluation before training, and drops those after version 1.
     again = EvaluationScheduler(config, connect(address, "trainer-0"), tracker, restart_epoch=1, version=1)
     again.run_before_training(1, engines)
     assert [line["kind"] for line in result_files.read_evaluations(config.run_folder)] == ["before", "during"]
 
 
-def test_without_workers_an_evaluation_ends_at_its_limit_and_beside_the_training_at_once(
-    address: tuple[str, int], config: Config, one_rank: None
+def test_without_workers_an_evaluation_ends_at_its_time_limit_and_during_training_at_once(
+    address: tuple[str, int], config: Config, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ):
     tracker = MLflowTracker(config, None, str)
     engines: Any = Engines()
     control = connect(address, "trainer-0")
     evaluation = EvaluationScheduler(config, control, tracker, restart_epoch=0, version=0)
-    config.evaluation.timeout_seconds = 3600.0
+    monkeypatch.setattr(evaluation_queue, "TIMEOUT_SECONDS", 3600.0)
     began = time.monotonic()
     evaluation.poll_during_training(1)
-    evaluation.poll_during_training(2)  # finds the one of version 1 under way
+    evaluation.poll_during_training(2)  # skipped: the one of version 1 is running
     evaluation.run_after_training(3, engines)  # the run was stopped before its last update
     assert time.monotonic() - began < 10
     assert result_files.read_evaluations(config.run_folder) == []
     assert evaluation_queue.current_request(control) is None
-    config.evaluation.timeout_seconds, config.evaluation.after, config.evaluation.blank_images = 0.5, False, False
+    monkeypatch.setattr(evaluation_queue, "TIMEOUT_SECONDS", 0.5)
+    config.evaluation.after, config.evaluation.blank_images = False, False
     evaluation.poll_during_training(4)
     evaluation.run_after_training(4, engines)
     [line] = result_files.read_evaluations(config.run_folder)

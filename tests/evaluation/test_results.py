@@ -1,4 +1,4 @@
-"""What an evaluation says of its results, against computations made another way."""
+"""Statistics of evaluation results, checked against independent computations."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def result(
 
 
 def bisected(share: float, trials: int, low: float, high: float) -> float:
-    """Where |share - p| stops being at most Z standard errors of p, between `low` (inside) and `high` (outside)."""
+    """The p between `low` (inside) and `high` (outside) where |share - p| is Z standard errors of p."""
     for _ in range(200):
         middle = (low + high) / 2
         inside = abs(share - middle) <= 1.959963984540054 * math.sqrt(middle * (1 - middle) / trials)
@@ -45,7 +45,7 @@ def bisected(share: float, trials: int, low: float, high: float) -> float:
 
 
 @pytest.mark.parametrize(("successes", "trials"), [(0, 8), (8, 8), (1, 3), (50, 180), (179, 180), (500, 1000)])
-def test_the_interval_holds_what_is_within_its_standard_errors(successes: int, trials: int):
+def test_the_wilson_interval_ends_where_the_standard_errors_say(successes: int, trials: int):
     share = successes / trials
     interval = wilson_interval(share, trials)
     assert interval is not None
@@ -60,11 +60,11 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_success(samples: int, successe
     for k in range(1, samples + 1):
         subsets = list(itertools.combinations(outcomes, k))
         assert pass_at(k, samples, successes) == pytest.approx(sum(map(any, subsets)) / len(subsets))
-    with pytest.raises(ValueError, match=f"pass@{samples + 1} cannot be told from {samples} samples"):
+    with pytest.raises(ValueError, match=f"pass@{samples + 1} cannot be estimated from {samples} samples"):
         pass_at(samples + 1, samples, successes)
 
 
-def test_the_gains_interval_is_that_of_all_resamples():
+def test_the_bootstrap_interval_agrees_with_all_possible_resamples():
     before = [result(index, outcome) for index, outcome in enumerate(["failure"] * 5 + ["success"])]
     after = [result(index, outcome) for index, outcome in enumerate(["success"] * 3 + ["failure"] * 3)]
     differences = np.array([1, 1, 1, 0, 0, -1])
@@ -76,12 +76,12 @@ def test_the_gains_interval_is_that_of_all_resamples():
     assert found["interval"] == pytest.approx(list(np.percentile(means, [2.5, 97.5])), abs=1 / 6 + 1e-9)
 
 
-def test_the_gain_is_that_of_tasks_judged_both_times():
+def test_the_difference_uses_tasks_with_verdicts_in_both_evaluations():
     before = [result(0, "failure"), result(1, "failure"), result(2, "browser_crashed")]
     after = [result(0), result(1, "engine_error"), result(2), result(3)]
     assert paired_difference(before, after) == {"mean": 1.0, "interval": [1.0, 1.0], "tasks": 1}
     assert paired_difference(before, [result(7)]) is None
-    # Of several samples of a task the mean counts.
+    # Several samples of a task count by their mean.
     assert paired_difference([result(0), result(0, "failure", sample=1)], [result(0)]) == {
         "mean": 0.5, "interval": [0.5, 0.5], "tasks": 1,
     }  # fmt: skip
@@ -109,7 +109,7 @@ def test_episodes_without_a_verdict_and_missing_ones_count_neither_way():
     assert line["pass_at"] == {"1": 0.5}
 
 
-def test_nothing_judged_is_no_success_of_zero():
+def test_without_verdicts_there_is_no_success_rate():
     line = aggregate_results(REQUEST, [result(0, "engine_error")], seconds=1.0)
     assert (line["success"], line["interval"], line["episodes"], line["pass_at"]) == (None, None, 0, {})
     assert "evaluation/success" not in mlflow_metrics(line)
@@ -128,7 +128,7 @@ def test_samples_of_a_task_do_not_make_the_interval_narrower():
     assert line["pass_at"] == pytest.approx({"1": 0.5, "2": (2 / 3 + 1) / 2, "3": 1.0})
 
 
-def test_mlflow_gets_blank_images_under_a_name_of_their_own():
+def test_mlflow_metrics_of_blank_images_have_a_prefix_of_their_own():
     line = aggregate_results(REQUEST, [result(0), result(1, "failure", environment="focus-text")], seconds=2.0)
     values = mlflow_metrics(line)
     assert values["evaluation/success"] == 0.5
@@ -139,7 +139,7 @@ def test_mlflow_gets_blank_images_under_a_name_of_their_own():
     assert "evaluation/success" not in blank
 
 
-def test_the_summary_takes_the_first_before_and_what_the_last_version_reached(tmp_path: Path):
+def test_the_summary_has_the_first_evaluation_before_and_those_of_the_last_version(tmp_path: Path):
     def append(kind: str, version: int, *outcomes: str) -> None:
         results = [result(index, outcome) for index, outcome in enumerate(outcomes)]
         request = replace(REQUEST, kind=kind, version=version, tasks=len(outcomes))
@@ -159,19 +159,19 @@ def test_the_summary_takes_the_first_before_and_what_the_last_version_reached(tm
     assert (evaluation["before"]["version"], evaluation["after"]["success"]) == (0, 0.5)
     assert evaluation["gain"]["mean"] == 0.5
     assert evaluation["image_gain"] is None
-    # The run goes on: what was the end of it is not the end any more.
+    # The run continues: version 1 is no longer the last one.
     append("after", 2, "success", "success")
     append("blank_images", 2, "failure", "success")
     summary.write_updates(tmp_path, [update, update | {"version": 2}])
     summary.write_summary(tmp_path, "finished", None)
     evaluation = summary.read_summary(tmp_path)["evaluation"]
     assert [evaluation[name]["mean"] for name in ("gain", "image_gain")] == [1.0, 0.5]
-    # It goes on from version 1 once more: version 2 was never there.
+    # The run resumes from version 1: the evaluations of version 2 are deleted.
     result_files.truncate_after(tmp_path, 1)
     assert [line["version"] for line in result_files.read_evaluations(tmp_path)] == [0, 1, 1]
 
 
-def test_a_run_that_makes_no_update_ends_with_what_it_began_with(tmp_path: Path):
+def test_a_run_without_updates_has_an_evaluation_after_training_of_version_0(tmp_path: Path):
     results = [result(0)]
     result_files.append_evaluation(
         tmp_path, aggregate_results(replace(REQUEST, kind="after", version=0, tasks=1), results, 1.0), results
@@ -190,5 +190,5 @@ def test_the_table_fits_a_terminal_of_80_columns():
     Console(file=out, width=80).print(result_table.evaluation_table(lines))
     assert "…" not in out.getvalue()
     assert "67% (54-77)" in out.getvalue()
-    words = result_table.format_difference("gain", {"mean": 0.25, "interval": [0.1, 0.4], "tasks": 60})
-    assert words == "gain: +25.0 points, 95 % interval +10.0 to +40.0 (paired bootstrap over 60 tasks)"
+    line_of_text = result_table.format_difference("gain", {"mean": 0.25, "interval": [0.1, 0.4], "tasks": 60})
+    assert line_of_text == "gain: +25.0 points, 95 % interval +10.0 to +40.0 (paired bootstrap over 60 tasks)"

@@ -195,7 +195,7 @@ def test_foreign_bytes_and_other_formats_are_refused() -> None:
     whole = joined(example())
     with pytest.raises(RecordError, match="not a record: it begins with b'PNG"):
         record.decode_trajectory(b"PNG" + whole[3:])
-    with pytest.raises(RecordError, match="format 9, this program reads 3"):
+    with pytest.raises(RecordError, match="format 9, this program reads 4"):
         record.decode_trajectory(whole[:8] + struct.pack("<I", 9) + whole[12:])
     with pytest.raises(RecordError, match="followed by foreign bytes"):
         record.decode_trajectory(whole + b"x")

@@ -134,7 +134,7 @@ def test_a_rank_that_is_killed_on_one_node_starts_again_with_that_of_the_other(
             told = job.log(f"node-{node}-trainer")
             job.until(lambda: "restarting all trainer ranks" in told.read_text(), "another start")  # noqa: B023
             assert job.until(lambda: job.role(f"trainer-{node}"), "another rank") != ranks[node]  # noqa: B023
-        job.until(lambda: "goes on from version" in (job.folder / "logs/node-0/trainer-0.log").read_text(), "take-over")
+        job.until(lambda: "resumes from version" in (job.folder / "logs/node-0/trainer-0.log").read_text(), "take-over")
         assert all(worker.is_running() for worker in workers)
         codes = job.wait()
     finally:

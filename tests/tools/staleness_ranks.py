@@ -30,7 +30,7 @@ def configuration(folder: Path, model: str) -> Config:
     config.run.directory, config.run.name = str(folder), "run"
     config.trainer.updates, config.trainer.epochs, config.rollout.mode = UPDATES, 1, "sync"
     config.trainer.optimizer.schedule, config.trainer.optimizer.warmup_fraction = "constant", 0.0
-    config.trainer.optimizer.learning_rate, config.trainer.optimizer.epsilon = 1e-3, 1e-8
+    config.trainer.optimizer.learning_rate = 1e-3
     return config
 
 
@@ -97,16 +97,16 @@ def _steps(trajectory: Trajectory, version: int, learner: Any, builder: Any) -> 
 
 def _gradients(config: Config, learner: Any, builder: Any, batch: list[Group], version: int) -> dict[str, Any]:
     from megatron_webrl.trainer.data.batching import training_samples
-    from megatron_webrl.trainer.learner import make_objective
-    from tools.bench.staleness_rank import group_gradients, mean_and_covariance_trace
+    from megatron_webrl.trainer.loss import make_objective
+    from tools.bench.staleness_rank import flat_gradient, group_gradients, mean_and_covariance_trace
 
     found = {}
     for normaliser in ("constant", "token_mean"):
         loss = replace(config.trainer.loss, normalizer=normaliser)
         chosen = replace(config, trainer=replace(config.trainer, loss=loss))
         rows = builder.build(training_samples(batch, chosen, version), normaliser, loss.normalizer_constant)
-        learner.forward_backward(rows, None, make_objective(loss))
-        whole = learner.flat_gradient().double()
+        learner.forward_backward(rows, None, make_objective(loss, None))
+        whole = flat_gradient(learner).double()
         mean, trace = mean_and_covariance_trace(group_gradients(learner, builder, chosen, batch, version))
         found[normaliser] = {"whole": whole, "mean": mean, "trace": trace}
     return found

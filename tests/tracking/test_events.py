@@ -72,7 +72,7 @@ def test_without_a_file_nothing_happened(tmp_path: Path) -> None:
 
 
 def test_a_lock_that_nobody_releases_holds_no_supervisor_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(events, "LOCK_TIMEOUT_SECONDS", 0.2)
     holder = (
         "import fcntl, sys; file = open(sys.argv[1], 'ab'); fcntl.lockf(file, fcntl.LOCK_EX);"
         "print('held', flush=True); sys.stdin.read()"
@@ -96,7 +96,7 @@ def test_a_folder_that_takes_no_event_is_told_and_ends_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     EventLog(tmp_path / "gone").add("trainer-0", "failed")
-    assert "took no event (trainer-0 failed)" in caplog.text
+    assert "events.jsonl (trainer-0 failed)" in caplog.text
 
 
 def test_a_run_that_was_resumed_has_several_jobs(tmp_path: Path) -> None:

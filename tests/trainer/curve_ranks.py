@@ -1,4 +1,4 @@
-"""What the two gloo processes of the loss-curve tests do: Qwen3-VL in several layouts, from each other's state."""
+"""Rank bodies of the loss-curve tests: Qwen3-VL in several layouts, resuming from each other's checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.trainer.checkpoint.checkpoint_ranks import checkpoints_in, session, state_of
+from tests.trainer.checkpoint.small_learner import checkpoints_in, session, state_of
 
 QWEN_LAYOUTS: dict[str, dict[str, int]] = {"tensor": {"tensor": 2}, "replicas": {}, "pipeline": {"pipeline": 2}}
 
@@ -42,16 +42,16 @@ def loss_curves(rank: int, folder: str, model: str) -> None:
 
 
 def _curve_from(folder: Path, model: str, sizes: Any, platform: Any) -> list[tuple[float, float]]:
-    from megatron_webrl.trainer.checkpoint import checkpointer
+    from megatron_webrl.trainer.checkpoint.checkpoint_state import load_learner
 
     learner, update = _qwen(model, sizes, platform)
-    checkpointer.load(folder / "checkpoints" / "version-000002", learner)
+    load_learner(folder / "checkpoints" / "version-000002", learner)
     return [update() for _ in range(3)]
 
 
 def _qwen(model: str, sizes: Any, platform: Any) -> tuple[Any, Any]:
     """A learner, and an update on always the same samples, which returns loss and gradient norm."""
-    from megatron_webrl.trainer.factory import make_learner, make_sequence_packer
+    from megatron_webrl.trainer.factory import make_sequence_packer
     from megatron_webrl.trainer.loop import train_batch
     from tests.trainer import learner_ranks
 
@@ -59,7 +59,7 @@ def _qwen(model: str, sizes: Any, platform: Any) -> tuple[Any, Any]:
     config.trainer.loss.name, config.trainer.updates = "raft", 5
     config.trainer.tensor_parallel, config.trainer.pipeline_parallel = sizes.tensor, sizes.pipeline
     config.trainer.data_parallel = 2 // (sizes.tensor * sizes.pipeline)
-    learner, builder = make_learner(config, platform), make_sequence_packer(config, platform)
+    learner, builder = learner_ranks.make_learner(config, platform), make_sequence_packer(config, platform)
     samples = learner_ranks.make_groups(config)
 
     def once() -> tuple[float, float]:
@@ -72,17 +72,17 @@ def _qwen(model: str, sizes: Any, platform: Any) -> tuple[Any, Any]:
 def _one_step(model: str, platform: Any, limit: int) -> dict[str, Any]:
     """One step on all samples, in rows of at most `limit` tokens."""
     from megatron_webrl.trainer.data import batching
-    from megatron_webrl.trainer.factory import make_learner, make_sequence_packer
-    from megatron_webrl.trainer.learner import make_objective
+    from megatron_webrl.trainer.factory import make_sequence_packer
+    from megatron_webrl.trainer.loss import make_objective
     from tests.trainer import learner_ranks
 
     config = learner_ranks.make_config(model)
     config.trainer.data_parallel, config.trainer.tokens_per_microbatch = 2, limit
     config.trainer.loss.name = "raft"
-    learner = make_learner(config, platform)
+    learner = learner_ranks.make_learner(config, platform)
     config.trainer.merge_prefixes = False
     samples = batching.make_samples(learner_ranks.make_groups(config, 8), batching.success_advantages)
     rows = make_sequence_packer(config, platform).build(samples, "token_mean", 10)
-    metrics, _ = learner.train_step(rows, None, make_objective(config.trainer.loss))
+    metrics, _ = learner.train_step(rows, None, make_objective(config.trainer.loss, None))
     weights = torch.cat([p.detach().flatten() for chunk in learner.chunks for p in chunk.parameters()])
     return {"rows": len(rows), "loss": metrics["loss"], "norm": metrics["gradient_norm"], "weights": weights}

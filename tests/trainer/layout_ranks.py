@@ -1,4 +1,4 @@
-"""What the gloo processes of the learner's layout tests do: the same updates in every layout."""
+"""Rank bodies of the learner's layout tests: the same updates in every layout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from megatron_webrl.config.loss import LossConfig
 from megatron_webrl.system import torchvision_shim
 from tests import gloo
-from tests.trainer.learner_ranks import VERSION, make_config, make_groups
+from tests.trainer.learner_ranks import VERSION, make_config, make_groups, make_learner
 
 GSPO = "gspo "
 """Layouts with ratios per response, whose tokens context-parallel ranks share, and with a reference policy."""
@@ -35,15 +35,15 @@ SPARSE: dict[str, dict[str, int]] = {
 }
 LAYOUTS = {"dense": DENSE, "sparse": SPARSE}
 AHEAD = ("pp2 vpp2", "gspo cp2", "gspo pp2")
-"""Layouts whose pixels are made ahead; the others' are made in the ranks."""
+"""Layouts with image workers; in the others the ranks process images themselves."""
 
 
 def run(rank: int, folder: str, models: dict[str, str]) -> None:
-    """Write what each layout of each model finds to found-MODEL-LAYOUT.pt: what every rank saw."""
+    """Write the observations of all ranks for each layout of each model to found-MODEL-LAYOUT.pt."""
     torchvision_shim.install()
     platform = gloo.join(rank, 2, folder)
     from megatron_webrl.model import process_groups
-    from megatron_webrl.trainer.parallel import parallel_sizes
+    from megatron_webrl.trainer.parallel import all_gather_object, parallel_sizes
 
     for model, layouts in LAYOUTS.items():
         for name, layout in layouts.items():
@@ -56,18 +56,17 @@ def run(rank: int, folder: str, models: dict[str, str]) -> None:
                 )
             config.run.directory, config.trainer.image_workers = folder, int(name in AHEAD)
             process_groups.init_process_groups(parallel_sizes(config), seed=1)
-            everyone: list[Any] = [None, None]
-            torch.distributed.all_gather_object(everyone, _updates(config, platform))
+            found = all_gather_object(_updates(config, platform))
             if rank == 0:
-                torch.save(everyone, Path(folder) / f"found-{model}-{name}.pt")
+                torch.save(found, Path(folder) / f"found-{model}-{name}.pt")
             process_groups.destroy_process_groups()
     torch.distributed.destroy_process_group()
 
 
 def _updates(config: Any, platform: Any) -> dict[str, Any]:
-    """Two updates of several optimiser steps each; figures, and on the first rank the weights."""
+    """Two updates of several optimiser steps each; returns metrics and weights."""
     from megatron_webrl.trainer.checkpoint.reference_files import attach_reference_policy
-    from megatron_webrl.trainer.factory import make_learner, make_sequence_packer, with_image_prefetcher
+    from megatron_webrl.trainer.factory import make_sequence_packer, with_image_prefetcher
     from megatron_webrl.trainer.loop import train_batch
     from tests.model.hf_export import hf_tensors
 

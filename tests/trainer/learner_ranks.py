@@ -1,7 +1,8 @@
-"""What the two gloo processes of the learner tests do; each writes what it found to a file."""
+"""Rank bodies of the learner tests; each rank writes its observations to a file."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,19 @@ def make_config(model: str) -> Config:
     config.trainer.updates, config.trainer.epochs, config.trainer.minibatches = 4, 2, 2
     config.trainer.tokens_per_microbatch = 256
     config.trainer.optimizer.learning_rate = 3e-3
-    config.trainer.optimizer.epsilon = 1e-3
     return config
+
+
+def make_learner(config: Config, platform: Any) -> Any:
+    """A learner with a large epsilon of Adam: a step depends on the size of the gradient, not only on its sign."""
+    from megatron_webrl.trainer import factory
+    from megatron_webrl.trainer.optimizer import make_optimizer
+
+    learner, trainer = factory.make_learner(config, platform), config.trainer
+    optimizer = make_optimizer(
+        learner.chunks, trainer.optimizer, trainer.optimizer_steps, getattr(torch, config.model.dtype), epsilon=1e-3
+    )
+    return replace(learner, optimizer=optimizer)
 
 
 def make_groups(config: Config, count: int = 4) -> list[Group]:
@@ -89,32 +101,33 @@ def _step(processor: Any, rng: np.random.Generator, images: tuple[bytes, ...], i
 
 def _examine(config: Config, folder: Path, size: int, platform: Any) -> dict[str, Any]:
     from megatron_webrl.trainer.accounting import Accounting
-    from megatron_webrl.trainer.checkpoint import checkpointer
-    from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
-    from megatron_webrl.trainer.factory import make_learner, make_sequence_packer
+    from megatron_webrl.trainer.checkpoint.checkpoint_files import latest_checkpoint
+    from megatron_webrl.trainer.checkpoint.checkpoint_state import load_learner
+    from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState, read_trainer_state
     from tests.model.hf_export import hf_tensors
 
     config.trainer.tensor_parallel, config.trainer.data_parallel = size, 2 // size
     learner, groups = make_learner(config, platform), make_groups(config)
     found: dict[str, Any] = {"first": _update(learner, config, platform, groups)}
     state = TrainerState(VERSION + 1, 0, 4, (5,), Accounting(trained=8).state_dict(), 1, updates=[{"version": 3}])
-    checkpoints = Checkpointer(folder / f"checkpoints-{size}", Path(config.model.path), config.trainer.checkpoint)
+    run_folder = folder / f"run-{size}"
+    checkpoints = Checkpointer(run_folder / "checkpoints", Path(config.model.path), config.trainer.checkpoint)
     checkpoints.start_save(learner, state)
     found["second"] = _update(learner, config, platform, groups)
     checkpoints.close()
     found["weights"] = {name: tensor.clone() for name, tensor in hf_tensors(learner.models)}
     found["rate"] = learner.optimizer.learning_rate
     restored = make_learner(config, platform)
-    checkpointer.load(checkpointer.latest_checkpoint(folder / f"checkpoints-{size}"), restored)
-    found["state"] = checkpointer.read_trainer_state(checkpointer.latest_checkpoint(folder / f"checkpoints-{size}"))
+    load_learner(latest_checkpoint(run_folder), restored)
+    found["state"] = read_trainer_state(latest_checkpoint(run_folder))
     found["second again"], found["pixels"] = _update_ahead(restored, config, platform, groups, folder)
     found["weights again"] = {name: tensor.clone() for name, tensor in hf_tensors(restored.models)}
     found["rate again"] = restored.optimizer.learning_rate
     if size == 1:
         other = make_learner(config, platform)
-        checkpointer.load(checkpointer.latest_checkpoint(folder / "checkpoints-2"), other)
+        load_learner(latest_checkpoint(folder / "run-2"), other)
         found["second elsewhere"] = _update(other, config, platform, groups)
-    found["single"] = _single_step(config, platform, groups, make_learner, make_sequence_packer)
+    found["single"] = _single_step(config, platform, groups)
     return found
 
 
@@ -128,7 +141,7 @@ def _update(learner: Any, config: Config, platform: Any, groups: list[Group]) ->
 def _update_ahead(
     learner: Any, config: Config, platform: Any, groups: list[Group], folder: Path
 ) -> tuple[tuple[dict[str, float], Any], dict[str, float]]:
-    """The same with prefetched pixels, in less memory than they take together."""
+    """An update with prefetched images, in a buffer smaller than all of them together."""
     from megatron_webrl.trainer import factory
     from megatron_webrl.trainer.factory import make_sequence_packer, with_image_prefetcher
     from megatron_webrl.trainer.loop import train_batch
@@ -143,27 +156,27 @@ def _update_ahead(
     return result, {"held": held, "waited": waited}
 
 
-def _single_step(
-    config: Config, platform: Any, groups: list[Group], make_learner: Any, make_builder: Any
-) -> dict[str, Any]:
+def _single_step(config: Config, platform: Any, groups: list[Group]) -> dict[str, Any]:
     """One minibatch, one epoch; then a replica without samples, and a gradient that is not finite."""
     from megatron_webrl.trainer.data import batching
-    from megatron_webrl.trainer.learner import make_objective
+    from megatron_webrl.trainer.factory import make_sequence_packer
+    from megatron_webrl.trainer.loss import make_objective
     from megatron_webrl.trainer.optimizer import NonFiniteGradient
     from tests.model.hf_export import hf_tensors
 
     config.trainer.epochs = config.trainer.minibatches = 1
-    learner, builder = make_learner(config, platform), make_builder(config, platform)
+    learner, builder = make_learner(config, platform), make_sequence_packer(config, platform)
+    objective = make_objective(config.trainer.loss, None)
     found: dict[str, Any] = {"all": _update(learner, config, platform, groups)}
     sample = batching.make_samples(groups)[:1]
-    metrics, _ = learner.train_step(builder.build(sample, "token_mean", 10), None, make_objective(config.trainer.loss))
+    metrics, _ = learner.train_step(builder.build(sample, "token_mean", 10), None, objective)
     found["one sample"] = metrics
     before = {name: tensor.clone() for name, tensor in hf_tensors(learner.models)}
     broken = builder.build(batching.make_samples(groups), "token_mean", 10)
     for row in broken:
         row.advantage[0] = float("nan")
     try:
-        learner.train_step(broken, None, make_objective(config.trainer.loss))
+        learner.train_step(broken, None, objective)
     except NonFiniteGradient as error:
         found["error"] = str(error)
     found["unchanged"] = all(torch.equal(before[name], tensor) for name, tensor in hf_tensors(learner.models))

@@ -17,7 +17,7 @@ Found = dict[tuple[int, int], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Found:
-    """(tensor-parallel size, rank) -> what that rank found."""
+    """(tensor-parallel size, rank) -> observations of that rank."""
     folder = tmp_path_factory.mktemp("learner")
     spawn(learner_ranks.run, str(folder), str(tiny_model))
     return {
@@ -33,7 +33,7 @@ def assert_same(one: tuple[dict[str, float], Any], other: tuple[dict[str, float]
     assert one[1].largest == pytest.approx(other[1].largest, rel=rel)
 
 
-def test_an_update_does_not_depend_on_how_the_ranks_are_laid_out(found: Found):
+def test_an_update_does_not_depend_on_the_layout_of_the_ranks(found: Found):
     two, replicas = found[2, 0], found[1, 0]
     for part in ("first", "second"):
         assert_same(two[part], replicas[part], rel=1e-3)
@@ -42,12 +42,12 @@ def test_an_update_does_not_depend_on_how_the_ranks_are_laid_out(found: Found):
 
 
 @SIZES
-def test_all_ranks_see_the_same_figures(found: Found, size: int):
+def test_all_ranks_return_the_same_metrics(found: Found, size: int):
     assert found[size, 0]["first"] == found[size, 1]["first"]
 
 
 @SIZES
-def test_an_update_changes_the_weights_and_sees_what_the_loss_does(found: Found, size: int):
+def test_an_update_changes_the_weights_and_reports_the_loss(found: Found, size: int):
     metrics, _ = found[size, 0]["first"]
     assert metrics["gradient_norm"] > 0
     assert 0 < metrics["clipped"] < metrics["response_tokens"] < metrics["tokens"]
@@ -55,7 +55,7 @@ def test_an_update_changes_the_weights_and_sees_what_the_loss_does(found: Found,
 
 
 @SIZES
-def test_training_goes_on_from_a_checkpoint_bit_for_bit(found: Found, size: int):
+def test_training_resumes_from_a_checkpoint_bit_for_bit(found: Found, size: int):
     result = found[size, 0]
     assert result["second"] == result["second again"]
     assert result["rate"] == result["rate again"]
@@ -64,21 +64,21 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(found: Found, size: int)
 
 
 @SIZES
-def test_pixels_made_ahead_change_no_bit_and_leave_nothing_behind(found: Found, size: int):
+def test_prefetched_images_change_no_bit_and_free_their_memory(found: Found, size: int):
     assert found[size, 0]["second"] == found[size, 0]["second again"]
     for rank in (0, 1):
         assert found[size, rank]["pixels"]["held"] == 0
-        assert found[size, rank]["pixels"]["waited"] > 0  # the worker was only just started
+        assert found[size, rank]["pixels"]["waited"] > 0  # the worker has just been started
 
 
-def test_training_goes_on_at_another_tensor_parallel_size(found: Found):
+def test_training_resumes_at_another_tensor_parallel_size(found: Found):
     assert_same(found[2, 0]["second"], found[1, 0]["second elsewhere"], rel=1e-3)
 
 
 @SIZES
 def test_a_checkpoint_keeps_the_rest_of_the_state(found: Found, size: int):
     state = found[size, 0]["state"]
-    assert (state.version, state.base, state.open_tickets) == (learner_ranks.VERSION + 1, 4, (5,))
+    assert (state.version, state.closed_tickets, state.open_tickets) == (learner_ranks.VERSION + 1, 4, (5,))
     assert state.accounting == {"trained": 8, "dropped": {}, "tokens_trained": 0, "tokens_dropped": {}}
     assert state.updates == [{"version": 3}]
 

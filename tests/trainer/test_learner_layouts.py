@@ -1,4 +1,4 @@
-"""The learner makes the same updates in every layout: figures, weights, and the same on every rank."""
+"""The learner makes the same updates in every layout: metrics and weights, equal on every rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Found = dict[tuple[str, str], list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, tiny_sparse_model: Path) -> Found:
-    """(model, layout) -> what each rank found."""
+    """(model, layout) -> observations of each rank."""
     folder = tmp_path_factory.mktemp("layouts")
     models = {"dense": str(tiny_model), "sparse": str(tiny_sparse_model)}
     spawn(layout_ranks.run, str(folder), models, seconds=600)
@@ -51,13 +51,13 @@ def test_an_update_does_not_depend_on_the_layout(found: Found, model: str, layou
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "layout"), [*PAIRS, ("dense", "dp2"), ("sparse", "dp2")])
-def test_every_rank_sees_the_same_figures(found: Found, model: str, layout: str) -> None:
+def test_every_rank_returns_the_same_metrics(found: Found, model: str, layout: str) -> None:
     first, second = found[model, layout]
     assert first["figures"] == second["figures"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", layout_ranks.AHEAD)
-def test_ranks_that_encode_images_make_them_ahead_and_keep_none(found: Found, layout: str) -> None:
+def test_ranks_that_encode_images_prefetch_them_and_free_their_memory(found: Found, layout: str) -> None:
     held = [rank["held"] for rank in found["dense", layout]]
     assert held == ([0, None] if "pp2" in layout else [0, 0])  # a later pipeline stage encodes none

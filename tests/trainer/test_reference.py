@@ -1,4 +1,4 @@
-"""The weights of a reference policy change places with a module's and come back as they were."""
+"""A reference policy's weights are swapped with a module's, and swapped back exactly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def weights(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_module_holds_the_weights_of_the_start_within_and_its_own_afterwards(dtype: torch.dtype) -> None:
+def test_a_module_has_the_initial_weights_in_the_context_and_its_own_afterwards(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)).to(dtype)
     start = weights(module)
@@ -31,7 +31,7 @@ def test_a_module_holds_the_weights_of_the_start_within_and_its_own_afterwards(d
     assert [parameter.data_ptr() for parameter in module.parameters()] == places
 
 
-def test_an_error_within_leaves_the_module_its_own_weights() -> None:
+def test_an_error_in_the_context_restores_the_modules_own_weights() -> None:
     module = torch.nn.Linear(4, 4)
     reference = ReferencePolicy([module])
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The warm start with and without workers that make its pixels, and the order of its work."""
+"""The warm start with and without image workers, and its prefetching."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 
 import torch
 
-from megatron_webrl.trainer.warm_start import _one_ahead
+from megatron_webrl.trainer.warm_start import _prefetch_one
 from tests.gloo import spawn
 from tests.trainer import warm_start_ranks
 
 
-def test_rows_are_built_one_step_early_and_come_in_order() -> None:
+def test_minibatches_are_built_one_step_early_and_in_order() -> None:
     built: list[int] = []
 
-    def parts() -> Iterator[list[Any]]:
+    def minibatches() -> Iterator[list[Any]]:
         for number in range(3):
             built.append(number)
             yield [number]
 
-    assert [(rows, len(built)) for rows in _one_ahead(parts())] == [([0], 2), ([1], 3), ([2], 3)]
-    assert list(_one_ahead(iter([]))) == []
+    assert [(rows, len(built)) for rows in _prefetch_one(minibatches())] == [([0], 2), ([1], 3), ([2], 3)]
+    assert list(_prefetch_one(iter([]))) == []
 
 
-def test_pixels_made_ahead_give_the_same_weights_to_the_bit(tmp_path: Path, tiny_model: Path) -> None:
+def test_prefetched_images_give_bit_identical_weights(tmp_path: Path, tiny_model: Path) -> None:
     spawn(warm_start_ranks.run, str(tmp_path), str(tiny_model), ranks=1)
     alone, ahead = (torch.load(tmp_path / f"weights-{workers}.pt") for workers in (0, 1))
     assert alone.keys() == ahead.keys()

@@ -11,7 +11,7 @@ import torch
 from megatron_webrl.config.schema import Config
 from megatron_webrl.system import torchvision_shim
 from tests import gloo
-from tests.trainer.learner_ranks import VERSION, make_config, make_groups
+from tests.trainer.learner_ranks import VERSION, make_config, make_groups, make_learner
 
 
 def run(rank: int, folder: str, model: str) -> None:
@@ -31,10 +31,10 @@ def run(rank: int, folder: str, model: str) -> None:
 def _reference(folder: Path, model: str, platform: Any) -> dict[str, Any]:
     """A run with a warm start of one update; three updates with the penalty; a checkpoint; a resumed run."""
     from megatron_webrl.trainer.accounting import Accounting
-    from megatron_webrl.trainer.checkpoint import checkpointer
+    from megatron_webrl.trainer.checkpoint.checkpoint_files import latest_checkpoint
+    from megatron_webrl.trainer.checkpoint.checkpoint_state import load_learner
     from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
     from megatron_webrl.trainer.checkpoint.reference_files import attach_reference_policy
-    from megatron_webrl.trainer.factory import make_learner
 
     config = make_config(model)
     config.run.directory = str(folder)
@@ -59,7 +59,7 @@ def _reference(folder: Path, model: str, platform: Any) -> dict[str, Any]:
     checkpoints.close()
     config.run.resume = True
     resumed = attach_reference_policy(make_learner(config, platform), config)
-    checkpointer.load(checkpointer.latest_checkpoint(config.run_folder / "checkpoints"), resumed)
+    load_learner(latest_checkpoint(config.run_folder), resumed)
     found["resumed"] = resumed.compute_logprobs(rows)
     found["at checkpoint"] = learner.compute_logprobs(rows)
     (found["resumed reference"],) = resumed.compute_reference_logprobs([rows])
@@ -75,8 +75,6 @@ def _divergence(learner: Any, config: Config, platform: Any, coefficient: float)
 
 def _variants(model: str, platform: Any) -> dict[str, Any]:
     """Updates of several losses on the same weights, at learning rate 0; and three updates with RAFT."""
-    from megatron_webrl.trainer.factory import make_learner
-
     found: dict[str, Any] = {}
     config = make_config(model)
     config.trainer.optimizer.learning_rate = 0.0

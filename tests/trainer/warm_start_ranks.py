@@ -1,4 +1,4 @@
-"""What the gloo process of the warm start's test does: the same warm start without workers for pixels and with one."""
+"""Rank body of the warm start test: the same warm start without and with an image worker."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run(rank: int, folder: str, model: str) -> None:
 
 
 def _as_written(step: Step, placeholder: int) -> Step:
-    """The step without the token for images in its response, which no script writes."""
+    """The step without image tokens in its response, which no script writes."""
     kept = step.response_token_ids != placeholder
     arrays = {name: getattr(step, name)[kept] for name in ("response_token_ids", "logprobs", "versions")}
     return replace(step, **arrays)

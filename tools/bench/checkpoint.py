@@ -63,13 +63,14 @@ def _one(folder: Path, model: str, platform: Any, tensor_parallel: int, asynchro
     config.model.path = model
     config.trainer.tensor_parallel, config.trainer.data_parallel = tensor_parallel, 2 // tensor_parallel
     learner = make_learner(config, platform)
-    settings = CheckpointConfig(async_save=asynchronous)
-    checkpoints = Checkpointer(folder / f"{tensor_parallel}-{asynchronous}", Path(model), settings)
+    checkpoints = Checkpointer(folder / f"{tensor_parallel}-{asynchronous}", Path(model), CheckpointConfig())
     held, beside, alone, written, size = [], [], [], [], 0.0
     alone += [_update(learner) for _ in range(3)]
     for version in range(CHECKPOINTS):
         begun = time.monotonic()
         checkpoints.start_save(learner, TrainerState(version, 0, 0, (), {}, 0))
+        if not asynchronous:
+            checkpoints.wait_for_save()
         held.append(time.monotonic() - begun)
         beside.append(_update(learner))
         checkpoints.wait_for_save()

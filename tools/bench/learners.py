@@ -134,7 +134,6 @@ class TransformersLearner:
             ],
             lr=LEARNING_RATE,
             betas=(defaults.beta1, defaults.beta2),
-            eps=defaults.epsilon,
         )
 
     def step(self, samples: Sequence[TrainingSample]) -> tuple[float, int, int]:

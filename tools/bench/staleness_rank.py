@@ -73,11 +73,11 @@ def serve(connection: Connection, parent: int, folder: Path, version: int, stale
     torchvision_shim.install()
     config = run_config(folder)
     learner, builder = _make(config)
-    from megatron_webrl.trainer.checkpoint import checkpointer
+    from megatron_webrl.trainer.checkpoint.checkpoint_state import load_learner
 
     for behind in staleness:
         groups = recorded_groups.read_groups_of_version(config.records_folder, version - behind)
-        restore = lambda: checkpointer.load(checkpoint_path(folder, version), learner)  # noqa: E731
+        restore = lambda: load_learner(checkpoint_path(folder, version), learner)  # noqa: E731
         connection.send(compare(learner, builder, config, groups, version, behind, restore))
 
 
@@ -129,7 +129,7 @@ def group_gradients(
     Each is scaled by the number of groups: their mean is the gradient of the batch.
     """
     from megatron_webrl.trainer.data import batching
-    from megatron_webrl.trainer.learner import make_objective
+    from megatron_webrl.trainer.loss import make_objective
 
     loss = config.trainer.loss
     samples = batching.training_samples(groups, config, version)
@@ -140,9 +140,15 @@ def group_gradients(
         # Alone, a group has other totals to be divided by; all its tokens' weights differ by the same factor.
         factor = in_batch[places[0]] / batching.token_weights(part, loss.normalizer, loss.normalizer_constant)[0]
         learner.forward_backward(
-            builder.build(part, loss.normalizer, loss.normalizer_constant), None, make_objective(loss)
+            builder.build(part, loss.normalizer, loss.normalizer_constant), None, make_objective(loss, None)
         )
-        yield learner.flat_gradient() * (len(groups) * factor)
+        yield flat_gradient(learner) * (len(groups) * factor)
+
+
+def flat_gradient(learner: Any) -> Tensor:
+    """A copy of the gradient that `forward_backward` has computed, over all trained weights of this rank, float32."""
+    weights = [p for chunk in learner.chunks for p in chunk.module.parameters() if p.requires_grad]
+    return torch.cat([weight.main_grad.flatten() for weight in weights])
 
 
 def mean_and_covariance_trace(gradients: Iterable[Tensor]) -> tuple[Tensor, float]:

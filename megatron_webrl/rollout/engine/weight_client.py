@@ -15,6 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_webrl.config.schema import Config
+from megatron_webrl.config.trainer import WARM_START_TIMEOUT_SECONDS
 from megatron_webrl.control.control_plane import ControlClient, JobFailed
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine, WeightUpdateError
 from megatron_webrl.weights.engine_map import EngineSizes
@@ -105,8 +106,8 @@ class WeightClient:
     @property
     def _grace_seconds(self) -> float:
         """The longest time that a healthy trainer may need before it offers weights."""
-        warm_start = self.config.trainer.warm_start
-        warm_start_seconds = warm_start.timeout_seconds if warm_start.demonstrations else 0.0
+        demonstrations = self.config.trainer.warm_start.demonstrations
+        warm_start_seconds = WARM_START_TIMEOUT_SECONDS if demonstrations else 0.0
         return self.config.run.startup_timeout_seconds + warm_start_seconds + self.config.trainer.batch_timeout_seconds
 
     async def _receive(self) -> None:

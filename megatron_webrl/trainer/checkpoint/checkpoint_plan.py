@@ -1,8 +1,8 @@
-"""What each rank writes of a checkpoint in Megatron's distributed format, and the writing itself.
+"""Plan and write a checkpoint in Megatron's distributed format.
 
 Megatron plans, names and lays out the shards. Its own asynchronous writers are not used: they start a server process
-and grandchildren that outlive a killed trainer, and a rank that meets a full disk outside of the shards leaves the
-other ranks waiting in a collective. Here every byte but the final index is written by a process that reports.
+and grandchildren that outlive a killed trainer, and a rank that meets a full disk outside the shards leaves the other
+ranks waiting in a collective. Here a forked process that reports its errors writes every byte but the final index.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from megatron_webrl.model.convert.hf_metadata import copy_metadata
 from megatron_webrl.trainer.checkpoint.checkpoint_files import fsync, fsync_tree
 
 SAVE_STRATEGY = ("torch_dist", 1)
-# Megatron 0.19 takes the writer of another package unless told otherwise; 0.16 has only its own, and no such argument.
+# Megatron 0.19 uses another package's writer by default; 0.16 has only its own, and no such argument.
 _TAKES_STRATEGY = "async_strategy" in inspect.signature(TorchDistSaveShardedStrategy.async_save).parameters
 _OWN_WRITER = {"async_strategy": "mcore"} if _TAKES_STRATEGY else {}
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
-    """Megatron's strategy, which keeps hold of the writer and the index that it has planned."""
+    """Megatron's strategy, keeping the writer and the index that it has planned."""
 
     def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any, *strategy: Any) -> Any:
         self.writer, self.index = writer, planned[1]
@@ -42,13 +42,13 @@ class _Strategy(TorchDistSaveShardedStrategy):
 
 @dataclass
 class CheckpointPlan:
-    """One rank's part of a checkpoint."""
+    """One rank's share of a checkpoint."""
 
     folder: Path
-    common: dict[str, Any]  # what is no tensor; the same on all ranks
-    buckets: list[Any]  # what goes to this rank's files, in host memory
+    common: dict[str, Any]  # state that is not tensors; the same on all ranks
+    buckets: list[Any]  # tensors of this rank's files, in host memory
     writer: FileSystemWriterAsync
-    index: Any  # first rank: where each shard will lie
+    index: Any  # first rank: the location of each shard
 
     @property
     def bytes(self) -> int:
@@ -56,22 +56,22 @@ class CheckpointPlan:
         return sum(tensor.nbytes for _, _, (_, tensors) in self.buckets for _, tensor in tensors)
 
     def take_write_task(self) -> Callable[[], list[Any]]:
-        """Writes this rank's shards and returns where they lie; takes the tensors out of the plan."""
+        """A function that writes this rank's shards and returns their locations; moves the tensors out of the plan."""
         buckets, self.buckets, self.writer.write_buckets = self.buckets, [], None
         return partial(_write_shards, buckets, self.writer.transforms)
 
     def write_index(self, results: list[list[Any]]) -> None:
-        """First rank: write the index, from what `work` returned on all ranks. Raises OSError."""
+        """First rank: write the index from the shard locations of all ranks. Raises OSError."""
         self.writer.finish(self.index, results)
         fsync(self.folder / "megatron")
 
 
 def plan_checkpoint(state: dict[str, Any], folder: Path, *, validate: bool) -> CheckpointPlan:
-    """Share a sharded state dict out over the ranks, and copy this rank's part to host memory. Collective.
+    """Distribute a sharded state dict over the ranks, and copy this rank's share to host memory. Collective.
 
-    `check`: let Megatron prove that every element is written exactly once.
+    `validate`: let Megatron verify that every element is written exactly once.
     """
-    # Megatron would start a server process for the results, which outlives a killed trainer.
+    # Otherwise Megatron starts a server process for the results, which outlives a killed trainer.
     filesystem_async._results_queue = queue.SimpleQueue()
     shards, common = save_preprocess(state, validate)
     strategy = _Strategy(*SAVE_STRATEGY, thread_count=1)
@@ -81,8 +81,8 @@ def plan_checkpoint(state: dict[str, Any], folder: Path, *, validate: bool) -> C
 
 
 def write_metadata(folder: Path, common: dict[str, Any], state: dict[str, Any], model: Path) -> None:
-    """First rank: everything but the shards and their index. Raises OSError."""
-    # 0.19 would put this among the shards, where 0.16 does not look; both read the file.
+    """First rank: write all files but the shards and their index. Raises OSError."""
+    # Megatron 0.19 would put `common` among the shards, where 0.16 does not look; both read this file.
     torch.save(common, folder / "megatron" / "common.pt")
     save_config(CheckpointingConfig(*SAVE_STRATEGY), str(folder / "megatron"))
     (folder / "state.json").write_text(json.dumps(state, indent=1))

@@ -1,7 +1,7 @@
-"""What a checkpoint holds of a learner, and putting it back: weights, optimiser, schedule, random states.
+"""Convert a learner to and from checkpointed state: weights, optimiser, schedule, random number generators.
 
-Keys and shapes are those of the whole tensors, so a checkpoint loads in any layout of ranks. Random states belong to
-one layout: in another one, each rank keeps those that it has.
+Keys and shapes are those of the whole tensors, so a checkpoint loads in any parallel layout. RNG states fit one layout
+only: in another one, each rank keeps its own.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
 from megatron_webrl.trainer.checkpoint.forked_task import one_line_error
 from megatron_webrl.trainer.learner import Learner
+from megatron_webrl.trainer.parallel import all_gather_object
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ _NOT_WEIGHTS = ("optimizer.", "random_states")
 
 def sharded_learner_state(learner: Learner, *, is_loading: bool, with_rng_states: bool = True) -> dict[str, Any]:
     """The learner's state in Megatron's sharded form. Collective when saving."""
-    # Drawing up the optimiser's part fills tensors of the model's part in: both come from one call.
+    # The optimiser's state refers to tensors of `models`: both must come from one call.
     models = sharded_weights(learner.chunks)
     state: dict[str, Any] = {
         "models": models,
@@ -41,7 +42,7 @@ def sharded_learner_state(learner: Learner, *, is_loading: bool, with_rng_states
         "adam_steps": learner.optimizer.step_count,
         "layout": parallel_layout(),
     }
-    # An empty part would count as what all ranks have in common.
+    # Megatron would store an empty dict as state that all ranks have in common.
     if optimizer := learner.optimizer.sharded_state(models, is_loading=is_loading):
         state["optimizer"] = optimizer
     if with_rng_states:
@@ -52,42 +53,42 @@ def sharded_learner_state(learner: Learner, *, is_loading: bool, with_rng_states
 
 
 def load_learner(checkpoint: Path, learner: Learner) -> None:
-    """Read everything in place. Collective. Raises CheckpointError on every rank."""
+    """Load weights, optimiser, schedule and RNG states in place. Collective. Raises CheckpointError on every rank."""
     folder = checkpoint / "megatron"
-    with _reading(folder):
-        common = _common(folder)
-        same = common["layout"] == parallel_layout()
-        wanted = sharded_learner_state(learner, is_loading=True, with_rng_states=same)
-        _compare(wanted["models"], _stored(folder), folder)
+    with _checkpoint_errors(folder):
+        common = _read_common(folder)
+        same_layout = common["layout"] == parallel_layout()
+        wanted = sharded_learner_state(learner, is_loading=True, with_rng_states=same_layout)
+        _check_tensors(wanted["models"], _stored_shapes(folder), folder)
         loaded = dist_checkpointing.load(wanted, str(folder))
     for name, chunk in zip(_chunk_names(learner.chunks), learner.chunks, strict=True):
         chunk.module.load_state_dict(loaded["models"][name])
     learner.optimizer.load_sharded_state(loaded.get("optimizer", {}), loaded["adam_steps"])
-    learner.optimizer.scheduler.num_steps = 0  # restoring counts the checkpoint's steps on top
+    learner.optimizer.scheduler.num_steps = 0  # load_state_dict adds the checkpoint's steps
     learner.optimizer.scheduler.load_state_dict(loaded["scheduler"])
-    if same:
+    if same_layout:
         set_rng_states(loaded["random"])
     else:
-        log.info("%s is of another layout (%s): the random states stay as they are", checkpoint, common["layout"])
+        log.info("%s has another parallel layout (%s): RNG states are not restored", checkpoint, common["layout"])
 
 
 def load_weights(path: Path, chunks: list[Any]) -> None:
-    """Fill the model from a folder with megatron/: a checkpoint, or a converted model. Collective.
+    """Load the model's weights from the subfolder megatron/ of a checkpoint or a converted model. Collective.
 
-    `chunks`: DistributedDataParallel around the chunks of this rank's model. An optimiser that exists already keeps
-    the main weights that it has: make it afterwards. Raises CheckpointError on every rank, before a weight changes.
+    `chunks`: DistributedDataParallel around this rank's model chunks. Make the optimiser afterwards: one that exists
+    already keeps its old main weights. Raises CheckpointError on every rank, before a weight changes.
     """
     folder = path / "megatron"
-    with _reading(folder):
+    with _checkpoint_errors(folder):
         wanted = sharded_weights(chunks)
-        _compare(wanted, _stored(folder), folder)
+        _check_tensors(wanted, _stored_shapes(folder), folder)
         loaded = dist_checkpointing.load(wanted, str(folder))
     for name, chunk in zip(_chunk_names(chunks), chunks, strict=True):
         chunk.module.load_state_dict(loaded[name])
 
 
 def parallel_layout() -> dict[str, int]:
-    """How the trainer's ranks are laid out."""
+    """The sizes of the trainer's process groups."""
     return {
         "ranks": torch.distributed.get_world_size(),
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
@@ -100,7 +101,7 @@ def parallel_layout() -> dict[str, int]:
 
 
 def rng_states() -> dict[str, Any]:
-    """This process's generators: Python's, numpy's, torch's, the GPU's, and Megatron's named ones."""
+    """States of this process's RNGs: Python's, NumPy's, torch's, the GPU's, and Megatron's named ones."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -111,7 +112,7 @@ def rng_states() -> dict[str, Any]:
 
 
 def set_rng_states(states: dict[str, Any]) -> None:
-    """Put back what `random_states` gave."""
+    """Restore the states that `rng_states` returned."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
@@ -121,14 +122,14 @@ def set_rng_states(states: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _reading(folder: Path) -> Iterator[None]:
-    """Name the folder in whatever Megatron, torch and pickle say of a checkpoint that they cannot read."""
+def _checkpoint_errors(folder: Path) -> Iterator[None]:
+    """Turn errors of Megatron, torch and pickle while reading a checkpoint into CheckpointError with the folder."""
     megatron = dist_checkpointing.core.CheckpointingException
     try:
         yield
     except CheckpointError:
         raise
-    # CheckpointException is torch's, and no Exception: it carries what other ranks met.
+    # torch's CheckpointException does not derive from Exception; it carries the errors of other ranks.
     except (megatron, CheckpointException, OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
         failures = getattr(error, "failures", None)
         cause = next(iter(failures.values()))[0] if failures else error
@@ -140,30 +141,31 @@ def _chunk_names(chunks: list[Any]) -> list[str]:
 
 
 def sharded_weights(chunks: list[Any]) -> dict[str, Any]:
+    """The weights of the chunks in Megatron's sharded form, by chunk."""
     states = [chunk.module.sharded_state_dict() for chunk in chunks]
     return dict(zip(_chunk_names(chunks), states, strict=True))
 
 
-def _common(folder: Path) -> dict[str, Any]:
+def _read_common(folder: Path) -> dict[str, Any]:
     common = dist_checkpointing.load_common_state_dict(str(folder))
     if "layout" not in common:
         raise CheckpointError(
-            f"{folder} holds weights without an optimiser, so nothing can be resumed from it; "
+            f"{folder} holds weights without an optimiser, so training cannot resume from it; "
             "model.checkpoint starts a run from its weights"
         )
     return common
 
 
-def _stored(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the stored weights by name, after a look at the files. Raises CheckpointError."""
+def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the stored weights by name. Raises CheckpointError if a file is missing or truncated."""
     if not (folder / "metadata.json").is_file():
         raise CheckpointError(f"{folder} is no Megatron distributed checkpoint: it holds no metadata.json")
     index = FileSystemReader(str(folder)).read_metadata()
-    ends: dict[str, tuple[int, str]] = {}
-    for entry, place in (index.storage_data or {}).items():
-        end = place.offset + place.length
-        if end > ends.get(place.relative_path, (-1, ""))[0]:
-            ends[place.relative_path] = (end, entry.fqn)
+    ends: dict[str, tuple[int, str]] = {}  # per file the last byte and the tensor that ends there
+    for entry, location in (index.storage_data or {}).items():
+        end = location.offset + location.length
+        if end > ends.get(location.relative_path, (-1, ""))[0]:
+            ends[location.relative_path] = (end, entry.fqn)
     for name, (end, tensor) in sorted(ends.items()):
         size = os.path.getsize(folder / name)
         if size < end:
@@ -172,12 +174,10 @@ def _stored(folder: Path) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in stored.items() if not name.startswith(_NOT_WEIGHTS)}
 
 
-def _compare(wanted: dict[str, Any], stored: dict[str, tuple[int, ...]], folder: Path) -> None:
-    """Refuse a checkpoint with a weight too many, one missing or one of another shape. Collective."""
-    mine = {tensor.key: tuple(tensor.global_shape) for tensor in _tensors(wanted)}
-    parts: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(parts, mine)
-    shapes = {name: shape for part in parts for name, shape in part.items()}
+def _check_tensors(wanted: dict[str, Any], stored: dict[str, tuple[int, ...]], folder: Path) -> None:
+    """Raises CheckpointError for a missing weight, an unexpected one, or one of another shape. Collective."""
+    local = {tensor.key: tuple(tensor.global_shape) for tensor in sharded_tensors(wanted)}
+    shapes = {name: shape for part in all_gather_object(local) for name, shape in part.items()}
     for name, shape in sorted(shapes.items()):
         if name not in stored:
             raise CheckpointError(f"tensor {name} {list(shape)} is missing from {folder}")
@@ -187,12 +187,13 @@ def _compare(wanted: dict[str, Any], stored: dict[str, tuple[int, ...]], folder:
         raise CheckpointError(f"tensor {name} of {folder} is unexpected: the model has no such tensor")
 
 
-def _tensors(state: Any) -> list[ShardedTensor]:
+def sharded_tensors(state: Any) -> list[ShardedTensor]:
     """The sharded tensors of a nested state."""
     if isinstance(state, ShardedTensor):
         return [state]
     if isinstance(state, ShardedTensorFactory):
-        return _tensors(state.build())
+        return sharded_tensors(state.build())
     if isinstance(state, dict | list):
-        return [tensor for part in (state.values() if isinstance(state, dict) else state) for tensor in _tensors(part)]
+        parts = state.values() if isinstance(state, dict) else state
+        return [tensor for part in parts for tensor in sharded_tensors(part)]
     return []

@@ -1,17 +1,17 @@
-"""What an incarnation takes over from a trainer that died in the same job.
+"""Recover after a trainer that died in the same job: which tickets survive, which episodes are rolled back.
 
-The weights go back to the checkpoint; workers, engines and rings do not. Each ticket that was taken in the job, or is
-open in the checkpoint, and is not closed in the checkpoint's account, is one of three:
+The weights go back to the checkpoint; workers, engines and rings keep running. A ticket that was issued in the job, or
+is open in the checkpoint, and is not closed in the checkpoint's accounting, is one of three:
 
-    in flight   signed by a worker, not done: its group will come, or a later life of the worker runs it
-    adopted     done, and all its episodes are in a ring: they count when they are trained or dropped
-    again       all else: trained or dropped by the dead trainer after the checkpoint, or never taken
+    in flight   claimed by a worker, not done: its group will come, or a restarted worker runs it
+    adopted     done, with all its episodes in a ring: they count when they are trained or dropped
+    reissued    the rest: trained or dropped by the dead trainer after the checkpoint, or never claimed
 
-The first two survive. The others are open tickets of the new start. Signatures are read before the rings: a group that
-is marked as done was in its ring before that.
+The first two survive. The others are open tickets of the next ticket epoch. Claims are read before the rings: a group
+marked as done was in its ring before that.
 
-A trainer writes down what it counts before it frees the record (episodes.jsonl). So a line beyond the checkpoint's is
-rolled back if its record is gone, and its episode counts when its record is there.
+A trainer logs an episode (episodes.jsonl) before it frees the record. So a logged episode beyond the checkpoint is
+rolled back if its record is gone; if the record is still there, it will be counted again.
 """
 
 from __future__ import annotations
@@ -35,98 +35,106 @@ from megatron_webrl.types import Trajectory
 
 log = logging.getLogger(__name__)
 
-_BEFORE = "accounting/closed_before"  # episodes that were closed when the job began
+_CLOSED_BEFORE = "accounting/closed_before"  # number of episodes closed when the job started
 
 
 def make_resume_point(
     control: ControlClient,
-    rings: SingleNodeExchange | MultiNodeExchange,
+    exchange: SingleNodeExchange | MultiNodeExchange,
     state: TrainerState,
     folder: Path,
-    first: bool,
+    is_first_rank: bool,
 ) -> ResumePoint:
-    """Where the incarnation of `state` begins, which is a fresh run's or a checkpoint's. Collective.
+    """The resume point of a fresh run's or a checkpoint's `state`. Collective.
 
-    `first`: on the rank that talks. After a take-over nobody takes a ticket until the job is opened.
+    After a recovery no worker claims a ticket until the coordinator opens the job.
     """
-    beginning = None
-    if first and control.ticket_epoch_count():
-        beginning = _take_over(control, rings.record_source, state, folder)
-    elif first:
+    resume_point = None
+    if is_first_rank and control.ticket_epoch_count():
+        resume_point = _recover(control, exchange.record_source, state, folder)
+    elif is_first_rank:
         closed = Accounting.from_state_dict(state.accounting).closed_episodes
-        beginning = ResumePoint.for_new_job(
+        resume_point = ResumePoint.for_new_job(
             state.restart_epoch, state.version, state.closed_tickets, state.open_tickets, closed
         )
-        control.put_json(_BEFORE, closed)
+        control.put_json(_CLOSED_BEFORE, closed)
         episode_log.clear_rolled_back(folder)
-    rings.finish_collecting()
-    shared = broadcast_object(beginning)
+    exchange.finish_collecting()
+    shared = broadcast_object(resume_point)
     assert shared is not None
     return shared
 
 
-def _take_over(control: ControlClient, records: RecordSource, state: TrainerState, folder: Path) -> ResumePoint:
-    fence, starts = control.fence_tickets(), control.ticket_epochs()
-    taken = ticket_claims(starts, control.claims(starts[0].first_slot, fence), fence)  # before the rings
-    closed, before = Accounting.from_state_dict(state.accounting).closed_episodes, control.get_json(_BEFORE)
-    assert isinstance(before, int)
-    counted = episode_log.read_lines(folder, before, closed)
-    known = {line_identity(line) for line in counted}
+def _recover(control: ControlClient, records: RecordSource, state: TrainerState, folder: Path) -> ResumePoint:
+    fence, epochs = control.fence_tickets(), control.ticket_epochs()
+    claims = ticket_claims(epochs, control.claims(epochs[0].first_slot, fence), fence)  # before reading the rings
+    closed = Accounting.from_state_dict(state.accounting).closed_episodes
+    closed_before = control.get_json(_CLOSED_BEFORE)
+    assert isinstance(closed_before, int)
+    counted = episode_log.read_lines(folder, closed_before, closed)
+    counted_identities = {line_identity(line) for line in counted}
 
     found = {number: decode_trajectory(records.read(number)) for number in records.committed(())}
-    fresh = starts[-1].next_ticket_at(fence)
-    survivors, again = split_tickets(taken, state, fresh, complete_groups(found.values()))
-    # Counted, but not freed: a node hears at the next turn what it is to free, and a kill may come in between.
-    left = [n for n, each in found.items() if each.ticket in again or trajectory_identity(each) in known]
-    there = {trajectory_identity(each) for n, each in found.items() if n not in left}
-    lost = episode_log.roll_back(folder, closed, there)
-    records.acknowledge(left)
+    next_ticket = epochs[-1].next_ticket_at(fence)
+    surviving, reissued = split_tickets(claims, state, next_ticket, complete_groups(found.values()))
+    # The trainer may die between counting an episode and freeing its record.
+    obsolete = [
+        number
+        for number, trajectory in found.items()
+        if trajectory.ticket in reissued or trajectory_identity(trajectory) in counted_identities
+    ]
+    present = {trajectory_identity(trajectory) for number, trajectory in found.items() if number not in obsolete}
+    rolled_back = episode_log.roll_back(folder, closed, present)
+    records.acknowledge(obsolete)
 
-    incarnation = max(state.restart_epoch, starts[-1].restart_epoch + 1)
-    adopted = sum(taken[ticket] == TICKET_DONE for ticket in survivors)
+    restart_epoch = max(state.restart_epoch, epochs[-1].restart_epoch + 1)
+    adopted = sum(claims[ticket] == TICKET_DONE for ticket in surviving)
     log.info(
-        "incarnation %d goes on from version %d: %d groups in flight, %d adopted, %d to be made again; "
-        "%d episodes of the job are rolled back",
-        incarnation, state.version, len(survivors) - adopted, adopted, len(again), len(lost),
+        "restart epoch %d resumes from version %d: %d groups in flight, %d adopted, %d reissued; "
+        "%d episodes of the job rolled back",
+        restart_epoch, state.version, len(surviving) - adopted, adopted, len(reissued), len(rolled_back),
     )  # fmt: skip
-    start = TicketEpoch(incarnation, state.version, fence + 1, again, fresh)
-    by_life = Counter(line["worker"] for line in [*counted, *lost])
-    return ResumePoint(start, starts, survivors, before, by_life, len(lost))
+    ticket_epoch = TicketEpoch(restart_epoch, state.version, fence + 1, reissued, next_ticket)
+    by_instance = Counter(line["worker"] for line in [*counted, *rolled_back])
+    return ResumePoint(ticket_epoch, epochs, surviving, closed_before, by_instance, len(rolled_back))
 
 
-def ticket_claims(starts: Sequence[TicketEpoch], claims: Sequence[str], end: int) -> dict[int, str]:
-    """What became of each ticket that a job has issued: who signed it last, DONE, or FENCE for nobody.
+def ticket_claims(epochs: Sequence[TicketEpoch], claims: Sequence[str], end_slot: int) -> dict[int, str]:
+    """State of each ticket that a job has issued: the last claimer's instance id, TICKET_DONE, or TICKET_FENCE if free.
 
-    owners: signatures of the positions from the first start on, below `end`, where the counter stands.
+    `claims`: one per slot, from the first slot of the first epoch up to `end_slot`, exclusive.
     """
-    found: dict[int, str] = {}
-    for number, start in enumerate(starts):
-        found |= dict.fromkeys(start.open_tickets, TICKET_FENCE)  # unless their positions were taken
-        fence = starts[number + 1].first_slot - 1 if number + 1 < len(starts) else end
-        for position in range(start.first_slot, fence):
-            found[start.ticket_at(position)] = claims[position - starts[0].first_slot]
-    return found
+    by_ticket: dict[int, str] = {}
+    for number, epoch in enumerate(epochs):
+        by_ticket |= dict.fromkeys(epoch.open_tickets, TICKET_FENCE)  # unless their slots were claimed
+        fence = epochs[number + 1].first_slot - 1 if number + 1 < len(epochs) else end_slot
+        for slot in range(epoch.first_slot, fence):
+            by_ticket[epoch.ticket_at(slot)] = claims[slot - epochs[0].first_slot]
+    return by_ticket
 
 
 def complete_groups(trajectories: Iterable[Trajectory]) -> set[int]:
-    """Tickets all of whose episodes are there."""
+    """Tickets of the groups whose episodes are all among the trajectories."""
     indices: dict[int, set[int]] = defaultdict(set)
     sizes: dict[int, int] = {}
-    for each in trajectories:
-        indices[each.ticket].add(each.index)
-        sizes[each.ticket] = each.group_size
-    return {ticket for ticket, there in indices.items() if len(there) == sizes[ticket]}
+    for trajectory in trajectories:
+        indices[trajectory.ticket].add(trajectory.index)
+        sizes[trajectory.ticket] = trajectory.group_size
+    return {ticket for ticket, present in indices.items() if len(present) == sizes[ticket]}
 
 
 def split_tickets(
     claims: Mapping[int, str], state: TrainerState, first_new_ticket: int, complete: Container[int]
 ) -> tuple[frozenset[int], tuple[int, ...]]:
-    """The tickets that survive, and those to be run again, in order: all below `fresh` that `state` has not closed."""
-    known = state.closed_tickets + len(state.open_tickets)
-    candidates = {*state.open_tickets, *range(known, first_new_ticket)}
-    survivors = set()
+    """The surviving tickets and, in order, the reissued ones, among those that `state` has not closed.
+
+    `first_new_ticket`: the lowest ticket that was never issued. `complete`: tickets of groups complete in a ring.
+    """
+    first_unissued_at_checkpoint = state.closed_tickets + len(state.open_tickets)
+    candidates = {*state.open_tickets, *range(first_unissued_at_checkpoint, first_new_ticket)}
+    surviving = set()
     for ticket in candidates:
-        owner = claims.get(ticket, TICKET_FENCE)
-        if owner not in (TICKET_DONE, TICKET_FENCE) or (owner == TICKET_DONE and ticket in complete):
-            survivors.add(ticket)
-    return frozenset(survivors), tuple(sorted(candidates - survivors))
+        claim = claims.get(ticket, TICKET_FENCE)
+        if claim not in (TICKET_DONE, TICKET_FENCE) or (claim == TICKET_DONE and ticket in complete):
+            surviving.add(ticket)
+    return frozenset(surviving), tuple(sorted(candidates - surviving))

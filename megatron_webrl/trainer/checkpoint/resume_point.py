@@ -1,4 +1,4 @@
-"""Where an incarnation begins: its tickets, what it has taken over, and what of the job was counted before."""
+"""Where a job or a restarted trainer resumes: its tickets, and the episodes counted before."""
 
 from __future__ import annotations
 
@@ -12,18 +12,14 @@ from megatron_webrl.types import Trajectory
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Of one incarnation; the same on all ranks."""
+    """Start of one restart epoch; the same on all ranks."""
 
     ticket_epoch: TicketEpoch
-    earlier_ticket_epochs: tuple[TicketEpoch, ...] = ()  # of this job, in their order
-    surviving_tickets: frozenset[int] = frozenset()  # tickets taken before that are in flight, or in a ring
-    episodes_closed_before: int = 0  # episodes that were closed when the job began
-    episodes_counted: Mapping[str, int] = field(
-        default_factory=Counter
-    )  # of the job, closed or rolled back: by life of worker
-    episodes_rolled_back: int = (
-        0  # episodes of the job that a trainer had closed after the checkpoint to which it went back
-    )
+    earlier_ticket_epochs: tuple[TicketEpoch, ...] = ()  # of this job, in order
+    surviving_tickets: frozenset[int] = frozenset()  # claimed before the restart; in flight, or complete in a ring
+    episodes_closed_before: int = 0  # closed when the job started
+    episodes_counted: Mapping[str, int] = field(default_factory=Counter)  # of the job, by worker instance id
+    episodes_rolled_back: int = 0  # of the job, closed after the checkpoint to which the trainer returned
 
     @classmethod
     def for_new_job(
@@ -34,7 +30,7 @@ class ResumePoint:
         open_tickets: tuple[int, ...] = (),
         closed_episodes: int = 0,
     ) -> ResumePoint:
-        """That of a job: `base` tickets and `closed` episodes are done with. Without arguments: that of a run."""
+        """The resume point of a job's first attempt; without arguments that of a fresh run."""
         return cls(
             TicketEpoch(restart_epoch, version, closed_tickets, open_tickets, closed_tickets + len(open_tickets)),
             episodes_closed_before=closed_episodes,
@@ -42,7 +38,7 @@ class ResumePoint:
 
     @property
     def unclosed_tickets(self) -> frozenset[int]:
-        """All tickets that were taken before and are not closed."""
+        """All tickets that were issued before and are not closed."""
         return self.surviving_tickets.union(self.ticket_epoch.open_tickets)
 
     def is_closed(self, ticket: int) -> bool:
@@ -53,40 +49,36 @@ class ResumePoint:
             and ticket not in self.ticket_epoch.open_tickets
         )
 
-    def ticket_limit(self, closed: int, ahead: int, groups_per_update: int) -> int:
-        """Where the counter of positions may get to once `closed` tickets are closed since; see ticket_limit."""
-        return ticket_limit(self.ticket_epoch.first_slot, len(self.surviving_tickets), closed, ahead, groups_per_update)
+    def ticket_limit(self, closed: int, updates_ahead: int, groups_per_update: int) -> int:
+        """The limit of the slot counter once `closed` tickets are closed in this epoch; see control's ticket_limit."""
+        first_slot, surviving = self.ticket_epoch.first_slot, len(self.surviving_tickets)
+        return ticket_limit(first_slot, surviving, closed, updates_ahead, groups_per_update)
 
-    def checkpoint_tickets(self, taken: int, closed: Set[int]) -> tuple[int, tuple[int, ...]]:
-        """For a checkpoint: how many tickets are closed in the whole run, and which ones are open, in order.
+    def checkpoint_tickets(self, end_slot: int, closed: Set[int]) -> tuple[int, tuple[int, ...]]:
+        """For a checkpoint: the number of tickets closed in the whole run, and the open ones in order.
 
-        taken: where the counter stands; closed: those closed since the beginning. Every ticket below the number of both
-        together is closed, or open.
+        `end_slot`: the next unclaimed slot. `closed`: the tickets closed in this epoch. Every ticket below the sum of
+        both results' counts is either closed or open.
         """
-        fresh = self.ticket_epoch.next_ticket_at(taken)
-        open_tickets = self.unclosed_tickets.union(range(self.ticket_epoch.next_ticket, fresh)) - closed
-        return fresh - len(open_tickets), tuple(sorted(open_tickets))
+        next_ticket = self.ticket_epoch.next_ticket_at(end_slot)
+        open_tickets = self.unclosed_tickets.union(range(self.ticket_epoch.next_ticket, next_ticket)) - closed
+        return next_ticket - len(open_tickets), tuple(sorted(open_tickets))
 
     def belongs_to_job(self, trajectory: Trajectory) -> bool:
-        """Whether a record was written in this job; what an earlier one has left does not count."""
-        return any(
-            trajectory.restart_epoch == start.restart_epoch
-            for start in (*self.earlier_ticket_epochs, self.ticket_epoch)
-        )
+        """Whether a record was written in this job; records that an earlier job left do not count."""
+        epochs = (*self.earlier_ticket_epochs, self.ticket_epoch)
+        return any(trajectory.restart_epoch == epoch.restart_epoch for epoch in epochs)
 
     def oldest_version(self, trajectory: Trajectory, fixed_weights: bool) -> int | None:
-        """The version that a trajectory's oldest token counts as; None without tokens.
+        """The version of a trajectory's oldest token, for its staleness; None without tokens.
 
-        A version that was lost in a restart is of other weights than the one that has its number now. It counts as the
-        version from which the run went on, and where all tokens of a batch are to have the same weights
-        (`fixed_weights`) as the one before that.
+        A version that was lost in a restart had other weights than the version that has its number in this epoch. It
+        counts as the version from which training resumed; or as the one before that where all tokens of a batch must
+        have the same weights (`fixed_weights`).
         """
         oldest = trajectory.oldest_version
-        later = [
-            s.version
-            for s in (*self.earlier_ticket_epochs, self.ticket_epoch)
-            if s.restart_epoch > trajectory.restart_epoch
-        ]
-        if oldest is None or not later or oldest <= min(later):
+        epochs = (*self.earlier_ticket_epochs, self.ticket_epoch)
+        resumed_from = [e.version for e in epochs if e.restart_epoch > trajectory.restart_epoch]
+        if oldest is None or not resumed_from or oldest <= min(resumed_from):
             return oldest
-        return min(later) - fixed_weights
+        return min(resumed_from) - fixed_weights

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+
+from megatron_webrl.trainer.parallel import all_gather_object
 
 
 class NodeTopologyError(RuntimeError):
@@ -30,8 +31,7 @@ class NodeTopology:
 
         Raises NodeTopologyError on every rank if a node has no rank.
         """
-        nodes: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(nodes, node)
+        nodes = all_gather_object(node)
         for missing in sorted(set(range(count)) - set(nodes)):
             raise NodeTopologyError(
                 f"no trainer rank is on node {missing} of cluster.nodes={count}, so no rank would read its ring; "

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from megatron_webrl.trainer.exchange.node_assignment import NodeSet, ReplicaNodes
 from megatron_webrl.trainer.exchange.rank_messages import RankMessageError, RankMessenger
 from megatron_webrl.trainer.images.image_keys import image_key, image_size
+from megatron_webrl.trainer.parallel import all_gather_object
 
 WantedImages = Mapping[int, Sequence[bytes]]  # rank -> image keys
 
@@ -48,9 +46,7 @@ class ImageCache:
     def __init__(self, messenger: RankMessenger, shard: ImageShard) -> None:
         """Collective."""
         self._messenger, self._topology = messenger, messenger.topology
-        shards: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(shards, shard)
-        self.shards: tuple[ImageShard, ...] = tuple(shards)
+        self.shards = tuple(all_gather_object(shard))
         replicas = range(1 + max(each.data_parallel_rank for each in self.shards))
         self._nodes_of_replica = tuple(
             frozenset(self._topology.node_of_rank[rank] for rank in self.image_ranks_of(replica).values())

@@ -1,4 +1,4 @@
-"""A job of two ranks that saves in a loop and is killed, again and again; each start checks what the last one left."""
+"""A job of two ranks that saves in a loop and is killed repeatedly; each start checks the files of the last one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from megatron_webrl.system.child_process import become_subreaper, die_with_parent
-from tests.trainer.checkpoint.checkpoint_ranks import (
+from tests.trainer.checkpoint.small_learner import (
     LAYOUTS,
     checkpoints_in,
     laid_out,
@@ -33,11 +33,11 @@ SAVES = 4  # of the first start, to learn how long one takes
 
 
 def drive(_: int, folder: str, rounds: int, seed: int) -> None:
-    """Start and kill the job `rounds` times, and start it once more; leaves what each start found in rounds.json.
+    """Start and kill the job `rounds` times, and start it once more; writes the report of each start to rounds.json.
 
-    The ranks are forked from this process, which has everything of `tests.forks`: a start takes one second.
+    The ranks are forked from this process, which has imported the modules already: a start takes one second.
     """
-    become_subreaper()  # what outlives a rank becomes a child of this process
+    become_subreaper()  # processes that outlive a rank become children of this process
     rng, found = random.Random(seed), []
     for number in range(rounds + 1):
         ranks = [_fork(rank, Path(folder), number) for rank in (0, 1)]
@@ -52,8 +52,8 @@ def drive(_: int, folder: str, rounds: int, seed: int) -> None:
         for pid in rng.sample(ranks, 2):
             os.kill(pid, signal.SIGKILL)
             if rng.random() < 0.3:
-                time.sleep(rng.uniform(0, 0.05))  # the other rank lives on for a moment
-        _wait(_nothing_left, f"round {number}: something outlives the ranks")
+                time.sleep(rng.uniform(0, 0.05))  # the other rank runs on for a moment
+        _wait(_nothing_left, f"round {number}: a process outlives the ranks")
         left = sorted(path.name for path in Path(folder, "checkpoints").glob(".*"))
         found.append(json.loads(report.read_text()) | {"left": left})
     Path(folder, "rounds.json").write_text(json.dumps(found))
@@ -95,40 +95,42 @@ def _fork(rank: int, folder: Path, number: int) -> int:
 
 
 def _job(rank: int, folder: Path, number: int) -> None:
-    """Check what the last round left, report, and save one version after the other until killed."""
-    from megatron_webrl.trainer.checkpoint import checkpointer
+    """Check the files of the last round, report, and save one version after the other until killed."""
+    from megatron_webrl.trainer.checkpoint.checkpoint_files import latest_checkpoint
+    from megatron_webrl.trainer.checkpoint.checkpoint_state import load_learner
+    from megatron_webrl.trainer.checkpoint.checkpointer import read_trainer_state
+    from megatron_webrl.trainer.parallel import all_gather_object
 
     rendezvous = folder / f"rendezvous-{number}"
     rendezvous.mkdir(exist_ok=True)
     layout = LAYOUTS[number % 2]  # replicas and tensor-parallel in turn
     with session(rank, str(rendezvous)), laid_out(layout):
         learner = make_learner(layout)
-        step(learner)  # from here on the optimiser has moments
+        step(learner)  # gives the optimiser moments
         checkpoints = checkpoints_in(folder)
-        torch.distributed.barrier()  # the first rank has swept
+        torch.distributed.barrier()  # the first rank has deleted the leftovers
         report: dict[str, Any] = {"swept": not list((folder / "checkpoints").glob(".*ing-*")), "version": 0}
         if (folder / "checkpoints" / "latest").exists():
-            path = checkpointer.latest_checkpoint(folder / "checkpoints")
-            checkpointer.load(path, learner)
-            report["version"] = checkpointer.read_trainer_state(path).version
+            path = latest_checkpoint(folder)
+            load_learner(path, learner)
+            report["version"] = read_trainer_state(path).version
             report["values"] = _values(learner)
-        everyone: list[Any] = [None, None]
-        torch.distributed.all_gather_object(everyone, report)
+        reports = all_gather_object(report)
         if rank == 0:
             temporary = folder / "round.tmp"
-            temporary.write_text(json.dumps({"ranks": everyone}))
+            temporary.write_text(json.dumps({"ranks": reports}))
             temporary.rename(folder / f"round-{number}.json")
         version = report["version"]
         while True:
             version += 1
             _fill(learner, version)
             checkpoints.start_save(learner, state_of(version))
-            _fill(learner, -1)  # training goes on
+            _fill(learner, -1)  # training continues
             checkpoints.poll()
 
 
 def _fill(learner: Any, version: int) -> None:
-    """Let every number of the state tell the version."""
+    """Set every number of the state to the version."""
     with torch.no_grad():
         for tensor in _tensors(learner):
             tensor.fill_(version)

@@ -1,4 +1,4 @@
-"""What the processes of the test of a resume over two rings do: two trainer ranks without a model, and two workers."""
+"""Process bodies of the test of a resume with two rings: two trainer ranks without a model, and two workers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.trainer.data.sampler_ranks import METRICS
 from tests.trainer.exchange.node_ranks import Member, group
 
 UPDATES, GROUPS, SAVED, KILLED, AHEAD = 12, 3, 2, 4, 2
-"""A state is kept of version SAVED; from version KILLED on the rank of node 1 dies in the first update with groups of
-both nodes, which both rings then hold.
+"""The state of version SAVED is saved. From version KILLED on the rank of node 1 dies in the first update with groups
+from both nodes, which are then in both rings.
 """
 
 
@@ -35,12 +35,12 @@ def make_config(folder: str) -> Config:
 
 
 def successes(ticket: int) -> int:
-    """Of the two episodes of a ticket; some groups fail as a whole and are dropped."""
+    """Number of successes among the two episodes of a ticket; some groups fail as a whole and are dropped."""
     return int(ticket % 5 != 3)
 
 
-def life(rank: int, folder: str, address: tuple[str, int], names: list[str], resumed: bool) -> None:
-    """One incarnation of a trainer rank."""
+def trainer_rank(rank: int, folder: str, address: tuple[str, int], names: list[str], resumed: bool) -> None:
+    """One attempt of a trainer rank; `resumed`: from the saved state."""
     member = Member(rank, 2, folder, names, exchange_seconds=10.0)
     from megatron_webrl.tracking.metrics import UpdateSeconds
     from megatron_webrl.tracking.mlflow_run import MLflowTracker
@@ -56,8 +56,8 @@ def life(rank: int, folder: str, address: tuple[str, int], names: list[str], res
         read = read_trainer_state(config.run_folder)
         state = replace(read, restart_epoch=read.restart_epoch + 1)
     tracker = MLflowTracker(config, state.mlflow_run_id, lambda tokens: "") if rank == 0 else None
-    beginning = make_resume_point(control, member.rings, state, config.run_folder, rank == 0)
-    coordinator = Coordinator(config, control, member.rings, state, beginning, tracker)
+    resume_point = make_resume_point(control, member.rings, state, config.run_folder, rank == 0)
+    coordinator = Coordinator(config, control, member.rings, state, resume_point, tracker)
     coordinator.open_job(state.version)
     if rank == 0:
         control.put_json("test/version", state.version)
@@ -72,38 +72,40 @@ def life(rank: int, folder: str, address: tuple[str, int], names: list[str], res
         if rank == 0:
             control.put_json("test/version", version + 1)
             if version + 1 == SAVED:
-                (config.run_folder / "state.json").write_text(json.dumps(asdict(coordinator._state(version + 1))))
+                (config.run_folder / "state.json").write_text(
+                    json.dumps(asdict(coordinator.trainer_state(version + 1)))
+                )
     coordinator.end_job(UPDATES)
 
 
 def work(address: tuple[str, int], name: str, worker: int) -> None:
-    """A worker of node `worker`: writes the groups of its tickets until the job ends; a slow one for node 1."""
+    """The worker of node `worker`: writes the groups of its tickets until the job ends; on node 1 it is slower."""
     control, finished, written = connect(address, f"rollout-{worker}"), 0, 0
     with Ring.attach(name) as ring, suppress(JobFailed):
         try:
             while True:
                 control.check_job()
-                position = control.claim_slot() if control.ticket_epoch_count() else None
-                if position is not None:
-                    starts, version = control.ticket_epochs(), control.get_json("test/version")
-                    ticket = ticket_epoch_at(starts, position).ticket_at(position)
+                slot = control.claim_slot() if control.ticket_epoch_count() else None
+                if slot is not None:
+                    epochs, version = control.ticket_epochs(), control.get_json("test/version")
+                    ticket = ticket_epoch_at(epochs, slot).ticket_at(slot)
                     assert isinstance(version, int)
                     made = group(ticket, worker, successes(ticket), version)
                     for each in made.trajectories:
                         finished += 1
-                        now = replace(each, restart_epoch=starts[-1].restart_epoch, finished_at=time.time())
+                        now = replace(each, restart_epoch=epochs[-1].restart_epoch, finished_at=time.time())
                         ring.write(encode_trajectory(now), 10.0)
                         written += 1
-                    control.close_slot(position)
+                    control.close_slot(slot)
                 time.sleep(0.04 * worker + 0.02)
         except JobEnded:
             final = {"instance_id": f"rollout-{worker}.1", "finished": finished, "unwritten": finished - written}
             control.put_json(f"final_counts/rollout-{worker}", final)
 
 
-def folder_of(folder: Path) -> Path:
-    """The run's, made."""
-    made = make_config(str(folder)).run_folder
-    made.mkdir(parents=True, exist_ok=True)
-    (made / "config.yaml").touch()
-    return made
+def make_run_folder(folder: Path) -> Path:
+    """Create the run's folder."""
+    run_folder = make_config(str(folder)).run_folder
+    run_folder.mkdir(parents=True, exist_ok=True)
+    (run_folder / "config.yaml").touch()
+    return run_folder

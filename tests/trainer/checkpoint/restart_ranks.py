@@ -1,4 +1,4 @@
-"""What the process of the test of restarts within a job does: a trainer without a model in many lives, two workers."""
+"""Rank body of the test of restarts within a job: a trainer without a model that dies repeatedly, and two workers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.planes import connect, control_plane
 from tests.trainer.data.sampler_ranks import METRICS
 from tests.trajectories import trajectory
 
-UPDATES, GROUPS, AHEAD, SAVED, LIVES = 12, 3, 2, 3, 5
-"""A state is kept of every SAVED-th version; all lives but the last end somewhere."""
+UPDATES, GROUPS, AHEAD, SAVE_EVERY, ATTEMPTS = 12, 3, 2, 3, 5
+"""The state of every SAVE_EVERY-th version is saved; all attempts but the last die at some update."""
 
 
 def config_of(folder: str) -> Config:
@@ -36,7 +36,7 @@ def config_of(folder: str) -> Config:
 
 
 def run(rank: int, folder: str, seed: int) -> None:
-    """One job to its end; `found.json` says what each life took over."""
+    """Run one job to its end; `found.json` has the resume point of each attempt."""
     join(rank, 1, folder)
     config = config_of(folder)
     config.run_folder.mkdir()
@@ -51,7 +51,7 @@ def run(rank: int, folder: str, seed: int) -> None:
         for worker in workers:
             worker.start()
         try:
-            found = _Trainer(config, address, ring, versions, seed).live()
+            found = _Trainer(config, address, ring, versions, seed).run()
         finally:
             ring.unlink()
         for worker in workers:
@@ -62,28 +62,31 @@ def run(rank: int, folder: str, seed: int) -> None:
 
 def _work(address: tuple[str, int], ring: Ring, number: int, versions: dict[str, int], seed: int) -> None:
     control, finished, choose = connect(address, f"rollout-{number}"), 0, random.Random(f"{seed}/{number}")
-    life = f"rollout-{number}.1"
+    instance_id = f"rollout-{number}.1"
     try:
         while True:
             control.check_job()
-            position = control.claim_slot() if control.ticket_epoch_count() else None
-            if position is not None:
-                starts, version = control.ticket_epochs(), versions["now"]
-                ticket = ticket_epoch_at(starts, position).ticket_at(position)
+            slot = control.claim_slot() if control.ticket_epoch_count() else None
+            if slot is not None:
+                epochs, version = control.ticket_epochs(), versions["now"]
+                ticket = ticket_epoch_at(epochs, slot).ticket_at(slot)
                 time.sleep(choose.random() * 0.06)
                 for index in range(2):
                     made = trajectory(ticket, index, reward=float(index < (ticket % 5 != 3)), version=version)
-                    made = replace(made, worker=life, restart_epoch=starts[-1].restart_epoch, finished_at=time.time())
+                    made = replace(
+                        made, worker=instance_id, restart_epoch=epochs[-1].restart_epoch, finished_at=time.time()
+                    )
                     finished += 1
                     ring.write(encode_trajectory(made), 10.0)
-                control.close_slot(position)
+                control.close_slot(slot)
             time.sleep(0.005)
     except JobEnded:
-        control.put_json(f"final_counts/rollout-{number}", {"instance_id": life, "finished": finished, "unwritten": 0})
+        report = {"instance_id": instance_id, "finished": finished, "unwritten": 0}
+        control.put_json(f"final_counts/rollout-{number}", report)
 
 
 class _Trainer:
-    """Lives of the trainer. All but the last end before the update is counted, or before its records are freed."""
+    """Attempts of the trainer. All but the last die before an update is counted, or before its records are freed."""
 
     def __init__(
         self, config: Config, address: tuple[str, int], ring: Ring, versions: dict[str, int], seed: int
@@ -92,17 +95,18 @@ class _Trainer:
         self.choose = random.Random(seed)
         self.saved: str | None = None
 
-    def live(self) -> list[dict[str, Any]]:
+    def run(self) -> list[dict[str, Any]]:
         found = []
-        for life in range(LIVES):
-            begun = self._life(last=life == LIVES - 1)
+        for attempt in range(ATTEMPTS):
+            resume_point = self._attempt(last=attempt == ATTEMPTS - 1)
             found.append({
-                "version": begun.ticket_epoch.version, "survivors": len(begun.surviving_tickets),
-                "again": len(begun.ticket_epoch.open_tickets), "lost": begun.episodes_rolled_back,
+                "version": resume_point.ticket_epoch.version, "surviving": len(resume_point.surviving_tickets),
+                "reissued": len(resume_point.ticket_epoch.open_tickets),
+                "rolled_back": resume_point.episodes_rolled_back,
             })  # fmt: skip
         return found
 
-    def _life(self, last: bool) -> Any:
+    def _attempt(self, last: bool) -> Any:
         from megatron_webrl.tracking.metrics import UpdateSeconds
         from megatron_webrl.trainer.accounting import Accounting
         from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState, read_trainer_state
@@ -111,19 +115,16 @@ class _Trainer:
         from megatron_webrl.trainer.exchange.record_exchange import SingleNodeExchange
         from megatron_webrl.trainer.logprob_mismatch import LogprobMismatch
 
-        control, rings, folder = (
-            connect(self.address, "trainer-0"),
-            SingleNodeExchange(self.ring),
-            self.config.run_folder,
-        )
+        control, exchange = connect(self.address, "trainer-0"), SingleNodeExchange(self.ring)
+        folder = self.config.run_folder
         state = TrainerState(0, 0, 0, (), Accounting().state_dict(), 0)
         if self.saved is not None:
             (folder / "state.json").write_text(self.saved)
             read = read_trainer_state(folder)
             state = replace(read, restart_epoch=read.restart_epoch + 1)
-        begun = make_resume_point(control, rings, state, folder, True)
+        resume_point = make_resume_point(control, exchange, state, folder, True)
         tracker: Any = _NoTracker()
-        coordinator = Coordinator(self.config, control, rings, state, begun, tracker)
+        coordinator = Coordinator(self.config, control, exchange, state, resume_point, tracker)
         version = self.versions["now"] = state.version
         coordinator.open_job(version)
         end = UPDATES if last else min(UPDATES - 1, version + self.choose.randrange(1, 5))
@@ -132,23 +133,23 @@ class _Trainer:
             assert isinstance(groups, list)
             if version == end:
                 if self.choose.random() < 0.5:  # counted, but not freed
-                    coordinator.group_source.records = _Deaf(self.ring)
+                    coordinator.group_source.records = _RecordsNeverFreed(self.ring)
                     coordinator.close_update(groups, version + 1)
-                return begun
+                return resume_point
             coordinator.log_update(
                 version + 1, groups, METRICS, LogprobMismatch(None, 0), UpdateSeconds(1, 1, 1, 1, 0), {}
             )
             version += 1
             coordinator.close_update(groups, version)
             self.versions["now"] = version
-            if version % SAVED == 0:
-                self.saved = json.dumps(asdict(coordinator._state(version)))
+            if version % SAVE_EVERY == 0:
+                self.saved = json.dumps(asdict(coordinator.trainer_state(version)))
         coordinator.end_job(version)
-        return begun
+        return resume_point
 
 
-class _Deaf:
-    """A ring that frees nothing any more: its trainer was killed a moment before."""
+class _RecordsNeverFreed:
+    """A ring whose trainer is killed before it frees records."""
 
     def __init__(self, ring: Ring) -> None:
         self.committed, self.read = ring.committed, ring.read

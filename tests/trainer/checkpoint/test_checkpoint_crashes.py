@@ -1,4 +1,4 @@
-"""A job that saves all the time is killed at random moments: what `latest` names always loads."""
+"""A job that saves all the time is killed at random moments: the checkpoint that `latest` names always loads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KILLS, SEED = 16, 7
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_after_a_kill_at_any_moment_the_latest_checkpoint_is_whole(tmp_path: Path) -> None:
+def test_after_a_kill_at_any_moment_the_latest_checkpoint_is_complete(tmp_path: Path) -> None:
     context = forks.start(crash_ranks.drive, str(tmp_path), KILLS, SEED, ranks=1)
     try:
         assert context.join(timeout=570), "the job was not killed and started often enough within its limit"
@@ -32,6 +32,6 @@ def test_after_a_kill_at_any_moment_the_latest_checkpoint_is_whole(tmp_path: Pat
             assert one["values"] == [one["version"]], f"round {number} mixes versions"
         versions.append(one["version"])
     assert versions == sorted(versions)
-    # Kills hit saves under way, and the job got on between them.
+    # Kills hit saves in progress, and the job made progress between them.
     assert sum(any(name.startswith(".writing-") for name in found["left"]) for found in rounds) >= 5
     assert versions[-1] > crash_ranks.SAVES

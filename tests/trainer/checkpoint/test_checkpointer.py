@@ -1,4 +1,4 @@
-"""Checkpoints on two gloo processes: what they hold, in which layouts they load, and saves that fail."""
+"""Checkpoints on two gloo processes: contents, layouts in which they load, and saves that fail."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from megatron_webrl.launch.validation import check_config
 from megatron_webrl.trainer import optimizer
 from tests.gloo import spawn
 from tests.trainer import curve_ranks
-from tests.trainer.checkpoint import checkpoint_ranks
-from tests.trainer.checkpoint.checkpoint_ranks import LAYOUTS
+from tests.trainer.checkpoint import cross_layout_ranks, save_ranks
+from tests.trainer.checkpoint.small_learner import LAYOUTS
 from tests.trainer.curve_ranks import QWEN_LAYOUTS
 
 NAMES = [layout.name for layout in LAYOUTS]
@@ -31,26 +31,26 @@ Found = list[dict[Any, Any]]
 
 @pytest.fixture(scope="module")
 def memory() -> Iterator[Path]:
-    """A folder in memory, for tests of what checkpoints hold: a hundred of them would wait long for a slow disk."""
+    """A folder in memory: writing a hundred checkpoints to a slow disk would take long."""
     with tempfile.TemporaryDirectory(prefix="webrl-test-", dir="/dev/shm") as folder:
         yield Path(folder)
 
 
 @pytest.fixture(scope="module")
 def layouts(memory: Path) -> Found:
-    spawn(checkpoint_ranks.across_layouts, str(memory), seconds=600)
+    spawn(cross_layout_ranks.across_layouts, str(memory), seconds=600)
     return [torch.load(memory / f"layouts-{rank}.pt", weights_only=False) for rank in (0, 1)]
 
 
 @pytest.fixture(scope="module")
-def troubles(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    folder = tmp_path_factory.mktemp("troubles")
-    spawn(checkpoint_ranks.troubles, str(folder), seconds=600)
-    return [torch.load(folder / f"troubles-{rank}.pt", weights_only=False) for rank in (0, 1)]
+def saves(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    folder = tmp_path_factory.mktemp("saves")
+    spawn(save_ranks.saves, str(folder), seconds=600)
+    return [torch.load(folder / f"saves-{rank}.pt", weights_only=False) for rank in (0, 1)]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_training_goes_on_bit_for_bit_in_the_same_layout(layouts: Found, name: str):
+def test_training_resumes_bit_for_bit_in_the_same_layout(layouts: Found, name: str):
     there, here = layouts[0][name], layouts[0][name, name]
     assert there.keys() == here.keys()
     assert sum(key.startswith("optimizer.state.exp_avg_sq.") for key in there) * 4 == len(there)
@@ -60,7 +60,7 @@ def test_training_goes_on_bit_for_bit_in_the_same_layout(layouts: Found, name: s
 
 @pytest.mark.parametrize("other", NAMES)
 @pytest.mark.parametrize("name", NAMES)
-def test_training_goes_on_in_any_other_layout(layouts: Found, name: str, other: str):
+def test_training_resumes_in_any_other_layout(layouts: Found, name: str, other: str):
     there, here = layouts[0][other], layouts[0][name, other]
     assert there.keys() == here.keys()
     for key, tensor in there.items():
@@ -82,29 +82,29 @@ def test_random_states_are_restored_in_the_same_layout(layouts: Found, name: str
     assert layouts[rank][(name, name), "draws"] == layouts[rank][name, "draws"]
 
 
-def test_a_checkpoint_has_the_state_of_its_beginning_whatever_happens_during_the_writing(troubles: Found):
-    for found in troubles:
+def test_a_checkpoint_has_the_state_at_its_start_although_training_continues(saves: Found):
+    for found in saves:
         assert found["snapshot"]["waited for"]
         assert found["snapshot"]["equal"]
         assert found["snapshot"]["tensors"] > 20
 
 
-def test_a_checkpoint_can_be_converted_on_its_own(troubles: Found):
-    files = troubles[0]["snapshot"]["files"]
+def test_a_checkpoint_can_be_converted_on_its_own(saves: Found):
+    files = saves[0]["snapshot"]["files"]
     for name in ("hf/config.json", "megatron/metadata.json", "megatron/common.pt", "megatron/.metadata", "state.json"):
         assert f"checkpoints/version-000002/{name}" in files
     assert not any("safetensors" in name for name in files if name.startswith("checkpoints"))
 
 
-def test_the_records_tell_how_long_a_checkpoint_took(troubles: Found):
-    figures = troubles[0]["snapshot"]["figures"]
+def test_the_metrics_say_how_long_a_checkpoint_took(saves: Found):
+    figures = saves[0]["snapshot"]["figures"]
     assert figures["checkpoint/blocking_seconds"] > 0
     assert figures["checkpoint/write_seconds"] > 0
     assert figures["checkpoint/size_mib"] > 0
 
 
-def test_a_save_without_room_leaves_the_one_before_and_the_next_one_succeeds(troubles: Found):
-    for found in troubles:
+def test_a_save_without_room_keeps_the_previous_checkpoint_and_the_next_save_succeeds(saves: Found):
+    for found in saves:
         limit = found["limit"]
         assert "File too large" in limit["trouble"]
         assert "\n" not in limit["trouble"]
@@ -114,29 +114,29 @@ def test_a_save_without_room_leaves_the_one_before_and_the_next_one_succeeds(tro
         assert limit["then"] == (None, 1, 3)
 
 
-def test_a_writer_that_is_killed_or_late_is_a_failed_save_on_every_rank(troubles: Found):
-    for found in troubles:
+def test_a_killed_or_late_writer_is_a_failed_save_on_every_rank(saves: Found):
+    for found in saves:
         assert found["killed writer"]["failed"] == ("rank 1: the writing process was killed by SIGKILL", None)
         assert found["killed writer"]["then"] == 2
         assert found["late writer"] == "rank 0: not finished within 0 s, stopped"
 
 
-def test_the_last_checkpoints_stay_and_every_third_one(troubles: Found):
-    names = troubles[0]["names"]
+def test_the_last_checkpoints_and_every_third_one_are_kept(saves: Found):
+    names = saves[0]["names"]
     assert names["stay"] == ["latest", "version-000003", "version-000006", "version-000007"]
     assert names["again"] == "version-000007.1"
     assert names["then"] == ["latest", "version-000003", "version-000006", "version-000007.1"]
 
 
-def test_weights_alone_start_a_model_and_resume_nothing(troubles: Found):
-    for found in troubles:
+def test_weights_alone_start_a_model_but_training_cannot_resume_from_them(saves: Found):
+    for found in saves:
         assert found["weights"]["equal"]
         assert "holds weights without an optimiser" in found["weights"]["resume"]
         assert "holds no metadata.json" in found["weights"]["none"]
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("how", "message"),
     [
         ("missing", "tensor decoder.final_layernorm.weight [16] is missing from"),
         ("misshapen", "tensor decoder.final_layernorm.weight of"),
@@ -144,14 +144,14 @@ def test_weights_alone_start_a_model_and_resume_nothing(troubles: Found):
         ("truncated", ".distcp is truncated: it has"),
     ],
 )
-def test_broken_weights_are_refused_by_name_of_tensor_and_file(troubles: Found, how: str, words: str):
-    for found in troubles:
-        assert words in found["weights"][how]
+def test_errors_of_broken_weights_name_tensor_and_file(saves: Found, how: str, message: str):
+    for found in saves:
+        assert message in found["weights"][how]
         assert "\n" not in found["weights"][how]
 
 
-def test_updates_below_the_resolution_of_bfloat16_add_up_in_the_main_weights(troubles: Found):
-    found = troubles[0]["bf16"]
+def test_updates_below_the_resolution_of_bfloat16_add_up_in_the_main_weights(saves: Found):
+    found = saves[0]["bf16"]
     assert found["after one"] == found["without main"] == 1.0
     assert found["types"] == {"torch.float32"}
     assert found["main"] == pytest.approx(1 - 200e-4, abs=1e-5)
@@ -169,7 +169,7 @@ def curves(memory: Path, tiny_model: Path) -> dict[Any, Any]:
 
 @pytest.mark.parametrize("other", QWEN_LAYOUTS)
 @pytest.mark.parametrize("name", QWEN_LAYOUTS)
-def test_the_loss_curve_goes_on_in_every_layout(curves: dict[Any, Any], name: str, other: str):
+def test_the_loss_curve_continues_in_every_layout(curves: dict[Any, Any], name: str, other: str):
     there, here = curves[other], curves[name, other]
     if name == other:
         assert there == here
@@ -177,7 +177,7 @@ def test_the_loss_curve_goes_on_in_every_layout(curves: dict[Any, Any], name: st
     assert there[0][0] != there[2][0]
 
 
-def test_gradients_of_several_rows_add_up_to_those_of_one(curves: dict[Any, Any]):
+def test_gradients_of_several_micro_batches_add_up_to_that_of_one(curves: dict[Any, Any]):
     several, one = curves["rows"][128], curves["rows"][4096]
     assert several["rows"] > one["rows"] == 1
     assert several["loss"] == pytest.approx(one["loss"], rel=1e-6)
@@ -194,9 +194,9 @@ def test_an_adam_that_is_not_installed_is_refused_in_one_line(implementation: st
     assert "\n" not in str(caught.value)
 
 
-def test_torch_adam_is_taken_where_another_one_is_present(monkeypatch: pytest.MonkeyPatch):
+def test_torch_adam_is_used_although_another_one_is_present(monkeypatch: pytest.MonkeyPatch):
     class Other(torch.optim.Adam):
-        """Stands where Megatron keeps the fused Adam that it found."""
+        """Stands in for the fused Adam that Megatron has found."""
 
     monkeypatch.setattr(megatron_optimizer, "Adam", Other)
     monkeypatch.setattr(megatron_optimizer, "USING_PYTORCH_OPTIMIZER", False)
@@ -217,7 +217,7 @@ def settings(tmp_path: Path, tiny_model: Path) -> Config:
     return config
 
 
-def test_a_start_from_no_checkpoint_or_from_another_architecture_is_refused(settings: Config, tiny_model: Path):
+def test_a_start_without_checkpoint_or_from_another_architecture_is_refused(settings: Config, tiny_model: Path):
     start = Path(settings.model.checkpoint)
     with pytest.raises(ConfigError, match="holds no Megatron checkpoint"):
         check_config(settings)
@@ -247,8 +247,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_and_a_read_only_disk_stop_no_training(small_disk: Path, tmp_path: Path):
-    spawn(checkpoint_ranks.full_disk, str(tmp_path), str(small_disk), seconds=120)
+def test_training_continues_on_a_full_and_on_a_read_only_disk(small_disk: Path, tmp_path: Path):
+    spawn(save_ranks.full_disk, str(tmp_path), str(small_disk), seconds=120)
     for rank in (0, 1):
         found = json.loads((tmp_path / f"disk-{rank}.json").read_text())
         assert "has 36 MiB free; make room" in found["full"][0]

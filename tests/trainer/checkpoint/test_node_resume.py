@@ -1,4 +1,4 @@
-"""A trainer on two nodes is killed while both rings hold what it has not done with; another one goes on.
+"""A trainer on two nodes is killed while both rings have unfinished groups; another attempt resumes.
 
 `resumed`: in another job, from the checkpoint alone. `restarted`: in the same job, whose workers never stop.
 """
@@ -33,7 +33,7 @@ LIMIT = 120.0
 
 @contextmanager
 def job(folder: Path, names: list[str]) -> Iterator[tuple[str, int]]:
-    """Control plane and workers; with the context they end."""
+    """Run a control plane and workers while the context is open."""
     with control_plane(folder, LIMIT) as address:
         workers = [
             threading.Thread(target=ranks.work, args=(address, name, node), daemon=True)
@@ -42,16 +42,16 @@ def job(folder: Path, names: list[str]) -> Iterator[tuple[str, int]]:
         for worker in workers:
             worker.start()
         yield address
-        # In a job whoever watches the ranks says so: here the test does.
-        connect(address, "test").end_job("failed: the test ends this life")
+        # In a job the supervisor of the ranks ends it: here the test does.
+        connect(address, "test").end_job("failed: the test ends this job")
         for worker in workers:
             worker.join(LIMIT)
 
 
-def live(folder: Path, address: tuple[str, int], names: list[str], resumed: bool) -> None:
-    """The trainer until the job ends, or until the killed rank has taken the other one with it."""
+def run_trainer(folder: Path, address: tuple[str, int], names: list[str], resumed: bool) -> None:
+    """Run the trainer until the job ends, or until the other rank fails after the killed one."""
     (folder / "rendezvous-2").unlink(missing_ok=True)
-    context = forks.start(ranks.life, str(folder), address, names, resumed, ranks=2)
+    context = forks.start(ranks.trainer_rank, str(folder), address, names, resumed, ranks=2)
     deadline = time.monotonic() + LIMIT
     for process in context.processes:
         process.join(max(0.0, deadline - time.monotonic()))
@@ -64,23 +64,23 @@ def live(folder: Path, address: tuple[str, int], names: list[str], resumed: bool
 
 @pytest.fixture(scope="module", params=["resumed", "restarted"])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Two lives of one run: what lay in the rings in between and at the end, and what the run wrote down."""
+    """Two attempts of one run: record counts of the rings in between and at the end, and the run's files."""
     for names in make_rings():
         folder = tmp_path_factory.mktemp(request.param)
-        run = ranks.folder_of(folder)
+        run = ranks.make_run_folder(folder)
         with ExitStack() as stack:
             rings = [stack.enter_context(Ring.attach(name)) for name in names]
             if request.param == "resumed":
                 with job(folder, names) as address:
-                    live(folder, address, names, resumed=False)
+                    run_trainer(folder, address, names, resumed=False)
                 between, killed = [ring.usage().records for ring in rings], time.time()
                 with job(folder, names) as address:
-                    live(folder, address, names, resumed=True)
+                    run_trainer(folder, address, names, resumed=True)
             else:
                 with job(folder, names) as address:
-                    live(folder, address, names, resumed=False)
+                    run_trainer(folder, address, names, resumed=False)
                     between, killed = [ring.usage().records for ring in rings], time.time()
-                    live(folder, address, names, resumed=True)
+                    run_trainer(folder, address, names, resumed=True)
             yield {
                 "kind": request.param, "between": between, "left": [ring.usage().records for ring in rings],
                 "killed": killed, "saved": json.loads((run / "state.json").read_text()), "run": run,
@@ -88,7 +88,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             }  # fmt: skip
 
 
-def test_what_was_finished_under_the_dead_trainer_counts_in_its_job_only(found: dict[str, Any]) -> None:
+def test_episodes_finished_under_the_dead_trainer_count_in_its_job_only(found: dict[str, Any]) -> None:
     saved = found["saved"]["accounting"]
     before = saved["trained"] + sum(saved["dropped"].values())
     adopted = [line for line in found["lines"][before:] if line["finished_at"] < found["killed"]]
@@ -99,17 +99,17 @@ def test_what_was_finished_under_the_dead_trainer_counts_in_its_job_only(found: 
         assert not lost
     else:
         assert {line["worker"] for line in adopted} == {"rollout-0.1", "rollout-1.1"}
-        # From the saved version on the dead trainer had trained two updates at least.
+        # After the saved version the dead trainer had trained at least two updates.
         assert len([line for line in lost if line["disposition"] == episode_log.TRAINED]) >= 2 * 2 * ranks.GROUPS
         again = {line["ticket"] for line in found["lines"]} & {line["ticket"] for line in lost}
         assert len(again) >= 2 * ranks.GROUPS
 
 
-def test_both_rings_held_groups_that_the_killed_life_had_not_closed(found: dict[str, Any]) -> None:
+def test_both_rings_have_groups_that_the_killed_trainer_has_not_closed(found: dict[str, Any]) -> None:
     assert min(found["between"]) > 0
 
 
-def test_the_accounting_matches_and_what_is_left_is_what_waits(found: dict[str, Any]) -> None:
+def test_the_accounting_matches_and_the_records_left_are_the_waiting_episodes(found: dict[str, Any]) -> None:
     accounting = found["summary"]["accounting"]
     assert accounting["matches"], accounting
     assert accounting["trained"] == 2 * ranks.GROUPS * ranks.UPDATES
@@ -133,14 +133,14 @@ def test_no_group_is_trained_twice_and_every_update_has_its_groups(found: dict[s
     }
 
 
-def test_no_ticket_is_skipped_and_those_open_in_the_checkpoint_come_again(found: dict[str, Any]) -> None:
+def test_no_ticket_is_skipped_and_the_open_tickets_of_the_checkpoint_are_reissued(found: dict[str, Any]) -> None:
     closed = {line["ticket"] for line in found["lines"]}
     assert found["saved"]["open_tickets"]
     assert len(set(range(max(closed) + 1)) - closed) <= (ranks.AHEAD + 1) * ranks.GROUPS
     assert closed.issuperset(sorted(found["saved"]["open_tickets"])[: ranks.GROUPS])
 
 
-def test_each_node_kept_what_came_from_its_ring_byte_for_byte(found: dict[str, Any]) -> None:
+def test_each_node_stores_the_records_of_its_ring_byte_for_byte(found: dict[str, Any]) -> None:
     nodes = set()
     for version in range(ranks.UPDATES):
         for node in (0, 1):
@@ -160,7 +160,7 @@ def test_each_node_kept_what_came_from_its_ring_byte_for_byte(found: dict[str, A
     assert nodes == {0, 1}
 
 
-def test_what_went_between_nodes_is_in_the_summary(found: dict[str, Any]) -> None:
+def test_the_summary_has_the_traffic_between_nodes(found: dict[str, Any]) -> None:
     nodes, updates = found["summary"]["node_traffic"], found["summary"]["updates"]
     assert nodes["other_mib"] == pytest.approx(sum(update["extra"]["nodes/other_mib"] for update in updates))
     assert nodes["other_mib"] > 0

@@ -1,4 +1,4 @@
-"""What a trainer takes over from one that died in the same job: tickets, records, episodes that were counted."""
+"""Recovery after a trainer that died in the same job: tickets, records, counted episodes."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def control(tmp_path: Path) -> Iterator[ControlClient]:
         yield connect(address, "trainer-0")
 
 
-def test_nobody_takes_a_position_above_a_fence_until_the_job_is_opened_again(control: ControlClient) -> None:
+def test_no_worker_claims_a_slot_above_a_fence_until_the_job_is_opened_again(control: ControlClient) -> None:
     control.start_ticket_epoch(TicketEpoch(0, 0, 0, (), 0), limit=100_000)
     taken: list[list[int]] = [[], []]
     fences: list[int] = []
 
     def worker(number: int) -> None:
         mine = ControlClient(control.host, control.port, f"rollout-{number}", 60.0)
-        while (position := mine.claim_slot()) is not None:
-            taken[number].append(position)
+        while (slot := mine.claim_slot()) is not None:
+            taken[number].append(slot)
 
     threads = [threading.Thread(target=worker, args=(number,)) for number in (0, 1)]
     for thread in threads:
@@ -56,44 +56,44 @@ def test_nobody_takes_a_position_above_a_fence_until_the_job_is_opened_again(con
     assert control.free_slots() == 0
     assert set(control.claims(0, fences[0])) == {"rollout-0", "rollout-1"}
     control.start_ticket_epoch(TicketEpoch(1, 0, fences[0] + 1, (3, 5), fences[0]), limit=fences[0] + 4)
-    positions = [control.claim_slot() for _ in range(4)]
-    assert positions == [fences[0] + 1, fences[0] + 2, fences[0] + 3, None]
-    starts = control.ticket_epochs()
-    assert [ticket_epoch_at(starts, p).ticket_at(p) for p in positions[:3] if p is not None] == [3, 5, fences[0]]
-    assert ticket_epoch_at(starts, 7).ticket_at(7) == 7
+    slots = [control.claim_slot() for _ in range(4)]
+    assert slots == [fences[0] + 1, fences[0] + 2, fences[0] + 3, None]
+    epochs = control.ticket_epochs()
+    assert [ticket_epoch_at(epochs, p).ticket_at(p) for p in slots[:3] if p is not None] == [3, 5, fences[0]]
+    assert ticket_epoch_at(epochs, 7).ticket_at(7) == 7
 
 
-def test_each_ticket_has_the_state_of_its_last_position() -> None:
-    starts = [TicketEpoch(0, 0, 4, (1, 3), 6), TicketEpoch(1, 2, 10, (1, 7, 8), 9)]
-    #  position  4: 1    5: 3         6: 6   7: 7   8: 8         9      10: 1
-    owners = [TICKET_DONE, "rollout-0", TICKET_DONE, TICKET_DONE, "rollout-1", TICKET_FENCE, "rollout-0"]
-    assert ticket_claims(starts[:1], owners[:5], 9) == {
+def test_each_ticket_has_the_claim_of_its_last_slot() -> None:
+    epochs = [TicketEpoch(0, 0, 4, (1, 3), 6), TicketEpoch(1, 2, 10, (1, 7, 8), 9)]
+    #  slot  4: 1    5: 3         6: 6   7: 7   8: 8         9      10: 1
+    claims = [TICKET_DONE, "rollout-0", TICKET_DONE, TICKET_DONE, "rollout-1", TICKET_FENCE, "rollout-0"]
+    assert ticket_claims(epochs[:1], claims[:5], 9) == {
         1: TICKET_DONE,
         3: "rollout-0",
         6: TICKET_DONE,
         7: TICKET_DONE,
         8: "rollout-1",
     }
-    # In the second start 7 and 8 were to be run again, and nobody has taken them.
-    assert ticket_claims(starts, owners, 11) == {
+    # The second epoch reissues 7 and 8, and no worker has claimed them.
+    assert ticket_claims(epochs, claims, 11) == {
         1: "rollout-0", 3: "rollout-0", 6: TICKET_DONE, 7: TICKET_FENCE, 8: TICKET_FENCE,
     }  # fmt: skip
-    assert starts[1].next_ticket_at(11) == starts[1].next_ticket_at(13) == 9
-    assert starts[1].next_ticket_at(15) == 11
+    assert epochs[1].next_ticket_at(11) == epochs[1].next_ticket_at(13) == 9
+    assert epochs[1].next_ticket_at(15) == 11
 
 
-def test_a_fence_of_a_trainer_that_died_before_it_opened_the_job_stands_for_a_ticket_that_nobody_ran() -> None:
-    starts = [TicketEpoch(0, 0, 0, (), 0)]
-    assert ticket_claims(starts, [TICKET_DONE, TICKET_FENCE, "rollout-0"], 3) == {
+def test_a_fence_without_an_opened_job_is_a_ticket_that_no_worker_ran() -> None:
+    epochs = [TicketEpoch(0, 0, 0, (), 0)]
+    assert ticket_claims(epochs, [TICKET_DONE, TICKET_FENCE, "rollout-0"], 3) == {
         0: TICKET_DONE,
         1: TICKET_FENCE,
         2: "rollout-0",
     }
 
 
-def test_tickets_in_flight_and_whole_groups_survive_and_all_others_come_again() -> None:
+def test_tickets_in_flight_and_complete_groups_survive_and_all_others_are_reissued() -> None:
     state = TrainerState(3, 0, 6, (2, 5), EMPTY, 0)  # of 0..7 all but 2 and 5 are closed
-    taken = {
+    claims = {
         2: "rollout-0",
         5: TICKET_DONE,
         7: TICKET_DONE,
@@ -103,37 +103,37 @@ def test_tickets_in_flight_and_whole_groups_survive_and_all_others_come_again() 
         11: TICKET_FENCE,
         4: TICKET_DONE,
     }
-    survivors, again = split_tickets(taken, state, 13, complete={8, 7, 4})
-    assert survivors == {2, 8, 10}
-    assert again == (5, 9, 11, 12)  # trained or dropped since, partly freed, or never taken
+    surviving, reissued = split_tickets(claims, state, 13, complete={8, 7, 4})
+    assert surviving == {2, 8, 10}
+    assert reissued == (5, 9, 11, 12)  # trained or dropped since, partly freed, or never claimed
 
 
-def test_a_group_is_whole_with_one_record_of_each_episode() -> None:
+def test_a_group_is_complete_with_one_record_of_each_episode() -> None:
     records = [trajectory(1, 0), trajectory(1, 0, worker="rollout-0.2"), trajectory(2, 0), trajectory(2, 1)]
     assert complete_groups(records) == {2}
 
 
-def test_a_beginning_knows_what_is_closed_and_open() -> None:
-    beginning = ResumePoint(TicketEpoch(2, 5, 40, (7, 9), 12), surviving_tickets=frozenset({8}))
-    assert beginning.unclosed_tickets == {7, 8, 9}
-    assert [ticket for ticket in range(14) if beginning.is_closed(ticket)] == [*range(7), 10, 11]
+def test_a_resume_point_knows_closed_and_open_tickets() -> None:
+    resume_point = ResumePoint(TicketEpoch(2, 5, 40, (7, 9), 12), surviving_tickets=frozenset({8}))
+    assert resume_point.unclosed_tickets == {7, 8, 9}
+    assert [ticket for ticket in range(14) if resume_point.is_closed(ticket)] == [*range(7), 10, 11]
 
 
-def test_a_lost_version_counts_as_the_one_from_which_the_run_went_on() -> None:
+def test_a_lost_version_counts_as_the_one_from_which_training_resumed() -> None:
     earlier = (TicketEpoch(0, 0, 0, (), 0), TicketEpoch(1, 4, 20, (), 19))
-    beginning = ResumePoint(TicketEpoch(2, 6, 40, (), 30), earlier)
+    resume_point = ResumePoint(TicketEpoch(2, 6, 40, (), 30), earlier)
 
-    def oldest(incarnation: int, version: int, fixed: bool = False) -> int | None:
-        return beginning.oldest_version(trajectory(version=version, restart_epoch=incarnation), fixed)
+    def oldest(restart_epoch: int, version: int, fixed: bool = False) -> int | None:
+        return resume_point.oldest_version(trajectory(version=version, restart_epoch=restart_epoch), fixed)
 
     assert [oldest(0, version) for version in (3, 4, 5, 9)] == [3, 4, 4, 4]
     assert [oldest(1, version) for version in (5, 6, 8)] == [5, 6, 6]
     assert [oldest(2, version) for version in (6, 9)] == [6, 9]
     assert [oldest(1, version, fixed=True) for version in (5, 6, 8)] == [5, 6, 5]
-    assert beginning.oldest_version(trajectory(steps=0), False) is None
+    assert resume_point.oldest_version(trajectory(steps=0), False) is None
 
 
-def test_tokens_of_an_earlier_incarnation_are_compared_with_nothing() -> None:
+def test_tokens_of_an_earlier_restart_epoch_have_no_version() -> None:
     group = Group(0, (trajectory(0, 0, version=3, restart_epoch=1), trajectory(0, 1, version=3, restart_epoch=2)))
     old, current = clear_versions_before_restart([group], 2)[0].trajectories
     assert set(old.steps[0].versions.tolist()) == {NO_VERSION}
@@ -142,32 +142,32 @@ def test_tokens_of_an_earlier_incarnation_are_compared_with_nothing() -> None:
 
 
 class _Job:
-    """A job as its signatures: who took which position, and what ring, trainer and checkpoint hold."""
+    """A simulated job: claims of slots, and the contents of ring, trainer and checkpoint."""
 
     GROUPS, AHEAD = 3, 2
 
     def __init__(self, seed: int) -> None:
         self.choose = random.Random(seed)
-        self.beginning = ResumePoint.for_new_job()
-        self.starts, self.owners = [self.beginning.ticket_epoch], []  # type: list[TicketEpoch], list[str]
-        self.in_flight: dict[int, int] = {}  # position -> ticket
+        self.resume_point = ResumePoint.for_new_job()
+        self.epochs, self.claims = [self.resume_point.ticket_epoch], []  # type: list[TicketEpoch], list[str]
+        self.in_flight: dict[int, int] = {}  # slot -> ticket
         self.ring: list[int] = []
         self.closed: set[int] = set()  # since the beginning
-        self.all_closed: list[int] = []  # in the timeline that counts
+        self.all_closed: list[int] = []  # not rolled back
         self.saved = (TrainerState(0, 0, 0, (), EMPTY, 0), 0)
         self.wasted = 0
 
-    def take(self) -> None:
-        position = len(self.owners)
-        if position < self.beginning.ticket_limit(len(self.closed), self.AHEAD, self.GROUPS):
-            self.owners.append("rollout-0")
-            self.in_flight[position] = ticket_epoch_at(self.starts, position).ticket_at(position)
+    def claim(self) -> None:
+        slot = len(self.claims)
+        if slot < self.resume_point.ticket_limit(len(self.closed), self.AHEAD, self.GROUPS):
+            self.claims.append("rollout-0")
+            self.in_flight[slot] = ticket_epoch_at(self.epochs, slot).ticket_at(slot)
 
     def finish(self) -> None:
         if self.in_flight:
-            position = self.choose.choice(sorted(self.in_flight))
-            self.ring.append(self.in_flight.pop(position))
-            self.owners[position] = TICKET_DONE
+            slot = self.choose.choice(sorted(self.in_flight))
+            self.ring.append(self.in_flight.pop(slot))
+            self.claims[slot] = TICKET_DONE
 
     def close(self) -> None:
         if self.ring:
@@ -176,39 +176,39 @@ class _Job:
             self.all_closed.append(ticket)
 
     def save(self) -> None:
-        base, open_tickets = self.beginning.checkpoint_tickets(len(self.owners), self.closed)
+        base, open_tickets = self.resume_point.checkpoint_tickets(len(self.claims), self.closed)
         assert sorted([*self.all_closed, *open_tickets]) == list(range(base + len(open_tickets)))
         self.saved = (TrainerState(0, 0, base, open_tickets, EMPTY, 0), len(self.all_closed))
 
-    def fall(self) -> None:
+    def trainer_dies(self) -> None:
         state, closed = self.saved
-        fence = len(self.owners)
-        self.owners.append(TICKET_FENCE)
-        if self.choose.random() < 0.2:  # it dies before it opens the job
+        fence = len(self.claims)
+        self.claims.append(TICKET_FENCE)
+        if self.choose.random() < 0.2:  # the next attempt dies before it opens the job
             return
         self.wasted += len(self.all_closed) - closed
         del self.all_closed[closed:]
-        taken, fresh = ticket_claims(self.starts, self.owners, fence), self.starts[-1].next_ticket_at(fence)
+        taken, fresh = ticket_claims(self.epochs, self.claims, fence), self.epochs[-1].next_ticket_at(fence)
         survivors, again = split_tickets(taken, state, fresh, set(self.ring))
         assert survivors == {*self.in_flight.values(), *self.ring}
-        start = TicketEpoch(self.starts[-1].restart_epoch + 1, 0, fence + 1, again, fresh)
-        self.beginning = ResumePoint(start, tuple(self.starts), survivors)
-        self.starts, self.closed = [*self.starts, start], set()
+        start = TicketEpoch(self.epochs[-1].restart_epoch + 1, 0, fence + 1, again, fresh)
+        self.resume_point = ResumePoint(start, tuple(self.epochs), survivors)
+        self.epochs, self.closed = [*self.epochs, start], set()
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_after_any_falls_every_ticket_is_closed_once_and_never_more_are_open_than_may_be(seed: int) -> None:
+def test_after_trainer_deaths_every_ticket_is_closed_once_and_open_tickets_stay_limited(seed: int) -> None:
     job = _Job(seed)
-    steps, weights = (job.take, job.finish, job.close, job.save, job.fall), (40, 30, 20, 3, 2)
+    steps, weights = (job.claim, job.finish, job.close, job.save, job.trainer_dies), (40, 30, 20, 3, 2)
     for _ in range(1500):
         job.choose.choices(steps, weights)[0]()
-        under_way = len(job.in_flight) + len(job.ring)
-        assert under_way <= (job.AHEAD + 1) * job.GROUPS
-        assert len({*job.in_flight.values(), *job.ring}) == under_way  # nobody runs a ticket that comes anyway
-    assert len(job.starts) > 5
+        open_count = len(job.in_flight) + len(job.ring)
+        assert open_count <= (job.AHEAD + 1) * job.GROUPS
+        assert len({*job.in_flight.values(), *job.ring}) == open_count  # no surviving ticket is reissued
+    assert len(job.epochs) > 5
     assert job.wasted > 0
-    for _ in range(40):  # what was to be run again, and what is under way
-        for step in (job.take, job.finish, job.close):
+    for _ in range(40):  # reissued tickets, and those in flight
+        for step in (job.claim, job.finish, job.close):
             step()
     job.save()
     state, _ = job.saved
@@ -216,18 +216,18 @@ def test_after_any_falls_every_ticket_is_closed_once_and_never_more_are_open_tha
     assert len(state.open_tickets) <= (job.AHEAD + 1) * job.GROUPS
 
 
-def test_what_was_counted_after_the_checkpoint_is_put_aside_unless_it_is_still_there(tmp_path: Path) -> None:
+def test_episodes_counted_after_the_checkpoint_are_rolled_back_unless_their_record_is_present(tmp_path: Path) -> None:
     made = [replace(trajectory(ticket, 0, reward=1.0), finished_at=ticket + 0.12345) for ticket in range(6)]
     log = EpisodeLog(tmp_path, 0)
     for each in made:
         log.add(each, None, 0)
     log.close()
-    there = {trajectory_identity(made[4])}
-    lost = episode_log.roll_back(tmp_path, 2, there)
-    assert [line["ticket"] for line in lost] == [2, 3, 5]
-    assert episode_log.roll_back(tmp_path, 2, there) == lost  # killed before it could cut the log
+    present = {trajectory_identity(made[4])}
+    rolled_back = episode_log.roll_back(tmp_path, 2, present)
+    assert [line["ticket"] for line in rolled_back] == [2, 3, 5]
+    assert episode_log.roll_back(tmp_path, 2, present) == rolled_back  # killed before it could truncate the log
     log = EpisodeLog(tmp_path, 2)
-    for each in made[4:]:  # the one that was there, and the ticket that came again
+    for each in made[4:]:  # the present record, and the reissued ticket
         log.add(replace(each, finished_at=100.0 + each.ticket), None, 1)
     log.close()
     assert [line["ticket"] for line in episode_log.roll_back(tmp_path, 3, ())] == [2, 3, 5, 5]

@@ -1,4 +1,4 @@
-"""A trainer that dies again and again within one job, over a real ring and control plane."""
+"""A trainer that dies repeatedly within one job, with a real ring and control plane."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tests.trainer.checkpoint import restart_ranks as ranks
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_whenever_the_trainer_dies_its_job_loses_no_group_and_trains_none_twice(tmp_path: Path, seed: int) -> None:
+def test_a_job_whose_trainer_dies_loses_no_group_and_trains_none_twice(tmp_path: Path, seed: int) -> None:
     spawn(ranks.run, str(tmp_path), seed, ranks=1, seconds=300)
-    lives = json.loads((tmp_path / "found.json").read_text())
+    attempts = json.loads((tmp_path / "found.json").read_text())
     run = ranks.config_of(str(tmp_path)).run_folder
     accounting, lines = summary.read_summary(run)["accounting"], episode_log.read_lines(run)
     assert accounting["matches"], accounting
     assert accounting["trained"] == 2 * ranks.GROUPS * ranks.UPDATES
-    assert accounting["rolled_back"] == lives[-1]["lost"] == len(episode_log.read_rolled_back(run)) > 0
-    assert sum(life["survivors"] for life in lives) > 0
-    assert sum(life["again"] for life in lives) > 0
+    assert accounting["rolled_back"] == attempts[-1]["rolled_back"] == len(episode_log.read_rolled_back(run)) > 0
+    assert sum(attempt["surviving"] for attempt in attempts) > 0
+    assert sum(attempt["reissued"] for attempt in attempts) > 0
 
     assert max(Counter((line["ticket"], line["index"]) for line in lines).values()) == 1
     trained: dict[int, set[int]] = defaultdict(set)

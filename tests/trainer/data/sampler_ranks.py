@@ -141,7 +141,7 @@ class _Run:
             states = [s.first_ticket for s in coordinator.task_sampler.states]
             stored = recorded_groups.read_groups(group_files.group_file_path(self.config.records_folder, end - 1))
             kept = [(g.ticket, [t.index for t in g.trajectories]) for g in stored]
-            return coordinator._state(version), {
+            return coordinator.trainer_state(version), {
                 "keys": keys, "states": states, "most": most, "trained": trained, "kept": kept,
             }  # fmt: skip
 

@@ -19,7 +19,7 @@ from megatron_webrl.ring.ring import Ring
 from megatron_webrl.system import torchvision_shim
 from megatron_webrl.types import Group
 from tests import gloo
-from tests.trainer.learner_ranks import VERSION, make_config, make_groups
+from tests.trainer.learner_ranks import VERSION, make_config, make_groups, make_learner
 from tests.trajectories import screenshot, trajectory
 
 
@@ -83,7 +83,7 @@ def updates(rank: int, ranks: int, folder: str, model: str, rings: Sequence[str]
 
 
 def _update_of_one(config: Config, platform: Any) -> dict[str, Any]:
-    from megatron_webrl.trainer.factory import make_learner, make_sequence_packer
+    from megatron_webrl.trainer.factory import make_sequence_packer
     from megatron_webrl.trainer.loop import train_batch
     from tests.model.hf_export import hf_tensors
 
@@ -100,7 +100,7 @@ def _update(config: Config, platform: Any, names: Sequence[str], layout: Layout)
     from megatron_webrl.trainer.data.group_source import GroupSource
     from megatron_webrl.trainer.exchange.multi_node_exchange import MultiNodeExchange, make_exchange
     from megatron_webrl.trainer.exchange.node_topology import NodeTopology
-    from megatron_webrl.trainer.factory import make_learner, make_sequence_packer, with_image_prefetcher
+    from megatron_webrl.trainer.factory import make_sequence_packer, with_image_prefetcher
     from megatron_webrl.trainer.images.image_keys import image_key
     from megatron_webrl.trainer.loop import train_batch
     from tests.model.hf_export import hf_tensors

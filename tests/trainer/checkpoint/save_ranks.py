@@ -1,0 +1,147 @@
+"""Rank bodies of the tests of saves: what they contain, how they fail, which checkpoints stay."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.trainer.checkpoint.small_learner import (
+    LAYOUTS,
+    checkpoints_in,
+    laid_out,
+    make_learner,
+    save,
+    scramble,
+    session,
+    state_of,
+    step,
+    tensors_of,
+)
+from tests.trainer.checkpoint.weights_ranks import small_updates, weights_alone
+
+
+def saves(rank: int, folder: str) -> None:
+    """Successful and failing saves; writes the observations of each case."""
+    found: dict[str, Any] = {}
+    with session(rank, folder), laid_out(LAYOUTS[0]):
+        learner = make_learner(LAYOUTS[0])
+        scramble(learner)
+        found["snapshot"] = _snapshot(learner, Path(folder, "snapshot"))
+        found["limit"] = _no_room(learner, Path(folder, "limit"))
+        found["killed writer"] = _killed_writer(learner, Path(folder, "killed"))
+        found["late writer"] = _late_writer(learner, Path(folder, "late"))
+        found["names"] = _names(learner, Path(folder, "names"))
+        found["weights"] = weights_alone(learner, Path(folder, "weights"))
+        found["bf16"] = small_updates(Path(folder, "bf16"))
+    torch.save(found, f"{folder}/saves-{rank}.pt")
+
+
+def _snapshot(learner: Any, folder: Path) -> dict[str, Any]:
+    """Weights and moments change while the writer is stopped: the checkpoint must have the earlier ones."""
+    checkpoints = checkpoints_in(folder)
+    before = tensors_of(save(checkpoints, learner, 1))
+    checkpoints.start_save(learner, state_of(2))
+    writer = checkpoints._current.task.pid
+    os.kill(writer, signal.SIGSTOP)
+    checkpoints.poll()
+    waited_for = checkpoints._current is not None
+    for _ in range(2):
+        step(learner)
+    os.kill(writer, signal.SIGCONT)
+    checkpoints.close()
+    after = tensors_of(checkpoints.last_completed[1])
+    return {
+        "equal": all(torch.equal(before[name], after[name]) for name in before),
+        "tensors": len(before),
+        "waited for": waited_for,
+        "files": sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()),
+        "figures": checkpoints.pop_metrics(),
+    }
+
+
+def _no_room(learner: Any, folder: Path) -> dict[str, Any]:
+    """One save under a file size limit that the shards exceed, one without."""
+    checkpoints = checkpoints_in(folder)
+    save(checkpoints, learner, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    checkpoints.start_save(learner, state_of(2))
+    checkpoints.wait_for_save()
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    torch.distributed.barrier()
+    failed = {
+        "trouble": checkpoints.last_error,
+        "newest": checkpoints.last_completed[0],
+        "figures": checkpoints.pop_metrics(),
+        "left": sorted(path.name for path in (folder / "checkpoints").iterdir()),
+    }
+    torch.distributed.barrier()  # the next save creates its folder there
+    save(checkpoints, learner, 3)
+    return failed | {"then": (checkpoints.last_error, checkpoints.failures, checkpoints.last_completed[0])}
+
+
+def _killed_writer(learner: Any, folder: Path) -> dict[str, Any]:
+    checkpoints = checkpoints_in(folder)
+    checkpoints.start_save(learner, state_of(1))
+    if torch.distributed.get_rank() == 1:
+        os.kill(checkpoints._current.task.pid, signal.SIGKILL)
+    checkpoints.wait_for_save()
+    failed = (checkpoints.last_error, checkpoints.last_completed)
+    save(checkpoints, learner, 2)
+    return {"failed": failed, "then": checkpoints.last_completed[0]}
+
+
+def _late_writer(learner: Any, folder: Path) -> str | None:
+    checkpoints = checkpoints_in(folder, timeout_seconds=0.2)
+    checkpoints.start_save(learner, state_of(1))
+    os.kill(checkpoints._current.task.pid, signal.SIGSTOP)
+    checkpoints.wait_for_save()
+    return checkpoints.last_error
+
+
+def _names(learner: Any, folder: Path) -> dict[str, Any]:
+    """Save versions 1 to 7, keeping two and every third; then version 7 again."""
+    checkpoints = checkpoints_in(folder, keep=2, keep_every=3)
+    for version in range(1, 8):
+        save(checkpoints, learner, version)
+    stay = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    again = save(checkpoints_in(folder, keep=2, keep_every=3), learner, 7)
+    return {"stay": stay, "again": again.name, "then": sorted(p.name for p in (folder / "checkpoints").iterdir())}
+
+
+def full_disk(rank: int, folder: str, disk: str) -> None:
+    """Saves on a small file system: full, read-only, and with room."""
+    found = {}
+    with session(rank, folder), laid_out(LAYOUTS[0]):
+        learner = make_learner(LAYOUTS[0])
+        checkpoints = checkpoints_in(Path(disk))
+        found["full"] = _try_to_save(
+            checkpoints, learner, 1, lambda: Path(disk, "other").write_bytes(bytes(60 * 2**20))
+        )
+        found["read only"] = _try_to_save(
+            checkpoints, learner, 2, lambda: subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        )
+
+        def make_room() -> None:
+            subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+            Path(disk, "other").unlink()
+
+        found["then"] = _try_to_save(checkpoints, learner, 3, make_room)
+    Path(folder, f"disk-{rank}.json").write_text(json.dumps(found))
+
+
+def _try_to_save(checkpoints: Any, learner: Any, version: int, prepare: Any) -> list[Any]:
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        prepare()
+    torch.distributed.barrier()
+    checkpoints.start_save(learner, state_of(version))
+    checkpoints.wait_for_save()
+    return [checkpoints.last_error, checkpoints.failures, checkpoints.last_completed and checkpoints.last_completed[0]]
