@@ -58,9 +58,9 @@ def trainer_rank(rank: int, folder: str, address: tuple[str, int], names: list[s
     tracker = MLflowTracker(config, state.mlflow_run_id, lambda tokens: "") if rank == 0 else None
     resume_point = make_resume_point(control, member.rings, state, config.run_folder, rank == 0)
     coordinator = Coordinator(config, control, member.rings, state, resume_point, tracker)
-    coordinator.open_job(state.version)
     if rank == 0:
-        control.put_json("test/version", state.version)
+        control.put_json("test/version", state.version)  # workers read it once they can claim tickets
+    coordinator.open_job(state.version)
     for version in range(state.version, UPDATES):
         groups = coordinator.collect(version, lambda: False)
         assert isinstance(groups, list)
