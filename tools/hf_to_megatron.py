@@ -17,14 +17,7 @@ from megatron_webrl.model.convert.conversion import hf_to_megatron
 from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.system import torchvision_shim
 from tools import conversion
-
-
-def positive(text: str) -> int:
-    """A number of ranks."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return value
+from tools.arguments import bounded_number
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -33,7 +26,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("source", type=Path, metavar="HF_FOLDER")
     parser.add_argument("target", type=Path, metavar="OUT")
     for option, what in (("--tp", "tensor"), ("--pp", "pipeline"), ("--ep", "expert")):
-        parser.add_argument(option, type=positive, default=1, metavar="N", help=f"{what}-parallel size (default: 1)")
+        parser.add_argument(
+            option, type=bounded_number(int, 1), default=1, metavar="N", help=f"{what}-parallel size (default: 1)"
+        )
     conversion.add_options(parser)
     given = parser.parse_args(arguments)
     sizes = ParallelSizes(tensor=given.tp, pipeline=given.pp, expert=given.ep, expert_tensor=given.tp)

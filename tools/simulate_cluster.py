@@ -15,7 +15,6 @@ each node's GPUs between engines and trainer, and the modes against each other.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +25,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python tools/simulate_cluster.py`
 
-from tools.arguments import bounded_number
+from tools.arguments import bounded_number, write_json
 from tools.cluster import inputs, measured, predicted, report
 
 FIGURE_LABELS = {
@@ -67,8 +66,7 @@ def check(given: argparse.Namespace, console: Console) -> int:
     little = ", ".join(f"{FIGURE_LABELS[name]} {value:g}" for name, value in measured.ABSOLUTE_TOLERANCE.items())
     verdict = "all agree" if agree else "not all agree"
     console.print(f"{verdict}: within {given.tolerance:.0%}, or by less than {little}", highlight=False, soft_wrap=True)
-    if given.json:
-        given.json.write_text(json.dumps({"tolerance": given.tolerance, "runs": found}, indent=1) + "\n")
+    write_json(given.json, {"tolerance": given.tolerance, "runs": found})
     return 0 if agree else 1
 
 
@@ -104,8 +102,7 @@ def predict(given: argparse.Namespace, console: Console) -> int:
         given.write.write_text(report.update_page(page, found))
     if given.plot:
         given.plot.write_text(report.draw(found))
-    if given.json:
-        given.json.write_text(json.dumps(report.figures(found), indent=1) + "\n")
+    write_json(given.json, report.figures(found))
     return 0
 
 

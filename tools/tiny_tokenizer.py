@@ -17,9 +17,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.rollout import prompts
 from megatron_webrl.rollout.actions import describe_action, format_tool_call
+from megatron_webrl.tasks.click_target import COORDINATE_STEP
 from megatron_webrl.types import COORDINATE_RANGE, Action
 
-COORDINATE_STEP = 20
 _SEPARATOR = ", "  # between two numbers
 SPECIAL_TOKENS = (
     "<|endoftext|>",

@@ -10,8 +10,6 @@ and pages to begin. Groups without variance are trained like others: this measur
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 import tempfile
@@ -26,6 +24,7 @@ from rich.table import Table
 
 from megatron_webrl.tracking import episode_log, summary
 from megatron_webrl.tracking.plot import BLUE, GREEN, GREY, ORANGE, add_legend, add_titles, render_svg
+from tools.arguments import make_bench_parser, write_json
 from tools.bench.jobs import run_job
 from tools.make_tiny_model import make_tiny_model
 
@@ -215,11 +214,9 @@ def draw(results: Sequence[ModeResult]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two small updates each; figures mean little")
+    parser = make_bench_parser(__doc__, "two small updates each; figures mean little")
     parser.add_argument("--updates", type=int, metavar="N", help=f"updates of each job (default: {FULL.updates})")
     parser.add_argument("--environments", nargs="+", metavar="NAME", default=ENVIRONMENTS, help="of the sites")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     parser.add_argument("--plots", type=Path, metavar="FILE", help="draw the figures as an SVG")
     options = parser.parse_args(arguments)
     amount = QUICK if options.quick else FULL
@@ -235,8 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     show(found, amount, console)
     if options.plots:
         options.plots.write_text(draw(found))
-    if options.json:
-        options.json.write_text(json.dumps(_figures(found, amount), indent=1) + "\n")
+    write_json(options.json, _figures(found, amount))
 
 
 def _figures(found: Sequence[ModeResult], amount: ModesBenchSize) -> Mapping[str, Any]:

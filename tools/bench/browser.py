@@ -9,7 +9,6 @@ put together: `--add` shows what an earlier run wrote with `--json`.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -21,6 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
+from tools.arguments import make_bench_parser, write_json
 from tools.bench.browsers.bare_playwright import FULL, QUICK, BrowserBenchSize
 from tools.bench.browsers.browsergym_peer import MISSING_MESSAGE, measure_browsergym
 from tools.bench.browsers.concurrent_sessions import measure_memory, measure_waiting
@@ -42,14 +42,12 @@ REPORT_COLUMNS = 150  # columns where the output is no terminal
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a minute at most; figures mean little")
+    parser = make_bench_parser(__doc__, "a minute at most; figures mean little")
     parser.add_argument(
         "--only", nargs="+", choices=[*SECTIONS, BROWSERGYM], metavar="SECTION", help=", ".join([*SECTIONS, BROWSERGYM])
     )
     parser.add_argument("--seed", type=int, default=0, help="of tasks, pages and waiting times (default: 0)")
     parser.add_argument("--browsergym-python", type=Path, metavar="PATH", help="interpreter that can import BrowserGym")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     parser.add_argument(
         "--add", type=Path, nargs="+", default=[], metavar="FILE", help="figures of earlier runs, shown too"
     )
@@ -78,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.json:
         figures = {name: section.to_json() for name, section in sections.items()}
         header = {"machine": machine, "seed": options.seed, "quick": options.quick, "at": datetime.now(UTC).isoformat()}
-        options.json.write_text(json.dumps(header | {"sections": figures}, indent=1) + "\n")
+        write_json(options.json, header | {"sections": figures})
     if options.plots:
         options.plots.write_text(draw(sections))
 

@@ -12,9 +12,7 @@ model's vocabulary is small. What a policy does to success is not measured here.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import platform as machine
 import sys
@@ -41,6 +39,7 @@ from megatron_webrl.tasks.registry import make_source, scripted_environments
 from megatron_webrl.trainer.data.batching import TrainingSample
 from megatron_webrl.trainer.data.merging import merge_prefixes
 from megatron_webrl.types import Action, Observation, Task
+from tools.arguments import make_bench_parser, write_json
 from tools.bench.episodes import make_sample
 from tools.make_tiny_model import make_tiny_model
 
@@ -238,10 +237,8 @@ def _total(found: Sequence[ContextResult], name: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_bench_parser(__doc__, "six episodes")
     parser.add_argument("--episodes", type=int, default=30, help="one of each environment in turn (default: 30)")
-    parser.add_argument("--quick", action="store_true", help="six episodes")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     options = parser.parse_args(arguments)
     print(f"{os.cpu_count()} CPUs, {machine.machine()}, load {os.getloadavg()[0]:.1f}\n")
     with tempfile.TemporaryDirectory(prefix="webrl-bench-") as temporary:
@@ -253,7 +250,7 @@ def main(arguments: list[str] | None = None) -> None:
             name: [asdict(each) | {"computed": each.computed} for each in all_of_it]
             for name, all_of_it in found.items()
         }
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+        write_json(options.json, figures)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ needs to. Rounds alternate, so that noise meets all alike.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -35,11 +34,8 @@ from safetensors.torch import save_file
 from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_megatron, megatron_to_hf
 from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.model.parameter_map import parameter_mappings
-from megatron_webrl.system import torchvision_shim
-
-torchvision_shim.install()
-
-from transformers import Qwen3VLConfig, Qwen3VLMoeConfig  # noqa: E402
+from tools.arguments import make_bench_parser, write_json
+from tools.bench.model_configs import make_reduced_config
 
 SECONDS = 600.0  # limit of one conversion
 SAMPLE_INTERVAL_SECONDS = 0.002  # seconds between two looks at the memory
@@ -64,24 +60,15 @@ TINY = BenchModelSize(1, 0, 64)
 
 def make_model(folder: Path, size: BenchModelSize) -> None:
     """A Qwen3-VL folder in released form, in several files, with random weights."""
-    text: dict[str, Any] = {
-        "hidden_size": 2048,
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 6144,
-        "vocab_size": size.vocabulary,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [24, 20, 20]},
-    }
+    text: dict[str, Any] = {"num_hidden_layers": size.layers, "vocab_size": size.vocabulary}
     if size.experts:
         text |= {"num_experts": size.experts, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
         text["mlp_only_layers"] = []
-    vision: dict[str, Any] = {"depth": 2, "hidden_size": 256, "intermediate_size": 512, "num_heads": 4}
-    vision |= {"out_hidden_size": 2048, "deepstack_visual_indexes": [0]}
-    config = (Qwen3VLMoeConfig if size.experts else Qwen3VLConfig)(
-        text_config=text, vision_config=vision, tie_word_embeddings=False, dtype="bfloat16"
-    )
+    vision = {
+        "depth": 2, "hidden_size": 256, "intermediate_size": 512, "num_heads": 4, "deepstack_visual_indexes": [0],
+    }  # fmt: skip
+    config = make_reduced_config(text, vision)
+    config.dtype = "bfloat16"
     config.save_pretrained(folder)
     files: list[dict[str, torch.Tensor]] = [{}]
     for entry in parameter_mappings(config):
@@ -198,9 +185,7 @@ def warm_up(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a fifth of the data, one round")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser = make_bench_parser(__doc__, "a fifth of the data, one round")
     parser.add_argument("--folder", type=Path, help="where to write; its file system is what is measured")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # a process that is forked has none of torch's threads
@@ -212,8 +197,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="bench-conversion-") as folder:
             results[label] = measure(Path(folder), size, rounds)
     print_table(results, rounds)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"rounds": rounds, "results": results}, indent=1) + "\n")
+    write_json(arguments.json, {"rounds": rounds, "results": results})
 
 
 def print_table(results: dict[str, dict[str, Any]], rounds: int) -> None:

@@ -26,6 +26,7 @@ from rich.table import Table
 from megatron_webrl.tracking import summary
 from megatron_webrl.tracking.learning_plot import moving_average
 from megatron_webrl.tracking.plot import BLUE, GREEN, GREY, ORANGE, add_legend, add_titles, render_svg
+from tools.arguments import write_json
 from tools.bench.jobs import run_job
 
 if TYPE_CHECKING:
@@ -207,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def write_results(outcomes: Sequence[ArmResult], path: Path) -> None:
     """Write figures to a file. Raises OSError."""
     content = {"cpus": os.cpu_count(), "load": os.getloadavg(), "runs": [asdict(each) for each in outcomes]}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    write_json(path, content)
 
 
 def _mean(values: Sequence[float]) -> float | None:

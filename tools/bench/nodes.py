@@ -13,7 +13,6 @@ send      the same bytes by torch's send and recv alone, for comparison
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -36,6 +35,7 @@ from megatron_webrl.ring.ring import Ring
 from megatron_webrl.ring.segment import segment_name, sweep_segments
 from megatron_webrl.system import torchvision_shim
 from megatron_webrl.types import Action, Step, Task, Trajectory
+from tools.arguments import make_bench_parser, write_json
 
 RANKS, SECONDS = 2, 300.0
 STEPS, SCREENSHOT_BYTES, WINDOW, TEXT_TOKENS, RESPONSE_TOKENS = 10, 150_000, 4, 1000, 200
@@ -247,9 +247,7 @@ def table(results: dict[str, dict[str, float]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two small groups, one round")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser = make_bench_parser(__doc__, "two small groups, one round")
     arguments = parser.parse_args()
     groups, group_size, rounds = (2, 2, 1) if arguments.quick else (16, 8, 3)
     sweep_segments("webrl-bench-nodes-")
@@ -263,7 +261,7 @@ def main() -> None:
     print(table(results))
     if arguments.json:
         content = {"groups": groups, "group_size": group_size, "rounds": rounds, "results": results}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+        write_json(arguments.json, content)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import platform as machine
 import statistics
@@ -27,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_webrl.model import model_sizes
 from megatron_webrl.model import platform as platforms
 from megatron_webrl.model.hf_config import load_hf_config
 from megatron_webrl.model.processor import Processor
@@ -36,6 +35,7 @@ from megatron_webrl.trainer.data.flops import FlopsEstimator, unique_images
 from megatron_webrl.trainer.data.merging import MergedSequence, merge_prefixes, unmerged_sequence
 from megatron_webrl.trainer.data.packing import pack_sequences
 from megatron_webrl.trainer.data.sequence_packer import Microbatch, SequencePacker
+from tools.arguments import make_bench_parser, write_json
 from tools.bench.episodes import make_episodes
 from tools.make_tiny_model import make_tiny_model
 
@@ -187,7 +187,7 @@ def padded(chains: Sequence[MergedSequence], cost: FlopsEstimator) -> PackingRes
 
 def compare(episodes: int) -> tuple[dict[str, PackingResult], str]:
     """Ways of making rows of the same steps, and the steps in words."""
-    cost = FlopsEstimator.from_hf_config(_released())
+    cost = FlopsEstimator.from_hf_config(model_sizes.make_hf_config("4B"))
     steps = web_agent_steps(episodes, seed=0)
     begun = time.perf_counter()
     merged = merge_prefixes(steps, (IMAGE_TOKEN_ID, VIDEO_TOKEN_ID))
@@ -215,23 +215,6 @@ def compare(episodes: int) -> tuple[dict[str, PackingResult], str]:
         "first fit by tokens": timed(first_fit, alone),
         "padded to the longest": padded(alone, cost),
     }, words
-
-
-def _released() -> Any:
-    """The description of Qwen3-VL-4B, as far as costs go."""
-    from transformers import Qwen3VLConfig
-
-    return Qwen3VLConfig(
-        text_config={
-            "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
-            "head_dim": 128, "intermediate_size": 9728, "vocab_size": 151936,
-        },
-        vision_config={
-            "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "patch_size": 16,
-            "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 2560,
-            "deepstack_visual_indexes": [5, 11, 17],
-        },
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -371,9 +354,7 @@ def show_packing(found: dict[str, PackingResult], words: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="shorter rows, one round, fewer episodes")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser = make_bench_parser(__doc__, "shorter rows, one round, fewer episodes")
     arguments = parser.parse_args()
     rounds, episodes = (1, 64) if arguments.quick else (3, 512)
     print(f"{os.cpu_count()} CPUs, {machine.machine()}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}\n")
@@ -389,7 +370,7 @@ def main() -> None:
             "rows timed": [vars(row) for row in rows], "fit": fit, "merging": saved, "steps": words,
             "packed": {name: vars(way) for name, way in found.items()},
         }  # fmt: skip
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+        write_json(arguments.json, figures)
 
 
 if __name__ == "__main__":

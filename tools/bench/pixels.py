@@ -10,9 +10,7 @@
 
 from __future__ import annotations
 
-import argparse
 import io
-import json
 import os
 import platform as machine
 import tempfile
@@ -35,6 +33,7 @@ from megatron_webrl.parity.page_images import draw_page
 from megatron_webrl.trainer.data.batching import TrainingSample
 from megatron_webrl.trainer.data.flops import FlopsEstimator
 from megatron_webrl.trainer.data.sequence_packer import Microbatch, SequencePacker
+from tools.arguments import make_bench_parser, write_json
 from tools.make_tiny_model import make_tiny_model
 
 SIZES = ((1280, 720), (1280, 768), (160, 224))
@@ -217,9 +216,7 @@ def show_results(found: Sequence[PreprocessingResult]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and rows")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser = make_bench_parser(__doc__, "fewer rounds and rows")
     arguments = parser.parse_args()
     print(f"{os.cpu_count()} CPUs, {machine.machine()}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}\n")
     with tempfile.TemporaryDirectory(prefix="webrl-bench-") as temporary:
@@ -235,7 +232,7 @@ def main() -> None:
             "images": [asdict(p) | {"ratio": p.ratio} for p in prices],
             "rows": [asdict(t) for t in trials],
         }
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+        write_json(arguments.json, figures)
 
 
 if __name__ == "__main__":

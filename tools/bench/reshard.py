@@ -16,20 +16,18 @@ meets all alike; a way's time is from the first rank's start to the last rank's 
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import platform
 import statistics
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_webrl.weights.engine_map import EngineSizes, engine_parameter_shapes
 from megatron_webrl.weights.plan import TransferPlan
+from tools.arguments import make_bench_parser, write_json
 from tools.bench.reshard_ranks import ENGINES, RANKS, SECONDS, TRAINER_RANKS, ReshardBenchConfig, serve
 
 PRELOAD = ["tools.bench.reshard_ranks"]  # the ranks' processes are forked from one that has imported everything
@@ -163,9 +161,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a small vocabulary, two rounds")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser = make_bench_parser(__doc__, "a small vocabulary, two rounds")
     parser.add_argument("--width", type=int, default=2048, help="hidden size: 2048 as in the 2B, 4096 as in the 8B")
     parser.add_argument("--layers", type=int, default=2, help="of the text model (default: 2)")
     parser.add_argument("--vocabulary", type=int, default=8192, help="entries (default: 8192)")
@@ -185,7 +181,7 @@ def main() -> None:
             "vocabulary": options.vocabulary,
             "rounds": options.rounds,
         }
-        options.json.write_text(json.dumps({"settings": settings, "results": results}, indent=1) + "\n")
+        write_json(options.json, {"settings": settings, "results": results})
 
 
 if __name__ == "__main__":

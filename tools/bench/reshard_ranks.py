@@ -14,15 +14,11 @@ import torch.distributed as dist
 
 from megatron_webrl.model.layout import ParallelSizes, replica_ranks
 from megatron_webrl.model.parameter_map import parameter_mappings, shard_ranges
-from megatron_webrl.system import torchvision_shim
 from megatron_webrl.weights.engine_map import EngineSizes, engine_parameter_shapes
 from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan
 from megatron_webrl.weights.slices import Slice, TransferMessage, box_index
 from megatron_webrl.weights.transport import OutgoingMessages, TransferLink, checksum, join_link, receive, send
-
-torchvision_shim.install()
-
-from transformers import Qwen3VLConfig  # noqa: E402
+from tools.bench.model_configs import make_reduced_config
 
 SECONDS = 300.0  # limit of any wait
 TRAINER = ParallelSizes(tensor=2, pipeline=2)
@@ -52,24 +48,10 @@ class ReshardBenchConfig:
     def hf_config(self) -> Any:
         """The model: the 2B's tower and proportions, fewer layers of each, a smaller vocabulary."""
         text = {
-            "hidden_size": self.width,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.width // 128,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "intermediate_size": 3 * self.width,
-            "vocab_size": self.vocabulary,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
-        }
-        vision: dict[str, Any] = {
-            "depth": 4,
-            "hidden_size": 1024,
-            "intermediate_size": 4096,
-            "num_heads": 16,
-            "out_hidden_size": self.width,
-        }
-        vision |= {"num_position_embeddings": 2304, "deepstack_visual_indexes": [1]}
-        return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
+            "hidden_size": self.width, "num_hidden_layers": self.layers, "num_attention_heads": self.width // 128,
+            "intermediate_size": 3 * self.width, "vocab_size": self.vocabulary,
+        }  # fmt: skip
+        return make_reduced_config(text, {"depth": 4, "out_hidden_size": self.width, "deepstack_visual_indexes": [1]})
 
     def plan(self) -> TransferPlan:
         """Of both engines together."""

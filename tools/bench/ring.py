@@ -8,8 +8,6 @@ one process copying the same bytes into shared memory of the ring's size, place 
 
 from __future__ import annotations
 
-import argparse
-import json
 import mmap
 import multiprocessing
 import os
@@ -18,13 +16,13 @@ import statistics
 import time
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
 from megatron_webrl.ring.checksum import checksum
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.ring.segment import segment_name, sweep_segments
+from tools.arguments import make_bench_parser, write_json
 
 SIZES = {"100 kB": 100_000, "3 MB": 3_000_000}
 CAPACITY = 256 * 2**20  # bytes
@@ -127,9 +125,7 @@ def measure(size: int, total: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the data, one round")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser = make_bench_parser(__doc__, "a tenth of the data, one round")
     arguments = parser.parse_args()
     total, rounds = (400_000_000, 1) if arguments.quick else (4_000_000_000, 5)
     sweep_segments("webrl-bench-")
@@ -143,8 +139,7 @@ def main() -> None:
     for label, figures in results.items():
         print(f"\n{label}: ring / queue = {figures['ring'] / figures['multiprocessing.Queue']:.1f}", end="")
     print()
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"unit": "GB/s", "rounds": rounds, "results": results}, indent=1) + "\n")
+    write_json(arguments.json, {"unit": "GB/s", "rounds": rounds, "results": results})
 
 
 if __name__ == "__main__":

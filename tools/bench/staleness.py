@@ -12,8 +12,6 @@ files of a job that has been made before.
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import sys
@@ -34,6 +32,7 @@ from megatron_webrl.ring.errors import RecordError
 from megatron_webrl.tracking import summary
 from megatron_webrl.tracking.plot import BLUE, GREY, add_legend, add_titles, render_svg
 from megatron_webrl.trainer.data import group_files
+from tools.arguments import make_bench_parser, write_json
 from tools.bench import recorded_groups, staleness_rank
 from tools.bench.jobs import run_job
 from tools.bench.learning import ARMS, CONFIG
@@ -270,12 +269,10 @@ def _draw_figure(axes: Axes, pairs: Sequence[ObjectiveComparison], name: str) ->
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three updates, staleness 0 to 2; figures mean little")
+    parser = make_bench_parser(__doc__, "three updates, staleness 0 to 2; figures mean little")
     parser.add_argument("--updates", type=int, metavar="N", help=f"updates of the job (default: {FULL.updates})")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="run the job there and leave its files for --run")
     parser.add_argument("--run", type=Path, metavar="FOLDER", help="measure this run, and start no job")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     parser.add_argument("--plots", type=Path, metavar="FILE", help="draw the figures as an SVG")
     options = parser.parse_args(arguments)
     amount = QUICK if options.quick else FULL
@@ -295,8 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     show(pairs, console)
     if options.plots:
         options.plots.write_text(draw(pairs))
-    if options.json:
-        options.json.write_text(json.dumps(_figures(pairs), indent=1) + "\n")
+    write_json(options.json, _figures(pairs))
 
 
 def _measure_job(keep: Path | None, updates: int, depth: int, console: Console) -> list[ObjectiveComparison]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import multiprocessing
 import os
@@ -29,6 +28,7 @@ import numpy as np
 
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.trainer.data.batching import TrainingSample
+from tools.arguments import make_bench_parser, write_json
 from tools.bench.episodes import make_episodes
 from tools.bench.learners import VARIANTS, StepMeasurement, TrainingBenchConfig, serve
 from tools.make_tiny_model import make_tiny_model
@@ -195,7 +195,7 @@ def main() -> None:
     if options.json:
         settings = {name: value for name, value in vars(options).items() if name not in ("json", "quick")}
         found = {"settings": settings, "samples": describe(samples), "results": [*map(dataclasses.asdict, results)]}
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(options.json, found)
 
 
 def make_model(folder: Path, options: argparse.Namespace) -> Path:
@@ -225,9 +225,7 @@ def make_model(folder: Path, options: argparse.Namespace) -> Path:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="four episodes, one round")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser = make_bench_parser(__doc__, "four episodes, one round")
     for option, default, text in (
         ("--hidden", 256, "width of the text model, a multiple of 32"),
         ("--layers", 6, "layers of the text model"),

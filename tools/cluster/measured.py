@@ -13,13 +13,13 @@ from typing import Any
 from megatron_webrl.config.load import parse_config as read_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.tracking import episode_log, summary
+from megatron_webrl.types import TRAINABLE_OUTCOMES
 from tools.cluster import timeline
 from tools.cluster.simulation import SimulationResult, simulate
 from tools.cluster.work import EpisodeWork, GroupWork, RecordedWorkload, SimulationSettings, StepWork, UpdateTimes
 
 WARMUP_UPDATES = 1  # the first update waits for engines and pages to begin
 ZERO_VARIANCE_FATES = ("all_failed", "all_succeeded", "zero_variance")  # fates
-TRAINABLE_OUTCOMES = ("success", "failure")  # of episodes that are not masked
 ABSOLUTE_TOLERANCE = {"staleness": 0.1, "waiting": 0.05}  # versions, share: what differs by less agrees
 
 Update = Mapping[str, Any]

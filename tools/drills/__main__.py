@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shutil
 import signal
@@ -20,6 +19,7 @@ from rich.table import Table
 from megatron_webrl.system import child_process
 from tests.slurm.virtual_nodes import small_disk
 from tests.slurm.virtual_slurm import Cluster, virtual_slurm, why_not
+from tools.arguments import write_json
 from tools.drills.faults import DRILLS, Drill
 from tools.drills.run import START_SECONDS, DrillError, DrillJob, leftovers_on
 
@@ -76,8 +76,7 @@ def main() -> int:
     finally:
         if not options.keep:
             shutil.rmtree(folder, ignore_errors=True)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+    write_json(options.json, [asdict(result) for result in results])
     Console(width=140).print(results_table(results))
     if options.keep:
         print(f"runs and logs: {folder}")

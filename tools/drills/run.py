@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import yaml
 
-from megatron_webrl.system.child_process import ROLE_VARIABLE
+from megatron_webrl.system import child_process
 from megatron_webrl.tracking import summary
 from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
 from tests.slurm.virtual_slurm import END_STATES, Cluster
@@ -147,14 +147,16 @@ class DrillJob:
         return lines
 
     def last_log_line(self) -> str:
-        """The last line of the job's log."""
-        return (self.log().strip().splitlines() or ["no log"])[-1][:300]
+        """The last error or the last line of the job's log."""
+        return child_process.last_log_line(self.folder / "job.log")
 
     def role_process(self, node: str, name: str) -> psutil.Process | None:
         """The process of a role, by the name its node gave it: trainer-1."""
         for process in self.cluster.processes(node):
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                if process.environ().get(ROLE_VARIABLE) == name and "megatron_webrl.cli" in " ".join(process.cmdline()):
+                if process.environ().get(child_process.ROLE_VARIABLE) == name and "megatron_webrl.cli" in " ".join(
+                    process.cmdline()
+                ):
                     return process
         return None
 
