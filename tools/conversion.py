@@ -1,4 +1,4 @@
-"""What the two conversion tools have in common: options, progress, errors."""
+"""Options, progress bar and error handling of the two conversion tools."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ BYTE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of both directions."""
-    parser.add_argument("--dtype", choices=DTYPES, help="type of the result (default: as it is stored)")
+    """Add the options of both directions."""
+    parser.add_argument("--dtype", choices=DTYPES, help="type of the result (default: unchanged)")
     parser.add_argument("--verify", action="store_true", help="read the result again and compare it bit for bit")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
 
 
 def make_options(arguments: argparse.Namespace) -> ConversionOptions:
-    """What `add_options` took."""
+    """The conversion options of parsed arguments."""
     return ConversionOptions(DTYPES.get(arguments.dtype), arguments.overwrite, arguments.verify, progress_bar)
 
 
 @contextmanager
-def progress_bar(what: str, total: int) -> Iterator[Callable[[int], object]]:
-    """A progress bar of bytes with their speed on standard error; nothing if that is no terminal."""
+def progress_bar(title: str, total: int) -> Iterator[Callable[[int], object]]:
+    """A progress bar in bytes on standard error, if that is a terminal; yields a function that adds bytes."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=total)
+        task = progress.add_task(title, total=total)
         yield lambda done: progress.advance(task, done)
 
 
 def parse_size(text: str) -> int:
     """Bytes of "5GB", "300 MB" or "1000"; units are powers of 1000."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]B)?", text.strip().upper())
-    if not found or float(found[1]) == 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]B)?", text.strip().upper())
+    if not match or float(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no size such as 5GB or 300MB")
-    return int(float(found[1]) * BYTE_UNITS[found[2] or ""])
+    return int(float(match[1]) * BYTE_UNITS[match[2] or ""])
 
 
 def run_conversion(tool: str, target: Path, convert: Callable[[], ConversionSummary]) -> int:
-    """Convert and say what was written. Exit code: 2 with one line for what is refused, 130 for an interrupt."""
+    """Convert and print a summary. Exit code: 2 and one line for an error, 130 for an interrupt."""
     try:
         summary = convert()
     except (ValueError, OSError) as error:

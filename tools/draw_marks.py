@@ -1,6 +1,6 @@
-"""Picture of a page with numbered elements: `python -m tools.draw_marks docs/images/marks.png`.
+"""Draw a page with numbered elements: `python -m tools.draw_marks docs/images/marks.png`.
 
-A session's own screenshot of a small page that has a frame, a shadow root and a covered button.
+The image is a session's screenshot of a small page with a frame, a shadow root and a covered button.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PAGES = {
 
 
 class _Shop:
-    """The pages as a site."""
+    """The pages as a task site."""
 
     origins = frozenset({f"http://{HOST}"})
 
@@ -75,7 +75,7 @@ async def observe() -> Observation:
         server = FolderServer(Path(folder))
         try:
             settings = BrowserConfig(width=800, height=440, screenshot="png", marks=True)
-            async with BrowserPool(settings, {"shop": _Shop(server)}, sessions=1) as fleet, fleet.session() as session:
+            async with BrowserPool(settings, {"shop": _Shop(server)}, sessions=1) as pool, pool.session() as session:
                 return await session.reset(Task("shop", "shop", "shop", seed=0, max_steps=1))
         finally:
             server.close()
@@ -84,7 +84,7 @@ async def observe() -> Observation:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path, help="where the picture goes")
+    parser.add_argument("file", type=Path, help="PNG file to write")
     file: Path = parser.parse_args().file
     seen = asyncio.run(observe())
     file.write_bytes(seen.screenshot)

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Fault drills: break something under a real training job on a Slurm of four virtual nodes, and see what comes of it.
-#   tools/drill.sh                       all drills, one job each; needs root, and some minutes for each
-#   tools/drill.sh engine link           these
-#   tools/drill.sh --list                what there is
+# Fault drills: inject a fault into a real training job on a Slurm cluster of four virtual nodes.
+#   tools/drill.sh                       all drills, one job each; needs root, and some minutes per drill
+#   tools/drill.sh engine link           these drills
+#   tools/drill.sh --list                list the drills
 #   tools/drill.sh --json result.json --keep
-# Prints a table: the fault, what happened, seconds until training had made its next update, and whether all is well
-# (exit code 0). docs/operations.md says what each drill does, and what is looked at afterwards.
-# PYTHON: the Python that has this package (default: .venv/bin/python)
+# Prints a table: the fault, the log lines, seconds until the next update, and whether all checks pass (exit code 0).
+# docs/operations.md describes each drill and the checks after it.
+# PYTHON: the Python with this package (default: .venv/bin/python)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-$PWD/.venv/bin/python}

@@ -1,8 +1,8 @@
-"""Write a Hugging Face folder's weights as a Megatron distributed checkpoint.
+"""Convert the weights of a Hugging Face folder into a Megatron distributed checkpoint.
 
-OUT gets `megatron/`, which loads at any parallel sizes, and `hf/`: configuration, tokenizer and processor. The sizes
-say how the checkpoint is cut into chunks and files; ranks of the same sizes read one file each. No GPU and no process
-group is needed, and memory for one tensor is enough.
+OUT gets `megatron/`, the checkpoint, and `hf/`: configuration, tokenizer and processor. The checkpoint loads at any
+parallel sizes; the given sizes decide how it is split into files, so that a rank of the same sizes reads one file.
+Needs no GPU, no process group, and memory for one tensor.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, metavar="HF_FOLDER")
     parser.add_argument("target", type=Path, metavar="OUT")
-    for option, what in (("--tp", "tensor"), ("--pp", "pipeline"), ("--ep", "expert")):
+    for option, name in (("--tp", "tensor"), ("--pp", "pipeline"), ("--ep", "expert")):
         parser.add_argument(
-            option, type=bounded_number(int, 1), default=1, metavar="N", help=f"{what}-parallel size (default: 1)"
+            option, type=bounded_number(int, 1), default=1, metavar="N", help=f"{name}-parallel size (default: 1)"
         )
     conversion.add_options(parser)
-    given = parser.parse_args(arguments)
-    sizes = ParallelSizes(tensor=given.tp, pipeline=given.pp, expert=given.ep, expert_tensor=given.tp)
-    options = conversion.make_options(given)
+    options = parser.parse_args(arguments)
+    sizes = ParallelSizes(tensor=options.tp, pipeline=options.pp, expert=options.ep, expert_tensor=options.tp)
+    conversion_options = conversion.make_options(options)
     torchvision_shim.install()  # transformers reads the configuration
     return conversion.run_conversion(
-        "hf_to_megatron", given.target, lambda: hf_to_megatron(given.source, given.target, sizes, options)
+        "hf_to_megatron",
+        options.target,
+        lambda: hf_to_megatron(options.source, options.target, sizes, conversion_options),
     )
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Create the virtual environment $1 with every pinned package and this project. Run again, it brings it up to date.
+# Create or update the virtual environment $1 with every pinned package and this project.
 # PYTHON: the interpreter to use. TORCH_BACKEND: uv's option that picks torch's CPU build.
 set -euo pipefail
 venv=${1:?usage: install.sh VENV}
@@ -19,7 +19,7 @@ fi
 
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 "$venv/bin/python" -m pip install -q uv
-# Bytecode is compiled here, once: where Python may not write it, each process would compile torch and vLLM anew.
+# Compile bytecode once: where Python may not write it, each process would compile torch and vLLM again.
 # shellcheck disable=SC2086  # the option may be empty
 "$venv/bin/uv" pip install -q --compile-bytecode --python "$venv/bin/python" ${TORCH_BACKEND:-} \
     --override requirements/overrides.txt -r requirements/cpu.txt

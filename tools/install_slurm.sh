@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Install Slurm, munge and iproute2 for the tests that start a cluster of virtual nodes; no service is configured or left running.
-# Without root nothing is done: those tests are skipped, and say so.
+# Install Slurm, munge and iproute2 for the tests on virtual nodes; configures and starts no service.
+# Without root it installs nothing, and those tests are skipped.
 set -euo pipefail
 PATH=$PATH:/usr/sbin:/sbin
 
@@ -14,7 +14,7 @@ if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
     exit 0
 fi
 apt-get update -q
-# The packages would start services for a cluster that is not configured.
+# Without this policy the packages start services of a cluster that is not configured.
 policy=/usr/sbin/policy-rc.d
 if [ ! -e "$policy" ]; then
     printf '#!/bin/sh\nexit 101\n' >"$policy" && chmod +x "$policy"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Find what the Python packages need of the system, or install it: Chromium, and two libraries that a bare Debian lacks.
-# Without root it says which packages to install.
+# Install the system packages that are missing: Chromium, and two libraries that a bare Debian lacks.
+# Without root it lists the packages to install.
 set -euo pipefail
 
 packages=()

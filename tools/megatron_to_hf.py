@@ -1,8 +1,8 @@
-"""Write a Megatron distributed checkpoint's weights as a Hugging Face folder.
+"""Convert the weights of a Megatron distributed checkpoint into a Hugging Face folder.
 
-CHECKPOINT is what hf_to_megatron wrote, a checkpoint of a trainer (`checkpoints/version-000005`), or its folder
-`checkpoints`, of which the latest is taken. Whatever parallel sizes it was written at, the result is the same. Experts
-are written in the form of released checkpoints. Optimiser state is left out.
+CHECKPOINT is the output of hf_to_megatron, a checkpoint of a trainer (`checkpoints/version-000005`), or the folder
+`checkpoints` (the latest one). The result does not depend on the parallel sizes of the checkpoint. Experts have the
+layout of released checkpoints; optimiser state is not converted.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ def main(arguments: list[str] | None = None) -> int:
         "--shard-size", type=conversion.parse_size, default="5GB", help="largest safetensors file (default: 5GB)"
     )
     conversion.add_options(parser)
-    given = parser.parse_args(arguments)
-    options = conversion.make_options(given)
+    options = parser.parse_args(arguments)
+    conversion_options = conversion.make_options(options)
     torchvision_shim.install()  # transformers reads the configuration
     return conversion.run_conversion(
-        "megatron_to_hf", given.target, lambda: megatron_to_hf(given.source, given.target, given.shard_size, options)
+        "megatron_to_hf",
+        options.target,
+        lambda: megatron_to_hf(options.source, options.target, options.shard_size, conversion_options),
     )
 
 

@@ -1,4 +1,4 @@
-"""Write the reference page of the configuration, from the dataclasses of config/schema.py."""
+"""Write the reference page of the configuration from the dataclasses of config/schema.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_webrl.config.schema import Config
 
 
 def page() -> str:
-    """The page as Markdown, a table for each section."""
+    """The page as Markdown with a table for each section."""
     lines = [
         "# Configuration",
         "",
@@ -30,13 +30,14 @@ def _section(config: Any, prefix: str, lines: list[str]) -> None:
     for spec in plain:
         default = getattr(config, spec.name)
         lines.append(
-            f"| `{prefix}{spec.name}` | `{_shown(default)}` | {_limits(spec.metadata)} | {spec.metadata['help']} |"
+            f"| `{prefix}{spec.name}` | `{_format_default(default)}` | {_limits(spec.metadata)} "
+            f"| {spec.metadata['help']} |"
         )
     for spec in nested:
         _section(getattr(config, spec.name), f"{prefix}{spec.name}.", lines)
 
 
-def _shown(value: Any) -> str:
+def _format_default(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return '""' if value == "" else str(value)
@@ -45,14 +46,14 @@ def _shown(value: Any) -> str:
 def _limits(limits: Any) -> str:
     if limits["choices"]:
         return ", ".join(f"`{choice}`" for choice in limits["choices"])
-    words = [("> {}", "above"), (">= {}", "low"), ("<= {}", "high")]
-    return ", ".join(text.format(limits[name]) for text, name in words if limits[name] is not None)
+    formats = [("> {}", "above"), (">= {}", "low"), ("<= {}", "high")]
+    return ", ".join(text.format(limits[name]) for text, name in formats if limits[name] is not None)
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path, help="where to write the page")
+    parser.add_argument("file", type=Path, help="Markdown file to write")
     parser.parse_args().file.write_text(page())
 
 

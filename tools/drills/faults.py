@@ -1,4 +1,4 @@
-"""The faults, and what the system promises after each."""
+"""The faults, and the expected behaviour after each."""
 
 from __future__ import annotations
 
@@ -14,43 +14,44 @@ import psutil
 from tools.drills.run import FIRST_NODE, SECOND_NODE, DrillError, DrillJob
 
 CUT_SECONDS = 20.0
-FAILED_CHECKPOINTS = 2  # checkpoints that fail for want of room before there is some again
+FAILED_CHECKPOINTS = 2  # checkpoints that fail before the disk has space again
 FAULT_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
 class Drill:
-    """One fault of a running job, and what must have come of it in the end."""
+    """One fault of a running job, and the checks after it."""
 
     name: str
-    fault: str  # in words
-    inject: Callable[[DrillJob], None]  # returns when the cause is gone again, or is for good
-    requeued: bool = False  # Slurm starts the job again
-    must_survive: tuple[tuple[str, str], ...] = ()  # (node, role): processes that must not have been started again
-    log_pattern: str = ""  # what the log of the job must say of it, as a regular expression
-    small_disk: bool = False  # checkpoints have a disk of their own
-    lost_node: str = ""  # the node that does not come back
-    updates_after: int = 4  # updates after the fault, at least
+    fault: str  # description
+    inject: Callable[[DrillJob], None]  # returns when the fault has ended or is permanent
+    requeued: bool = False  # Slurm must requeue the job
+    must_survive: tuple[tuple[str, str], ...] = ()  # (node, role) of processes that must not restart
+    log_pattern: str = ""  # regular expression that the job's log must match
+    small_disk: bool = False  # checkpoints are on a small disk of their own
+    lost_node: str = ""  # a node that does not return
+    updates_after: int = 4  # least number of updates after the fault
 
 
-def _kill(process: psutil.Process | None, what: str) -> None:
+def _kill(process: psutil.Process | None, name: str) -> None:
     if process is None:
-        raise DrillError(f"there is no {what} to kill")
+        raise DrillError(f"there is no {name} to kill")
     process.send_signal(signal.SIGKILL)
 
 
 def kill_engine(run: DrillJob) -> None:
-    """The process of vLLM beneath a worker."""
-    found = [process for process in run.cluster.processes(SECOND_NODE) if "EngineCore" in _line(process)]
+    """Kill the vLLM process of a worker."""
+    found = [process for process in run.cluster.processes(SECOND_NODE) if "EngineCore" in _command_line(process)]
     _kill(next(iter(found), None), f"engine on {SECOND_NODE}")
 
 
 def kill_browsers(run: DrillJob) -> None:
-    """All Chromiums of a node, and the process that hosts them."""
+    """Kill all Chromium processes of a node, and the browser server."""
     found = [
         process
         for process in run.cluster.processes(SECOND_NODE)
-        if "chrom" in _line(process).split(" ")[0] or "megatron_webrl.cli browsers serve" in _line(process)
+        if "chrom" in _command_line(process).split(" ")[0]
+        or "megatron_webrl.cli browsers serve" in _command_line(process)
     ]
     if not found:
         raise DrillError(f"there are no browsers on {SECOND_NODE}")
@@ -60,17 +61,17 @@ def kill_browsers(run: DrillJob) -> None:
 
 
 def kill_trainer_rank(run: DrillJob) -> None:
-    """One rank of the trainer."""
+    """Kill one trainer rank."""
     _kill(run.role_process(SECOND_NODE, "trainer-1"), "trainer-1")
 
 
 def kill_node(run: DrillJob) -> None:
-    """A node of the job, with a trainer rank and an engine."""
+    """Kill a node with a trainer rank and an engine."""
     run.cluster.kill_node(SECOND_NODE)
 
 
 def cut_link(run: DrillJob) -> None:
-    """The cable of a node, for a while."""
+    """Cut the network link of a node for CUT_SECONDS."""
     run.cluster.cut(SECOND_NODE)
     try:
         time.sleep(CUT_SECONDS)
@@ -79,7 +80,7 @@ def cut_link(run: DrillJob) -> None:
 
 
 def fill_disk(run: DrillJob) -> None:
-    """The disk of the checkpoints is full until some could not be written."""
+    """Fill the disk of the checkpoints until some could not be written."""
     filler = run.run_folder / "checkpoints" / "filler"
     descriptor = os.open(filler, os.O_CREAT | os.O_WRONLY)
     try:
@@ -96,14 +97,14 @@ def fill_disk(run: DrillJob) -> None:
 
 def _filled(descriptor: int) -> bool:
     status = os.fstatvfs(descriptor)
-    with suppress(OSError):  # a checkpoint that is being written has taken some of that meanwhile
+    with suppress(OSError):  # a checkpoint under way has used some of that space meanwhile
         os.posix_fallocate(descriptor, 0, status.f_bavail * status.f_frsize - 2**20)
         return True
     return False
 
 
 def preempt_job(run: DrillJob) -> None:
-    """What Slurm sends the script of a job that has to make room (#SBATCH --signal)."""
+    """Send the signal by which Slurm pre-empts a job (#SBATCH --signal)."""
     run.cluster.run("scancel", "--batch", "--signal=USR1", run.job_id)
 
 
@@ -131,14 +132,12 @@ DRILLS = {
         Drill("node", "a node is lost", kill_node, requeued=True, lost_node=SECOND_NODE),
         Drill("link", f"a node's link is cut for {CUT_SECONDS:.0f} s", cut_link, must_survive=(*TRAINERS, *WORKERS)),
         Drill("disk", "the checkpoints' disk is full", fill_disk, must_survive=(*TRAINERS, *WORKERS), small_disk=True),
-        Drill(
-            "preempt", "the job is pre-empted", preempt_job, requeued=True, updates_after=30
-        ),  # it goes on until it hears of it
+        Drill("preempt", "the job is pre-empted", preempt_job, requeued=True, updates_after=30),
     )
 }
 
 
-def _line(process: psutil.Process) -> str:
+def _command_line(process: psutil.Process) -> str:
     with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
         return " ".join(process.cmdline())
     return ""

@@ -1,4 +1,4 @@
-"""A training job on a cluster of virtual nodes, to be watched while something breaks."""
+"""A training job on a cluster of virtual nodes, for fault drills."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from tests.tiny_settings import SETTINGS
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "quickstart"
 JOB_NODES = 2
-FIRST_NODE, SECOND_NODE = "n1", "n2"  # of the job; the first runs the script and the control plane
+FIRST_NODE, SECOND_NODE = "n1", "n2"  # the first one runs the job script and the control plane
 START_SECONDS, POLL_SECONDS = 900.0, 0.2
 EXPECTED_LOG_LINES = "|".join(
     (
         r"job: update \d",
-        r"job: [a-z]+:  ",  # of the words at its end
+        r"job: [a-z]+:  ",  # summary at the end of the job
         r"srun: cluster configuration lacks support for cpu binding",
-        r"\[W\d",  # of torch's sockets
+        r"\[W\d",  # socket warnings of torch
     )
 )
-ENDED_SECONDS = 5.0  # that a job must have ended for, to be over: one that is requeued shows an end for a moment
+ENDED_SECONDS = 5.0  # a job has ended after this time in an end state: a requeued job is in one for a moment
 
 
 class DrillError(RuntimeError):
-    """A drill that did not come to its end. The message says what it waited for."""
+    """A drill that could not finish; the message names the condition it waited for."""
 
 
 @dataclass
@@ -46,14 +46,14 @@ class DrillJob:
     """One job: a trainer rank and an engine on each of two nodes, with a checkpoint after every update."""
 
     cluster: Cluster
-    folder: Path  # its own; the run lies in it
+    folder: Path  # parent of the run's folder
     name: str
     job_id: str
     updates: int
 
     @classmethod
     def submit(cls, cluster: Cluster, folder: Path, python: str, updates: int) -> DrillJob:
-        """sbatch of launch/slurm/train_cpu.sh, as a user would."""
+        """Submit launch/slurm/train_cpu.sh with sbatch, as a user would."""
         name = folder.name
         settings: dict[str, Any] = {**SETTINGS, "model": {"path": str(MODEL)}}
         settings["run"] = {"name": name, "directory": str(folder)}
@@ -69,37 +69,37 @@ class DrillJob:
 
     @property
     def run_folder(self) -> Path:
-        """Where the job writes."""
+        """The folder of the run."""
         return self.folder / self.name
 
     def log(self) -> str:
-        """The job's log so far."""
+        """The text of the job's log so far."""
         path = self.folder / "job.log"
         return path.read_text(errors="replace") if path.is_file() else ""
 
     def finished_updates(self) -> list[tuple[int, float]]:
-        """Version and time (unix) of the updates made so far."""
+        """Version and unix time of each update so far."""
         with suppress(json.JSONDecodeError):
             return [(update["version"], update["finished_at"]) for update in summary.read_updates(self.run_folder)]
         return []
 
     def newest_version(self) -> int:
-        """The newest update."""
+        """The version after the latest update; 0 without updates."""
         return max((version for version, _ in self.finished_updates()), default=0)
 
     def first_update_after(self, moment: float) -> float:
-        """When the first update after a moment was made, both unix; 0 if there is none."""
+        """Unix time of the first update after `moment`; 0 if there is none."""
         return min((finished for _, finished in self.finished_updates() if finished > moment), default=0.0)
 
     def checkpoint_version(self) -> int:
-        """The version in the newest complete checkpoint; 0 if there is none."""
+        """Version of the newest complete checkpoint; 0 if there is none."""
         newest = find_latest_checkpoint(self.run_folder)
         return int(newest.name.removeprefix("version-").partition(".")[0]) if newest else 0
 
     def wait_for(self, condition: Callable[[], Any], what: str, seconds: float) -> Any:
-        """Wait until the condition holds; returns what it returns. Raises DrillError, at once if the job is over."""
+        """Wait until `condition` is true and return its value. Raises DrillError, at once if the job has ended."""
         deadline, ended = time.monotonic() + seconds, None
-        while not (found := condition()):
+        while not (value := condition()):
             over = self.state() in END_STATES
             ended = (ended or time.monotonic()) if over else None
             if ended and time.monotonic() - ended > ENDED_SECONDS:
@@ -107,10 +107,10 @@ class DrillJob:
             if time.monotonic() > deadline:
                 raise DrillError(f"no {what} within {seconds:.0f} s; the job is {self.state()}: {self.last_log_line()}")
             time.sleep(POLL_SECONDS)
-        return found
+        return value
 
     def wait_until_ended(self, seconds: float) -> str:
-        """The state in which the job has ended for good. Raises DrillError."""
+        """Wait until the job has ended, requeues included; return its final state. Raises DrillError."""
         ended: list[float] = []
 
         def over() -> str:
@@ -121,20 +121,20 @@ class DrillJob:
         return self.wait_for(over, "end of the job", seconds)
 
     def state(self) -> str:
-        """What Slurm says of the job."""
+        """The job's state in Slurm."""
         return self.cluster.show(self.job_id)["JobState"]
 
     def restarts(self) -> int:
-        """How often Slurm has started the job again."""
+        """How often Slurm has restarted the job."""
         return int(self.cluster.show(self.job_id)["Restarts"])
 
     def log_sizes(self) -> dict[Path, int]:
-        """How long the logs are: the job's first, then those of its processes."""
+        """Sizes in bytes of the job's log and of the logs of its processes."""
         logs = [self.folder / "job.log", *sorted(self.run_folder.glob("logs/node-*/*.log"))]
         return {path: path.stat().st_size for path in logs if path.is_file()}
 
     def log_lines_since(self, sizes: Mapping[Path, int]) -> list[str]:
-        """What people were told since: lines of the job's log, updates left out, and warnings of its processes."""
+        """Log lines after these sizes: the job's without updates, and warnings and errors of its processes."""
         lines = []
         for path in self.log_sizes():
             with path.open("rb") as file:
@@ -151,23 +151,22 @@ class DrillJob:
         return child_process.last_log_line(self.folder / "job.log")
 
     def role_process(self, node: str, name: str) -> psutil.Process | None:
-        """The process of a role, by the name its node gave it: trainer-1."""
+        """The process of a role by its name, such as trainer-1."""
         for process in self.cluster.processes(node):
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                if process.environ().get(child_process.ROLE_VARIABLE) == name and "megatron_webrl.cli" in " ".join(
-                    process.cmdline()
-                ):
+                role = process.environ().get(child_process.ROLE_VARIABLE)
+                if role == name and "megatron_webrl.cli" in " ".join(process.cmdline()):
                     return process
         return None
 
     def start_times(self, *roles: tuple[str, str]) -> dict[str, float]:
-        """When these roles, each with its node, were started; those that run."""
+        """Start times of the given (node, role) processes that run, by role."""
         found = {name: self.role_process(node, name) for node, name in roles}
         return {name: process.create_time() for name, process in found.items() if process is not None}
 
 
 def leftovers_on(cluster: Cluster, node: str) -> list[str]:
-    """What a node that is on should not have any more when no job runs: processes, shared memory, files in /tmp."""
+    """Leftovers on a node without jobs: processes, shared memory, files in /tmp."""
     found = []
     for process in cluster.processes(node):
         with suppress(psutil.NoSuchProcess):
