@@ -1,4 +1,4 @@
-"""Bytes on the links of a cluster, and the time they take: what tools/simulate_reshard.py predicts with."""
+"""Bytes on the links of a cluster and their transfer time, for tools/simulate_reshard.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ITEM_BYTES = 2  # bfloat16
 
 
 class GpuSlot(NamedTuple):
-    """Where a rank runs."""
+    """The GPU of a rank."""
 
     node: int
     index: int
@@ -37,17 +37,17 @@ class LinkDirection(NamedTuple):
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """Equal nodes. Speeds in bytes per second and direction: of a GPU's NVLink port, of a NIC."""
+    """A cluster of equal nodes. Speeds are bytes per second in one direction of a GPU's NVLink port or of a NIC."""
 
     nodes: int
-    gpus: int  # of a node
-    nics: int  # of a node, shared out over its GPUs
+    gpus: int  # per node
+    nics: int  # per node, shared evenly by its GPUs
     nvlink: float
     nic: float
-    latency: float  # seconds of a message
+    latency: float  # seconds per message
 
     def links(self, sender: GpuSlot, receiver: GpuSlot) -> tuple[LinkDirection, ...]:
-        """The links that a message takes; none within a GPU."""
+        """The links on a message's way; none within one GPU."""
         if sender == receiver:
             return ()
         if sender.node == receiver.node:
@@ -58,18 +58,18 @@ class ClusterSpec:
         return LinkDirection("NIC", direction, gpu.node, gpu.index * self.nics // self.gpus)
 
     def transfer_seconds(self, link: LinkDirection, size: int) -> float:
-        """Time of so many bytes on a link."""
+        """Seconds that `size` bytes take on a link."""
         return size / (self.nvlink if link.kind == "NVLink" else self.nic)
 
 
 @dataclass(frozen=True)
 class ReshardLayout:
-    """How both sides are split and where they are."""
+    """Parallel sizes and placement of trainer and engines."""
 
     trainer: ParallelSizes
     engine: EngineSizes
-    trainer_gpus: int  # of each node that trains
-    trainer_nodes: int = 0  # nodes for the trainer alone; 0: it shares every node with engines
+    trainer_gpus: int  # per node with trainer ranks
+    trainer_nodes: int = 0  # nodes of the trainer alone; 0: trainer and engines share every node
 
 
 @dataclass(frozen=True)
@@ -82,19 +82,19 @@ class RankPlacement:
 
 @dataclass(frozen=True)
 class TransferPrediction:
-    """One way to bring the weights to the engines."""
+    """Prediction for one transfer method."""
 
     seconds: float
     busiest: LinkDirection
     busiest_bytes: int
-    nic_out: int  # most bytes that leave through one NIC
+    nic_out: int  # most bytes sent through one NIC
     nic_in: int
     received: int  # bytes, by all engine ranks
-    messages: int  # of the rank that has most of them
+    messages: int  # of the rank with the most
 
 
 def place_ranks(cluster: ClusterSpec, layout: ReshardLayout) -> RankPlacement:
-    """Give every rank its GPU, node by node: on each node the trainer's come first. Raises ValueError."""
+    """Assign a GPU to every rank, node by node, trainer ranks first on each node. Raises ValueError."""
     gpus = cluster.gpus
     if not 1 <= layout.trainer_gpus <= gpus - (not layout.trainer_nodes):
         raise ValueError(f"{layout.trainer_gpus} of {gpus} GPUs of a node for the trainer: each side needs at least 1")
@@ -106,16 +106,16 @@ def place_ranks(cluster: ClusterSpec, layout: ReshardLayout) -> RankPlacement:
     free = [GpuSlot(n, i) for n in range(layout.trainer_nodes, cluster.nodes) for i in range(first, gpus)]
     ranks, share = layout.engine.ranks, gpus - first
     if share % ranks and ranks % share:
-        raise ValueError(f"engines of {ranks} GPUs do not fit {share} GPUs of each node, nor do so many fit an engine")
+        raise ValueError(f"engines of {ranks} GPUs do not fit {share} GPUs of each node: neither divides the other")
     if len(free) % ranks:
-        raise ValueError(f"engines of {ranks} GPUs do not share out {len(free)} GPUs")
+        raise ValueError(f"engines of {ranks} GPUs do not divide {len(free)} GPUs")
     return RankPlacement(trainer, tuple(tuple(free[i : i + ranks]) for i in range(0, len(free), ranks)))
 
 
 def make_transfer_plan(
     description: Any, layout: ReshardLayout, placement: RankPlacement, staging_bytes: int
 ) -> TransferPlan:
-    """The plan that a run with this placement makes."""
+    """The transfer plan of a run with this placement."""
     trainer = TrainerTopology(layout.trainer, len(placement.trainer), tuple(str(gpu.node) for gpu in placement.trainer))
     nodes = tuple(tuple(str(gpu.node) for gpu in engine) for engine in placement.engines)
     return TransferPlan(description, trainer, EngineTopology.uniform(layout.engine, nodes), ITEM_BYTES, staging_bytes)
@@ -139,7 +139,7 @@ def predict_shard_to_shard(plan: TransferPlan, cluster: ClusterSpec, placement: 
 def predict_broadcast(
     description: Any, layout: ReshardLayout, cluster: ClusterSpec, placement: RankPlacement, staging: int
 ) -> TransferPrediction:
-    """Gather the full model on the first trainer rank and pass it on around a ring."""
+    """Gather the full model on the first trainer rank, then pass it around a ring of engine ranks."""
     first = placement.trainer[0]
     gather = make_transfer_plan(
         description, replace(layout, engine=EngineSizes()), replace(placement, engines=((first,),)), staging
@@ -153,14 +153,14 @@ def predict_broadcast(
     for source, target in itertools.pairwise(ring):
         for link in cluster.links(source, target):
             used[link] += model
-    messages = math.ceil(model / gather.max_message_bytes) + len(ring) - 1  # the last rank waits for all before it
+    messages = math.ceil(model / gather.max_message_bytes) + len(ring) - 1  # the last rank waits for all earlier ones
     return predict_transfer(cluster, used, model * (len(ring) - 1), messages)
 
 
 def predict_transfer(
     cluster: ClusterSpec, used: Mapping[LinkDirection, int], received: int, messages: int
 ) -> TransferPrediction:
-    """The time of a transfer from the bytes on each link and the messages of its longest chain."""
+    """Predict a transfer from the bytes on each link and the messages of its longest chain."""
     busiest = max(used, key=lambda link: (cluster.transfer_seconds(link, used[link]), used[link]))
 
     def most(direction: str) -> int:

@@ -1,27 +1,25 @@
-"""Predict how long a weight transfer takes on a cluster, from its plan and the speeds of the links.
+"""Predict the duration of a weight transfer on a cluster from the transfer plan and the link speeds.
 
-For each released Qwen3-VL size the plan of the transfer is made, exactly as a run would make it, and every byte of it
-is put on the links it uses: between GPUs of one node the sender's and the receiver's NVLink port, between nodes the
-sender's and the receiver's NIC. Each direction of a port is a link of its own.
+For each released Qwen3-VL size the tool makes the same transfer plan as a run, and adds every byte to the links it
+uses: within a node the NVLink ports of sender and receiver, between nodes their NICs. Each direction of a port is a
+link of its own.
 
-  seconds = the most of (bytes / speed) over all links + latency x the messages of the rank that has most of them
+  seconds = max over links of (bytes / speed) + latency x (most messages of one rank)
 
-All else (packing, the engine's own processing of a layer, congestion between the NICs) is taken to cost nothing; use
---efficiency for the share of the links' speeds that transfers reach. Weights are bfloat16.
+Everything else (packing, the engine's own processing of a layer, congestion between NICs) costs nothing;
+--efficiency sets the fraction of the link speed that transfers reach. Weights are bfloat16.
 
-The broadcast is the common alternative: the full model is gathered on the first trainer rank and passed on from rank
-to rank around a ring of all engine ranks, node by node; gathering and passing on overlap perfectly. NeMo-RL's seconds
-are published measurements of whole transfers: set beside them, a prediction from link speeds is a lower bound.
+The broadcast is the usual alternative: the first trainer rank gathers the full model and passes it around a ring of
+all engine ranks, node by node, with perfect overlap. NeMo-RL's seconds are published measurements of whole
+transfers; compared with them, a prediction from link speeds is a lower bound.
 
-Trainer and engines are on the same nodes, each on its part of the GPUs, or with --trainer-nodes on nodes of their own.
-Layouts are written as tp4-pp8-ep16 (trainer: tp, pp, vpp, ep, etp, cp) and tp8-pp2-ep (engines: tp, pp, and ep for
-whole experts).
+Trainer and engines share every node, each with its own GPUs, or with --trainer-nodes have nodes of their own. Layouts
+are written as tp4-pp8-ep16 (trainer: tp, pp, vpp, ep, etp, cp) and tp8-pp2-ep (engines: tp, pp, ep for whole experts).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import sys
@@ -38,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python tool
 from megatron_webrl.model import model_sizes
 from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.weights.engine_map import EngineSizes
-from tools.arguments import bounded_number
+from tools.arguments import bounded_number, write_json
 from tools.reshard_links import (
     ITEM_BYTES,
     ClusterSpec,
@@ -52,7 +50,7 @@ from tools.reshard_links import (
 GIGA = 1e9
 
 NEMO_RL_SECONDS = {"4B": (0.21, 0.34), "30B-A3B": (0.74, 1.00)}
-"""Published for Megatron to vLLM, shard to shard, on H100 in bfloat16; a whole transfer, measured."""
+"""Published range for Megatron to vLLM, shard to shard, on H100 in bfloat16; measured, whole transfers."""
 
 
 def _trainer(text: str) -> ParallelSizes:
@@ -95,11 +93,11 @@ DEFAULT_LAYOUTS: dict[str, tuple[tuple[int, str, str], ...]] = {
     "30B-A3B": ((4, "tp2-pp2-ep4", "tp2"), (32, "tp2-ep4", "tp2")),
     "235B-A22B": ((32, "tp4-pp8-ep16", "tp4-pp2"),),
 }
-"""Layouts that fit GPUs of 80 GB of which each node gives half to the trainer, by the least number of such nodes."""
+"""(least number of nodes, trainer, engines) that fit GPUs of 80 GB, half of each node for the trainer."""
 
 
 def simulate(name: str, layout: ReshardLayout, cluster: ClusterSpec, staging_bytes: int) -> dict[str, Any]:
-    """All figures of one size, as plain values; bytes and seconds. Raises ValueError for layouts that do not fit."""
+    """All figures of one size as plain values, in bytes and seconds. Raises ValueError for layouts that do not fit."""
     description, placement = model_sizes.make_hf_config(name), place_ranks(cluster, layout)
     plan = make_transfer_plan(description, layout, placement, staging_bytes)
     load = plan.bytes_by_sender()
@@ -122,7 +120,7 @@ def simulate(name: str, layout: ReshardLayout, cluster: ClusterSpec, staging_byt
 
 
 def default_layout(name: str, nodes: int) -> tuple[str, str]:
-    """The trainer's and the engines' default layout. Raises ValueError if the size has none for so few nodes."""
+    """Default layouts of trainer and engines. Raises ValueError if the size needs more nodes."""
     fitting = [given for given in DEFAULT_LAYOUTS[name] if given[0] <= nodes]
     if not fitting:
         least = DEFAULT_LAYOUTS[name][0][0]
@@ -131,7 +129,7 @@ def default_layout(name: str, nodes: int) -> tuple[str, str]:
 
 
 def layout_from_arguments(given: argparse.Namespace, name: str) -> ReshardLayout:
-    """What the command line says, filled up with the size's defaults."""
+    """The layout from the command line, completed with the size's defaults."""
     trainer, engine = given.trainer, given.engine
     if trainer is None or engine is None:
         defaults = default_layout(name, given.nodes)
@@ -141,7 +139,7 @@ def layout_from_arguments(given: argparse.Namespace, name: str) -> ReshardLayout
 
 
 def results_table(results: Sequence[Mapping[str, Any]], cluster: ClusterSpec) -> Table:
-    """What a reader sees."""
+    """The results as a table."""
     made = Table(
         title=f"{cluster.nodes} nodes x {cluster.gpus} GPUs, {cluster.nics} NICs a node; "
         f"a link reaches {cluster.nvlink / GIGA:.0f} (NVLink) and {cluster.nic / GIGA:.0f} GB/s (NIC)"
@@ -195,20 +193,22 @@ def make_parser() -> argparse.ArgumentParser:
     made.add_argument("--trainer", metavar="LAYOUT", help="such as tp4-pp8-ep16 (default: by size)")
     made.add_argument("--engine", metavar="LAYOUT", help="such as tp8-pp2-ep (default: by size)")
     made.add_argument("--trainer-gpus", type=count, metavar="N", help="of each node (default: half)")
-    made.add_argument("--trainer-nodes", type=count, default=0, metavar="N", help="nodes for the trainer alone")
+    made.add_argument("--trainer-nodes", type=count, default=0, metavar="N", help="nodes of the trainer alone")
     made.add_argument("--nvlink", type=speed, default=450.0, metavar="GB/S", help="a GPU, a direction (default: 450)")
     made.add_argument("--nic", type=speed, default=50.0, metavar="GB/S", help="a NIC, a direction (default: 50)")
-    made.add_argument("--efficiency", type=speed, default=0.8, metavar="SHARE", help="of these speeds (default: 0.8)")
+    made.add_argument(
+        "--efficiency", type=speed, default=0.8, metavar="FRACTION", help="of these speeds (default: 0.8)"
+    )
     made.add_argument(
         "--latency-us", type=bounded_number(float, 0), default=30.0, metavar="US", help="a message (default: 30)"
     )
     made.add_argument("--staging-mib", type=count, default=512, metavar="MIB", help="memory of a rank (default: 512)")
-    made.add_argument("--json", type=Path, metavar="FILE", help="write all figures there as well")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     return made
 
 
 def run(given: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
-    """Simulate what the command line asks for. Raises ValueError for what does not fit."""
+    """Simulate and print the results. Raises ValueError for options that do not fit."""
     if given.trainer_nodes and given.trainer_gpus:
         raise ValueError("--trainer-nodes gives the trainer whole nodes: leave out --trainer-gpus")
     if given.efficiency > 1:
@@ -231,13 +231,12 @@ def run(given: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
             continue
         results.append(simulate(name, layout, cluster, given.staging_mib * 2**20))
     console.print(results_table(results, cluster))
-    if given.json:
-        given.json.write_text(json.dumps({"cluster": asdict(cluster), "results": results}, indent=2) + "\n")
+    write_json(given.json, {"cluster": asdict(cluster), "results": results})
     return results
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Simulate; 2 for layouts that do not fit or a file that cannot be written."""
+    """Command line; exit code 2 for layouts that do not fit or a file that cannot be written."""
     given = make_parser().parse_args(arguments)
     try:
         run(given, Console(width=None if sys.stdout.isatty() else 200))

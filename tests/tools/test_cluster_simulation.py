@@ -95,7 +95,7 @@ def test_a_job_that_leaves_makes_room() -> None:
     assert (server.count, server.busy_seconds, server.job_seconds, server.work_done) == (0, 2.5, 3.5, 2.5)
     server.cancel(other)
     assert server.count == 0
-    with pytest.raises(RuntimeError, match="nothing is left to happen"):
+    with pytest.raises(RuntimeError, match="no event is scheduled"):
         clock.run_until(lambda: False)
 
 

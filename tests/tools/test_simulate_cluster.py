@@ -228,7 +228,7 @@ def test_a_run_that_was_simulated_is_read_and_simulated_alike(
     ("config", "updates", "message"),
     [
         ({"run": {"resume": True}}, 3, r"was resumed \(run.resume\)"),
-        ({"evaluation": {"every": 2}}, 3, r"evaluated beside the training \(evaluation.every=2\)"),
+        ({"evaluation": {"every": 2}}, 3, r"evaluated during training \(evaluation.every=2\)"),
         ({}, 1, "has 1 updates; the first 1 are not counted: run at least 2"),
         ({}, 3, "has no trained episodes in episodes.jsonl"),
     ],

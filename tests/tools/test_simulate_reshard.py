@@ -140,7 +140,7 @@ def test_a_broadcast_brings_the_whole_model_to_every_rank() -> None:
         (["--size", "2B", "--trainer", "tp2-xx3"], "'xx3' is none of tp, pp, vpp, ep, etp, cp"),
         (["--size", "2B", "--engine", "tp0"], "'tp0' is none of tp and pp with a number"),
         (["--size", "2B", "--engine", "tp3", "--trainer-gpus", "2"], "tensor_parallel=3 does not divide"),
-        (["--size", "2B", "--nodes", "1", "--engine", "tp8"], "engines of 8 GPUs do not share out 4 GPUs"),
+        (["--size", "2B", "--nodes", "1", "--engine", "tp8"], "engines of 8 GPUs do not divide 4 GPUs"),
         (["--size", "2B", "--engine", "ep", "--nodes", "1"], "needs a mixture of experts"),
         (["--size", "2B", "--trainer-gpus", "8"], "8 of 8 GPUs of a node for the trainer"),
         (["--size", "2B", "--trainer-nodes", "32"], "32 of 32 nodes for the trainer leave none"),

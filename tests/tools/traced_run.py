@@ -1,4 +1,4 @@
-"""Simulated runs that leave a run's files behind, so that reading them can be held against what was simulated."""
+"""Simulated runs that write the files of a run, to compare readings of them with the simulation."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ EPOCH = 1000.0  # unix seconds at which the simulated time begins
 
 
 class TracedAgent(SimulatedAgent):
-    """Notes when it began, asked, was answered, acted and ended."""
+    """Records the times of its start, requests, responses, actions and end."""
 
-    __slots__ = ("acted", "answered", "asked", "begun", "over", "ticket")
+    __slots__ = ("acted", "answered", "asked", "ended_at", "started_at", "ticket")
 
     def start(self) -> None:
-        self.begun = self.group.rollout.clock.now
-        self.ticket = self.group.rollout._taken - 1
+        self.started_at = self.group.rollout.clock.now
+        self.ticket = self.group.rollout._claimed - 1
         self.asked: list[float] = []
         self.answered: list[float] = []
         self.acted: list[float] = []
@@ -44,18 +44,20 @@ class TracedAgent(SimulatedAgent):
         super()._act()
 
     def _end(self) -> None:
-        self.over = self.group.rollout.clock.now
+        self.ended_at = self.group.rollout.clock.now
         super()._end()
 
     def timed(self) -> Timed:
-        """As the product counts it: waiting in step is in neither; an answer that did not come is no step."""
+        """Times as in episodes.jsonl: waits in lockstep are in neither list; a request without response is no step."""
         steps = self.work.steps[: len(self.answered)]
         generations = [answered - asked for asked, answered in zip(self.asked, self.answered, strict=False)]
-        return Timed(generations, [step.browser for step in steps], EPOCH + self.over, self.over - self.begun)
+        return Timed(
+            generations, [step.browser for step in steps], EPOCH + self.ended_at, self.ended_at - self.started_at
+        )
 
 
 class TracedSimulation(Simulation):
-    """Writes episodes as they are closed, and updates as they are done."""
+    """Writes closed episodes and finished updates to a run folder."""
 
     def __init__(
         self, folder: Path, settings: SimulationSettings, workload: Workload, cycles: list[UpdateTimes], seed: int
@@ -85,7 +87,7 @@ class TracedSimulation(Simulation):
         for engine in engines:
             engine.update_totals()
         area = sum(engine.job_seconds for engine in engines) / len(engines)
-        now = (self._clock.now, self._sums.wait, self._sums.train, area)
+        now = (self._clock.now, self._totals.wait, self._totals.train, area)
         passed, wait, train, requests = (new - old for new, old in zip(now, self._past, strict=True))
         self._past = now
         made = update(

@@ -1,4 +1,4 @@
-"""A clock of events, and servers that share what they can do among all who are with them."""
+"""Discrete-event clock and processor-sharing servers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Call = Callable[[], None]
 
 
 class SimulatedClock:
-    """Calls in the order of their times; those of one time in the order in which they were asked for."""
+    """Executes calls in the order of their times; calls at the same time in the order of their requests."""
 
     def __init__(self) -> None:
         self.now = 0.0  # seconds
@@ -18,53 +18,56 @@ class SimulatedClock:
         self._count = 0
 
     def call_at(self, time: float, call: Call) -> None:
-        """Call at a time that has not passed."""
+        """Schedule a call at a time that is not over."""
         heapq.heappush(self._calls, (time, self._count, call))
         self._count += 1
 
     def call_later(self, seconds: float, call: Call) -> None:
-        """Call some time from now."""
+        """Schedule a call `seconds` from now."""
         self.call_at(self.now + seconds, call)
 
     def run_until(self, ended: Callable[[], bool]) -> None:
-        """Let time pass until it has `ended`. Raises RuntimeError if nothing more can happen before."""
+        """Advance time until `ended()` is true. Raises RuntimeError if no call is left before."""
         while not ended():
             if not self._calls:
-                raise RuntimeError(f"nothing is left to happen at {self.now:.3f} s: everybody waits for somebody else")
+                raise RuntimeError(f"deadlock at {self.now:.3f} s: no event is scheduled")
             self.now, _, call = heapq.heappop(self._calls)
             call()
 
 
 class ServerJob:
-    """Work at a server."""
+    """A job at a server."""
 
     __slots__ = ("done", "end")
 
     def __init__(self, end: float, done: Call | None) -> None:
-        self.end, self.done = end, done  # end: in the server's progress; done: None once it is over or given up
+        self.end, self.done = (
+            end,
+            done,
+        )  # end: in units of the server's progress; done: None once it has ended or was cancelled
 
     def __lt__(self, other: ServerJob) -> bool:
         return self.end < other.end
 
 
 class ProcessorSharingServer:
-    """Processor sharing: everybody gets on equally fast, the slower the more there are.
+    """Processor sharing: all jobs run at the same rate, which depends on their number.
 
-    Progress is what somebody who was there from the beginning would have got done. A job that starts at progress p
-    ends at p + its work, so that arrivals and departures change the pace of all in O(log n).
+    Progress is the work done for a job that was present from the beginning. A job that starts at progress p ends at
+    p + its work, so that an arrival or a departure changes the rate of all jobs in O(log n).
     """
 
     def __init__(self, clock: SimulatedClock, rate: Callable[[int], float]) -> None:
-        """`rate`: of n jobs at once, what each of them gets done in a second."""
+        """`rate`: work per second of each of n concurrent jobs."""
         self.count = 0
         self.busy_seconds = self.job_seconds = self.work_done = 0.0  # seconds with a job; job-seconds; work done
         self._clock, self._rate = clock, rate
         self._jobs: list[ServerJob] = []
         self._progress, self._since, self._speed = 0.0, 0.0, 1.0
-        self._planned = 0  # number of the last plan; earlier ones are void
+        self._planned = 0  # number of the latest plan; earlier ones are void
 
     def submit(self, work: float, done: Call) -> ServerJob:
-        """A job joins; `done` is called at its end."""
+        """Start a job; `done` is called at its end."""
         self.update_totals()
         job = ServerJob(self._progress + work, done)
         heapq.heappush(self._jobs, job)
@@ -73,7 +76,7 @@ class ProcessorSharingServer:
         return job
 
     def cancel(self, job: ServerJob) -> None:
-        """A job leaves before its end. One that has ended is left alone."""
+        """Remove a job before its end; does nothing if it has ended."""
         if job.done is None:
             return
         self.update_totals()
@@ -82,13 +85,13 @@ class ProcessorSharingServer:
         self._plan()
 
     def set_speed(self, speed: float) -> None:
-        """From here on everything goes `speed` times as fast as the rate says; 0 stops it."""
+        """Scale the rate of all jobs by `speed` from this moment on; 0 stops the server."""
         self.update_totals()
         self._speed = speed
         self._plan()
 
     def update_totals(self) -> None:
-        """Bring the sums up to this moment."""
+        """Update the totals to this moment."""
         passed = self._clock.now - self._since
         self._since = self._clock.now
         if self.count and passed:
@@ -110,7 +113,7 @@ class ProcessorSharingServer:
         if plan != self._planned:
             return
         self.update_totals()
-        self._progress = max(self._progress, self._jobs[0].end)  # rounding must not leave a rest of no length
+        self._progress = max(self._progress, self._jobs[0].end)  # rounding must not leave a remainder
         ended: list[Call] = []
         while self._jobs and self._jobs[0].end <= self._progress:
             job = heapq.heappop(self._jobs)

@@ -1,4 +1,4 @@
-"""A cluster and its work as inputs: what each is, and who published it or that it is assumed."""
+"""Inputs of the prediction for a cluster: value, meaning and source of each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _input(default: float, meaning: str, source: str, low: float = 0.0) -> Any:
 
 @dataclass(frozen=True)
 class SimulationInputs:
-    """Sizes are for each node, so that batch and agents grow with the cluster, or for each episode."""
+    """Inputs of a prediction. Sizes are per node, so that batch and agents grow with the cluster, or per episode."""
 
     gpus: int = _input(8, "GPUs of a node", ASYNC_WEB_RL + "8 nodes of 8 H100", 2)
     cores: int = _input(43, "cores of a node for browsers", WEBGYM + "128 CPUs beside 24 H100", 1)
@@ -109,7 +109,7 @@ class SimulationInputs:
 
 
 def with_values(inputs: SimulationInputs, values: dict[str, Any]) -> SimulationInputs:
-    """Inputs with some of them set. Raises ValueError for unknown names and values out of range."""
+    """The inputs with some values replaced. Raises ValueError for unknown names and values out of range."""
     types = {field.name: field.type for field in dataclasses.fields(inputs)}
     if unknown := sorted(set(values) - set(types)):
         raise ValueError(f"{unknown[0]!r} is none of {', '.join(types)}")
@@ -120,8 +120,8 @@ def with_values(inputs: SimulationInputs, values: dict[str, Any]) -> SimulationI
     return dataclasses.replace(inputs, **whole)
 
 
-def load(file: Path | None, words: list[str]) -> SimulationInputs:
-    """Defaults, changed by a YAML file, changed by words `name=value`. Raises ValueError, OSError."""
+def load(file: Path | None, assignments: list[str]) -> SimulationInputs:
+    """Defaults, overridden by a YAML file, then by `name=value` assignments. Raises ValueError, OSError."""
     inputs = SimulationInputs()
     if file is not None:
         try:
@@ -129,15 +129,15 @@ def load(file: Path | None, words: list[str]) -> SimulationInputs:
         except yaml.YAMLError as error:
             raise ValueError(f"{file} is no YAML: {str(error).splitlines()[0]}") from error
         if not isinstance(content, dict):
-            raise ValueError(f"{file} holds no names with values")
+            raise ValueError(f"{file} is no mapping of names to values")
         inputs = with_values(inputs, content)
     values: dict[str, Any] = {}
-    for word in words:
-        name, equals, text = word.partition("=")
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
         if not equals:
-            raise ValueError(f"{word!r} is not name=value")
+            raise ValueError(f"{assignment!r} is not name=value")
         try:
             values[name] = float(text)
         except ValueError:
-            raise ValueError(f"{word!r}: {text!r} is no number") from None
+            raise ValueError(f"{assignment!r}: {text!r} is no number") from None
     return with_values(inputs, values)

@@ -18,26 +18,26 @@ from tools.cluster import timeline
 from tools.cluster.simulation import SimulationResult, simulate
 from tools.cluster.work import EpisodeWork, GroupWork, RecordedWorkload, SimulationSettings, StepWork, UpdateTimes
 
-WARMUP_UPDATES = 1  # the first update waits for engines and pages to begin
-ZERO_VARIANCE_FATES = ("all_failed", "all_succeeded", "zero_variance")  # fates
-ABSOLUTE_TOLERANCE = {"staleness": 0.1, "waiting": 0.05}  # versions, share: what differs by less agrees
+WARMUP_UPDATES = 1  # the first update waits for engines and pages to start
+ZERO_VARIANCE_DISPOSITIONS = ("all_failed", "all_succeeded", "zero_variance")
+ABSOLUTE_TOLERANCE = {"staleness": 0.1, "waiting": 0.05}  # versions, fraction: smaller differences agree
 
 Update = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class RunFigures:
-    """What is compared. Of the time from the end of the first update to that of the last."""
+    """The compared figures, from the end of the first update to the end of the last."""
 
     per_hour: float  # trained trajectories
     staleness: float  # versions, mean over trajectories
-    waiting: float  # share: the trainer waits for groups
+    waiting: float  # fraction of time in which the trainer waits for groups
     updates_per_hour: float
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run."""
+    """A run's settings, work, times and figures."""
 
     name: str
     settings: SimulationSettings
@@ -48,7 +48,7 @@ class MeasuredRun:
 
 @dataclass(frozen=True)
 class FigureComparison:
-    """One figure, simulated and measured."""
+    """One figure, measured and simulated."""
 
     name: str
     measured: float
@@ -58,17 +58,17 @@ class FigureComparison:
 
     @property
     def ratio(self) -> float | None:
-        """Simulated by measured; None where nothing was measured."""
+        """Simulated divided by measured; None for a measured 0."""
         return self.simulated / self.measured if self.measured else None
 
 
 def read_run(folder: Path) -> MeasuredRun:
-    """Read a run's folder. Raises ValueError or OSError for one that cannot be simulated, in one line."""
+    """Read a run's folder. Raises ValueError, in one line, or OSError if the run cannot be simulated."""
     config = read_config(folder / "config.yaml")
     updates, lines = summary.read_updates(folder), episode_log.read_lines(folder)
-    _refuse(folder, config, updates, lines)
+    _check_run(folder, config, updates, lines)
     placed = timeline.reconstruct_timelines(lines, config.rollout.stepping)
-    engine = timeline.fit_engine(placed, *_spans(config, updates), _levels(updates))
+    engine = timeline.fit_engine(placed, *_spans(config, updates), _load_intervals(updates))
     settings = SimulationSettings(
         mode=config.rollout.mode,
         stepping=config.rollout.stepping,
@@ -85,12 +85,12 @@ def read_run(folder: Path) -> MeasuredRun:
     return MeasuredRun(folder.name, settings, workload, _cycles(updates, lines), _figures(updates, lines))
 
 
-def _refuse(folder: Path, config: Config, updates: Sequence[Update], lines: Sequence[timeline.EpisodeLine]) -> None:
+def _check_run(folder: Path, config: Config, updates: Sequence[Update], lines: Sequence[timeline.EpisodeLine]) -> None:
     if config.run.resume:
-        raise ValueError(f"{folder} was resumed (run.resume): its times have a gap; check a run of one piece")
+        raise ValueError(f"{folder} was resumed (run.resume): its times have a gap; check a run without a restart")
     if config.evaluation.every:
         raise ValueError(
-            f"{folder} evaluated beside the training (evaluation.every={config.evaluation.every}), which is not "
+            f"{folder} evaluated during training (evaluation.every={config.evaluation.every}), which is not "
             "simulated: check a run with evaluation.every=0"
         )
     if len(updates) <= WARMUP_UPDATES:
@@ -103,11 +103,11 @@ def _refuse(folder: Path, config: Config, updates: Sequence[Update], lines: Sequ
 
 
 def _spans(config: Config, updates: Sequence[Update]) -> tuple[list[timeline.TimeSpan], list[timeline.TimeSpan]]:
-    """When the trainer trained, and when the engines stood still for weights; unix seconds."""
+    """Spans in which the trainer trained, and in which the engines were paused for weights; unix seconds."""
     training, pauses = [], []
     for update in updates:
         seconds, end = update["seconds"], update["finished_at"]
-        if config.rollout.mode == "one_step_off":  # weights first, with nothing in flight
+        if config.rollout.mode == "one_step_off":  # sends the weights first, without groups in flight
             training.append((end - seconds["train"], end))
         else:
             begin = end - seconds["sync"]
@@ -116,8 +116,8 @@ def _spans(config: Config, updates: Sequence[Update]) -> tuple[list[timeline.Tim
     return training, pauses
 
 
-def _levels(updates: Sequence[Update]) -> list[timeline.LoadInterval]:
-    """Mean requests in an engine between updates, as far as the workers told."""
+def _load_intervals(updates: Sequence[Update]) -> list[timeline.LoadInterval]:
+    """Mean requests in an engine between updates, where the workers reported them."""
     return [
         ((before["finished_at"], update["finished_at"]), update["extra"]["engine/running_requests"])
         for before, update in pairwise(updates)
@@ -147,12 +147,12 @@ def _cycles(updates: Sequence[Update], lines: Sequence[timeline.EpisodeLine]) ->
 
 
 def _workload(placed: Sequence[timeline.EpisodeTimeline], work: Sequence[float], drops: bool) -> RecordedWorkload:
-    """Whole groups by their tickets: episodes of one task are alike, and share their fate.
+    """Whole groups by ticket: the episodes of one task are similar, and are trained or dropped together.
 
-    Abandoned episodes count with the steps that they had, for the rest of them is not known.
+    Aborted episodes count with the steps that they had: the other steps are unknown.
     """
     episodes: dict[int, list[EpisodeWork]] = defaultdict(list)
-    fates: dict[int, set[str]] = defaultdict(set)
+    dispositions: dict[int, set[str]] = defaultdict(set)
     outcomes: dict[int, set[str]] = defaultdict(set)
     remaining = iter(work)
     for one in placed:
@@ -164,22 +164,22 @@ def _workload(placed: Sequence[timeline.EpisodeTimeline], work: Sequence[float],
             continue
         trainable = bool(steps) and one.line["outcome"] in (*TRAINABLE_OUTCOMES, "aborted")
         episodes[one.line["ticket"]].append(EpisodeWork(one.reset, steps, trainable))
-        fates[one.line["ticket"]].add(one.line["disposition"])
+        dispositions[one.line["ticket"]].add(one.line["disposition"])
         if trainable:
             outcomes[one.line["ticket"]].add(one.line["outcome"])
     tickets = sorted(episodes)
-    groups = [GroupWork(tuple(episodes[t]), _fault(fates[t], outcomes[t], drops)) for t in tickets]
-    return RecordedWorkload(groups, {ticket: place for place, ticket in enumerate(tickets)})
+    groups = [GroupWork(tuple(episodes[t]), _drop_reason(dispositions[t], outcomes[t], drops)) for t in tickets]
+    return RecordedWorkload(groups, {ticket: index for index, ticket in enumerate(tickets)})
 
 
-def _fault(fates: set[str], outcomes: set[str], drops: bool) -> str | None:
-    """Why the group would be dropped whenever it came; None if it would be trained."""
+def _drop_reason(dispositions: set[str], outcomes: set[str], drops: bool) -> str | None:
+    """The reason to drop the group in any case; None if it can be trained."""
     if not outcomes:
         return "masked"
-    if names := sorted(fates & set(ZERO_VARIANCE_FATES)):
+    if names := sorted(dispositions & set(ZERO_VARIANCE_DISPOSITIONS)):
         return names[0]
-    # Of a group that came too late the trainer did not look at the rewards.
-    return "zero_variance" if drops and "stale" in fates and len(outcomes) == 1 else None
+    # The trainer did not check the rewards of a stale group.
+    return "zero_variance" if drops and "stale" in dispositions and len(outcomes) == 1 else None
 
 
 def _figures(updates: Sequence[Update], lines: Sequence[timeline.EpisodeLine]) -> RunFigures:
@@ -200,7 +200,7 @@ def _figures(updates: Sequence[Update], lines: Sequence[timeline.EpisodeLine]) -
 
 
 def with_times_from(run: MeasuredRun, other: MeasuredRun) -> MeasuredRun:
-    """The mode and the figures of a run, with all times and the work of another."""
+    """A run with the times and the work of another run; its mode and figures stay."""
     engine = other.settings
     return replace(
         run,
@@ -213,7 +213,7 @@ def with_times_from(run: MeasuredRun, other: MeasuredRun) -> MeasuredRun:
 def compare_with_simulation(
     run: MeasuredRun, seeds: int, tolerance: float
 ) -> tuple[list[FigureComparison], list[SimulationResult]]:
-    """Simulate a run as often as there are seeds; figures are means. A row agrees within the tolerance, a share."""
+    """Simulate a run with `seeds` seeds and compare the mean figures; `tolerance` is relative."""
     results = [simulate(run.settings, run.workload, run.cycles, seed) for seed in range(seeds)]
     rows = []
     for name, measured in vars(run.figures).items():

@@ -1,4 +1,4 @@
-"""Clusters that nobody has measured: their work and settings from inputs, and a simulation of each split."""
+"""Predict clusters that were never measured: simulate each split of their GPUs from the inputs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tools.cluster.inputs import SimulationInputs
 from tools.cluster.simulation import SimulationResult, simulate
 from tools.cluster.work import EpisodeWork, GroupWork, SimulationSettings, StepWork, UpdateTimes
 
-STEP_LIMITS = (10, 20, 30)  # steps by difficulty
-RECOMMENDATION_MARGIN = 0.05  # a split this close to the best is as good
+STEP_LIMITS = (10, 20, 30)  # by difficulty
+RECOMMENDATION_MARGIN = 0.05  # splits within this fraction of the fastest count as equally fast
 
 
 @dataclass(frozen=True)
 class GpuSplit:
-    """GPUs of all nodes by their role; `shared`: all of them take turns in both."""
+    """GPUs of all nodes by role; `colocated`: all GPUs alternate between both roles."""
 
     nodes: int
     engines: int
@@ -31,7 +31,7 @@ class GpuSplit:
 
 @dataclass(frozen=True)
 class SimulationLength:
-    """How long a simulated run is."""
+    """Length of a simulated run."""
 
     updates: int
     warmup_updates: int
@@ -54,9 +54,9 @@ class ClusterPrediction:
 
 @dataclass(frozen=True)
 class RandomWorkload:
-    """Groups of tasks with a success rate of their own; who fails uses up the steps that there are.
+    """Groups of tasks, each with a success rate of its own; a failed episode takes all steps of its limit.
 
-    A group without a success or without a failure is dropped, with Inputs.drop.
+    With `drop_zero_variance` a group without a success or without a failure is dropped.
     """
 
     inputs: SimulationInputs
@@ -90,30 +90,30 @@ class RandomWorkload:
 
 
 def request_seconds(inputs: SimulationInputs, response: float) -> float:
-    """Of an engine with nothing else to do."""
+    """Seconds of a request in an engine without other requests."""
     return inputs.prompt / inputs.prefill_tokens_per_second + response * inputs.token_seconds
 
 
 def serial_share(inputs: SimulationInputs) -> float:
-    """Share of a mean request that an engine does for one request at a time: prefill, and a little of every token."""
+    """Fraction of a mean request that an engine does one request at a time: prefill, and a little of every token."""
     serial = inputs.prompt / inputs.prefill_tokens_per_second + inputs.response * inputs.token_seconds_per_request
     return min(1.0, serial / request_seconds(inputs, inputs.response))
 
 
 def all_splits(nodes: int, gpus: int) -> list[GpuSplit]:
-    """Every share of each node's GPUs, the same on all nodes: both roles are on every node."""
+    """Every split of a node's GPUs, the same on all nodes, with both roles on every node."""
     return [GpuSplit(nodes, nodes * engines, nodes * (gpus - engines)) for engines in range(gpus - 1, 0, -1)]
 
 
 def colocated_split(nodes: int, gpus: int) -> GpuSplit:
-    """All GPUs generate, then all train: what a loop that waits can do. Changing over is taken to cost nothing."""
+    """All GPUs generate, then all train, as a synchronous loop can; switching costs nothing."""
     return GpuSplit(nodes, nodes * gpus, nodes * gpus, colocated=True)
 
 
 def make_settings(
     inputs: SimulationInputs, split: GpuSplit, mode: str, stepping: str, amount: SimulationLength
 ) -> SimulationSettings:
-    """One engine a GPU, and agents shared out over them."""
+    """Settings with one engine per GPU and the agents spread over the engines."""
     return SimulationSettings(
         mode=mode,
         stepping=stepping,
@@ -130,7 +130,7 @@ def make_settings(
 
 
 def make_update_times(inputs: SimulationInputs, split: GpuSplit) -> UpdateTimes:
-    """Training is shared out evenly; a trainer's GPU sends to as many engines as there are for each, one by one."""
+    """Training is spread evenly; each trainer GPU sends the weights to its share of the engines, one by one."""
     receivers = 1.0 if split.colocated else max(1.0, split.engines / split.trainers)
     sync = receivers * inputs.weights_gb / inputs.link_gb_per_second
     return UpdateTimes(inputs.training_passes / (inputs.train_tokens_per_second * split.trainers), sync, sync)
@@ -151,9 +151,9 @@ def predict_cluster(
 
 
 def recommended_prediction(predictions: Sequence[ClusterPrediction]) -> ClusterPrediction:
-    """Of the splits within MARGIN of the most trajectories an hour the one with the most engines.
+    """The split with the most engines among those within RECOMMENDATION_MARGIN of the highest throughput.
 
-    What is known least is how long answers and pages take: spare engines forgive it, and cost nothing there.
+    Response and page times are the least certain inputs: spare engines tolerate errors in them and cost nothing here.
     """
     most = max(one.result.per_hour for one in predictions)
     return max(

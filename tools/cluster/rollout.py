@@ -1,6 +1,7 @@
-"""The rollout side of the simulation: workers that pull tickets, their engines, agents and browsers.
+"""Rollout side of the simulation: workers that claim tickets, their engines, agents and browsers.
 
-The rules are those of rollout/pool.py, group.py and pace.py; waits have no limits, and nothing fails.
+Follows the rules of rollout/pool.py, rollout/group_run.py and rollout/stepping.py; waits have no limits, and nothing
+fails.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tools.cluster.work import EpisodeWork, GroupWork, SimulationSettings, Workl
 
 
 class SimulatedStepping(Protocol):
-    """When the agents of a worker generate and act."""
+    """Decides when the agents of a worker generate and act."""
 
     def join(self, agent: SimulatedAgent) -> None: ...
     def enter(self, agent: SimulatedAgent, call: Call) -> None: ...
@@ -24,10 +25,10 @@ class SimulatedStepping(Protocol):
 
 
 class SimulatedFreeRunning:
-    """Nobody waits for anybody."""
+    """No agent waits for another."""
 
     def join(self, agent: SimulatedAgent) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def enter(self, agent: SimulatedAgent, call: Call) -> None:
         """Generate at once."""
@@ -38,7 +39,7 @@ class SimulatedFreeRunning:
         call()
 
     def quit(self, agent: SimulatedAgent) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 class SimulatedLockstep:
@@ -46,27 +47,27 @@ class SimulatedLockstep:
 
     def __init__(self) -> None:
         self._members: dict[SimulatedAgent, None] = {}
-        self._round: dict[SimulatedAgent, None] = {}  # who still generates
+        self._round: dict[SimulatedAgent, None] = {}  # agents that still generate
         self._entering: dict[SimulatedAgent, Call] = {}
         self._leaving: dict[SimulatedAgent, Call] = {}
 
     def join(self, agent: SimulatedAgent) -> None:
-        """Waited for from here on."""
+        """Add an agent to the rounds."""
         self._members[agent] = None
 
     def enter(self, agent: SimulatedAgent, call: Call) -> None:
-        """Generate with the next round."""
+        """Generate in the next round."""
         self._entering[agent] = call
         self._advance()
 
     def leave(self, agent: SimulatedAgent, call: Call) -> None:
-        """Act when the round is over."""
+        """Act when all agents of the round have generated."""
         self._round.pop(agent, None)
         self._leaving[agent] = call
         self._advance()
 
     def quit(self, agent: SimulatedAgent) -> None:
-        """Waited for no more."""
+        """Remove an agent from the rounds."""
         self._members.pop(agent, None)
         self._round.pop(agent, None)
         self._entering.pop(agent, None)
@@ -76,18 +77,18 @@ class SimulatedLockstep:
     def _advance(self) -> None:
         if self._round:
             return
-        over, self._leaving = list(self._leaving.values()), {}
-        for call in over:
+        acting, self._leaving = list(self._leaving.values()), {}
+        for call in acting:
             call()
         if self._entering and len(self._entering) == len(self._members):
-            begin, self._entering = self._entering, {}
-            self._round = dict.fromkeys(begin)
-            for call in begin.values():
+            generating, self._entering = self._entering, {}
+            self._round = dict.fromkeys(generating)
+            for call in generating.values():
                 call()
 
 
 class SimulatedWorker:
-    """One engine, the groups that it runs, and the cores of its node."""
+    """One engine, its running groups, and the cores of its node."""
 
     def __init__(self, clock: SimulatedClock, settings: SimulationSettings, cores: ProcessorSharingServer) -> None:
         self.engine = ProcessorSharingServer(clock, engine_rate(settings.serial))
@@ -99,25 +100,25 @@ class SimulatedWorker:
 
 
 class SimulatedAgent:
-    """One episode under way: reset, then generate and act until its steps are done."""
+    """One running episode: reset, then generate and act until its last step."""
 
     __slots__ = ("_job", "_step", "_worker", "ended", "group", "oldest_version", "response_tokens", "work")
 
-    def __init__(self, group: SimulatedGroup, plan: EpisodeWork, worker: SimulatedWorker) -> None:
-        self.group, self.work, self._worker = group, plan, worker
-        self.oldest_version: int | None = None  # version
-        self.response_tokens = 0  # tokens
+    def __init__(self, group: SimulatedGroup, work: EpisodeWork, worker: SimulatedWorker) -> None:
+        self.group, self.work, self._worker = group, work, worker
+        self.oldest_version: int | None = None
+        self.response_tokens = 0
         self.ended = False
         self._step = 0
         self._job: tuple[ProcessorSharingServer, ServerJob] | None = None
 
     def start(self) -> None:
-        """Reset."""
+        """Join the stepping and reset the page."""
         self._worker.stepping.join(self)
         self.group.rollout.clock.call_later(self.work.reset, self._next)
 
     def abort(self) -> None:
-        """End where it is."""
+        """End the episode now."""
         if not self.ended:
             if self._job is not None:
                 server, job = self._job
@@ -162,7 +163,7 @@ class SimulatedAgent:
 
 
 class SimulatedGroup:
-    """The episodes of a ticket while they run, and afterwards until the trainer closes them."""
+    """The episodes of a ticket, until the trainer closes them."""
 
     def __init__(self, rollout: SimulatedRollout, work: GroupWork, worker: SimulatedWorker) -> None:
         self.rollout, self.work, self.worker = rollout, work, worker
@@ -172,24 +173,24 @@ class SimulatedGroup:
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest version among the responses that count."""
+        """Oldest policy version among the responses of trainable episodes."""
         return min(
             (a.oldest_version for a in self.agents if a.oldest_version is not None and a.work.trainable), default=None
         )
 
     @property
     def running(self) -> int:
-        """Episodes under way."""
+        """Number of running episodes."""
         return self._running
 
     def abort(self) -> None:
-        """End all episodes where they are."""
+        """End all episodes now."""
         self.aborted = True
         for agent in self.agents:
             agent.abort()
 
     def episode_ended(self) -> None:
-        """The last one brings the group to the trainer."""
+        """Count an ended episode; the last one sends the group to the trainer."""
         self._running -= 1
         if not self._running:
             del self.worker.groups[self]
@@ -197,7 +198,7 @@ class SimulatedGroup:
 
 
 class SimulatedRollout:
-    """All workers. They take tickets under the limit that the trainer raises."""
+    """All workers. They claim tickets up to the limit that the trainer sets."""
 
     def __init__(
         self,
@@ -207,24 +208,24 @@ class SimulatedRollout:
         seed: int,
         arrived: Callable[[SimulatedGroup], None],
     ) -> None:
-        """`arrived` is told of every group that is whole."""
+        """`arrived` is called with every finished group."""
         self.clock, self.version = clock, 0
-        self.started_episodes = 0  # episodes
+        self.started_episodes = 0
         self._settings, self._workload, self._seed, self._arrived = settings, workload, seed, arrived
         self._rng = np.random.default_rng(seed)
         nodes = [ProcessorSharingServer(clock, core_rate(settings.cores)) for _ in range(settings.nodes)]
         share = -(-settings.engines // settings.nodes)
         self.workers = [SimulatedWorker(clock, settings, nodes[n // share]) for n in range(settings.engines)]
-        self._taken = self._limit = 0
+        self._claimed = self._limit = 0
         self._trains = self._paused = False
 
     def set_ticket_limit(self, limit: int) -> None:
-        """Tickets that may be taken in all."""
+        """Set the total number of tickets that workers may claim."""
         self._limit = limit
-        self._fill()
+        self._claim_tickets()
 
     def announce_weights(self, version: int) -> None:
-        """There are new weights: groups that they make too old are given up."""
+        """Abort the groups that new weights make too stale."""
         for worker in self.workers:
             for group in list(worker.groups):
                 oldest = group.oldest_version
@@ -232,46 +233,46 @@ class SimulatedRollout:
                     group.abort()
 
     def pause(self) -> None:
-        """The engines take weights."""
+        """Pause the engines while they load weights."""
         self._paused = True
         self._set_speed()
 
     def resume(self, version: int) -> None:
-        """The engines have them."""
+        """Continue with the new weights."""
         self.version, self._paused = version, False
         self._set_speed()
 
     def set_training(self, trains: bool) -> None:
-        """The trainer trains, or has done so."""
+        """Set whether the trainer trains, which may slow the engines down."""
         self._trains = trains
         self._set_speed()
 
     def group_ended(self, group: SimulatedGroup) -> None:
-        """A group is whole: its place is free."""
+        """Hand over a finished group and start new ones in its place."""
         self._arrived(group)
-        self._fill()
+        self._claim_tickets()
 
     def _set_speed(self) -> None:
         speed = 0.0 if self._paused else self._settings.overlap if self._trains else 1.0
         for worker in self.workers:
             worker.engine.set_speed(speed)
 
-    def _fill(self) -> None:
-        """Workers look one after another, in any order, and take at most their share of what is free."""
-        while self._taken < self._limit:
+    def _claim_tickets(self) -> None:
+        """Let the workers claim tickets in random order, each at most its share of the free ones."""
+        while self._claimed < self._limit:
             room = [w for w in self.workers if len(w.groups) < self._settings.groups_in_flight]
             if not room:
                 return
             for number in self._rng.permutation(len(room)):
                 worker = room[number]
-                share = -(-(self._limit - self._taken) // len(self.workers))
+                share = -(-(self._limit - self._claimed) // len(self.workers))
                 for _ in range(min(share, self._settings.groups_in_flight - len(worker.groups))):
-                    self._begin(worker)
+                    self._start_group(worker)
 
-    def _begin(self, worker: SimulatedWorker) -> None:
-        # A ticket means the same work in every system, so that systems are compared on the same.
-        work = self._workload.draw(self._taken, np.random.default_rng((self._seed, self._taken)))
-        self._taken += 1
+    def _start_group(self, worker: SimulatedWorker) -> None:
+        # A ticket stands for the same work in every system, so that all systems are compared on equal work.
+        work = self._workload.draw(self._claimed, np.random.default_rng((self._seed, self._claimed)))
+        self._claimed += 1
         group = SimulatedGroup(self, work, worker)
         self.started_episodes += len(group.agents)
         worker.groups[group] = None

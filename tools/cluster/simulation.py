@@ -18,35 +18,35 @@ from tools.cluster.rollout import SimulatedGroup, SimulatedRollout
 from tools.cluster.work import SimulationSettings, UpdateTimes, Workload
 
 MAX_DROPPED_GROUPS = 10_000
-"""Groups dropped in a row after which a batch is not waited for any longer."""
+"""Consecutive dropped groups after which the simulation gives an error."""
 
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """Figures of a simulated run. Rates and shares are of the time after the uncounted updates."""
+    """Figures of a simulated run. Rates and fractions refer to the time after the warm-up updates."""
 
     seconds: float
     per_hour: float  # trained trajectories
     updates_per_hour: float
     staleness: float  # versions, mean over trained trajectories
     staleness_max: int
-    waiting: float  # share: the trainer waits for groups
+    waiting: float  # fraction of time in which the trainer waits for groups
     training: float
     syncing: float
-    engines_idle: float  # share in which an engine has no request
-    engines_load: float  # share of what engines full of requests would do
-    wasted: float  # share of response tokens of closed episodes that were not trained, of the whole run
-    trained: int  # episodes, of the whole run
+    engines_idle: float  # fraction of time in which an engine has no request
+    engines_load: float  # fraction of the throughput of saturated engines
+    wasted: float  # fraction of response tokens of closed episodes that were not trained, whole run
+    trained: int  # episodes, whole run
     dropped: dict[str, int]
-    waiting_episodes: int  # ended, and neither trained nor dropped
+    waiting_episodes: int  # ended, not yet trained or dropped
     running_episodes: int
     started_episodes: int
-    update_end_seconds: tuple[float, ...] = field(repr=False)  # seconds at which each update was done
+    update_end_seconds: tuple[float, ...] = field(repr=False)  # end of each update
 
 
 @dataclass
-class _Sums:
-    """Counts of a run; a copy at the end of the uncounted updates is taken off."""
+class _Totals:
+    """Totals of a run; those at the end of the warm-up updates are subtracted."""
 
     time: float = 0.0
     trajectories: int = 0
@@ -59,12 +59,12 @@ class _Sums:
 
 
 class Simulation:
-    """One run of `settings.updates` updates."""
+    """Simulates one run of `settings.updates` updates."""
 
     def __init__(
         self, settings: SimulationSettings, workload: Workload, cycles: Sequence[UpdateTimes], seed: int
     ) -> None:
-        """`cycles`: one of them is drawn for each update."""
+        """`cycles`: times of updates; one of them is drawn for each update."""
         if settings.updates <= settings.warmup_updates:
             raise ValueError(
                 f"updates={settings.updates} leave none to count after the first {settings.warmup_updates}"
@@ -78,18 +78,18 @@ class Simulation:
         self._inbox: deque[SimulatedGroup] = deque()
         self._ready: list[SimulatedGroup] = []
         self._limit = self._dropped_groups = 0
-        self._in_vain = 0  # groups dropped since the last batch
+        self._drops_in_a_row = 0  # since the last batch
         self._trained, self._dropped = 0, Counter[str]()
-        self._tokens = Counter[bool]()  # response tokens by whether they were trained
+        self._tokens = Counter[bool]()  # response tokens by: trained?
         self._lag_max = 0
-        self._sums, self._before = _Sums(), _Sums()
-        self._marks: list[float] = []
+        self._totals, self._warmup_totals = _Totals(), _Totals()
+        self._update_ends: list[float] = []
 
     def run(self) -> SimulationResult:
-        """Let it run to the end."""
+        """Simulate to the end and return the figures."""
         self._raise_limit(self._settings.updates_ahead)
         self._collect()
-        self._clock.run_until(lambda: len(self._marks) >= self._settings.updates)
+        self._clock.run_until(lambda: len(self._update_ends) >= self._settings.updates)
         return self._result()
 
     # -- groups ------------------------------------------------------------------------------------
@@ -117,8 +117,8 @@ class Simulation:
         self._raise_limit(self._settings.updates_ahead)
         if self._collecting and len(self._ready) >= self._settings.groups_per_update:
             self._collecting = False
-            self._sums.wait += self._clock.now - self._since
-            self._in_vain = 0
+            self._totals.wait += self._clock.now - self._since
+            self._drops_in_a_row = 0
             batch = self._ready[: self._settings.groups_per_update]
             del self._ready[: self._settings.groups_per_update]
             self._update(batch)
@@ -134,8 +134,8 @@ class Simulation:
 
     def _drop(self, group: SimulatedGroup, reason: str) -> None:
         self._dropped_groups += 1
-        self._in_vain += 1
-        if self._in_vain > MAX_DROPPED_GROUPS:
+        self._drops_in_a_row += 1
+        if self._drops_in_a_row > MAX_DROPPED_GROUPS:
             raise RuntimeError(
                 f"{MAX_DROPPED_GROUPS} groups in a row were dropped, the last as {reason}: none is left to train on"
             )
@@ -158,7 +158,7 @@ class Simulation:
 
         def trained() -> None:
             self._rollout.set_training(False)
-            self._sums.train += train
+            self._totals.train += train
             self._version += 1
             if self._settings.mode == "one_step_off":
                 self._record(batch, cycle)
@@ -169,7 +169,7 @@ class Simulation:
             self._rollout.set_training(True)
             self._clock.call_later(train, trained)
 
-        def handed_over() -> None:
+        def weights_sent() -> None:
             if self._version + 1 < self._settings.updates:
                 self._raise_limit(1)
             begin()
@@ -177,16 +177,16 @@ class Simulation:
         if self._settings.mode != "one_step_off":
             begin()
         elif self._published != self._version:
-            self._sync(cycle, handed_over)
+            self._sync(cycle, weights_sent)
         else:
-            handed_over()
+            weights_sent()
 
     def _sync(self, cycle: UpdateTimes, done: Callable[[], None]) -> None:
         self._published = self._version
         self._rollout.announce_weights(self._version)
 
         def end() -> None:
-            self._sums.sync += cycle.sync
+            self._totals.sync += cycle.sync
             self._rollout.resume(self._version)
             done()
 
@@ -194,12 +194,12 @@ class Simulation:
         self._clock.call_later(cycle.sync, end)
 
     def _record(self, batch: list[SimulatedGroup], cycle: UpdateTimes) -> None:
-        self._marks.append(self._clock.now)
+        self._update_ends.append(self._clock.now)
         for group in batch:
             for agent in group.agents:
                 self._close(agent.work.trainable, agent.oldest_version, agent.response_tokens)
         if self._version == self._settings.warmup_updates:
-            self._before = self._now()
+            self._warmup_totals = self._now()
         if self._version < self._settings.updates:
             self._raise_limit(self._settings.updates_ahead)
             self._clock.call_later(cycle.other, self._collect)
@@ -210,18 +210,18 @@ class Simulation:
             self._dropped["masked"] += 1
             return
         self._trained += 1
-        self._sums.trajectories += 1
+        self._totals.trajectories += 1
         if oldest is not None:
             lag = self._version - 1 - oldest
-            self._sums.lags += lag
+            self._totals.lags += lag
             self._lag_max = max(self._lag_max, lag)
 
     # -- figures -----------------------------------------------------------------------------------
 
-    def _now(self) -> _Sums:
+    def _now(self) -> _Totals:
         for worker in self._rollout.workers:
             worker.engine.update_totals()
-        sums = _Sums(**vars(self._sums))
+        sums = _Totals(**vars(self._totals))
         sums.time = self._clock.now
         sums.busy = sum(worker.engine.busy_seconds for worker in self._rollout.workers)
         sums.accomplished = sum(worker.engine.work_done for worker in self._rollout.workers)
@@ -229,34 +229,34 @@ class Simulation:
 
     def _result(self) -> SimulationResult:
         now = vars(self._now())
-        found = _Sums(**{name: now[name] - value for name, value in vars(self._before).items()})
-        seconds, engines = found.time, len(self._rollout.workers)
-        held = [*self._ready, *self._inbox]
+        counted = _Totals(**{name: now[name] - value for name, value in vars(self._warmup_totals).items()})
+        seconds, engines = counted.time, len(self._rollout.workers)
+        waiting = [*self._ready, *self._inbox]
         running = [group for worker in self._rollout.workers for group in worker.groups]
-        under_way = sum(group.running for group in running)
+        running_episodes = sum(group.running for group in running)
         return SimulationResult(
             seconds=seconds,
-            per_hour=3600 * found.trajectories / seconds,
+            per_hour=3600 * counted.trajectories / seconds,
             updates_per_hour=3600 * (self._settings.updates - self._settings.warmup_updates) / seconds,
-            staleness=found.lags / max(1, found.trajectories),
+            staleness=counted.lags / max(1, counted.trajectories),
             staleness_max=self._lag_max,
-            waiting=found.wait / seconds,
-            training=found.train / seconds,
-            syncing=found.sync / seconds,
-            engines_idle=1 - found.busy / (engines * seconds),
-            engines_load=self._settings.serial * found.accomplished / (engines * seconds),
+            waiting=counted.wait / seconds,
+            training=counted.train / seconds,
+            syncing=counted.sync / seconds,
+            engines_idle=1 - counted.busy / (engines * seconds),
+            engines_load=self._settings.serial * counted.accomplished / (engines * seconds),
             wasted=self._tokens[False] / max(1, self._tokens.total()),
             trained=self._trained,
             dropped=dict(self._dropped),
-            waiting_episodes=sum(len(g.agents) for g in [*held, *running]) - under_way,
-            running_episodes=under_way,
+            waiting_episodes=sum(len(g.agents) for g in [*waiting, *running]) - running_episodes,
+            running_episodes=running_episodes,
             started_episodes=self._rollout.started_episodes,
-            update_end_seconds=tuple(self._marks),
+            update_end_seconds=tuple(self._update_ends),
         )
 
 
 def simulate(
     settings: SimulationSettings, workload: Workload, cycles: Sequence[UpdateTimes], seed: int = 0
 ) -> SimulationResult:
-    """One simulated run. The same seed gives the same run."""
+    """Simulate one run. The same seed gives the same run."""
     return Simulation(settings, workload, cycles, seed).run()

@@ -1,8 +1,8 @@
-"""When the requests of a run were in its engines, and how fast those were: read from its episodes.
+"""Reconstruct the requests of a run's engines from episodes.jsonl, and fit the speed of the engines.
 
-episodes.jsonl tells of an episode when it ended, how long it took, and the seconds of each answer and each action in
-their order. What is left of its time is the reset and, in lockstep, waiting for the others. Episodes of a group are
-begun together: how much later than the first of them one starts it has waited for its browser, or been tried before.
+episodes.jsonl has the end and the duration of each episode, and the seconds of each response and action in order. The
+rest of its time is the reset and, in lockstep, the wait for other episodes. The episodes of a group start together: one
+that starts later than the first has waited for a browser session or was retried.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ FIT_TOLERANCE = 1.01  # a fit whose error is within this factor of the least one
 
 EpisodeLine = Mapping[str, Any]
 TimeSpan = tuple[float, float]  # from and to, unix seconds
-LoadInterval = tuple[TimeSpan, float]  # mean requests in an engine meanwhile
+LoadInterval = tuple[TimeSpan, float]  # mean number of requests in an engine during the span
 
 
 @dataclass(frozen=True)
 class EpisodeTimeline:
-    """An episode in time."""
+    """An episode with the times of its requests."""
 
     line: EpisodeLine
-    reset: float  # seconds before its first answer is asked for, from the start of its group
-    request_starts: tuple[float, ...]  # unix seconds at which each answer was asked for
+    reset: float  # seconds from the start of its group to its first request
+    request_starts: tuple[float, ...]  # unix seconds of each request
 
 
 @dataclass(frozen=True)
 class EngineFit:
-    """What fits the requests of a run best: tools/cluster/work.py, Settings."""
+    """Parameters that fit the requests of a run best; see SimulationSettings in tools/cluster/work.py."""
 
     serial: float
     overlap: float
-    request_work: np.ndarray  # [requests], seconds of an engine with nothing else to do
+    request_work: np.ndarray  # [requests], seconds in an engine without other requests
 
 
 def reconstruct_timelines(lines: Sequence[EpisodeLine], stepping: str) -> list[EpisodeTimeline]:
-    """All episodes in time, in no particular order."""
+    """The timelines of all episodes, in no particular order."""
     starts: dict[int, float] = {}
     for line in lines:
         starts[line["ticket"]] = min(_start(line), starts.get(line["ticket"], math.inf))
@@ -68,7 +68,7 @@ def _free(line: EpisodeLine, starts: Mapping[int, float]) -> EpisodeTimeline:
 
 
 def _cohorts(lines: Sequence[EpisodeLine]) -> list[list[EpisodeLine]]:
-    """Episodes of a worker that began before the first of them ended: they share their rounds from the first on."""
+    """Episodes of a worker that started before the first of them ended: they share all rounds from the first on."""
     cohorts: list[list[EpisodeLine]] = []
     for line in sorted(lines, key=lambda line: (line["worker"], _start(line))):
         last = cohorts[-1] if cohorts else []
@@ -81,7 +81,7 @@ def _cohorts(lines: Sequence[EpisodeLine]) -> list[list[EpisodeLine]]:
 
 
 def _in_step(cohort: Sequence[EpisodeLine], group_starts: Mapping[int, float]) -> list[EpisodeTimeline]:
-    """Rounds end with their slowest, so that only the latest reset shows: it is taken for that of all."""
+    """A round ends with its slowest episode, so only the latest reset is visible; it is used for all episodes."""
     generations = _slowest(cohort, "generation_seconds")
     browsers = _slowest(cohort, "browser_seconds")
     starts = [0.0]  # of rounds, after the first one's
@@ -113,14 +113,14 @@ def fit_engine(
     pauses: Sequence[TimeSpan],
     levels: Sequence[LoadInterval] = (),
 ) -> EngineFit:
-    """How much slower requests get by others, and by training on the same processors.
+    """Fit how much concurrent requests, and training on the same processors, slow requests down.
 
-    `training`, `pauses`: when. Of all pairs of Settings.serial and .overlap that is taken under which what the engines
-    did is best explained by a linear function of the tokens of each request, computed prompt and response; among
-    equally good ones the least contention. The work comes in the order of `episodes`, step by step.
+    `training`, `pauses`: time spans. Chooses the pair of SimulationSettings.serial and .overlap for which a linear
+    function of the tokens of each request (computed prompt, response) explains the work of the engines best; among
+    equally good pairs the one with the least contention. `request_work` is in the order of `episodes`, step by step.
 
-    `levels`: what the workers counted. Requests of episodes that still ran at the end of the job are in no file: where
-    the count is above that of `episodes`, those are taken for so many more.
+    `levels`: mean requests counted by the workers. Requests of episodes that still ran at the end of the job are in no
+    file; where the count is above that of `episodes`, the requests of `episodes` are scaled up to it.
     """
     requests = _Requests(episodes, training, pauses, levels)
     if not len(requests.begins):
@@ -138,7 +138,7 @@ def fit_engine(
 
 
 class _Requests:
-    """Requests of all engines, and between which moments how many were in which."""
+    """Requests of all engines, and the number in each engine over time."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class _Requests:
         steps = [step for episode in episodes for step in episode.line["steps"]]
         self.begins = np.array([begin for episode in episodes for begin in episode.request_starts])
         self._ends = self.begins + np.array([step["generation_seconds"] for step in steps])
-        # [requests, 3]: what a linear function of the tokens is made of
+        # [requests, 3]: inputs of the linear function
         self._features = np.array(
             [(1, step["prompt_tokens"] - step["cached_tokens"], step["response_tokens"]) for step in steps], float
         )
@@ -167,7 +167,7 @@ class _Requests:
                 engine.multiply(span, max(1.0, level / here) if here else 1.0)
 
     def work(self, serial: float, overlap: float) -> np.ndarray:
-        """[requests]: what the engine did for each while it was there; never nothing."""
+        """[requests]: work of the engine for each request; above 0."""
         work = np.zeros(len(self.begins))
         for engine in self._engines:
             done = engine.progress(serial, overlap)
@@ -176,14 +176,14 @@ class _Requests:
         return np.maximum(work, 1e-6)
 
     def error(self, serial: float, overlap: float) -> float:
-        """Variance of the work that its tokens do not explain, by the square of its mean."""
+        """Variance of the work that the tokens do not explain, divided by the squared mean."""
         work = self.work(serial, overlap)
         explained, *_ = np.linalg.lstsq(self._features, work, rcond=None)
         return float(np.var(work - self._features @ explained) / np.mean(work) ** 2)
 
 
 class _Load:
-    """Of one engine: between consecutive moments nothing changes."""
+    """Number of requests in one engine, constant between consecutive moments."""
 
     def __init__(
         self, numbers: np.ndarray, begins: np.ndarray, ends: np.ndarray, edges: Sequence[float],
@@ -200,15 +200,15 @@ class _Load:
         self._pauses = _within(self._middles, pauses)
 
     def area(self, span: TimeSpan) -> float:
-        """Request-seconds in a span."""
+        """Request-seconds within a span."""
         return float((self._count * self._lengths)[_within(self._middles, [span])].sum())
 
     def multiply(self, span: TimeSpan, factor: float) -> None:
-        """There were so many more requests in a span."""
+        """Multiply the number of requests within a span."""
         self._count[_within(self._middles, [span])] *= factor
 
     def progress(self, serial: float, overlap: float) -> np.ndarray:
-        """[moments]: what a request that was there from the first moment would have got done."""
+        """[moments]: work done so far for a request present from the first moment on."""
         rates = np.where(self._trains, overlap, 1.0) / (1 + np.maximum(0.0, self._count - 1) * serial)
         rates[self._pauses] = 0.0
         return np.concatenate([[0.0], np.cumsum(rates * self._lengths)])

@@ -1,4 +1,4 @@
-"""`python -m tools.drills`: run fault drills and tell what came of them. tools/drill.sh, docs/operations.md"""
+"""`python -m tools.drills`: run fault drills and report their results; see tools/drill.sh and docs/operations.md."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ NODES = 4
 SCRATCH_PREFIX = "drills-"
 UPDATES_BEFORE_FAULT = 2  # updates before the fault
 JOB_SECONDS = 1200.0
-CLEANUP_SECONDS = 30.0  # for processes of a job to be gone after it
+CLEANUP_SECONDS = 30.0  # limit for the processes of a job to end after it
 DISK_MIB = 640
 OPEN_TICKETS_AT_END = 4  # tickets in flight: (max_staleness + 1) * groups_per_update of tests/tiny_settings.py
 
 
 @dataclass
 class DrillResult:
-    """What came of a drill."""
+    """Result of one drill."""
 
     drill: str
     fault: str
-    log_lines: list[str] = field(default_factory=list)  # what the logs have told people after the fault
+    log_lines: list[str] = field(default_factory=list)  # after the fault
     recovery_seconds: float | None = None  # from the fault to the end of the next update
     problems: list[str] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
-        """Whether everything is as promised."""
+        """Whether all checks passed."""
         return not self.problems
 
 
 def main() -> int:
-    """Run the drills; returns 0 if all went as promised."""
+    """Run the drills; returns 0 if all passed."""
     parser = argparse.ArgumentParser(prog="tools/drill.sh", description="Fault drills on a Slurm of virtual nodes.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(DRILLS)} (default: all)")
-    parser.add_argument("--list", action="store_true", help="say what each does, and start nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE, too")
-    parser.add_argument("--keep", action="store_true", help="keep the runs and their logs, and say where")
+    parser.add_argument("--list", action="store_true", help="list the drills and exit")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    parser.add_argument("--keep", action="store_true", help="keep the runs and their logs, and print their folder")
     options = parser.parse_args()
     if unknown := [name for name in options.names if name not in DRILLS]:
         parser.error(f"{unknown[0]} is not one of {', '.join(DRILLS)}")
@@ -64,13 +64,13 @@ def main() -> int:
     if reason := why_not(namespaces=True):
         sys.stderr.write(f"drill: {reason}\n")
         return 2
-    child_process.sweep_scratch(SCRATCH_PREFIX)  # of drills that were killed
+    child_process.sweep_scratch(SCRATCH_PREFIX)  # left by killed drills
     folder = (
         Path(tempfile.mkdtemp(prefix="kept-drills-"))
         if options.keep
         else child_process.make_scratch_folder(SCRATCH_PREFIX)
     )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it tidies up, as after Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up as after Ctrl-C
     try:
         results = run_drills([DRILLS[name] for name in options.names or DRILLS], folder)
     finally:
@@ -92,31 +92,31 @@ def run_drills(drills: Sequence[Drill], folder: Path) -> list[DrillResult]:
         for drill in drills:
             (folder / drill.name).mkdir()
             result = run_drill(drill, cluster, folder / drill.name, disk)
-            words = "well" if result.passed else "; ".join(result.problems)
-            print(f"{drill.name}: {words}", flush=True)
+            verdict = "passed" if result.passed else "; ".join(result.problems)
+            print(f"{drill.name}: {verdict}", flush=True)
             results.append(result)
         return results
 
 
 def run_drill(drill: Drill, cluster: Cluster, folder: Path, disk: Path) -> DrillResult:
-    """One drill, from sbatch to a tidy cluster."""
+    """Run one drill, from sbatch until the cluster is clean again."""
     result = DrillResult(drill.name, drill.fault)
     run = DrillJob.submit(cluster, folder, sys.executable, UPDATES_BEFORE_FAULT + drill.updates_after)
     try:
         if drill.small_disk:
             run.wait_for(run.run_folder.is_dir, "folder of the run", START_SECONDS)
             (run.run_folder / "checkpoints").symlink_to(disk)
-        _watch(drill, run, result)
+        _inject_and_check(drill, run, result)
     except (DrillError, AssertionError, OSError) as error:
         result.problems.append(str(error))
         cluster.run("scancel", run.job_id)
-    result.problems += _left(cluster, drill.lost_node)
+    result.problems += _leftovers(cluster, drill.lost_node)
     if drill.lost_node and not cluster.first_process(drill.lost_node):
         cluster.start_node(drill.lost_node)
     return result
 
 
-def _watch(drill: Drill, run: DrillJob, result: DrillResult) -> None:
+def _inject_and_check(drill: Drill, run: DrillJob, result: DrillResult) -> None:
     from tests.finished_runs import run_problems
 
     run.wait_for(
@@ -124,31 +124,31 @@ def _watch(drill: Drill, run: DrillJob, result: DrillResult) -> None:
         f"checkpoint of update {UPDATES_BEFORE_FAULT}",
         START_SECONDS,
     )
-    lives, said, struck = run.start_times(*drill.must_survive), run.log_sizes(), time.time()
+    start_times, log_sizes, injected_at = run.start_times(*drill.must_survive), run.log_sizes(), time.time()
     drill.inject(run)
-    since = struck
-    if drill.requeued:  # what the job still makes before its end is no recovery
-        run.wait_for(run.restarts, "start of the job again", JOB_SECONDS)
+    since = injected_at
+    if drill.requeued:  # updates before the requeue are no recovery
+        run.wait_for(run.restarts, "restart of the job", JOB_SECONDS)
         since = time.time()
     next_update = run.wait_for(lambda: run.first_update_after(since), "update after the fault", JOB_SECONDS)
-    result.recovery_seconds = next_update - struck
+    result.recovery_seconds = next_update - injected_at
     if changed := sorted(
-        name for name, begun in run.start_times(*drill.must_survive).items() if lives.get(name) != begun
+        name for name, started in run.start_times(*drill.must_survive).items() if start_times.get(name) != started
     ):
-        result.problems.append(f"started again: {', '.join(changed)}")
+        result.problems.append(f"restarted: {', '.join(changed)}")
     state = run.wait_until_ended(JOB_SECONDS)
-    result.log_lines = run.log_lines_since(said)
+    result.log_lines = run.log_lines_since(log_sizes)
     if state != "COMPLETED":
         result.problems.append(f"the job is {state}: {run.last_log_line()}")
         return
     result.problems += run_problems(run.run_folder, run.updates, OPEN_TICKETS_AT_END)
     if bool(run.restarts()) != drill.requeued:
-        result.problems.append(f"Slurm started the job again {run.restarts()} times")
+        result.problems.append(f"Slurm restarted the job {run.restarts()} times")
     if not re.search(drill.log_pattern, "\n".join(result.log_lines)):
-        result.problems.append(f"the log does not say: {drill.log_pattern}")
+        result.problems.append(f"no line of the log matches: {drill.log_pattern}")
 
 
-def _left(cluster: Cluster, lost: str) -> list[str]:
+def _leftovers(cluster: Cluster, lost: str) -> list[str]:
     deadline = time.monotonic() + CLEANUP_SECONDS
     nodes = [f"n{number}" for number in range(1, cluster.nodes + 1)]
     while left := [each for node in nodes if node != lost for each in leftovers_on(cluster, node)]:
@@ -159,15 +159,15 @@ def _left(cluster: Cluster, lost: str) -> list[str]:
 
 
 def results_table(results: Sequence[DrillResult]) -> Table:
-    """The results for people."""
-    found = Table("drill", "fault", "what happened", "s to the next update", "result")
+    """The results as a table."""
+    table = Table("drill", "fault", "log", "s to the next update", "result")
     for result in results:
-        happened = "\n".join(line[:150] for line in result.log_lines[:4])
+        lines = "\n".join(line[:150] for line in result.log_lines[:4])
         seconds = "-" if result.recovery_seconds is None else f"{result.recovery_seconds:.0f}"
-        found.add_row(
-            result.drill, result.fault, happened, seconds, "well" if result.passed else "\n".join(result.problems)
+        table.add_row(
+            result.drill, result.fault, lines, seconds, "passed" if result.passed else "\n".join(result.problems)
         )
-    return found
+    return table
 
 
 if __name__ == "__main__":
