@@ -1,15 +1,15 @@
-"""Simulate rollout and trainer, event by event: how many trajectories an hour, how stale, and who waits?
+"""Discrete-event simulation of rollout and trainer: trajectories per hour, staleness and waiting times.
 
     python -m tools.simulate_cluster check RUN... [--from RUN] [--tolerance 0.15] [--seeds 20] [--json FILE]
     python -m tools.simulate_cluster predict [--nodes 8 32] [--inputs FILE] [--set NAME=VALUE ...] [--quick]
                                              [--json FILE] [--plot FILE] [--write docs/scaling.md]
 
-check: feeds the simulation with the times that a run measured, and with its settings, and compares its figures with
-the run's; exits with 1 where one is further off than the tolerance. With --from the times are those of another run,
-of another mode for instance.
+check: simulates a run with its own settings and measured times, and compares the figures with those of the run; exit
+code 1 if a figure differs by more than the tolerance. --from takes the times from another run, for example of another
+mode.
 
-predict: clusters that nobody has measured, from inputs that docs/scaling.md lists with their sources: every split of
-each node's GPUs between engines and trainer, and the modes against each other.
+predict: simulates clusters that were never measured, from the inputs in docs/scaling.md: every split of each node's
+GPUs between engines and trainer, and all modes.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ FIGURE_LABELS = {
 }
 
 
-def check(given: argparse.Namespace, console: Console) -> int:
-    """Compare runs with simulations of them; 1 if a figure is off. Raises ValueError or OSError."""
+def check(options: argparse.Namespace, console: Console) -> int:
+    """Compare runs with their simulations; exit code 1 if a figure differs. Raises ValueError or OSError."""
     found: list[dict[str, Any]] = []
     agree = True
-    source = measured.read_run(given.source) if given.source else None
-    for folder in given.runs:
+    source = measured.read_run(options.source) if options.source else None
+    for folder in options.runs:
         run = measured.read_run(folder)
         if source is not None:
             run = measured.with_times_from(run, source)
-        rows, results = measured.compare_with_simulation(run, given.seeds, given.tolerance)
+        rows, results = measured.compare_with_simulation(run, options.seeds, options.tolerance)
         agree &= all(row.agrees for row in rows)
         console.print(_comparison(run, rows))
         console.print(
-            f"{len(run.workload.groups)} groups, {given.seeds} simulated runs of {run.settings.updates} updates; "
-            f"serial share of the engine {run.settings.serial:g}, its speed while the trainer trains "
+            f"{len(run.workload.groups)} groups, {options.seeds} simulated runs of {run.settings.updates} updates; "
+            f"serial fraction of the engine {run.settings.serial:g}, its speed while the trainer trains "
             f"{run.settings.overlap:g}",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
         found.append(
             {
                 "run": str(folder),
-                "from": str(given.source or folder),
+                "from": str(options.source or folder),
                 "settings": asdict(run.settings),
                 "figures": [asdict(row) | {"ratio": row.ratio} for row in rows],
                 "simulated": [asdict(result) for result in results],
@@ -65,8 +65,10 @@ def check(given: argparse.Namespace, console: Console) -> int:
         )
     little = ", ".join(f"{FIGURE_LABELS[name]} {value:g}" for name, value in measured.ABSOLUTE_TOLERANCE.items())
     verdict = "all agree" if agree else "not all agree"
-    console.print(f"{verdict}: within {given.tolerance:.0%}, or by less than {little}", highlight=False, soft_wrap=True)
-    write_json(given.json, {"tolerance": given.tolerance, "runs": found})
+    console.print(
+        f"{verdict}: within {options.tolerance:.0%}, or by less than {little}", highlight=False, soft_wrap=True
+    )
+    write_json(options.json, {"tolerance": options.tolerance, "runs": found})
     return 0 if agree else 1
 
 
@@ -82,37 +84,37 @@ def _comparison(run: measured.MeasuredRun, rows: list[measured.FigureComparison]
     return table
 
 
-def predict(given: argparse.Namespace, console: Console) -> int:
+def predict(options: argparse.Namespace, console: Console) -> int:
     """Simulate clusters. Raises ValueError or OSError."""
-    values = inputs.load(given.inputs, given.set)
-    page = given.write.read_text() if given.write else None
-    amount = predicted.QUICK if given.quick else predicted.FULL
-    changes = () if given.quick else report.INPUT_VARIANTS
-    found = report.make_report(values, given.nodes, changes, amount, given.seed, console.print)
+    values = inputs.load(options.inputs, options.set)
+    page = options.write.read_text() if options.write else None
+    amount = predicted.QUICK if options.quick else predicted.FULL
+    changes = () if options.quick else report.INPUT_VARIANTS
+    found = report.make_report(values, options.nodes, changes, amount, options.seed, console.print)
     for title, columns, rows in report.tables(found):
         table = Table(title=title.replace("`", ""), title_justify="left")
-        for place, column in enumerate(columns):
-            table.add_column(column, justify="left" if place == 0 else "right")
+        for number, column in enumerate(columns):
+            table.add_column(column, justify="left" if number == 0 else "right")
         for row in rows:
             table.add_row(*(text.replace("**", "").replace("`", "") + " <-" * ("**" in text) for text in row))
         console.print(table)
     console.print(report.recommendation(found), highlight=False, soft_wrap=True)
     console.print("Predicted from the inputs, not measured: docs/scaling.md", highlight=False)
     if page is not None:
-        given.write.write_text(report.update_page(page, found))
-    if given.plot:
-        given.plot.write_text(report.draw(found))
-    write_json(given.json, report.figures(found))
+        options.write.write_text(report.update_page(page, found))
+    if options.plot:
+        options.plot.write_text(report.draw(found))
+    write_json(options.json, report.figures(found))
     return 0
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = made.add_subparsers(required=True, metavar="COMMAND")
-    one = commands.add_parser("check", help="simulate measured runs")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    one = commands.add_parser("check", help="compare measured runs with their simulation")
     one.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
-    one.add_argument("--from", dest="source", type=Path, metavar="RUN", help="the run whose times are used")
+    one.add_argument("--from", dest="source", type=Path, metavar="RUN", help="take the times from this run")
     one.add_argument(
         "--tolerance",
         type=bounded_number(float, 0, exclusive=True),
@@ -124,27 +126,31 @@ def make_parser() -> argparse.ArgumentParser:
         "--seeds", type=bounded_number(int, 1), default=20, metavar="N", help="simulated runs (default: 20)"
     )
     one.set_defaults(command=check)
-    other = commands.add_parser("predict", help="simulate clusters")
+    other = commands.add_parser("predict", help="predict clusters")
     other.add_argument(
         "--nodes", nargs="+", type=bounded_number(int, 1), default=[8, 32], metavar="N", help="sizes (default: 8 32)"
     )
     other.add_argument("--inputs", type=Path, metavar="FILE", help="YAML: inputs by name")
-    other.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="inputs that differ")
+    other.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="changed inputs")
     other.add_argument("--seed", type=bounded_number(int, 0), default=0, metavar="N", help="(default: 0)")
-    other.add_argument("--quick", action="store_true", help="few updates and no changed inputs; figures mean little")
-    other.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures as an SVG")
-    other.add_argument("--write", type=Path, metavar="FILE", help="put the tables into this page, between its marks")
+    other.add_argument(
+        "--quick", action="store_true", help="few updates, no table of changed inputs; figures mean little"
+    )
+    other.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures as SVG")
+    other.add_argument(
+        "--write", type=Path, metavar="FILE", help="write the tables into this page, between its markers"
+    )
     other.set_defaults(command=predict)
     for each in (one, other):
-        each.add_argument("--json", type=Path, metavar="FILE", help="write all figures there as well")
-    return made
+        each.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Simulate; 2 for what cannot be read, simulated or written."""
-    given = make_parser().parse_args(arguments)
+    """Command line; exit code 2 for an input that cannot be read or simulated, or a file that cannot be written."""
+    options = make_parser().parse_args(arguments)
     try:
-        return int(given.command(given, Console(width=None if sys.stdout.isatty() else 160)))
+        return int(options.command(options, Console(width=None if sys.stdout.isatty() else 160)))
     except (ValueError, OSError, RuntimeError) as error:
         print(f"simulate_cluster: {error}", file=sys.stderr)
         return 2

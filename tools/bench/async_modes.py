@@ -35,9 +35,9 @@ CONTESTANTS: dict[str, tuple[str, ...]] = {
     "async": ("rollout.mode=async",),
     "one step off": ("rollout.mode=one_step_off",),
     "sync, free-running": ("rollout.mode=sync",),
-    "sync, in step": ("rollout.mode=sync", "rollout.stepping=lockstep"),
+    "sync, lockstep": ("rollout.mode=sync", "rollout.stepping=lockstep"),
 }
-OURS_NAME, PEER_NAME, GOAL = "async", "sync, in step", 2.9
+OURS_NAME, PEER_NAME, GOAL = "async", "sync, lockstep", 2.9
 COLOURS = dict(zip(CONTESTANTS, (BLUE, GREEN, ORANGE, GREY), strict=True))
 PIXELS = 320 * 240  # of a page that the model sees: where two cores stand for GPUs, those would wait for browsers
 ENVIRONMENTS = ("shop-save-item", "shop-buy-item", "forum-follow-thread", "calendar-create", "wiki-watch", "forms-vote")

@@ -26,7 +26,7 @@ class GpuSplit:
     colocated: bool = False
 
     def __str__(self) -> str:
-        return "all, in turns" if self.colocated else f"{self.engines}:{self.trainers}"
+        return "all, colocated" if self.colocated else f"{self.engines}:{self.trainers}"
 
 
 @dataclass(frozen=True)
