@@ -57,7 +57,21 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="webrl", description="Train visual web agents with reinforcement learning.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_train(commands)
+    _add_doctor(commands)
+    _add_demonstrate(commands)
+    _add_eval(commands)
+    add_parity(commands)
+    add_browsers(commands)
+    add_placement(commands)
+    add_status(commands)
+    add_node(commands)
+    _add_control(commands)
+    _add_roles(commands)
+    return parser
 
+
+def _add_train(commands: Any) -> None:
     train = commands.add_parser("train", help="run all roles on this machine")
     train.add_argument("config", help="YAML file, such as configs/quickstart.yaml")
     train.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
@@ -66,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.set_defaults(run=_train)
 
+
+def _add_doctor(commands: Any) -> None:
     doctor = commands.add_parser("doctor", help="list what is installed here and which roles can run")
     doctor.add_argument(
         "--role", choices=("all", "trainer", "rollout"), default="all", help="exit non-zero if this role cannot run"
@@ -81,6 +97,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(run=_doctor)
 
+
+def _add_demonstrate(commands: Any) -> None:
     demonstrate = commands.add_parser(
         "demonstrate",
         help="write scripted episodes for a warm start",
@@ -97,13 +115,8 @@ def _parser() -> argparse.ArgumentParser:
     demonstrate.add_argument("--out", type=Path, required=True, metavar="FILE", help="output file")
     demonstrate.set_defaults(run=_demonstrate)
 
-    _add_eval(commands)
-    add_parity(commands)
-    add_browsers(commands)
-    add_placement(commands)
-    add_status(commands)
-    add_node(commands)
 
+def _add_control(commands: Any) -> None:
     control = commands.add_parser("control", help="the control plane (started by `train` and by Slurm scripts)")
     _add_config(control)
     control.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
@@ -111,6 +124,8 @@ def _parser() -> argparse.ArgumentParser:
     control.add_argument("--address-file", type=Path, help="file that receives {host, port} once it listens")
     control.set_defaults(run=_control)
 
+
+def _add_roles(commands: Any) -> None:
     for name, run, text in (
         ("trainer", _trainer, "one trainer rank, named by RANK, WORLD_SIZE and LOCAL_RANK"),
         ("rollout", _rollout, "one rollout worker"),
@@ -142,7 +157,6 @@ def _parser() -> argparse.ArgumentParser:
             )
             only.add_argument("--evaluation-only", action="store_true", help="only evaluate the weights of model.path")
         role.set_defaults(run=run)
-    return parser
 
 
 def _add_eval(commands: Any) -> None:

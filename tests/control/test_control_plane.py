@@ -50,7 +50,7 @@ def connect(address: tuple[str, int], role: str, heartbeat_timeout_seconds: floa
     return ControlClient(*address, role, heartbeat_timeout_seconds, connect_seconds=10)
 
 
-def test_each_ticket_is_taken_once_and_none_beyond_the_limit(address: tuple[str, int]):
+def test_each_slot_is_claimed_once_and_none_beyond_the_limit(address: tuple[str, int]):
     trainer = connect(address, "trainer-0")
     trainer.start_ticket_epoch(TicketEpoch(0, 0, 10, (), 10), limit=110)
     taken: list[list[int]] = [[], [], []]
@@ -71,7 +71,7 @@ def test_each_ticket_is_taken_once_and_none_beyond_the_limit(address: tuple[str,
     assert trainer.claim_slot() == 110
 
 
-def test_a_worker_that_is_started_again_finds_what_its_earlier_life_left(address: tuple[str, int]):
+def test_a_restarted_worker_finds_its_unfinished_claims(address: tuple[str, int]):
     start = TicketEpoch(0, 0, 5, (), 5)
     connect(address, "trainer-0").start_ticket_epoch(start, limit=12)
     first, other = connect(address, "rollout-0"), connect(address, "rollout-1")
@@ -84,13 +84,13 @@ def test_a_worker_that_is_started_again_finds_what_its_earlier_life_left(address
     assert again.unfinished_claims(5) == [5, 7]
     assert other.unfinished_claims(5) == [8]
     assert again.claim_slot() == 9
-    # An earlier life that died between its signature and moving the counter on: nobody loses the position.
+    # An earlier instance died between its claim and advancing the counter: the slot is not lost.
     first.store.set("tickets/10", "rollout-0")
     assert other.claim_slot() == 11
     assert again.unfinished_claims(5) == [5, 7, 9, 10]
 
 
-def test_a_forgotten_role_is_not_lost_until_it_has_been_heard_of_again(address: tuple[str, int]):
+def test_a_cleared_role_is_not_lost_before_its_next_heartbeat(address: tuple[str, int]):
     control = connect(address, "launcher", heartbeat_timeout_seconds=0.2)
     control.store.set("heartbeat/rollout-0", "7")
     assert not control.is_lost("rollout-0")
@@ -104,7 +104,7 @@ def test_a_forgotten_role_is_not_lost_until_it_has_been_heard_of_again(address: 
     assert not control.is_lost("rollout-0")
 
 
-def test_a_control_plane_that_is_held_outlives_the_end_until_it_is_let_go(tmp_path: Path):
+def test_keep_alive_delays_the_exit_of_the_control_plane(tmp_path: Path):
     program = SERVER.replace(
         "from megatron_webrl.control.control_plane import",
         "from megatron_webrl.control import control_plane; control_plane.LINGER_SECONDS = 0.2\n"
@@ -122,7 +122,7 @@ def test_a_control_plane_that_is_held_outlives_the_end_until_it_is_let_go(tmp_pa
     process.wait(20)
 
 
-def test_a_life_is_over_once_its_role_has_begun_another_or_is_lost(address: tuple[str, int]):
+def test_an_instance_has_ended_once_its_role_registers_another_or_is_lost(address: tuple[str, int]):
     worker, control = connect(address, "rollout-0"), connect(address, "trainer-0", heartbeat_timeout_seconds=0.2)
     assert worker.register_instance() == 1
     worker.store.set("heartbeat/rollout-0", "7")
@@ -138,13 +138,13 @@ def test_open_tickets_are_issued_again_before_later_ones():
     assert [start.ticket_at(n) for n in range(24, 30)] == [20, 22, 25, 27, 28, 29]
 
 
-def test_what_could_be_taken_is_what_the_limit_leaves(address: tuple[str, int]):
+def test_free_slots_are_those_below_the_limit(address: tuple[str, int]):
     trainer = connect(address, "trainer-0")
     trainer.start_ticket_epoch(TicketEpoch(0, 0, 5, (), 5), limit=8)
     assert trainer.free_slots() == 3
     assert trainer.claim_slot() == 5
     assert trainer.free_slots() == 2
-    trainer.set_ticket_limit(6)  # never below what is taken in a job, and no error if it were
+    trainer.set_ticket_limit(6)  # does not occur in a job, and is no error
     assert trainer.free_slots() == 0
 
 
@@ -175,7 +175,7 @@ def test_the_first_outcome_counts_and_reaches_every_role(address: tuple[str, int
             control.check_job()
 
 
-def test_a_good_end_is_no_failure(address: tuple[str, int]):
+def test_a_clean_end_is_no_failure(address: tuple[str, int]):
     control = connect(address, "a")
     control.end_job("finished")
     with pytest.raises(JobEnded):
@@ -197,12 +197,12 @@ def test_a_role_that_is_killed_is_named(address: tuple[str, int]):
         control.wait_for_key("never", 30, "nothing", ("mute",))
 
 
-def test_a_wait_that_runs_out_says_for_what(address: tuple[str, int]):
+def test_a_timed_out_wait_names_its_object(address: tuple[str, int]):
     with pytest.raises(JobFailed, match="a waited 0 s for the manifest"):
         connect(address, "a").wait_for_key("weights/manifest", 0.2, "the manifest")
 
 
-def test_nobody_at_the_address_is_an_error():
+def test_an_unreachable_control_plane_is_an_error():
     with pytest.raises(JobFailed, match=r"cannot reach the control plane at 127\.0\.0\.1:1 within 1 s"):
         ControlClient("127.0.0.1", 1, "a", 10.0, connect_seconds=1.0)
 

@@ -1,4 +1,4 @@
-"""`webrl eval` as a user runs it: a checkpoint, real vLLM, real Chromium; and bad input."""
+"""`webrl eval` with a checkpoint, real vLLM and real Chromium, and with bad input."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def run_folder(tmp_path: Path, tiny_model: Path) -> Path:
     return folder
 
 
-def start(output: Path, *words: object) -> subprocess.Popen[bytes]:
+def start(output: Path, *arguments: object) -> subprocess.Popen[bytes]:
     environment = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
-    command = [sys.executable, "-m", "megatron_webrl.cli", "eval", *map(str, words)]
+    command = [sys.executable, "-m", "megatron_webrl.cli", "eval", *map(str, arguments)]
     with output.open("wb") as file:
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
 
@@ -76,7 +76,7 @@ def left_by(process: subprocess.Popen[bytes]) -> list[str]:
 
 @pytest.mark.alone
 @pytest.mark.slow
-def test_a_runs_checkpoint_is_evaluated_and_an_interrupt_leaves_nothing(run_folder: Path, tmp_path: Path):
+def test_a_runs_checkpoint_is_evaluated_and_an_interrupt_leaves_no_process(run_folder: Path, tmp_path: Path):
     report, output = tmp_path / "report.json", tmp_path / "out.log"
     process = start(output, run_folder, "--json", report)
     assert process.wait(300) == 0, output.read_text()
@@ -113,7 +113,7 @@ def test_a_runs_checkpoint_is_evaluated_and_an_interrupt_leaves_nothing(run_fold
     assert not left_by(process)
 
 
-def test_a_checkpoints_run_says_how_and_overrides_replace_it(run_folder: Path, tiny_model: Path):
+def test_the_checkpoints_run_gives_the_configuration_and_overrides_replace_it(run_folder: Path, tiny_model: Path):
     checkpoint = EvaluatedCheckpoint.resolve(run_folder)
     assert (checkpoint.path.name, checkpoint.is_megatron, checkpoint.version) == ("version-000007", True, 7)
     assert (
@@ -134,7 +134,7 @@ def test_a_checkpoints_run_says_how_and_overrides_replace_it(run_folder: Path, t
 
 
 @pytest.mark.parametrize(
-    ("words", "error"),
+    ("arguments", "error"),
     [
         (["nowhere"], "nowhere is neither a Hugging Face folder (no config.json) nor a checkpoint: nowhere is no "),
         (["RUN", "--samples", "4"], "evaluation.samples=4 with evaluation.temperature=0 repeats the same episode"),
@@ -145,9 +145,9 @@ def test_a_checkpoints_run_says_how_and_overrides_replace_it(run_folder: Path, t
     ],
 )
 def test_bad_input_is_one_line_before_anything_starts(
-    run_folder: Path, words: list[str], error: str, capsys: pytest.CaptureFixture[str]
+    run_folder: Path, arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]
 ):
-    assert main(["eval", *(str(run_folder) if word == "RUN" else word for word in words)]) == 2
+    assert main(["eval", *(str(run_folder) if argument == "RUN" else argument for argument in arguments)]) == 2
     output = capsys.readouterr()
     assert error in output.err
     assert (output.err.count("\n"), output.out) == (1, "")

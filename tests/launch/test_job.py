@@ -82,7 +82,7 @@ def test_a_mixture_of_experts_trains_over_two_stages_from_a_converted_checkpoint
     assert 0 < (before[experts] - after[experts]).abs().max() < 1e-3
 
 
-def test_ctrl_c_saves_what_was_learnt_and_the_run_goes_on_from_there(job: Job):
+def test_ctrl_c_writes_a_checkpoint_from_which_the_run_resumes(job: Job):
     job.start("trainer.updates=50")
     job.until(job.updates, "a first update")
     code, report = job.status()
@@ -116,14 +116,14 @@ def test_ctrl_c_saves_what_was_learnt_and_the_run_goes_on_from_there(job: Job):
     again = json.loads(Path(summary["checkpoint"], "state.json").read_text())
     assert again["restart_epoch"] == state["restart_epoch"] + 1
     assert again["mlflow_run_id"] == state["mlflow_run_id"]
-    # One update closed its two tickets, and those that were dropped meanwhile.
+    # One update closed its two tickets and those dropped in it.
     assert again["closed_tickets"] - state["closed_tickets"] == 2 + again["dropped_tickets"] - state["dropped_tickets"]
     assert stopped["accounting"]["trained"] < summary["accounting"]["trained"] <= stopped["accounting"]["trained"] + 4
     assert_nothing_left(job)
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("override", "message"),
     [
         ("no.such.key=1", "unknown key no"),
         (
@@ -136,10 +136,10 @@ def test_ctrl_c_saves_what_was_learnt_and_the_run_goes_on_from_there(job: Job):
         ("tasks.environments=[click-tset]", "near: click-test"),
     ],
 )
-def test_a_broken_configuration_ends_with_one_line_before_anything_starts(job: Job, override: str, words: str):
+def test_a_broken_configuration_ends_with_one_line_before_anything_starts(job: Job, override: str, message: str):
     job.start(override)
     assert job.wait(60) == 2
     output = job.output()
-    assert words in output
+    assert message in output
     assert output.count("\n") == 1
     assert not job.run_folder.exists()

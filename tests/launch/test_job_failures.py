@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize(
-    ("role", "overrides", "words"),
+    ("role", "overrides", "outcome"),
     [
         ("rollout-0", ["run.max_worker_restarts=0"], "failed: "),
         (
@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(600)]
     ],
 )
 def test_a_role_that_is_killed_too_often_ends_the_job_with_its_name(
-    job: Job, role: str, overrides: list[str], words: str
+    job: Job, role: str, overrides: list[str], outcome: str
 ):
     job.start("trainer.updates=1000", *overrides)
     job.until(job.updates, "a first update")
@@ -55,11 +55,11 @@ def test_a_role_that_is_killed_too_often_ends_the_job_with_its_name(
     assert job.wait(30) == 1, job.output()
     assert time.monotonic() - killed < 30
     assert f"{role} killed by SIGKILL" in job.output()
-    assert job.summary()["outcome"].startswith(f"{words}{role} killed by SIGKILL")
+    assert job.summary()["outcome"].startswith(f"{outcome}{role} killed by SIGKILL")
     assert_nothing_left(job)
 
 
-def test_a_worker_that_is_killed_is_started_again_and_takes_up_what_it_had_left(job: Job):
+def test_a_killed_worker_is_restarted_and_runs_its_unfinished_tickets(job: Job):
     job.start("trainer.updates=3", "trainer.tensor_parallel=2")
     job.until(job.updates, "a first update")
     job.until(lambda: job.role("rollout-0"), "a worker").kill()
@@ -78,7 +78,7 @@ def test_a_worker_that_is_killed_is_started_again_and_takes_up_what_it_had_left(
     assert_nothing_left(job)
 
 
-def test_a_trainer_that_is_killed_starts_again_in_its_job_and_takes_over_finished_groups(job: Job):
+def test_a_killed_trainer_is_restarted_in_its_job_and_adopts_finished_groups(job: Job):
     updates = 7
     job.start(f"trainer.updates={updates}", "trainer.tensor_parallel=2", "trainer.checkpoint.every=2")
     latest = job.run_folder / "checkpoints" / "latest"
@@ -99,7 +99,7 @@ def test_a_trainer_that_is_killed_starts_again_in_its_job_and_takes_over_finishe
     job.until(lambda: len(job.updates()) > version, "an update of the other trainer")
     assert {each.pid for each in worker.children()} >= engine
     assert job.wait(400) == 0, job.output()
-    assert "life 2" not in (job.run_folder / "logs" / "rollout-0.log").read_text()
+    assert "instance 2" not in (job.run_folder / "logs" / "rollout-0.log").read_text()
     assert not run_problems(job.run_folder, updates, open_at_end=4)
     summary = job.summary()
     assert summary["accounting"]["rolled_back"] == lost
@@ -117,7 +117,7 @@ def test_a_trainer_that_is_killed_starts_again_in_its_job_and_takes_over_finishe
     assert_nothing_left(job)
 
 
-def test_a_killed_launcher_takes_its_roles_along_and_the_next_start_sweeps_the_ring(job: Job):
+def test_roles_die_with_a_killed_launcher_and_the_next_launch_removes_the_ring(job: Job):
     job.start()
     job.until(lambda: rings(job) and job.role("trainer-0"), "a ring and a trainer")
     assert job.process is not None
@@ -142,7 +142,7 @@ def test_a_killed_launcher_takes_its_roles_along_and_the_next_start_sweeps_the_r
     assert_nothing_left(job)
 
 
-def test_a_job_whose_control_plane_cannot_start_says_so_at_its_end(job: Job):
+def test_a_control_plane_that_cannot_start_is_named_in_the_outcome(job: Job):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         job.start(program=("-c", WITH_CONTROL_PORT.format(port=port)))

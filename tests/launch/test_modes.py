@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.alone, pytest.mark.soak, pytest.mark.timeout(600)]
 @pytest.mark.parametrize(
     ("mode", "stepping", "lags"), [("sync", "lockstep", [0, 0, 0]), ("one_step_off", "free", [0, 1, 1])]
 )
-def test_each_batch_is_made_with_one_version_as_old_as_the_mode_says(
+def test_each_batch_is_generated_by_one_version_with_the_staleness_of_the_mode(
     job: Job,
     mode: str,
     stepping: str,

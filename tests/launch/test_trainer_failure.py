@@ -1,4 +1,4 @@
-"""How many times in a row the trainer may fall, and what everyone is told."""
+"""The limit on consecutive trainer failures, and the record of a failure that all machines share."""
 
 from __future__ import annotations
 
@@ -31,37 +31,37 @@ def config(tmp_path: Path) -> Config:
 
 
 def complete(config: Config, name: str) -> None:
-    """Let there be a checkpoint of that name."""
+    """Mark a checkpoint of that name as complete."""
     (config.run_folder / "checkpoints" / "latest").write_text(f"{name}\n")
 
 
-def test_falls_count_anew_once_a_checkpoint_is_complete(control: ControlClient, config: Config) -> None:
+def test_a_complete_checkpoint_resets_the_count_of_failures(control: ControlClient, config: Config) -> None:
     journal = EventLog(config.run_folder)
-    told = [
-        trainer_failure.record_failure(control, config, journal, attempt, "trainer-0", f"fall {attempt}")
+    failures = [
+        trainer_failure.record_failure(control, config, journal, attempt, "trainer-0", f"failure {attempt}")
         for attempt in (0, 1)
     ]
     complete(config, "version-000002")
-    told += [
-        trainer_failure.record_failure(control, config, journal, attempt, "trainer-1", f"fall {attempt}")
+    failures += [
+        trainer_failure.record_failure(control, config, journal, attempt, "trainer-1", f"failure {attempt}")
         for attempt in (2, 3, 4)
     ]
-    assert [fall.consecutive_failures for fall in told] == [1, 2, 1, 2, 3]
-    assert [fall.checkpoint for fall in told] == ["", "", *["version-000002"] * 3]
-    assert [fall.job_outcome(config) is None for fall in told] == [True] * 4 + [False]
-    assert told[-1].job_outcome(config) == (
+    assert [failure.consecutive_failures for failure in failures] == [1, 2, 1, 2, 3]
+    assert [failure.checkpoint for failure in failures] == ["", "", *["version-000002"] * 3]
+    assert [failure.job_outcome(config) is None for failure in failures] == [True] * 4 + [False]
+    assert failures[-1].job_outcome(config) == (
         "failed: the trainer failed 3 times in a row without a new checkpoint (run.max_trainer_restarts=2); "
-        "the last time: fall 4"
+        "the last time: failure 4"
     )
     summary.write_summary(config.run_folder, "failed", None)
     found = summary.read_summary(config.run_folder)["restarts"]
     assert [(each["role"], each["reason"]) for each in found] == [
-        ("trainer-0", "fall 0"), ("trainer-0", "fall 1"), ("trainer-1", "fall 2"), ("trainer-1", "fall 3"),
+        ("trainer-0", "failure 0"), ("trainer-0", "failure 1"), ("trainer-1", "failure 2"), ("trainer-1", "failure 3"),
     ]  # fmt: skip
     assert events.read_events(config.run_folder)[-1].event == events.FAILED
 
 
-def test_everyone_is_told_of_the_fall_that_was_declared_first(control: ControlClient, config: Config) -> None:
+def test_every_machine_sees_the_failure_that_was_recorded_first(control: ControlClient, config: Config) -> None:
     assert trainer_failure.failure_of_attempt(control, 0) is None
     first = trainer_failure.record_failure(control, config, EventLog(config.run_folder), 0, "trainer-3", "killed")
     other = trainer_failure.record_failure(
@@ -72,6 +72,6 @@ def test_everyone_is_told_of_the_fall_that_was_declared_first(control: ControlCl
     assert len(events.read_events(config.run_folder)) == 1
 
 
-def test_a_rank_is_told_its_attempt() -> None:
+def test_the_attempt_is_an_argument_of_a_rank() -> None:
     assert with_attempt(["webrl", "trainer"], 1) == ["webrl", "trainer", "--attempt", "1"]
     assert with_attempt(["webrl", "--attempt", "1", "x"], 2) == ["webrl", "--attempt", "2", "x"]

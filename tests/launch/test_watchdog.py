@@ -1,4 +1,4 @@
-"""Roles that hang are found, show where, and are killed: small processes that talk to a real control plane."""
+"""Roles that hang are found, dump their stacks, and are killed: small processes with a real control plane."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ FOR_EVER = "1000000"
 
 
 class Machine:
-    """Roles on this machine, who guards them, and what it told."""
+    """Roles on this machine, their watchdog, and its messages."""
 
     def __init__(self, config: Config, port: int) -> None:
-        self.config, self.told, self.port = config, [], port  # type: ignore[var-annotated]
+        self.config, self.messages, self.port = config, [], port  # type: ignore[var-annotated]
         self.control = ControlClient("127.0.0.1", port, "launcher", config.run.heartbeat_timeout_seconds)
-        self.guard = Watchdog(config, self.control, EventLog(config.run_folder), self.told.append)
+        self.watchdog = Watchdog(config, self.control, EventLog(config.run_folder), self.messages.append)
         self.roles: list[RoleProcess] = []
 
     def start(self, name: str, marks: str) -> RoleProcess:
@@ -67,8 +67,8 @@ class Machine:
     def until(self, condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}: {self.told}"
-            self.guard.poll(self.roles)
+            assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}: {self.messages}"
+            self.watchdog.poll(self.roles)
             time.sleep(0.05)
 
 
@@ -86,13 +86,13 @@ def machine(folder: Path, *settings: str) -> Iterator[Machine]:
                 child_process.kill_process_group(role.process.pid)
 
 
-def test_a_worker_that_hangs_though_its_heart_beats_shows_where_and_is_killed(tmp_path: Path) -> None:
+def test_a_worker_that_hangs_but_sends_heartbeats_dumps_its_stacks_and_is_killed(tmp_path: Path) -> None:
     with machine(tmp_path, "run.hang_timeout_seconds=4", "rollout.engines=2") as here:
         here.start("rollout-0", FOR_EVER)
         role = here.start("rollout-1", "3")
         here.until(lambda: role.process.poll() is not None, "the end of rollout-1")
         why = "rollout-1 made no progress for 4 s (run.hang_timeout_seconds)"
-        assert here.told == [
+        assert here.messages == [
             f"{why}: dumping the stacks of all roles to their logs",
             f"killing rollout-1: {why}",
         ]
@@ -110,7 +110,7 @@ SPANNING = ("cluster.nodes=2", "trainer.data_parallel=2", "rollout.pipeline_para
 
 
 @pytest.mark.parametrize(("name", "settings"), [("rollout-0", ()), ("rollout-0.follower-1", SPANNING)])
-def test_a_worker_or_a_part_that_is_stopped_is_found_by_its_silence_and_started_again(
+def test_a_stopped_worker_or_follower_is_found_by_missing_heartbeats_and_restarted(
     tmp_path: Path, name: str, settings: tuple[str, ...]
 ) -> None:
     with machine(tmp_path, "run.heartbeat_timeout_seconds=3", "rollout.engines=1", *settings) as here:
@@ -120,51 +120,51 @@ def test_a_worker_or_a_part_that_is_stopped_is_found_by_its_silence_and_started_
         here.until(lambda: role.process.poll() is not None, "the end of the role")
         stopped = f"python ({first}) is stopped and cannot show its stacks"
         assert stopped in role.log.read_text()
-        assert f"{name}: {stopped}" in here.told
+        assert f"{name}: {stopped}" in here.messages
         failure = role.failure_message()
         assert failure is not None
         assert "sent no heartbeat for 3 s" in failure
         assert role_process.restart_worker(role, here.config, here.control, failure) is not None
         here.until(lambda: here.control.liveness_value(name, "progress").startswith(f"{role.process.pid}:"), "it")
-        time.sleep(4)  # its new life is judged by itself
+        time.sleep(4)  # longer than the limit: the new instance is judged by itself
         here.until(lambda: True, "a look")
         assert role.process.poll() is None
 
 
-def test_of_trainer_ranks_that_wait_for_each_other_the_first_to_stop_is_killed(tmp_path: Path) -> None:
+def test_the_first_trainer_rank_to_stop_is_killed_when_all_wait(tmp_path: Path) -> None:
     with machine(tmp_path, "run.hang_timeout_seconds=4", "trainer.data_parallel=3", "rollout.engines=1") as here:
         others = [here.start(f"trainer-{rank}", FOR_EVER) for rank in (0, 2)]
         culprit = here.start("trainer-1", "1")
         here.control.start_ticket_epoch(TicketEpoch(0, 0, 0, (), 0), 1)
         silent = time.monotonic() + 6
         here.until(lambda: time.monotonic() > silent, "more than the limit, for one rank")
-        assert here.told == []
+        assert here.messages == []
         here.control.put_json("halt", True)
         here.until(lambda: culprit.process.poll() is not None, "the end of trainer-1")
         assert [other.process.poll() for other in others] == [None, None]
         assert all("endless_loop_of_this_test" in other.log.read_text() for other in (*others, culprit))
-        assert "no trainer rank for 4 s" in here.told[0]
+        assert "no trainer rank for 4 s" in here.messages[0]
 
 
-def test_a_role_that_came_back_before_it_is_killed_lives_on(tmp_path: Path) -> None:
+def test_a_role_that_recovers_before_the_kill_is_not_killed(tmp_path: Path) -> None:
     with machine(tmp_path, "rollout.engines=1") as here:
         role = here.start("rollout-0", FOR_EVER)
         watchdog.request_stack_dump(here.config.run_folder, "for a test", {"rollout-0": ("progress", "an older mark")})
-        here.until(lambda: "rollout-0 has recovered and is not killed" in here.told, "the order")
+        here.until(lambda: "rollout-0 has recovered and is not killed" in here.messages, "the kill request")
         assert role.process.poll() is None
 
 
-def test_an_order_of_an_earlier_life_of_the_job_is_not_carried_out(tmp_path: Path) -> None:
+def test_a_kill_request_from_an_earlier_launch_is_ignored(tmp_path: Path) -> None:
     folder = tmp_path / "here"
     folder.mkdir()
     watchdog.request_stack_dump(folder, "long ago")
-    told: list[str] = []
-    supervisor = watchdog.StackDumper(EventLog(folder), told.append)
-    supervisor.poll([], lambda: pytest.fail("nobody is to be killed"))
-    assert told == []
+    messages: list[str] = []
+    dumper = watchdog.StackDumper(EventLog(folder), messages.append)
+    dumper.poll([], lambda: pytest.fail("no role is to be killed"))
+    assert messages == []
 
 
-def test_a_judge_that_was_held_up_itself_says_nothing_of_others(tmp_path: Path) -> None:
+def test_a_detector_that_was_suspended_itself_reports_no_hang(tmp_path: Path) -> None:
     config = parse_config(
         None,
         [
@@ -179,12 +179,12 @@ def test_a_judge_that_was_held_up_itself_says_nothing_of_others(tmp_path: Path) 
         worker = connect(address, "rollout-0")
         for kind in ("heartbeat", "progress"):
             worker.store.set(f"{kind}/rollout-0", "1:1")
-        judge = HangDetector(config, ControlClient(*address, "judge", config.run.heartbeat_timeout_seconds))
-        assert judge.poll() is None
+        detector = HangDetector(config, ControlClient(*address, "detector", config.run.heartbeat_timeout_seconds))
+        assert detector.poll() is None
         time.sleep(7 * watchdog.POLL_SECONDS)
-        assert judge.poll() is None
+        assert detector.poll() is None
         time.sleep(2 * watchdog.POLL_SECONDS)
-        assert (judge.poll() or watchdog.KillRequest(0, "", {})).targets == {"rollout-0": ("heartbeat", "1:1")}
+        assert (detector.poll() or watchdog.KillRequest(0, "", {})).targets == {"rollout-0": ("heartbeat", "1:1")}
 
 
 def test_browsers_and_other_programs_are_never_signalled(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_browsers_and_other_programs_are_never_signalled(tmp_path: Path) -> None
     assert leader.wait(10) == 0
 
 
-def test_a_user_can_ask_for_stacks(tmp_path: Path) -> None:
+def test_a_user_can_request_stacks(tmp_path: Path) -> None:
     with machine(tmp_path, "rollout.engines=1") as here:
         role = here.start("rollout-0", "1")
         command = [
@@ -224,7 +224,7 @@ def test_a_user_can_ask_for_stacks(tmp_path: Path) -> None:
         assert role.process.poll() is None
 
 
-def test_a_limit_below_what_may_be_silent_is_refused(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_hang_timeout_below_permitted_waits_is_refused(tmp_path: Path, tiny_model: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(f"model: {{path: {tiny_model}}}\nrollout: {{max_model_len: 1024, max_new_tokens: 16}}\n")
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The check of nodes before a job: each part really passes here, and really fails, by name."""
+"""Node checks before a job: each one passes on this machine, and fails with a reason that names the fault."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from megatron_webrl.slurm.prepare import choose_nodes
 from tests.slurm.slurm_jobs import PAYLOAD, ROOT, log, overrides, submit
 from tests.slurm.virtual_slurm import virtual_slurm, why_not
 
-pytestmark = pytest.mark.alone  # it looks for free ports, and at speeds
+pytestmark = pytest.mark.alone  # it needs free ports and measures speeds
 
 
 def made(*overrides: str) -> Config:
@@ -81,10 +81,10 @@ def stores(count: int) -> list[TCPStore]:
     return [host, *others]
 
 
-# -- what a node can tell alone -----------------------------------------------------------------------
+# -- checks of one node -------------------------------------------------------------------------------
 
 
-def test_software_is_what_the_doctor_finds() -> None:
+def test_the_software_check_runs_the_doctor() -> None:
     look("software")
 
 
@@ -95,7 +95,7 @@ def test_a_package_that_does_not_import_is_named(tmp_path: Path, monkeypatch: py
         look("software")
 
 
-def test_shared_memory_must_hold_the_ring_and_the_screenshots(tiny_model: Path) -> None:
+def test_shared_memory_must_hold_the_ring_and_the_image_buffers(tiny_model: Path) -> None:
     model = f"model.path={tiny_model}"
     look("shared memory", model, "ring.capacity_mib=1")
     with pytest.raises(CheckFailed, match=r"ring.capacity_mib and the image buffers of 1 trainer ranks need 100000512"):
@@ -114,7 +114,7 @@ def test_a_browser_that_shows_nothing_is_named(tmp_path: Path) -> None:
         look("browser", "browser.executable=/nowhere")
 
 
-def test_browsers_of_a_farm_are_not_looked_for_here() -> None:
+def test_browsers_of_a_farm_are_not_checked() -> None:
     look("browser", "browser.executable=/nowhere", "browser.farm=http://head:8701")
 
 
@@ -138,8 +138,8 @@ def test_cores_that_the_job_may_not_use_are_named() -> None:
 GPUS = ("cluster.gpus_per_node=2", "cluster.engine_gpus_per_node=1")
 
 
-def test_gpus_are_counted_and_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
-    look("gpus")  # none are asked for
+def test_the_number_and_memory_of_gpus_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    look("gpus")  # the configuration has none
     local_checks.check_gpu_memory(made(*GPUS), ["81559", "81559"])
     with pytest.raises(CheckFailed, match=r"1 GPUs, but cluster.gpus_per_node=2"):
         local_checks.check_gpu_memory(made(*GPUS), ["81559"])
@@ -150,10 +150,10 @@ def test_gpus_are_counted_and_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
         look("gpus", *GPUS)
 
 
-# -- what only all can tell ---------------------------------------------------------------------------
+# -- checks of all nodes together ---------------------------------------------------------------------
 
 
-def test_a_clock_that_is_off_is_named() -> None:
+def test_a_clock_difference_is_named() -> None:
     with clock_server() as port:
         assert abs(clock_offset("127.0.0.1", port, "n1")) < 0.5
     with (
@@ -166,7 +166,7 @@ def test_a_clock_that_is_off_is_named() -> None:
 
 
 @pytest.mark.parametrize("count", range(1, 20))
-def test_in_a_round_each_meets_one_neighbour_at_most(count: int) -> None:
+def test_a_round_contains_each_member_at_most_once(count: int) -> None:
     found = pair_rounds(count)
     for pairs in found:
         everyone = [each for pair in pairs for each in pair]
@@ -175,7 +175,7 @@ def test_in_a_round_each_meets_one_neighbour_at_most(count: int) -> None:
     assert edges == {frozenset((i, (i + 1) % count)) for i in range(count) if count > 1}
 
 
-def test_an_all_reduce_has_a_speed() -> None:
+def test_an_all_reduce_returns_its_speed() -> None:
     names = ["n1", "n2", "n3"]
     found = together([lambda s=s, i=i: measure_all_reduce(s, names, i, False) for i, s in enumerate(stores(3))])  # type: ignore[misc]
     assert all(0.01 < speed < 1000 for speed in found), found
@@ -186,21 +186,21 @@ def test_an_all_reduce_without_one_of_its_members_names_them() -> None:
         measure_all_reduce(stores(1)[0], ["n1", "n2", "n3"], 0, False, seconds=2)
 
 
-def test_of_neighbours_the_one_that_fails_with_both_is_at_fault() -> None:
+def test_a_node_that_fails_with_both_neighbours_is_at_fault() -> None:
     names = ["n1", "n2", "n3", "n4"]
-    here = [each for each in enumerate(stores(4)) if each[0] != 2]  # n3 does not come
+    here = [each for each in enumerate(stores(4)) if each[0] != 2]  # n3 is absent
     found = together([lambda s=s, i=i: check_links(s, names, i, False, 0.0, seconds=4) for i, s in here])  # type: ignore[misc]
     assert [sorted(each) for each in found] == [["n2", "n4"], ["n1"], ["n1"]]
 
 
 def test_links_that_are_too_slow_are_named() -> None:
     found = together([lambda s=s, i=i: check_links(s, ["n1", "n2"], i, False, 1e6) for i, s in enumerate(stores(2))])  # type: ignore[misc]
-    assert list(found[0]) == ["n2"]  # of two, the first is taken as good
+    assert list(found[0]) == ["n2"]  # of two nodes, the first passes
     assert isinstance(found[1], CheckFailed)
     assert "GiB/s with n1, below 1e+06" in str(found[1])
 
 
-def test_who_cannot_reach_the_first_node_says_so(tmp_path: Path) -> None:
+def test_a_node_that_cannot_reach_the_first_one_fails(tmp_path: Path) -> None:
     with pytest.raises(CheckFailed, match=r"n1 did not start the network check within 1 s"):
         NetworkCheckGroup.join(1, ["n1", "n2"], "127.0.0.1", tmp_path / "meeting", seconds=1)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -209,7 +209,7 @@ def test_who_cannot_reach_the_first_node_says_so(tmp_path: Path) -> None:
         NetworkCheckGroup.join(1, ["n1", "n2"], "127.0.0.1", tmp_path / "meeting", seconds=2)
 
 
-def test_who_does_not_come_is_no_member(tmp_path: Path) -> None:
+def test_an_absent_node_is_no_member(tmp_path: Path) -> None:
     names = ["n1", "n2", "n3"]
     path = tmp_path / "meeting"
 
@@ -223,9 +223,9 @@ def test_who_does_not_come_is_no_member(tmp_path: Path) -> None:
     assert together([lambda: take_part(0), lambda: take_part(2)]) == [[0, 2], [0, 2]]
 
 
-def test_nodes_find_each_other_fit_and_write_it_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_check_each_other_and_write_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_checks, "CHECKS", {})
-    monkeypatch.setattr("megatron_webrl.preflight.node_check.CHECKS", {})  # they have tests of their own
+    monkeypatch.setattr("megatron_webrl.preflight.node_check.CHECKS", {})  # tested above
     config = made(f"run.directory={tmp_path}", "run.name=run")
     node_report.report_folder(config).mkdir(parents=True)
     names = ["n1", "n2", "n3"]
@@ -248,7 +248,7 @@ def test_a_node_of_another_job_is_refused() -> None:
         NodeCheck(made(), "n9", ["n1", "n2"], "127.0.0.1")
 
 
-# -- who takes part -----------------------------------------------------------------------------------
+# -- choice of nodes ----------------------------------------------------------------------------------
 
 
 def test_good_nodes_are_chosen_in_their_order() -> None:
@@ -262,8 +262,8 @@ def test_good_nodes_are_chosen_in_their_order() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
-def test_a_job_leaves_a_bad_node_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On n2 no browser starts. With a third node the job goes on without it; without one it ends, and says why."""
+def test_a_job_excludes_a_bad_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No browser starts on n2. With a third node the job runs without n2; with two nodes it fails with the reason."""
     monkeypatch.chdir(ROOT)
     chromium = find_chromium()
     program = script(tmp_path, f'[ "$SLURMD_NODENAME" != n2 ] || exit 9\nexec {chromium} "$@"')

@@ -2,7 +2,7 @@
 
 Each process compares its arguments, environment, devices, cores, ports and ring with placement.json of the run, meets
 all others through the job's control plane, and uses its node's ring. The first rank collects the facts of all processes
-in rehearsal.json and ends the job. Hundreds of stubs start on two cores, so they import only the standard library and
+in stubs.json and ends the job. Hundreds of stubs start on two cores, so they import only the standard library and
 speak the wire protocol of torch's TCPStore (TCPStoreBackend.hpp) to the control plane.
 """
 
@@ -89,10 +89,10 @@ def numbers(text: str) -> list[int]:
     return found
 
 
-def facts(role: str, options: dict[str, str]) -> dict[str, object]:
-    """What this process was given."""
+def collect_facts(role: str, options: dict[str, str]) -> dict[str, object]:
+    """The arguments, environment and core binding of this process."""
     environment = os.environ
-    given: dict[str, object] = {
+    facts: dict[str, object] = {
         "name": environment["WEBRL_ROLE"],
         "role": role,
         "index": int(environment["RANK"] if role == "trainer" else options["--worker"]),
@@ -106,45 +106,45 @@ def facts(role: str, options: dict[str, str]) -> dict[str, object]:
         "meeting": [environment["MASTER_ADDR"], int(environment["MASTER_PORT"])],
         "pid": os.getpid(),
     }
-    return given
+    return facts
 
 
-def check(given: dict[str, object], placement: dict, control: str) -> None:
+def check(facts: dict[str, object], placement: dict, control: str) -> None:
     """Compare with the placement. Raises AssertionError."""
     expected = next(
-        each for each in placement["processes"] if (each["role"], each["index"]) == (given["role"], given["index"])
+        each for each in placement["processes"] if (each["role"], each["index"]) == (facts["role"], facts["index"])
     )
     for name in ("name", "node", "devices", "cores"):
-        assert given[name] == expected[name], f"{name} is {given[name]}, not {expected[name]}"
-    assert given["slurm"][0] == expected["node"], f"Slurm says node {given['slurm']}, not {expected['node']}"
+        assert facts[name] == expected[name], f"{name} is {facts[name]}, not {expected[name]}"
+    assert facts["slurm"][0] == expected["node"], f"Slurm says node {facts['slurm']}, not {expected['node']}"
     machine = set(range(os.cpu_count() or 1))
-    held = sorted(machine & set(expected["cores"]))
-    assert not held or given["bound"] == held, f"bound to {given['bound']}, not {held}"
+    expected_cores = sorted(machine & set(expected["cores"]))
+    assert not expected_cores or facts["bound"] == expected_cores, f"bound to {facts['bound']}, not {expected_cores}"
     host, _, port = control.rpartition(":")
     assert int(port) == placement["control_port"], port
-    if given["role"] == "trainer":
+    if facts["role"] == "trainer":
         ranks = [each for each in placement["processes"] if each["role"] == "trainer"]
-        assert (given["local_rank"], given["world"]) == (expected["local_rank"], len(ranks))
+        assert (facts["local_rank"], facts["world"]) == (expected["local_rank"], len(ranks))
         first = next(each["port"] for each in ranks if each["index"] == 0)
-        assert given["meeting"] == [host, first], given["meeting"]
+        assert facts["meeting"] == [host, first], facts["meeting"]
     else:
-        assert given["meeting"] == ["127.0.0.1", expected["port"]], given["meeting"]
+        assert facts["meeting"] == ["127.0.0.1", expected["port"]], facts["meeting"]
 
 
-def keep_to_ring(store: Store, given: dict[str, object], ring: dict) -> str:
+def keep_to_ring(store: Store, facts: dict[str, object], ring: dict) -> str:
     """The node's first worker makes a segment of the ring's name; the others of the node find it, and theirs it is."""
-    path, mark = Path("/dev/shm") / ring["name"], str(given["node"])
-    if given["name"] == f"rollout-{ring['workers'][0]}":
+    path, mark = Path("/dev/shm") / ring["name"], str(facts["node"])
+    if facts["name"] == f"rollout-{ring['workers'][0]}":
         with path.open("x") as segment:
             segment.write(mark)
-        store.add(f"rehearsal/ring/{given['node']}", 1)
-        store.until("rehearsal/readers")
-        store.until("rehearsal/read", int(store.get("rehearsal/readers")))
+        store.add(f"stubs/ring/{facts['node']}", 1)
+        store.until("stubs/readers")
+        store.until("stubs/read", int(store.get("stubs/readers")))
         path.unlink()
     else:
-        store.until(f"rehearsal/ring/{given['node']}")
+        store.until(f"stubs/ring/{facts['node']}")
         assert path.read_text() == mark, f"{path} is that of node {path.read_text()}, not {mark}"
-        store.add("rehearsal/read", 1)
+        store.add("stubs/read", 1)
     return ring["name"]
 
 
@@ -155,27 +155,27 @@ def main(arguments: list[str]) -> None:
         fail, arguments = arguments[1], arguments[2:]
     role, rest = arguments[0], arguments[1:]
     options = dict(zip(rest[::2], rest[1::2], strict=True))
-    given = facts(role, options)
-    if given["name"] == fail:
+    facts = collect_facts(role, options)
+    if facts["name"] == fail:
         sys.exit("it fails on purpose")
     folder = Path(options["--config"]).parent
     placement = json.loads((folder / "placement.json").read_text())
-    check(given, placement, options["--control"])
+    check(facts, placement, options["--control"])
     host, _, port = options["--control"].rpartition(":")
     store = Store(host, int(port))
     everyone = [each["name"] for each in placement["processes"]]
-    if given["name"] == everyone[0]:
-        store.set("rehearsal/readers", str(len(everyone) - placement["nodes"]))  # all but the maker of each ring
-    given["ring"] = keep_to_ring(store, given, placement["rings"][given["node"]])
-    store.set(f"rehearsal/of/{given['name']}", json.dumps(given))
-    store.add("rehearsal/arrived", 1)
-    if given["name"] != "trainer-0":
-        store.until("rehearsal/over")
+    if facts["name"] == everyone[0]:
+        store.set("stubs/readers", str(len(everyone) - placement["nodes"]))  # all but the creator of each ring
+    facts["ring"] = keep_to_ring(store, facts, placement["rings"][facts["node"]])
+    store.set(f"stubs/of/{facts['name']}", json.dumps(facts))
+    store.add("stubs/arrived", 1)
+    if facts["name"] != "trainer-0":
+        store.until("stubs/over")
         return
-    store.until("rehearsal/arrived", len(everyone))
-    found = [json.loads(store.get(f"rehearsal/of/{name}")) for name in everyone]
-    (folder / "rehearsal.json").write_text(json.dumps(found))
-    store.add("rehearsal/over", 1)
+    store.until("stubs/arrived", len(everyone))
+    found = [json.loads(store.get(f"stubs/of/{name}")) for name in everyone]
+    (folder / "stubs.json").write_text(json.dumps(found))
+    store.add("stubs/over", 1)
     store.compare_set("end", "", json.dumps({"outcome": "finished", "role": "trainer-0"}))
 
 

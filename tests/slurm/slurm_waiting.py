@@ -1,8 +1,8 @@
-"""Stands in for ranks and workers in a rehearsal of a job (STUB_COMMAND=) that Slurm or a user ends early.
+"""Stub of ranks and workers (STUB_COMMAND=) for jobs that Slurm or a user ends early.
 
-`trainer-0` makes no update; it ends the job as it is asked to, with the checkpoint that a trainer would leave, and with
-outcome finished when Slurm has started the job again. --deaf: it never hears in the first start; --barren: every
-start is pre-empted at once, without a checkpoint.
+`trainer-0` makes no update. It ends the job when a stop is requested, after writing a checkpoint's marker as a trainer
+would, and with the outcome finished in a requeued job. --ignore-stop: the first launch ignores the request;
+--no-checkpoint: every launch is pre-empted at once, without a checkpoint.
 """
 
 import json
@@ -17,20 +17,20 @@ from slurm_payload import POLL_SECONDS, SECONDS, Store
 
 
 def main(arguments: list[str]) -> None:
-    """[--deaf | --barren] ROLE, and the options of that role."""
+    """[--ignore-stop | --no-checkpoint] ROLE, and the options of that role."""
     kind = arguments.pop(0) if arguments[0].startswith("--") else ""
     options = dict(zip(arguments[1::2], arguments[2::2], strict=True))
     host, _, port = options["--control"].rpartition(":")
-    store, again = Store(host, int(port)), os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    store, requeued = Store(host, int(port)), os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     deadline = time.monotonic() + SECONDS
     while not store.has("end"):
         assert time.monotonic() < deadline, "nobody ended the job"
         if os.environ["WEBRL_ROLE"] == "trainer-0":
-            if kind == "--barren":
+            if kind == "--no-checkpoint":
                 end(store, "preempted")
-            elif again:
+            elif requeued:
                 end(store, "finished")
-            elif store.has("stop") and kind != "--deaf":
+            elif store.has("stop") and kind != "--ignore-stop":
                 folder = Path(options["--config"]).parent / "checkpoints"
                 folder.mkdir()
                 (folder / "latest").write_text("version-000001\n")

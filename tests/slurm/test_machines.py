@@ -42,7 +42,7 @@ NAMES = (("control", "trainer-0", "trainer-1", "rollout-0"), ("trainer-2", "trai
 
 
 @pytest.mark.timeout(900)
-def test_the_quickstart_trains_over_two_machines_and_goes_on_where_a_signal_ended_it(tmp_path: Path) -> None:
+def test_the_quickstart_trains_on_two_machines_and_resumes_after_a_signal(tmp_path: Path) -> None:
     name = f"machines{os.getpid()}"
     run = tmp_path / name
     with virtual_slurm(4, namespaces=True, shared=(tmp_path,)) as cluster:
@@ -53,7 +53,7 @@ def test_the_quickstart_trains_over_two_machines_and_goes_on_where_a_signal_ende
         until(lambda: f"job: update 1 of {UPDATES}" in log(tmp_path), lambda: f"an update: {log(tmp_path)}", 400)
         check_that_nodes_hold_what_is_theirs(cluster, name)
         check_stacks(run)
-        with stopped_engines(cluster):  # so that updates are left when the notice is heard
+        with stopped_engines(cluster):  # so that updates are left when the notice arrives
             cluster.run("scancel", "--batch", "--signal=USR1", job)
             until(lambda: "job: stop requested" in log(tmp_path), lambda: f"the notice: {log(tmp_path)}", 90)
         assert cluster.wait(job, 400) == "COMPLETED", log(tmp_path)
@@ -63,12 +63,12 @@ def test_the_quickstart_trains_over_two_machines_and_goes_on_where_a_signal_ende
             lambda: f"{leftovers_on(cluster, 'n2')} to go",
             30,
         )
-    told = log(tmp_path)
-    assert f"job: control plane at {address(1)}:" in told
-    assert "job: state:      preempted; " in told
+    text = log(tmp_path)
+    assert f"job: control plane at {address(1)}:" in text
+    assert "job: state:      preempted; " in text
     resumed = rf"job: launch 2 of job {job}, resuming from version-00000\d; the previous launch ended: pre"
-    assert re.search(resumed, told)
-    assert re.findall(rf"job: update (\d+) of {UPDATES}", told) == [str(n) for n in range(1, UPDATES + 1)]
+    assert re.search(resumed, text)
+    assert re.findall(rf"job: update (\d+) of {UPDATES}", text) == [str(n) for n in range(1, UPDATES + 1)]
     assert run_problems(run, UPDATES, (STALENESS + 1) * GROUPS) == []
     nodes = json.loads((run / "summary.json").read_text())["node_traffic"]
     assert nodes["images_mib"] > 0
@@ -86,7 +86,7 @@ def test_the_quickstart_trains_over_two_machines_and_goes_on_where_a_signal_ende
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-def test_an_engine_over_two_machines_serves_a_job(tmp_path: Path) -> None:
+def test_an_engine_that_spans_two_machines_serves_a_job(tmp_path: Path) -> None:
     name, updates = f"span{os.getpid()}", 5
     run = tmp_path / name
     with virtual_slurm(2, namespaces=True, shared=(tmp_path, ROOT)) as cluster:
@@ -109,9 +109,9 @@ def test_an_engine_over_two_machines_serves_a_job(tmp_path: Path) -> None:
 
 def check_that_nodes_hold_what_is_theirs(cluster: Cluster, name: str) -> None:
     """A ring on each node of the job, which differ, and nothing on the others."""
-    held = {node: rings(name, cluster.path(node, "/dev/shm")) for node in NODES}
-    assert [len(each) for each in held.values()] == [1, 1, 0, 0]
-    assert held["n1"][0].name != held["n2"][0].name
+    rings_of_nodes = {node: rings(name, cluster.path(node, "/dev/shm")) for node in NODES}
+    assert [len(each) for each in rings_of_nodes.values()] == [1, 1, 0, 0]
+    assert rings_of_nodes["n1"][0].name != rings_of_nodes["n2"][0].name
     assert [bool(leftovers_on(cluster, node)) for node in NODES] == [True, True, False, False]
 
 

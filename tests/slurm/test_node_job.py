@@ -47,8 +47,8 @@ class NodeJob:
         save_config(self.config, self.folder / "config.yaml")
         self.roles: dict[str, Any] = {}
 
-    def start(self, name: str, *words: str, **environment: str) -> None:
-        command = [sys.executable, "-m", "megatron_webrl.cli", *words, "--config", str(self.folder / "config.yaml")]
+    def start(self, name: str, *arguments: str, **environment: str) -> None:
+        command = [sys.executable, "-m", "megatron_webrl.cli", *arguments, "--config", str(self.folder / "config.yaml")]
         full = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
         full.pop("MLFLOW_TRACKING_URI", None)
         self.roles[name] = child_process.start_process(command, self.log(name), full, name)
@@ -74,9 +74,9 @@ class NodeJob:
         save_config(self.config, self.folder / "config.yaml")
         parts = [("control", ["--host", "127.0.0.1"])]
         parts += [(role, ["--node", str(node)]) for node in (0, 1) for role in ("rollout", "trainer")]
-        for role, words in parts:
-            name = f"node-{words[-1]}-{role}"
-            command = [sys.executable, "-m", "megatron_webrl.cli", "node", role, path, *words]
+        for role, arguments in parts:
+            name = f"node-{arguments[-1]}-{role}"
+            command = [sys.executable, "-m", "megatron_webrl.cli", "node", role, path, *arguments]
             environment = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
             self.roles[name] = child_process.start_process(command, self.log(name), environment, name)
 
@@ -118,9 +118,7 @@ def job(tmp_path: Path, tiny_model: Path) -> Iterator[NodeJob]:
         child_process.kill_process_group(role.pid)
 
 
-def test_a_rank_that_is_killed_on_one_node_starts_again_with_that_of_the_other(
-    tmp_path: Path, tiny_model: Path
-) -> None:
+def test_a_killed_rank_is_restarted_together_with_the_rank_of_the_other_node(tmp_path: Path, tiny_model: Path) -> None:
     updates = 6
     job = NodeJob(tmp_path, tiny_model, updates=updates, checkpoint={"every": 2})
     try:
@@ -131,8 +129,8 @@ def test_a_rank_that_is_killed_on_one_node_starts_again_with_that_of_the_other(
         workers = [job.until(lambda: job.role(f"rollout-{node}"), "a worker") for node in (0, 1)]  # noqa: B023
         ranks[1].kill()
         for node in (0, 1):
-            told = job.log(f"node-{node}-trainer")
-            job.until(lambda: "restarting all trainer ranks" in told.read_text(), "another start")  # noqa: B023
+            log = job.log(f"node-{node}-trainer")
+            job.until(lambda: "restarting all trainer ranks" in log.read_text(), "another start")  # noqa: B023
             assert job.until(lambda: job.role(f"trainer-{node}"), "another rank") != ranks[node]  # noqa: B023
         job.until(lambda: "resumes from version" in (job.folder / "logs/node-0/trainer-0.log").read_text(), "take-over")
         assert all(worker.is_running() for worker in workers)
@@ -149,7 +147,7 @@ def test_a_rank_that_is_killed_on_one_node_starts_again_with_that_of_the_other(
     assert not list(Path("/dev/shm").glob(f"webrl-{job.config.run.name}-*"))
 
 
-def test_an_engine_over_both_nodes_serves_a_job_and_comes_back_with_its_part_when_that_is_killed(
+def test_an_engine_that_spans_both_nodes_is_restarted_when_its_follower_is_killed(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     updates, part = 6, "rollout-0.follower-1"
@@ -159,8 +157,8 @@ def test_an_engine_over_both_nodes_serves_a_job_and_comes_back_with_its_part_whe
         job.until(lambda: len(summary.read_updates(job.folder)) >= 2, "updates")
         job.until(lambda: job.role(part), "the part").kill()
         for node in (0, 1):
-            told = job.log(f"node-{node}-rollout")
-            job.until(lambda: "; restarting rollout-0" in told.read_text(), "another start")  # noqa: B023
+            log = job.log(f"node-{node}-rollout")
+            job.until(lambda: "; restarting rollout-0" in log.read_text(), "another start")  # noqa: B023
         codes = job.wait()
     finally:
         for role in job.roles.values():

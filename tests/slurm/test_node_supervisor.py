@@ -1,4 +1,4 @@
-"""What a node of a job starts: commands, environments, and processes that are bound, watched and ended together."""
+"""The processes that a node starts: commands, environments, core binding, supervision and their common end."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ ADDRESS = "10.0.0.1:29500"
 
 
 def of(
-    config: Config, node: int, role: str, given: dict[str, str] | None = None, rehearse: str = ""
+    config: Config, node: int, role: str, inherited: dict[str, str] | None = None, stub_command: str = ""
 ) -> list[ProcessSpec]:
-    return process_specs(config, place_processes(config), node, role, ADDRESS, given or {}, rehearse)  # type: ignore[arg-type]
+    return process_specs(config, place_processes(config), node, role, ADDRESS, inherited or {}, stub_command)  # type: ignore[arg-type]
 
 
 def options(start: ProcessSpec) -> dict[str, str]:
-    words = start.command[start.command.index("--config") :]
-    return dict(zip(words[::2], words[1::2], strict=True))
+    arguments = start.command[start.command.index("--config") :]
+    return dict(zip(arguments[::2], arguments[1::2], strict=True))
 
 
 # -- pure ---------------------------------------------------------------------------------------------
 
 
-def test_every_process_of_the_placement_is_started_once_with_its_place() -> None:
+def test_every_placed_process_is_started_once_with_its_placement() -> None:
     config = parse_config(FOUR)
     placement = place_processes(config)
     for node in range(4):
@@ -66,7 +66,7 @@ def test_every_process_of_the_placement_is_started_once_with_its_place() -> None
             assert start.log == Path(f"runs/8b_4node/logs/node-{node}/{process.name}.log")
 
 
-def test_a_rank_knows_its_place_and_where_the_ranks_meet() -> None:
+def test_a_rank_gets_its_rank_numbers_and_the_master_address() -> None:
     ranks = of(parse_config(FOUR), 2, "trainer")
     assert [start.environment["RANK"] for start in ranks] == ["8", "9", "10", "11"]
     assert [start.environment["LOCAL_RANK"] for start in ranks] == ["0", "1", "2", "3"]
@@ -77,11 +77,11 @@ def test_a_rank_knows_its_place_and_where_the_ranks_meet() -> None:
     assert ports == ["29505", "29506", "29507", "29508"]
 
 
-def test_on_one_node_no_node_is_named() -> None:
+def test_one_node_needs_no_node_argument() -> None:
     assert "--node" not in options(of(parse_config(None), 0, "trainer")[0])
 
 
-def test_what_the_environment_says_of_threads_and_cards_stays() -> None:
+def test_inherited_settings_of_threads_and_network_cards_are_kept() -> None:
     cards = parse_config(FOUR, ["cluster.nics=[a,b,c,d,e,f,g,h]"])
     assert of(cards, 0, "trainer")[1].environment["NCCL_IB_HCA"] == "=b"
     assert of(cards, 0, "trainer")[1].environment["OMP_NUM_THREADS"] == "1"
@@ -90,7 +90,7 @@ def test_what_the_environment_says_of_threads_and_cards_stays() -> None:
     assert "NCCL_IB_HCA" not in of(parse_config(FOUR), 0, "trainer")[0].environment
 
 
-def test_devices_are_counted_among_those_that_slurm_gave() -> None:
+def test_devices_are_counted_among_those_that_slurm_allocated() -> None:
     assert cuda_visible_devices((1, 3), "", 4) == "1,3"
     assert cuda_visible_devices((1, 3), "4,5,6,7", 4) == "5,7"
     assert cuda_visible_devices((0,), "GPU-a,GPU-b", 2) == "GPU-a"
@@ -100,22 +100,22 @@ def test_devices_are_counted_among_those_that_slurm_gave() -> None:
         cuda_visible_devices((0,), "0,1", 4)
 
 
-def test_a_rehearsal_replaces_the_program_and_nothing_else() -> None:
-    real, rehearsed = (
-        of(parse_config(FOUR), 1, "rollout", rehearse=command)[0] for command in ("", "python3 my.py --loud")
+def test_a_stub_command_replaces_the_program_and_nothing_else() -> None:
+    real, stubbed = (
+        of(parse_config(FOUR), 1, "rollout", stub_command=command)[0] for command in ("", "python3 my.py --loud")
     )
-    assert rehearsed.command[:3] == ("python3", "my.py", "--loud")
-    assert rehearsed.command[3:] == real.command[3:]
-    assert (rehearsed.environment, rehearsed.cores, rehearsed.log) == (real.environment, real.cores, real.log)
+    assert stubbed.command[:3] == ("python3", "my.py", "--loud")
+    assert stubbed.command[3:] == real.command[3:]
+    assert (stubbed.environment, stubbed.cores, stubbed.log) == (real.environment, real.cores, real.log)
 
 
-def test_an_engine_that_spans_nodes_has_its_worker_on_the_first_and_a_part_on_the_other() -> None:
+def test_an_engine_that_spans_nodes_has_its_worker_on_the_first_and_a_follower_on_the_other() -> None:
     config, _ = plan_job(str(ROOT / "configs" / "235b_a22b_32node.yaml"), [])
     for node, part in ((2, []), (3, ["--follower", "1"])):
         (start,) = of(config, node, "rollout")
         assert start.name == "rollout-1" + (".follower-1" if part else "")
-        words = list(start.command)
-        assert words[words.index("--worker") :] == ["--worker", "1", *part, "--node", str(node)]
+        arguments = list(start.command)
+        assert arguments[arguments.index("--worker") :] == ["--worker", "1", *part, "--node", str(node)]
         assert start.environment["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
 
 
@@ -154,25 +154,25 @@ def settings(tmp_path: Path, model: Path, *more: str) -> list[str]:
     return [f"run.directory={tmp_path}", "run.name=here", f"model.path={model}", *sizes, *more]
 
 
-def test_preparing_makes_the_folder_once_and_keeps_the_earlier_one(tmp_path: Path, tiny_model: Path) -> None:
-    told: list[str] = []
+def test_preparing_makes_the_folder_and_renames_the_earlier_one(tmp_path: Path, tiny_model: Path) -> None:
+    messages: list[str] = []
     empty = tmp_path / "empty.yaml"
     empty.write_text("{}\n")
     more = settings(tmp_path, tiny_model, "tasks.environments=[click-test]")
     for _ in range(2):
-        path = prepare_job(str(empty), more, False, told.append)
+        path = prepare_job(str(empty), more, False, messages.append)
     assert path == tmp_path / "here" / "config.yaml"
     assert load_config(path).model.path == str(tiny_model)
     placed = json.loads((tmp_path / "here" / "placement.json").read_text())
     assert [each["name"] for each in placed["processes"]] == ["trainer-0", "rollout-0"]
     assert (tmp_path / "here" / "logs" / "node-0").is_dir()
-    assert told == [f"renamed the earlier run of this name to {tmp_path / 'here.1'}"]
+    assert messages == [f"renamed the earlier run of this name to {tmp_path / 'here.1'}"]
     with pytest.raises(ConfigError, match=r"model.path=/nowhere"):
-        prepare_job(str(empty), [*more, "model.path=/nowhere"], False, told.append)
+        prepare_job(str(empty), [*more, "model.path=/nowhere"], False, messages.append)
     assert not (tmp_path / "here.2").exists()
 
 
-def test_a_job_that_slurm_starts_again_goes_on_from_its_checkpoint(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_requeued_job_resumes_from_its_checkpoint(tmp_path: Path, tiny_model: Path) -> None:
     empty = tmp_path / "empty.yaml"
     empty.write_text("{}\n")
     more, again = settings(tmp_path, tiny_model, "tasks.environments=[click-test]"), {"SLURM_RESTART_COUNT": "1"}
@@ -186,7 +186,7 @@ def test_a_job_that_slurm_starts_again_goes_on_from_its_checkpoint(tmp_path: Pat
     assert (folder / "checkpoints" / "latest").is_file()
 
 
-def test_a_farm_takes_the_place_of_own_browsers(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_farm_replaces_the_jobs_own_browsers(tmp_path: Path, tiny_model: Path) -> None:
     empty = tmp_path / "empty.yaml"
     empty.write_text("{}\n")
     more = settings(tmp_path, tiny_model, "tasks.environments=[click-test]", "browser.processes=2", "browser.width=320")
@@ -289,7 +289,7 @@ def test_a_rank_that_fails_too_often_ends_the_job_with_its_name(tmp_path: Path, 
     assert ("restarting all trainer ranks from the beginning" in output) == bool(times)
 
 
-def test_a_worker_that_is_killed_is_started_again(tmp_path: Path) -> None:
+def test_a_killed_worker_is_restarted(tmp_path: Path) -> None:
     with control_plane(tmp_path) as address:
         step = start_step(tmp_path, address, "rollout", "run.max_worker_restarts=1")
         await_logs(tmp_path, ["rollout-0"])
@@ -315,7 +315,7 @@ def test_a_worker_that_is_killed_is_started_again(tmp_path: Path) -> None:
     assert all("killed by SIGKILL" in event.reason for event in happened[1:])
 
 
-def test_a_notice_ends_no_node_and_an_order_kills_the_worker_that_it_names(tmp_path: Path) -> None:
+def test_a_notice_ends_no_node_and_a_kill_request_kills_its_target(tmp_path: Path) -> None:
     with control_plane(tmp_path) as address:
         step = start_step(tmp_path, address, "rollout", "run.max_worker_restarts=1")
         await_logs(tmp_path, ["rollout-0"])
@@ -334,7 +334,7 @@ def test_a_notice_ends_no_node_and_an_order_kills_the_worker_that_it_names(tmp_p
     assert step.returncode == 128 + signal.SIGTERM
 
 
-def test_cores_that_are_not_there_are_refused(tmp_path: Path) -> None:
+def test_missing_cores_are_refused(tmp_path: Path) -> None:
     config = parse_config(None, [f"run.directory={tmp_path}", "run.name=here", 'cluster.numa_cores=["5000-5009"]'])
     config.run_folder.mkdir()
     save_config(config, role_process.config_path(config))
@@ -351,7 +351,7 @@ def test_cores_that_are_not_there_are_refused(tmp_path: Path) -> None:
     assert "cluster.numa_cores names core 5000, but the step may use" in done.stderr
 
 
-def test_a_job_is_stopped_in_order_or_as_failed(tmp_path: Path) -> None:
+def test_a_job_is_stopped_cleanly_or_as_failed(tmp_path: Path) -> None:
     config = parse_config(None, [f"run.directory={tmp_path}", "run.name=here"])
     config.run_folder.mkdir()
     save_config(config, role_process.config_path(config))

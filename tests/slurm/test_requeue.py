@@ -72,12 +72,12 @@ class Waiting:
 
 @on_slurm
 @pytest.mark.slow
-def test_a_job_that_will_end_saves_and_goes_on_and_one_that_was_ended_does_not(five: Cluster, tmp_path: Path) -> None:
+def test_a_signalled_job_saves_and_resumes_and_a_stopped_one_does_not(five: Cluster, tmp_path: Path) -> None:
     signalled = Waiting(five, tmp_path / "signalled")
-    late = Waiting(five, tmp_path / "late", "--deaf", GRACE_SECONDS="3")
+    late = Waiting(five, tmp_path / "late", "--ignore-stop", GRACE_SECONDS="3")
     stopped = Waiting(five, tmp_path / "stopped")
     cancelled = Waiting(five, tmp_path / "cancelled")
-    barren = Waiting(five, tmp_path / "barren", "--barren", "run.max_requeues=1")
+    without_checkpoint = Waiting(five, tmp_path / "without_checkpoint", "--no-checkpoint", "run.max_requeues=1")
     for job in (signalled, late, stopped, cancelled):
         job.until_it_runs()
     signalled.signal()
@@ -91,8 +91,10 @@ def test_a_job_that_will_end_saves_and_goes_on_and_one_that_was_ended_does_not(f
     assert "job: SIGUSR1: the job will end; 3600 s left for a checkpoint" in signalled.log
     assert "job: stop requested (preempted): the job ends after the current update, with a checkpoint" in signalled.log
     assert "job: state:      preempted; " in signalled.log
-    words = f"job: launch 2 of job {signalled.job}, resuming from version-000001; the previous launch ended: preempted"
-    assert words in signalled.log
+    message = (
+        f"job: launch 2 of job {signalled.job}, resuming from version-000001; the previous launch ended: preempted"
+    )
+    assert message in signalled.log
     assert parse_config(signalled.run_folder / "config.yaml").run.resume
 
     assert five.wait(late.job, 120) == "COMPLETED", late.log
@@ -109,22 +111,22 @@ def test_a_job_that_will_end_saves_and_goes_on_and_one_that_was_ended_does_not(f
     assert five.wait(cancelled.job, 60) == "CANCELLED", cancelled.log
     assert cancelled.restarts() == 0
 
-    assert five.wait(barren.job, 120) == "FAILED", barren.log
-    assert barren.restarts() == 2
-    words = f"failed: job {barren.job} was launched 2 times from no checkpoint and made no newer one "
-    words += "(run.max_requeues=1)"
-    assert barren.outcome.startswith(words)
-    assert words.removeprefix("failed: ") in barren.log
+    assert five.wait(without_checkpoint.job, 120) == "FAILED", without_checkpoint.log
+    assert without_checkpoint.restarts() == 2
+    message = f"failed: job {without_checkpoint.job} was launched 2 times from no checkpoint and made no newer one "
+    message += "(run.max_requeues=1)"
+    assert without_checkpoint.outcome.startswith(message)
+    assert message.removeprefix("failed: ") in without_checkpoint.log
 
 
-def test_too_few_fit_nodes_are_told_by_a_code_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_few_good_nodes_have_an_exit_code_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = parse_config(None, [f"run.directory={tmp_path}", "run.name=here", "cluster.nodes=2"])
     node_report.report_folder(config).mkdir(parents=True)
     save_config(config, config_path(config))
     node_report.write_report(config, node_report.NodeReport("n1"))
     node_report.write_report(config, node_report.NodeReport("n2", {"browser": "it shows no page"}))
     choose = ["node", "choose", str(config_path(config))]
-    assert main([*choose, "n1", "n2"]) == TOO_FEW_NODES_EXIT_CODE  # by which launch/slurm/common.sh holds a job
+    assert main([*choose, "n1", "n2"]) == TOO_FEW_NODES_EXIT_CODE  # launch/slurm/common.sh holds such a job
     assert "1 of 2 nodes passed the check" in capsys.readouterr().err
     assert main([*choose, "n1"]) == 2  # no other node would help
     node_report.write_report(config, node_report.NodeReport("n3"))
@@ -132,13 +134,13 @@ def test_too_few_fit_nodes_are_told_by_a_code_of_their_own(tmp_path: Path, capsy
     assert capsys.readouterr().out == "n1 n3\n"
 
 
-def test_only_what_slurm_announces_is_a_notice() -> None:
+def test_only_an_announced_end_is_a_notice() -> None:
     assert is_notice(signal.SIGUSR1, {})
     assert not is_notice(signal.SIGTERM, {})  # no job of Slurm
     assert not is_notice(signal.SIGINT, {"SLURM_JOB_ID": "1"})
 
 
-def test_starts_are_counted_by_job_and_checkpoint(tmp_path: Path) -> None:
+def test_launches_are_counted_by_job_and_checkpoint(tmp_path: Path) -> None:
     config = parse_config(None, [f"run.directory={tmp_path}", "run.name=here", "run.max_requeues=1"])
     latest = config.run_folder / "checkpoints" / "latest"
     latest.parent.mkdir(parents=True)

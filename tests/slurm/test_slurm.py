@@ -43,7 +43,7 @@ def four() -> Iterator[Cluster]:
 
 @pytest.mark.slow
 def test_a_job_of_32_nodes_and_256_gpus_is_placed_as_planned(tmp_path: Path) -> None:
-    name = f"rehearsal{os.getpid()}"
+    name = f"stubs{os.getpid()}"
     with virtual_slurm(32, gpus=8, cores=112) as cluster:
         began = time.monotonic()
         job = submit(
@@ -53,14 +53,14 @@ def test_a_job_of_32_nodes_and_256_gpus_is_placed_as_planned(tmp_path: Path) -> 
         seconds = time.monotonic() - began
     assert state == "COMPLETED", log(tmp_path)
     assert seconds < REHEARSAL_SECONDS
-    found = json.loads((tmp_path / name / "rehearsal.json").read_text())
+    found = json.loads((tmp_path / name / "stubs.json").read_text())
     _check_all(found, tmp_path / name / "config.yaml")
     print(f"from sbatch to the end of the job: {seconds:.1f} s")  # noqa: T201
     assert not rings(name)
 
 
 def _check_all(found: list[dict[str, Any]], settings: Path) -> None:
-    """What the processes of a job have found of themselves, held against the machines of the configuration."""
+    """Compare the facts that the processes of a job report with the machines of the configuration."""
     config = parse_config(settings)
     cluster = config.cluster
     assert (cluster.nodes, cluster.gpus_per_node, len(found)) == (32, 8, 256)
@@ -98,7 +98,7 @@ def test_a_role_that_fails_ends_the_job_with_its_name(four: Cluster, tmp_path: P
     assert outcome.startswith("failed: trainer-9 exited with code 1; last log line: it fails on purpose")
     assert outcome in log(tmp_path)
     for path in rings(name):
-        path.unlink()  # of the payload, which nobody told to tidy up
+        path.unlink()  # the payload leaves it behind
 
 
 def test_a_bad_configuration_is_refused_before_anything_starts(four: Cluster, tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_dry_run_shows_every_process_without_a_cluster(script: str) -> None:
         assert not process.devices or f"CUDA_VISIBLE_DEVICES={process.devices[0]} " in line
 
 
-def test_a_cluster_and_its_jobs_die_with_the_process_that_started_it() -> None:
+def test_a_cluster_and_its_jobs_die_with_its_parent() -> None:
     check_that_a_cluster_dies_with_its_starter("virtual_slurm(2)")
 
 
@@ -204,14 +204,14 @@ def running(program: str, word: str) -> list[psutil.Process]:
     return found
 
 
-def test_a_node_whose_name_means_loopback_on_itself_is_reached_by_its_address(tmp_path: Path) -> None:
+def test_a_node_whose_name_resolves_to_loopback_is_reached_by_its_address(tmp_path: Path) -> None:
     program = tmp_path / "scontrol"
-    for told, expected in (
+    for node_address, expected in (
         ("127.0.0.1", r"127\.0\.0\.1"),
         ("localhost", r"(?!127\.)[\d.]+"),
         ("10.1.2.3", r"10\.1\.2\.3"),
     ):
-        program.write_text(f"#!/bin/sh\necho NodeName=n1 NodeAddr={told} NodeHostName=n1\n")
+        program.write_text(f"#!/bin/sh\necho NodeName=n1 NodeAddr={node_address} NodeHostName=n1\n")
         program.chmod(0o755)
         done = subprocess.run(
             ["bash", "-c", "source launch/slurm/common.sh; address_of n1"],
@@ -222,7 +222,7 @@ def test_a_node_whose_name_means_loopback_on_itself_is_reached_by_its_address(tm
 
 
 def test_modules_and_an_apptainer_image_are_used_for_every_command(tmp_path: Path) -> None:
-    """Neither is here: what is called in their place writes down how."""
+    """Neither is installed: stand-ins record how they are called."""
     calls = tmp_path / "calls"
     program = tmp_path / "apptainer"
     program.write_text(

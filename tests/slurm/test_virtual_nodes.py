@@ -41,7 +41,7 @@ def reaches(cluster: Cluster, node: str, other: str) -> bool:
     return on(cluster, node, sys.executable, "-I", "-S", "-c", program).returncode == 0
 
 
-def test_each_node_has_a_name_an_address_memory_and_process_numbers_of_its_own(apart: Cluster) -> None:
+def test_each_node_has_its_own_name_address_memory_and_process_ids(apart: Cluster) -> None:
     command = (
         'echo "$(hostname) $(hostname -I) $(getent ahostsv4 n2 | head -n 1 | cut -d " " -f 1) '
         '$(ls /dev/shm | wc -l) $(test -e /proc/$PPID && echo seen)"; touch /dev/shm/mine /tmp/mine'
@@ -59,7 +59,7 @@ def test_each_node_has_a_name_an_address_memory_and_process_numbers_of_its_own(a
     assert not mine & other
 
 
-def test_a_link_that_is_cut_is_a_partition_until_it_is_mended(apart: Cluster) -> None:
+def test_a_cut_link_is_a_partition_until_it_is_restored(apart: Cluster) -> None:
     assert reaches(apart, "n1", "n2")
     apart.cut("n2")
     try:
@@ -72,7 +72,7 @@ def test_a_link_that_is_cut_is_a_partition_until_it_is_mended(apart: Cluster) ->
 
 
 @pytest.mark.slow
-def test_a_node_that_is_lost_is_seen_down_and_comes_back_empty() -> None:
+def test_a_lost_node_is_seen_down_and_returns_empty() -> None:
     marker = f"31{os.getpid()}"  # seconds that a task of this test sleeps
     with virtual_slurm(2, namespaces=True) as cluster:
         job = cluster.submit("--nodes=2", "--no-requeue", "--output=/dev/null", f"--wrap=srun --nodes=2 sleep {marker}")
@@ -87,7 +87,7 @@ def test_a_node_that_is_lost_is_seen_down_and_comes_back_empty() -> None:
         assert cluster.run("srun", "--nodes=1", "--nodelist=n2", "--chdir=/", "ls", "/dev/shm") == ""
 
 
-def test_nothing_of_a_cluster_is_left_when_its_starter_is_killed() -> None:
+def test_nothing_of_a_cluster_is_left_when_its_parent_is_killed() -> None:
     check_that_a_cluster_dies_with_its_starter("virtual_slurm(2, namespaces=True)")
     cards = subprocess.run(["ip", "-brief", "link"], capture_output=True, text=True, check=True).stdout
     assert "to-n1" not in cards  # it was in a network of its own, which is gone

@@ -40,13 +40,13 @@ def address(number: int) -> str:
 def enter_network() -> None:
     """Take this process into a new network with a bridge; what it starts is there, too. Raises OSError."""
     _unshare(_CLONE_NEWNET, "network")
-    for words in (
+    for arguments in (
         "link set lo up",
         f"link add {BRIDGE} type bridge",
         f"addr add {address(0)}/16 dev {BRIDGE}",
         f"link set {BRIDGE} up",
     ):
-        _ip(words)
+        _ip(arguments)
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def command(
     hosts = [f"127.0.0.1 localhost\n{address(0)} {socket.gethostname()}\n"]
     hosts += [f"{address(each)} {node}\n" for each, node in enumerate(nodes, 1)]
     (folder / "hosts").write_text("".join(hosts))
-    # A name that is not there is told at once: a server that nobody reaches would be asked for seconds.
+    # Fails at once for unknown names; an unreachable name server would take seconds.
     (folder / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
     places = [str(path.absolute()) for path in shared]
     return [
@@ -133,9 +133,9 @@ def _port(name: str) -> str:
     return f"to-{name}"
 
 
-def _ip(words: str, *before: str) -> None:
-    done = subprocess.run([*before, "ip", *words.split()], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"ip {words}: {done.stderr.strip()}"
+def _ip(arguments: str, *before: str) -> None:
+    done = subprocess.run([*before, "ip", *arguments.split()], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"ip {arguments}: {done.stderr.strip()}"
 
 
 def main() -> int:
@@ -167,12 +167,12 @@ def _set_up(name: str, own: str, folder: Path, shared: Sequence[str]) -> None:
     while f"{CARD}:" not in Path("/proc/net/dev").read_text():
         assert time.monotonic() < deadline, f"{name} was given no network card within {SETUP_SECONDS:.0f} s"
         time.sleep(0.01)
-    for words in (
+    for arguments in (
         f"addr add {own}/16 dev {CARD}",
         f"link set {CARD} up",
         f"route add default via {address(0)}",
     ):
-        _ip(words)
+        _ip(arguments)
 
 
 def _empty_tmp(places: Sequence[str]) -> None:

@@ -81,8 +81,8 @@ class Cluster:
 
     def show(self, job: str) -> dict[str, str]:
         """What Slurm says of a job."""
-        words = self.run("scontrol", "show", "job", "--oneliner", job).split()
-        return dict(word.split("=", 1) for word in words if "=" in word)
+        fields = self.run("scontrol", "show", "job", "--oneliner", job).split()
+        return dict(field.split("=", 1) for field in fields if "=" in field)
 
     def wait(self, job: str, seconds: float) -> str:
         """The state in which a job has ended. Raises AssertionError if it has not within `seconds`."""
@@ -160,9 +160,9 @@ def virtual_slurm(
 ) -> Iterator[Cluster]:
     """A cluster for a test; it and its jobs end with the context. Raises AssertionError if it does not start.
 
-    `shared`: folders of /tmp that nodes in `namespaces` see, beside the current one and the cluster's own.
+    `shared`: folders of /tmp that nodes in `namespaces` see, in addition to the current one and the cluster's own.
     """
-    child_process.sweep_scratch(SCRATCH)  # of those that were killed
+    child_process.sweep_scratch(SCRATCH)  # left by killed clusters
     # Not one that jobs sweep: they see it, but on nodes in namespaces not who owns it.
     folder = child_process.make_scratch_folder(SCRATCH)
     command = [sys.executable, "-m", "tests.slurm.virtual_slurm", str(folder), "--nodes", str(nodes)]
@@ -315,7 +315,7 @@ def _await_nodes(cluster: Cluster, ended: threading.Event) -> None:
 
 
 def free_ports(count: int) -> int:
-    """The first of so many ports in a row that nobody has, out of the range that outgoing connections use."""
+    """The first of `count` consecutive free ports outside the range of outgoing connections."""
     starts = list(range(21000, 32000, count))
     random.SystemRandom().shuffle(starts)  # others may be looking, too
     for first in starts:

@@ -23,13 +23,13 @@ def make_run(directory: Path, *overrides: str, name: str = "made", config: str |
 
 
 def begin_job(config: Config, seconds: float) -> None:
-    """As if the last job had started so many seconds ago."""
+    """Pretend that the last job started `seconds` ago."""
     with (config.run_folder / events.FILE).open("ab") as file:
         file.write(ProcessEvent(time.time() - seconds, events.JOB, events.STARTED).to_json_line())
 
 
 def updates(count: int, ended: float, seconds: float = 36.0, wait: float = 9.0, **extra: float) -> list[dict[str, Any]]:
-    """So many updates of `seconds` each, the last of them at `ended`; a quarter of the time is waited."""
+    """`count` updates of `seconds` each, the last finished at `ended`, with `wait` seconds of waiting in each."""
     return [
         UpdateMetrics(
             version=version, groups=8, reward_mean=0.5, steps_mean=2.0, response_tokens_mean=8.0, staleness_mean=1.5,
@@ -45,5 +45,5 @@ def updates(count: int, ended: float, seconds: float = 36.0, wait: float = 9.0, 
 
 
 def train(config: Config, count: int, **extra: float) -> None:
-    """Let so many updates be made, the last one this moment."""
+    """Write `count` updates, the last one finished now."""
     summary.write_updates(config.run_folder, updates(count, time.time(), **extra))

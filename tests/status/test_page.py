@@ -65,7 +65,7 @@ def report(tmp_path: Path) -> RunReport:
     return replace(found, roles=cluster(), hosts=[f"n{node + 1}" for node in range(32)], state="running", healthy=True)
 
 
-def test_processes_that_are_alike_share_a_line_and_those_that_differ_are_named() -> None:
+def test_similar_processes_share_a_line_and_others_have_their_own() -> None:
     parts = [role(f"rollout-{n}.follower-1", n + 16, f"with life 1 of rollout-{n}") for n in range(16)]
     rows = [line.split() for line in rendered(page.roles_table([*cluster(), *parts]), 200).splitlines()]
     by_process = {" ".join(row[:2]): row for row in rows if len(row) > 3}
@@ -86,8 +86,8 @@ def test_a_page_of_32_nodes_fits_a_terminal(report: RunReport, width: int) -> No
     assert len(text.splitlines()) < 50
     assert "…" not in text
     whole = " ".join(text.split())
-    for words in ("32 nodes: n[1-32]", "7 of ", "trainer 77", "rollout-40 1", "100.0 updates/h"):
-        assert words in whole
+    for text_part in ("32 nodes: n[1-32]", "7 of ", "trainer 77", "rollout-40 1", "100.0 updates/h"):
+        assert text_part in whole
 
 
 def test_hosts_are_named_in_the_order_of_their_nodes(report: RunReport) -> None:
@@ -100,20 +100,20 @@ def test_hosts_are_named_in_the_order_of_their_nodes(report: RunReport) -> None:
         assert dict(page.report_lines(replace(report, hosts=hosts)))["job"] == f"32 nodes: {shown}"
 
 
-def test_the_fullest_ring_speaks_for_those_of_a_machine(report: RunReport) -> None:
+def test_the_fullest_ring_of_a_machine_is_shown(report: RunReport) -> None:
     rings = [RingState(0, 1.0, 64.0, 3), RingState(1, 32.0, 64.0, 9), RingState(2, 0.0, 64.0, 0)]
     shown = dict(page.report_lines(replace(report, rings=rings)))["ring"]
     assert shown == "node 1: 32.0 of 64 MiB (50%), 9 episodes; 2 others here, less full"
 
 
-def test_what_happened_is_listed_with_its_reason_and_its_log(report: RunReport) -> None:
+def test_events_are_listed_with_reason_and_log(report: RunReport) -> None:
     text = " ".join(rendered(page.render_report(report), 200).split())
     assert "rollout-40 restarted killed by SIGKILL; last log line: version 6 [here.log]" in text
     assert "trainer-4 started" not in text
     assert "trainer-4 started" in " ".join(rendered(page.events_table(report.events), 200).split())
 
 
-def test_many_events_are_cut_to_the_last_ones(report: RunReport) -> None:
+def test_only_the_last_events_are_shown(report: RunReport) -> None:
     more = [replace(report.events[-1], time=report.time + n, reason=f"reason {n}") for n in range(20)]
     text = rendered(page.render_report(replace(report, events=[*report.events, *more])), 120)
     assert "reason 19" in text
@@ -124,7 +124,7 @@ def test_many_events_are_cut_to_the_last_ones(report: RunReport) -> None:
 # -- the end of a job ---------------------------------------------------------------------------------
 
 
-def test_the_end_of_a_job_is_told_in_the_same_words_wherever_it_ran(tmp_path: Path) -> None:
+def test_the_final_report_is_the_same_wherever_the_job_ran(tmp_path: Path) -> None:
     made = make_run(tmp_path)
     begin_job(made, 3600)
     journal = EventLog(made.run_folder)
@@ -137,9 +137,9 @@ def test_the_end_of_a_job_is_told_in_the_same_words_wherever_it_ran(tmp_path: Pa
     journal.add(events.JOB, events.ENDED, "finished")
     out = io.StringIO()
     print_final_report(made.run_folder, Console(file=out, width=120), table=True)
-    told, logged = out.getvalue(), final_report_lines(made.run_folder)
-    assert "steps" in told  # of the table of updates
-    assert set(logged) <= {line.rstrip() for line in told.splitlines()}
+    printed, logged = out.getvalue(), final_report_lines(made.run_folder)
+    assert "steps" in printed  # of the table of updates
+    assert set(logged) <= {line.rstrip() for line in printed.splitlines()}
     lines = dict(line.split(":", 1) for line in logged if line.split(":", 1)[0].isalpha())
     assert lines["state"].strip().startswith("finished; 20")
     assert lines["episodes"].strip() == ("120 finished = 90 trained + 6 dropped (stale 6) + 24 waiting = 120: matches")
@@ -150,7 +150,7 @@ def test_the_end_of_a_job_is_told_in_the_same_words_wherever_it_ran(tmp_path: Pa
     assert any("restarted" in line and "killed by SIGKILL" in line for line in logged)
 
 
-def test_a_failure_is_told_on_one_line_however_long(tmp_path: Path) -> None:
+def test_a_failure_is_one_line_of_a_log(tmp_path: Path) -> None:
     made = make_run(tmp_path)
     outcome = "failed: trainer-0 exited with code 1; last log line: " + "no more memory " * 30
     summary.ensure_written(made.run_folder, outcome)
@@ -160,7 +160,7 @@ def test_a_failure_is_told_on_one_line_however_long(tmp_path: Path) -> None:
 # -- the command --------------------------------------------------------------------------------------
 
 
-def test_the_exit_code_says_whether_the_run_is_well(
+def test_the_exit_code_tells_a_healthy_run_from_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -181,7 +181,7 @@ def test_the_exit_code_says_whether_the_run_is_well(
     assert "--watch=0 must be greater than 0" in capsys.readouterr().err
 
 
-def test_ctrl_c_ends_a_watch_in_good_order(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_watch_cleanly(tmp_path: Path) -> None:
     made = make_run(tmp_path)
     process = subprocess.Popen(
         [sys.executable, "-m", "megatron_webrl.cli", "status", str(made.run_folder), "--watch", "0.1", "--json"],
@@ -195,7 +195,7 @@ def test_ctrl_c_ends_a_watch_in_good_order(tmp_path: Path) -> None:
     assert (process.returncode, error) == (0, "")
 
 
-def test_help_says_what_the_exit_codes_mean(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_explains_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["status", "--help"])
     text = " ".join(capsys.readouterr().out.split())

@@ -15,13 +15,13 @@ def test_the_figures_of_the_last_updates() -> None:
     assert found.updates == WINDOW
     assert found.seconds_per_update == pytest.approx(36.0)
     assert found.updates_per_hour == pytest.approx(100.0)
-    assert found.episodes_per_hour == pytest.approx(100 * (8 * 4 - 2))  # those that were masked are not trained
+    assert found.episodes_per_hour == pytest.approx(100 * (8 * 4 - 2))  # masked episodes are not trained
     assert found.tokens_per_second == pytest.approx(1000.0)
     assert found.wait_fraction == pytest.approx(0.25)
     assert (found.staleness_mean, found.staleness_max) == (1.5, 2)
 
 
-def test_time_between_updates_counts_whatever_it_went_into() -> None:
+def test_all_time_between_updates_counts() -> None:
     made = updates(3, ended=10_000.0)
     made[2]["finished_at"] += 36.0  # a checkpoint, an evaluation
     found = recent_progress(made, 4, 0.0)
@@ -42,7 +42,7 @@ def test_the_time_between_two_jobs_of_a_run_does_not_count() -> None:
     assert recent_progress([], 4, 0.0) is None
 
 
-def test_success_counts_by_episodes() -> None:
+def test_success_is_weighted_by_episodes() -> None:
     made = updates(2, ended=100.0)
     made[0]["extra"] |= {"rollout_success_rate": 1.0, "rollout_episodes": 192.0}
     found = recent_progress(made, 4, 0.0)
@@ -53,7 +53,7 @@ def test_success_counts_by_episodes() -> None:
     assert (recent_progress(made, 4, 0.0) or found).success is None
 
 
-def test_episodes_are_those_of_the_accounting_or_up_to_the_last_update() -> None:
+def test_episodes_come_from_the_accounting_or_the_updates() -> None:
     assert count_episodes([], 4, None) is None
     assert count_episodes(updates(3, 1.0), 4, None) == EpisodeCounts(trained=90, dropped={"stale": 6})
     accounting = {"finished": 9, "trained": 4, "dropped": {"stale": 3}, "waiting": 2, "matches": True}

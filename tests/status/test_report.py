@@ -66,7 +66,7 @@ def states(report: RunReport) -> dict[str, str]:
 # -- while it runs ------------------------------------------------------------------------------------
 
 
-def test_a_running_job_is_seen_as_its_control_plane_knows_it(config: Config, observer: ControlProbe) -> None:
+def test_a_running_job_is_reported_from_its_control_plane(config: Config, observer: ControlProbe) -> None:
     journal = begin(config)
     train(config, 4)
     with control_plane(config.run_folder) as address:
@@ -77,8 +77,8 @@ def test_a_running_job_is_seen_as_its_control_plane_knows_it(config: Config, obs
             worker.claim_slot()
         worker.close_slot(2)
         worker.register_instance()
-        words = "2026-11-22 17:06:42,838 rollout-0 INFO a.module: version 8 in place"
-        journal.add("rollout-0", events.RESTARTED, f"rollout-0 killed by SIGKILL; last log line: {words} (log: x.log)")
+        line = "2026-11-22 17:06:42,838 rollout-0 INFO a.module: version 8 in place"
+        journal.add("rollout-0", events.RESTARTED, f"rollout-0 killed by SIGKILL; last log line: {line} (log: x.log)")
         for control in (trainer, worker):
             control.start_heartbeat()
             control.wait_for_key(f"heartbeat/{control.role}", 10, "a heartbeat")
@@ -105,7 +105,7 @@ def test_a_running_job_is_seen_as_its_control_plane_knows_it(config: Config, obs
         assert json.loads(json.dumps(report.to_json()))["tickets"]["in_progress"] == 6
 
 
-def test_a_role_that_is_started_again_does_not_speak_of_its_earlier_life(
+def test_a_restarted_role_does_not_show_the_status_of_its_earlier_instance(
     config: Config, observer: ControlProbe
 ) -> None:
     journal = begin(config)
@@ -122,7 +122,7 @@ def test_a_role_that_is_started_again_does_not_speak_of_its_earlier_life(
     assert (again.state, again.status_line, len(again.restarts)) == ("starting", "", 1)
 
 
-def test_an_observer_leaves_no_trace_in_the_job(config: Config, observer: ControlProbe) -> None:
+def test_a_probe_leaves_no_trace_in_the_job(config: Config, observer: ControlProbe) -> None:
     with control_plane(config.run_folder) as address:
         control = connect(address, "test")
         control.start_ticket_epoch(TicketEpoch(0, 0, 0, (), 0), limit=3)
@@ -134,13 +134,13 @@ def test_an_observer_leaves_no_trace_in_the_job(config: Config, observer: Contro
         assert {key: control.store.get(key) for key in before} == before
 
 
-def test_a_role_that_fell_silent_is_named(tmp_path: Path, observer: ControlProbe) -> None:
+def test_a_silent_role_is_named(tmp_path: Path, observer: ControlProbe) -> None:
     config = make_run(tmp_path, "run.heartbeat_timeout_seconds=20")
     begin(config)
     with control_plane(config.run_folder) as address:
         control = connect(address, "test")
         control.store.set("heartbeat/trainer-0", f"77 {time.time() - 45}")
-        control.store.set("heartbeat/rollout-0", "7")  # of a program that tells no time
+        control.store.set("heartbeat/rollout-0", "7")  # without a time
         report = build_report(config.run_folder, observer)
     silent, worker = (next(role for role in report.roles if role.name == name) for name in ("trainer-0", "rollout-0"))
     assert silent.state == "silent"
@@ -149,7 +149,7 @@ def test_a_role_that_fell_silent_is_named(tmp_path: Path, observer: ControlProbe
     assert (worker.state, worker.heartbeat_age_seconds) == ("running", None)
 
 
-def test_the_end_of_a_job_is_seen_before_its_processes_are_gone(config: Config, observer: ControlProbe) -> None:
+def test_the_end_of_a_job_is_reported_before_its_processes_exit(config: Config, observer: ControlProbe) -> None:
     begin(config)
     with control_plane(config.run_folder) as address:
         connect(address, "trainer-0").end_job("failed: trainer-1: RuntimeError: no more memory")
@@ -160,7 +160,7 @@ def test_the_end_of_a_job_is_seen_before_its_processes_are_gone(config: Config, 
     assert (failed.name, failed.status_line) == ("trainer-1", "RuntimeError: no more memory")
 
 
-def test_a_job_that_is_asked_to_end_says_so(config: Config, observer: ControlProbe) -> None:
+def test_a_requested_stop_is_reported(config: Config, observer: ControlProbe) -> None:
     with control_plane(config.run_folder) as address:
         control = connect(address, "test")
         control.request_stop()
@@ -174,7 +174,7 @@ def test_a_job_that_is_asked_to_end_says_so(config: Config, observer: ControlPro
 # -- when nothing answers -----------------------------------------------------------------------------
 
 
-def test_a_job_that_was_killed_shows_no_sign_of_life(config: Config, observer: ControlProbe) -> None:
+def test_a_killed_job_is_silent(config: Config, observer: ControlProbe) -> None:
     begin(config)
     train(config, 4)
     process = serve(config.run_folder, "a-ring")
@@ -198,7 +198,7 @@ def test_a_job_that_was_killed_shows_no_sign_of_life(config: Config, observer: C
     assert report.expected_end is None
 
 
-def test_a_control_plane_that_hangs_is_waited_for_within_limits(config: Config, observer: ControlProbe) -> None:
+def test_the_wait_for_a_hung_control_plane_is_limited(config: Config, observer: ControlProbe) -> None:
     begin(config)
     process = serve(config.run_folder, "a-ring")
     address = ControlAddress.read(config.run_folder / "control.json")
@@ -214,9 +214,7 @@ def test_a_control_plane_that_hangs_is_waited_for_within_limits(config: Config, 
     process.wait()
 
 
-def test_the_control_plane_of_another_job_is_not_taken_for_that_of_this_one(
-    config: Config, observer: ControlProbe
-) -> None:
+def test_the_control_plane_of_another_job_is_recognised(config: Config, observer: ControlProbe) -> None:
     process = serve(config.run_folder, "another")
     path = config.run_folder / "control.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"job_id": "mine"}))
@@ -227,7 +225,7 @@ def test_the_control_plane_of_another_job_is_not_taken_for_that_of_this_one(
     assert "another job (another) answers at" in report.reason
 
 
-def test_a_job_that_is_being_prepared_is_starting_and_not_for_ever(config: Config, observer: ControlProbe) -> None:
+def test_a_job_in_preparation_is_starting_for_a_limited_time(config: Config, observer: ControlProbe) -> None:
     report = build_report(config.run_folder, observer)
     assert (report.state, report.reason) == ("starting", "the control plane has not started yet")
     assert set(states(report).values()) == {"not started"}
@@ -250,7 +248,7 @@ def serve(folder: Path, ring: str) -> subprocess.Popen[bytes]:
 # -- after the end ------------------------------------------------------------------------------------
 
 
-def test_a_run_that_ended_says_how_without_asking_anybody(config: Config) -> None:
+def test_an_ended_run_is_reported_without_a_query(config: Config) -> None:
     journal = begin(config)
     train(config, 10)
     accounting = {"finished": 330, "trained": 300, "dropped": {"stale": 6}, "waiting": 24, "rolled_back": 0}
@@ -282,7 +280,7 @@ def test_every_outcome_is_a_state(config: Config, outcome: str, state: str, why:
     assert (report.state, report.reason, report.healthy) == (state, why, well)
 
 
-def test_a_role_that_failed_says_why_after_the_end(config: Config) -> None:
+def test_a_failed_role_shows_its_reason_after_the_end(config: Config) -> None:
     journal = begin(config)
     failure = "trainer-1 exited with code 1; last log line: ERROR out of memory (log: somewhere/trainer-1.log)"
     journal.add("trainer-1", events.FAILED, failure, config.run_folder / "logs" / "trainer-1.log")
@@ -293,7 +291,7 @@ def test_a_role_that_failed_says_why_after_the_end(config: Config) -> None:
     assert failed.status_line == "exited with code 1; last log line: ERROR out of memory"
 
 
-def test_the_newest_checkpoint_and_what_failed_of_others(config: Config) -> None:
+def test_the_newest_checkpoint_and_failures_are_reported(config: Config) -> None:
     folder = config.run_folder / "checkpoints"
     (folder / ".writing-000006").mkdir(parents=True)
     (folder / "latest").write_text("version-000004")
@@ -304,7 +302,7 @@ def test_the_newest_checkpoint_and_what_failed_of_others(config: Config) -> None
     assert (found.failures, found.writing) == (2, True)
 
 
-def test_the_ring_of_this_machine_is_looked_at(config: Config, observer: ControlProbe) -> None:
+def test_the_ring_of_this_machine_is_reported(config: Config, observer: ControlProbe) -> None:
     from megatron_webrl.ring.ring import Ring
 
     name = f"webrl-status-{os.getpid()}"
@@ -331,7 +329,7 @@ def test_an_evaluation_has_no_trainer(config: Config) -> None:
     assert set(states(build_report(config.run_folder, None))) == {"control", "rollout-0"}
 
 
-def test_a_step_that_has_not_started_is_shown_beside_those_that_have(tmp_path: Path) -> None:
+def test_a_step_that_has_not_started_is_shown_with_those_that_have(tmp_path: Path) -> None:
     config = make_run(tmp_path, config=str(ROOT / "configs" / "8b_4node.yaml"))
     EventLog(config.run_folder).add(events.JOB, events.STARTED)
     EventLog(config.run_folder, 2).add("trainer-8", events.STARTED)  # of the four ranks of node 2
@@ -352,16 +350,16 @@ def test_a_run_is_found_by_folder_and_by_name(tmp_path: Path, monkeypatch: pytes
     assert find_run(str(made.run_folder)) == made.run_folder
     assert build_report(find_run("made"), None).name == "made"
     (tmp_path / "runs" / "empty").mkdir()
-    for run, words in (
+    for run, message in (
         ("mada", r"RUN=mada is neither the folder of a run nor the name of one in runs/; there are made$"),
         ("runs/empty", r"RUN=runs/empty has no config.yaml"),
         ("runs/made/config.yaml", r"is a file; name the folder of a run, such as runs/made"),
     ):
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=message):
             find_run(run)
 
 
-def test_a_run_that_was_moved_aside_is_read_where_it_is(tmp_path: Path) -> None:
+def test_a_renamed_run_is_read_from_its_folder(tmp_path: Path) -> None:
     made = make_run(tmp_path)
     begin(made)
     summary.ensure_written(made.run_folder, "stopped")
