@@ -199,9 +199,9 @@ def _write_chunks(
         for parameter, mappings in parameters.items():
             first, where = mappings[0], tensor_location(mappings[0], text, stacked)
             # A tied embedding is stored once, by its first stage.
-            if (held := pipeline_stages(first, text.num_hidden_layers, sizes, tied=False)[0]) != stage:
+            if (first_stage := pipeline_stages(first, text.num_hidden_layers, sizes, tied=False)[0]) != stage:
                 writer.close_files()
-                stage = held
+                stage = first_stage
             expert = 0 if first.expert is None else expert_rank(first.expert, text.num_experts, sizes)
             base = (stage * sizes.expert + expert) * sizes.tensor
             kind = dtype or model.tensors[first.hf_param].dtype

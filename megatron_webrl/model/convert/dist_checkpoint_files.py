@@ -170,7 +170,9 @@ class DistCheckpointReader(AbstractContextManager["DistCheckpointReader"]):
         thin = all(chunk.box.sizes and chunk.box.sizes[0] == 1 for chunk in found)
         for chunk in found:
             rows.setdefault(chunk.box.offsets[0] if thin else -1, []).append(chunk)
-        return StoredTensor(tuple(value.size), value.properties.dtype, {row: tuple(held) for row, held in rows.items()})
+        return StoredTensor(
+            tuple(value.size), value.properties.dtype, {row: tuple(chunks) for row, chunks in rows.items()}
+        )
 
 
 class DistCheckpointWriter(AbstractContextManager["DistCheckpointWriter"]):
