@@ -1,4 +1,4 @@
-"""episodes.jsonl: as many lines as episodes that are done with, across resumes."""
+"""episodes.jsonl has one line per closed episode, also after resumes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_webrl.tracking.episode_log import EpisodeLog
 from tests.trajectories import trajectory
 
 
-def fates(folder: Path) -> list[tuple[int, int, str, int]]:
+def dispositions(folder: Path) -> list[tuple[int, int, str, int]]:
     return [
         (line["ticket"], line["index"], line["disposition"], line["version"]) for line in episode_log.read_lines(folder)
     ]
@@ -35,24 +35,24 @@ def test_every_episode_is_a_line_with_its_steps(tmp_path: Path):
     written.add(trajectory(4, 0, reward=1.0), "all_succeeded", 7)
     written.close()
     written.close()
-    assert fates(tmp_path) == [(3, 1, "trained", 6), (4, 0, "all_succeeded", 7)]
+    assert dispositions(tmp_path) == [(3, 1, "trained", 6), (4, 0, "all_succeeded", 7)]
 
 
-def test_a_resume_cuts_off_what_came_after_its_checkpoint(tmp_path: Path):
+def test_a_resume_deletes_the_lines_after_its_checkpoint(tmp_path: Path):
     first = EpisodeLog(tmp_path, 0)
     for ticket in range(4):
         first.add(trajectory(ticket), None, ticket)
     first.close()
     second = EpisodeLog(tmp_path, 2)
-    assert fates(tmp_path) == [(0, 0, "trained", 0), (1, 0, "trained", 1)]
+    assert dispositions(tmp_path) == [(0, 0, "trained", 0), (1, 0, "trained", 1)]
     second.add(trajectory(2), "stale", 9)
     second.close()
-    assert fates(tmp_path)[2:] == [(2, 0, "stale", 9)]
+    assert dispositions(tmp_path)[2:] == [(2, 0, "stale", 9)]
     EpisodeLog(tmp_path, 0).close()  # another run
-    assert fates(tmp_path) == []
+    assert dispositions(tmp_path) == []
 
 
-def test_lines_that_are_missing_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_missing_lines_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
         EpisodeLog(tmp_path, 5).close()
     assert "episodes.jsonl has 0 lines of the 5 episodes before the resume" in caplog.text

@@ -26,7 +26,7 @@ def evaluation(kind: str, version: int, success: float | None) -> dict[str, Any]
     return {"kind": kind, "version": version, "success": success, "interval": interval}
 
 
-def test_each_kind_of_evaluation_has_a_dot_and_a_place_in_the_key():
+def test_each_kind_of_evaluation_has_a_dot_and_a_legend_entry():
     lines = [evaluation("before", 0, 0.4), evaluation("during", 1, 0.5), evaluation("blank_images", 2, None)]
     drawn = ElementTree.fromstring(learning_plot.draw_svg([update(1, 0.4), update(2, None)], lines))
     words = {text.text for text in drawn.iter(f"{SVG}text")}
@@ -38,12 +38,12 @@ def test_each_kind_of_evaluation_has_a_dot_and_a_place_in_the_key():
     assert dots[0] > dots[1]  # more success is higher up
 
 
-def test_a_thick_line_is_the_mean_of_a_window():
+def test_a_thick_line_is_a_moving_average():
     assert learning_plot.moving_average([(1, 1.0), (2, 3.0)]) == [(1, 1.0), (2, 2.0)]
     assert learning_plot.moving_average([(n, float(n)) for n in range(8)])[-1] == (7, 5.0)
 
 
-def test_the_picture_lies_beside_the_summary_from_the_first_update_on(tmp_path: Path):
+def test_the_plot_is_written_with_the_summary_after_the_first_update(tmp_path: Path):
     summary.write_summary(tmp_path, "interrupted", None)
     assert not (tmp_path / learning_plot.FILE).exists()
     summary.write_updates(tmp_path, [update(1, 0.25)])

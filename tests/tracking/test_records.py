@@ -22,7 +22,7 @@ from megatron_webrl.types import Group, Trajectory
 from tests.trajectories import screenshot, trajectory
 
 
-def record(version: int, gap: float | None = 1.5e-6) -> UpdateMetrics:
+def make_update(version: int, gap: float | None = 1.5e-6) -> UpdateMetrics:
     return UpdateMetrics(
         version=version,
         groups=8,
@@ -40,40 +40,40 @@ def record(version: int, gap: float | None = 1.5e-6) -> UpdateMetrics:
     )
 
 
-def shown(width: int, *updates: UpdateMetrics) -> str:
+def render_table(width: int, *updates: UpdateMetrics) -> str:
     out = io.StringIO()
     Console(file=out, width=width).print(updates_table([u.to_json() for u in updates]))
     return out.getvalue()
 
 
 def test_the_table_fits_a_terminal_of_80_columns():
-    text = shown(80, record(1), record(100, gap=None))
+    text = render_table(80, make_update(1), make_update(100, gap=None))
     assert "…" not in text
     for cell in ("43.8%", "123.4", "1.2 (2)", "1.2%", "2e-06", "12346", "120.5", "33.3", "1.25", "80.0", "100"):
         assert cell in text
 
 
-def test_a_log_gets_one_line_for_each_update_and_each_new_phase():
+def test_a_log_gets_one_line_per_update_and_per_phase():
     out = io.StringIO()
     with TerminalDashboard(Console(file=out, width=80), "run x") as board:
         board.show({"trainer-0": "update 1: waiting for groups, 0 of 8"}, [])
-        board.show({"trainer-0": "update 1: waiting for groups, 3 of 8"}, [record(1).to_json()])
-        board.show({"trainer-0": "update 2: waiting for groups, 0 of 8"}, [record(1).to_json()])
+        board.show({"trainer-0": "update 1: waiting for groups, 3 of 8"}, [make_update(1).to_json()])
+        board.show({"trainer-0": "update 2: waiting for groups, 0 of 8"}, [make_update(1).to_json()])
     lines = out.getvalue().splitlines()
     assert [line.split()[0] for line in lines] == ["[trainer-0]", "update", "[trainer-0]"]
 
 
-def test_mlflow_gets_every_number_of_the_table():
-    scalars = record(3).mlflow_metrics()
+def test_mlflow_metrics_include_every_number_of_the_table():
+    scalars = make_update(3).mlflow_metrics()
     assert scalars["seconds/rollout"] == 120.5
     assert scalars["entropy"] == 0.5
     assert scalars["logprob_mismatch_max"] == 1.5e-6
-    assert "logprob_mismatch_max" not in record(3, gap=None).mlflow_metrics()
+    assert "logprob_mismatch_max" not in make_update(3, gap=None).mlflow_metrics()
     assert len(scalars) >= len(UPDATE_COLUMNS)
 
 
-def test_the_summary_holds_what_was_written(tmp_path: Path):
-    summary.write_updates(tmp_path, [record(1).to_json(), record(2, gap=None).to_json()])
+def test_the_summary_has_all_its_fields(tmp_path: Path):
+    summary.write_updates(tmp_path, [make_update(1).to_json(), make_update(2, gap=None).to_json()])
     accounting = Accounting(trained=6)
     accounting.dropped["stale"] = 2
     EventLog(tmp_path, 3).add("trainer-0", events.RESTARTED, "it was killed")
@@ -98,13 +98,13 @@ def test_the_summary_holds_what_was_written(tmp_path: Path):
     assert content["checkpoint"] is None
 
 
-def test_an_account_that_does_not_add_up_is_called_so():
+def test_accounting_that_does_not_match_is_reported():
     accounting = Accounting(trained=6).summary(finished=9, waiting=1)
     assert not accounting["matches"]
     assert "9 finished = 6 trained + 0 dropped (none) + 1 waiting = 7: DOES NOT MATCH" in accounting_line(accounting)
 
 
-def test_episode_metrics_leave_masked_episodes_out():
+def test_episode_metrics_exclude_masked_episodes():
     group = Group(
         0, (trajectory(0, 0, reward=1.0), trajectory(0, 1, steps=3), trajectory(0, 2, outcome="browser_crashed"))
     )
@@ -117,7 +117,7 @@ def test_episode_metrics_leave_masked_episodes_out():
     assert metrics["success_rate/click-test"] == 0.5
 
 
-def test_the_hit_rate_of_the_prefix_cache_is_by_tokens():
+def test_the_prefix_cache_hit_rate_is_weighted_by_tokens():
     one, two = trajectory(0, 0, prompt=30, reward=1.0), trajectory(0, 1, prompt=10)
     group = Group(0, (replace(one, steps=(replace(one.steps[0], cached_prompt_tokens=16),)), two))
     metrics = episode_metrics([group])
