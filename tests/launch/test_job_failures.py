@@ -88,9 +88,7 @@ def test_a_killed_trainer_is_restarted_in_its_job_and_adopts_finished_groups(job
     job.until(lambda: job.role("trainer-0"), "a trainer").kill()
     job.until(lambda: "restarting all trainer ranks" in job.output(), "another start", 60)
     log = job.run_folder / "logs" / "trainer-0.log"
-    went_on = (
-        r"goes on from version (\d+): (\d+) groups in flight, (\d+) adopted, (\d+) to be made again; (\d+) episodes"
-    )
+    went_on = r"resumes from version (\d+): (\d+) groups in flight, (\d+) adopted, (\d+) reissued; (\d+) episodes"
     found = job.until(lambda: re.search(went_on, log.read_text()), "a take-over")
     version, in_flight, adopted, _, lost = map(int, found.groups())
     assert version >= 2
