@@ -1,4 +1,4 @@
-"""Real nodes and routers, each a process with a socket of its own, and a plain HTTP client."""
+"""Browser servers and routers as processes, and a plain HTTP client."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ LIMIT = 60.0  # seconds, of anything that is waited for
 
 @dataclass
 class Server:
-    """A node or a router, running."""
+    """A running browser server or router."""
 
     url: str
     process: subprocess.Popen[bytes]
 
     def children(self) -> list[psutil.Process]:
-        """Drivers and browsers."""
+        """All descendants: drivers and browsers."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back."""
+    """An HTTP response."""
 
     status: int
     headers: Any
@@ -74,7 +74,7 @@ class Http:
 
 @contextmanager
 def serving(*arguments: str, **environment: str) -> Iterator[Server]:
-    """`webrl browsers ...` as a process that listens; it and all below it have ended afterwards."""
+    """`webrl browsers ...` as a ready process; it and its descendants are ended afterwards."""
     with tempfile.TemporaryDirectory() as temporary:
         file, log = Path(temporary) / "address", Path(temporary) / "log"
         command = [sys.executable, "-m", "megatron_webrl.cli", "browsers", *arguments, "--die-with-parent"]
@@ -103,7 +103,7 @@ def serving(*arguments: str, **environment: str) -> Iterator[Server]:
 
 
 async def until_async(condition: Callable[[], Any], what: str, seconds: float = LIMIT) -> Any:
-    """Wait for a coroutine function to return something true; returns it."""
+    """Wait until a coroutine function returns a true value; returns it."""
     deadline = time.monotonic() + seconds
     while not (found := await condition()):
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
@@ -111,8 +111,8 @@ async def until_async(condition: Callable[[], Any], what: str, seconds: float = 
     return found
 
 
-def node(*arguments: str, sessions: int = 3, **environment: str) -> Any:
-    """A node with small pages."""
+def browser_server(*arguments: str, sessions: int = 3, **environment: str) -> Any:
+    """A browser server with small pages."""
     return serving("serve", "--sessions", str(sessions), *arguments, *SMALL, **environment)
 
 

@@ -1,4 +1,4 @@
-"""The Gymnasium environment, on a node of its own and on a farm."""
+"""The Gymnasium environment, with a local server and on a farm."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from megatron_webrl.farm.gym import WebEnv
 from megatron_webrl.farm.local_servers import LocalServers
 from megatron_webrl.farm.spaces import ActionSpace
 from megatron_webrl.ring.locks import poll_with_backoff
-from tests.farm.nodes import browser_of, config_for, node_processes
+from tests.farm.servers import browser_of, config_for, server_processes
 
 WAIT = json.dumps({"kind": "wait", "time": 0})
 
 
 @pytest.fixture(scope="module")
 def farm() -> Iterator[LocalServers]:
-    """A node with numbered elements."""
-    nodes = LocalServers(config_for(marks=True, actions=["switch_tab"]), sessions=2)
-    nodes.start()
+    """A server with numbered elements."""
+    servers = LocalServers(config_for(marks=True, actions=["switch_tab"]), sessions=2)
+    servers.start()
     try:
         for _ in poll_with_backoff(120):
-            if nodes.poll_addresses():
+            if servers.poll_addresses():
                 break
-        yield nodes
+        yield servers
     finally:
-        nodes.close()
+        servers.close()
 
 
 def on(farm: LocalServers, environment: str = "click-test", source: str = "miniwob", **settings: object) -> WebEnv:
     return WebEnv(source, environment, farm_url=farm.addresses()[0], token=farm.token, **settings)  # type: ignore[arg-type]
 
 
-def test_an_environment_of_a_farm_keeps_to_gymnasiums_rules(farm: LocalServers) -> None:
+def test_an_environment_of_a_farm_passes_gymnasiums_checks(farm: LocalServers) -> None:
     env = on(farm, render_mode="rgb_array")
     try:
         check_env(env)
@@ -50,8 +50,8 @@ def test_an_environment_of_a_farm_keeps_to_gymnasiums_rules(farm: LocalServers) 
         env.close()
 
 
-def test_an_environment_has_a_node_of_its_own_where_no_farm_is_named() -> None:
-    before = node_processes()
+def test_an_environment_without_a_farm_starts_a_local_server() -> None:
+    before = server_processes()
     env = gymnasium.make("webrl/miniwob.click-test-v0", width=160, height=210)
     try:
         seen, info = env.reset(seed=4)
@@ -59,13 +59,13 @@ def test_an_environment_has_a_node_of_its_own_where_no_farm_is_named() -> None:
         again, same = env.reset(seed=4)
         assert info == same
         assert (seen["screenshot"] == again["screenshot"]).all()
-        assert len(node_processes()) == len(before) + 1
+        assert len(server_processes()) == len(before) + 1
     finally:
         env.close()
-    assert node_processes() == before
+    assert server_processes() == before
 
 
-def test_an_element_that_is_clicked_ends_the_episode_with_the_pages_reward(farm: LocalServers) -> None:
+def test_a_click_ends_the_episode_with_the_pages_reward(farm: LocalServers) -> None:
     env = on(farm, marks=True)
     try:
         seen, info = env.reset(seed=1)
@@ -80,7 +80,7 @@ def test_an_element_that_is_clicked_ends_the_episode_with_the_pages_reward(farm:
         env.close()
 
 
-def test_an_answer_is_judged_by_the_tasks_own(farm: LocalServers) -> None:
+def test_an_answer_is_compared_with_the_tasks_answer(farm: LocalServers) -> None:
     env = on(farm, "wiki-look-up", "sites")
     try:
         for right in (True, False):
@@ -94,7 +94,7 @@ def test_an_answer_is_judged_by_the_tasks_own(farm: LocalServers) -> None:
         env.close()
 
 
-def test_the_last_step_truncates_and_so_does_a_browser_that_fails(farm: LocalServers) -> None:
+def test_the_last_step_and_a_browser_failure_truncate(farm: LocalServers) -> None:
     env = on(farm, max_steps=2)
     try:
         env.reset(seed=1)
@@ -102,8 +102,8 @@ def test_the_last_step_truncates_and_so_does_a_browser_that_fails(farm: LocalSer
         *_, terminated, truncated, info = env.step(WAIT)
         assert (terminated, truncated, info["outcome"]) == (False, True, "failure")
         env.reset(seed=1)
-        [node] = node_processes()
-        browser_of(node).kill()
+        [server] = server_processes()
+        browser_of(server).kill()
         seen, reward, terminated, truncated, info = env.step(WAIT)
         assert (reward, terminated, truncated, info["outcome"]) == (0.0, False, True, "browser_crashed")
         assert "Chromium has ended" in seen["error"]
@@ -113,7 +113,7 @@ def test_the_last_step_truncates_and_so_does_a_browser_that_fails(farm: LocalSer
         env.close()
 
 
-def test_settings_that_a_farm_does_not_have_are_refused(farm: LocalServers) -> None:
+def test_settings_that_differ_from_the_farms_are_refused(farm: LocalServers) -> None:
     with pytest.raises(ConfigError, match=r"has browser.marks=True, not False; start one with it"):
         on(farm, marks=False)
     with pytest.raises(ConfigError, match=r"browser.open_web is a setting of browser server"):
@@ -127,7 +127,7 @@ def test_settings_that_a_farm_does_not_have_are_refused(farm: LocalServers) -> N
 
 
 @pytest.mark.parametrize("marks", [False, True])
-def test_sampled_actions_of_every_kind_are_actions(marks: bool) -> None:
+def test_sampled_actions_of_every_kind_are_valid(marks: bool) -> None:
     further = ("drag", "key", "select_option", "switch_tab", "new_tab", "close_tab", "double_click")
     space = ActionSpace(marks, further, seed=0)
     samples = [space.sample() for _ in range(500)]
@@ -139,7 +139,7 @@ def test_sampled_actions_of_every_kind_are_actions(marks: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("action", "words"),
+    ("action", "message"),
     [
         (3, "not a int"),
         ("click", "Invalid JSON"),
@@ -150,10 +150,10 @@ def test_sampled_actions_of_every_kind_are_actions(marks: bool) -> None:
         ('{"kind": "wait", "seconds": 3}', "seconds"),
     ],
 )
-def test_what_is_no_action_is_named(action: object, words: str) -> None:
+def test_an_invalid_action_is_named(action: object, message: str) -> None:
     space = ActionSpace(marks=False)
     assert action not in space
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         space.parse(action)
 
 
@@ -165,7 +165,9 @@ def test_every_environment_is_registered() -> None:
     assert len([name for name in gymnasium.registry if name.startswith("webrl/")]) == len(names)
 
 
-def test_the_ten_lines_of_the_page_run(farm: LocalServers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_the_documentation_runs(
+    farm: LocalServers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = (Path(__file__).parents[2] / "docs" / "browser.md").read_text()
     [_, section] = page.split("## From another framework, in ten lines\n")
     code, *_ = re.findall(r"```python\n(.*?)```", section.split("\n## ")[0], re.DOTALL)

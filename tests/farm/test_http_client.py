@@ -1,4 +1,4 @@
-"""The client against servers that are busy, silent or not there, and what its errors mean."""
+"""The client against busy, silent and unreachable servers, and its exceptions."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from megatron_webrl.farm import protocol
 from megatron_webrl.farm.client import BrowserClient
 from megatron_webrl.farm.http_client import BrowserBusy, ServerUnreachable, to_browser_error
 from megatron_webrl.types import Action
-from tests.farm.nodes import LIMIT
+from tests.farm.servers import LIMIT
 
 
-async def test_a_farm_that_is_not_there_is_named() -> None:
+async def test_an_unreachable_farm_is_named() -> None:
     async with BrowserClient("http://127.0.0.1:9", "") as browsers:
         with pytest.raises(
             ServerUnreachable, match=r"no browser farm within 0 s: http://127.0.0.1:9 cannot be reached"
@@ -36,7 +36,7 @@ async def test_a_farm_that_is_not_there_is_named() -> None:
 
 @asynccontextmanager
 async def server(answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
-    """A server that answers everything as told."""
+    """A server with one handler for all requests."""
     runner = web.ServerRunner(web.Server(answer), shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -45,7 +45,7 @@ async def server(answer: Callable[[web.Request], Awaitable[web.StreamResponse]])
     await runner.cleanup()
 
 
-async def test_a_busy_farm_is_asked_again_no_sooner_than_it_says() -> None:
+async def test_retries_of_a_lease_request_respect_retry_after() -> None:
     asked: list[float] = []
 
     async def busy(request: web.Request) -> web.Response:
@@ -60,13 +60,15 @@ async def test_a_busy_farm_is_asked_again_no_sooner_than_it_says() -> None:
     assert all(later - earlier >= 1.0 for earlier, later in itertools.pairwise(asked))
 
 
-def node_state(url: str) -> web.Response:
+def server_state(url: str) -> web.Response:
     return web.Response(
-        body=protocol.dump(protocol.ServerState(url, "boot", 1, 1, protocol.SessionSpec.from_config(BrowserConfig())))
+        body=protocol.dump(
+            protocol.ServerState(url, "instance", 1, 1, protocol.SessionSpec.from_config(BrowserConfig()))
+        )
     )
 
 
-async def test_who_is_cancelled_while_asking_gives_back_what_comes() -> None:
+async def test_a_lease_granted_to_a_cancelled_caller_is_released() -> None:
     asked, answering = asyncio.Event(), asyncio.Event()
     released: list[str] = []
 
@@ -75,7 +77,7 @@ async def test_who_is_cancelled_while_asking_gives_back_what_comes() -> None:
             released.append(request.path)
             return web.Response(status=204)
         if request.path.endswith("/state"):
-            return node_state(f"http://{request.host}")
+            return server_state(f"http://{request.host}")
         asked.set()
         await answering.wait()
         lease = {"id": "a-b", "seconds": 60, "server": f"http://{request.host}"}
@@ -92,7 +94,7 @@ async def test_who_is_cancelled_while_asking_gives_back_what_comes() -> None:
         assert released == ["/v1/leases/a-b"]
 
 
-async def test_a_step_is_never_sent_twice_and_a_silent_node_is_not_waited_for() -> None:
+async def test_a_step_is_never_sent_twice_and_ends_within_its_timeout() -> None:
     steps = 0
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -101,7 +103,7 @@ async def test_a_step_is_never_sent_twice_and_a_silent_node_is_not_waited_for() 
             lease = {"id": "a-b", "seconds": 60, "server": f"http://{request.host}"}
             return web.Response(status=201, text=json.dumps(lease))
         if request.path.endswith("/state"):
-            return node_state(f"http://{request.host}")
+            return server_state(f"http://{request.host}")
         if request.path.endswith("/step"):
             steps += 1
             if steps == 1:
@@ -119,7 +121,7 @@ async def test_a_step_is_never_sent_twice_and_a_silent_node_is_not_waited_for() 
         assert steps == 2
 
 
-def test_outcomes_are_the_errors_of_the_browser() -> None:
+def test_outcomes_become_browser_errors() -> None:
     found = to_browser_error(protocol.ErrorResponse("the renderer has ended", "page_crashed"))
     assert (type(found), str(found), found.outcome) == (PageCrashed, "the renderer has ended", "page_crashed")
     unknown = to_browser_error(protocol.ErrorResponse("struck by lightning", "lightning"))
@@ -128,7 +130,7 @@ def test_outcomes_are_the_errors_of_the_browser() -> None:
 
 
 @pytest.mark.parametrize("address", ["", "node7:8700", "http://", "ftp://node7", "http://node7/v1", "http://node7:x"])
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_an_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match=r"is not an address such as http://node7:8700 \(browser.farm\)"):
         parse_farm_addresses(f"http://fine:1,{address}")
 

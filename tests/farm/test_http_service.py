@@ -1,4 +1,4 @@
-"""Nodes and routers as processes: who may speak to them, how they start and end."""
+"""Processes of server and router: access, start and shutdown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from megatron_webrl.cli import main
-from tests.farm.conftest import LIMIT, ROOT, SMALL, Http, Server, node, serving
+from tests.farm.conftest import LIMIT, ROOT, SMALL, Http, Server, browser_server, serving
 from tests.waiting import until
 
 TOKEN = secrets.token_urlsafe(24)
@@ -24,7 +24,7 @@ BEARER = {"Authorization": f"Bearer {TOKEN}"}
 
 @pytest.fixture
 def refusal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """What `webrl browsers ...` says when it refuses."""
+    """The error of `webrl browsers ...`."""
 
     def run(*arguments: str, token: str) -> str:
         monkeypatch.setenv("WEBRL_BROWSERS_TOKEN", token)
@@ -73,7 +73,7 @@ def test_off_loopback_a_token_is_required(part: str, refusal: Callable[..., str]
         (["--host", "192.0.2.1"], "cannot listen on --host=192.0.2.1 --port=8700"),  # nobody's address
     ],
 )
-def test_what_cannot_run_is_refused_before_anything_starts(
+def test_invalid_options_are_refused_before_anything_starts(
     arguments: list[str], error: str, refusal: Callable[..., str]
 ) -> None:
     assert error in refusal("serve", *arguments, token=TOKEN)
@@ -81,7 +81,7 @@ def test_what_cannot_run_is_refused_before_anything_starts(
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A router that can be reached from elsewhere."""
+    """A router on a public address."""
     file = tmp_path_factory.mktemp("token") / "token"
     file.write_text(TOKEN + "\n")
     with serving("route", "--host", "0.0.0.0", "--token-file", str(file)) as server:
@@ -110,7 +110,7 @@ async def test_every_path_of_the_api_needs_the_token(guarded: Server, client: ai
     assert (await http("GET", "/v1/state", headers={**BEARER, "Host": "farm.example"})).status == 200
 
 
-async def test_without_a_token_only_loopback_names_and_no_foreign_pages_are_answered(
+async def test_without_a_token_only_loopback_hosts_and_own_pages_are_accepted(
     client: aiohttp.ClientSession,
 ) -> None:
     with serving("route", WEBRL_BROWSERS_TOKEN="") as server:
@@ -128,7 +128,7 @@ async def test_without_a_token_only_loopback_names_and_no_foreign_pages_are_answ
         assert own.status == 200
 
 
-async def test_long_bodies_are_refused_however_they_are_sent(guarded: Server, client: aiohttp.ClientSession) -> None:
+async def test_large_bodies_are_refused_with_any_encoding(guarded: Server, client: aiohttp.ClientSession) -> None:
     http = Http(client, guarded.url)
     body = b'{"owner": "' + b"x" * 70_000 + b'"}'
 
@@ -144,10 +144,8 @@ async def test_long_bodies_are_refused_however_they_are_sent(guarded: Server, cl
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_node_that_is_told_to_end_does_so_and_leaves_no_process(
-    client: aiohttp.ClientSession, number: signal.Signals
-) -> None:
-    with node(sessions=2) as server:
+async def test_a_terminated_server_leaves_no_process(client: aiohttp.ClientSession, number: signal.Signals) -> None:
+    with browser_server(sessions=2) as server:
         http = Http(client, server.url)
         lease = await http.lease()
         await http.reset(lease, "click-test")
@@ -160,7 +158,7 @@ async def test_a_node_that_is_told_to_end_does_so_and_leaves_no_process(
         await asyncio.gather(waiting, return_exceptions=True)
 
 
-async def test_a_node_dies_with_its_parent_if_asked_to(client: aiohttp.ClientSession, tmp_path: Path) -> None:
+async def test_a_server_ends_with_its_parent_if_configured(client: aiohttp.ClientSession, tmp_path: Path) -> None:
     file = tmp_path / "address"
     command = [
         sys.executable, "-m", "megatron_webrl.cli", "browsers", "serve", "--port", "0", "--sessions", "1",
@@ -172,15 +170,15 @@ async def test_a_node_dies_with_its_parent_if_asked_to(client: aiohttp.ClientSes
     try:
         until(file.exists, "an address")
         below = psutil.Process(parent.pid).children(recursive=True)
-        assert len(below) >= 4  # node, driver, browser, renderer
+        assert len(below) >= 4  # server, driver, browser, renderer
     finally:
         parent.kill()
         parent.wait()
     until(lambda: all_gone(below), "no process left")
 
 
-async def test_pages_reach_neither_the_node_nor_anything_else_of_this_machine(client: aiohttp.ClientSession) -> None:
-    with node("browser.open_web=true", sessions=1) as server:
+async def test_pages_reach_neither_the_server_nor_anything_else_of_this_machine(client: aiohttp.ClientSession) -> None:
+    with browser_server("browser.open_web=true", sessions=1) as server:
         http = Http(client, server.url)
         port = server.url.rpartition(":")[2]
         assert (await http("GET", "/v1/tasks")).json["sources"]["web"] == ["page"]
@@ -201,7 +199,7 @@ async def test_pages_reach_neither_the_node_nor_anything_else_of_this_machine(cl
             assert (bad.status, bad.json["error"].startswith(error)) == (400, True)
 
 
-def test_neither_node_nor_router_needs_torch() -> None:
+def test_neither_server_nor_router_needs_torch() -> None:
     for module in ("server.server_main", "router.router_main", "commands"):
         code = f"import sys, megatron_webrl.farm.{module}; print('torch' in sys.modules)"
         found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

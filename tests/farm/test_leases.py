@@ -1,4 +1,4 @@
-"""The book of leases, by a clock of the tests' own."""
+"""Leases with a fake clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_webrl.farm.leases import LeaseExpired, Leases, NoCapacity
 
 
 class Clock:
-    """Seconds that pass when told to."""
+    """A clock set by the test."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -22,20 +22,20 @@ def book(places: int = 2) -> tuple[Leases[str], Clock]:
     return Leases(places, "b007", clock=clock), clock
 
 
-def test_no_more_leases_than_places_are_given_and_a_released_place_is_free_again() -> None:
+def test_leases_are_limited_by_capacity_and_a_release_frees_one() -> None:
     leases, _ = book()
     first = leases.grant(None, "a", "one")
     leases.grant(None, "b", "two")
     with pytest.raises(NoCapacity, match="all 2 sessions of this server are leased"):
         leases.grant(None, "c", "three")
-    assert leases.release(first, "it is over")
-    assert not leases.release(first, "it is over")
-    with pytest.raises(LeaseExpired, match="it is over"):
+    assert leases.release(first, "it has ended")
+    assert not leases.release(first, "it has ended")
+    with pytest.raises(LeaseExpired, match="it has ended"):
         leases.find(first.id)
     assert leases.grant(None, "c", "three").resource == "three"
 
 
-def test_a_lease_expires_when_not_used_for_its_lifetime_even_before_it_is_swept() -> None:
+def test_an_unused_lease_expires_even_before_release_expired() -> None:
     leases, clock = book(1)
     lease = leases.grant(10.0, "", "one")
     clock.now += 9.9
@@ -46,14 +46,14 @@ def test_a_lease_expires_when_not_used_for_its_lifetime_even_before_it_is_swept(
     clock.now += 0.1
     with pytest.raises(LeaseExpired, match="neither used nor renewed for 10 s"):
         leases.find(lease.id)
-    assert leases.free == 0  # until whoever sweeps has closed what belongs to it
+    assert leases.free == 0  # until release_expired is called
     assert leases.release_expired() == [lease]
     assert leases.free == 1
     with pytest.raises(LeaseExpired, match="neither used nor renewed for 10 s"):
         leases.find(lease.id)
 
 
-def test_an_operation_under_way_keeps_a_lease_alive() -> None:
+def test_a_running_operation_keeps_a_lease_alive() -> None:
     leases, clock = book()
     lease = leases.grant(10.0, "", "one")
     lease.busy = True

@@ -1,4 +1,4 @@
-"""Nodes of a process' own: they serve, come back, and never outlive it."""
+"""Local browser servers: they serve, restart, and end with their parent."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megatron_webrl.farm.client import BrowserClient
 from megatron_webrl.farm.local_servers import LocalServers, local_servers
 from megatron_webrl.system import child_process
 from megatron_webrl.system.child_process import ProcessError, is_alive, start_time
-from tests.farm.nodes import LIMIT, click_task, config_for, node_processes, until
+from tests.farm.servers import LIMIT, click_task, config_for, server_processes, until
 
 
 def below(process: psutil.Process) -> list[tuple[int, int]]:
-    """A process and all below it, by pid and start time."""
+    """A process and its descendants, by pid and start time."""
     return [(each.pid, start_time(each.pid)) for each in [process, *process.children(recursive=True)]]
 
 
@@ -36,33 +36,33 @@ async def test_closing_leaves_no_process_no_file_and_nothing_in_shared_memory(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     shared = set(os.listdir("/dev/shm"))
-    async with local_servers(config_for(processes=2), 3, tmp_path / "logs", "mine") as nodes:
-        assert len(nodes.addresses()) == 2
-        async with BrowserClient(nodes.poll_addresses, nodes.token) as browsers:
-            assert sorted([(await browsers.server_state(url)).sessions for url in nodes.addresses()]) == [1, 2]
+    async with local_servers(config_for(processes=2), 3, tmp_path / "logs", "mine") as servers:
+        assert len(servers.addresses()) == 2
+        async with BrowserClient(servers.poll_addresses, servers.token) as browsers:
+            assert sorted([(await browsers.server_state(url)).sessions for url in servers.addresses()]) == [1, 2]
             async with browsers.session() as session:
                 await session.reset(click_task())
-                found = [process for node in node_processes() for process in below(node)]
-    assert len(found) > 6  # nodes, drivers, Chromium
+                found = [process for server in server_processes() for process in below(server)]
+    assert len(found) > 6  # servers, drivers, Chromium
     assert not running(found)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logs"]
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["mine-0.log", "mine-1.log"]
     assert set(os.listdir("/dev/shm")) <= shared
 
 
-async def test_a_killed_node_is_started_again_and_one_that_never_stays_is_given_up(
+async def test_a_killed_server_is_restarted_a_limited_number_of_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(local_servers_module, "MAX_RESTARTS", 1)
     async with (
-        local_servers(config_for(), 1) as nodes,
-        BrowserClient(nodes.poll_addresses, nodes.token, wait_seconds=60) as browsers,
+        local_servers(config_for(), 1) as servers,
+        BrowserClient(servers.poll_addresses, servers.token, wait_seconds=60) as browsers,
     ):
-        [first] = node_processes()
+        [first] = server_processes()
         first.kill()
-        async with browsers.session() as session:  # waits until the node is back
+        async with browsers.session() as session:  # waits for the restarted server
             assert (await session.reset(click_task())).instruction == "Click the button."
-        [second] = node_processes()
+        [second] = server_processes()
         assert second != first
         second.kill()
         with pytest.raises(ProcessError, match=r"browsers-0 killed by SIGKILL; last log line: .*, 2 times in a row"):
@@ -70,33 +70,33 @@ async def test_a_killed_node_is_started_again_and_one_that_never_stays_is_given_
                 raise AssertionError("there is no place")
 
 
-async def test_a_node_that_cannot_start_is_an_error_with_its_last_words(tmp_path: Path) -> None:
+async def test_a_server_that_cannot_start_is_an_error_with_its_last_log_line(tmp_path: Path) -> None:
     with pytest.raises(ProcessError, match=r"browsers-0 exited with code 1; last log line: .*/bin/true does not start"):
         async with local_servers(config_for(executable="/bin/true"), 1):
             raise AssertionError("it is not up")
-    assert not node_processes()
+    assert not server_processes()
 
 
-def test_nodes_are_started_from_the_main_thread_only() -> None:
-    nodes = LocalServers(config_for(), 1)
+def test_servers_are_started_from_the_main_thread_only() -> None:
+    servers = LocalServers(config_for(), 1)
     try:
         with pytest.raises(ProcessError, match="must be started from the main thread"):
-            asyncio.run(asyncio.to_thread(nodes.start))
+            asyncio.run(asyncio.to_thread(servers.start))
     finally:
-        nodes.close()
+        servers.close()
 
 
-async def test_a_killed_parent_takes_its_nodes_and_their_browsers_with_it(tmp_path: Path) -> None:
+async def test_servers_and_their_browsers_end_with_a_killed_parent(tmp_path: Path) -> None:
     code = """
 import asyncio
 from megatron_webrl.farm.client import BrowserClient
 from megatron_webrl.farm.local_servers import local_servers
-from tests.farm.nodes import click_task, config_for
+from tests.farm.servers import click_task, config_for
 
 async def main():
     async with (
-        local_servers(config_for(processes=2), 2) as nodes,
-        BrowserClient(nodes.poll_addresses, nodes.token) as browsers,
+        local_servers(config_for(processes=2), 2) as servers,
+        BrowserClient(servers.poll_addresses, servers.token) as browsers,
     ):
         async with browsers.session() as a, browsers.session() as b:
             await asyncio.gather(a.reset(click_task()), b.reset(click_task()))
@@ -116,7 +116,7 @@ asyncio.run(main())
         assert parent.stdout is not None
         assert await asyncio.wait_for(asyncio.to_thread(parent.stdout.readline), 2 * LIMIT) == b"ready\n"
         found = below(psutil.Process(parent.pid))
-        assert len(found) > 6  # nodes, drivers, Chromium
+        assert len(found) > 6  # servers, drivers, Chromium
         parent.kill()
         parent.wait(LIMIT)
         await until(lambda: not running(found), "all of them dead")

@@ -26,7 +26,7 @@ from megatron_webrl.tracking.metrics import episode_metrics
 from megatron_webrl.trainer.data.batching import make_samples, success_advantages
 from megatron_webrl.trainer.data.merging import merge_prefixes
 from megatron_webrl.types import Action, Group, Task, Trajectory
-from tests.farm.nodes import browser_of, config_for, node_processes
+from tests.farm.servers import browser_of, config_for, server_processes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -232,7 +232,7 @@ async def test_a_crashed_browser_masks_the_episode_and_keeps_its_steps(
     class Crashing(Answers):
         async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
             if len(self.prompts) == 1:
-                [node] = node_processes()
+                [node] = server_processes()
                 browser_of(node).kill()
             return await super().generate(session, token_ids, images)
 

@@ -17,7 +17,7 @@ from megatron_webrl.rollout.demonstrations import ScriptedGenerator
 from megatron_webrl.rollout.episode_runner import EpisodeRunner
 from megatron_webrl.system.child_process import ProcessError
 from megatron_webrl.types import Trajectory
-from tests.farm.nodes import config_for, node_processes
+from tests.farm.servers import config_for, server_processes
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ async def test_local_servers_write_their_logs_into_the_run_folder(config: Config
     assert [each.outcome for each in await play(config, range(3))] == ["success"] * 3
     logs = sorted(path.name for path in (config.run_folder / "logs").iterdir())
     assert logs == ["rollout-0-browsers-0.log", "rollout-0-browsers-1.log"]
-    assert not node_processes()
+    assert not server_processes()
 
 
 async def test_a_farm_gives_the_same_episodes_as_local_servers(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from megatron_webrl.rollout.episode_runner import EpisodeRunner
 from megatron_webrl.rollout.evaluator import Evaluator
 from megatron_webrl.rollout.generator import Generation
 from megatron_webrl.tasks.source import HELD_OUT_SEEDS
-from tests.farm.nodes import config_for, until
+from tests.farm.servers import config_for, until
 
 LIMIT = 120.0
 

@@ -1,4 +1,4 @@
-"""How to fail in MiniWoB++ environments: expressions as for `oracles.aim_at`, until the page ends the episode."""
+"""Failing policies of MiniWoB++ environments: expressions as for `resolve_target`, until the page ends the episode."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megatron_webrl.tasks.scripted_policies import supported_environments
 CANNOT_FAIL = {
     "click-test", "click-dialog", "focus-text", "click-collapsible", "click-collapsible-nodelay", "guess-number",
 }  # fmt: skip
-"""Their pages have no wrong ending."""
+"""Environments whose pages cannot end in failure."""
 
 _CONTRARY = r"""(() => {
   const names = asked(/^Select (.*) and click/).split(', ');
@@ -99,4 +99,4 @@ _SPECIAL = {
 }
 
 MISTAKES = {name: _SPECIAL.get(name, "submit()") for name in supported_environments() if name not in CANNOT_FAIL}
-"""Where nothing else is said, the form is sent as it is."""
+"""The default: submit the form without changes."""

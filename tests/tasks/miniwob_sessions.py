@@ -24,7 +24,7 @@ def task_of(environment: str, seed: int) -> Task:
 
 @asynccontextmanager
 async def pool_of(environments: Iterable[str], width: int, height: int) -> AsyncIterator[BrowserPool]:
-    """A fleet that may do all that any oracle needs."""
+    """A pool that enables all actions of the scripted policies."""
     actions = ["drag", "hover", "key", "select_option"]
     settings = BrowserConfig(width=width, height=height, screenshot="png", actions=actions)
     with MiniWobTaskSource(tuple(environments), 20) as source:
@@ -35,7 +35,7 @@ async def pool_of(environments: Iterable[str], width: int, height: int) -> Async
 async def in_each(
     fleet: BrowserPool, environments: Iterable[str], do: Callable[[Session, str], Awaitable[T]]
 ) -> dict[str, T]:
-    """What `do` gives for each environment, with a session each."""
+    """The result of `do` for each environment, each with its own session."""
 
     async def one(environment: str) -> T:
         async with fleet.session() as session:

@@ -1,4 +1,4 @@
-"""A browser without pictures: it loads pages of the sites over HTTP, follows links and submits forms."""
+"""A minimal HTTP client of the sites: it loads pages, follows links and submits forms."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PageParser(HTMLParser):
         self.links: list[str] = []
         self.forms: list[Form] = []
         self.outside: list[str] = []  # addresses of other places
-        self.words = ""
+        self.text = ""
         self.feed(html)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
@@ -51,11 +51,11 @@ class PageParser(HTMLParser):
                 self.forms[-1].values[given["name"]] = given["value"]
 
     def handle_data(self, data: str) -> None:
-        self.words += data
+        self.text += data
 
 
 class Client:
-    """One episode's visitor. Raises AssertionError where a browser would find nothing to click."""
+    """The client of one episode. Raises AssertionError if a link or form does not exist."""
 
     def __init__(self, address: str, episode: SiteEpisode) -> None:
         self._address, self._host, self._secret = address, site_host(episode.site), episode.secret
@@ -63,7 +63,7 @@ class Client:
         self.go(episode.goal.start_path)
 
     def go(self, path: str, form: dict[str, str] | None = None) -> None:
-        """Load a page, or send a form, and follow where that leads."""
+        """Load a page or submit a form, and follow redirects."""
         for _ in range(5):
             status, headers, self.html = self.fetch(path, form)
             self.status, self.path, form = status, path, None
@@ -100,14 +100,14 @@ class Client:
         return self.go(f"{move.action}?{urlencode(values)}") if form.method == "get" else self.go(move.action, values)
 
     @property
-    def look(self) -> PageLinks:
+    def view(self) -> PageLinks:
         return PageLinks(self.path, frozenset(self.page.links))
 
     def next_move(self) -> HighLevelAction:
-        return self.episode.next_scripted_action(self.look)
+        return self.episode.next_scripted_action(self.view)
 
     def solve(self) -> str | None:
-        """Follow the script to the end of the episode; returns the answer if it gives one."""
+        """Run the scripted policy to the end of the episode; returns its answer, if any."""
         for _ in range(MAX_MOVES):
             if self.episode.result() != (None, False):
                 return None

@@ -1,4 +1,4 @@
-"""MiniWoB++ as a source: which task a ticket means, and its page."""
+"""MiniWoB++ as a source: the task of a ticket, and its page."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def pool_on(source: MiniWobTaskSource, width: int = 160, height: int = 210) -> B
     return BrowserPool(BrowserConfig(width=width, height=height, screenshot="png"), {"miniwob": source}, 1, 20.0)
 
 
-def test_an_unknown_environment_is_refused_with_near_names() -> None:
+def test_an_unknown_environment_is_refused_with_similar_names() -> None:
     with pytest.raises(ConfigError, match=r"no 'click-buton' among its \d+ environments; near: .*click-button"):
         make_source(TasksConfig(environments=["click-test", "click-buton"]))
     with pytest.raises(ConfigError, match="environments is empty"):
         make_source(TasksConfig(environments=[]))
 
 
-def test_every_page_of_the_package_is_offered_or_named_as_none() -> None:
+def test_every_page_of_the_package_is_supported_or_listed_as_unsupported() -> None:
     registered = (pages_folder().parent / "registration.py").read_text()
     names = set(all_environments())
     assert set(re.findall(r'id="miniwob/([\w.-]+)-v1"', registered)) <= names
@@ -63,7 +63,7 @@ def test_the_task_of_a_ticket_depends_on_seed_and_ticket_alone() -> None:
     assert {task.max_steps for task in tasks} == {4}
 
 
-def test_evaluation_never_meets_a_training_page() -> None:
+def test_evaluation_never_uses_a_training_page() -> None:
     with MiniWobTaskSource(["click-test", "click-tab"], 4) as source:
         held_out = [source.held_out_task(index) for index in range(50)]
         assert all(source.training_task(0, ticket).seed in TRAINING_SEEDS for ticket in range(500))
@@ -85,7 +85,7 @@ async def test_the_same_seed_gives_the_same_page_in_every_server_and_browser() -
     assert seen[0].url == "http://miniwob.localhost/miniwob/click-color.html"
 
 
-async def test_the_picture_shows_the_task_area_and_never_the_reward() -> None:
+async def test_the_screenshot_shows_the_task_area_and_never_the_reward() -> None:
     with MiniWobTaskSource(["click-test"], 4) as source:
         async with pool_on(source, width=400) as fleet, fleet.session() as session:
             first = await session.reset(miniwob_task("click-test", 1))
@@ -109,7 +109,7 @@ async def test_a_wrong_action_ends_without_a_positive_reward() -> None:
     assert (seen.done, seen.reward) == (True, -1.0)
 
 
-async def test_loading_the_page_again_leaves_the_episode_and_earns_nothing() -> None:
+async def test_reloading_the_page_leaves_the_episode_and_earns_nothing() -> None:
     with MiniWobTaskSource(["click-test"], 4) as source:
         async with pool_on(source) as fleet, fleet.session() as session:
             first = await session.reset(miniwob_task("click-test", 1))
@@ -119,7 +119,7 @@ async def test_loading_the_page_again_leaves_the_episode_and_earns_nothing() -> 
     assert (seen.done, seen.reward, seen.error) == (False, None, None)
 
 
-def test_the_server_gives_nothing_outside_its_folder(tmp_path: Path) -> None:
+def test_the_server_serves_nothing_outside_its_folder(tmp_path: Path) -> None:
     (tmp_path / "inside").mkdir()
     (tmp_path / "inside" / "page.html").write_text("page")
     (tmp_path / "secret").write_text("secret")

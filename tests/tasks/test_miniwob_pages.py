@@ -1,4 +1,4 @@
-"""Every environment of MiniWoB++ opens, and a seed means one page."""
+"""Every environment of MiniWoB++ opens, and a seed fixes its page."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron_webrl.types import Action
 from tests.tasks.miniwob_sessions import in_each, pool_of, task_of
 
 SEED = 3
-SIZE = (560, 680)  # as large as the largest task, a flight page with its instruction beside it
+SIZE = (560, 680)  # as large as the largest task, a flight page with its instruction at its right
 
 MOVING = {"chase-circle", "moving-items", "simon-says", "stock-market", "terminal"}
-"""Their pages move from the start; a session sees them at different moments."""
+"""Environments with animations: sessions observe them at different times."""
 
-# The document as text, with what fields hold and how far parts are scrolled. Left out are the panel with the reward,
+# The document as text, with field values and scroll positions, but without the reward panel,
 # and where the folded labels of click-pie end: a hundredth of a pixel more or less.
 DOCUMENT = """() => {
   const text = (node) => {
@@ -49,8 +49,8 @@ EXTENT = """() => {
 }"""
 
 
-async def look(session: Session, environment: str) -> tuple[object, ...]:
-    """What a reset leads to: instruction, document, pixels, and how far task and instruction reach."""
+async def view(session: Session, environment: str) -> tuple[object, ...]:
+    """Result of a reset: instruction, document, pixels, and extent of task and instruction."""
     seen = await session.reset(task_of(environment, SEED))
     assert (seen.error, seen.reward, seen.done) == (None, None, False), environment
     assert seen.instruction, environment
@@ -67,7 +67,7 @@ async def look(session: Session, environment: str) -> tuple[object, ...]:
 async def test_every_environment_opens_to_the_same_page_twice() -> None:
     environments = all_environments()
     async with pool_of(environments, *SIZE) as fleet:
-        first, second = [await in_each(fleet, environments, look) for _ in range(2)]
+        first, second = [await in_each(fleet, environments, view) for _ in range(2)]
     found = {name: (first[name], second[name]) for name in environments}
     default = BrowserConfig()
     for name, looks in found.items():
@@ -85,10 +85,10 @@ async def test_a_page_is_the_same_on_any_day() -> None:
 
     async def later(session: Session, environment: str) -> tuple[object, ...]:
         await session.page.add_init_script(LATER)
-        return await look(session, environment)
+        return await view(session, environment)
 
     async with pool_of(environments, *SIZE) as fleet:
-        assert await in_each(fleet, environments, look) == await in_each(fleet, environments, later)
+        assert await in_each(fleet, environments, view) == await in_each(fleet, environments, later)
 
 
 async def test_pages_show_times_of_one_zone_and_text_beyond_ascii() -> None:
@@ -99,7 +99,7 @@ async def test_pages_show_times_of_one_zone_and_text_beyond_ascii() -> None:
 
 
 @pytest.mark.parametrize("share", [0, pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak)])
-async def test_a_page_that_is_started_anew_after_an_episode_is_like_a_fresh_one(share: int) -> None:
+async def test_a_restarted_page_is_like_a_new_one(share: int) -> None:
     environments = [name for name in all_environments() if can_reuse_page(name)][share::3]
 
     async def used(session: Session, environment: str) -> tuple[object, ...]:
@@ -109,10 +109,10 @@ async def test_a_page_that_is_started_anew_after_an_episode_is_like_a_fresh_one(
             place = choose.randrange(1000), choose.randrange(200, 1000)
             await session.step(Action(kind, coordinate=place, text="some words" if kind == "type" else None))
         assert session.reusable, environment
-        return (await look(session, environment))[::2]
+        return (await view(session, environment))[::2]
 
     async def fresh(session: Session, environment: str) -> tuple[object, ...]:
-        return (await look(session, environment))[::2]
+        return (await view(session, environment))[::2]
 
     async with pool_of(environments, *SIZE) as fleet:
         first, again = await in_each(fleet, environments, fresh), await in_each(fleet, environments, used)

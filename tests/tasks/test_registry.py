@@ -1,4 +1,4 @@
-"""What the settings make of a source: step limits and shares of the tickets."""
+"""Settings of a source: step limits and shares of the tickets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every oracle solves its environment, and mistakes get the page's own punishment."""
+"""Every scripted policy solves its environment, and mistakes earn no reward."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ SEEDS = (0, 1)
 MAX_STEPS = 30
 
 SHARES = {"circle-center", "find-midpoint", "bisect-angle", "right-angle"}
-"""Their reward is a share: how near a point is to the right one."""
+"""Environments whose reward is a fraction: the distance to the right point."""
 
 ATTEMPTS = 3
-"""At an episode: on a machine that is too busy a page that moves by timers may look as if it were at rest, and what
-is half in view then has room for an exact coordinate only."""
+"""Attempts per episode: on a busy machine an animation may look finished, and a half visible element then leaves room
+for an exact coordinate only."""
 
 EXACT = {"highlight-text"}
-"""Where a point is wanted that multiples of STEP do not hit in the smallest viewport."""
+"""Environments with points that multiples of COORDINATE_STEP miss in the smallest viewport."""
 
 
 async def play(
@@ -64,7 +64,7 @@ async def play_well(
 
 
 def is_coarse(actions: Sequence[Action]) -> bool:
-    """Whether every coordinate is a multiple of STEP."""
+    """Whether every coordinate is a multiple of COORDINATE_STEP."""
     points = [point for action in actions for point in (action.coordinate, action.end_coordinate) if point]
     return all(value % COORDINATE_STEP == 0 for point in points for value in point)
 
@@ -81,7 +81,7 @@ async def solve(session: Session, environment: str, seed: int) -> tuple[Observat
 
 
 async def blunder(session: Session, environment: str) -> Observation | None:
-    """How the mistake of the environment ends; None without one."""
+    """The result of the environment's mistake; None without one."""
     if environment in CANNOT_FAIL:
         return None
     seed = 4 if environment in {"click-button", "unicode-test"} else 2  # on others their pages have one button alone
@@ -95,7 +95,7 @@ async def blunder(session: Session, environment: str) -> Observation | None:
     return seen
 
 
-async def test_each_oracle_earns_the_whole_reward_from_every_seed_and_each_mistake_none() -> None:
+async def test_each_scripted_policy_earns_the_full_reward_and_each_mistake_none() -> None:
     async def tried(
         session: Session, environment: str
     ) -> tuple[list[tuple[Observation, list[Action]]], Observation | None]:
@@ -118,7 +118,7 @@ async def test_each_oracle_earns_the_whole_reward_from_every_seed_and_each_mista
         assert is_coarse(actions) or name in EXACT, name
 
 
-def test_only_environments_without_a_wrong_ending_lack_a_mistake() -> None:
+def test_only_environments_without_a_failure_lack_a_mistake() -> None:
     assert {*MISTAKES, *CANNOT_FAIL} == set(supported_environments())
     assert len(MISTAKES) == 96
 
@@ -131,7 +131,7 @@ async def test_small_targets_of_a_large_viewport_get_exact_coordinates() -> None
     assert any(value % COORDINATE_STEP for value in actions[0].coordinate or ())
 
 
-async def test_a_page_that_is_not_as_expected_is_an_oracle_error() -> None:
+async def test_an_unexpected_page_is_a_scripted_policy_error() -> None:
     with MiniWobTaskSource(["click-dialog"], 4) as source:
         async with BrowserPool(BrowserConfig(), {"miniwob": source}, 1, 20.0) as fleet, fleet.session() as session:
             task = source.held_out_task(0)

@@ -1,4 +1,4 @@
-"""The server of pages."""
+"""The HTTP server of pages."""
 
 from __future__ import annotations
 

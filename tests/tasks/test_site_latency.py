@@ -1,4 +1,4 @@
-"""Sites that are as slow as the web, and their settings."""
+"""Simulated latency of the sites, and settings."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _get(address: str) -> None:
     urllib.request.urlopen(f"http://{address}/", timeout=30).read()
 
 
-def test_settings_that_cannot_work_are_refused() -> None:
+def test_invalid_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"the sites have no 'shop-find-prize' among its 30 .*near: shop-find-price"):
         make_source(TasksConfig(source="sites", environments=["shop-find-prize"]))
     with pytest.raises(ConfigError, match="environments is empty"):

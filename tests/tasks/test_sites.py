@@ -1,4 +1,4 @@
-"""The sites without a browser: every task is solved, spoilt, and kept apart from the others."""
+"""The sites without a browser: success, failure and isolation of every task."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_each_site_has_tasks_of_every_difficulty() -> None:
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
-def test_the_script_of_a_task_succeeds(sites: SiteTaskSource, environment: str) -> None:
+def test_the_scripted_policy_of_a_task_succeeds(sites: SiteTaskSource, environment: str) -> None:
     for seed in SEEDS:
         client = visit(sites, environment, seed)
         assert client.episode.result() == (None, False)
@@ -73,7 +73,7 @@ def test_the_script_of_a_task_succeeds(sites: SiteTaskSource, environment: str) 
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
-def test_the_same_script_earns_nothing_where_something_else_was_wanted(sites: SiteTaskSource, environment: str) -> None:
+def test_a_scripted_policy_earns_nothing_for_another_goal(sites: SiteTaskSource, environment: str) -> None:
     client, task = visit(sites, environment), site_task(environment)
     if task.answer is not None:
         answer = client.solve()
@@ -88,7 +88,7 @@ def test_the_same_script_earns_nothing_where_something_else_was_wanted(sites: Si
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
-def test_half_of_the_wanted_effects_are_no_success(sites: SiteTaskSource, environment: str) -> None:
+def test_some_of_the_wanted_effects_are_no_success(sites: SiteTaskSource, environment: str) -> None:
     client = visit(sites, environment)
     wanted = client.episode.goal.effects
     if not wanted:
@@ -102,7 +102,7 @@ def test_half_of_the_wanted_effects_are_no_success(sites: SiteTaskSource, enviro
     assert verdict_of(client, site_task(environment), "done") == "failure"
 
 
-def test_a_wrong_effect_spoils_a_task_that_asks_for_an_answer(sites: SiteTaskSource) -> None:
+def test_an_effect_fails_a_task_with_an_answer(sites: SiteTaskSource) -> None:
     client, task = visit(sites, "shop-find-price"), site_task("shop-find-price")
     assert verdict_of(client, task, task.answer) == "success"
     item = next(link for link in client.page.links if link.startswith("/item/"))
@@ -115,7 +115,7 @@ def test_a_wrong_effect_spoils_a_task_that_asks_for_an_answer(sites: SiteTaskSou
 def order(
     sites: SiteTaskSource, quantity_more: int = 0, remove: bool = True, delivery: str = "", user: bool = True
 ) -> Client:
-    """Do shop-order-list, in places not as wanted."""
+    """Do shop-order-list with deviations from the goal."""
     client = visit(sites, "shop-order-list")
     _, who, wanted_delivery, *lines = client.episode.goal.effects[0]
     wanted = {int(line.split(" x ")[0]): int(line.split(" x ")[1]) for line in lines}
@@ -144,7 +144,7 @@ def test_only_the_exact_order_counts(sites: SiteTaskSource) -> None:
     assert order(sites, user=False).episode.result() == (0.0, True)
 
 
-def test_what_lasts_must_be_in_the_right_place_with_the_right_words(sites: SiteTaskSource) -> None:
+def test_an_effect_needs_the_right_target_and_text(sites: SiteTaskSource) -> None:
     for environment, form, values in (
         ("forum-reply", "/reply/{1}", {"words": "{2} Indeed."}),
         ("wiki-correct-fact", "/article/{1}/edit/1", {"value": "{3}0", "summary": "{4}"}),
@@ -164,7 +164,7 @@ def test_what_lasts_must_be_in_the_right_place_with_the_right_words(sites: SiteT
         assert client.episode.result() == (0.0, True), environment
 
 
-def test_what_the_site_refuses_leaves_no_trace(sites: SiteTaskSource) -> None:
+def test_rejected_forms_have_no_effect(sites: SiteTaskSource) -> None:
     client = visit(sites, "calendar-create")
     app = client.episode._app
     taken = app.data.appointments[0].start
@@ -193,7 +193,7 @@ def test_episodes_of_one_task_do_not_see_each_other(sites: SiteTaskSource) -> No
     assert "Your cart is empty" in other.html
 
 
-def test_only_the_episodes_own_visitor_gets_in(sites: SiteTaskSource) -> None:
+def test_an_episode_is_accessible_only_with_its_cookie(sites: SiteTaskSource) -> None:
     client = visit(sites, "wiki-look-up")
     client._secret, secret = "guess", client._secret
     assert client.fetch("/")[0] == 403
@@ -215,9 +215,9 @@ def test_a_seed_gives_the_same_task_and_page_everywhere(sites: SiteTaskSource) -
             assert get_goal(environment, 7).instruction == first.episode.goal.instruction
             other = visit(sites, environment, 8)
             assert (other.episode.goal.instruction, other.html) != (first.episode.goal.instruction, first.html)
-    told = "\n".join(f"{get_goal(name, 0).instruction} {get_goal(name, 0).answer}" for name in ENVIRONMENTS)
+    text = "\n".join(f"{get_goal(name, 0).instruction} {get_goal(name, 0).answer}" for name in ENVIRONMENTS)
     # Must stay so on every machine: a resumed run relies on it.
-    assert hashlib.sha256(told.encode()).hexdigest()[:16] == "c645bd734d531cb1"
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "c645bd734d531cb1"
 
 
 def test_tasks_come_from_tickets_and_are_held_out_like_those_of_other_sources(sites: SiteTaskSource) -> None:
@@ -236,9 +236,7 @@ def test_tasks_come_from_tickets_and_are_held_out_like_those_of_other_sources(si
 @pytest.mark.parametrize(
     "environment", ["shop-month-total", "forum-reply", "calendar-move", "wiki-count-edits", "forms-renew"]
 )
-def test_every_page_loads_from_the_site_alone_and_looking_changes_nothing(
-    sites: SiteTaskSource, environment: str
-) -> None:
+def test_every_page_needs_only_the_site_and_reading_has_no_effect(sites: SiteTaskSource, environment: str) -> None:
     client = visit(sites, environment)
     app = client.episode._app
     client.go("/login", {"user": app.account.user, "password": app.account.password})
@@ -259,7 +257,7 @@ def test_every_page_loads_from_the_site_alone_and_looking_changes_nothing(
     assert client.fetch("/no/such/page")[0] == 404
 
 
-def test_what_visitors_write_is_shown_as_text(sites: SiteTaskSource) -> None:
+def test_user_input_is_shown_as_text(sites: SiteTaskSource) -> None:
     client = visit(sites, "forum-reply")
     client.episode._app.signed_in = True
     client.go("/search?q=%3Cscript%3Ealert(1)%3C%2Fscript%3E%22'")
@@ -269,7 +267,7 @@ def test_what_visitors_write_is_shown_as_text(sites: SiteTaskSource) -> None:
     assert "<script>" not in client.html
 
 
-def test_signing_in_needs_the_password_and_leads_nowhere_else(sites: SiteTaskSource) -> None:
+def test_sign_in_needs_the_password_and_redirects_only_within_the_site(sites: SiteTaskSource) -> None:
     client = visit(sites, "calendar-move")
     account = client.episode._app.account
     assert client.path.startswith("/login?next=")
@@ -282,7 +280,7 @@ def test_signing_in_needs_the_password_and_leads_nowhere_else(sites: SiteTaskSou
         assert (status, headers["Location"]) == (303, "/")
 
 
-def test_what_no_browser_sends_is_refused_and_breaks_nothing(sites: SiteTaskSource) -> None:
+def test_malformed_requests_are_refused_and_have_no_effect(sites: SiteTaskSource) -> None:
     client = visit(sites, "shop-find-price")
     address = sites.addresses["shop.localhost"]
     headers = {"Host": "shop.localhost", "Cookie": f"session={client._secret}"}
@@ -302,7 +300,9 @@ def test_what_no_browser_sends_is_refused_and_breaks_nothing(sites: SiteTaskSour
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
-def test_random_visitors_break_nothing_and_are_judged_by_what_they_did(sites: SiteTaskSource, environment: str) -> None:
+def test_random_actions_break_nothing_and_are_rewarded_by_their_effects(
+    sites: SiteTaskSource, environment: str
+) -> None:
     rng = random.Random(environment)
     client = visit(sites, environment)
     for _ in range(40):
@@ -311,8 +311,8 @@ def test_random_visitors_break_nothing_and_are_judged_by_what_they_did(sites: Si
             client.do(FollowLink(rng.choice(links)))
         else:
             form = rng.choice(client.page.forms)
-            words = {name: rng.choice(("1", "14:00", "2026-03-05", "Mara", "<&\"'")) for name in form.lines}
-            client.do(SubmitForm(form.action, words | {name: rng.choice(o) for name, o in form.options.items()}))
+            values = {name: rng.choice(("1", "14:00", "2026-03-05", "Mara", "<&\"'")) for name in form.lines}
+            client.do(SubmitForm(form.action, values | {name: rng.choice(o) for name, o in form.options.items()}))
         assert client.status in (200, 404), client.path
         effects, wanted = client.episode._app.effects, list(client.episode.goal.effects)
         reward, done = client.episode.result()
@@ -330,7 +330,7 @@ class Broken(App):
         raise ZeroDivisionError
 
 
-def test_an_episode_on_a_site_that_fails_is_masked(sites: SiteTaskSource) -> None:
+def test_an_exception_of_a_site_masks_the_episode(sites: SiteTaskSource) -> None:
     account = Account("a", "b", "c")
     data = WikiData(account, {})
     broken = Goal(

@@ -1,4 +1,4 @@
-"""The sites in a real browser: scripts do every task by coordinates and keys, as the agent would."""
+"""The sites in a real browser: scripted policies solve every task by coordinates and keys, as the agent does."""
 
 from __future__ import annotations
 
@@ -32,43 +32,43 @@ def pool_on(source: SiteTaskSource, sessions: int = 1, width: int = 1280, height
 
 
 async def solve(fleet: BrowserPool, source: SiteTaskSource, task: Task) -> tuple[str, list[Action], list[str]]:
-    """Verdict, actions, and what could not be carried out."""
+    """Verdict, number of actions, and failed actions."""
     actions: list[Action] = []
     async with fleet.session() as session:
         seen = await session.reset(task)
-        notes = [seen.error]
+        errors = [seen.error]
         while not seen.done and len(actions) < task.max_steps:
             actions.append(await source.demonstrate(session.page, task))
             seen = await session.step(actions[-1])
-            notes.append(seen.error)
+            errors.append(seen.error)
             if actions[-1].kind == "answer":
                 break
     last = actions[-1]
     ended = DONE if seen.done else ANSWER if last.kind == "answer" else STEPS_EXHAUSTED
-    return outcome(seen.reward, ended, task.answer, last.text), actions, [note for note in notes if note]
+    return outcome(seen.reward, ended, task.answer, last.text), actions, [error for error in errors if error]
 
 
 async def solve_all(tasks: list[Task], width: int, height: int) -> None:
     with SiteTaskSource(list(ENVIRONMENTS), MAX_STEPS) as source:
         async with pool_on(source, 4, width, height) as fleet:
             found = await asyncio.gather(*(solve(fleet, source, task) for task in tasks))
-        failed = [(task.id, verdict, notes) for task, (verdict, _, notes) in zip(tasks, found, strict=True)
-                  if verdict != "success" or notes]  # fmt: skip
+        failed = [(task.id, verdict, errors) for task, (verdict, _, errors) in zip(tasks, found, strict=True)
+                  if verdict != "success" or errors]  # fmt: skip
         assert not failed
         for _, actions, _ in found:
             assert {action.kind for action in actions} <= {"left_click", "type", "scroll", "answer"}
 
 
-async def test_scripts_do_every_task_in_the_browser() -> None:
+async def test_scripted_policies_solve_every_task_in_the_browser() -> None:
     await solve_all([site_task(environment, 1) for environment in ENVIRONMENTS], 1280, 768)
 
 
-async def test_scripts_do_tasks_in_a_small_viewport() -> None:
+async def test_scripted_policies_solve_tasks_in_a_small_viewport() -> None:
     await solve_all([site_task(environment, 2) for environment in SMALL], 640, 480)
 
 
 async def act(session: Session, move: SubmitForm) -> Observation:
-    """Carry out a move to its end: until the page has taken the form."""
+    """Execute a high-level action until the page has accepted the form."""
     address, seen = session.page.url, None
     for _ in range(10):
         seen = await session.step(await first_action(session.page, move))
@@ -78,7 +78,7 @@ async def act(session: Session, move: SubmitForm) -> Observation:
     return seen
 
 
-async def test_doing_the_wrong_thing_ends_the_task_without_success() -> None:
+async def test_a_wrong_effect_ends_the_task_without_success() -> None:
     with SiteTaskSource(["forms-vote", "forum-follow-thread", "wiki-watch"], MAX_STEPS) as source:
         async with pool_on(source) as fleet:
             async with fleet.session() as session:
@@ -111,7 +111,7 @@ async def test_two_browsers_show_the_same_page_and_address_for_a_seed() -> None:
     assert shown[0].instruction == get_goal("shop-best-offer", 3).instruction
 
 
-async def test_episodes_side_by_side_have_carts_of_their_own() -> None:
+async def test_concurrent_episodes_have_separate_carts() -> None:
     with SiteTaskSource(["shop-buy-item"], MAX_STEPS) as source:
         task = site_task("shop-buy-item", 5)
         async with pool_on(source, 2) as fleet, fleet.session() as one, fleet.session() as other:
@@ -129,7 +129,7 @@ async def test_episodes_side_by_side_have_carts_of_their_own() -> None:
             assert "Your cart is empty" in await other.page.content()
 
 
-async def test_an_episode_is_forgotten_with_its_browser_context() -> None:
+async def test_an_episode_is_dropped_with_its_browser_context() -> None:
     with SiteTaskSource(["shop-find-price"], MAX_STEPS) as source:
         async with pool_on(source) as fleet:
             for seed in range(3):
@@ -143,7 +143,7 @@ async def test_an_episode_is_forgotten_with_its_browser_context() -> None:
                     gc.collect()
 
 
-async def test_a_slow_site_is_waited_for_and_a_page_without_a_way_on_is_an_oracle_error() -> None:
+async def test_a_slow_site_is_waited_for_and_a_dead_end_is_a_scripted_policy_error() -> None:
     with SiteTaskSource(["forum-follow-thread"], MAX_STEPS, LatencyConfig(median_seconds=0.05)) as source:
         async with pool_on(source) as fleet:
             task = site_task("forum-follow-thread", 1)

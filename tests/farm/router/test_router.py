@@ -1,4 +1,4 @@
-"""A router and nodes, all processes of their own."""
+"""A router and its servers, as processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.farm import protocol
 from megatron_webrl.farm.router.router import Router
-from tests.farm.conftest import Http, Server, node, serving, until_async
+from tests.farm.conftest import Http, Server, browser_server, serving, until_async
 from tests.waiting import until
 
 CONCURRENT = 1000
@@ -26,17 +26,17 @@ VIEW = protocol.SessionSpec.from_config(BrowserConfig())
 
 
 class Farm:
-    """Two nodes, with four sessions and two, and their router."""
+    """A router and two servers, with four and two sessions."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
         self.router: Server = stack.enter_context(serving("route"))
-        self.nodes: list[Server] = [
-            stack.enter_context(node("--router", self.router.url, sessions=sessions)) for sessions in (4, 2)
+        self.servers: list[Server] = [
+            stack.enter_context(browser_server("--router", self.router.url, sessions=sessions)) for sessions in (4, 2)
         ]
 
     def restart_router(self) -> None:
-        """Kill the router, and start it again at the same address."""
+        """Kill the router and restart it at the same address."""
         self.router.process.kill()
         self.router.process.wait()
         port = urlsplit(self.router.url).port
@@ -51,7 +51,7 @@ def farm() -> Iterator[Farm]:
 
 @pytest.fixture
 async def http(farm: Farm, client: aiohttp.ClientSession) -> Http:
-    """The router, with both nodes announced and every place free."""
+    """The router, with both servers registered and without leases."""
     http = Http(client, farm.router.url)
 
     async def free() -> bool:
@@ -67,14 +67,14 @@ async def release(client: aiohttp.ClientSession, leases: list[dict[str, str]]) -
         assert (await Http(client, lease["server"])("DELETE", f"/v1/leases/{lease['id']}")).status == 204
 
 
-async def test_leases_go_to_the_node_with_the_most_free_places(
+async def test_leases_go_to_the_server_with_the_most_free_sessions(
     farm: Farm, http: Http, client: aiohttp.ClientSession
 ) -> None:
     leases = [(await http("POST", "/v1/leases", json={})).json for _ in range(3)]
-    assert [lease["server"] for lease in leases[:2]] == [farm.nodes[0].url] * 2  # of 4 and 2, then of 3 and 2
+    assert [lease["server"] for lease in leases[:2]] == [farm.servers[0].url] * 2  # of 4 and 2, then of 3 and 2
     rest = [(await http("POST", "/v1/leases", json={})).json for _ in range(3)]
     used = Counter(lease["server"] for lease in leases + rest)
-    assert used == {farm.nodes[0].url: 4, farm.nodes[1].url: 2}
+    assert used == {farm.servers[0].url: 4, farm.servers[1].url: 2}
     refused = await http("POST", "/v1/leases", json={})
     assert refused.status == protocol.STATUS_BUSY
     assert int(refused.headers["Retry-After"]) >= 1
@@ -89,7 +89,7 @@ async def test_leases_go_to_the_node_with_the_most_free_places(
     await release(client, leases + rest)
 
 
-async def test_requests_about_a_lease_are_sent_on_to_its_node(farm: Farm, http: Http) -> None:
+async def test_requests_about_a_lease_are_redirected_to_its_server(farm: Farm, http: Http) -> None:
     lease = (await http("POST", "/v1/leases", json={"seconds": 30, "owner": "a test"})).json
     path = f"/v1/leases/{lease['id']}"
     sent = await http("GET", f"{path}?x=1")
@@ -108,7 +108,7 @@ async def test_requests_about_a_lease_are_sent_on_to_its_node(farm: Farm, http: 
     assert (bad.status, bad.json["error"][:8]) == (400, "seconds:")
 
 
-async def test_a_thousand_lease_requests_at_a_time_are_answered_by_a_lease_or_by_busy(
+async def test_a_thousand_simultaneous_lease_requests_get_a_lease_or_busy(
     farm: Farm, http: Http, client: aiohttp.ClientSession
 ) -> None:
     started = time.monotonic()
@@ -125,7 +125,7 @@ async def test_a_thousand_lease_requests_at_a_time_are_answered_by_a_lease_or_by
     await release(client, [answer.json for answer in answers if answer.status == 201])
 
 
-async def test_a_restarted_router_learns_nodes_and_leases(farm: Farm, http: Http) -> None:
+async def test_a_restarted_router_learns_servers_and_leases(farm: Farm, http: Http) -> None:
     lease = (await http("POST", "/v1/leases", json={})).json
     path = f"/v1/leases/{lease['id']}"
     farm.restart_router()  # by this thread: processes die with the one that started them
@@ -135,7 +135,7 @@ async def test_a_restarted_router_learns_nodes_and_leases(farm: Farm, http: Http
         assert answer.status in (307, protocol.STATUS_BUSY), answer.body  # never lost
         return answer.status == 307
 
-    await until_async(found, "the lease's node known")
+    await until_async(found, "the lease's server registered")
 
     async def listed() -> bool:
         state = (await http("GET", "/v1/state")).json
@@ -145,15 +145,15 @@ async def test_a_restarted_router_learns_nodes_and_leases(farm: Farm, http: Http
     assert (await http("DELETE", path, follow=True)).status == 204
 
 
-async def test_a_dead_node_loses_its_leases_at_once_and_others_take_over(
+async def test_a_dead_server_loses_its_leases_at_once_and_others_replace_it(
     farm: Farm, http: Http, client: aiohttp.ClientSession
 ) -> None:
-    with node("--router", farm.router.url, sessions=8) as doomed:
+    with browser_server("--router", farm.router.url, sessions=8) as doomed:
 
         async def known() -> bool:
             return (await http("GET", "/v1/state")).json["sessions"] == 14
 
-        await until_async(known, "the third node known")
+        await until_async(known, "the third server registered")
         lease = (await http("POST", "/v1/leases", json={})).json
         assert lease["server"] == doomed.url
         await Http(client, doomed.url).reset(lease["id"], "click-test")
@@ -162,7 +162,7 @@ async def test_a_dead_node_loses_its_leases_at_once_and_others_take_over(
         doomed.process.send_signal(signal.SIGKILL)
         doomed.process.wait()
         other = (await http("POST", "/v1/leases", json={})).json  # which finds out
-        assert other["server"] in [server.url for server in farm.nodes]
+        assert other["server"] in [server.url for server in farm.servers]
         lost = await http("POST", f"/v1/leases/{lease['id']}/step", json={"kind": "wait"})
         assert lost.status == protocol.STATUS_LEASE_EXPIRED
         assert lost.json["error"] == f"browser server {doomed.url} refuses connections; its leases are lost"
@@ -171,9 +171,9 @@ async def test_a_dead_node_loses_its_leases_at_once_and_others_take_over(
         until(lambda: not any(_runs(process) for process in below), "its browsers ended with it")
 
 
-async def test_a_silent_node_is_dead_after_a_while_and_back_when_it_speaks(farm: Farm, http: Http) -> None:
+async def test_a_silent_server_is_dead_until_its_next_heartbeat(farm: Farm, http: Http) -> None:
     lease = (await http("POST", "/v1/leases", json={})).json
-    silent = next(server for server in farm.nodes if server.url == lease["server"])
+    silent = next(server for server in farm.servers if server.url == lease["server"])
     os.kill(silent.process.pid, signal.SIGSTOP)
     try:
 
@@ -183,7 +183,7 @@ async def test_a_silent_node_is_dead_after_a_while_and_back_when_it_speaks(farm:
         await until_async(lost, "the lease lost", 30.0)
         answer = await http("GET", f"/v1/leases/{lease['id']}")
         assert answer.json["error"].startswith(f"browser server {lease['server']} sent no heartbeat for")
-        assert (await http("GET", "/healthz")).status == 200  # the other node lives
+        assert (await http("GET", "/healthz")).status == 200  # the other server is alive
     finally:
         os.kill(silent.process.pid, signal.SIGCONT)
 
@@ -194,11 +194,11 @@ async def test_a_silent_node_is_dead_after_a_while_and_back_when_it_speaks(farm:
     assert (await http("DELETE", f"/v1/leases/{lease['id']}", follow=True)).status == 204
 
 
-async def test_the_router_shows_its_nodes_and_what_they_open(farm: Farm, http: Http) -> None:
+async def test_the_router_shows_its_servers_and_their_environments(farm: Farm, http: Http) -> None:
     sources = (await http("GET", "/v1/tasks")).json["sources"]
     assert "click-test" in sources["miniwob"]
     page = (await http("GET", "/")).body.decode()
-    assert all(server.url in page for server in farm.nodes)
+    assert all(server.url in page for server in farm.servers)
     metrics = (await http("GET", "/metrics")).body.decode()
     assert "webrl_router_servers 2.0" in metrics
     document = (await http("GET", "/openapi.json")).json
@@ -208,18 +208,18 @@ async def test_the_router_shows_its_nodes_and_what_they_open(farm: Farm, http: H
     assert unknown.status in (protocol.STATUS_LEASE_EXPIRED, protocol.STATUS_BUSY)
 
 
-async def test_a_router_that_did_not_run_for_a_while_takes_nobody_for_dead() -> None:
+async def test_a_suspended_router_counts_no_server_as_dead() -> None:
     now = 1000.0
     async with Router(None, lambda: now) as router:
-        router.register(protocol.ServerState("http://node", "b007", sessions=2, free=2, spec=VIEW))
-        assert router.server_of("b007-secret") == "http://node"
+        router.register(protocol.ServerState("http://server", "b007", sessions=2, free=2, spec=VIEW))
+        assert router.server_of("b007-secret") == "http://server"
         await asyncio.sleep(0)  # the router looks at the clock
         now += 100
-        assert router.server_of("b007-secret") == "http://node"
+        assert router.server_of("b007-secret") == "http://server"
         assert router.state().servers[0].alive
 
 
-async def test_without_a_node_there_are_no_leases_and_no_health(client: aiohttp.ClientSession) -> None:
+async def test_a_router_without_servers_grants_no_leases_and_is_unhealthy(client: aiohttp.ClientSession) -> None:
     with serving("route") as server:
         http = Http(client, server.url)
         for path, method in (("/v1/leases", "POST"), ("/healthz", "GET")):

@@ -1,4 +1,4 @@
-"""One node over real Chromium: leases, episodes, errors."""
+"""One browser server with real Chromium: leases, episodes, errors."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from megatron_webrl.farm import protocol
 from megatron_webrl.tasks import scripted_policies
 from megatron_webrl.tasks.miniwob_page import all_environments
 from megatron_webrl.types import Observation
-from tests.farm.conftest import ROOT, Http, Server, node, until_async
+from tests.farm.conftest import ROOT, Http, Server, browser_server, until_async
 from tests.waiting import until
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with node() as running:
+    with browser_server() as running:
         yield running
 
 
 @pytest.fixture
 async def http(server: Server, client: aiohttp.ClientSession) -> Http:
-    """The node, with every place free."""
+    """The server, without leases."""
     http = Http(client, server.url)
 
     async def free() -> bool:
@@ -74,7 +74,7 @@ async def test_an_episode_from_lease_to_release(http: Http) -> None:
     assert gone.json == {"error": "the lease has been released", "outcome": None}
 
 
-async def test_a_whole_task_of_another_source_opens_and_a_second_reset_takes_a_fresh_context(http: Http) -> None:
+async def test_a_complete_task_of_another_source_opens_and_a_second_reset_takes_a_new_context(http: Http) -> None:
     lease = await http.lease()
     seen = await http.reset(lease, "shop-find-price", source="sites")
     assert seen.json["url"].startswith("http://shop.localhost/")
@@ -86,7 +86,7 @@ async def test_a_whole_task_of_another_source_opens_and_a_second_reset_takes_a_f
     await http("DELETE", f"/v1/leases/{lease}")
 
 
-async def test_when_all_are_taken_a_lease_is_refused_with_the_time_to_ask_again(http: Http) -> None:
+async def test_a_lease_beyond_capacity_is_refused_with_retry_after(http: Http) -> None:
     leases = [await http.lease() for _ in range(3)]
     refused = await http("POST", "/v1/leases", json={})
     assert refused.status == protocol.STATUS_BUSY
@@ -98,7 +98,7 @@ async def test_when_all_are_taken_a_lease_is_refused_with_the_time_to_ask_again(
         await http("DELETE", f"/v1/leases/{lease}")
 
 
-async def test_a_lease_that_is_not_used_expires_and_a_used_one_does_not(http: Http) -> None:
+async def test_an_unused_lease_expires_and_a_used_one_does_not(http: Http) -> None:
     kept, left = await http.lease(seconds=1.5), await http.lease(seconds=1.5)
 
     async def over() -> bool:
@@ -121,7 +121,7 @@ async def test_an_operation_longer_than_the_lifetime_keeps_its_lease(http: Http)
     assert (await http("DELETE", f"/v1/leases/{lease}")).status == 204
 
 
-async def test_a_client_killed_in_the_middle_of_a_step_holds_its_lease_no_longer_than_the_lifetime(
+async def test_a_client_killed_during_a_step_blocks_its_lease_no_longer_than_the_lifetime(
     server: Server, http: Http
 ) -> None:
     code = (
@@ -158,7 +158,7 @@ async def test_a_client_killed_in_the_middle_of_a_step_holds_its_lease_no_longer
     assert (await http("GET", f"/v1/leases/{lease}")).status == protocol.STATUS_LEASE_EXPIRED
 
 
-async def test_two_operations_at_a_time_are_a_conflict_and_a_release_breaks_the_first_off(http: Http) -> None:
+async def test_concurrent_operations_conflict_and_a_release_cancels_the_first(http: Http) -> None:
     lease = await http.lease()
     early = await http("POST", f"/v1/leases/{lease}/step", json={"kind": "wait"})
     assert (early.status, early.json["error"]) == (409, "there is no episode; reset begins one")
@@ -194,7 +194,7 @@ async def test_two_operations_at_a_time_are_a_conflict_and_a_release_breaks_the_
         ("reset", {"source": "web"}, "source: give url instead"),
     ],
 )  # fmt: skip
-async def test_bad_input_is_named_and_harms_nothing(http: Http, path: str, body: object, error: str) -> None:
+async def test_an_invalid_request_is_named_and_changes_nothing(http: Http, path: str, body: object, error: str) -> None:
     lease = await http.lease()
     await http.reset(lease, "click-test")
     answer = await http("POST", f"/v1/leases/{lease}/{path}", json=body)
@@ -204,7 +204,7 @@ async def test_bad_input_is_named_and_harms_nothing(http: Http, path: str, body:
     await http("DELETE", f"/v1/leases/{lease}")
 
 
-async def test_other_refusals_are_errors_of_the_same_form(http: Http) -> None:
+async def test_other_errors_have_the_same_form(http: Http) -> None:
     for method, path, body, status in (
         ("POST", "/v1/leases", b"{", 400),
         ("POST", "/v1/leases", b'{"seconds": 4000}', 400),
@@ -218,7 +218,7 @@ async def test_other_refusals_are_errors_of_the_same_form(http: Http) -> None:
         assert set(answer.json) == {"error", "outcome"}
 
 
-async def test_an_environment_without_a_script_has_no_demonstration(http: Http) -> None:
+async def test_an_environment_without_a_scripted_policy_has_no_demonstration(http: Http) -> None:
     lease = await http.lease()
     assert (await http("GET", f"/v1/leases/{lease}/demonstration")).status == 409
     unscripted = next(name for name in all_environments() if name not in scripted_policies.supported_environments())
@@ -228,7 +228,9 @@ async def test_an_environment_without_a_script_has_no_demonstration(http: Http) 
     await http("DELETE", f"/v1/leases/{lease}")
 
 
-async def test_a_killed_browser_is_a_failure_with_its_outcome_and_the_lease_goes_on(server: Server, http: Http) -> None:
+async def test_a_killed_browser_is_a_failure_with_its_outcome_and_the_lease_continues(
+    server: Server, http: Http
+) -> None:
     lease = await http.lease()
     await http.reset(lease, "click-test")
     waiting = asyncio.ensure_future(http("POST", f"/v1/leases/{lease}/step", json={"kind": "wait", "time": 5}))
@@ -253,17 +255,21 @@ async def test_a_killed_browser_is_a_failure_with_its_outcome_and_the_lease_goes
 
 
 def browser_of(server: Server) -> psutil.Process:
-    """Its only browser: neither the shell script that started it nor one of its helpers."""
+    """The server's Chromium: neither the shell script that started it nor one of its helpers."""
     (browser,) = (child for child in server.children() if _is_browser(child))
     return browser
 
 
 def _is_browser(process: psutil.Process) -> bool:
     try:
-        words = process.cmdline()
+        arguments = process.cmdline()
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return False
-    return "--remote-debugging-pipe" in words and "chrom" in words[0] and not any("--type=" in word for word in words)
+    return (
+        "--remote-debugging-pipe" in arguments
+        and "chrom" in arguments[0]
+        and not any("--type=" in argument for argument in arguments)
+    )
 
 
 async def test_health_follows_the_browser(server: Server, http: Http) -> None:
@@ -279,7 +285,7 @@ async def test_health_follows_the_browser(server: Server, http: Http) -> None:
     assert (await http("GET", "/healthz")).status == 200
 
 
-async def test_metrics_and_the_page_tell_what_goes_on(http: Http) -> None:
+async def test_metrics_and_status_page_show_the_state(http: Http) -> None:
     lease = await http.lease(owner="<b>bold</b>")
     await http.reset(lease, "click-test")
     metrics = (await http("GET", "/metrics")).body.decode()
@@ -320,7 +326,7 @@ async def test_tasks_lists_every_environment(http: Http) -> None:
     assert "shop-find-price" in sources["sites"]
 
 
-async def test_many_episodes_at_a_time_and_nothing_is_left_behind(server: Server, http: Http) -> None:
+async def test_many_concurrent_episodes_leave_nothing_behind(server: Server, http: Http) -> None:
     async def episode(seed: int) -> float:
         lease = await http.lease()
         try:

@@ -1,4 +1,4 @@
-"""Real nodes for tests, and the processes below them."""
+"""Configuration of test servers, and their processes."""
 
 from __future__ import annotations
 
@@ -28,28 +28,32 @@ def click_task(environment: str = "click-test") -> Task:
     return Task(f"miniwob/{environment}/1", "miniwob", environment, seed=1, max_steps=3)
 
 
-def node_processes() -> list[psutil.Process]:
-    """The nodes that this process has started, by their order."""
-    found = [child for child in psutil.Process().children() if "serve" in _words(child)]
+def server_processes() -> list[psutil.Process]:
+    """The browser servers started by this process, oldest first."""
+    found = [child for child in psutil.Process().children() if "serve" in _command_line(child)]
     return sorted(found, key=lambda process: process.create_time())
 
 
-def node_at(address: str) -> psutil.Process:
-    """The one that listens at an address."""
+def server_at(address: str) -> psutil.Process:
+    """The server that listens at an address."""
     port = int(address.rpartition(":")[2])
-    for process in node_processes():
+    for process in server_processes():
         if any(c.laddr.port == port and c.status == psutil.CONN_LISTEN for c in process.net_connections("tcp")):
             return process
-    raise AssertionError(f"none of our nodes listens at {address}")
+    raise AssertionError(f"none of our servers listens at {address}")
 
 
-def browser_of(node: psutil.Process) -> psutil.Process:
-    """The Chromium of a node: neither a shell script that started it nor one of its helpers."""
-    for child in node.children(recursive=True):
-        words = _words(child)
-        if "--remote-debugging-pipe" in words and "chrom" in words[0] and not any("--type=" in word for word in words):
+def browser_of(server: psutil.Process) -> psutil.Process:
+    """The Chromium of a server: neither the shell script that started it nor one of its helpers."""
+    for child in server.children(recursive=True):
+        arguments = _command_line(child)
+        if (
+            "--remote-debugging-pipe" in arguments
+            and "chrom" in arguments[0]
+            and not any("--type=" in argument for argument in arguments)
+        ):
             return child
-    raise AssertionError(f"no browser below {node}")
+    raise AssertionError(f"no browser below {server}")
 
 
 async def until(condition: Callable[[], object], what: str, seconds: float = LIMIT) -> None:
@@ -60,7 +64,7 @@ async def until(condition: Callable[[], object], what: str, seconds: float = LIM
         await asyncio.sleep(0.02)
 
 
-def _words(process: psutil.Process) -> list[str]:
+def _command_line(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
