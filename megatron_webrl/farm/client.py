@@ -17,8 +17,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, TypeVar
-from urllib.parse import quote
+from typing import Any
 
 from pydantic import TypeAdapter
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_before_delay
@@ -34,6 +33,7 @@ from megatron_webrl.farm.http_client import (
     LeaseLost,
     RequestRejected,
     ServerUnreachable,
+    parse_response,
     wait_until_set,
 )
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
@@ -46,7 +46,6 @@ REQUEST_TIMEOUT_SECONDS = 15.0  # of a short request: lease, renewal, release, s
 SUSPECT_SECONDS = 5.0  # an address that failed is tried last for this long
 _lease_adapter, _state_adapter = TypeAdapter(protocol.Lease), TypeAdapter(protocol.ServerState)
 _lease_state_adapter, _router_adapter = TypeAdapter(protocol.LeaseState), TypeAdapter(protocol.RouterState)
-T = TypeVar("T")
 
 AddressProvider = Callable[[], Sequence[str]]
 """Returns the current addresses, such as those of servers that may be restarted."""
@@ -238,7 +237,7 @@ class BrowserClient:
 
     async def _delete_lease(self, lease: protocol.Lease) -> None:
         try:
-            await self.http.request("DELETE", lease_url(lease), REQUEST_TIMEOUT_SECONDS)
+            await self.http.request("DELETE", protocol.lease_url(lease), REQUEST_TIMEOUT_SECONDS)
         except (RequestRejected, BrowserError) as error:
             log.debug("lease not released: %s", error)
 
@@ -342,7 +341,7 @@ class RemoteSession:
         sent = time.monotonic()
         try:
             response = await self._browsers.http.request(
-                method, lease_url(self.lease) + path, self._seconds, body, accept
+                method, protocol.lease_url(self.lease) + path, self._seconds, body, accept
             )
         except ServerUnreachable:
             self._browsers.mark_unreachable(self)
@@ -369,7 +368,7 @@ class RemoteSession:
             return
         timeout = min(interval, REQUEST_TIMEOUT_SECONDS)
         try:
-            await self._browsers.http.request("POST", f"{lease_url(self.lease)}/renew", timeout)
+            await self._browsers.http.request("POST", f"{protocol.lease_url(self.lease)}/renew", timeout)
         except (RequestRejected, BrowserError) as error:
             fatal = isinstance(error, BrowserCrashed) or (isinstance(error, RequestRejected) and error.status < 500)
             level = logging.WARNING if fatal else logging.INFO
@@ -389,16 +388,3 @@ def _lease_delay(attempt: RetryCallState) -> float:
     busy = attempt.outcome.exception() if attempt.outcome else None
     asked = busy.retry_after if isinstance(busy, BrowserBusy) else 0.0
     return max(BACKOFF(attempt), asked * random.uniform(1.0, 1.5))
-
-
-def lease_url(lease: protocol.Lease) -> str:
-    """The base URL of requests about a lease."""
-    return f"{lease.server}{protocol.API_PREFIX}/leases/{quote(lease.id, safe='')}"
-
-
-def parse_response(adapter: TypeAdapter[T], body: bytes, sender: str) -> T:
-    """Parse the body of a response from `sender`. Raises BrowserError."""
-    try:
-        return protocol.load(adapter, body)
-    except protocol.ProtocolError as error:
-        raise BrowserError(f"{sender} sent an invalid response: {error}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 from pydantic import TypeAdapter
@@ -30,6 +30,7 @@ BACKOFF = wait_exponential(INITIAL_BACKOFF_SECONDS / 2, MAX_BACKOFF_SECONDS / 2)
 )
 """Delay before each further attempt: doubles up to the maximum; the random half spreads clients over time."""
 
+T = TypeVar("T")
 _ERROR = TypeAdapter(protocol.ErrorResponse)
 _BY_OUTCOME: dict[str, type[BrowserError]] = {
     kind.outcome: kind for kind in (BrowserError, BrowserMissing, BrowserCrashed, PageCrashed, BrowserTimeout)
@@ -133,6 +134,14 @@ class HttpClient:
                 server, response.status, _error(content), _parse_seconds(response.headers.get("Retry-After"))
             )
         return content
+
+
+def parse_response(adapter: TypeAdapter[T], body: bytes, sender: str) -> T:
+    """Parse the body of a response from `sender`. Raises BrowserError."""
+    try:
+        return protocol.load(adapter, body)
+    except protocol.ProtocolError as error:
+        raise BrowserError(f"{sender} sent an invalid response: {error}") from error
 
 
 def _error(content: bytes) -> protocol.ErrorResponse:

@@ -10,6 +10,7 @@ import functools
 import struct
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, cast
+from urllib.parse import quote
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -186,6 +187,11 @@ _fields = TypeAdapter(dict[str, Any])
 def bearer_header(token: str | None) -> dict[str, str]:
     """The request header that carries the token; empty without one."""
     return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def lease_url(lease: Lease) -> str:
+    """The base URL of requests about a lease."""
+    return f"{lease.server}{API_PREFIX}/leases/{quote(lease.id, safe='')}"
 
 
 def validate_action(action: Action) -> Action:

@@ -14,7 +14,7 @@ from megatron_webrl.browser.errors import BrowserCrashed
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.farm import protocol
-from megatron_webrl.farm.client import BrowserClient, RemoteSession, lease_url
+from megatron_webrl.farm.client import BrowserClient, RemoteSession
 from megatron_webrl.farm.http_client import BrowserBusy, LeaseLost, ServerUnreachable
 from megatron_webrl.farm.local_servers import LocalServers, local_servers
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
@@ -135,7 +135,7 @@ async def test_a_lost_lease_is_named_and_a_reset_takes_another(servers: LocalSer
     async with client(servers) as browsers, browsers.session() as session:
         await session.reset(click_task())
         lost = session.lease.id
-        await browsers.http.request("DELETE", lease_url(session.lease), LIMIT)
+        await browsers.http.request("DELETE", protocol.lease_url(session.lease), LIMIT)
         with pytest.raises(LeaseLost, match="released"):
             await session.step(Action("wait", time=0))
         assert (await session.reset(click_task())).instruction == "Click the button."
