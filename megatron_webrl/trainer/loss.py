@@ -68,9 +68,7 @@ def make_objective(config: LossConfig, group: ProcessGroup | None) -> Objective:
 
     `group`: the context-parallel ranks of a micro-batch, None for one; with gspo the loss is collective over it.
     """
-    base: Objective = (
-        negative_log_likelihood if config.name == "raft" else partial(clipped_surrogate, config=config, group=group)
-    )
+    base = OBJECTIVES[config.name](config, group)
     if not config.kl_coefficient:
         return base
 
@@ -187,3 +185,11 @@ def _clamp(log_ratio: Tensor) -> Tensor:
     return torch.where(
         log_ratio.abs() > LOG_RATIO_LIMIT, log_ratio.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), log_ratio
     )
+
+
+OBJECTIVES: dict[str, Callable[[LossConfig, ProcessGroup | None], Objective]] = {
+    "grpo": lambda config, group: partial(clipped_surrogate, config=config),
+    "gspo": lambda config, group: partial(clipped_surrogate, config=config, group=group),
+    "raft": lambda config, group: negative_log_likelihood,
+}
+"""The choices of trainer.loss.name."""

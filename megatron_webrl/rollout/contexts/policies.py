@@ -9,11 +9,11 @@ from megatron_webrl.rollout.contexts.base import PromptContext
 from megatron_webrl.rollout.contexts.sliding import SlidingContext
 from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
 
-_POLICIES: dict[str, type[PromptContext]] = {"sliding": SlidingContext, "append": AppendContext}
+POLICIES: dict[str, type[PromptContext]] = {"sliding": SlidingContext, "append": AppendContext}
 
 
 def make_context(
     processor: Processor, settings: ContextConfig, max_prompt_tokens: int, toolset: Toolset = COORDINATE_TOOLSET
 ) -> PromptContext:
     """The context of one episode by `settings.policy`; the token limit counts expanded image placeholders."""
-    return _POLICIES[settings.policy](processor, settings, max_prompt_tokens, toolset)
+    return POLICIES[settings.policy](processor, settings, max_prompt_tokens, toolset)
