@@ -11,38 +11,43 @@ from megatron_webrl.config.setting import setting
 class BrowserConfig:
     farm: str = setting(
         "",
-        "Addresses of a browser farm's routers or nodes, separated by commas; empty: workers start nodes of their own.",
+        "Addresses of a browser farm's routers or servers, separated by commas; empty: workers start "
+        "browser servers of their own.",
     )
-    processes: int = setting(1, "Nodes that each worker starts, processes with a Chromium each.", low=1)
-    executable: str = setting("", "Chromium to run; empty: the first one found.")
+    processes: int = setting(1, "Browser servers that each worker starts, processes with their own Chromium.", low=1)
+    executable: str = setting("", "Chromium executable; empty: the first one found on PATH.")
     width: int = setting(1280, "Viewport width, pixels.", low=32)
     height: int = setting(768, "Viewport height, pixels.", low=32)
     screenshot: str = setting("jpeg", "Encoding of screenshots.", choices=("jpeg", "png", "webp"))
     quality: int = setting(80, "Quality of JPEG and WebP.", low=1, high=100)
     marks: bool = setting(
-        False, "Number the elements in view and act by number (web_interaction) instead of coordinates (computer_use)."
+        False,
+        "Set-of-Marks: number the visible elements, and act by number (web_interaction) instead of "
+        "coordinates (computer_use).",
     )
     max_marks: int = setting(100, "Elements numbered in one observation.", low=1)
     actions: list[str] = setting(
         [],
-        "Further actions: hover, double_click, right_click, drag, key, select_option, switch_tab, new_tab, close_tab.",
+        "Additional actions: hover, double_click, right_click, drag, key, select_option, switch_tab, "
+        "new_tab, close_tab.",
     )
-    tabs: int = setting(5, "Tabs open at a time; without switch_tab in browser.actions always one.", low=2)
+    tabs: int = setting(5, "Tabs open at a time; always one without switch_tab in browser.actions.", low=2)
     open_web: bool = setting(
         False, "Let pages reach public addresses; otherwise only the origins that the task source declares."
     )
     allow: list[str] = setting(
-        [], "Public hosts that pages may reach: example.com, or *.example.com for all below it too; empty: all."
+        [], "Public hosts that pages may reach: example.com, or *.example.com with all its subdomains; empty: all."
     )
-    deny: list[str] = setting([], "Hosts and addresses that pages may not reach, whatever else permits them.")
+    deny: list[str] = setting([], "Hosts and addresses that pages may not reach, even if another setting permits them.")
     ports: list[int] = setting([80, 443], "Ports of public hosts that pages may reach.")
-    record: str = setting("", "Folder to which every episode's answers are recorded; empty: none.")
-    replay: str = setting("", "Folder of recorded episodes that pages come from instead of the network; empty: none.")
+    record: str = setting("", "Folder in which the HTTP responses of every episode are recorded; empty: none.")
+    replay: str = setting("", "Folder of recorded episodes that answer requests instead of the network; empty: none.")
     max_requests: int = setting(5000, "Requests of one episode; a TLS connection counts as one.", low=1)
-    max_network_mib: int = setting(512, "Bytes that one episode may move, both directions together.", low=1)
+    max_network_mib: int = setting(512, "Network traffic of one episode, both directions together.", low=1)
     reuse_pages: int = setting(
         0,
-        "Pages kept after their episode for a later one of the same source to begin in, where the source permits it "
-        "(MiniWoB++ starts its pages anew in place): less work than a fresh context. 0: every episode has its own.",
+        "Pages kept after an episode for a later one of the same source, where the source permits it "
+        "(MiniWoB++ restarts in place): less work than a fresh context. 0: every episode has a fresh "
+        "context.",
         low=0,
     )

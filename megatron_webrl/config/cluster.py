@@ -10,31 +10,31 @@ from megatron_webrl.config.setting import setting
 @dataclass
 class ClusterConfig:
     nodes: int = setting(1, "Nodes of the job, all alike; both steps run on each.", low=1)
-    gpus_per_node: int = setting(0, "GPUs of a node; 0: everything computes on cores.", low=0)
+    gpus_per_node: int = setting(0, "GPUs of a node; 0: compute on the CPU.", low=0)
     engine_gpus_per_node: int = setting(
-        0, "GPUs of each node that engines take, the last ones; the trainer has the others.", low=0
+        0, "GPUs of each node for engines, the last ones; the trainer uses the others.", low=0
     )
     gpu_gib: float = setting(80.0, "Memory of one GPU, GiB.", above=0)
     numa_cores: list[str] = setting(
         [],
-        'Cores of each NUMA node, numbered as Linux does, such as ["0-31,64-95", "32-63,96-127"]; empty: processes '
-        "are not bound to cores.",
+        'Cores of each NUMA node, numbered as Linux does, such as ["0-31,64-95", "32-63,96-127"]; empty: '
+        "processes are not bound to cores.",
     )
     trainer_cores: int = setting(
         0,
-        "Cores of one trainer rank; the workers share the others. 0: one and one for each of trainer.image_workers; "
-        "without GPUs as many as an engine's process.",
+        "Cores of one trainer rank; workers share the others. 0: one, and one for each of "
+        "trainer.image_workers; without GPUs as many as a process of an engine.",
         low=0,
     )
     gpu_numa: list[int] = setting(
-        [], "NUMA node of each GPU, counted as in cluster.numa_cores; empty: equal runs of GPUs in their order."
+        [], "NUMA node of each GPU, an index into cluster.numa_cores; empty: GPUs in order, evenly."
     )
     nics: list[str] = setting(
-        [], "Network card nearest to each GPU, such as [mlx5_0, mlx5_1]; empty: left to the libraries."
+        [], "Network card nearest to each GPU, such as [mlx5_0, mlx5_1]; empty: the libraries choose."
     )
     base_port: int = setting(
         29500,
-        "Ports are taken from here up: the control plane's, then one for each process of a node.",
+        "First port: the control plane's, followed by one for each process of a node.",
         low=1,
         high=65535,
     )

@@ -20,39 +20,47 @@ class LossConfig:
     normalizer_constant: int = setting(10, "The constant normaliser divides by k steps.", low=1)
     decoupled: bool = setting(
         True,
-        "Clip against the policy at the start of the update and correct for the one that acted by a weight; "
-        "otherwise clip against the one that acted.",
+        "Clip against the policy at the start of the update and weight by proximal/behaviour; otherwise "
+        "clip against the behaviour policy.",
     )
     importance_weight_cap: float = setting(5.0, "Cap of the proximal/behaviour weight.", above=1)
     importance_weight_mode: str = setting(
-        "mask", "Tokens whose weight exceeds the cap are left out, or weigh as much as the cap.",
+        "mask", "Tokens whose weight exceeds the cap are masked, or their weight is truncated to the cap.",
         choices=("mask", "truncate"),
     )  # fmt: skip
-    clip_low: float = setting(0.2, "Ratio is clipped from below at 1 - clip_low; gspo: about 3e-4.", above=0, high=1)
-    clip_high: float = setting(0.2, "Ratio is clipped from above at 1 + clip_high; gspo: about 4e-4.", above=0)
+    clip_low: float = setting(0.2, "Lower clip of the ratio, 1 - clip_low; gspo: about 3e-4.", above=0, high=1)
+    clip_high: float = setting(0.2, "Upper clip of the ratio, 1 + clip_high; gspo: about 4e-4.", above=0)
     dual_clip: float = setting(
-        3.0, "Bound of the surrogate, in advantages, where the advantage is negative; above 1, or 0: none.", low=0
+        3.0, "Bound of the surrogate as a multiple of a negative advantage; above 1, or 0 for none.", low=0
     )
     kl_coefficient: float = setting(
         0.0,
-        "Weight of the KL divergence from the policy with which RL began; 0: none, and no reference is kept.",
+        "Weight of the KL divergence from the policy at the start of RL; 0: none, and no reference is kept.",
         low=0,
     )
-    raft_versions: int = setting(0, "Successes of so many earlier versions are imitated again (raft).", low=0)
+    raft_versions: int = setting(0, "Number of earlier versions whose successes are imitated again (raft).", low=0)
     shuffle_advantages: bool = setting(
         False,
-        "Control: deal the advantages of a batch (raft: the rewards) out to its trajectories at random. Nothing can be "
-        "learned.",
+        "Control experiment: assign the advantages of a batch (raft: the rewards) to its trajectories at "
+        "random, so that nothing can be learned.",
     )
 
 
 @dataclass
 class RewardConfig:
-    format_penalty: float = setting(0.0, "Taken from the reward, times the share of steps with a format error.", low=0)
+    format_penalty: float = setting(
+        0.0, "Subtracted from the reward, times the fraction of steps with a format error.", low=0
+    )
     repetition_penalty: float = setting(
-        0.0, "The same for steps that repeat the action before, which had left the page unchanged.", low=0
+        0.0,
+        "Subtracted from the reward, times the fraction of steps that repeat an action which had left the"
+        " page unchanged.",
+        low=0,
     )
     length_penalty: float = setting(
-        0.0, "Taken off times the mean over steps of a number that rises from 0 to 1 in the length window.", low=0
+        0.0,
+        "Subtracted from the reward, times the mean over steps of a number that rises from 0 to 1 within "
+        "the length window.",
+        low=0,
     )
-    length_window: int = setting(512, "The last tokens before rollout.max_new_tokens.", low=1)
+    length_window: int = setting(512, "Length window: the last tokens before rollout.max_new_tokens.", low=1)

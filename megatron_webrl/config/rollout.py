@@ -11,20 +11,18 @@ from megatron_webrl.config.setting import setting
 class ContextConfig:
     policy: str = setting(
         "sliding",
-        "sliding: each prompt holds the latest rounds. append: each prompt is the one before, its answer and a new "
-        "turn, until the window is full.",
+        "sliding: each prompt holds the latest rounds. append: each prompt is the previous one, its "
+        "answer and a new turn, until the window is full.",
         choices=("sliding", "append"),
     )
-    rounds: int = setting(
-        4, "Rounds that a prompt holds with their screenshots at most; older ones become summary lines.", low=1
-    )
+    rounds: int = setting(4, "Rounds with screenshots in a prompt, at most; older ones become summary lines.", low=1)
     response_format: str = setting(
         "vanilla",
         "Fields before the tool call: none, Thought and Action, or Progress, Intention and Action.",
         choices=("bare", "vanilla", "progress"),
     )
     compact: bool = setting(False, "Short tool schema for models with a small window.")
-    scroll_position: bool = setting(False, "Tell with each screenshot which part of the page it shows.")
+    scroll_position: bool = setting(False, "Say with each screenshot which part of the page it shows.")
 
 
 @dataclass
@@ -35,7 +33,7 @@ class RolloutConfig:
     tensor_parallel: int = setting(1, "GPUs (or CPU processes) of one engine that share each layer.", low=1)
     pipeline_parallel: int = setting(1, "Stages of layers of one engine, each on its own GPUs.", low=1)
     expert_parallel: bool = setting(
-        False, "Deal whole experts out over an engine's tensor-parallel ranks; otherwise each expert is cut."
+        False, "Place whole experts on an engine's tensor-parallel ranks; otherwise each expert is split."
     )
     dtype: str = setting(
         "auto", "Type of the engine's weights; auto: model.dtype.", choices=("auto", "float32", "bfloat16")
@@ -44,22 +42,26 @@ class RolloutConfig:
     groups_in_flight: int = setting(4, "Groups that one worker runs at a time.", low=1)
     mode: str = setting(
         "async",
-        "async: rollout, update and refresh overlap; one_step_off: each batch is made with fixed weights while the "
-        "one before is trained; sync: collect, update, refresh in turn (docs/rollout.md).",
+        "async: rollout, update and weight sync overlap; one_step_off: each batch is made with fixed "
+        "weights while the previous one is trained; sync: rollout, update and weight sync in turn "
+        "(docs/rollout.md).",
         choices=("async", "one_step_off", "sync"),
     )
     max_staleness: int = setting(
-        2, "Versions that the oldest token of a trained group may lag behind, in mode async.", low=0
+        2, "Versions that the oldest token of a trained group may lag behind in mode async.", low=0
     )
     stepping: str = setting(
-        "free", "Agents go on as they have answers, or all of a worker in step.", choices=("free", "lockstep")
+        "free",
+        "free: each agent continues as soon as it has its answer; lockstep: all agents of a worker step "
+        "together (baseline).",
+        choices=("free", "lockstep"),
     )
-    retries: int = setting(1, "Times that an episode is tried again after a browser or an engine failed it.", low=0)
+    retries: int = setting(1, "Retries of an episode after a browser or an engine failed.", low=0)
     temperature: float = setting(1.0, "Sampling temperature.", above=0)
     max_new_tokens: int = setting(4096, "Response tokens of one step.", low=1)
     max_model_len: int = setting(16384, "Tokens of prompt and response together.", low=16)
-    kv_cache_mib: int = setting(0, "Memory of the engine's KV cache; 0 leaves it to vLLM.", low=0)
-    gpu_memory_utilization: float = setting(0.9, "Share of a GPU that vLLM may take.", above=0, high=1)
+    kv_cache_mib: int = setting(0, "Memory of the engine's KV cache; 0: vLLM decides.", low=0)
+    gpu_memory_utilization: float = setting(0.9, "Fraction of a GPU that vLLM may use.", above=0, high=1)
     operation_timeout_seconds: float = setting(
         120.0, "Limit of one operation: a generation, a reset, an action.", above=0
     )

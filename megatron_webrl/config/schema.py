@@ -1,8 +1,6 @@
-"""The typed configuration: every setting with its meaning, default and limits.
+"""The typed configuration: every setting with its meaning, default and limits; one module for each section.
 
-`load` reads a YAML file and command-line overrides with OmegaConf, checks every value and every
-combination, and raises ConfigError with one line that names the key, the value, the limit and the way
-out. It starts nothing and imports neither torch, megatron nor vLLM. docs/configuration.md is made from here.
+`docs/configuration.md` is generated from here.
 """
 
 from __future__ import annotations
@@ -25,24 +23,24 @@ class RunConfig:
     directory: str = setting("runs", "Folder that holds all runs and the MLflow database.")
     seed: int = setting(0, "Seed of task sampling, of the order of samples and of the engines.", low=0)
     resume: bool = setting(False, "Continue from the newest checkpoint of this run; without one, refuse.")
-    startup_timeout_seconds: float = setting(600.0, "Limit for a role to come up.", above=0)
-    heartbeat_timeout_seconds: float = setting(20.0, "A role that sends no heartbeat for so long is lost.", above=0)
+    startup_timeout_seconds: float = setting(600.0, "Limit for a process to start.", above=0)
+    heartbeat_timeout_seconds: float = setting(
+        20.0, "A process that sends no heartbeat for this long counts as lost.", above=0
+    )
     hang_timeout_seconds: float = setting(
         900.0,
-        "A rollout worker that makes no progress for so long, or the trainer once no rank of it does, hangs: all roles "
-        "show their stacks in their logs, and it is killed; 0: never.",
+        "A rollout worker that makes no progress for this long, or the trainer if no rank makes any, "
+        "counts as hung: all processes write their stacks to their logs, and it is killed. 0: never.",
         low=0,
     )
-    max_worker_restarts: int = setting(
-        3, "Times that each rollout worker is started again after it ended badly.", low=0
-    )
+    max_worker_restarts: int = setting(3, "Restarts of each rollout worker after a failure.", low=0)
     max_requeues: int = setting(
-        3, "Times that Slurm may start a job again without a newer checkpoint, before the job fails.", low=0
+        3, "Times that Slurm may requeue a job without a newer checkpoint before the job fails.", low=0
     )
     max_trainer_restarts: int = setting(
         3,
-        "Times in a row that all trainer ranks are started again, from the newest checkpoint, after one ended badly; a "
-        "checkpoint that is completed in between lets them count anew. 0: the job ends.",
+        "Restarts of all trainer ranks in a row, from the newest checkpoint, after a failure; a completed"
+        " checkpoint resets the count. 0: the job ends.",
         low=0,
     )
 
@@ -63,16 +61,14 @@ class ModelConfig:
 class EvaluationConfig:
     episodes: int = setting(30, "Held-out tasks of each environment.", low=1)
     samples: int = setting(1, "Episodes of each task; more than one for pass@k.", low=1)
-    temperature: float = setting(0.0, "Sampling temperature of evaluations; 0: the likeliest token.", low=0)
-    before: bool = setting(False, "Evaluate what the run starts from.")
-    after: bool = setting(False, "Evaluate what the last update made.")
+    temperature: float = setting(0.0, "Sampling temperature of evaluations; 0: greedy.", low=0)
+    before: bool = setting(False, "Evaluate the initial policy.")
+    after: bool = setting(False, "Evaluate the final policy.")
     blank_images: bool = setting(
-        False, "With after: once more, every screenshot blank, to see how much the policy goes by the pixels."
+        False, "With after: evaluate again with blank screenshots, to measure how much the policy uses the pixels."
     )
-    every: int = setting(0, "Updates between evaluations beside the training; 0: none.", low=0)
-    concurrency: int = setting(
-        4, "Episodes of an evaluation that one worker runs at a time beside the training.", low=1
-    )
+    every: int = setting(0, "Updates between evaluations during training; 0: none.", low=0)
+    concurrency: int = setting(4, "Evaluation episodes that one worker runs at a time during training.", low=1)
 
 
 @dataclass
@@ -82,15 +78,15 @@ class RingConfig:
 
 @dataclass
 class WeightsConfig:
-    bucket_mib: int = setting(512, "Largest extra memory of one rank during a transfer.", low=1)
-    timeout_seconds: float = setting(300.0, "Limit of one weight transfer, and of joining for it.", above=0)
+    bucket_mib: int = setting(512, "Staging memory of one rank during a transfer.", low=1)
+    timeout_seconds: float = setting(300.0, "Limit of one weight transfer, and of joining a link.", above=0)
     cache_invalidation: str = setting(
         "reset",
-        "What an update does to an engine's caches: reset drops them and running requests compute their context again; "
-        "salt leaves old entries to running requests, out of reach of later ones.",
+        "Effect of an update on an engine's caches. reset: drop them; running requests recompute their "
+        "context. salt: running requests keep the old entries, later ones cannot reach them.",
         choices=("reset", "salt"),
     )
-    verify: bool = setting(False, "Compare checksums of every slice on both sides in each transfer.")
+    verify: bool = setting(False, "Compare checksums of every slice on both sides of each transfer.")
 
 
 @dataclass
@@ -99,7 +95,7 @@ class TrackingConfig:
     uri: str = setting("", "MLflow tracking address; empty: MLFLOW_TRACKING_URI, else SQLite in the run directory.")
     sample_trajectories: int = setting(2, "Trajectories with screenshots stored per update.", low=0)
     keep_records: bool = setting(
-        False, "Store all groups that each update was trained on in records/ of the run; they are never deleted."
+        False, "Store all trained groups of each update in records/ of the run; they are never deleted."
     )
 
 

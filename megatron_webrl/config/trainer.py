@@ -13,16 +13,20 @@ WARM_START_TIMEOUT_SECONDS = 3600.0  # limit of the whole warm start, demonstrat
 @dataclass
 class OptimizerConfig:
     learning_rate: float = setting(5e-6, "Peak learning rate of Adam.", above=0)
-    min_learning_rate_ratio: float = setting(0.1, "The schedule ends at this share of the peak.", low=0, high=1)
+    min_learning_rate_ratio: float = setting(
+        0.1, "Final learning rate of the schedule, as a fraction of the peak.", low=0, high=1
+    )
     schedule: str = setting("cosine", "Decay after the warm-up.", choices=("cosine", "linear", "constant"))
-    warmup_fraction: float = setting(0.0167, "Share of all optimiser steps with a linearly rising rate.", low=0, high=1)
+    warmup_fraction: float = setting(
+        0.0167, "Fraction of all optimizer steps with a linearly rising learning rate.", low=0, high=1
+    )
     weight_decay: float = setting(0.01, "Decoupled weight decay.", low=0)
-    beta1: float = setting(0.9, "Adam's first moment.", low=0, high=1)
-    beta2: float = setting(0.999, "Adam's second moment.", low=0, high=1)
+    beta1: float = setting(0.9, "Decay of Adam's first moment.", low=0, high=1)
+    beta2: float = setting(0.999, "Decay of Adam's second moment.", low=0, high=1)
     clip_norm: float = setting(1.0, "Gradients are scaled down to this global norm.", above=0)
     implementation: str = setting(
         "auto",
-        "Whose Adam; auto: Transformer Engine's, else apex's, else torch's, whichever is installed.",
+        "Adam implementation; auto: Transformer Engine's, else apex's, else torch's, whichever is installed.",
         choices=("auto", "torch", "transformer_engine", "apex"),
     )
 
@@ -30,24 +34,24 @@ class OptimizerConfig:
 @dataclass
 class CheckpointConfig:
     every: int = setting(0, "Updates between checkpoints; 0: only at the end.", low=0)
-    keep: int = setting(2, "Checkpoints that stay: the last so many.", low=1)
-    keep_every: int = setting(0, "Versions that are a multiple of this stay as well; 0: none.", low=0)
+    keep: int = setting(2, "Number of newest checkpoints to keep.", low=1)
+    keep_every: int = setting(0, "Versions that are a multiple of this are kept as well; 0: none.", low=0)
 
 
 @dataclass
 class WarmStartConfig:
-    demonstrations: int = setting(0, "Scripted episodes to imitate before RL; 0 for none.", low=0)
+    demonstrations: int = setting(0, "Scripted episodes to imitate before RL; 0: none.", low=0)
     demonstrations_file: str = setting(
-        "", "Where they come from, by `webrl demonstrate`; empty: the first worker makes them anew."
+        "", "File written by `webrl demonstrate`; empty: the first worker makes the demonstrations."
     )
     premature_submit_probability: float = setting(
         0.0,
-        "Chance that a step of a demonstration submits at once where the page has a button for it. Failed episodes are "
-        "imitated, too, if it is not 0.",
+        "Probability that a step of a demonstration submits at once where the page has a submit button. "
+"Above 0, failed episodes are imitated too.",
         low=0, high=1,
     )  # fmt: skip
     epochs: int = setting(1, "Passes over the demonstrations.", low=1)
-    samples_per_update: int = setting(32, "Steps in one optimiser step.", low=1)
+    samples_per_update: int = setting(32, "Steps of episodes in one optimizer step.", low=1)
     learning_rate: float = setting(1e-3, "Peak learning rate of the warm start.", above=0)
 
 
@@ -55,14 +59,16 @@ class WarmStartConfig:
 class TrainerConfig:
     tensor_parallel: int = setting(1, "Ranks that share each layer.", low=1)
     pipeline_parallel: int = setting(1, "Stages of layers, each on its own ranks.", low=1)
-    virtual_pipeline: int = setting(1, "Chunks of layers of one stage; more of them leave a stage idle less.", low=1)
-    expert_parallel: int = setting(1, "Ranks that share out the experts, taken from tensor and data parallel.", low=1)
+    virtual_pipeline: int = setting(1, "Chunks of layers per stage; more chunks shorten the pipeline bubble.", low=1)
+    expert_parallel: int = setting(1, "Ranks that share the experts, taken from tensor and data parallel.", low=1)
     expert_tensor_parallel: int = setting(1, "Ranks that share each expert.", low=1)
-    context_parallel: int = setting(1, "Ranks that share the tokens of each row; in attention, its heads.", low=1)
+    context_parallel: int = setting(
+        1, "Ranks that share the tokens of each packed sequence; in attention, its heads.", low=1
+    )
     data_parallel: int = setting(1, "Replicas that share each batch; 0: as many as cluster.* has GPUs for.", low=0)
     recompute: str = setting(
         "none",
-        "What the backward pass computes again to save memory: nothing, attention and MLP, or whole layers.",
+        "Activations that the backward pass recomputes to save memory: none, attention and MLP, or whole layers.",
         choices=("none", "selective", "full"),
     )
     layers: str = setting(
@@ -71,24 +77,26 @@ class TrainerConfig:
         choices=("local", "transformer_engine"),
     )
     attention: str = setting(
-        "sdpa", "Attention: PyTorch's, or flash-attn's kernel for packed rows.", choices=("sdpa", "flash")
+        "sdpa", "Attention kernel: PyTorch's, or flash-attn's for packed sequences.", choices=("sdpa", "flash")
     )
-    updates: int = setting(5, "Updates in all, those before a resume included; 0: the warm start alone.", low=0)
+    updates: int = setting(
+        5, "Updates of the whole run, those before a resume included; 0: the warm start alone.", low=0
+    )
     groups_per_update: int = setting(8, "Groups trained in one update.", low=1)
     epochs: int = setting(1, "Passes over an update's batch.", low=1)
-    minibatches: int = setting(1, "Optimiser steps in one pass.", low=1)
-    tokens_per_microbatch: int = setting(16384, "Tokens in one packed row.", low=1)
-    merge_prefixes: bool = setting(True, "Compute steps whose prompts go on from each other as one sequence.")
-    train_vision: bool = setting(True, "Train the vision tower; otherwise it stays as it is.")
+    minibatches: int = setting(1, "Optimizer steps in one pass.", low=1)
+    tokens_per_microbatch: int = setting(16384, "Tokens of one packed sequence.", low=1)
+    merge_prefixes: bool = setting(True, "Merge steps that share a prefix into one sequence.")
+    train_vision: bool = setting(True, "Train the vision tower; otherwise it is frozen.")
     image_workers: int = setting(
         2,
-        "Processes of each trainer rank that decode and cut screenshots ahead of the rows that need them; 0: the rank "
-        "does it itself, before the first row.",
+        "Processes of each trainer rank that decode and cut screenshots before the packed sequences that "
+        "need them; 0: the rank does it itself, before the first packed sequence.",
         low=0,
     )
     zero_variance_groups: str = setting(
         "drop",
-        "Groups whose rewards are all equal: drop and replace, or keep (they carry no gradient).",
+        "Groups whose rewards are all equal: drop and replace them, or keep them (they carry no gradient).",
         choices=("drop", "keep"),
     )
     batch_timeout_seconds: float = setting(900.0, "Limit for the groups of one update to arrive.", above=0)
