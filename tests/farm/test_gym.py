@@ -177,5 +177,5 @@ def test_the_example_of_the_documentation_runs(
     script.write_text(code.replace("http://127.0.0.1:8700", farm.addresses()[0]))
     monkeypatch.setenv(protocol.TOKEN_VARIABLE, farm.token)
     ran = runpy.run_path(str(script))
-    assert isinstance(ran["seen"]["screenshot"], np.ndarray)
+    assert isinstance(ran["observation"]["screenshot"], np.ndarray)
     assert ran["info"]["steps"] >= 1
