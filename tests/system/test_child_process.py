@@ -125,7 +125,7 @@ def test_die_with_parent_sends_the_signal_that_was_asked_for(tmp_path: Path, cle
     cleared += pids_in(log, 1)
     parent.kill()
     parent.wait()
-    until((tmp_path / "told").exists, "signal in the child")
+    until((tmp_path / "signalled").exists, "signal in the child")
 
 
 def test_a_subreaper_ends_even_those_whose_parent_is_gone_and_that_ignore_sigterm(tmp_path: Path, cleared) -> None:

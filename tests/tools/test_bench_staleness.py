@@ -60,9 +60,9 @@ def test_arms_that_differ_without_staleness_are_refused(changed: dict[str, Any],
 def test_an_update_that_is_not_the_jobs_is_refused() -> None:
     update = {"clip_fraction": 0.01, "extra": {"gradient_norm": 2.001}}
     staleness.check_repeated(FRESH, update, True)
-    with pytest.raises(RuntimeError, match="another than the job's"):
+    with pytest.raises(RuntimeError, match="differs from the job's"):
         staleness.check_repeated(FRESH, update | {"extra": {"gradient_norm": 2.1}}, True)
-    with pytest.raises(RuntimeError, match="does not have the update from version 2"):
+    with pytest.raises(RuntimeError, match="has no update from version 2"):
         staleness.check_repeated(FRESH, None, True)
 
 

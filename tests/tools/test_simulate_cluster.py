@@ -371,4 +371,4 @@ def test_the_page_shows_what_the_inputs_give() -> None:
     # One of the simulations of the page, the quickest.
     found = predicted.predict_cluster(given, predicted.colocated_split(8, 8), "sync", "lockstep", predicted.FULL)
     _, where, rate, *_ = report.mode_row(found, found)
-    assert f"| `sync`, in step | {where} | {rate} |" in text
+    assert f"| `sync`, lockstep | {where} | {rate} |" in text

@@ -1,11 +1,11 @@
-"""How many trajectories are trained in an hour, asynchronously and in loops that wait: whole jobs, one after another.
+"""Trained trajectories per hour in asynchronous and synchronous modes: whole jobs, one after another.
 
     python -m tools.bench.async_modes [--quick] [--updates N] [--json FILE] [--plots FILE]
 
-Every job is `webrl train` with the same model, tasks, batch and number of updates: a tiny Qwen3-VL that has imitated
-scripts for a while does multi-step tasks on the sites, whose answers take as long as those of the web do. Jobs differ
-in rollout.mode and rollout.stepping only. Counted is what was trained after the first update, which waits for engines
-and pages to begin. Groups without variance are trained like others: this measures time, not learning.
+Every job is `webrl train` with the same model, tasks, batch and number of updates: a tiny Qwen3-VL after imitation of
+scripts does multi-step tasks on sites with the response times of the web. Jobs differ in rollout.mode and
+rollout.stepping only. The first update is not counted, since it waits for engines and pages to start. Groups without
+variance are trained like others: the benchmark measures time, not learning.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ CONTESTANTS: dict[str, tuple[str, ...]] = {
 }
 OURS_NAME, PEER_NAME, GOAL = "async", "sync, lockstep", 2.9
 COLOURS = dict(zip(CONTESTANTS, (BLUE, GREEN, ORANGE, GREY), strict=True))
-PIXELS = 320 * 240  # of a page that the model sees: where two cores stand for GPUs, those would wait for browsers
+PIXELS = 320 * 240  # of a page for the model; small, since two cores stand in for GPUs
 ENVIRONMENTS = ("shop-save-item", "shop-buy-item", "forum-follow-thread", "calendar-create", "wiki-watch", "forms-vote")
 
 
 @dataclass(frozen=True)
 class ModesBenchSize:
-    """How much is done."""
+    """Size of the benchmark."""
 
     updates: int
     demonstrations: int
     epochs: int
-    groups: int  # in an update
+    groups: int  # per update
     group_size: int
 
 
@@ -60,23 +60,23 @@ QUICK = ModesBenchSize(updates=2, demonstrations=8, epochs=1, groups=1, group_si
 
 @dataclass(frozen=True)
 class ModeResult:
-    """What a job gave. Shares are of the time from the end of the first update to that of the last."""
+    """Result of one job. Fractions are of the time from the end of the first update to the end of the last."""
 
     name: str
     seconds: float
-    trajectories: int  # trained in that time
+    trajectories: int  # trained in this time
     per_hour: float
-    waiting: float  # share: the trainer waited for groups
+    waiting: float  # fraction of time in which the trainer waited for groups
     training: float
     syncing: float
-    idle: float  # share in which an engine had no request
-    wasted: float  # share of response tokens that were never trained, of the whole run
+    idle: float  # fraction of time in which an engine had no request
+    wasted: float  # fraction of response tokens that were never trained, whole run
     staleness: float  # versions, mean over trajectories
-    curve: tuple[tuple[float, int], ...]  # seconds, trajectories trained by then
+    curve: tuple[tuple[float, int], ...]  # seconds, trajectories trained until then
 
 
 def configuration(folder: Path, amount: ModesBenchSize, environments: Sequence[str]) -> dict[str, Any]:
-    """What all jobs have in common."""
+    """The configuration shared by all jobs."""
     return {
         "model": {"path": str(folder / "model")},
         "trainer": {
@@ -107,7 +107,7 @@ def configuration(folder: Path, amount: ModesBenchSize, environments: Sequence[s
 
 
 def warm_start(folder: Path, amount: ModesBenchSize) -> Path:
-    """A checkpoint of a model that has imitated scripts."""
+    """Train a checkpoint by imitation of scripts."""
     overrides = [
         "trainer.updates=0",
         f"trainer.warm_start.demonstrations={amount.demonstrations}",
@@ -119,7 +119,7 @@ def warm_start(folder: Path, amount: ModesBenchSize) -> Path:
 
 
 def figures(name: str, run: Path) -> ModeResult:
-    """What a job's files say. Raises RuntimeError if its accounting does not match."""
+    """Read the result of a job. Raises RuntimeError if its accounting does not match."""
     accounting = summary.read_summary(run)["accounting"]
     if not accounting["matches"]:
         raise RuntimeError(f"the accounting of {run} does not match: {accounting}")
@@ -190,8 +190,8 @@ def show(found: Sequence[ModeResult], amount: ModesBenchSize, console: Console) 
     verdict = "met" if gain >= GOAL else "missed"
     console.print(f"async against {PEER_NAME}: {gain:.2f} (goal {GOAL}: {verdict})", highlight=False)
     console.print(
-        f"{amount.updates} updates of {amount.groups} x {amount.group_size} trajectories; shares are of the time after "
-        "the first update; wasted: response tokens never trained, of the whole run; stale: versions, mean",
+        f"{amount.updates} updates of {amount.groups} x {amount.group_size} trajectories; fractions are of the time "
+        "after the first update; wasted: response tokens never trained, of the whole run; stale: versions, mean",
         soft_wrap=True, highlight=False,
     )  # fmt: skip
 
@@ -217,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_bench_parser(__doc__, "two small updates each; figures mean little")
     parser.add_argument("--updates", type=int, metavar="N", help=f"updates of each job (default: {FULL.updates})")
     parser.add_argument("--environments", nargs="+", metavar="NAME", default=ENVIRONMENTS, help="of the sites")
-    parser.add_argument("--plots", type=Path, metavar="FILE", help="draw the figures as an SVG")
+    parser.add_argument("--plots", type=Path, metavar="FILE", help="draw the figures as SVG")
     options = parser.parse_args(arguments)
     amount = QUICK if options.quick else FULL
     if options.updates is not None:

@@ -1,10 +1,10 @@
-"""How fast sessions and fleets are, against bare Playwright, BrowserGym and other ways to run many: one table.
+"""Benchmark of browser sessions against bare Playwright, BrowserGym and synchronised schedules.
 
     python -m tools.bench.browser [--quick] [--only SECTION ...] [--json FILE] [--plots FILE] [--add FILE ...]
 
-Contestants take turns in rounds, so that noise of the machine meets all alike; ratios are of medians of one run and
-above 1 where ours is better. A run of everything takes about ten minutes; parts of it can be run by themselves and
-put together: `--add` shows what an earlier run wrote with `--json`.
+Contestants take turns in rounds, so that noise of the machine affects all equally. Ratios are of medians of one run and
+above 1 where this package is better. All sections take about ten minutes; `--only` runs some of them, and `--add` shows
+the figures that earlier runs wrote with `--json`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SECTIONS: dict[str, Callable[[BrowserBenchSize, int], Coroutine[Any, Any, Sectio
     "encoding": measure_encoding,
 }
 BROWSERGYM = "browsergym"
-REPORT_COLUMNS = 150  # columns where the output is no terminal
+REPORT_COLUMNS = 150  # if the output is no terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -49,9 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of tasks, pages and waiting times (default: 0)")
     parser.add_argument("--browsergym-python", type=Path, metavar="PATH", help="interpreter that can import BrowserGym")
     parser.add_argument(
-        "--add", type=Path, nargs="+", default=[], metavar="FILE", help="figures of earlier runs, shown too"
+        "--add", type=Path, nargs="+", default=[], metavar="FILE", help="also show figures of earlier runs"
     )
-    parser.add_argument("--plots", type=Path, metavar="FILE", help="draw the figures as an SVG")
+    parser.add_argument("--plots", type=Path, metavar="FILE", help="draw the figures as SVG")
     options = parser.parse_args(arguments)
     console = Console()
     if not console.is_terminal:
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         elif options.browsergym_python is not None:
             sections[name] = asyncio.run(measure_browsergym(amount, options.seed, options.browsergym_python))
     machine = f"{os.cpu_count()} CPUs, {platform.machine()}, load {os.getloadavg()[0]:.1f}"
-    console.print(f"{machine}; load is that of the end\n")
+    console.print(f"{machine}; load at the end\n")
     show(console, sections)
     if BROWSERGYM in wanted and BROWSERGYM not in sections:
         console.print(f"\n{MISSING_MESSAGE}", soft_wrap=True)

@@ -1,7 +1,7 @@
-"""Measure how long a checkpoint holds training up, asynchronous and not: `python -m tools.bench.checkpoint`.
+"""Time that a checkpoint blocks training, asynchronous and synchronous: `python -m tools.bench.checkpoint`.
 
-Two gloo processes, each with one thread, train a random Qwen3-VL of about 100 M parameters in each layout; the
-update is a plain step of the optimiser on random gradients, so that its slow-down beside the writing shows.
+Two gloo processes with one thread each train a random Qwen3-VL of about 100 M parameters in each layout. An update is
+one optimiser step on constant gradients, which shows the slow-down by a concurrent write.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHECKPOINTS = 3
 
 
 def measure(rank: int, folder: str, model: str) -> None:
-    """One rank: saves and updates in turn, for each layout and mode; the first rank writes the figures."""
+    """Body of a rank: alternate saves and updates for each layout and mode; the first rank writes the figures."""
     torchvision_shim.install()
     torch.set_num_threads(1)
     from megatron_webrl.model import platform as platforms
@@ -64,15 +64,15 @@ def _one(folder: Path, model: str, platform: Any, tensor_parallel: int, asynchro
     config.trainer.tensor_parallel, config.trainer.data_parallel = tensor_parallel, 2 // tensor_parallel
     learner = make_learner(config, platform)
     checkpoints = Checkpointer(folder / f"{tensor_parallel}-{asynchronous}", Path(model), CheckpointConfig())
-    held, beside, alone, written, size = [], [], [], [], 0.0
+    blocked, concurrent, alone, written, size = [], [], [], [], 0.0
     alone += [_update(learner) for _ in range(3)]
     for version in range(CHECKPOINTS):
         begun = time.monotonic()
         checkpoints.start_save(learner, TrainerState(version, 0, 0, (), {}, 0))
         if not asynchronous:
             checkpoints.wait_for_save()
-        held.append(time.monotonic() - begun)
-        beside.append(_update(learner))
+        blocked.append(time.monotonic() - begun)
+        concurrent.append(_update(learner))
         checkpoints.wait_for_save()
         figures = checkpoints.pop_metrics()
         written.append(figures["checkpoint/write_seconds"])
@@ -82,10 +82,10 @@ def _one(folder: Path, model: str, platform: Any, tensor_parallel: int, asynchro
         "tensor_parallel": tensor_parallel,
         "asynchronous": asynchronous,
         "mib": size,
-        "held": held,
+        "blocked": blocked,
         "written": written,
         "update": alone,
-        "update_beside": beside,
+        "update_during_write": concurrent,
     }
 
 
@@ -102,7 +102,7 @@ def _update(learner: Any) -> float:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, help="where to write the checkpoints; default: a temporary folder")
+    parser.add_argument("--folder", type=Path, help="folder for the checkpoints (default: temporary)")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -111,9 +111,15 @@ def main() -> None:
         )
         torch.multiprocessing.spawn(measure, args=(folder, str(model)), nprocs=2)
         rows = json.loads(Path(folder, "figures.json").read_text())
-    print("| layout | mode | MiB | held up, s | written, s | update, s | update beside it, s |\n" + "|---" * 7 + "|")
+    print(
+        "| layout | mode | MiB | blocked, s | written, s | update, s | update during the write, s |\n"
+        + "|---" * 7
+        + "|"
+    )
     for row in rows:
-        figures = (f"{statistics.median(row[name]):.2f}" for name in ("held", "written", "update", "update_beside"))
+        figures = (
+            f"{statistics.median(row[name]):.2f}" for name in ("blocked", "written", "update", "update_during_write")
+        )
         layout = "tensor-parallel 2" if row["tensor_parallel"] == 2 else "two replicas"
         mode = "asynchronous" if row["asynchronous"] else "synchronous"
         print(f"| {layout} | {mode} | {row['mib']:.0f} | {' | '.join(figures)} |")

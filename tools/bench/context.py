@@ -1,13 +1,13 @@
-"""What a context policy costs: prompt tokens that the engine computes, and tokens that the trainer computes.
+"""Cost of a context policy: prompt tokens computed by the engine, and tokens computed by the trainer.
 
-1. Scripts do tasks of the sites in real Chromium, once; what was seen and done is kept.
-2. Each policy makes the prompts of these same episodes. A real vLLM engine with a tiny model answers each one and says
-   how many tokens its prefix cache had; then it is given the script's answer behind the prompt, which leaves in the
-   cache what producing it would have left. Each policy has the cache to itself (a salt of its own), empty at first.
-3. The trainer's prefix merging makes sequences of each policy's steps.
+1. Scripted policies do tasks of the sites in real Chromium, once; observations and actions are recorded.
+2. Each context policy makes the prompts of the same episodes. A real vLLM engine with a tiny model answers each prompt
+   and reports the tokens found in its prefix cache; then it gets prompt and scripted response, which fills the cache as
+   generating the response would. Each policy has an empty cache of its own (by a salt).
+3. The trainer's prefix merging makes sequences from the steps of each policy.
 
-Screenshots have 960 tokens, as those of 1280x768 have for Qwen3-VL; words have more tokens than there, as the tiny
-model's vocabulary is small. What a policy does to success is not measured here.
+Screenshots have 960 tokens, as 1280x768 pixels have for Qwen3-VL. Text has more tokens than there, since the tiny
+model's vocabulary is small. The success of a policy is not measured here.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ CONTESTANTS = {
     "append, 8 rounds": ContextConfig(policy="append", rounds=8),
 }
 OURS = "append, 4 rounds"
-LENGTHS = ((1, 4), (5, 8), (9, 40))  # steps of episodes that are shown together
+LENGTHS = ((1, 4), (5, 8), (9, 40))  # steps of an episode, from and to, in the second table
 MODEL = {
     "hidden": 64, "layers": 1, "heads": 1, "kv_heads": 1, "vision_hidden": 64, "vision_layers": 1, "vision_heads": 1,
 }  # fmt: skip
-WINDOW, ANSWER = 16384, 256  # tokens: rollout.max_model_len; of it for the answer
+WINDOW, ANSWER = 16384, 256  # tokens: rollout.max_model_len, and its part for the response
 MAX_STEPS = 40
 SESSIONS = 2
 ATTEMPTS = 4
@@ -63,37 +63,37 @@ ATTEMPTS = 4
 
 @dataclass(frozen=True)
 class RecordedEpisode:
-    """What a script saw and did."""
+    """Observations and actions of a scripted policy."""
 
     task: Task
     instruction: str
-    observations: tuple[Observation, ...]  # one more than actions, or as many if an answer ended it
+    observations: tuple[Observation, ...]  # one more than actions; as many if an answer ended the episode
     actions: tuple[Action, ...]
 
 
 @dataclass(frozen=True)
 class PromptStats:
-    """One step's prompt, as the engine took it."""
+    """The prompt of one step in the engine."""
 
     prompt: int  # tokens
-    cached: int  # of these from the prefix cache
+    cached: int  # tokens found in the prefix cache
     images: int
 
 
 @dataclass(frozen=True)
 class ContextResult:
-    """One policy on one episode."""
+    """Result of one policy on one episode."""
 
     task: str
-    prompts: tuple[PromptStats, ...]  # of each step
+    prompts: tuple[PromptStats, ...]  # one per step
     response_tokens: int
-    sequences: int  # of the trainer, after merging
-    trained_tokens: int  # of these sequences
-    unmerged_tokens: int  # of the steps without merging
+    sequences: int  # after merging
+    trained_tokens: int  # after merging
+    unmerged_tokens: int  # without merging
 
     @property
     def computed(self) -> int:
-        """Prompt tokens that the engine computed."""
+        """Prompt tokens computed by the engine."""
         return sum(step.prompt - step.cached for step in self.prompts)
 
     @property
@@ -103,7 +103,7 @@ class ContextResult:
 
 
 def configuration(folder: Path) -> Config:
-    """One engine for all contestants, and the sites at the usual size."""
+    """Configuration of the engine for all policies, and of the sites at the usual size."""
     model = make_tiny_model(folder / "model", max_position_embeddings=WINDOW, max_pixels=2**20, **MODEL)  # type: ignore[arg-type]
     config = Config(
         run=RunConfig(directory=str(folder), name="context", startup_timeout_seconds=300.0),
@@ -112,35 +112,39 @@ def configuration(folder: Path) -> Config:
         tasks=TasksConfig(source="sites", environments=list(scripted_environments("sites")), max_steps=MAX_STEPS),
     )
     most = max(settings.rounds for settings in CONTESTANTS.values())
-    config.rollout.context = ContextConfig(rounds=most)  # images that the engine takes
+    config.rollout.context = ContextConfig(rounds=most)  # largest number of images in a prompt
     config.rollout.max_model_len, config.rollout.max_new_tokens, config.rollout.kv_cache_mib = WINDOW, 1, 512
     config.weights.cache_invalidation = "salt"
     return config
 
 
 async def record_episodes(config: Config, count: int) -> list[RecordedEpisode]:
-    """Episodes of held-out tasks, every environment in turn, done by scripts."""
+    """Record scripted episodes of held-out tasks, every environment in turn."""
     source = make_source(config.tasks)
     tasks = [source.held_out_task(number) for number in range(count)]
     try:
         async with open_browsers(config, SESSIONS, "bench") as browsers:
-            # More of them wait for a session.
-            return await asyncio.gather(*(_played(browsers, task) for task in tasks))
+            # More tasks than sessions: the others wait.
+            return await asyncio.gather(*(_record_with_retries(browsers, task) for task in tasks))
     finally:
         source.close()
 
 
-async def _played(browsers: BrowserClient, task: Task) -> RecordedEpisode:
-    """An episode; again where a busy machine showed the script a page in movement. Raises BrowserError, OracleError."""
+async def _record_with_retries(browsers: BrowserClient, task: Task) -> RecordedEpisode:
+    """Record an episode.
+
+    Retries: on a busy machine a script may see a moving page. Raises BrowserError
+    or ScriptedPolicyError.
+    """
     for _ in range(ATTEMPTS - 1):
         try:
-            return await _play(browsers, task)
+            return await _record(browsers, task)
         except (BrowserError, ScriptedPolicyError) as error:
-            print(f"{task.id} is done again: {error}", file=sys.stderr)
-    return await _play(browsers, task)
+            print(f"{task.id}: retrying after {error}", file=sys.stderr)
+    return await _record(browsers, task)
 
 
-async def _play(browsers: BrowserClient, task: Task) -> RecordedEpisode:
+async def _record(browsers: BrowserClient, task: Task) -> RecordedEpisode:
     actions: list[Action] = []
     async with browsers.session() as session:
         seen = [await session.reset(task)]
@@ -156,15 +160,15 @@ async def _replay(engine: VLLMEngine, settings: ContextConfig, episode: Recorded
     processor = engine.processor
     context = make_context(processor, settings, WINDOW - ANSWER)
     context.start_episode(episode.instruction, episode.observations[0])
-    asked: list[PromptStats] = []
+    prompts: list[PromptStats] = []
     samples: list[TrainingSample] = []
     for step, action in enumerate(episode.actions):
         prompt = context.build_prompt()
         images = [context.screenshots[i] for i in prompt.image_indices]
         answer = scripted_generation(processor, prompt.token_ids, images, format_response(action, settings))
-        met = await engine.generate(None, prompt.token_ids, images)
-        asked.append(PromptStats(len(met.prompt_token_ids), met.cached_prompt_tokens, len(images)))
-        # Of an answer, all but the last token has been computed when it is complete.
+        generation = await engine.generate(None, prompt.token_ids, images)
+        prompts.append(PromptStats(len(generation.prompt_token_ids), generation.cached_prompt_tokens, len(images)))
+        # After generating a response, all of its tokens but the last have been computed.
         await engine.generate(None, np.append(prompt.token_ids, answer.response_token_ids[:-1]), images)
         samples.append(make_sample(answer, images, len(episode.actions), (number, 0)))
         if step + 1 < len(episode.observations):
@@ -173,7 +177,7 @@ async def _replay(engine: VLLMEngine, settings: ContextConfig, episode: Recorded
     chains = merge_prefixes(samples, (processor.image_token_id, video))
     return ContextResult(
         task=episode.task.id,
-        prompts=tuple(asked),
+        prompts=tuple(prompts),
         response_tokens=sum(len(sample.response) for sample in samples),
         sequences=len(chains),
         trained_tokens=sum(chain.length for chain in chains),
@@ -182,13 +186,13 @@ async def _replay(engine: VLLMEngine, settings: ContextConfig, episode: Recorded
 
 
 async def measure(config: Config, count: int) -> dict[str, list[ContextResult]]:
-    """What came of each contestant on the same episodes, one after the other."""
+    """Measure all policies on the same episodes, one after the other."""
     episodes = await record_episodes(config, count)
     engine = await VLLMEngine.start(config, 0)
     found = {}
     try:
         for salt, (name, settings) in enumerate(CONTESTANTS.items()):
-            # With weights.cache_invalidation=salt no contestant finds what another one left in the cache.
+            # With weights.cache_invalidation=salt no policy finds the cache entries of another.
             engine.version = salt
             found[name] = [await _replay(engine, settings, episode, i) for i, episode in enumerate(episodes)]
     finally:
@@ -197,7 +201,7 @@ async def measure(config: Config, count: int) -> dict[str, list[ContextResult]]:
 
 
 def show(found: dict[str, list[ContextResult]]) -> None:
-    """Print one line a contestant, ratios to the first; then the ratio by length of episodes."""
+    """Print one line per policy, relative to the first; then the ratio by episode length."""
     base = found[BASE]
     steps = sum(len(each.prompts) for each in base)
     lengths = sorted(len(each.prompts) for each in base)
@@ -206,17 +210,17 @@ def show(found: dict[str, list[ContextResult]]) -> None:
         f"{sum(each.response_tokens for each in base) / steps:.0f} tokens an answer\n"
     )
     columns = (
-        "prompt tokens", "of it computed", "hit rate", "fewer computed", "sequences", "trained tokens / answer token",
+        "prompt tokens", "computed", "hit rate", "fewer computed", "sequences", "trained tokens / answer token",
         "fewer trained",
     )  # fmt: skip
-    print("| a trajectory | " + " | ".join(columns) + " |")
+    print("| per trajectory | " + " | ".join(columns) + " |")
     print("|---|" + "---:|" * len(columns))
-    for name, all_of_it in found.items():
-        prompted, computed, trained = (_total(all_of_it, field) for field in ("prompted", "computed", "trained_tokens"))
-        answers, count = _total(all_of_it, "response_tokens"), len(all_of_it)
+    for name, results in found.items():
+        prompted, computed, trained = (_total(results, field) for field in ("prompted", "computed", "trained_tokens"))
+        answers, count = _total(results, "response_tokens"), len(results)
         print(
             f"| {name} | {prompted / count:.0f} | {computed / count:.0f} | {1 - computed / prompted:.1%} | "
-            f"{_total(base, 'computed') / computed:.2f} | {_total(all_of_it, 'sequences') / count:.1f} | "
+            f"{_total(base, 'computed') / computed:.2f} | {_total(results, 'sequences') / count:.1f} | "
             f"{trained / answers:.1f} | {_total(base, 'trained_tokens') / trained:.2f} |"
         )
     print(f"\n| steps | episodes | computed, {BASE} | computed, {OURS} | ratio |")
@@ -247,8 +251,7 @@ def main(arguments: list[str] | None = None) -> None:
     show(found)
     if options.json:
         figures = {
-            name: [asdict(each) | {"computed": each.computed} for each in all_of_it]
-            for name, all_of_it in found.items()
+            name: [asdict(each) | {"computed": each.computed} for each in results] for name, results in found.items()
         }
         write_json(options.json, figures)
 

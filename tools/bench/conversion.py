@@ -1,15 +1,15 @@
-"""How fast checkpoints are converted, against a plain copy of the same files, and how much memory that takes.
+"""Speed and memory of checkpoint conversion, compared with a plain copy of the same files.
 
     python -m tools.bench.conversion [--quick] [--json FILE] [--folder FOLDER]
 
-Makes a model of random bfloat16 weights, dense and as a mixture of experts, and converts it there and back, each in a
-process of its own. The copy is shutil.copyfile of the folder's files, in such a process, too. Everything written is
-brought to the disk with fsync before a file is done with, in all cases; everything read lies in the page cache.
+Makes random bfloat16 models, one dense and one mixture of experts, and converts each there and back, every conversion
+in a process of its own. The copy is shutil.copyfile of the folder's files, also in its own process. All output is
+written to disk with fsync; all input is in the page cache.
 
-Timed is the whole conversion, from reading config.json to the folder's name, but not the start of Python and the import
-of torch and transformers: processes are forked from one that has converted a tiny model. MB/s is of weights. Memory is
-the process's anonymous memory at its highest: the mapped input is left out, since the system takes it back when it
-needs to. Rounds alternate, so that noise meets all alike.
+The time is that of the whole conversion, from reading config.json to renaming the folder, without the start of Python
+and the import of torch and transformers: processes are forked from one that has converted a tiny model. MB/s counts
+weights. Memory is the peak of the process's anonymous memory, without the mapped input, which the system can reclaim.
+Workloads alternate in rounds, so that noise of the machine affects all equally.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from tools.arguments import make_bench_parser, write_json
 from tools.bench.model_configs import make_reduced_config
 
 SECONDS = 600.0  # limit of one conversion
-SAMPLE_INTERVAL_SECONDS = 0.002  # seconds between two looks at the memory
-INPUT_SHARD_BYTES = 500_000_000  # bytes of one file of the model
-OUTPUT_SHARD_BYTES = 5 * 10**9  # bytes of one file that megatron_to_hf writes
+SAMPLE_INTERVAL_SECONDS = 0.002  # between two memory readings
+INPUT_SHARD_BYTES = 500_000_000  # of the model
+OUTPUT_SHARD_BYTES = 5 * 10**9  # of megatron_to_hf
 WORKLOADS = ("copy", "hf_to_megatron", "hf_to_megatron --tp 4", "megatron_to_hf", "megatron_to_hf of --tp 4")
 
 
 @dataclass(frozen=True)
 class BenchModelSize:
-    """What makes a model large. The other dimensions are those of Qwen3-VL-2B and 30B-A3B."""
+    """Dimensions of a benchmark model; the others are those of Qwen3-VL-2B, experts those of 30B-A3B."""
 
     layers: int  # of the dense model
-    experts: int  # of the one layer of the mixture of experts; 0: dense
+    experts: int  # per layer; 0: dense
     vocabulary: int
 
 
@@ -59,7 +59,7 @@ TINY = BenchModelSize(1, 0, 64)
 
 
 def make_model(folder: Path, size: BenchModelSize) -> None:
-    """A Qwen3-VL folder in released form, in several files, with random weights."""
+    """Write a Qwen3-VL folder in the released format, several files of random weights."""
     text: dict[str, Any] = {"num_hidden_layers": size.layers, "vocab_size": size.vocabulary}
     if size.experts:
         text |= {"num_experts": size.experts, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
@@ -81,12 +81,12 @@ def make_model(folder: Path, size: BenchModelSize) -> None:
     names = [f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" for number in range(len(files))]
     for name, tensors in zip(names, files, strict=True):
         save_file(tensors, folder / name, metadata={"format": "pt"})
-    where = {key: name for name, tensors in zip(names, files, strict=True) for key in tensors}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    weight_map = {key: name for name, tensors in zip(names, files, strict=True) for key in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def copy(source: Path, target: Path) -> None:
-    """A plain copy of a folder's files, brought to the disk."""
+    """Copy a folder's files and write them to disk."""
     target.mkdir()
     for path in sorted(source.iterdir()):
         shutil.copyfile(path, target / path.name)
@@ -94,30 +94,30 @@ def copy(source: Path, target: Path) -> None:
             os.fsync(file.fileno())
 
 
-def run_workload(what: str, source: Path, target: Path) -> None:
-    """One of WORKS."""
-    if what == "copy":
+def run_workload(workload: str, source: Path, target: Path) -> None:
+    """Run one of WORKLOADS."""
+    if workload == "copy":
         copy(source, target)
-    elif what.startswith("megatron_to_hf"):
+    elif workload.startswith("megatron_to_hf"):
         megatron_to_hf(source, target, OUTPUT_SHARD_BYTES, ConversionOptions())
     else:
-        tensor = 4 if what.endswith("4") else 1
+        tensor = 4 if workload.endswith("4") else 1
         hf_to_megatron(source, target, ParallelSizes(tensor=tensor, expert_tensor=tensor), ConversionOptions())
 
 
-def run_and_measure(what: str, source: Path, target: Path, results: Any) -> None:
-    """Do it and send seconds and the bytes of anonymous memory: before, and at the highest."""
+def run_and_measure(workload: str, source: Path, target: Path, results: Any) -> None:
+    """Run a workload; send its seconds, and anonymous memory in bytes before and at the peak."""
     before = anonymous_bytes()
     peak, done = [before], threading.Event()
 
-    def look() -> None:
+    def watch() -> None:
         while not done.wait(SAMPLE_INTERVAL_SECONDS):
             peak[0] = max(peak[0], anonymous_bytes())
 
-    watcher = threading.Thread(target=look, daemon=True)
+    watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     begun = time.perf_counter()
-    run_workload(what, source, target)
+    run_workload(workload, source, target)
     seconds = time.perf_counter() - begun
     done.set()
     watcher.join()
@@ -125,16 +125,16 @@ def run_and_measure(what: str, source: Path, target: Path, results: Any) -> None
 
 
 def run_in_fork(call: Callable[..., None], *arguments: Any) -> dict[str, float] | None:
-    """Run a call in a forked process; what it sent through the connection that it gets last, None for nothing."""
+    """Run a call in a forked process; its last argument is a connection for one result. None without a result."""
     context = multiprocessing.get_context("fork")
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=call, args=(*arguments, there), daemon=True)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=call, args=(*arguments, sender), daemon=True)
     process.start()
     process.join(SECONDS)
     if process.exitcode != 0:
         process.kill()
         raise RuntimeError(f"{call.__name__} failed or took more than {SECONDS:.0f} s")
-    return here.recv() if here.poll() else None
+    return receiver.recv() if receiver.poll() else None
 
 
 def anonymous_bytes() -> int:
@@ -144,7 +144,7 @@ def anonymous_bytes() -> int:
 
 
 def measure(folder: Path, model_size: BenchModelSize, rounds: int) -> dict[str, Any]:
-    """Medians of all works on one model."""
+    """Medians of all workloads on one model."""
     model = folder / "model"
     model.mkdir()
     run_in_fork(lambda _: make_model(model, model_size))
@@ -158,7 +158,7 @@ def measure(folder: Path, model_size: BenchModelSize, rounds: int) -> dict[str, 
             for path in sources[what].rglob("*"):  # into the page cache
                 if path.is_file():
                     path.read_bytes()
-            os.sync()  # what others have written is not this work's to wait for
+            os.sync()  # earlier writes must not slow down this workload
             result = run_in_fork(run_and_measure, what, sources[what], folder / what)
             assert result is not None
             found[what].append(result)
@@ -176,7 +176,7 @@ def measure(folder: Path, model_size: BenchModelSize, rounds: int) -> dict[str, 
 
 
 def warm_up(folder: Path) -> None:
-    """Convert a tiny model both ways, so that every module is loaded."""
+    """Convert a tiny model both ways to load every module."""
     model = folder / "model"
     model.mkdir()
     make_model(model, TINY)
@@ -186,9 +186,9 @@ def warm_up(folder: Path) -> None:
 
 def main() -> None:
     parser = make_bench_parser(__doc__, "a fifth of the data, one round")
-    parser.add_argument("--folder", type=Path, help="where to write; its file system is what is measured")
+    parser.add_argument("--folder", type=Path, help="where to write; determines the measured file system")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # a process that is forked has none of torch's threads
+    torch.set_num_threads(1)  # a forked process has no threads of torch
     rounds = 1 if arguments.quick else 3
     results = {}
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="bench-conversion-") as folder:
@@ -201,7 +201,7 @@ def main() -> None:
 
 
 def print_table(results: dict[str, dict[str, Any]], rounds: int) -> None:
-    """A column group for each model, a row for each work."""
+    """Print a column group for each model and a row for each workload."""
     sizes = ", ".join(f"{label} {result['bytes'] / 1e9:.2f} GB" for label, result in results.items())
     print(f"MB/s, median of {rounds}; anonymous memory in MB; {os.cpu_count()} CPUs, {platform.machine()}; {sizes}\n")
     print("| | " + " | ".join(f"{label} MB/s | of copy | peak | above start" for label in results) + " |")

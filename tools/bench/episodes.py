@@ -1,8 +1,8 @@
-"""Episodes of a web agent for benchmarks: the agent's own prompts around drawn pages, made from a seed.
+"""Web-agent episodes for benchmarks, generated from a seed: the rollout's prompts around drawn pages.
 
-An episode has one to ten steps. Each step's prompt is made by the rollout's own context: a window of up to four
-screenshots with the answers given so far, older steps as one line each. So neighbouring steps share screenshots and,
-until the window is full, the whole beginning of the prompt, as in training. Only the answers are invented.
+An episode has one to ten steps. The rollout's context makes each prompt: a window of up to four screenshots with their
+responses, older steps as one line each. As in training, neighbouring steps share screenshots and, until the window is
+full, the whole prefix of the prompt. Only the responses are invented.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from megatron_webrl.types import Action, Observation
 STEPS = (1, 2, 2, 3, 3, 3, 4, 4, 5, 6, 8, 10)
 """Steps of an episode are drawn from these: most tasks are short, a few take long."""
 THOUGHT_WORDS = (4, 40)
-"""Words of an answer's thought, from the first number to the second, short ones more often."""
+"""Least and most words of the thought in a response; short ones are more frequent."""
 WIDTH, HEIGHT = 480, 320  # pixels of a screenshot
 
 
 def make_episodes(processor: Processor, count: int, window: int, seed: int) -> list[list[TrainingSample]]:
-    """The steps of `count` episodes as training samples of at most `window` tokens, every answer an example."""
+    """The steps of `count` episodes as training samples of at most `window` tokens."""
     return [_episode(processor, number, window, random.Random(f"{seed}/{number}")) for number in range(count)]
 
 
@@ -67,7 +67,7 @@ def _answer(rng: random.Random) -> tuple[Action, str]:
 
 
 def make_sample(answer: Generation, images: Sequence[bytes], steps: int, trajectory: tuple[int, int]) -> TrainingSample:
-    """A step with its prompt's encoded images as a training sample; `steps`: of its trajectory."""
+    """A step as a training sample. `images`: encoded images of the prompt; `steps`: number in the trajectory."""
     return TrainingSample(
         prompt=answer.prompt_token_ids,
         response=answer.response_token_ids,

@@ -1,4 +1,4 @@
-"""Whole jobs, as benchmarks run them one after another."""
+"""Run whole jobs for benchmarks, one after another."""
 
 from __future__ import annotations
 
@@ -16,22 +16,27 @@ JOB_SECONDS = 3600.0
 
 
 def run_job(config: Path, name: str, overrides: Sequence[str], folder: Path) -> Path:
-    """Run `webrl train` in `folder` to its end; returns the run's folder. Raises RuntimeError.
+    """Run `webrl train` in `folder` and return the run's folder. Raises RuntimeError if the job fails.
 
-    What it prints goes to <name>.log there. It is told to end when this process is gone.
+    Its output goes to <name>.log. It gets SIGTERM when this process ends.
     """
-    places = [f"run.name={name}", f"run.directory={folder / 'runs'}"]
-    words = [sys.executable, "-m", "megatron_webrl.cli", "train", str(config), *places, *overrides]
+    locations = [f"run.name={name}", f"run.directory={folder / 'runs'}"]
+    command = [sys.executable, "-m", "megatron_webrl.cli", "train", str(config), *locations, *overrides]
     log = folder / f"{name}.log"
-    orphaned = partial(die_with_parent, signal.SIGTERM, os.getpid())
+    set_death_signal = partial(die_with_parent, signal.SIGTERM, os.getpid())
     with log.open("w") as file:
         try:
             ended = subprocess.run(
-                words, stdout=file, stderr=subprocess.STDOUT, timeout=JOB_SECONDS, check=False, preexec_fn=orphaned
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                timeout=JOB_SECONDS,
+                check=False,
+                preexec_fn=set_death_signal,
             )
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"job {name} was not done within {JOB_SECONDS:.0f} s") from None
+            raise RuntimeError(f"job {name} did not end within {JOB_SECONDS:.0f} s") from None
     if ended.returncode:
         last = "\n".join(log.read_text().splitlines()[-15:])
-        raise RuntimeError(f"job {name} ended with {ended.returncode}:\n{last}")
+        raise RuntimeError(f"job {name} ended with exit code {ended.returncode}:\n{last}")
     return folder / "runs" / name

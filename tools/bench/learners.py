@@ -1,8 +1,8 @@
-"""One optimiser step on the same samples with the same loss: the trainer's packed rows, and transformers.
+"""Optimiser steps of the trainer's packed sequences and of transformers, on the same samples with the same loss.
 
-All start from the same folder and take AdamW with the same settings, the mean negative log-likelihood of all answer
-tokens, gradients accumulated over the whole minibatch, clipped to norm 1. What a step is given are samples as the
-trainer gets them, images encoded; decoding them belongs to the step.
+All variants start from the same folder and use AdamW with the same settings, the mean negative log-likelihood of all
+response tokens, and gradients accumulated over the whole minibatch and clipped to norm 1. The samples are those of the
+trainer, with encoded images; a step includes decoding them.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ LIMIT = timedelta(seconds=120)
 
 @dataclass(frozen=True)
 class TrainingBenchConfig:
-    """What every variant gets."""
+    """Settings of all variants."""
 
     model: str  # Hugging Face folder
     dtype: str
     platform: str
-    packed_length: int  # tokens of a packed row
-    padded_batch: int  # samples that are padded together
+    packed_length: int  # tokens of a packed sequence
+    padded_batch: int  # samples per padded batch
     attention: str  # transformers' implementation
     threads: int
 
@@ -46,22 +46,22 @@ class StepMeasurement:
     """One optimiser step."""
 
     seconds: float
-    cpu_seconds: float  # of all threads: what other processes of a shared machine do not stretch
+    cpu_seconds: float  # of all threads; not affected by other processes
     loss: float
-    tokens: int  # that the text model computed, padding included
-    images: int  # that the vision tower encoded
+    tokens: int  # computed by the text model, with padding
+    images: int  # encoded by the vision tower
 
 
 class BenchLearner(Protocol):
-    """Takes optimiser steps."""
+    """One variant of the benchmark."""
 
     def step(self, samples: Sequence[TrainingSample]) -> tuple[float, int, int]:
-        """Loss before the step, tokens computed, images encoded."""
+        """Take an optimiser step; returns the loss before it, computed tokens, encoded images."""
         ...
 
 
 def serve(connection: Connection, parent: int, variant: str, task: TrainingBenchConfig) -> None:
-    """Body of a variant's process: steps on request until the connection is closed; then its peak memory."""
+    """Body of a variant's process: take a step for each received batch; after None send the peak memory in bytes."""
     child_process.die_with_parent(parent=parent)
     torch.set_num_threads(task.threads)
     torchvision_shim.install()
@@ -79,7 +79,7 @@ def serve(connection: Connection, parent: int, variant: str, task: TrainingBench
 
 
 class PackedLearner:
-    """The trainer: rows of packed samples, Megatron's model and optimiser, one process."""
+    """The trainer: packed sequences, Megatron's model and optimiser, one process."""
 
     def __init__(self, task: TrainingBenchConfig) -> None:
         from megatron_webrl.model import platform as platforms
@@ -93,7 +93,7 @@ class PackedLearner:
         torch.distributed.init_process_group(
             platform.backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=LIMIT
         )
-        # Megatron is imported on the platform that is in use.
+        # Import Megatron after the platform is active.
         from megatron_webrl.model import process_groups
         from megatron_webrl.model.layout import ParallelSizes
         from megatron_webrl.trainer.factory import make_learner, make_sequence_packer
@@ -103,7 +103,7 @@ class PackedLearner:
         self.builder = make_sequence_packer(config, platform)
 
     def step(self, samples: Sequence[TrainingSample]) -> tuple[float, int, int]:
-        """Rows, forward, backward, optimiser."""
+        """Pack, forward, backward, optimiser step."""
         from megatron_webrl.trainer.loss import negative_log_likelihood
 
         rows = self.builder.build(samples, "token_mean", 1)
@@ -112,7 +112,7 @@ class PackedLearner:
 
 
 class TransformersLearner:
-    """transformers' model and torch's AdamW; batches padded on the left, logits for answers only."""
+    """transformers' model and torch's AdamW; batches padded on the left, logits of responses only."""
 
     def __init__(self, task: TrainingBenchConfig, batch: int, order: str) -> None:
         from transformers import AutoModelForImageTextToText
@@ -137,7 +137,7 @@ class TransformersLearner:
         )
 
     def step(self, samples: Sequence[TrainingSample]) -> tuple[float, int, int]:
-        """Batches, forward, backward, optimiser."""
+        """Pad, forward, backward, optimiser step."""
         answers = sum(len(sample.response) for sample in samples)
         self.optimizer.zero_grad()
         loss, tokens = 0.0, 0
@@ -160,7 +160,7 @@ class TransformersLearner:
         return [ordered[i : i + self.batch] for i in range(0, len(ordered), self.batch)]
 
     def _loss(self, batch: Sequence[TrainingSample]) -> torch.Tensor:
-        """Sum of the negative log-likelihoods of all answer tokens."""
+        """Sum of the negative log-likelihoods of all response tokens."""
         longest, kept = max(s.length for s in batch), max(len(s.response) for s in batch)
         ids = np.full((len(batch), longest), self.processor.eos_token_id, np.int64)
         mask, scored = np.zeros_like(ids), np.zeros((len(batch), kept), bool)

@@ -1,9 +1,9 @@
-"""Does a policy learn from rewards? The quickstart's job beside controls that differ from it in one thing.
+"""Check that a policy learns from rewards: the quickstart's job and controls that differ from it in one setting.
 
     python -m tools.bench.learning [--arms NAME ...] [--seeds N ...] [--json FILE] [--add FILE ...] [--plots FILE]
 
-Every arm is `webrl train configs/quickstart.yaml`, evaluated greedily on the same held-out tasks before and after. The
-figures of several calls are put together with --add: an hour at a time is enough.
+Every arm is `webrl train configs/quickstart.yaml`, evaluated greedily on the same held-out tasks before and after.
+--add combines the figures of several calls.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
 
 CONFIG = Path("configs/quickstart.yaml")
 IMITATION_EPISODES = 2000
-"""Demonstrations of the control that goes on imitating: making and imitating them takes about as long as the RL."""
+"""Demonstrations of the imitation control; recording and imitating them takes about as long as the RL run."""
 
 _GRPO = (
     "trainer.loss.name=grpo", "trainer.loss.raft_versions=0", "trainer.minibatches=2",
     "trainer.optimizer.learning_rate=3e-4", "tasks.max_steps=6", "evaluation.blank_images=false", "trainer.updates=30",
 )  # fmt: skip
-"""Of the arms that compare normalisers. Their episodes may be longer: it is by length that normalisers differ.
+"""Settings of the arms that compare normalizers, with longer episodes, since normalizers differ by length.
 
-k=2 is about the mean number of steps, so that gradients are of one size in both and clipping leaves them alike."""
-_SHOWN = (
+The constant 2 is about the mean number of steps, so that gradients and their clipping are similar in both arms."""
+_IMITATION = (
     "trainer.updates=0", "evaluation.before=false", f"trainer.warm_start.demonstrations={IMITATION_EPISODES}",
     "trainer.warm_start.epochs=2", "trainer.warm_start.samples_per_update=16",
     "trainer.warm_start.learning_rate=1e-3", "rollout.context.rounds=4",
 )  # fmt: skip
-"""Of the arms that compare context policies: imitation of careful scripts, the latest four screenshots in a prompt."""
+"""Settings of the arms that compare context policies: imitation, four screenshots in a prompt."""
 
 ARMS: dict[str, tuple[str, ...]] = {
     "rewards": (),
@@ -64,36 +64,36 @@ ARMS: dict[str, tuple[str, ...]] = {
     ),
     "constant": (*_GRPO, "trainer.loss.normalizer=constant", "trainer.loss.normalizer_constant=2"),
     "per_trajectory": (*_GRPO, "trainer.loss.normalizer=per_trajectory"),
-    "sliding": (*_SHOWN, "rollout.context.policy=sliding"),
-    "append": (*_SHOWN, "rollout.context.policy=append"),
+    "sliding": (*_IMITATION, "rollout.context.policy=sliding"),
+    "append": (*_IMITATION, "rollout.context.policy=append"),
 }
 DEFAULT_ARMS = ("rewards", "shuffled", "imitation")
 COLOURS = dict(zip(ARMS, (BLUE, GREY, ORANGE, GREEN, "#8f5ba8", "#7a7a7a", "#b0803a"), strict=True))
 LAST_UPDATES = 5
-"""Updates at the end of a run over which its figures are means."""
+"""First or last updates of a run over which its figures are averaged."""
 
 
 @dataclass(frozen=True)
 class ArmResult:
-    """What a run of an arm came to. Steps and tokens are means of the last LATE updates; None without updates."""
+    """Result of one run. Steps and tokens are means of the last LAST_UPDATES updates; None without updates."""
 
     arm: str
     seed: int
-    before: float | None  # greedy success; None where weights were not evaluated before
+    before: float | None  # greedy success; None if not evaluated
     after: float
     gain: Mapping[str, Any] | None  # mean and 95 % interval
-    pixels: Mapping[str, Any] | None  # the same, over blank images
+    pixels: Mapping[str, Any] | None  # the same, compared with blank images
     minutes: float  # of the whole job
-    sampled: tuple[tuple[int, float], ...]  # version, success of all episodes that came
-    entropy: tuple[float, float] | None  # of the first and the last updates
+    sampled: tuple[tuple[int, float], ...]  # version, success of all sampled episodes
+    entropy: tuple[float, float] | None  # of the first and of the last updates
     steps_success: float | None
     steps_failure: float | None
     tokens_per_step: float | None
-    clipped: float | None  # share of tokens
+    clipped: float | None  # fraction of tokens
 
 
 def read_result(arm: str, seed: int, run: Path, before: float | None, seconds: float) -> ArmResult:
-    """What the files of a run say; `before` stands in where it did not evaluate what it began with."""
+    """Read the result of a run; `before` is used if the run did not evaluate its initial weights."""
     content = summary.read_summary(run)
     evaluation, updates = content["evaluation"], content["updates"]
     first, late = updates[:LAST_UPDATES], updates[-LAST_UPDATES:]
@@ -165,7 +165,7 @@ def draw(outcomes: Sequence[ArmResult]) -> str:
 
 
 def measure(arms: Sequence[str], seeds: Sequence[int], before: float | None, console: Console) -> Iterator[ArmResult]:
-    """Run all arms, one after another. `before`: of the weights that all begin with, if known. Raises RuntimeError."""
+    """Run all arms, one after another. `before`: success of the initial weights, if known. Raises RuntimeError."""
     with tempfile.TemporaryDirectory(prefix="webrl-bench-") as temporary:
         for seed in seeds:
             for arm in arms:
@@ -183,10 +183,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", nargs="*", choices=ARMS, default=DEFAULT_ARMS, metavar="NAME", help=", ".join(ARMS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="N", help="one run of each arm for each")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="N", help="one run of each arm per seed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, after each run")
     parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="FILE", help="figures of earlier calls")
-    parser.add_argument("--plots", type=Path, metavar="FILE", help="draw the curves as an SVG")
+    parser.add_argument("--plots", type=Path, metavar="FILE", help="draw the curves as SVG")
     options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 140)
     try:
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         before = next((each.before for each in found if each.before is not None), None)
         for each in measure(options.arms, options.seeds, before, console):
             found.append(each)
-            if options.json:  # at once: the next one takes long
+            if options.json:  # after each run, since the next takes long
                 write_results(found, options.json)
         if options.json:
             write_results(found, options.json)

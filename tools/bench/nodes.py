@@ -1,12 +1,14 @@
-"""What it costs to train on the groups of two nodes' rings instead of one: seconds of an update, bytes that move.
+"""Cost of training on groups in the rings of two nodes instead of one: seconds per update, transferred bytes.
 
-Two ranks, made nodes by two rings on this machine, take the same groups in three ways: all from one ring, as on one
-node; from two rings that hold as much each; from two rings of which one holds everything. Connections are loopback.
+Two ranks with a ring each stand for two nodes on this machine. They take the same groups in three layouts: all groups
+in one ring, as on one node; half of the groups in each of two rings; all groups in one of two rings. Connections are
+loopback.
 
-look      the first rank learns of all records; a job does this bit by bit while it waits for groups
-share     all ranks get the groups that were chosen; one ring: they are told which records to read
-bring     screenshots go where the plan wants them
-send      the same bytes by torch's send and recv alone, for comparison
+headers   the first rank reads the headers of all records; a job does this while it waits for groups
+exchange  all ranks get the chosen groups; with one ring only the list of records
+plan      the assignment of sequences to nodes
+fetch     screenshots are sent to their assigned nodes
+send      the same bytes by torch's send and recv, for comparison
 
     python -m tools.bench.nodes [--quick] [--json FILE]
 """
@@ -39,14 +41,14 @@ from tools.arguments import make_bench_parser, write_json
 
 RANKS, SECONDS = 2, 300.0
 STEPS, SCREENSHOT_BYTES, WINDOW, TEXT_TOKENS, RESPONSE_TOKENS = 10, 150_000, 4, 1000, 200
-"""Of an episode: steps; bytes of a screenshot, screenshots in a prompt, its other tokens, tokens of an answer."""
+"""Per episode: steps, bytes of a screenshot, screenshots in a prompt, its text tokens, response tokens."""
 IMAGE_TOKENS = 960  # tokens of a screenshot of 1280x768
 RING_LAYOUTS = {"one ring": None, "two rings, even": (0, 1), "two rings, one empty": (0, 0)}
-"""Way -> node of even and of odd groups; None: a job on one node."""
+"""Layout -> node of even and of odd groups; None: a job on one node."""
 
 
 def episode(ticket: int, index: int, group_size: int) -> Trajectory:
-    """A web agent's: ten steps of a window of four screenshots."""
+    """A web-agent episode: ten steps with a window of four screenshots."""
     rng = np.random.default_rng((ticket, index))
     return Trajectory(
         ticket=ticket,
@@ -81,7 +83,7 @@ def _step(rng: np.random.Generator, step: int) -> Step:
 
 
 class ExchangeBench:
-    """One rank: its rings and what it measures."""
+    """One rank: its rings and its measurements."""
 
     def __init__(self, rank: int, names: Sequence[str], groups: int, group_size: int) -> None:
         from megatron_webrl.trainer.exchange.node_topology import NodeTopology
@@ -93,7 +95,7 @@ class ExchangeBench:
         self.wire = RankMessenger(NodeTopology.all_gather(rank, RANKS), SECONDS, SECONDS)
 
     def write_groups(self, homes: tuple[int, int]) -> None:
-        """Write all groups; the first rank writes."""
+        """Write all groups to the rings, on the first rank."""
         if self.rank == 0:
             for ticket in range(self.groups):
                 for index in range(self.group_size):
@@ -103,7 +105,7 @@ class ExchangeBench:
         torch.distributed.barrier()
 
     def run_update(self, homes: tuple[int, int] | None) -> dict[str, float]:
-        """One update in one way: seconds of its parts, and bytes."""
+        """One update in one layout: seconds of each part, and bytes."""
         from megatron_webrl.trainer.accounting import Accounting
         from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
         from megatron_webrl.trainer.data.group_source import GroupSource
@@ -122,12 +124,12 @@ class ExchangeBench:
         )
         begun = time.perf_counter()
         taken = None if source is None else source.wait_for_groups(0, self.groups, SECONDS, lambda ready: True)
-        looked = time.perf_counter()
+        headers_read = time.perf_counter()
         groups = rings.broadcast_groups(taken)
         torch.distributed.barrier()
-        shared = time.perf_counter()
+        exchanged = time.perf_counter()
         assert isinstance(groups, list)
-        found = {"headers": looked - begun, "exchange": shared - looked}
+        found = {"headers": headers_read - begun, "exchange": exchanged - headers_read}
         if isinstance(rings, MultiNodeExchange):
             found |= self._fetch_images(rings, groups)
         for group, numbers in taken or []:
@@ -160,7 +162,7 @@ class ExchangeBench:
         return figures | {"send": self._send(fetched.transferred_bytes)}
 
     def _send(self, size: int) -> float:
-        """Seconds of sending as many bytes from one rank to the other by torch alone."""
+        """Seconds that torch takes to send `size` bytes from one rank to the other."""
         if not size:
             return 0.0
         tensor = torch.zeros(size, dtype=torch.uint8)
@@ -175,7 +177,7 @@ class ExchangeBench:
 
 
 def run(rank: int, folder: str, names: Sequence[str], groups: int, group_size: int, rounds: int) -> None:
-    """Body of a rank; the first one writes medians to found.json."""
+    """Body of a rank; the first one writes the medians to found.json."""
     torchvision_shim.install()
     torch.set_num_threads(1)
     backend = platforms.activate("cpu").backend
@@ -187,21 +189,21 @@ def run(rank: int, folder: str, names: Sequence[str], groups: int, group_size: i
         timeout=timedelta(seconds=SECONDS),
     )
     bench = ExchangeBench(rank, names, groups, group_size)
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in RING_LAYOUTS}
+    found: dict[str, list[dict[str, float]]] = {layout: [] for layout in RING_LAYOUTS}
     for _ in range(rounds):
-        for way, homes in RING_LAYOUTS.items():
-            found[way].append(bench.run_update(homes))
+        for layout, homes in RING_LAYOUTS.items():
+            found[layout].append(bench.run_update(homes))
     if rank == 0:
         medians = {
-            way: {name: statistics.median(each[name] for each in each_round) for name in each_round[0]}
-            for way, each_round in found.items()
+            layout: {name: statistics.median(each[name] for each in each_round) for name in each_round[0]}
+            for layout, each_round in found.items()
         }
         Path(folder, "found.json").write_text(json.dumps(medians))
     torch.distributed.destroy_process_group()
 
 
 def measure(groups: int, group_size: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Way -> medians of its figures: seconds, bytes, shares."""
+    """Medians of all figures by layout: seconds, bytes, fractions."""
     size = (
         2
         * groups
@@ -220,20 +222,20 @@ def measure(groups: int, group_size: int, rounds: int) -> dict[str, dict[str, fl
 
 
 def table(results: dict[str, dict[str, float]]) -> str:
-    """The figures as a table: milliseconds, MB, and how much an update waits longer than with one ring."""
+    """The figures as a table: milliseconds, MB, and the additional time of an update compared with one ring."""
     lines = [
         "| | headers ms | exchange ms | plan ms | fetch ms | exchange + plan + fetch, over one ring ms | moved MB "
         "| GB/s | of send alone | stay local | other MB |",
         "|---|" + "---:|" * 10,
     ]
     base = results["one ring"]["exchange"]
-    for way, each in results.items():
-        held = each["exchange"] + each.get("plan", 0.0) + each.get("fetch", 0.0)
+    for layout, each in results.items():
+        total = each["exchange"] + each.get("plan", 0.0) + each.get("fetch", 0.0)
         cells = [f"{1e3 * each['headers']:.0f}", f"{1e3 * each['exchange']:.0f}"]
         if "fetch" in each:
             rate = each["moved"] / each["fetch"] / 1e9 if each["moved"] else None
             ratio = each["send"] / each["fetch"] if each["moved"] else None
-            cells += [f"{1e3 * each['plan']:.0f}", f"{1e3 * each['fetch']:.0f}", f"{1e3 * (held - base):.0f}"]
+            cells += [f"{1e3 * each['plan']:.0f}", f"{1e3 * each['fetch']:.0f}", f"{1e3 * (total - base):.0f}"]
             cells += [f"{each['moved'] / 1e6:.1f}", "" if rate is None else f"{rate:.2f}"]
             cells += [
                 "" if ratio is None else f"{ratio:.2f}",
@@ -242,7 +244,7 @@ def table(results: dict[str, dict[str, float]]) -> str:
             ]
         else:
             cells += ["", "", "0", "0", "", "", "1.00", "0"]
-        lines.append(f"| {way} | " + " | ".join(cells) + " |")
+        lines.append(f"| {layout} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

@@ -1,11 +1,12 @@
-"""How well rows are packed: is the predicted cost the measured one, are rows full and balanced, what does merging save.
+"""Benchmark of sequence packing: accuracy of the cost model, balance of packed sequences, savings by merging.
 
-1. Cost: rows of very different lengths through a small real model, forward and backward, against what the cost model
-   predicts for them.
-2. Rows: the steps of web-agent episodes (prompts of 1 to 12 thousand tokens with one to four screenshots, answers of 50
-   to 500, a heavy tail) packed for several replicas, costs of Qwen3-VL-4B; against first-fit-decreasing by tokens and
-   against padding to the longest.
-3. Merging: the share of steps that go on from another one, in episodes whose prompts the rollout's own context makes.
+1. Cost: forward and backward passes of packed sequences of very different lengths on a small real model, compared with
+   the prediction of the cost model.
+2. Packing: steps of web-agent episodes (prompts of 1 to 12 thousand tokens with one to four screenshots, responses of
+   50 to 500 tokens, heavy-tailed) packed for several replicas with the costs of Qwen3-VL-4B, compared with
+   first-fit-decreasing by tokens and with padding to the longest.
+3. Merging: the fraction of steps that share a prefix with another one, in episodes with prompts of the rollout's
+   context.
 
     python -m tools.bench.packing [--quick] [--json FILE]
 """
@@ -55,7 +56,7 @@ TIMED_SEQUENCES = (
     (4200, 8),
     (8192, 0),
 )
-"""Tokens of the rows that are timed, and how many images of SIDE pixels are among them."""
+"""(tokens, images of SIDE pixels) of the timed packed sequences."""
 SIDE = 512
 RESPONSE_TOKENS = 64
 STEPS = (1, 2, 3, 3, 4, 4, 5, 6, 8, 10, 15, 20)
@@ -66,17 +67,19 @@ REPLICAS, MAX_SEQUENCE_TOKENS = 8, 16384
 
 
 def web_agent_steps(episodes: int, seed: int) -> list[TrainingSample]:
-    """Steps with the prompts' outer form: a header, a summary once the window slides, then rounds with screenshots."""
+    """Steps with prompts in the form of the rollout: header, summary once the window slides, rounds."""
     made: list[TrainingSample] = []
     for number in range(episodes):
         rng = np.random.default_rng((seed, number))
-        count, header = int(rng.choice(STEPS)), _words(rng, min(6000, 300 + int(200 * rng.pareto(0.9))))
+        count, header = int(rng.choice(STEPS)), _random_tokens(rng, min(6000, 300 + int(200 * rng.pareto(0.9))))
         shot = np.full(SCREENSHOT_GRID[0] * SCREENSHOT_GRID[1] * SCREENSHOT_GRID[2] // 4, IMAGE_TOKEN_ID, np.int32)
-        opening = [np.concatenate([_words(rng, min(2000, 30 + int(60 * rng.pareto(1.0)))), shot]) for _ in range(count)]
-        answers = [_words(rng, min(500, 50 + int(60 * rng.pareto(1.2)))) for _ in range(count)]
+        opening = [
+            np.concatenate([_random_tokens(rng, min(2000, 30 + int(60 * rng.pareto(1.0)))), shot]) for _ in range(count)
+        ]
+        answers = [_random_tokens(rng, min(500, 50 + int(60 * rng.pareto(1.2)))) for _ in range(count)]
         for step in range(count):
             first = max(0, step - WINDOW + 1)
-            summary = _words(rng, 25 * first)
+            summary = _random_tokens(rng, 25 * first)
             rounds = [part for i in range(first, step) for part in (opening[i], answers[i])]
             prompt = np.concatenate([header, summary, *rounds, opening[step]])
             if len(prompt) > MAX_PROMPT_TOKENS:
@@ -85,7 +88,7 @@ def web_agent_steps(episodes: int, seed: int) -> list[TrainingSample]:
     return made
 
 
-def _words(rng: np.random.Generator, count: int) -> np.ndarray:
+def _random_tokens(rng: np.random.Generator, count: int) -> np.ndarray:
     return rng.integers(1000, 100000, count).astype(np.int32)
 
 
@@ -106,22 +109,22 @@ def _step(prompt: np.ndarray, response: np.ndarray, shots: tuple[int, ...], epis
 
 @dataclass(frozen=True)
 class PackingResult:
-    """What came of one way of making rows. Costs in operations."""
+    """Result of one packing method. Costs are in operations."""
 
     sequences: int
-    utilisation: float  # real tokens over tokens that rows can hold
-    work: float  # of all rows
-    replica_imbalance: float  # dearest over mean
-    sequence_imbalance: float  # dearest over mean
-    lockstep_work: float  # work if replicas wait for each other in every row, times their number
+    utilisation: float  # real tokens / capacity
+    work: float  # of all packed sequences
+    replica_imbalance: float  # largest cost / mean
+    sequence_imbalance: float  # largest cost / mean
+    lockstep_work: float  # replicas x work if all replicas wait for each other after each packed sequence
     images: int  # encoded
-    seconds: float  # to find the rows
+    seconds: float  # of packing
 
 
 def packing_result(
     chains: Sequence[MergedSequence], parts: list[list[list[int]]], cost: FlopsEstimator, seconds: float
 ) -> PackingResult:
-    """Figures of rows of `chains` dealt to replicas; a replica may have fewer rows than another."""
+    """Figures of packed sequences of `chains`, by replica; replicas may differ in their number."""
     costs = [[cost.packed_flops(*(chains[i] for i in row)) for row in part] for part in parts]
     flat, loads = [c for part in costs for c in part], [sum(part) for part in costs]
     longest = max(map(len, costs))
@@ -139,7 +142,7 @@ def packing_result(
 
 
 def first_fit(chains: Sequence[MergedSequence]) -> list[list[list[int]]]:
-    """Longest first into the first row with room; rows in turn to the replica with the fewest tokens."""
+    """Longest first into the first sequence with room; sequences in turn to the replica with the fewest tokens."""
     rows: list[list[int]] = []
     room: list[int] = []
     for index in sorted(range(len(chains)), key=lambda i: -chains[i].length):
@@ -159,7 +162,7 @@ def first_fit(chains: Sequence[MergedSequence]) -> list[list[list[int]]]:
 
 
 def padded(chains: Sequence[MergedSequence], cost: FlopsEstimator) -> PackingResult:
-    """Batches of as many samples as fit when all are as long as the longest one."""
+    """Batches of samples padded to the longest one, as many as fit."""
     longest = max(chain.length for chain in chains)
     pairs = longest * (longest + 1) / 2
     each = [
@@ -186,7 +189,7 @@ def padded(chains: Sequence[MergedSequence], cost: FlopsEstimator) -> PackingRes
 
 
 def compare(episodes: int) -> tuple[dict[str, PackingResult], str]:
-    """Ways of making rows of the same steps, and the steps in words."""
+    """Results of all packing methods on the same steps, and a description of the steps."""
     cost = FlopsEstimator.from_hf_config(model_sizes.make_hf_config("4B"))
     steps = web_agent_steps(episodes, seed=0)
     begun = time.perf_counter()
@@ -194,10 +197,10 @@ def compare(episodes: int) -> tuple[dict[str, PackingResult], str]:
     merging = time.perf_counter() - begun
     alone = [unmerged_sequence(step) for step in steps]
     lengths = sorted(chain.length for chain in alone)
-    words = (
+    description = (
         f"{len(steps)} steps of {episodes} episodes, {lengths[0]} to {lengths[-1]} tokens, median "
         f"{lengths[len(lengths) // 2]}, 99 % under {lengths[len(lengths) * 99 // 100]}; {len(merged)} sequences after "
-        f"merging in {merging:.2f} s; rows of {MAX_SEQUENCE_TOKENS} tokens, {REPLICAS} replicas"
+        f"merging in {merging:.2f} s; packed sequences of {MAX_SEQUENCE_TOKENS} tokens, {REPLICAS} replicas"
     )
 
     def timed(make: Any, chains: list[MergedSequence]) -> PackingResult:
@@ -214,21 +217,21 @@ def compare(episodes: int) -> tuple[dict[str, PackingResult], str]:
         "first fit by tokens, merged": timed(first_fit, merged),
         "first fit by tokens": timed(first_fit, alone),
         "padded to the longest": padded(alone, cost),
-    }, words
+    }, description
 
 
 @dataclass(frozen=True)
 class TimedSequence:
-    """One row through the model, forward and backward."""
+    """Forward and backward pass of one packed sequence."""
 
     tokens: int
     images: int
     operations: float  # predicted, forward
-    seconds: float  # the fastest round; of CPU time on the CPU
+    seconds: float  # fastest round; CPU time on the CPU
 
 
 def time_sequences(folder: Path, rounds: int, rows: Sequence[tuple[int, int]]) -> list[TimedSequence]:
-    """Time single-sample rows on a small model, in this process alone."""
+    """Time packed sequences of one sample on a small model in this process."""
     torch.set_num_threads(1)
     platform = platforms.activate("auto")
     store = torch.distributed.FileStore(str(folder / "store"), 1)
@@ -277,7 +280,7 @@ def _pass(model: Any, batch: Microbatch, platform: platforms.Platform) -> float:
     """Seconds of one forward and backward pass."""
     from megatron_webrl.model.logprobs import vocab_parallel_logprobs
 
-    # CPU time leaves out what other processes of the machine take.
+    # CPU time excludes the time of other processes.
     clock = time.process_time if platform.name == "cpu" else time.perf_counter
     torch.cuda.synchronize()
     begun = clock()
@@ -289,7 +292,7 @@ def _pass(model: Any, batch: Microbatch, platform: platforms.Platform) -> float:
 
 
 def merging(folder: Path, episodes: int) -> dict[str, float]:
-    """What merging saves on episodes whose prompts the rollout's own context makes, windows of four screenshots."""
+    """Savings by merging for episodes with prompts of the rollout's context, windows of four screenshots."""
     processor = Processor.load(make_tiny_model(folder / "context", max_position_embeddings=16384))
     steps = [step for episode in make_episodes(processor, episodes, 16384, seed=0) for step in episode]
     video = int(processor.tokenizer.convert_tokens_to_ids("<|video_pad|>"))
@@ -297,7 +300,7 @@ def merging(folder: Path, episodes: int) -> dict[str, float]:
     return {
         "episodes": episodes,
         "steps": len(steps),
-        "steps that go on from another": len(steps) - len(chains),
+        "steps merged into another": len(steps) - len(chains),
         "tokens": sum(step.length for step in steps),
         "tokens after merging": sum(chain.length for chain in chains),
         "images": sum(len(step.images) for step in steps),
@@ -306,9 +309,9 @@ def merging(folder: Path, episodes: int) -> dict[str, float]:
 
 
 def show_times(rows: Sequence[TimedSequence]) -> dict[str, float]:
-    """Print predictions against measurements; the correlation of both, plain and of their logarithms."""
+    """Print predictions and measurements; returns their correlation, plain and of the logarithms."""
     predicted, measured = np.array([r.operations for r in rows]), np.array([r.seconds for r in rows])
-    # Relative errors count, so that the longest row does not decide alone.
+    # Relative errors, so that the longest sequence does not dominate.
     rate = float(np.exp(np.mean(np.log(measured / predicted))))
     print("| tokens | images | predicted ms | measured ms | measured / predicted | measured / by tokens alone |")
     print("|" + "---:|" * 6)
@@ -328,33 +331,33 @@ def show_times(rows: Sequence[TimedSequence]) -> dict[str, float]:
     return found
 
 
-def show_packing(found: dict[str, PackingResult], words: str) -> None:
-    """Print one line a way, ratios to the first."""
+def show_packing(found: dict[str, PackingResult], description: str) -> None:
+    """Print one line per method, relative to the first."""
     ours = found["balanced, merged"]
-    print(words + "\n")
+    print(description + "\n")
     columns = (
-        "rows",
+        "sequences",
         "tokens used",
         "images encoded",
         "work",
         "replicas max/mean",
-        "rows max/mean",
+        "sequences max/mean",
         "time",
         "s to pack",
     )
-    print("| rows made by | " + " | ".join(columns) + " |")
+    print("| packed by | " + " | ".join(columns) + " |")
     print("|---|" + "---:|" * len(columns))
-    for name, way in found.items():
-        slowest = way.work * way.replica_imbalance / (ours.work * ours.replica_imbalance)
-        balance = f"{way.replica_imbalance:.3f} | {way.sequence_imbalance:.3f}"
-        relative = f"{slowest:.2f} / {way.lockstep_work / ours.lockstep_work:.2f}"
-        used = f"{way.sequences} | {way.utilisation:.1%} | {way.images} | {way.work / ours.work:.2f}"
-        print(f"| {name} | {used} | {balance} | {relative} | {way.seconds:.2f} |")
-    print("work and time relative to the first line; time: replicas wait at the end / in every row\n")
+    for name, method in found.items():
+        slowest = method.work * method.replica_imbalance / (ours.work * ours.replica_imbalance)
+        balance = f"{method.replica_imbalance:.3f} | {method.sequence_imbalance:.3f}"
+        relative = f"{slowest:.2f} / {method.lockstep_work / ours.lockstep_work:.2f}"
+        used = f"{method.sequences} | {method.utilisation:.1%} | {method.images} | {method.work / ours.work:.2f}"
+        print(f"| {name} | {used} | {balance} | {relative} | {method.seconds:.2f} |")
+    print("work and time relative to the first line; time: replicas wait at the end / after every packed sequence\n")
 
 
 def main() -> None:
-    parser = make_bench_parser(__doc__, "shorter rows, one round, fewer episodes")
+    parser = make_bench_parser(__doc__, "shorter sequences, one round, fewer episodes")
     arguments = parser.parse_args()
     rounds, episodes = (1, 64) if arguments.quick else (3, 512)
     print(f"{os.cpu_count()} CPUs, {machine.machine()}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}\n")
@@ -362,13 +365,14 @@ def main() -> None:
         saved = merging(Path(temporary), episodes // 4)
         rows = time_sequences(Path(temporary), rounds, TIMED_SEQUENCES[:-3] if arguments.quick else TIMED_SEQUENCES)
     fit = show_times(rows)
-    found, words = compare(episodes)
-    show_packing(found, words)
-    print("rollout's own prompts: " + ", ".join(f"{value} {name}" for name, value in saved.items()))
+    found, description = compare(episodes)
+    show_packing(found, description)
+    print("prompts of the rollout: " + ", ".join(f"{value} {name}" for name, value in saved.items()))
     if arguments.json:
         figures = {
-            "rows timed": [vars(row) for row in rows], "fit": fit, "merging": saved, "steps": words,
-            "packed": {name: vars(way) for name, way in found.items()},
+            "timed sequences": [vars(row) for row in rows], "fit": fit, "merging": saved,
+            "steps": description,
+            "packed": {name: vars(method) for name, method in found.items()},
         }  # fmt: skip
         write_json(arguments.json, figures)
 

@@ -1,9 +1,9 @@
-"""What screenshots cost before they can be trained on, and how much of it worker processes hide behind training.
+"""Cost of preprocessing screenshots for training, and the part of it that image workers hide.
 
-1. Milliseconds of one thread for an image: transformers' image processor, which does everything, against what a worker
-   does (decode, resize, cut into bytes) and what is left to the learner (numbers made of the bytes).
-2. Rows of real screenshots through a small real model, forward and backward, with pixels made in the process before
-   the first row, and by one and two workers ahead of each row; against the same rows with pixels that are there.
+1. CPU milliseconds of one thread per image: transformers' image processor, compared with the part of an image worker
+   (decode, resize, cut into patches) and the part of the learner (normalise the patches).
+2. Packed sequences of screenshots through a small real model, forward and backward: with preprocessing in the process,
+   with one and two image workers, and with images that are preprocessed before.
 
     python -m tools.bench.pixels [--quick] [--json FILE]
 """
@@ -37,16 +37,16 @@ from tools.arguments import make_bench_parser, write_json
 from tools.make_tiny_model import make_tiny_model
 
 SIZES = ((1280, 720), (1280, 768), (160, 224))
-"""Pixels. At 1280x720 and only there an image has to be resized: 720 is no multiple of 32."""
+"""Pixels. Only images of 1280x720 must be resized: 720 is no multiple of 32."""
 MAX_PIXELS = 2**24
-"""Pixels up to which the image processor leaves an image as large as it is."""
+"""Largest image that the image processor does not scale down."""
 RESPONSE_TOKENS = 16
 WORKERS = (0, 1, 2)
 
 
 @dataclass(frozen=True)
 class ImageCost:
-    """Milliseconds of CPU time for one image, the fastest round."""
+    """CPU milliseconds per image, fastest round."""
 
     image: str
     kib: float
@@ -56,12 +56,12 @@ class ImageCost:
 
     @property
     def ratio(self) -> float:
-        """All of ours over the peer's."""
+        """Worker and learner / transformers."""
         return (self.patches + self.normalise) / self.transformers
 
 
 def measure_image_costs(processor: Processor, rounds: int) -> list[ImageCost]:
-    """Each size as PNG and JPEG."""
+    """Measure each size as PNG and JPEG."""
     found = []
     cut = processor.patchifier
     for width, height in SIZES:
@@ -79,7 +79,7 @@ def measure_image_costs(processor: Processor, rounds: int) -> list[ImageCost]:
 
 
 def draw_screenshot(seed: int, width: int, height: int, kind: str) -> bytes:
-    """A drawn page, encoded."""
+    """A drawn page as encoded image."""
     page = draw_page(seed, width, height)
     if kind == "PNG":
         return page
@@ -89,7 +89,7 @@ def draw_screenshot(seed: int, width: int, height: int, kind: str) -> bytes:
 
 
 def fastest_cpu_ms(rounds: int, work: Callable[[], Any]) -> float:
-    """Milliseconds of CPU time; a first call does what is done once."""
+    """CPU milliseconds of the fastest of `rounds` calls, after a first call."""
     work()
     best = float("inf")
     for _ in range(rounds):
@@ -101,24 +101,24 @@ def fastest_cpu_ms(rounds: int, work: Callable[[], Any]) -> float:
 
 @dataclass(frozen=True)
 class PreprocessingResult:
-    """One way through all rows."""
+    """One pass over all packed sequences."""
 
     image: str
     pixels: str
-    seconds: float  # wall clock, rows built and computed
-    waited: float  # seconds of them, for pixels
+    seconds: float  # wall time of packing and computing
+    waited: float  # seconds of waiting for images
     images: int
 
 
 class PreprocessingBench:
-    """Rows of screenshots and a small model, in this process alone."""
+    """Packed sequences of screenshots and a small model in this process."""
 
     def __init__(self, folder: Path, rows: int) -> None:
         torch.set_num_threads(1)
         self.folder, self.rows, self.platform = folder, rows, platforms.activate("auto")
         store = torch.distributed.FileStore(str(folder / "store"), 1)
         torch.distributed.init_process_group(self.platform.backend, store=store, rank=0, world_size=1)
-        # Megatron is imported on the platform that is in use.
+        # Import Megatron after the platform is active.
         from megatron_webrl.model import process_groups
         from megatron_webrl.model.layout import ParallelSizes
         from megatron_webrl.model.load import load_hf
@@ -131,21 +131,21 @@ class PreprocessingBench:
         self.processor = Processor.load(self.path)
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Destroy the process group."""
         torch.distributed.destroy_process_group()
 
     def run(self, width: int, height: int, images: int) -> list[PreprocessingResult]:
-        """Rows of `images` screenshots each: with pixels that are there, then by numbers of workers."""
+        """Measure sequences of `images` screenshots: images prepared before, then each number of image workers."""
         samples = [self._sample(row, [draw_screenshot(row * 100 + i, width, height, "PNG") for i in range(images)])
                    for row in range(self.rows)]  # fmt: skip
-        name, found = f"{width}x{height} PNG, {images} a row", []
+        name, found = f"{width}x{height} PNG, {images} per sequence", []
         ready = self._builder(0, samples).build(samples, "token_mean", 1)
         begun = time.perf_counter()
         self._compute(ready)
-        found.append(PreprocessingResult(name, "there", time.perf_counter() - begun, 0.0, images * self.rows))
+        found.append(PreprocessingResult(name, "prepared", time.perf_counter() - begun, 0.0, images * self.rows))
         for workers in WORKERS:
             builder = self._builder(workers, samples)
-            if builder.prefetcher is not None:  # a worker has started when its first image is there
+            if builder.prefetcher is not None:  # a worker has started once it has returned an image
                 self._compute(builder.build(samples[:workers], "token_mean", 1))
                 builder.wait_timer.pop_seconds()
             begun = time.perf_counter()
@@ -180,7 +180,7 @@ class PreprocessingBench:
         )
 
     def _compute(self, rows: Sequence[Microbatch]) -> None:
-        """Forward and backward of each row."""
+        """Forward and backward pass of each packed sequence."""
         from megatron_webrl.model.logprobs import vocab_parallel_logprobs
 
         model = self.chunks[0]
@@ -194,7 +194,7 @@ class PreprocessingBench:
 
 def show_image_costs(found: Sequence[ImageCost]) -> None:
     """Print the first table."""
-    print("| image | KiB | transformers, ms | worker, ms | left to the learner, ms | ours / transformers |")
+    print("| image | KiB | transformers, ms | worker, ms | learner, ms | ours / transformers |")
     print("|---|" + "---:|" * 5)
     for p in found:
         print(
@@ -203,34 +203,34 @@ def show_image_costs(found: Sequence[ImageCost]) -> None:
 
 
 def show_results(found: Sequence[PreprocessingResult]) -> None:
-    """Print the second table; hidden: of what the process itself takes for the pixels."""
-    print("\n| rows of | pixels | s | / pixels that are there | s waiting | ms an image | hidden |")
+    """Print the second table; hidden: relative to preprocessing in the process."""
+    print("\n| sequences of | preprocessing | s | / prepared | s waiting | ms per image | hidden |")
     print("|---|---|" + "---:|" * 5)
     for t in found:
-        there, alone = (
-            next(o for o in found if o.image == t.image and o.pixels == w) for w in ("there", "in the process")
+        prepared, alone = (
+            next(o for o in found if o.image == t.image and o.pixels == w) for w in ("prepared", "in the process")
         )
-        hidden = "" if t.pixels == "there" else f"{1 - t.waited / alone.waited:.0%}"
+        hidden = "" if t.pixels == "prepared" else f"{1 - t.waited / alone.waited:.0%}"
         each = f"{t.waited:.3f} | {t.waited / t.images * 1e3:.2f}"
-        print(f"| {t.image} | {t.pixels} | {t.seconds:.2f} | {t.seconds / there.seconds:.3f} | {each} | {hidden} |")
+        print(f"| {t.image} | {t.pixels} | {t.seconds:.2f} | {t.seconds / prepared.seconds:.3f} | {each} | {hidden} |")
 
 
 def main() -> None:
-    parser = make_bench_parser(__doc__, "fewer rounds and rows")
+    parser = make_bench_parser(__doc__, "fewer rounds and sequences")
     arguments = parser.parse_args()
     print(f"{os.cpu_count()} CPUs, {machine.machine()}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}\n")
     with tempfile.TemporaryDirectory(prefix="webrl-bench-") as temporary:
-        trial = PreprocessingBench(Path(temporary), 4 if arguments.quick else 12)
-        prices = measure_image_costs(trial.processor, 3 if arguments.quick else 15)
-        show_image_costs(prices)
-        trials = [*trial.run(160, 224, 8), *trial.run(1280, 720, 1)]
-        trial.close()
-    show_results(trials)
+        bench = PreprocessingBench(Path(temporary), 4 if arguments.quick else 12)
+        costs = measure_image_costs(bench.processor, 3 if arguments.quick else 15)
+        show_image_costs(costs)
+        results = [*bench.run(160, 224, 8), *bench.run(1280, 720, 1)]
+        bench.close()
+    show_results(results)
     if arguments.json:
         figures = {
             "load": os.getloadavg()[0],
-            "images": [asdict(p) | {"ratio": p.ratio} for p in prices],
-            "rows": [asdict(t) for t in trials],
+            "images": [asdict(p) | {"ratio": p.ratio} for p in costs],
+            "rows": [asdict(t) for t in results],
         }
         write_json(arguments.json, figures)
 

@@ -1,17 +1,16 @@
-"""How fast weights go from a trainer to two engines by plan, against a plain copy of the same bytes and a broadcast.
+"""Speed of a planned weight transfer from a trainer to two engines, compared with a plain copy and a broadcast.
 
     python -m tools.bench.reshard [--quick] [--json FILE] [--width 2048] [--layers 2] [--vocabulary 8192] [--rounds 7]
 
-A trainer of four ranks (tensor parallel 2 x pipeline 2) and two engines, of one rank and of two, each rank a process
-on this machine, over gloo. The model is a Qwen3-VL with the width of the 2B, or another, and fewer layers. Engine
-ranks hold plain parameters of the shapes in weights.engine_map; no vLLM. Rounds of the ways take turns, so that noise
-meets all alike; a way's time is from the first rank's start to the last rank's end.
+A trainer of four ranks (tensor parallel 2 x pipeline parallel 2) and two engines of one and two ranks; each rank is a
+process on this machine, over gloo. The model is a Qwen3-VL with the width of the 2B, or another, and fewer layers.
+Engine ranks have plain parameters with the shapes of weights.engine_map, without vLLM. The methods alternate in rounds,
+so that noise of the machine affects all equally; a method's time is from the first rank's start to the last rank's end.
 
-- sync: weights.transport by weights.plan. Every engine rank receives what it holds, once.
-- raw: the same bytes between the same pairs of ranks, each pair's in one contiguous buffer that is there already.
-- copies: what sync packs and unpacks beside the wire, alone: slices that change their type or lie in strips.
-- broadcast: the trainer's parts to its rank 0, then the whole model from there to all engine ranks in buckets, which
-  nobody loads anywhere.
+- sync: weights.transport with a plan of weights.plan. Every engine rank receives its parameters once.
+- raw: the same bytes between the same pairs of ranks, each pair with one contiguous buffer allocated before.
+- copies: only the packing and unpacking of sync: slices that change their type or are not contiguous.
+- broadcast: the trainer's shards to its rank 0, then the whole model to all engine ranks in buckets; nothing is loaded.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from megatron_webrl.weights.plan import TransferPlan
 from tools.arguments import make_bench_parser, write_json
 from tools.bench.reshard_ranks import ENGINES, RANKS, SECONDS, TRAINER_RANKS, ReshardBenchConfig, serve
 
-PRELOAD = ["tools.bench.reshard_ranks"]  # the ranks' processes are forked from one that has imported everything
+PRELOAD = ["tools.bench.reshard_ranks"]  # ranks are forked from a process that has imported everything
 METHODS = ("sync", "raw", "copies", "broadcast")
 DTYPES = (("float32", "bfloat16", "bfloat16"), ("bfloat16", "bfloat16", "bfloat16"), ("float32", "float32", "float32"))
 
 
 class RankProcesses:
-    """All ranks of a task, as the parent sees them."""
+    """The processes of all ranks, for the parent."""
 
     def __init__(self, width: int, layers: int, vocabulary: int, types: tuple[str, str, str]) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -53,17 +52,17 @@ class RankProcesses:
             theirs.close()
             self.connections.append(mine)
             self.processes.append(process)
-        self._answers()
+        self._results()
 
-    def run_on_all(self, what: str) -> tuple[float, float, list[Any]]:
-        """Have all ranks do it; seconds from the first start to the last end, seconds of CPU, what they answer."""
+    def run_on_all(self, method: str) -> tuple[float, float, list[Any]]:
+        """Run a method on all ranks; returns seconds from first start to last end, CPU seconds, and the results."""
         for connection in self.connections:
-            connection.send(what)
-        begins, ends, cpu, answers = zip(*self._answers(), strict=True)
+            connection.send(method)
+        begins, ends, cpu, answers = zip(*self._results(), strict=True)
         return max(ends) - min(begins), sum(cpu), list(answers)
 
     def shutdown(self) -> None:
-        """Let them go."""
+        """End all processes."""
         for connection in self.connections:
             connection.send("end")
         for process in self.processes:
@@ -71,7 +70,7 @@ class RankProcesses:
             if process.is_alive():
                 process.kill()
 
-    def _answers(self) -> list[Any]:
+    def _results(self) -> list[Any]:
         found = []
         for rank, connection in enumerate(self.connections):
             if not connection.poll(SECONDS):
@@ -81,7 +80,7 @@ class RankProcesses:
 
 
 def sharded_bytes_ratio(plan: TransferPlan, description: Any) -> list[float]:
-    """Of the tensors that an engine shards: bytes that its first rank receives, as a share of a broadcast's."""
+    """For the tensors that each engine shards: bytes received by its first rank / bytes of a broadcast."""
     whole = engine_parameter_shapes(description, EngineSizes(), 0)
     shares = []
     for engine, sizes in enumerate(ENGINES):
@@ -96,16 +95,16 @@ def sharded_bytes_ratio(plan: TransferPlan, description: Any) -> list[float]:
 
 
 def measure(width: int, layers: int, vocabulary: int, types: tuple[str, str, str], rounds: int) -> dict[str, Any]:
-    """Medians of all ways for one choice of types."""
+    """Medians of all methods for one choice of types."""
     ranks = RankProcesses(width, layers, vocabulary, types)
-    found: dict[str, list[tuple[float, float]]] = {way: [] for way in METHODS}
+    found: dict[str, list[tuple[float, float]]] = {method: [] for method in METHODS}
     try:
         for number in range(rounds + 1):
-            for way in METHODS:
-                seconds, cpu, _ = ranks.run_on_all(way)
+            for method in METHODS:
+                seconds, cpu, _ = ranks.run_on_all(method)
                 if number:  # the first round touches all memory
-                    found[way].append((seconds, cpu))
-        ranks.run_on_all("sync")  # the copies have overwritten what the last one brought
+                    found[method].append((seconds, cpu))
+        ranks.run_on_all("sync")  # `copies` has overwritten the transferred weights
         _, _, answers = ranks.run_on_all("sums")
     finally:
         ranks.shutdown()
@@ -116,14 +115,14 @@ def measure(width: int, layers: int, vocabulary: int, types: tuple[str, str, str
     moved, model = sum(plan.received_bytes(engine) for engine in range(len(ENGINES))), plan.received_bytes(0)
     size = {"sync": moved, "raw": moved, "copies": 0, "broadcast": model * sum(sizes.ranks for sizes in ENGINES)}
     rows = {
-        way: {
-            "bytes": size[way],
+        method: {
+            "bytes": size[method],
             "seconds": statistics.median(s for s, _ in runs),
             "fastest": min(s for s, _ in runs),
             "slowest": max(s for s, _ in runs),
             "cpu": statistics.median(c for _, c in runs),
         }
-        for way, runs in found.items()
+        for method, runs in found.items()
     }
     both = [raw + copies for (raw, _), (copies, _) in zip(found["raw"], found["copies"], strict=True)]
     ratios = [raw / sync for (sync, _), (raw, _) in zip(found["sync"], found["raw"], strict=True)]
@@ -138,19 +137,19 @@ def measure(width: int, layers: int, vocabulary: int, types: tuple[str, str, str
 
 
 def show(result: dict[str, Any]) -> None:
-    """A table of one choice of types."""
+    """Print the table of one choice of types."""
     trainer, wire, engine = result["types"]
     print(f"trainer {trainer}, wire {wire}, engines {engine}; {result['slices checked']} slices' checksums agree\n")
     print("| | MB to engines | seconds | fastest to slowest | GB/s | CPU seconds | speed / raw |")
     print("|---|---:|---:|---:|---:|---:|---:|")
     raw = result["rows"]["raw"]
-    for way, row in result["rows"].items():
-        ratio = result["sync / raw"] if way == "sync" else raw["seconds"] / row["seconds"]
-        speed = "" if way == "copies" else f"{ratio:.2f}"
-        rate = "" if way == "copies" else f"{row['bytes'] / row['seconds'] / 1e9:.2f}"
+    for method, row in result["rows"].items():
+        ratio = result["sync / raw"] if method == "sync" else raw["seconds"] / row["seconds"]
+        speed = "" if method == "copies" else f"{ratio:.2f}"
+        rate = "" if method == "copies" else f"{row['bytes'] / row['seconds'] / 1e9:.2f}"
         print(
-            f"| {way} | {row['bytes'] / 1e6:.0f} | {row['seconds']:.3f} | {row['fastest']:.3f} to {row['slowest']:.3f} "
-            f"| {rate} | {row['cpu']:.2f} | {speed} |"
+            f"| {method} | {row['bytes'] / 1e6:.0f} | {row['seconds']:.3f} "
+            f"| {row['fastest']:.3f} to {row['slowest']:.3f} | {rate} | {row['cpu']:.2f} | {speed} |"
         )
     print(f"\nspeed of sync over raw and copies one after the other: {result['sync / raw and copies']:.2f}")
     shares = ", ".join(
@@ -165,7 +164,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2048, help="hidden size: 2048 as in the 2B, 4096 as in the 8B")
     parser.add_argument("--layers", type=int, default=2, help="of the text model (default: 2)")
     parser.add_argument("--vocabulary", type=int, default=8192, help="entries (default: 8192)")
-    parser.add_argument("--rounds", type=int, default=7, help="measured rounds of each way (default: 7)")
+    parser.add_argument("--rounds", type=int, default=7, help="measured rounds of each method (default: 7)")
     options = parser.parse_args()
     if options.quick:
         options.layers, options.vocabulary, options.rounds = 2, 2048, 2

@@ -1,4 +1,4 @@
-"""The ranks of the benchmark of weight transfers: each a process that carries out the ways in turn, as it is told."""
+"""Rank processes of the weight-transfer benchmark: each runs the methods that the parent requests."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ TRAINER_RANKS = 4
 ENGINES = (EngineSizes(tensor=1), EngineSizes(tensor=2))
 RANKS = TRAINER_RANKS + sum(sizes.ranks for sizes in ENGINES)
 STAGING = 512 * 2**20  # bytes of a rank, the default of weights.bucket_mib
-BUCKET = 64 * 2**20  # bytes of the broadcast's buffers
+BUCKET = 64 * 2**20  # bytes, of the broadcast
 
 
 @dataclass(frozen=True)
 class ReshardBenchConfig:
-    """What every rank is told. Types: of the trainer's parameters, on the wire, of the engines' parameters."""
+    """Settings of all ranks. `dtype_names`: of trainer parameters, of messages, of engine parameters."""
 
     port: int
     width: int
@@ -41,12 +41,12 @@ class ReshardBenchConfig:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-        """The types as torch's."""
+        """The types as torch.dtype."""
         trainer, wire, engine = (getattr(torch, name) for name in self.dtype_names)
         return trainer, wire, engine
 
     def hf_config(self) -> Any:
-        """The model: the 2B's tower and proportions, fewer layers of each, a smaller vocabulary."""
+        """The proportions of the 2B with fewer layers and a smaller vocabulary."""
         text = {
             "hidden_size": self.width, "num_hidden_layers": self.layers, "num_attention_heads": self.width // 128,
             "intermediate_size": 3 * self.width, "vocab_size": self.vocabulary,
@@ -54,14 +54,14 @@ class ReshardBenchConfig:
         return make_reduced_config(text, {"depth": 4, "out_hidden_size": self.width, "deepstack_visual_indexes": [1]})
 
     def plan(self) -> TransferPlan:
-        """Of both engines together."""
+        """The transfer plan for both engines."""
         trainer = TrainerTopology(TRAINER, TRAINER_RANKS, ("node",) * TRAINER_RANKS)
         engines = EngineTopology(ENGINES, tuple(("node",) * sizes.ranks for sizes in ENGINES))
         return TransferPlan(self.hf_config(), trainer, engines, self.dtypes[1].itemsize, STAGING)
 
 
 def trainer_parameters(description: Any, rank: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of what a trainer rank holds."""
+    """Shapes of the parameters of a trainer rank."""
     shapes: dict[str, tuple[int, ...]] = {}
     for entry in parameter_mappings(description):
         groups = replica_ranks(entry, description, TRAINER, TRAINER_RANKS)
@@ -74,7 +74,7 @@ def trainer_parameters(description: Any, rank: int) -> dict[str, tuple[int, ...]
 
 
 class BenchRank:
-    """What ranks of both sides have: a way to start together, groups, and buffers for the plain copy."""
+    """State of ranks on both sides: store, process groups, and buffers for the plain copy."""
 
     def __init__(self, task: ReshardBenchConfig, rank: int) -> None:
         self.task, self.rank = task, rank
@@ -92,11 +92,11 @@ class BenchRank:
         return dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), timedelta(seconds=SECONDS))
 
     def make_buffers(self, traffic: dict[tuple[int, int], int]) -> dict[tuple[int, int], torch.Tensor]:
-        """A buffer for each pair of ranks, its memory touched."""
+        """A buffer for each pair of ranks, with its memory pages in use."""
         return {pair: torch.ones(size, dtype=torch.uint8) for pair, size in traffic.items()}
 
     def copy_strided_slices(self, messages: Sequence[TransferMessage], sender: bool) -> None:
-        """Copy each slice that cannot go straight between its parameter and a buffer."""
+        """Copy each slice that needs a cast or is not contiguous."""
         wire = self.task.dtypes[1]
         for message in messages:
             for piece in message.slices:
@@ -108,13 +108,13 @@ class BenchRank:
                 (packed if sender else box).copy_(box if sender else packed)
 
     def bucket_sizes(self) -> list[int]:
-        """Bytes of each broadcast of the whole model."""
+        """Sizes in bytes of the broadcasts of the whole model."""
         total = self.plan.received_bytes(0)
         return [min(BUCKET, total - start) for start in range(0, total, BUCKET)]
 
 
 class TrainerRank(BenchRank):
-    """A rank that sends."""
+    """A trainer rank, which sends."""
 
     def __init__(self, task: ReshardBenchConfig, rank: int) -> None:
         super().__init__(task, rank)
@@ -139,7 +139,7 @@ class TrainerRank(BenchRank):
         return join_link(self.store, f"engine-{engine}", rank, senders + ENGINES[engine].ranks, SECONDS, "gloo")
 
     def sync(self) -> None:
-        """By plan."""
+        """Transfer by plan."""
         self.transfers += 1
         wire = self.task.dtypes[1]
         results = send(self.outgoing, self.tensors.__getitem__, wire, STAGING, self.transfers, SECONDS)
@@ -148,7 +148,7 @@ class TrainerRank(BenchRank):
             raise RuntimeError(failed[0])
 
     def raw(self) -> None:
-        """The same bytes to the same ranks."""
+        """Send the same bytes to the same ranks."""
         works = []
         for number, buffers in enumerate(self.raw_buffers):
             first = TRAINER_RANKS + sum(sizes.ranks for sizes in ENGINES[:number])
@@ -159,12 +159,12 @@ class TrainerRank(BenchRank):
             work.wait()
 
     def copies(self) -> None:
-        """The packing alone."""
+        """Only pack."""
         for one in self.outgoing:
             self.copy_strided_slices(one.messages, sender=True)
 
     def broadcast(self) -> None:
-        """All parts to rank 0, which sends the model on."""
+        """Gather all shards on rank 0, which broadcasts the model."""
         wire = self.task.dtypes[1]
         if self.rank:
             for number, tensor in enumerate(self.tensors.values()):
@@ -183,7 +183,7 @@ class TrainerRank(BenchRank):
             start += size
 
     def sums(self) -> list[Any]:
-        """Checksum of every slice that it sends, with the slice's name and place in the engine."""
+        """Name and engine offset of every sent slice, with its checksum."""
         wire = self.task.dtypes[1]
 
         def box(piece: Slice) -> torch.Tensor:
@@ -198,7 +198,7 @@ class TrainerRank(BenchRank):
 
 
 class EngineRank(BenchRank):
-    """A rank that receives."""
+    """An engine rank, which receives."""
 
     def __init__(self, task: ReshardBenchConfig, rank: int, engine: int, receiver: int) -> None:
         super().__init__(task, rank)
@@ -214,19 +214,19 @@ class EngineRank(BenchRank):
         self.bucket = torch.ones(BUCKET, dtype=torch.uint8)
 
     def tensor(self, parameter: str) -> torch.Tensor:
-        """Part of weights.transport.Target."""
+        """See weights.transport.Target."""
         return self.tensors[parameter]
 
     def mark_written(self, parameter: str, elements: int) -> None:
-        """Part of weights.transport.Target; plain parameters need nothing done."""
+        """See weights.transport.Target; does nothing for plain parameters."""
 
     def sync(self) -> None:
-        """By plan."""
+        """Transfer by plan."""
         self.transfers += 1
         receive(self.link, self.messages, self, self.task.dtypes[1], STAGING, self.transfers, SECONDS)
 
     def raw(self) -> None:
-        """The same bytes from the same ranks."""
+        """Receive the same bytes from the same ranks."""
         works = [
             self.all_ranks_group.recv([data], sender, self.engine) for (sender, _), data in self.raw_buffers.items()
         ]
@@ -234,16 +234,16 @@ class EngineRank(BenchRank):
             work.wait()
 
     def copies(self) -> None:
-        """The unpacking alone."""
+        """Only unpack."""
         self.copy_strided_slices(self.messages, sender=False)
 
     def broadcast(self) -> None:
-        """The whole model, bucket by bucket."""
+        """Receive the whole model, bucket by bucket."""
         for size in self.bucket_sizes():
             self.receivers_group.broadcast([self.bucket[:size]], dist.BroadcastOptions()).wait()
 
     def sums(self) -> list[Any]:
-        """Checksum of every slice that it received, with the slice's name and place."""
+        """Name and offset of every received slice, with its checksum."""
 
         def box(piece: Slice) -> torch.Tensor:
             return self.tensors[piece.target_param][box_index(piece.target_offset, piece.size)].to(self.task.dtypes[1])
@@ -255,18 +255,18 @@ class EngineRank(BenchRank):
         ]
 
 
-def serve(orders: Connection, start: Any, task: ReshardBenchConfig, rank: int) -> None:
-    """Be a rank until the parent says otherwise: carry out each order when all are ready; answer when it ran."""
+def serve(requests: Connection, start: Any, task: ReshardBenchConfig, rank: int) -> None:
+    """Body of a rank: run each requested method when all ranks are ready; send its times and result."""
     torch.set_num_threads(1)
     side: TrainerRank | EngineRank
     if rank < TRAINER_RANKS:
         side = TrainerRank(task, rank)
     else:
-        places = [(engine, receiver) for engine, sizes in enumerate(ENGINES) for receiver in range(sizes.ranks)]
-        side = EngineRank(task, rank, *places[rank - TRAINER_RANKS])
-    orders.send("ready")
-    while (order := orders.recv()) != "end":
+        engine_ranks = [(engine, receiver) for engine, sizes in enumerate(ENGINES) for receiver in range(sizes.ranks)]
+        side = EngineRank(task, rank, *engine_ranks[rank - TRAINER_RANKS])
+    requests.send("ready")
+    while (method := requests.recv()) != "end":
         start.wait(SECONDS)
-        began = time.monotonic(), time.process_time()
-        answer = getattr(side, order)()
-        orders.send((began[0], time.monotonic(), time.process_time() - began[1], answer))
+        started = time.monotonic(), time.process_time()
+        result = getattr(side, method)()
+        requests.send((started[0], time.monotonic(), time.process_time() - started[1], result))

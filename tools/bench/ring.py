@@ -1,7 +1,7 @@
-"""How fast records pass through the shared-memory ring, against memory itself and a multiprocessing queue.
+"""Throughput of the shared-memory ring, compared with memcpy and a multiprocessing queue.
 
-One writer process, one reader process, one record size at a time; the median of several rounds. `memcpy` is
-one process copying the same bytes into shared memory of the ring's size, place after place: the limit.
+One writer process, one reader process, one record size at a time; the median of several rounds. `memcpy` is one process
+that copies the same bytes to successive offsets of shared memory of the ring's size: the upper limit.
 
     python -m tools.bench.ring [--quick] [--json FILE]
 """
@@ -28,25 +28,25 @@ SIZES = {"100 kB": 100_000, "3 MB": 3_000_000}
 CAPACITY = 256 * 2**20  # bytes
 SECONDS = 120.0  # limit of any wait
 FORK_CONTEXT = multiprocessing.get_context("fork")
-QUEUE_DIVISOR = 20  # the queue moves so many times less data: it is slow
+QUEUE_DIVISOR = 20  # the slow queue gets 1/20 of the data
 
 
 def memcpy(source: bytes, total: int) -> float:
-    """GB/s of copying `source` to changing places of shared memory."""
+    """GB/s of copying `source` to successive offsets of shared memory."""
     with mmap.mmap(-1, CAPACITY) as shared, memoryview(shared) as target:
-        places = range(0, CAPACITY - len(source), -(-len(source) // 64) * 64)
-        for offset in places:  # takes the pages, as the ring does when it is made
+        offsets = range(0, CAPACITY - len(source), -(-len(source) // 64) * 64)
+        for offset in offsets:  # allocate the pages, as the ring does when it is created
             target[offset : offset + len(source)] = source
-        rounds = max(1, total // (len(places) * len(source)))
+        rounds = max(1, total // (len(offsets) * len(source)))
         begun = time.perf_counter()
         for _ in range(rounds):
-            for offset in places:
+            for offset in offsets:
                 target[offset : offset + len(source)] = source
-        return rounds * len(places) * len(source) / (time.perf_counter() - begun) / 1e9
+        return rounds * len(offsets) * len(source) / (time.perf_counter() - begun) / 1e9
 
 
 def throughput(work: Callable[[bytes], object], source: bytes, total: int) -> float:
-    """GB/s of `work` over the same bytes again and again, in one process."""
+    """GB/s of repeated calls of `work` with the same bytes in one process."""
     count = max(3, total // len(source) // 4)
     begun = time.perf_counter()
     for _ in range(count):
@@ -55,7 +55,7 @@ def throughput(work: Callable[[bytes], object], source: bytes, total: int) -> fl
 
 
 def ring(source: bytes, total: int, verify: bool) -> float:
-    """GB/s from the first write to the last acknowledgement, read by reference."""
+    """GB/s from the first write to the last acknowledgement; records are read by reference."""
     count, name = total // len(source), segment_name("bench", str(os.getpid()))
 
     def write(started) -> None:
@@ -65,12 +65,12 @@ def ring(source: bytes, total: int, verify: bool) -> float:
                 mine.write([source], SECONDS)
 
     with Ring.create_or_attach(name, CAPACITY, "bench") as reader:
-        begun = _begin(write)
+        begun = _start_writer(write)
         received = 0
         while received < count:
             sequences = reader.wait((), SECONDS)
             if not sequences:
-                raise TimeoutError(f"the writer wrote nothing for {SECONDS} s; {received} of {count} records came")
+                raise TimeoutError(f"the writer wrote nothing for {SECONDS} s; received {received} of {count} records")
             for sequence in sequences:
                 reader.read(sequence, verify)
             reader.acknowledge(sequences)
@@ -90,23 +90,23 @@ def queue(source: bytes, total: int) -> float:
         for _ in range(count):
             records.put(source)
 
-    begun = _begin(write)
+    begun = _start_writer(write)
     for _ in range(count):
         records.get(timeout=SECONDS)
     return count * len(source) / (time.perf_counter() - begun) / 1e9
 
 
-def _begin(write: Callable) -> float:
-    """Start the writer process and let it go; when it went."""
+def _start_writer(write: Callable) -> float:
+    """Start the writer process; returns the time at which it may write."""
     started = FORK_CONTEXT.Event()
     FORK_CONTEXT.Process(target=write, args=(started,), daemon=True).start()
-    time.sleep(0.2)  # it attaches meanwhile; a late one would only make the figure worse
+    time.sleep(0.2)  # the writer attaches meanwhile; a late writer would only lower the result
     started.set()
     return time.perf_counter()
 
 
 def measure(size: int, total: int, rounds: int) -> dict[str, float]:
-    """Median GB/s of everything for one record size in bytes; rounds alternate, so that noise meets all alike."""
+    """Median GB/s of all methods for one record size in bytes, measured in alternating rounds."""
     source = np.random.default_rng(0).bytes(size)
     works: dict[str, Callable[[], float]] = {
         "memcpy": lambda: memcpy(source, total),

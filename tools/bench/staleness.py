@@ -1,13 +1,12 @@
-"""What decoupling does for groups of older policies: tokens that clipping stops, and the variance of the gradient.
+"""Effect of the decoupled objective on stale groups: clipped tokens and variance of the gradient.
 
     python -m tools.bench.staleness [--quick] [--updates N] [--keep FOLDER] [--json FILE] [--plots FILE]
     python -m tools.bench.staleness --run FOLDER [--quick] [--json FILE] [--plots FILE]
 
-First a job: the quickstart's tasks and model with GRPO, collecting and updating in turn, which keeps a checkpoint and
-the trained groups of every version. Then, offline: each version that has enough others before it makes its update
-again, with the groups of each of them, once with the decoupled objective and once with ratios against the policy that
-made the groups. Same weights, optimiser, groups and minibatches; only trainer.loss.decoupled differs. --run takes the
-files of a job that has been made before.
+First a job runs the quickstart's tasks and model with GRPO and rollout.mode=sync, and keeps a checkpoint and the
+trained groups of every version. Then, offline: each version with enough earlier versions repeats its update with the groups of
+each of them, once with the decoupled objective and once with ratios against the behaviour policy. Weights, optimiser,
+groups and minibatches are equal; only trainer.loss.decoupled differs. --run measures the files of an earlier job.
 """
 
 from __future__ import annotations
@@ -42,15 +41,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 GOAL_AT, GOAL = 2, 2.0
-"""At this staleness decoupling is to divide both figures by so much."""
+"""Goal: at this staleness decoupling divides both figures by GOAL."""
 
-SECONDS = 600.0  # limit of one measurement, and of loading before the first
-GRADIENT_TOLERANCE = 1e-3  # relative: without staleness and without clipping both objectives have the same gradient
-CLIPPED_TOLERANCE = (
-    0.005  # share of tokens that may lie between a bound seen from the engine's numbers and the trainer's
-)
-NORM_TOLERANCE = 0.01  # relative: of an update of the job, made again
-MAX_LOGPROB_MISMATCH = 0.05  # of log-probabilities: a quarter of what clipping bounds
+SECONDS = 600.0  # limit of one measurement, with the time to load
+GRADIENT_TOLERANCE = 1e-3  # relative; without staleness and clipping both objectives have the same gradient
+CLIPPED_TOLERANCE = 0.005  # fraction of tokens that may differ between log-probabilities of engine and trainer
+NORM_TOLERANCE = 0.01  # relative; of a repeated update of the job
+MAX_LOGPROB_MISMATCH = 0.05  # of log-probabilities; a quarter of the clipping range
 
 FIGURES: dict[str, Callable[[UpdateStats], float]] = {
     "clip-trigger rate": lambda arm: arm.clipped,
@@ -58,12 +55,12 @@ FIGURES: dict[str, Callable[[UpdateStats], float]] = {
     "trace of covariance": lambda arm: arm.trace,
 }
 GOAL_FIGURES, TRACE = ("clip-trigger rate", "gradient variance"), "trace of covariance"
-"""Of FIGURES: those that the goal is about, and one that is shown beside them."""
+"""Keys of FIGURES: those with a goal, and one that is shown in addition."""
 
 
 @dataclass(frozen=True)
 class StalenessBenchSize:
-    """How much is done."""
+    """Size of the benchmark."""
 
     updates: int
     staleness: int  # the highest
@@ -75,7 +72,7 @@ QUICK = StalenessBenchSize(updates=3, staleness=2)
 
 @dataclass(frozen=True)
 class MeanAndRange:
-    """One figure over the versions that were measured."""
+    """Mean and range of one figure over the measured versions."""
 
     mean: float
     low: float
@@ -83,7 +80,7 @@ class MeanAndRange:
 
 
 def overrides(updates: int) -> list[str]:
-    """What the job has other than the quickstart."""
+    """Settings of the job that differ from the quickstart."""
     return [
         *ARMS["constant"],
         "trainer.optimizer.schedule=constant",
@@ -98,7 +95,7 @@ def overrides(updates: int) -> list[str]:
 
 
 def measure(folder: Path, depth: int, console: Console) -> list[ObjectiveComparison]:
-    """All versions of the run in `folder` that have groups of staleness 0 to `depth`. Raises RuntimeError."""
+    """Measure all versions of a run that have groups of staleness 0 to `depth`. Raises RuntimeError."""
     config = staleness_rank.run_config(folder)
     check_run(config)
     versions = complete_versions(folder, config, depth)
@@ -118,7 +115,7 @@ def measure(folder: Path, depth: int, console: Console) -> list[ObjectiveCompari
 
 
 def check_run(config: Config) -> None:
-    """Refuse a run whose updates cannot be made again like this. Raises RuntimeError."""
+    """Raise RuntimeError for a run whose updates cannot be repeated here."""
     loss, run = config.trainer.loss, config.run_folder
     if config.rollout.mode != "sync":
         raise RuntimeError(f"{run} has rollout.mode={config.rollout.mode}: its groups are stale already; use sync")
@@ -131,7 +128,7 @@ def check_run(config: Config) -> None:
 
 
 def complete_versions(folder: Path, config: Config, depth: int) -> list[int]:
-    """Versions with a checkpoint and with groups of themselves and of the `depth` before. Raises RuntimeError."""
+    """Versions with a checkpoint and with groups of this and the `depth` earlier versions. Raises RuntimeError."""
     kept = {version for version, _ in group_files.list_group_files(config.records_folder)}
     found = [
         version
@@ -149,16 +146,16 @@ def complete_versions(folder: Path, config: Config, depth: int) -> list[int]:
 
 
 def check_records(config: Config, version: int) -> None:
-    """All tokens of a version's groups must be made by it, or staleness would not be what it is called."""
+    """Raise RuntimeError unless all tokens of a version's groups were generated by that version."""
     path = group_files.group_file_path(config.records_folder, version)
     trained = [t for group in recorded_groups.read_groups(path) for t in group.trajectories if t.trainable]
-    makers = {int(v) for t in trained for step in t.steps for v in step.versions}
-    if makers != {version}:
-        raise RuntimeError(f"{path} holds tokens of versions {sorted(makers)}, not of {version} alone")
+    token_versions = {int(v) for t in trained for step in t.steps for v in step.versions}
+    if token_versions != {version}:
+        raise RuntimeError(f"{path} has tokens of versions {sorted(token_versions)}, not of {version} alone")
 
 
 def check_fresh(pair: ObjectiveComparison) -> None:
-    """Without staleness decoupling must change nothing. Raises RuntimeError."""
+    """Raise RuntimeError if decoupling changes an update without staleness."""
     where = f"version {pair.version}, staleness 0"
     if pair.logprob_mismatch is None or not pair.logprob_mismatch <= MAX_LOGPROB_MISMATCH:
         raise RuntimeError(
@@ -174,33 +171,33 @@ def check_fresh(pair: ObjectiveComparison) -> None:
 
 
 def check_repeated(pair: ObjectiveComparison, update: Mapping[str, Any] | None, decoupled: bool) -> None:
-    """Made again from its checkpoint, an update must be the job's own. Raises RuntimeError."""
+    """Raise RuntimeError if an update repeated from its checkpoint differs from the job's."""
     if update is None:
-        raise RuntimeError(f"updates.jsonl does not have the update from version {pair.version} on")
+        raise RuntimeError(f"updates.jsonl has no update from version {pair.version}")
     arm = pair.decoupled if decoupled else pair.coupled
     norm, clipped = update["extra"]["gradient_norm"], update["clip_fraction"]
     if not (abs(arm.gradient_norm - norm) <= NORM_TOLERANCE * norm and abs(arm.clipped - clipped) <= CLIPPED_TOLERANCE):
         raise RuntimeError(
-            f"the update from version {pair.version} on is another than the job's: gradient norm {arm.gradient_norm:g} "
+            f"the update from version {pair.version} differs from the job's: gradient norm {arm.gradient_norm:g} "
             f"for {norm:g}, {arm.clipped:.2%} clipped for {clipped:.2%}"
         )
 
 
 def _measured(folder: Path, version: int, staleness: Sequence[int]) -> Generator[ObjectiveComparison]:
-    """By a process of its own. Raises RuntimeError if it ends or takes too long."""
+    """Measure one version in a process of its own. Raises RuntimeError if it fails or takes too long."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    words = theirs, os.getpid(), folder, version, staleness
-    process = context.Process(target=staleness_rank.serve, args=words, daemon=True)
+    arguments = theirs, os.getpid(), folder, version, staleness
+    process = context.Process(target=staleness_rank.serve, args=arguments, daemon=True)
     process.start()
     theirs.close()
     try:
         for behind in staleness:
             if not ours.poll(SECONDS):
-                raise RuntimeError(f"version {version}, staleness {behind}: not done within {SECONDS:.0f} s")
+                raise RuntimeError(f"version {version}, staleness {behind}: not finished within {SECONDS:.0f} s")
             yield ours.recv()
     except EOFError:
-        raise RuntimeError(f"the process of version {version} ended; what it wrote stands above") from None
+        raise RuntimeError(f"the process of version {version} ended; see its output above") from None
     finally:
         ours.close()
         process.join(5)
@@ -210,13 +207,13 @@ def _measured(folder: Path, version: int, staleness: Sequence[int]) -> Generator
 def mean_and_range(
     pairs: Sequence[ObjectiveComparison], staleness: int, arm: str, figure: Callable[[UpdateStats], float]
 ) -> MeanAndRange:
-    """A figure of an arm ("decoupled" or "coupled") over all versions."""
+    """A figure of one arm ("decoupled" or "coupled") over all versions."""
     values = [figure(getattr(pair, arm)) for pair in pairs if pair.staleness == staleness]
     return MeanAndRange(sum(values) / len(values), min(values), max(values))
 
 
 def show(pairs: Sequence[ObjectiveComparison], console: Console) -> None:
-    """Print a table for each figure and what became of the goal."""
+    """Print a table for each figure, and whether the goals are met."""
     stale = sorted({pair.staleness for pair in pairs})
     clipping, variance = (
         {staleness: _cells(pairs, staleness, name, form) for staleness in stale}
@@ -271,16 +268,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = make_bench_parser(__doc__, "three updates, staleness 0 to 2; figures mean little")
     parser.add_argument("--updates", type=int, metavar="N", help=f"updates of the job (default: {FULL.updates})")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="run the job there and leave its files for --run")
-    parser.add_argument("--run", type=Path, metavar="FOLDER", help="measure this run, and start no job")
-    parser.add_argument("--plots", type=Path, metavar="FILE", help="draw the figures as an SVG")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="run the job there and keep its files for --run")
+    parser.add_argument("--run", type=Path, metavar="FOLDER", help="measure this run instead of starting a job")
+    parser.add_argument("--plots", type=Path, metavar="FILE", help="draw the figures as SVG")
     options = parser.parse_args(arguments)
     amount = QUICK if options.quick else FULL
     if options.run and (options.updates is not None or options.keep):
-        parser.error("--run measures a run that is there; --updates and --keep are for a job to be started")
+        parser.error("--run measures an existing run; --updates and --keep belong to a new job")
     updates = amount.updates if options.updates is None else options.updates
     if updates <= amount.staleness:
-        parser.error(f"--updates={updates}: staleness {amount.staleness} takes at least {amount.staleness + 1}")
+        parser.error(f"--updates={updates}: staleness {amount.staleness} needs at least {amount.staleness + 1}")
     console = Console(width=None if sys.stdout.isatty() else 140)
     try:
         if options.run:

@@ -1,6 +1,6 @@
-"""The process of bench.staleness that computes: updates from one version of a run, with groups of versions before it.
+"""Worker process of bench.staleness: updates of one version of a run with the groups of earlier versions.
 
-One rank on gloo. Before every measurement weights, optimiser and schedule come from the checkpoint anew.
+One rank on gloo. Weights, optimiser and schedule are loaded from the checkpoint before every measurement.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ LIMIT = timedelta(seconds=120)
 
 @dataclass(frozen=True)
 class UpdateStats:
-    """One update with or without decoupling, and the groups' gradients at the weights with which it began."""
+    """One update with or without decoupling, and the gradients of its groups at its initial weights."""
 
-    clipped: float  # share of response tokens whose clipped branch is active, over all minibatches
-    capped: float  # share whose weight exceeds trainer.loss.importance_weight_cap
+    clipped: float  # fraction of response tokens whose clipped branch is active, over all minibatches
+    capped: float  # fraction whose weight exceeds trainer.loss.importance_weight_cap
     gradient_norm: float  # before clipping, mean over optimiser steps
     trace: float  # of the covariance of the gradient over groups
     signal: float  # squared norm of the mean gradient
@@ -43,19 +43,19 @@ class UpdateStats:
 
 @dataclass(frozen=True)
 class ObjectiveComparison:
-    """The same update of the same weights with the same groups, twice."""
+    """The same update of the same weights with the same groups, decoupled and coupled."""
 
     version: int  # of the weights
-    staleness: int  # version less that of the policy that made the groups
+    staleness: int  # version minus that of the behaviour policy
     groups: int
     logprob_mismatch: float | None  # max |behaviour - start policy| of log-probabilities at staleness 0; None at others
     decoupled: UpdateStats
     coupled: UpdateStats
-    difference: float  # norm of the difference of the mean gradients by that of the decoupled one
+    difference: float  # |difference of the mean gradients| / |decoupled mean gradient|
 
 
 def run_config(folder: Path) -> Config:
-    """That of the run in `folder`, wherever the folder lies by now. Raises ConfigError."""
+    """The configuration of the run in `folder`, which may have been moved. Raises ConfigError."""
     config = parse_config(folder / "config.yaml")
     config.run.directory, config.run.name = str(folder.absolute().parent), folder.absolute().name
     config.model.checkpoint = ""  # where the run began: not needed any more, and perhaps gone
@@ -90,7 +90,7 @@ def compare(
     staleness: int,
     restore: Callable[[], None],
 ) -> ObjectiveComparison:
-    """Update from policy `version` on with both objectives; `restore` brings its weights and optimiser back."""
+    """Update policy `version` with both objectives; `restore` reloads its weights and optimiser."""
     from megatron_webrl.trainer.loop import train_batch
 
     arms: list[UpdateStats] = []
@@ -116,7 +116,7 @@ def compare(
 
 
 def with_decoupling(config: Config, decoupled: bool) -> Config:
-    """The configuration with trainer.loss.decoupled set."""
+    """The configuration with another trainer.loss.decoupled."""
     loss = replace(config.trainer.loss, decoupled=decoupled)
     return replace(config, trainer=replace(config.trainer, loss=loss))
 
@@ -124,9 +124,9 @@ def with_decoupling(config: Config, decoupled: bool) -> Config:
 def group_gradients(
     learner: Any, builder: Any, config: Config, groups: Sequence[Group], version: int
 ) -> Iterator[Tensor]:
-    """Of the objective over the whole batch, at the weights as they are, float32 [weights]: a gradient a group.
+    """Yield the gradient of each group at the current weights, float32 [weights].
 
-    Each is scaled by the number of groups: their mean is the gradient of the batch.
+    Each is scaled by the number of groups, so that their mean is the gradient of the batch.
     """
     from megatron_webrl.trainer.data import batching
     from megatron_webrl.trainer.loss import make_objective
@@ -135,10 +135,10 @@ def group_gradients(
     samples = batching.training_samples(groups, config, version)
     in_batch = batching.token_weights(samples, loss.normalizer, loss.normalizer_constant)
     for group in groups:
-        places = [place for place, sample in enumerate(samples) if sample.trajectory_id[0] == group.ticket]
-        part = [samples[place] for place in places]
-        # Alone, a group has other totals to be divided by; all its tokens' weights differ by the same factor.
-        factor = in_batch[places[0]] / batching.token_weights(part, loss.normalizer, loss.normalizer_constant)[0]
+        indices = [index for index, sample in enumerate(samples) if sample.trajectory_id[0] == group.ticket]
+        part = [samples[index] for index in indices]
+        # A group alone has other normalisation totals; the weights of all its tokens differ by the same factor.
+        factor = in_batch[indices[0]] / batching.token_weights(part, loss.normalizer, loss.normalizer_constant)[0]
         learner.forward_backward(
             builder.build(part, loss.normalizer, loss.normalizer_constant), None, make_objective(loss, None)
         )
@@ -152,7 +152,7 @@ def flat_gradient(learner: Any) -> Tensor:
 
 
 def mean_and_covariance_trace(gradients: Iterable[Tensor]) -> tuple[Tensor, float]:
-    """Mean, float64 [weights], and trace of the unbiased covariance of two gradients or more."""
+    """Mean, float64 [weights], and trace of the unbiased covariance of at least two gradients."""
     total, squares, count = torch.zeros((), dtype=torch.float64), 0.0, 0
     for gradient in gradients:
         exact = gradient.double()
@@ -162,14 +162,14 @@ def mean_and_covariance_trace(gradients: Iterable[Tensor]) -> tuple[Tensor, floa
 
 
 def _make(config: Config) -> tuple[Any, Any]:
-    """Learner and row builder of one rank, on the configuration's platform."""
+    """Learner and sequence packer of one rank on the configured platform."""
     from megatron_webrl.model import platform as platforms
 
     platform = platforms.activate(config.model.platform)
     torch.distributed.init_process_group(
         platform.backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=LIMIT
     )
-    # Megatron is imported on the platform that is in use.
+    # Import Megatron after the platform is active.
     from megatron_webrl.model import process_groups
     from megatron_webrl.model.layout import ParallelSizes
     from megatron_webrl.trainer.factory import make_learner, make_sequence_packer

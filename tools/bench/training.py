@@ -1,8 +1,8 @@
-"""Training tokens per second of the trainer's packed rows against transformers, one by one and with padding.
+"""Training tokens per second of the trainer's packed sequences and of transformers, one by one and padded.
 
-The same model (random weights), samples, loss and optimiser in one run on one machine. Each variant lives in a process
-of its own, so that its peak memory is its own; they take turns, round by round, one at a time. That all see the same
-loss at every step is checked. A round is one optimiser step on all samples.
+All variants use the same model (random weights), samples, loss and optimiser, in one run on one machine. Each variant
+has a process of its own, which gives its peak memory; one works at a time, in turns. The benchmark checks that all
+losses are equal at every step. A round is one optimiser step on all samples.
 
     python -m tools.bench.training [--quick] [--json FILE] [--hidden 256] [--layers 6] [--episodes 16] [--rounds 3]
 """
@@ -37,7 +37,7 @@ OURS = next(iter(VARIANTS))
 BASELINE = "transformers, padded"
 SECONDS = 1800.0  # limit of a process's start and of each step
 LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}  # relative
-HEAD_DIM = 32  # dimensions of an attention head
+HEAD_DIM = 32  # of an attention head
 
 
 @dataclass(frozen=True)
@@ -48,23 +48,23 @@ class VariantResult:
     seconds: tuple[float, ...]
     cpu_seconds: tuple[float, ...]
     losses: tuple[float, ...]
-    tokens: int  # computed in a round
-    images: int  # encoded in a round
+    tokens: int  # computed per round
+    images: int  # encoded per round
     peak_bytes: int
 
     @property
     def median(self) -> float:
-        """Seconds of a round."""
+        """Median seconds of a round."""
         return statistics.median(self.seconds)
 
     @property
     def cpu_median(self) -> float:
-        """CPU seconds of a round, all threads."""
+        """Median CPU seconds of a round, all threads."""
         return statistics.median(self.cpu_seconds)
 
 
 def measure(task: TrainingBenchConfig, samples: Sequence[TrainingSample], rounds: int) -> list[VariantResult]:
-    """Let all variants take turns; a first, short step of each is not counted."""
+    """Measure all variants in turns; a first, short step of each is not counted."""
     context = multiprocessing.get_context("spawn")
     started: list[tuple[Any, Connection]] = []
     try:
@@ -100,11 +100,11 @@ def _step(connection: Connection, variant: str, samples: Sequence[TrainingSample
 
 def _reply(connection: Connection, variant: str) -> Any:
     if not connection.poll(SECONDS):
-        raise TimeoutError(f"{variant} gave no answer within {SECONDS:g} s")
+        raise TimeoutError(f"{variant} did not reply within {SECONDS:g} s")
     try:
         return connection.recv()
     except EOFError:
-        raise RuntimeError(f"the process of {variant!r} ended; what it wrote stands above") from None
+        raise RuntimeError(f"the process of {variant!r} ended; see its output above") from None
 
 
 def _result(variant: str, taken: Sequence[StepMeasurement], connection: Connection) -> VariantResult:
@@ -122,7 +122,7 @@ def _result(variant: str, taken: Sequence[StepMeasurement], connection: Connecti
 
 
 def check_losses(results: Sequence[VariantResult], limit: float) -> float:
-    """The largest relative difference of a loss from the first variant's. Raises SystemExit beyond `limit`."""
+    """Largest relative difference of a loss from that of the first variant. Raises SystemExit beyond `limit`."""
     worst = 0.0
     for result in results[1:]:
         for number, (loss, expected) in enumerate(zip(result.losses, results[0].losses, strict=True), 1):
@@ -136,12 +136,12 @@ def check_losses(results: Sequence[VariantResult], limit: float) -> float:
 
 
 def show(results: Sequence[VariantResult], samples: Sequence[TrainingSample]) -> None:
-    """The table."""
+    """Print the table."""
     real, answers = sum(s.length for s in samples), sum(len(s.response) for s in samples)
     baseline = next(result for result in results if result.variant == BASELINE)
     print(
-        "| | tokens/s | answer tokens/s | ratio to padded | the same in CPU time | computed tokens | encoded images "
-        "| s a round | CPU s | peak MiB |"
+        "| | tokens/s | answer tokens/s | ratio to padded | ratio in CPU time | computed tokens | encoded images "
+        "| s per round | CPU s | peak MiB |"
     )
     print("|---|" + "---:|" * 9)
     for result in results:
@@ -154,7 +154,7 @@ def show(results: Sequence[VariantResult], samples: Sequence[TrainingSample]) ->
 
 
 def describe(samples: Sequence[TrainingSample]) -> str:
-    """Lengths and images of the samples, in words."""
+    """A description of the samples: lengths and images."""
     lengths, answers, images = (
         np.array([f(s) for s in samples])
         for f in (lambda s: s.length, lambda s: len(s.response), lambda s: len(s.images))
@@ -199,7 +199,7 @@ def main() -> None:
 
 
 def make_model(folder: Path, options: argparse.Namespace) -> Path:
-    """A model of the asked size, its vision tower in the proportions of Qwen3-VL-4B."""
+    """A model of the given size with a vision tower in the proportions of Qwen3-VL-4B."""
     heads = options.hidden // HEAD_DIM
     vision = 64 * max(1, round(options.hidden / 64 / 2.5))
     depth = math.ceil(options.layers * 2 / 3)
@@ -229,13 +229,13 @@ def _parser() -> argparse.ArgumentParser:
     for option, default, text in (
         ("--hidden", 256, "width of the text model, a multiple of 32"),
         ("--layers", 6, "layers of the text model"),
-        ("--vocabulary", 4096, "most entries of the tokenizer"),
+        ("--vocabulary", 4096, "largest number of tokenizer entries"),
         ("--episodes", 16, "episodes whose steps are the samples"),
-        ("--window", 2048, "tokens of a sample, at most"),
-        ("--rounds", 3, "optimiser steps that are measured"),
-        ("--packed-length", 4096, "tokens of a packed row"),
+        ("--window", 2048, "largest number of tokens of a sample"),
+        ("--rounds", 3, "measured optimiser steps"),
+        ("--packed-length", 4096, "tokens of a packed sequence"),
         ("--padded-batch", 4, "samples that transformers pads together"),
-        ("--threads", len(os.sched_getaffinity(0)), "threads of each variant's process"),
+        ("--threads", len(os.sched_getaffinity(0)), "threads of each process"),
         ("--seed", 0, "of model and samples"),
     ):
         parser.add_argument(option, type=int, default=default, help=f"{text} (default: {default})")

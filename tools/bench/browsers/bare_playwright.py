@@ -1,4 +1,4 @@
-"""What sessions are measured against: the same calls by bare Playwright, and what the processes below use."""
+"""Baseline of the browser benchmark: the same calls by bare Playwright; resource use of child processes."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.types import TaskSite
 
 CLOSED_PORT = 1
-"""A port where nothing listens: what a site does not declare is out of reach, as it is in a fleet."""
+"""A port without a listener: addresses that a site does not declare are unreachable, as in a pool."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class BrowserBenchSize:
-    """How much is measured."""
+    """Amount of work of the benchmark."""
 
-    rounds: int  # in each of which every contestant has its turn
-    episodes: int  # of a turn
+    rounds: int  # every contestant has one turn in each
+    episodes: int  # per turn
     steps: int
-    slice_seconds: float  # of a slice at full load
+    slice_seconds: float  # at full load
     full_load_contexts: int  # contexts at full load
-    max_sessions: int  # sessions whose memory is measured, at last
-    waiting_sessions: int  # sessions that wait
-    window_seconds: float  # seconds for which they are watched
-    wait_scale: float  # their waiting times are multiplied with it
-    page_kinds: int  # kinds that are captured
+    max_sessions: int  # largest number whose memory is measured
+    waiting_sessions: int  # concurrent sessions on slow sites
+    window_seconds: float  # measured time of these sessions
+    wait_scale: float  # factor for their waiting times
+    page_kinds: int  # captured kinds of page
 
 
 FULL = BrowserBenchSize(
@@ -49,11 +49,11 @@ QUICK = BrowserBenchSize(
 
 
 TWO_FRAMES_SCRIPT = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
-"""Two animation frames: the least after which what a click did is painted."""
+"""Two animation frames: the least time until the effect of a click is painted."""
 
 
 class BarePlaywright:
-    """One context with one page. Clicks, waits for two frames and captures, and nothing else."""
+    """One context with one page. Only clicks, waits for two frames and captures."""
 
     def __init__(self, context: BrowserContext, page: Page, cdp: CDPSession, settings: BrowserConfig) -> None:
         self.context, self.page = context, page
@@ -64,7 +64,7 @@ class BarePlaywright:
 
     @classmethod
     async def open(cls, browser: Browser, settings: BrowserConfig, site: TaskSite) -> BarePlaywright:
-        """A context as a session on `site` has it, without gateway and listeners."""
+        """Open a context with the settings of a session on `site`, without egress proxy and listeners."""
         context = await browser.new_context(
             viewport={"width": settings.width, "height": settings.height}, device_scale_factor=1,
             service_workers="block", accept_downloads=False,
@@ -75,44 +75,44 @@ class BarePlaywright:
         return cls(context, page, await context.new_cdp_session(page), settings)
 
     async def settled_screenshot(self) -> bytes:
-        """The encoded screenshot of the page at rest."""
+        """Wait for two frames and return the encoded screenshot."""
         await self.page.evaluate(TWO_FRAMES_SCRIPT)
         return await self.screenshot()
 
     async def screenshot(self) -> bytes:
-        """The encoded screenshot of the page as it is."""
+        """The encoded screenshot, at once."""
         return base64.b64decode((await self._cdp.send("Page.captureScreenshot", self._options))["data"])
 
     async def step(self, x: float, y: float) -> tuple[bytes, Mapping[str, float]]:
-        """Click, wait, capture; returns the screenshot and the seconds of each part."""
+        """Click, wait and capture; return the screenshot and the seconds of each part."""
         started = time.perf_counter()
         await self.page.mouse.click(x, y)
         acted = time.perf_counter()
         await self.page.evaluate(TWO_FRAMES_SCRIPT)
-        rested = time.perf_counter()
+        settled = time.perf_counter()
         screenshot = await self.screenshot()
         ended = time.perf_counter()
-        return screenshot, {"acting": acted - started, "settling": rested - acted, "capturing": ended - rested}
+        return screenshot, {"acting": acted - started, "settling": settled - acted, "capturing": ended - settled}
 
 
 def proxy_bypass(settings: BrowserConfig, site: TaskSite) -> dict[Endpoint, Endpoint]:
-    """What a fleet on `site` lets Chromium reach past its gateway."""
+    """Endpoints of `site` that a pool lets Chromium reach without its egress proxy."""
     return direct_endpoints(declared_endpoints(site.origins, site.addresses), EgressPolicy.from_config(settings))
 
 
 def rotated(contestants: Sequence[T], turn: int) -> list[T]:
-    """The contestants in the order of a turn: each is first in some and last in others."""
+    """The contestants rotated by the number of the turn, so that none is always first."""
     start = turn % len(contestants)
     return [*contestants[start:], *contestants[:start]]
 
 
 def child_processes() -> list[psutil.Process]:
-    """The processes that this one has started: driver, Chromium and whatever belongs to them."""
+    """Descendants of this process: the driver and Chromium."""
     return psutil.Process().children(recursive=True)
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process and of all below it, those that have ended included."""
+    """CPU seconds of this process and of its descendants, ended ones included."""
     own = psutil.Process().cpu_times()
     total = own.user + own.system + own.children_user + own.children_system
     for process in child_processes():

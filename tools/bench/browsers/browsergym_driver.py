@@ -1,7 +1,7 @@
-"""BrowserGym at the other end of a pipe; runs in an environment that holds it and nothing of ours.
+"""Run BrowserGym episodes on request; runs in a Python environment with BrowserGym and without this package.
 
-`browsergym_driver.py CHROMIUM URL`: orders come as lines of JSON, `{"environment", "seed", "clicks", "waits"}`, and
-are answered with `{"reset", "steps"}` in seconds. The first line tells the versions.
+`browsergym_driver.py CHROMIUM URL`: requests are lines of JSON on standard input, `{"environment", "seed", "clicks",
+"waits"}`; responses are `{"reset", "steps"}` in seconds. The first line of output has the versions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ACTIONS = HighLevelActionSet(["coord"])
 
 
 def use_chromium(executable: str) -> None:
-    """Launch this browser wherever none is named: BrowserGym has no setting for its chat's."""
+    """Launch this browser by default: BrowserGym has no setting for the browser of its chat window."""
     launch = BrowserType.launch
 
     def launch_installed(self: BrowserType, **options: Any) -> Any:
@@ -33,7 +33,7 @@ def use_chromium(executable: str) -> None:
 
 
 def run_episode(environment: str, seed: int, clicks: list[tuple[float, float]], waits: bool) -> dict[str, Any]:
-    """One episode; its close is not timed."""
+    """Run one episode; closing it is not timed."""
     settings = {} if waits else {"slow_mo": 0, "pre_observation_delay": 0.0}
     made = gymnasium.make(
         f"browsergym/miniwob.{environment}", action_mapping=ACTIONS.to_python_code, disable_env_checker=True, **settings
@@ -55,12 +55,12 @@ def run_episode(environment: str, seed: int, clicks: list[tuple[float, float]], 
 
 
 def main() -> None:
-    """Answer orders until there are no more."""
+    """Answer requests until standard input ends."""
     executable, os.environ["MINIWOB_URL"] = sys.argv[1:]
     use_chromium(executable)
     names = ("browsergym-core", "browsergym-miniwob", "playwright")
     answers = sys.stdout
-    sys.stdout = sys.stderr  # whatever is printed by others is not an answer
+    sys.stdout = sys.stderr  # other modules may print; only responses go to standard output
     print(json.dumps({"versions": " ".join(f"{name} {version(name)}" for name in names)}), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(run_episode(**json.loads(line))), file=answers, flush=True)

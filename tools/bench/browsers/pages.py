@@ -1,4 +1,4 @@
-"""Pages for the benchmark of browsers, made from a seed and served from this machine."""
+"""Pages of the browser benchmark, generated from a seed and served locally."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ context.putImageData(image, 0, 0);
 
 
 class BenchSite:
-    """The pages as a site of a fleet. A context manager; close stops the server."""
+    """The pages as a task site. A context manager that stops the server."""
 
     def __init__(self, seed: int = 0) -> None:
         self.pages = make_pages(seed)
@@ -48,28 +48,28 @@ class BenchSite:
 
     @property
     def origins(self) -> frozenset[str]:
-        """The pages' own."""
+        """The origin of the pages."""
         return frozenset({ORIGIN})
 
     @property
     def addresses(self) -> dict[str, str]:
-        """The server behind it."""
+        """Host name to server address."""
         return {HOST: self._server.address}
 
     def can_reuse_page(self, task: Task) -> bool:
         return False
 
     async def open(self, page: Page, task: Task) -> str:
-        """Load the page that is the task's environment."""
+        """Load the page named by the task's environment."""
         await page.goto(f"{ORIGIN}/{task.environment}", wait_until="load")
         return ""
 
     async def result(self, page: Page, task: Task) -> tuple[float | None, bool]:
-        """These pages give no reward."""
+        """No reward."""
         return None, False
 
     def task(self, name: str) -> Task:
-        """Looking at one page."""
+        """A task that shows one page."""
         return Task(id=f"bench/{name}", source="bench", environment=name, seed=0, max_steps=1)
 
     def _respond(self, request: PageRequest) -> PageResponse:
@@ -78,7 +78,7 @@ class BenchSite:
 
 
 def make_pages(seed: int) -> dict[str, str]:
-    """HTML by name; at 1280x768 each fills the viewport."""
+    """HTML by name; each page fills a viewport of 1280x768."""
     rng = random.Random(seed)
     text = "".join(f"<p>{random_words(rng, rng.randint(40, 90))}.</p>" for _ in range(12))
     fields = "".join(f"<label>{random_words(rng, 2)} <input value='{random_words(rng, 1)}'></label>" for _ in range(60))

@@ -1,4 +1,4 @@
-"""What the benchmark of browsers found: sections of rows, shown as one table and kept as JSON."""
+"""Results of the browser benchmark: sections of measurements, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -14,22 +14,20 @@ from rich.table import Column, Table
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times better than another row; `goal` is the least that is wanted."""
+    """How many times better than another row; `goal` is the minimum."""
 
     against: str
     value: float
     goal: float | None = None
 
     def __str__(self) -> str:
-        wanted = (
-            "" if self.goal is None else f" (goal {self.goal:.3g}: {'met' if self.value >= self.goal else 'missed'})"
-        )
-        return f"{self.value:.2f} x {self.against}{wanted}"
+        goal = "" if self.goal is None else f" (goal {self.goal:.3g}: {'met' if self.value >= self.goal else 'missed'})"
+        return f"{self.value:.2f} x {self.against}{goal}"
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One measured quantity, every sample of it."""
+    """All samples of one quantity."""
 
     name: str
     unit: str
@@ -38,12 +36,12 @@ class Measurement:
 
     @property
     def median(self) -> float:
-        """Of all samples."""
+        """Median of all samples."""
         return statistics.median(self.values)
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """The middle half lies between them."""
+        """First and third quartile."""
         if len(self.values) < 2:
             return self.median, self.median
         low, _, high = statistics.quantiles(self.values, n=4, method="inclusive")
@@ -52,27 +50,26 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Section:
-    """One comparison: what was set, what was found, what it means."""
+    """One comparison: settings, measurements and notes."""
 
     title: str
     settings: Mapping[str, Any]
     rows: Sequence[Measurement]
     notes: Sequence[str] = ()
-    series: Mapping[str, Any] = field(default_factory=dict)  # more figures, for the plots
+    series: Mapping[str, Any] = field(default_factory=dict)  # further data for the plots
 
     def measurement(self, name: str) -> Measurement:
-        """A row by its name. Raises KeyError."""
-        found = {row.name: row for row in self.rows}
-        return found[name]
+        """The row with this name. Raises KeyError."""
+        return {row.name: row for row in self.rows}[name]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, with median and quartiles of each row."""
+        """All fields, with median and quartiles of each row."""
         rows = [asdict(row) | {"median": row.median, "quartiles": row.quartiles} for row in self.rows]
         return asdict(self) | {"rows": rows}
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Section:
-        """What `to_json` gave. Raises KeyError for anything else."""
+        """The section of a `to_json` result. Raises KeyError for other content."""
         rows = [
             Measurement(
                 row["name"], row["unit"], tuple(row["values"]), tuple(Ratio(**ratio) for ratio in row["ratios"])
@@ -83,12 +80,12 @@ class Section:
 
 
 def ratio_to(row: Sequence[float], peer: Sequence[float], against: str, goal: float | None = None) -> Ratio:
-    """Of times or costs: how many times less than the peer, by medians."""
+    """Ratio of the medians of times or costs: peer / row."""
     return Ratio(against, statistics.median(peer) / statistics.median(row), goal)
 
 
 def show(console: Console, sections: Mapping[str, Section]) -> None:
-    """Print one table of all sections, then what they mean."""
+    """Print one table of all sections, then their notes."""
     table = Table(
         Column(no_wrap=True), "median", "middle half", "", "n", "ratio", title="Browsers", title_justify="left"
     )

@@ -1,11 +1,11 @@
-"""What a fresh episode costs: a warm context against a new one and against a relaunch of Chromium."""
+"""Cost of a fresh episode: a warm context, a new context, and a relaunch of Chromium."""
 
 from __future__ import annotations
 
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from playwright.async_api import Browser, async_playwright
 
@@ -25,7 +25,7 @@ from tools.bench.browsers.bare_playwright import (
 from tools.bench.browsers.report import Measurement, Section, ratio_to
 from tools.bench.browsers.steps import to_pixels
 
-CLICKS = ((600, 800), (700, 800))  # of an episode's clicks: beside the task, whose page they leave as it is
+CLICKS = ((600, 800), (700, 800))  # per episode; outside of the task, so that its page does not change
 ENVIRONMENTS = ("click-test", "click-button", "click-dialog", "focus-text", "click-tab", "enter-text")
 QUANTITIES = ("s to the first screenshot", "s an episode", "CPU s an episode")
 
@@ -33,9 +33,9 @@ RunEpisode = Callable[[str], Awaitable[None]]
 
 
 async def measure_resets(amount: BrowserBenchSize, seed: int) -> Section:
-    """The same episodes in warm contexts, in contexts opened on demand, and in a Chromium of their own."""
+    """Measure the same episodes in warm contexts, in new contexts, and in a new Chromium each."""
     settings, found = BrowserConfig(), defaultdict[str, list[float]](list)
-    unseen: list[float] = []  # CPU time that goes out of sight with a browser's processes
+    unseen: list[float] = []  # CPU seconds of ended browser processes
     with MiniWobTaskSource(ENVIRONMENTS, len(CLICKS)) as source:
         tasks = (source.training_task(seed, ticket) for ticket in itertools.count())
         arguments = launch_arguments(proxy_bypass(settings, source), CLOSED_PORT)
@@ -46,7 +46,7 @@ async def measure_resets(amount: BrowserBenchSize, seed: int) -> Section:
             )
 
         async def new_context(name: str) -> None:
-            await in_browser(standing, name, time.perf_counter())
+            await in_browser(shared_browser, name, time.perf_counter())
 
         async def relaunch(name: str) -> None:
             started = time.perf_counter()
@@ -61,20 +61,20 @@ async def measure_resets(amount: BrowserBenchSize, seed: int) -> Section:
             await source.open(bare.page, next(tasks))
             await bare.settled_screenshot()
             found[f"{QUANTITIES[0]}: {name}"].append(time.perf_counter() - started)
-            for place in CLICKS:
-                await bare.step(*to_pixels(place))
+            for click in CLICKS:
+                await bare.step(*to_pixels(click))
             await bare.context.close()
 
-        async with async_playwright() as playwright, BrowserPool(settings, {"miniwob": source}, sessions=1) as fleet:
-            standing = await launch()
+        async with async_playwright() as playwright, BrowserPool(settings, {"miniwob": source}, sessions=1) as pool:
+            shared_browser = await launch()
 
             async def warm(name: str) -> None:
                 started = time.perf_counter()
-                async with fleet.session() as session:
+                async with pool.session() as session:
                     await session.reset(next(tasks))
                     found[f"{QUANTITIES[0]}: {name}"].append(time.perf_counter() - started)
-                    for place in CLICKS:
-                        await session.step(Action("left_click", place))
+                    for click in CLICKS:
+                        await session.step(Action("left_click", click))
 
             contestants: dict[str, RunEpisode] = {
                 "Pool, warm context": warm,
@@ -82,7 +82,11 @@ async def measure_resets(amount: BrowserBenchSize, seed: int) -> Section:
                 "Playwright, relaunch": relaunch,
             }
             await _take_turns(contestants, found, unseen, amount)
-            await standing.close()
+            await shared_browser.close()
+    return _make_section(found, list(contestants), settings)
+
+
+def _make_section(found: dict[str, list[float]], contestants: Sequence[str], settings: BrowserConfig) -> Section:
     rows = []
     for quantity, name in itertools.product(QUANTITIES, contestants):
         values, peer = found[f"{quantity}: {name}"], found[f"{quantity}: Playwright, relaunch"]
@@ -94,9 +98,9 @@ async def measure_resets(amount: BrowserBenchSize, seed: int) -> Section:
         rows,
         [
             "relaunch starts Chromium for every episode and keeps Playwright's driver, new context keeps both; either "
-            "is bare Playwright, without gateway, limits, tabs, notes and reward",
-            "episodes follow each other at once: closing the context before and preparing the next one takes CPU from "
-            "the fleet's episode under way",
+            "is bare Playwright, without egress proxy, limits, tabs, step messages and reward",
+            "episodes follow each other without a pause: closing the old context and preparing the next one takes CPU "
+            "from the running episode of the pool",
         ],
     )
 
@@ -105,7 +109,7 @@ async def _take_turns(
     contestants: dict[str, RunEpisode], found: dict[str, list[float]], unseen: list[float], amount: BrowserBenchSize
 ) -> None:
     for work in contestants.values():
-        await work("before the first turn")
+        await work("warm-up")
     for turn in range(amount.rounds):
         for name in rotated(tuple(contestants), turn):
             unseen.clear()

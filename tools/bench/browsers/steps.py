@@ -1,4 +1,4 @@
-"""What a step costs: a session's against bare Playwright's, and a screenshot by its format."""
+"""Cost of a step, compared with bare Playwright, and of a screenshot by format."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tools.bench.browsers.report import Measurement, Section, ratio_to
 MIN_SPEED_RATIO = 1 / 1.1
 """Of bare Playwright's speed: at most 10 % overhead."""
 
-CLICK_KINDS = {"nothing changes": (700, 700), "the page changes": (100, 100)}  # where a click does that
+CLICK_KINDS = {"nothing changes": (700, 700), "the page changes": (100, 100)}  # where to click
 PARTS = ("step", "acting", "settling", "capturing")
 PAGES = ("empty", "text", "form", "cards", "picture")
 FORMATS = {"png": "PNG", "jpeg": "JPEG 80", "webp": "WebP 80"}
@@ -35,12 +35,12 @@ Samples = dict[str, list[float]]
 
 
 async def measure_steps(amount: BrowserBenchSize, seed: int) -> Section:
-    """A session's click against bare Playwright's on the same page of the same Chromium."""
+    """Compare clicks of a session and of bare Playwright on the same page of the same Chromium."""
     settings = BrowserConfig()
     with BenchSite(seed) as site:
         async with (
-            BrowserPool(settings, {"bench": site}, amount.full_load_contexts + 1) as fleet,
-            fleet.session() as session,
+            BrowserPool(settings, {"bench": site}, amount.full_load_contexts + 1) as pool,
+            pool.session() as session,
         ):
             await session.reset(site.task("box"))
             browser = _browser(session)
@@ -48,7 +48,7 @@ async def measure_steps(amount: BrowserBenchSize, seed: int) -> Section:
             await site.open(bare.page, site.task("box"))
             parts, compared = await _in_turn(session, bare, amount)
             await bare.context.close()
-            rates, costs = await _at_full_load(fleet, browser, site, settings, amount)
+            rates, costs = await _at_full_load(pool, browser, site, settings, amount)
     rows = []
     for kind, part in itertools.product(CLICK_KINDS, PARTS):
         own, peer = parts[f"{kind}, session: {part}"], parts[f"{kind}, bare: {part}"]
@@ -64,7 +64,7 @@ async def measure_steps(amount: BrowserBenchSize, seed: int) -> Section:
     rows.append(Measurement("at full load, CPU of a step: bare Playwright", "ms", tuple(costs["bare"])))
     rows.append(Measurement("at full load, CPU of a step: Session", "ms", tuple(costs["session"]), (cheaper,)))
     return Section(
-        "a click, rest, a screenshot",
+        "a click, settling, a screenshot",
         {
             "viewport": f"{settings.width}x{settings.height}", "encoding": f"{settings.screenshot} {settings.quality}",
             "full load": f"{amount.full_load_contexts} contexts, {amount.rounds} slices of "
@@ -75,20 +75,20 @@ async def measure_steps(amount: BrowserBenchSize, seed: int) -> Section:
             "bare Playwright clicks, waits for two animation frames and captures over CDP with the same encoding, in a "
             "context of the same Chromium; a session also waits for loading, requests, windows and movement, compares "
             "pixels, and reads reward, scroll position and title",
-            "a session compares the screenshot with the one before in a thread; equal bytes are not decoded",
+            "a session compares the screenshot with the previous one in a thread; equal bytes are not decoded",
             "at full load every other click changes the page",
         ],
     )  # fmt: skip
 
 
 async def _in_turn(session: Session, bare: BarePlaywright, amount: BrowserBenchSize) -> tuple[Samples, Samples]:
-    """Milliseconds of each part of a step by kind and contestant, and of comparisons by kind."""
+    """Milliseconds of each part of a step by kind and contestant, and of pixel comparisons by kind."""
     parts, compared = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
     before = ScreenshotDigest(await bare.settled_screenshot())
     for turn, kind in itertools.product(range(amount.rounds * amount.steps), CLICK_KINDS):
-        for who in rotated(("bare", "session"), turn):
+        for contestant in rotated(("bare", "session"), turn):
             started = time.perf_counter()
-            if who == "bare":
+            if contestant == "bare":
                 screenshot, seconds = await bare.step(*to_pixels(CLICK_KINDS[kind]))
                 total = time.perf_counter() - started
                 started = time.perf_counter()
@@ -102,36 +102,38 @@ async def _in_turn(session: Session, bare: BarePlaywright, amount: BrowserBenchS
                 assert seen.seconds is not None
                 seconds, differs = vars(seen.seconds), seen.page_changed
             if differs != (kind == "the page changes"):
-                raise RuntimeError(f"{kind}: the screenshots of {who} say otherwise")
+                raise RuntimeError(f"{kind}: the screenshots of {contestant} contradict that")
             for part, value in {"step": total, **seconds}.items():
-                parts[f"{kind}, {who}: {part}"].append(1e3 * value)
+                parts[f"{kind}, {contestant}: {part}"].append(1e3 * value)
     return parts, compared
 
 
 async def _at_full_load(
-    fleet: BrowserPool, browser: Browser, site: BenchSite, settings: BrowserConfig, amount: BrowserBenchSize
+    pool: BrowserPool, browser: Browser, site: BenchSite, settings: BrowserConfig, amount: BrowserBenchSize
 ) -> tuple[Samples, Samples]:
-    """Steps a second, and CPU milliseconds a step, of some sessions and of as many bare contexts, in turn."""
+    """Steps per second and CPU milliseconds per step of sessions and of as many bare contexts, in turns."""
     openers: dict[str, Callable[[], AbstractAsyncContextManager[Step]]] = {
         "bare": lambda: _bare_step(browser, site, settings),
-        "session": lambda: _session_step(fleet, site),
+        "session": lambda: _session_step(pool, site),
     }
     rates, costs = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
     for turn in range(amount.rounds):
-        for who in rotated(tuple(openers), turn):
+        for contestant in rotated(tuple(openers), turn):
             async with AsyncExitStack() as stack:
-                steps = [await stack.enter_async_context(openers[who]()) for _ in range(amount.full_load_contexts)]
+                steps = [
+                    await stack.enter_async_context(openers[contestant]()) for _ in range(amount.full_load_contexts)
+                ]
                 started, used = time.perf_counter(), cpu_seconds()
                 done = sum(await asyncio.gather(*(_count(step, started + amount.slice_seconds) for step in steps)))
-                rates[who].append(done / (time.perf_counter() - started))
-                costs[who].append(1e3 * (cpu_seconds() - used) / done)
+                rates[contestant].append(done / (time.perf_counter() - started))
+                costs[contestant].append(1e3 * (cpu_seconds() - used) / done)
     return rates, costs
 
 
 async def _count(step: Step, end: float) -> int:
-    done, places = 0, itertools.cycle(CLICK_KINDS.values())
+    done, clicks = 0, itertools.cycle(CLICK_KINDS.values())
     while time.perf_counter() < end or not done:
-        await step(next(places))
+        await step(next(clicks))
         done += 1
     return done
 
@@ -140,22 +142,22 @@ async def _count(step: Step, end: float) -> int:
 async def _bare_step(browser: Browser, site: BenchSite, settings: BrowserConfig) -> AsyncIterator[Step]:
     bare = await BarePlaywright.open(browser, settings, site)
     await site.open(bare.page, site.task("box"))
-    yield lambda place: bare.step(*to_pixels(place))
+    yield lambda click: bare.step(*to_pixels(click))
     await bare.context.close()
 
 
 @asynccontextmanager
-async def _session_step(fleet: BrowserPool, site: BenchSite) -> AsyncIterator[Step]:
-    async with fleet.session() as session:
+async def _session_step(pool: BrowserPool, site: BenchSite) -> AsyncIterator[Step]:
+    async with pool.session() as session:
         await session.reset(site.task("box"))
-        yield lambda place: session.step(Action("left_click", place))
+        yield lambda click: session.step(Action("left_click", click))
 
 
 async def measure_encoding(amount: BrowserBenchSize, seed: int) -> Section:
-    """Seconds, CPU and bytes of a screenshot by format and kind of page."""
+    """Measure milliseconds, CPU and bytes of a screenshot by format and kind of page."""
     settings, rows, series = BrowserConfig(), [], []
     with BenchSite(seed) as site:
-        async with BrowserPool(settings, {"bench": site}, 1) as fleet, fleet.session() as session:
+        async with BrowserPool(settings, {"bench": site}, 1) as pool, pool.session() as session:
             for page in PAGES[-amount.page_kinds :]:
                 bares = {
                     name: await BarePlaywright.open(_browser(session), replace(settings, screenshot=name), site)
@@ -181,18 +183,18 @@ async def measure_encoding(amount: BrowserBenchSize, seed: int) -> Section:
                     rows.append(Measurement(f"{page}, {FORMATS[name]}, CPU", "ms", tuple(cost[name])))
                     series.append({"page": page, "format": FORMATS[name], "bytes": size[name], "ms": rows[-2].median})
     return Section(
-        "a screenshot of a page at rest over CDP",
+        "a screenshot of a static page over CDP",
         {"viewport": f"{settings.width}x{settings.height}", "PNG": "optimizeForSpeed", "JPEG and WebP": "quality 80"},
         rows,
-        ["the time holds what every capture takes: a frame is drawn and its pixels are read back"],
+        ["the time includes drawing a frame and reading back its pixels"],
         {"captures": series},
     )
 
 
-def to_pixels(place: tuple[int, int]) -> tuple[float, float]:
-    """Where a session of the default viewport clicks for a coordinate."""
+def to_pixels(coordinate: tuple[int, int]) -> tuple[float, float]:
+    """Pixels of a coordinate in the default viewport."""
     settings = BrowserConfig()
-    return place[0] * settings.width / COORDINATE_RANGE, place[1] * settings.height / COORDINATE_RANGE
+    return coordinate[0] * settings.width / COORDINATE_RANGE, coordinate[1] * settings.height / COORDINATE_RANGE
 
 
 def _browser(session: Session) -> Browser:
