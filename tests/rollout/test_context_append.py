@@ -22,7 +22,7 @@ from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
 from megatron_webrl.trainer.data.merging import MergedSequence, merge_prefixes
 from megatron_webrl.types import Action, Observation
 from tests.rollout.conversations import HOSTILE, expanded, numbered, observation_of, response_of, texts
-from tests.trainer.grown import step
+from tests.trainer.growing_prompts import step
 
 CLICK = Action("left_click", coordinate=(500, 320))
 THINKING = f"<think>a secret thought</think>\nAction: click\n{format_tool_call(CLICK)}"

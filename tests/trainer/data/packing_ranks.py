@@ -17,7 +17,7 @@ from megatron_webrl.trainer.data.batching import TrainingSample
 from megatron_webrl.trainer.data.flops import FlopsEstimator
 from megatron_webrl.types import Action, Observation
 from tests.gloo import join
-from tests.trainer.grown import SIZES, episode, step
+from tests.trainer.growing_prompts import SIZES, episode, step
 from tests.trajectories import screenshot
 
 LIMIT = 130

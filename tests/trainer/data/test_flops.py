@@ -13,7 +13,7 @@ from megatron_webrl.system import torchvision_shim
 from megatron_webrl.trainer.data.flops import FlopsEstimator
 from megatron_webrl.trainer.data.merging import MergedSequence, unmerged_sequence
 from tests.model import tiny
-from tests.trainer.grown import step, words
+from tests.trainer.growing_prompts import step, words
 
 torchvision_shim.install()
 

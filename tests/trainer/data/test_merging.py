@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_webrl.trainer.data.batching import TrainingSample
 from megatron_webrl.trainer.data.merging import MergedSequence, merge_prefixes
-from tests.trainer.grown import step, words
+from tests.trainer.growing_prompts import random_tokens, step
 
 IMAGE, VIDEO = 500, 501
 PLACEHOLDERS = (IMAGE, VIDEO)
@@ -21,18 +21,18 @@ GRID = [1, 4, 4]
 def grown(lengths: list[int], **options: object) -> list[TrainingSample]:
     """Text steps; each prompt is the previous prompt, its response and some words."""
     samples: list[TrainingSample] = []
-    prompt = words(99, 6)
+    prompt = random_tokens(99, 6)
     for number, length in enumerate(lengths):
-        samples.append(step(prompt, words(number, length), first=100 * number, **options))  # type: ignore[arg-type]
-        prompt = np.concatenate([prompt, samples[-1].response, words(50 + number, 3)])
+        samples.append(step(prompt, random_tokens(number, length), first=100 * number, **options))  # type: ignore[arg-type]
+        prompt = np.concatenate([prompt, samples[-1].response, random_tokens(50 + number, 3)])
     return samples
 
 
 def seen(count: int, *, last: bytes = b"", grid: list[int] = GRID) -> TrainingSample:
     """A step with `count` images, which extends the step with one image fewer."""
-    parts = [words(0, 4)]
+    parts = [random_tokens(0, 4)]
     for number in range(count):
-        parts += [np.full(4, IMAGE, np.int32), words(number, 2), words(100 + number, 3)]
+        parts += [np.full(4, IMAGE, np.int32), random_tokens(number, 2), random_tokens(100 + number, 3)]
     images = [b"image %d" % number for number in range(count)]
     images[0] = last or images[0]
     return step(
@@ -60,8 +60,8 @@ def test_steps_that_extend_each_other_become_one_sequence_in_any_order(lengths: 
 
 
 def test_a_response_right_after_a_response_is_merged() -> None:
-    first = step(words(0, 5), words(1, 3))
-    second = step(np.concatenate([first.prompt, first.response]), words(2, 4))
+    first = step(random_tokens(0, 5), random_tokens(1, 3))
+    second = step(np.concatenate([first.prompt, first.response]), random_tokens(2, 4))
     (chain,) = merge_prefixes([first, second], PLACEHOLDERS)
     assert chain.response_positions.tolist() == [5, 6, 7, 8, 9, 10, 11]
 
@@ -71,7 +71,7 @@ def test_a_step_joins_the_longest_sequence_that_it_extends() -> None:
     other = step(first.prompt, np.append(first.response, np.int32(7)))  # the same prompt, another answer
     chains = merge_prefixes([third, other, second, first], PLACEHOLDERS)
     assert sizes(chains) == [1, 3]
-    aside = step(np.concatenate([first.prompt, first.response, words(9, 2)]), words(8, 2))
+    aside = step(np.concatenate([first.prompt, first.response, random_tokens(9, 2)]), random_tokens(8, 2))
     chains = merge_prefixes([first, aside, second, third], PLACEHOLDERS)  # two steps extend the first
     assert sizes(chains) == [2, 2]
     assert sum(len(chain.response_positions) for chain in chains) == sum(
@@ -81,14 +81,14 @@ def test_a_step_joins_the_longest_sequence_that_it_extends() -> None:
 
 def test_a_broken_sequence_starts_again() -> None:
     first, second = grown([2, 3])
-    later = [replace(s, prompt=np.concatenate([words(70, 5), s.prompt])) for s in grown([4, 1])]
+    later = [replace(s, prompt=np.concatenate([random_tokens(70, 5), s.prompt])) for s in grown([4, 1])]
     assert sizes(merge_prefixes([first, second, *later], PLACEHOLDERS)) == [2, 2]
 
 
 def test_a_prompt_that_ends_within_the_previous_step_does_not_extend_it() -> None:
-    first = step(words(0, 5), words(1, 6))
+    first = step(random_tokens(0, 5), random_tokens(1, 6))
     assert sizes(
-        merge_prefixes([first, step(np.append(first.prompt, first.response[:3]), words(2, 9))], PLACEHOLDERS)
+        merge_prefixes([first, step(np.append(first.prompt, first.response[:3]), random_tokens(2, 9))], PLACEHOLDERS)
     ) == [1, 1]
 
 
@@ -103,7 +103,7 @@ def test_no_step_extends_a_response_with_a_placeholder(token: int) -> None:
     first, second, third = grown([2, 3, 4])
     response = np.array([3, token, 4], np.int32)
     odd = replace(second, response=response)
-    after = replace(third, prompt=np.concatenate([odd.prompt, response, words(1, 3)]))
+    after = replace(third, prompt=np.concatenate([odd.prompt, response, random_tokens(1, 3)]))
     chains = merge_prefixes([first, odd, after], PLACEHOLDERS)
     assert [chain.samples for chain in chains] == [(first, odd), (after,)]
 

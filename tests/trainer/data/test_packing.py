@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_webrl.trainer.data.flops import FlopsEstimator
 from megatron_webrl.trainer.data.merging import MergedSequence, unmerged_sequence
 from megatron_webrl.trainer.data.packing import pack_sequences
-from tests.trainer.grown import step
+from tests.trainer.growing_prompts import step
 
 COST = FlopsEstimator(
     per_token=3e9, per_token_pair=2e5, per_scored_token=6e8, per_patch=1e9, per_patch_pair=1e5

@@ -18,7 +18,7 @@ from megatron_webrl.model.qwen3_vl.rope import mrope_position_ids
 from megatron_webrl.trainer.data.batching import TrainingSample
 from megatron_webrl.trainer.data.flops import FlopsEstimator
 from megatron_webrl.trainer.data.sequence_packer import ImageGridMismatch, Microbatch, SequencePacker
-from tests.trainer.grown import episode, step, words
+from tests.trainer.growing_prompts import episode, step, words
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ from megatron_webrl.trainer.images.image_workers import (
     ImageWorkerPool,
 )
 from megatron_webrl.trainer.images.shm_allocator import ALIGNMENT, SharedMemoryAllocator, aligned_size
-from tests.trainer.grown import episode
+from tests.trainer.growing_prompts import episode
 from tests.trajectories import screenshot
 from tests.waiting import until
 

@@ -1,4 +1,4 @@
-"""Samples for tests of merging and packing: steps whose prompts go on from each other, with real images."""
+"""Samples for tests of merging and packing: each prompt extends the one before; images are real."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.trajectories import screenshot
 SIZES = ((64, 64), (96, 64), (64, 128))  # pixels, width and height
 
 
-def words(seed: int, count: int) -> np.ndarray:
+def random_tokens(seed: int, count: int) -> np.ndarray:
     """Plain text tokens, int32 [count]."""
     return np.random.default_rng(seed).integers(20, 300, count).astype(np.int32)
 
@@ -28,7 +28,7 @@ def step(
     steps: int = 1,
     first: int = 0,
 ) -> TrainingSample:
-    """One step. Its behaviour log-probabilities count from `first` on, so that each token can be told by them."""
+    """One step. Its behaviour log-probabilities count up from `first`, so that they identify each token."""
     return TrainingSample(
         prompt=prompt,
         response=response,
@@ -51,7 +51,7 @@ def episode(
     The first prompt has `images` screenshots. Episodes of one ticket's parity begin with the same screenshot.
     """
     samples: list[TrainingSample] = []
-    prompt, shots = words(1000 + ticket, 7 + ticket), [screenshot(ticket % 2, *SIZES[0])]
+    prompt, shots = random_tokens(1000 + ticket, 7 + ticket), [screenshot(ticket % 2, *SIZES[0])]
     shots += [screenshot(100 * ticket + i, *SIZES[i % 3]) for i in range(1, images + len(lengths))]
     seen = 0
     for number, length in enumerate(lengths):
@@ -60,9 +60,9 @@ def episode(
             places = np.full(
                 int(processor.grids([shot])[0].prod()) // processor.merge_size**2, processor.image_token_id
             )
-            prompt = np.concatenate([prompt, places, words(seen, 3)]).astype(np.int32)
+            prompt = np.concatenate([prompt, places, random_tokens(seen, 3)]).astype(np.int32)
             seen += 1
-        response = words(10 * ticket + number, length)
+        response = random_tokens(10 * ticket + number, length)
         samples.append(
             step(
                 prompt,
@@ -75,5 +75,5 @@ def episode(
                 first=10000 * ticket + 100 * number,
             )
         )
-        prompt = np.concatenate([prompt, response, words(number, 5)]).astype(np.int32)
+        prompt = np.concatenate([prompt, response, random_tokens(number, 5)]).astype(np.int32)
     return samples
