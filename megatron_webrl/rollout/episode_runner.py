@@ -13,7 +13,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.farm.client import BrowserClient
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.agent import run_episode
-from megatron_webrl.rollout.browsers import open_browsers
+from megatron_webrl.rollout.browsers import open_browsers, sessions_per_worker
 from megatron_webrl.rollout.deadline import Deadline
 from megatron_webrl.rollout.generator import Generator
 from megatron_webrl.rollout.stepping import FreeStepping, Lockstep, SteppingMode
@@ -44,10 +44,8 @@ class EpisodeRunner:
     ) -> AsyncIterator[EpisodeRunner]:
         """Open the task source and the browsers of the worker `name`, and close both at the end."""
         source = make_source(config.tasks)
-        sessions = config.rollout.groups_in_flight * config.rollout.group_size
-        sessions += config.evaluation.concurrency if config.evaluation.every else 0
         try:
-            async with open_browsers(config, sessions, name) as browsers:
+            async with open_browsers(config, sessions_per_worker(config), name) as browsers:
                 rollout = config.rollout
                 lockstep = rollout.stepping == "lockstep"
                 stepping: SteppingMode = Lockstep(rollout.operation_timeout_seconds) if lockstep else FreeStepping()

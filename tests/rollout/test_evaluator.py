@@ -38,8 +38,8 @@ class ScriptedEngine:
         self.version, self.partially_updated = 2, False
         self.temperatures: list[float] = []
         self.screenshots: list[bytes] = []
-        self.hold = asyncio.Event()
-        self.hold.set()
+        self.released = asyncio.Event()
+        self.released.set()
         self._script = ScriptedGenerator(processor, config.rollout.context, config.rollout.max_new_tokens)
 
     async def generate(
@@ -47,7 +47,7 @@ class ScriptedEngine:
     ) -> Generation:
         self.temperatures.append(temperature)
         self.screenshots += images
-        await self.hold.wait()
+        await self.released.wait()
         generation = await self._script.generate(session, token_ids, images)
         return replace(generation, versions=np.full_like(generation.versions, self.version))
 
@@ -122,7 +122,7 @@ async def test_a_worker_runs_held_out_tasks_and_cancels_those_of_a_withdrawn_req
         assert all(image.getextrema() == ((255, 255),) * 3 for image in blank)
 
         # A withdrawn request cancels its episodes and releases their browsers for the next one.
-        engine.hold.clear()
+        engine.released.clear()
         requests = len(engine.temperatures)
         evaluation_queue.submit_request(
             control, EvaluationRequest(3, "during", tasks=2, samples=1, temperature=0.0, version=3)
@@ -132,7 +132,7 @@ async def test_a_worker_runs_held_out_tasks_and_cancels_those_of_a_withdrawn_req
         evaluation_queue.withdraw_request(control)
         evaluator.poll()
         assert evaluator.status() == ""
-        engine.hold.set()
+        engine.released.set()
         collector = await collect(EvaluationRequest(4, "during", tasks=2, samples=1, temperature=0.0, version=3))
         assert [r.outcome for r in collector.results.values()] == ["success"] * 2
         await evaluator.close()

@@ -111,7 +111,7 @@ async def test_an_aborted_group_ends_at_once_in_any_state() -> None:
             waiting.set()
             await asyncio.Event().wait()
         await waiting.wait()
-        group.abort()  # from within: the try is masked after that, and not tried again
+        group.abort()  # inside a try: the try is masked and not retried
         retrying.set()
         return trajectory(7, index, outcome="engine_error")
 
@@ -134,12 +134,12 @@ async def test_a_group_aborted_before_it_starts_ends_too() -> None:
 
 
 async def test_the_oldest_version_is_that_of_running_and_trainable_episodes() -> None:
-    engine, go, asked = VersionedEngine(), [asyncio.Event() for _ in range(3)], [asyncio.Event() for _ in range(3)]
+    engine, go, generated = VersionedEngine(), [asyncio.Event() for _ in range(3)], [asyncio.Event() for _ in range(3)]
 
     async def play(generator: Generator, index: int, deadline: Deadline) -> Trajectory:
         engine.version = 1 if index == 0 else 4
         await generator.generate(NONE, NONE, NONE)
-        asked[index].set()
+        generated[index].set()
         await go[index].wait()
         return trajectory(7, index, outcome="no_reward" if index == 0 else "failure")
 
@@ -147,14 +147,14 @@ async def test_the_oldest_version_is_that_of_running_and_trainable_episodes() ->
     assert group.oldest_version is None
     running = asyncio.create_task(group.run())
     async with asyncio.timeout(LIMIT):
-        for event in asked:
+        for event in generated:
             await event.wait()
         assert group.oldest_version == 1
         go[0].set()
         go[1].set()
         while group.finished_episodes < 2:
             await asyncio.sleep(0)
-        assert group.oldest_version == 4  # the masked one does not count
+        assert group.oldest_version == 4  # without the masked episode
         go[2].set()
         await running
 
@@ -178,14 +178,14 @@ async def test_a_dead_engine_ends_the_whole_group_with_its_error() -> None:
 
 async def test_each_scope_of_a_deadline_has_its_own_timeout() -> None:
     deadline = Deadline(0.05)
-    async with deadline.scope(None):  # no deadline of its own
+    async with deadline.scope(None):  # without a timeout
         await asyncio.sleep(0.1)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(LIMIT), deadline.scope(deadline.timeout_seconds) as scope:
             await asyncio.Event().wait()
     assert scope.expired()
     assert deadline.outcome == "episode_timeout"
-    deadline.expire(ABORTED)  # after its end: nothing happens
+    deadline.expire(ABORTED)  # after it has expired: changes only the outcome
     assert deadline.outcome == ABORTED
 
 

@@ -40,13 +40,13 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 LIMIT = 60.0  # seconds; CI machines are slow
 
 
-class HeldEngine:
+class DelayedEngine:
     """Scripted responses with tokens of its version; delays or fails them on the test's request."""
 
     def __init__(self, processor: Processor, config: Config) -> None:
         self.version, self.partially_updated, self.rank_hosts = -1, False, ["here"]
         self.answered: Counter[RemoteSession] = Counter()
-        self.holds: Callable[[int], bool] = lambda answered: False
+        self.delays: Callable[[int], bool] = lambda answered: False
         self.failures = 0  # answers that are still to fail
         self.asking = 0
         self.seen: list[tuple[int, int]] = []  # version taken, requests under way then
@@ -56,7 +56,7 @@ class HeldEngine:
     async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
         self.asking += 1
         try:
-            if self.holds(self.answered[session]):
+            if self.delays(self.answered[session]):
                 await self.released.wait()
             if self.failures:
                 self.failures -= 1
@@ -166,7 +166,7 @@ def ring() -> Iterator[Ring]:
 
 
 @asynccontextmanager
-async def job_of(episodes: EpisodeRunner, ring: Ring, *engines: HeldEngine, **rollout: Any) -> AsyncIterator[Job]:
+async def job_of(episodes: EpisodeRunner, ring: Ring, *engines: DelayedEngine, **rollout: Any) -> AsyncIterator[Job]:
     """A job with a worker for each engine; the end of the context finishes the job."""
     config = replace(episodes.config, rollout=replace(episodes.config.rollout, engines=len(engines), **rollout))
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=LIMIT))
@@ -176,10 +176,10 @@ async def job_of(episodes: EpisodeRunner, ring: Ring, *engines: HeldEngine, **ro
         shared.stepping = Lockstep(config.rollout.operation_timeout_seconds)
     for worker, engine in enumerate(engines):
         control, name = job.control(f"rollout-{worker}"), f"rollout-{worker}.1"
-        standing_in: Any = engine
-        weights = WeightClient(config, control, standing_in, worker, name)
-        evaluator = Evaluator(config, control, standing_in, shared, name)
-        job.pools.append(RolloutPool(config, control, ring, standing_in, shared, weights, evaluator, name))
+        engine_double: Any = engine
+        weights = WeightClient(config, control, engine_double, worker, name)
+        evaluator = Evaluator(config, control, engine_double, shared, name)
+        job.pools.append(RolloutPool(config, control, ring, engine_double, shared, weights, evaluator, name))
     async with AsyncExitStack() as stack:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         for pool in job.pools:
@@ -193,8 +193,8 @@ async def job_of(episodes: EpisodeRunner, ring: Ring, *engines: HeldEngine, **ro
 async def test_in_mode_async_weights_change_in_flight_and_groups_that_get_too_old_are_aborted(
     episodes: EpisodeRunner, processor: Processor, ring: Ring
 ) -> None:
-    engine = HeldEngine(processor, episodes.config)
-    engine.holds = lambda answered: answered == 1  # the second step of every episode
+    engine = DelayedEngine(processor, episodes.config)
+    engine.delays = lambda answered: answered == 1  # the second step of every episode
     async with job_of(episodes, ring, engine, max_staleness=1) as job:
         await job.offer(0)
         job.open(limit=1)
@@ -207,7 +207,7 @@ async def test_in_mode_async_weights_change_in_flight_and_groups_that_get_too_ol
         assert engine.seen == [(0, 0), (1, 2), (2, 2)]
         assert job.accounting.dropped == {"aborted": 2}
         assert job.accounting.tokens_dropped["aborted"] > 0  # of the steps that they had made
-        engine.holds = lambda answered: False
+        engine.delays = lambda answered: False
         job.trainer.set_ticket_limit(2)  # the replacement
         await job.until(
             lambda: (job.source.poll(2), job.source.waiting_episodes() + job.accounting.dropped["all_succeeded"])[1]
@@ -221,14 +221,14 @@ async def test_in_mode_async_weights_change_in_flight_and_groups_that_get_too_ol
 async def test_with_fixed_weights_no_group_is_in_flight_when_they_change(
     episodes: EpisodeRunner, processor: Processor, ring: Ring
 ) -> None:
-    engine = HeldEngine(processor, episodes.config)
+    engine = DelayedEngine(processor, episodes.config)
     async with job_of(episodes, ring, engine, mode="sync") as job:
         await job.offer(0)
         job.open(limit=2)
         await job.until(lambda: job.pools[0].writer.written_episodes == 4)
         await job.offer(1)
         await job.until(lambda: engine.version == 1)
-        engine.holds = lambda answered: True
+        engine.delays = lambda answered: True
         job.trainer.set_ticket_limit(4)
         await job.until(lambda: engine.asking == 4)
         await job.offer(2)  # though the batch is incomplete: the trainer does not need its groups
@@ -246,7 +246,7 @@ async def test_with_fixed_weights_no_group_is_in_flight_when_they_change(
 async def test_a_worker_with_outdated_weights_claims_no_ticket(
     episodes: EpisodeRunner, processor: Processor, ring: Ring
 ) -> None:
-    left_out, other = (HeldEngine(processor, episodes.config) for _ in range(2))
+    left_out, other = (DelayedEngine(processor, episodes.config) for _ in range(2))
     async with job_of(episodes, ring, left_out, other, max_staleness=1) as job:
         await job.offer(0)
         await job.until(lambda: left_out.version == other.version == 0)
@@ -259,7 +259,7 @@ async def test_a_worker_with_outdated_weights_claims_no_ticket(
         assert job.pools[0].finished_episodes == 0
         await job.offer(3)
         await job.until(lambda: left_out.version == 3)
-        other.holds = lambda answered: True
+        other.delays = lambda answered: True
         job.trainer.set_ticket_limit(8)
         await job.until(lambda: job.pools[0].writer.written_episodes)
     assert job.account()["matches"]
@@ -268,8 +268,8 @@ async def test_a_worker_with_outdated_weights_claims_no_ticket(
 async def test_a_slow_worker_leaves_the_work_to_a_fast_one(
     episodes: EpisodeRunner, processor: Processor, ring: Ring
 ) -> None:
-    fast, slow = (HeldEngine(processor, episodes.config) for _ in range(2))
-    slow.holds = lambda answered: True
+    fast, slow = (DelayedEngine(processor, episodes.config) for _ in range(2))
+    slow.delays = lambda answered: True
     async with job_of(episodes, ring, fast, slow, groups_in_flight=2) as job:
         await job.offer(0)
         await job.until(lambda: fast.version == slow.version == 0)
@@ -283,9 +283,9 @@ async def test_a_slow_worker_leaves_the_work_to_a_fast_one(
 async def test_no_worker_claims_all_tickets_in_one_poll(
     episodes: EpisodeRunner, processor: Processor, ring: Ring
 ) -> None:
-    engines = [HeldEngine(processor, episodes.config) for _ in range(2)]
+    engines = [DelayedEngine(processor, episodes.config) for _ in range(2)]
     for engine in engines:
-        engine.holds = lambda answered: True
+        engine.delays = lambda answered: True
     async with job_of(episodes, ring, *engines) as job:
         await job.offer(0)
         await job.until(lambda: all(engine.version == 0 for engine in engines))
@@ -298,7 +298,7 @@ async def test_no_worker_claims_all_tickets_in_one_poll(
 async def test_an_episode_with_an_engine_error_is_retried(
     episodes: EpisodeRunner, processor: Processor, ring: Ring
 ) -> None:
-    engine = HeldEngine(processor, episodes.config)
+    engine = DelayedEngine(processor, episodes.config)
     engine.failures = 1
     async with job_of(episodes, ring, engine) as job:
         await job.offer(0)
@@ -314,21 +314,21 @@ async def test_an_episode_with_an_engine_error_is_retried(
 async def test_a_browser_acts_while_others_generate_except_in_lockstep(
     episodes: EpisodeRunner, processor: Processor, ring: Ring, stepping: str
 ) -> None:
-    engine = HeldEngine(processor, episodes.config)
-    held: list[int] = []
+    engine = DelayedEngine(processor, episodes.config)
+    delayed: list[int] = []
 
-    def hold_first(answered: int) -> bool:
-        held.append(answered)
-        return len(held) == 1
+    def delay_first(answered: int) -> bool:
+        delayed.append(answered)
+        return len(delayed) == 1
 
-    engine.holds = hold_first
+    engine.delays = delay_first
     async with job_of(episodes, ring, engine, stepping=stepping) as job:
         await job.offer(0)
         job.open(limit=1)
         await job.until(lambda: engine.answered.total() >= (2 if stepping == "free" else 1))
         if stepping == "lockstep":
             assert engine.answered.total() == 1
-            assert held == [0, 0]  # no episode has requested a second response
+            assert delayed == [0, 0]  # no episode has requested a second response
         engine.released.set()
         await job.until(lambda: job.pools[0].writer.written_episodes == 2)
     assert engine.answered.total() == 4
@@ -338,7 +338,7 @@ async def test_a_browser_acts_while_others_generate_except_in_lockstep(
 async def test_a_worker_waits_for_the_weights_of_a_restarted_trainer_and_runs_its_tickets(
     episodes: EpisodeRunner, processor: Processor, ring: Ring
 ) -> None:
-    engine = HeldEngine(processor, episodes.config)
+    engine = DelayedEngine(processor, episodes.config)
     async with job_of(episodes, ring, engine) as job:
         await job.offer(3)
         job.open(limit=1)
