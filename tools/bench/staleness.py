@@ -4,9 +4,10 @@
     python -m tools.bench.staleness --run FOLDER [--quick] [--json FILE] [--plots FILE]
 
 First a job runs the quickstart's tasks and model with GRPO and rollout.mode=sync, and keeps a checkpoint and the
-trained groups of every version. Then, offline: each version with enough earlier versions repeats its update with the groups of
-each of them, once with the decoupled objective and once with ratios against the behaviour policy. Weights, optimiser,
-groups and minibatches are equal; only trainer.loss.decoupled differs. --run measures the files of an earlier job.
+trained groups of every version. Then, offline: each version with enough earlier versions repeats its update with the
+groups of each of them, once with the decoupled objective and once with ratios against the behaviour policy. Weights,
+optimiser, groups and minibatches are equal; only trainer.loss.decoupled differs. --run measures the files of an
+earlier job.
 """
 
 from __future__ import annotations
