@@ -7,7 +7,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL := runs/models/tiny
-# A folder of wheels that pip was told of holds torch's CPU build; elsewhere uv finds it by name.
+# Where pip has a folder of wheels, torch's CPU build is in it; elsewhere uv finds it by name.
 ifdef PIP_FIND_LINKS
 export UV_FIND_LINKS := $(PIP_FIND_LINKS)
 TORCH_BACKEND :=
@@ -35,7 +35,7 @@ $(MODEL)/config.json: tools/make_tiny_model.py tools/tiny_tokenizer.py | $(VENV)
 quickstart: install ## a tiny agent learns MiniWoB++ from rewards, in real Chromium, on the CPU
 	$(BIN)/webrl train configs/quickstart.yaml $(ARGS)
 
-warm-start: install $(MODEL)/config.json ## make models/quickstart anew, the weights that quickstart begins with (half an hour)
+warm-start: install $(MODEL)/config.json ## rebuild models/quickstart, the weights that quickstart starts from (half an hour)
 	$(BIN)/webrl demonstrate configs/warm_start.yaml --out runs/warm_start.records
 	$(BIN)/python -m tools.pretrain_tiny_model $(MODEL) runs/warm_start.records models/quickstart
 	$(BIN)/webrl eval models/quickstart configs/warm_start.yaml $(ARGS)

@@ -35,7 +35,7 @@ from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_meg
 from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.model.parameter_map import parameter_mappings
 from tools.arguments import make_bench_parser, write_json
-from tools.bench.model_configs import make_reduced_config
+from tools.model_configs import make_reduced_config
 
 SECONDS = 600.0  # limit of one conversion
 SAMPLE_INTERVAL_SECONDS = 0.002  # between two memory readings

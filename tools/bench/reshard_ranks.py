@@ -18,7 +18,7 @@ from megatron_webrl.weights.engine_map import EngineSizes, engine_parameter_shap
 from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan
 from megatron_webrl.weights.slices import Slice, TransferMessage, box_index
 from megatron_webrl.weights.transport import OutgoingMessages, TransferLink, checksum, join_link, receive, send
-from tools.bench.model_configs import make_reduced_config
+from tools.model_configs import make_reduced_config
 
 SECONDS = 300.0  # limit of any wait
 TRAINER = ParallelSizes(tensor=2, pipeline=2)

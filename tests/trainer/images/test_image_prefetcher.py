@@ -251,10 +251,10 @@ def test_an_image_that_crashes_two_workers_fails_alone(make: Make) -> None:
 
 
 def test_a_worker_that_keeps_crashing_is_an_error_with_its_last_log_line(processor: Processor, tmp_path: Path) -> None:
-    arena = SharedMemoryAllocator(4 * BLOCK)
-    os.close(arena.fd)
-    arena.fd = os.open(os.devnull, os.O_RDWR)  # no memory to map
-    pool = ImageWorkerPool(1, arena, processor.patchifier, tmp_path / "pixels.log")
+    allocator = SharedMemoryAllocator(4 * BLOCK)
+    os.close(allocator.fd)
+    allocator.fd = os.open(os.devnull, os.O_RDWR)  # no memory to map
+    pool = ImageWorkerPool(1, allocator, processor.patchifier, tmp_path / "pixels.log")
 
     def collected() -> bool:
         pool.wait(1.0)
@@ -265,7 +265,7 @@ def test_a_worker_that_keeps_crashing_is_an_error_with_its_last_log_line(process
         match=f"image worker 0 crashed {MAX_CONSECUTIVE_CRASHES} times in a row; .*exited with code 1.*Error",
     ):
         until(collected, "a working worker")
-    arena.close()
+    allocator.close()
 
 
 def test_an_image_that_cannot_be_decoded_is_named(make: Make) -> None:
@@ -340,10 +340,10 @@ def test_a_worker_needs_neither_torch_nor_transformers() -> None:
 
 
 def test_blocks_never_overlap_and_all_memory_is_freed() -> None:
-    arena, chance, blocks = SharedMemoryAllocator(2**16), random.Random(0), {}
+    allocator, chance, blocks = SharedMemoryAllocator(2**16), random.Random(0), {}
     for _ in range(3000):
         size = chance.randint(1, 9000)
-        if (offset := arena.allocate(size)) is not None:
+        if (offset := allocator.allocate(size)) is not None:
             assert offset % ALIGNMENT == 0
             assert all(offset + size <= start or start + length <= offset for start, length in blocks.items())
             blocks[offset] = size
@@ -351,14 +351,14 @@ def test_blocks_never_overlap_and_all_memory_is_freed() -> None:
             given = chance.choice(sorted(blocks))
             size = blocks.pop(given)
             kept = aligned_size(size // 2)
-            arena.free(given + kept, size - kept)  # the end alone, then the rest
-            arena.free(given, kept)
-    assert arena.used_bytes == sum(map(aligned_size, blocks.values()))
+            allocator.free(given + kept, size - kept)  # the end alone, then the rest
+            allocator.free(given, kept)
+    assert allocator.used_bytes == sum(map(aligned_size, blocks.values()))
     for given, size in blocks.items():
-        arena.free(given, size)
-    assert arena.used_bytes == 0
-    assert arena.allocate(2**16) == 0
-    arena.close()
+        allocator.free(given, size)
+    assert allocator.used_bytes == 0
+    assert allocator.allocate(2**16) == 0
+    allocator.close()
 
 
 def test_the_patchifier_knows_its_output_size(processor: Processor) -> None:
