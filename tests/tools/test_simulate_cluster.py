@@ -23,18 +23,17 @@ from tools.cluster.work import EpisodeWork, GroupWork, SimulationSettings, StepW
 PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
 
 
-def a_synchronous_run(folder: Path, stretch: float = 0.0) -> Path:
-    """Five updates, 25 s apart: 16 s of episodes, 8 s of training and a second of weights; and `stretch` that nobody
-    can explain."""
+def a_synchronous_run(folder: Path, idle_seconds: float = 0.0) -> Path:
+    """Five updates, 25 s apart: 16 s of episodes, 8 s of training, 1 s of weight sync; `idle_seconds` are unexplained."""
     folder.mkdir(exist_ok=True)
     log, updates = EpisodeLog(folder, 0), []
     for version in range(5):
-        begin = 1000.0 + version * (25 + stretch)
+        begin = 1000.0 + version * (25 + idle_seconds)
         for number in range(4):
             timed = Timed((2.0,) * 3, (3.0,) * 3, begin + 16, 16.0)
             write_episode(log, 2 * version + number // 2, number % 2, timed, version, reward=float(number % 2))
-        wait = 15.5 + stretch
-        updates.append(update(version + 1, begin + 25 + stretch, wait=wait, train=8.0, sync=1.0, pause=0.5))
+        wait = 15.5 + idle_seconds
+        updates.append(update(version + 1, begin + 25 + idle_seconds, wait=wait, train=8.0, sync=1.0, pause=0.5))
     log.close()
     write_run(folder, updates)
     return folder
@@ -61,7 +60,7 @@ def test_a_run_is_simulated_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_what_the_simulation_does_not_know_of_fails_the_check(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = a_synchronous_run(tmp_path / "slow", stretch=10.0)
+    run = a_synchronous_run(tmp_path / "slow", idle_seconds=10.0)
     assert simulate_cluster.main(["check", str(run), "--seeds", "1"]) == 1
     shown = capsys.readouterr().out
     assert "NO" in shown
@@ -77,7 +76,7 @@ def test_one_run_can_be_predicted_from_the_times_of_another(tmp_path: Path) -> N
     # 16 s of episodes hide 8 s of training; a second of weights, after which both begin, comes on top.
     assert {row.name: row.simulated for row in found}["updates_per_hour"] == pytest.approx(3600 / 17)
     assert simulate_cluster.main(["check", str(sync), "--from", str(sync), "--seeds", "1"]) == 0
-    slow = a_synchronous_run(tmp_path / "slow", stretch=10.0)
+    slow = a_synchronous_run(tmp_path / "slow", idle_seconds=10.0)
     assert simulate_cluster.main(["check", str(slow), "--from", str(sync), "--seeds", "1"]) == 1
 
 
