@@ -34,10 +34,8 @@ class MiniWobTaskSource(LocalTaskSource):
         folder = miniwob_page.pages_folder()
         miniwob_page.check_supported(environments)
         check_environments("MiniWoB++ has", environments, miniwob_page.all_environments(folder))
-        probabilities = initial_probabilities(
-            sampler or SamplerConfig(), environments, [DIFFICULTY] * len(environments)
-        )
-        super().__init__(environments, max_steps, FolderServer(folder), probabilities, limits or StepLimits())
+        initial = initial_probabilities(sampler or SamplerConfig(), environments, [DIFFICULTY] * len(environments))
+        super().__init__(environments, max_steps, FolderServer(folder), initial, limits or StepLimits())
 
     @property
     def origins(self) -> frozenset[str]:
@@ -46,11 +44,9 @@ class MiniWobTaskSource(LocalTaskSource):
 
     @property
     def addresses(self) -> dict[str, str]:
-        """The server behind the origin."""
         return {HOST: self._server.address}
 
     def make_task(self, environment: str, seed: int) -> Task:
-        """The task of an environment and a page seed; equal on every machine."""
         return Task(
             id=f"{SOURCE_NAME}/{environment}/{seed}", source=SOURCE_NAME, environment=environment, seed=seed,
             max_steps=self.training_max_steps(DIFFICULTY), difficulty=DIFFICULTY,

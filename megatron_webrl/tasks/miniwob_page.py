@@ -8,28 +8,22 @@ from pathlib import Path
 
 from megatron_webrl.config.setting import ConfigError
 
-UNSUPPORTED_ENVIRONMENTS = {"hover-shape": "its page never gives a reward and never ends"}
-"""Reason by environment."""
+UNSUPPORTED_ENVIRONMENTS = {"hover-shape": "its page never gives a reward and never ends"}  # reason by environment
 
 STATEFUL_ENVIRONMENTS = frozenset({
     "book-flight", "book-flight-nodelay", "choose-date", "choose-date-easy", "choose-date-medium",
     "choose-date-nodelay", "copy-paste", "copy-paste-2", "scroll-text", "scroll-text-2", "use-colorwheel",
     "use-colorwheel-2", "chase-circle", "drag-cube", "moving-items", "simon-says", "stock-market", "terminal",
 })  # fmt: skip
-"""Environments whose page may differ from a new one when it is restarted: scroll positions and open widgets stay, or
-animations continue."""
+"""Their restarted page may differ from a new one: scroll positions and open widgets stay, or animations continue."""
 
-FIXED_DATE = "2025-01-01T12:00:00Z"
-"""The date on all pages: some show it or a calendar of it. Later than any date in a task."""
-
-STARTUP_ANIMATION_MS = {"click-pie": 3000}
-"""Maximum time of an animation at the start of a page, where a session does not wait long enough for it."""
+FIXED_DATE = "2025-01-01T12:00:00Z"  # on all pages: some show it or a calendar of it; later than any date in a task
+STARTUP_ANIMATION_MS = {"click-pie": 3000}  # maximum, where a session does not wait long enough for a page's animation
 
 # Dates are shifted, not stopped, because pages measure time with them. The style hides the reward panel and the click
 # trace, which would leak into the screenshot, and the START cover, which would hide the last state of the page. The
 # page's time limit is disabled: episodes are limited in steps, and the countdown would change the page every second.
-# `episodeRuns` distinguishes an episode from a page that was only reloaded. All this is done once per page; a restart
-# resets scroll position, selection and focus.
+# `episodeRuns` distinguishes an episode from a page that was only reloaded.
 START_SCRIPT = """async ({seed, today, unfoldingMs}) => {
   if (!window.episodeRuns) {
     const Real = Date, shift = Real.parse(today) - Real.now(), now = () => Real.now() + shift;
@@ -68,8 +62,7 @@ START_SCRIPT = """async ({seed, today, unfoldingMs}) => {
   return typeof utterance === "string" ? utterance : utterance.utterance;
 }"""
 
-IS_STARTED_SCRIPT = "() => Boolean(window.episodeRuns)"
-"""Whether an episode was started on the page since it was loaded."""
+IS_STARTED_SCRIPT = "() => Boolean(window.episodeRuns)"  # whether an episode was started since the page was loaded
 
 # The raw reward, without the page's reduction by elapsed time.
 RESULT_SCRIPT = """() => window.episodeRuns && WOB_DONE_GLOBAL ? [WOB_RAW_REWARD_GLOBAL, true] : [null, false]"""
@@ -102,7 +95,6 @@ def check_supported(names: Iterable[str]) -> None:
 
 
 def page_path(environment: str) -> str:
-    """The path of the environment's page on the server."""
     kind, _, name = environment.partition(".")
     return f"/flight/{name}/wrapper.html" if kind == "flight" else f"/miniwob/{environment}.html"
 

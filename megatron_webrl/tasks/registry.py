@@ -35,7 +35,6 @@ def make_all_sources(tasks: TasksConfig) -> dict[str, TaskSource]:
 
 
 def scripted_environments(source: str) -> tuple[str, ...]:
-    """The environments of a source that have a scripted policy."""
     return {"miniwob": scripted_policies.supported_environments(), "sites": tuple(ENVIRONMENTS)}[source]
 
 

@@ -52,12 +52,10 @@ _WITH_HELPERS = r"""(() => {
 
 
 def supported_environments() -> tuple[str, ...]:
-    """The environments that have a scripted policy."""
     return tuple(_TARGETS)
 
 
 def required_actions(environment: str) -> tuple[ActionKind, ...]:
-    """The actions of browser.actions that the environment's scripted policy needs."""
     return _FURTHER_ACTIONS.get(environment, ())
 
 
@@ -76,5 +74,4 @@ async def next_scripted_action(page: Page, environment: str, premature_submit: b
 
 
 async def resolve_target_with_helpers(page: Page, target: str) -> Action:
-    """`resolve_target` for an expression that may use the helpers."""
     return await resolve_target(page, _WITH_HELPERS.replace("TARGET", target))

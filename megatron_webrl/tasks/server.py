@@ -72,7 +72,6 @@ class LocalServer:
 
     @property
     def connections(self) -> int:
-        """Connections accepted so far."""
         return self._server.connections if self._server is not None else 0
 
     def close(self) -> None:

@@ -18,17 +18,14 @@ from megatron_webrl.tasks.server import LocalServer
 from megatron_webrl.types import Action, Task, TaskSite
 
 TRAINING_SEEDS = range(0, 2**30)
-HELD_OUT_SEEDS = range(2**30, 2**31)
-"""Page seeds of evaluation; disjoint from the training seeds."""
+HELD_OUT_SEEDS = range(2**30, 2**31)  # page seeds of evaluation; disjoint from the training seeds
 
 
 class TaskSource(TaskSite, Protocol):
     """Tasks, the site where they are done, and a scripted policy for them."""
 
     @property
-    def environments(self) -> Sequence[str]:
-        """Names of the source's environments."""
-        ...
+    def environments(self) -> Sequence[str]: ...
 
     async def demonstrate(self, page: Page, task: Task, premature_submit: bool = False) -> Action:
         """The next scripted action; `premature_submit`: submit at once if the page has a submit button.
@@ -37,9 +34,7 @@ class TaskSource(TaskSite, Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Release the resources of the site."""
-        ...
+    def close(self) -> None: ...
 
     def make_task(self, environment: str, seed: int) -> Task:
         """The task of an environment and a page seed; equal on every machine."""
@@ -66,7 +61,6 @@ class StepLimits:
 
     @classmethod
     def from_config(cls, tasks: TasksConfig) -> StepLimits:
-        """The limits of the settings."""
         return cls(tasks.max_steps_by_difficulty, tasks.evaluation_max_steps_by_difficulty)
 
 
@@ -92,7 +86,6 @@ class LocalTaskSource(ABC):
         self.close()
 
     def close(self) -> None:
-        """Stop serving pages."""
         self._server.close()
 
     def can_reuse_page(self, task: Task) -> bool:
@@ -104,16 +97,13 @@ class LocalTaskSource(ABC):
         """The task of an environment and a page seed; equal on every machine."""
 
     def training_max_steps(self, difficulty: str) -> int:
-        """Maximum steps of a training episode."""
         return self.limits.training.get(difficulty, self.max_steps)
 
     def training_task(self, seed: int, ticket: int, probabilities: Sequence[float] | None = None) -> Task:
-        """The task of a training ticket; see TaskSource."""
         environment = draw_environment(self._probabilities if probabilities is None else probabilities, seed, ticket)
         return self.make_task(self.environments[environment], training_page_seed(seed, ticket))
 
     def held_out_task(self, index: int) -> Task:
-        """The index-th evaluation task, from HELD_OUT_SEEDS; environments take turns."""
         environment, page_seed = held_out_environment_and_seed(index, len(self.environments))
         task = self.make_task(self.environments[environment], page_seed)
         return replace(task, max_steps=self.limits.evaluation.get(task.difficulty, task.max_steps))

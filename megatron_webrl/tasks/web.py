@@ -27,11 +27,9 @@ class OpenWeb:
 
     @property
     def addresses(self) -> Mapping[str, str]:
-        """No host names."""
         return {}
 
     def make_task(self, url: str, instruction: str | None = None) -> Task:
-        """A task that begins at `url`."""
         return Task(
             id=f"{SOURCE_NAME}/{urlsplit(url).netloc}", source=SOURCE_NAME, environment=ENVIRONMENT_NAME, seed=0,
             max_steps=self.max_steps, instruction=instruction, url=url,
@@ -49,7 +47,6 @@ class OpenWeb:
         return task.instruction or ""
 
     async def result(self, page: Page, task: Task) -> tuple[float | None, bool]:
-        """No reward, no end."""
         return None, False
 
     async def demonstrate(self, page: Page, task: Task, premature_submit: bool = False) -> Action:

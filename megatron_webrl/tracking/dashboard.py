@@ -42,24 +42,21 @@ LEGEND = (
 
 
 def updates_table(updates: Sequence[Mapping[str, Any]]) -> Table:
-    """The table of updates, one row each."""
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     for name, _ in UPDATE_COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     for update in updates:
-        table.add_row(*(format_cell(update) for _, format_cell in UPDATE_COLUMNS))
+        table.add_row(*(render(update) for _, render in UPDATE_COLUMNS))
     return table
 
 
 def progress_bar(console: Console) -> Progress:
-    """A progress bar with description, count and elapsed time."""
     return Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
     )
 
 
 def accounting_line(accounting: Mapping[str, Any]) -> str:
-    """The accounting of episodes in one line."""
     dropped = ", ".join(f"{name} {count}" for name, count in accounting["dropped"].items()) or "none"
     dropped_sum = sum(accounting["dropped"].values())
     rolled_back = accounting["rolled_back"]
@@ -91,7 +88,6 @@ class TerminalDashboard:
             self._live.stop()
 
     def show(self, statuses: Mapping[str, str], updates: Sequence[Mapping[str, Any]]) -> None:
-        """Show the roles' statuses and the updates so far."""
         if self._live is not None:
             self._live.update(self._render(statuses, updates))
             return
@@ -102,9 +98,7 @@ class TerminalDashboard:
                 self._shown_statuses[role] = phase
                 self.console.print(f"[{role}] {status}", markup=False, highlight=False, soft_wrap=True)
         for update in updates[self._shown_updates :]:
-            cells = "  ".join(
-                f"{name.replace(chr(10), ' ')} {format_cell(update)}" for name, format_cell in UPDATE_COLUMNS
-            )
+            cells = "  ".join(f"{name.replace(chr(10), ' ')} {render(update)}" for name, render in UPDATE_COLUMNS)
             self.console.print(f"update {cells}", markup=False, highlight=False, soft_wrap=True)
         self._shown_updates = max(self._shown_updates, len(updates))
 

@@ -1,7 +1,6 @@
 """episodes.jsonl: one line for every episode that was trained or dropped.
 
-rolled_back.jsonl has the lines of episodes that were counted after the checkpoint from which a restarted trainer
-resumed within its job: their records are gone, and their tickets are issued again.
+rolled_back.jsonl: the lines after the checkpoint that a trainer resumed from in its job; the tickets are issued again.
 """
 
 from __future__ import annotations
@@ -78,17 +77,14 @@ def episode_line(trajectory: Trajectory, reason: str | None, version: int) -> di
     }
 
 
-EpisodeIdentity = tuple[int, int, str, float]
-"""Identifies one run of an episode: ticket, index, instance id of the worker, end time."""
+EpisodeIdentity = tuple[int, int, str, float]  # of one run of an episode: ticket, index, worker's instance id, end time
 
 
 def line_identity(line: Mapping[str, Any]) -> EpisodeIdentity:
-    """The identity of a line's episode."""
     return line["ticket"], line["index"], line["worker"], line["finished_at"]
 
 
 def trajectory_identity(trajectory: Trajectory) -> EpisodeIdentity:
-    """The identity of a trajectory's episode."""
     return trajectory.ticket, trajectory.index, trajectory.worker, _finished_at(trajectory)
 
 
@@ -98,7 +94,6 @@ def read_lines(folder: Path, first: int = 0, end: int | None = None) -> list[dic
 
 
 def read_rolled_back(folder: Path) -> list[dict[str, Any]]:
-    """The lines rolled back in the job."""
     return _read_lines(folder / ROLLED_BACK_FILE)
 
 

@@ -2,9 +2,9 @@
 
 One JSON line per event, appended and never changed, so that restarts and their reasons outlive the job. A line is
 shorter than 4 KiB and written by one write call to a file opened with O_APPEND: on a local file system the lines of
-several writers never mix. NFS has no atomic append: two nodes that write at the same time could overwrite each other's
-line. Therefore a writer locks the file (a POSIX lock, which NFS passes to its server, and after which a client reads
-the file's size again). On a mount without locks such a line can be lost or broken; readers skip broken lines.
+several writers never mix. NFS has no atomic append: therefore a writer locks the file (a POSIX lock, which NFS passes
+to its server, and after which a client reads the file's size again). Without locks, two nodes that write at once can
+lose or break a line; readers skip broken lines.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 FILE = "events.jsonl"
-JOB = "job"
-"""The role of events of the job as a whole: `started` and `ended`."""
+JOB = "job"  # role of the events of the job as a whole: `started` and `ended`
 
 STARTED, RESTARTED, FAILED, KILLED, ENDED = "started", "restarted", "failed", "killed", "ended"
 """The kinds from which `webrl status` derives states; it lists other kinds as they are."""

@@ -12,11 +12,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FILE = "learning.svg"
-WINDOW = 5
-"""A point of a thick line is the mean of this update and of up to WINDOW - 1 before it."""
-
-EVALUATION_ID = "evaluation-"
-"""Start of the SVG id of the points of a kind of evaluation."""
+WINDOW = 5  # a point of a thick line is the mean of this update and of up to WINDOW - 1 before it
+EVALUATION_ID = "evaluation-"  # start of the SVG id of the points of a kind of evaluation
 
 _EVALUATION_STYLES = {
     "before": (ORANGE, "o"),

@@ -35,9 +35,7 @@ class UpdateMetrics:
     staleness_mean: float  # versions, over trajectories, by the oldest token
     staleness_max: int
     clip_fraction: float  # of response tokens
-    logprob_mismatch_max: (
-        float | None
-    )  # |engine - trainer| over tokens of the updated version; None without such tokens
+    logprob_mismatch_max: float | None  # |engine - trainer| over tokens of the updated version; None without any
     logprob_mismatch_tokens: int  # number of those tokens
     tokens_per_second: float  # trained tokens, prompts included, by wall clock
     seconds: UpdateSeconds
@@ -49,7 +47,6 @@ class UpdateMetrics:
         return asdict(self)
 
     def mlflow_metrics(self) -> dict[str, float]:
-        """All metrics by their MLflow names."""
         fields = self.to_json()
         flat = {k: float(v) for k, v in fields.items() if isinstance(v, int | float) and k != "version"}
         return flat | {f"seconds/{k}": v for k, v in fields["seconds"].items()} | self.extra
@@ -92,7 +89,6 @@ def rollout_seconds(trajectories: Sequence[Trajectory]) -> float:
 
 
 def mean_response_tokens(steps: Sequence[Step]) -> float:
-    """Mean number of response tokens per step."""
     return mean([len(s.response_token_ids) for s in steps])
 
 

@@ -42,7 +42,6 @@ class MLflowTracker:
         self.client.log_artifact(self.run_id, str(config.run_folder / "config.yaml"))
 
     def log_update(self, update: UpdateMetrics, trajectories: Sequence[Trajectory]) -> None:
-        """Log the metrics of an update and a page for each of the trajectories."""
         self.log_metrics(update.mlflow_metrics(), update.version)
         for trajectory in trajectories:
             name = f"version-{update.version:06d}-ticket-{trajectory.ticket}-{trajectory.index}.html"

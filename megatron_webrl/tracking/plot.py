@@ -38,10 +38,7 @@ _STYLE: Any = {  # matplotlib types the keys as one long literal
 
 
 def render_svg(panels: Sequence[Callable[[Axes], None]], size: tuple[float, float] = (WIDTH, HEIGHT)) -> str:
-    """Call each function with axes of its own, two side by side, and return the figure as SVG.
-
-    `size`: width and height of one plot, inches. The same input gives the same text.
-    """
+    """The figure as SVG: each function draws on axes of its own, two side by side. `size`: of one plot, inches."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -58,7 +55,6 @@ def render_svg(panels: Sequence[Callable[[Axes], None]], size: tuple[float, floa
 
 
 def add_titles(axes: Axes, title: str, subtitle: str, x_label: str = "", y_label: str = "") -> None:
-    """Title, a grey line below it, and the names of both axes."""
     axes.set_title(title, loc="left", weight="bold", fontsize=11, pad=20)
     axes.annotate(
         subtitle, (0, 1), (0, 6), xycoords="axes fraction", textcoords="offset points", color=DARK_GREY, fontsize=8

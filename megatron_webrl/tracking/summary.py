@@ -23,7 +23,6 @@ NODE_TRAFFIC_METRICS = ("images_mib", "remote_images_mib", "other_mib")
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of the installed ones among PACKAGES."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -85,7 +84,6 @@ def _node_traffic(updates: Sequence[dict[str, Any]]) -> dict[str, float] | None:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """Read summary.json of a run."""
     return json.loads((folder / "summary.json").read_text())
 
 

@@ -27,9 +27,7 @@ from megatron_webrl.tasks.sites.markup import (
 )
 from megatron_webrl.tasks.sites.style import stylesheet
 
-Effect = tuple[str, ...]
-"""A lasting change, such as an order, a post or a moved appointment: its kind, then its details."""
-
+Effect = tuple[str, ...]  # a lasting change, such as an order or a moved appointment: its kind, then its details
 RouteHandler = Callable[..., PageResponse]
 H = TypeVar("H", bound=RouteHandler)
 K = TypeVar("K")
@@ -39,8 +37,6 @@ MAX_FIELD_CHARACTERS = 2000
 
 @dataclass(frozen=True)
 class Account:
-    """The account of the agent."""
-
     user: str
     password: str
     name: str
@@ -73,10 +69,7 @@ def route(method: str, pattern: str) -> Callable[[H], H]:
 
 
 class App:
-    """One episode's copy of a site: its pages, and the changes made by the agent. Not thread-safe.
-
-    `effects` lists the lasting changes in order; only they count for the reward.
-    """
+    """One episode's copy of a site: its pages, and the changes made by the agent. Not thread-safe."""
 
     name: ClassVar[str]  # first label of the host name
     title: ClassVar[str]
@@ -93,7 +86,7 @@ class App:
         """`data`: the content of the site, with an `account`."""
         self.data, self.account = data, data.account
         self.signed_in, self.cookie_banner = start.signed_in, start.cookie_banner
-        self.effects: list[Effect] = []
+        self.effects: list[Effect] = []  # in order; only they count for the reward
         self.visited_paths: set[str] = set()  # with queries
         self._popup_after, self._popup_done = start.popup_after_views, not start.popup_after_views
         self._views = 0
@@ -103,7 +96,6 @@ class App:
     # Requests
 
     def handle_request(self, request: PageRequest) -> PageResponse:
-        """Answer a request."""
         self._current_path = (
             build_path(request.path, **request.query) if request.method == "GET" else self._current_path
         )
@@ -139,7 +131,6 @@ class App:
         return PageResponse(303, headers={"Location": quote(path, safe="/?&=%+-_.~"), "Cache-Control": "no-store"})
 
     def not_found(self) -> PageResponse:
-        """The page of an unknown path."""
         return self.render_page(
             "Not found", tag("h1", text("Page not found")), link("/", "To the start page"), status=404
         )
@@ -224,10 +215,8 @@ class App:
             user = join((tag("span", text(self.account.name)), form("/logout", button="Sign out", css="plain")))
         else:
             user = link("/login", "Sign in")
-        menu = join(link(href, label) for href, label in self.navigation_links())
-        return tag(
-            "header", link("/", self.title, "brand"), tag("nav", menu), Html(search), tag("div", user, css="who")
-        )
+        nav = join(link(href, label) for href, label in self.navigation_links())
+        return tag("header", link("/", self.title, "brand"), tag("nav", nav), Html(search), tag("div", user, css="who"))
 
     def _overlays(self) -> Html:
         parts = []
@@ -253,7 +242,6 @@ def form_text(request: PageRequest, name: str) -> str:
 
 
 def query_text(request: PageRequest) -> str:
-    """The search text."""
     return request.query.get("q", "").strip()
 
 

@@ -7,15 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import date, datetime, time, timedelta
 
 from megatron_webrl.tasks.server import PageRequest, PageResponse
-from megatron_webrl.tasks.sites.app import (
-    Account,
-    App,
-    InitialSiteState,
-    form_text,
-    matches_query,
-    query_text,
-    route,
-)
+from megatron_webrl.tasks.sites.app import Account, App, InitialSiteState, form_text, matches_query, query_text, route
 from megatron_webrl.tasks.sites.content_generator import draw_account, draw_names, draw_pairs, draw_weekday
 from megatron_webrl.tasks.sites.markup import (
     Html,
@@ -31,9 +23,7 @@ from megatron_webrl.tasks.sites.markup import (
     text_field,
 )
 
-OPENING_HOUR, CLOSING_HOUR = 8, 18
-"""Begin and end of the working day, hours."""
-
+OPENING_HOUR, CLOSING_HOUR = 8, 18  # of the working day
 DURATIONS = (("30", "30 minutes"), ("60", "60 minutes"))
 
 _KINDS = ("Budget", "Design", "Hiring", "Launch", "Safety", "Supplier", "Travel", "Training", "Contract", "Garden")
@@ -43,8 +33,6 @@ _ROOMS = ("Oak room", "River room", "Annex 2", "Library", "Video call")
 
 @dataclass(frozen=True)
 class Appointment:
-    """An appointment in the calendar."""
-
     id: int
     title: str
     person: str
@@ -54,25 +42,20 @@ class Appointment:
 
     @property
     def end(self) -> datetime:
-        """End of the appointment."""
         return self.start + timedelta(minutes=self.minutes)
 
     def overlaps(self, other: Appointment) -> bool:
-        """Whether two appointments overlap."""
         return self.start < other.end and other.start < self.end
 
 
 @dataclass(frozen=True)
 class CalendarData:
-    """Content of the calendar."""
-
     account: Account
     today: date
     people: tuple[str, ...]
     appointments: tuple[Appointment, ...]
 
     def appointments_on(self, day: date) -> list[Appointment]:
-        """The appointments of a day, by time."""
         return sorted((e for e in self.appointments if e.start.date() == day), key=lambda e: e.start)
 
 
@@ -94,10 +77,7 @@ def generate_data(rng: random.Random) -> CalendarData:
 
 
 class Calendar(App):
-    """The calendar of one person.
-
-    Effects: ("create", title, date, time, minutes), ("move", id, date, time) and ("cancel", id).
-    """
+    """A calendar. Effects: ("create", title, date, time, minutes), ("move", id, date, time) and ("cancel", id)."""
 
     name, title, search_hint = "calendar", "Daybook", "Search appointments"
     popup = ("Daybook on your phone", "Take your appointments with you: our app is free for the first month.")
@@ -184,18 +164,16 @@ class Calendar(App):
     @route("POST", "/new")
     def new(self, request: PageRequest) -> PageResponse:
         title, minutes = form_text(request, "title"), form_text(request, "minutes")
-        start = parse_start(form_text(request, "day"), form_text(request, "time"))
-        if not title or minutes not in dict(DURATIONS) or start is None:
+        when = parse_start(form_text(request, "day"), form_text(request, "time"))
+        if not title or minutes not in dict(DURATIONS) or when is None:
             return self.redirect("/new", "Please give a title, the date as 2026-03-05 and the time as 14:00.")
-        event = Appointment(
-            max(self.appointments, default=1000) + 1, title, "nobody else", "No room", start, int(minutes)
-        )
-        if refusal := self._refusal(event):
+        new = Appointment(max(self.appointments, default=1000) + 1, title, "nobody else", "No room", when, int(minutes))
+        if refusal := self._refusal(new):
             return self.redirect("/new", refusal)
-        self.appointments[event.id] = event
+        self.appointments[new.id] = new
         return self.complete(
-            ("create", title, start.date().isoformat(), f"{start:%H:%M}", minutes),
-            f"/event/{event.id}",
+            ("create", title, when.date().isoformat(), f"{when:%H:%M}", minutes),
+            f"/event/{new.id}",
             "The appointment has been saved.",
         )
 
@@ -279,7 +257,6 @@ def week_start(day: date) -> date:
 
 
 def week_path(day: date) -> str:
-    """Path of a day's week."""
     return f"/week/{week_start(day).isoformat()}"
 
 

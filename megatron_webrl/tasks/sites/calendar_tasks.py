@@ -134,11 +134,7 @@ def _coming(data: CalendarData) -> list[Appointment]:
     """The appointments of this week and the next three, except next week's: they could occupy the target hour."""
     next_week = week_start(data.today) + timedelta(days=7)
     first = week_start(data.today)
-    return [
-        event
-        for event in data.appointments
-        if event.start.date() >= first and week_start(event.start.date()) != next_week
-    ]
+    return [e for e in data.appointments if e.start.date() >= first and week_start(e.start.date()) != next_week]
 
 
 ENVIRONMENTS = make_environments(

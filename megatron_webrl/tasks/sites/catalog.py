@@ -17,9 +17,7 @@ ENVIRONMENTS: dict[str, Environment] = {
     **forms_tasks.ENVIRONMENTS,
 }
 
-SITE_APPS: dict[str, type[App]] = {
-    environment.app_class.name: environment.app_class for environment in ENVIRONMENTS.values()
-}
+SITE_APPS: dict[str, type[App]] = {entry.app_class.name: entry.app_class for entry in ENVIRONMENTS.values()}
 
 
 @lru_cache(maxsize=256)  # the episodes of a group share one

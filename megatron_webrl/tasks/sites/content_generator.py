@@ -40,7 +40,6 @@ def draw_pairs(
 
 
 def draw_account(rng: random.Random) -> Account:
-    """An account to sign in with."""
     first, last = rng.choice(FIRST_NAMES), rng.choice(LAST_NAMES)
     password = f"{rng.choice(_COLOURS)}-{rng.choice(_ANIMALS)}-{rng.randint(10, 99)}"
     return Account(f"{first.lower()}.{last.lower()}", password, f"{first} {last}")

@@ -8,15 +8,7 @@ from dataclasses import dataclass
 from datetime import date, timedelta
 
 from megatron_webrl.tasks.server import PageRequest, PageResponse
-from megatron_webrl.tasks.sites.app import (
-    Account,
-    App,
-    InitialSiteState,
-    form_text,
-    matches_query,
-    paginate,
-    route,
-)
+from megatron_webrl.tasks.sites.app import Account, App, InitialSiteState, form_text, matches_query, paginate, route
 from megatron_webrl.tasks.sites.content_generator import (
     FIRST_NAMES,
     LAST_NAMES,
@@ -79,8 +71,6 @@ class FormField:
 
 @dataclass(frozen=True)
 class Service:
-    """A service of an office."""
-
     title: str
     office: str
     fee: int  # whole dollars
@@ -94,14 +84,11 @@ class Service:
 
     @property
     def fields(self) -> tuple[FormField, ...]:
-        """The fields of all steps."""
         return tuple(entry for step in self.form_steps for entry in step)
 
 
 @dataclass(frozen=True)
 class Application:
-    """A past application of the account."""
-
     id: int
     service: Service
     day: date
@@ -111,15 +98,12 @@ class Application:
 
 @dataclass(frozen=True)
 class FormsData:
-    """Content of the service desk."""
-
     account: Account
     services: tuple[Service, ...]
     applications: tuple[Application, ...]  # newest first
     poll: tuple[str, tuple[str, ...]]
 
     def services_of(self, office: str) -> list[Service]:
-        """The services of an office."""
         return [service for service in self.services if service.office == office]
 
 
@@ -158,10 +142,7 @@ def draw_values(rng: random.Random, service: Service) -> dict[str, str]:
 
 
 class Forms(App):
-    """The service desk of one citizen.
-
-    Effects: ("send", slug, "field=value", ...), ("withdraw", id) and ("vote", option).
-    """
+    """A citizen's service desk. Effects: ("send", slug, "field=value", ...), ("withdraw", id) and ("vote", option)."""
 
     name, title, search_hint = "forms", "City Service Desk", "Search services"
     popup = ("Tell us what you think", "Five minutes of your time make our desk better. Would you like to take part?")
@@ -312,10 +293,8 @@ class Forms(App):
     @route("GET", "/poll")
     def poll(self, request: PageRequest) -> PageResponse:
         question, options = self.data.poll
-        vote = form(
-            "/vote", radio_group("option", "Your choice", [(o, o) for o in options]), button="Vote", css="sheet"
-        )
-        return self.render_page("Poll", tag("h1", text(question)), vote)
+        box = form("/vote", radio_group("option", "Your choice", [(o, o) for o in options]), button="Vote", css="sheet")
+        return self.render_page("Poll", tag("h1", text(question)), box)
 
     @route("POST", "/vote")
     def vote(self, request: PageRequest) -> PageResponse:
@@ -327,10 +306,8 @@ class Forms(App):
     def _unfinished(self, service: Service) -> int:
         """Number of the first incomplete step; 0 if all are complete."""
         draft = self.drafts.get(service.slug, {})
-        incomplete = (
-            n for n, step in enumerate(service.form_steps, 1) if any(entry.name not in draft for entry in step)
-        )
-        return next(incomplete, 0)
+        missing = (n for n, step in enumerate(service.form_steps, 1) if any(entry.name not in draft for entry in step))
+        return next(missing, 0)
 
     def _application(self, id: int, *overlays: Html) -> PageResponse:
         self.require_login()
@@ -352,12 +329,10 @@ class Forms(App):
 
 
 def send_effect(service: Service, values: Mapping[str, str]) -> tuple[str, ...]:
-    """The effect of sending an application."""
     return ("send", service.slug, *(f"{name}={value}" for name, value in sorted(values.items())))
 
 
 def office_path(office: str) -> str:
-    """Path of an office."""
     return f"/office/{office.lower().replace(' ', '-')}"
 
 
@@ -372,17 +347,14 @@ def form_step_path(service: Service, number: int) -> str:
 
 
 def review_path(service: Service) -> str:
-    """Path of the review before an application is sent."""
     return f"/service/{service.slug}/review"
 
 
 def application_path(application: Application) -> str:
-    """Path of a past application."""
     return f"/application/{application.id}"
 
 
 def service_list_path(page: int) -> str:
-    """Path of a page of the list of all services."""
     return build_path("/", page=page)
 
 

@@ -67,8 +67,6 @@ _TOWNS = ("Aldmere", "Corwick", "Fenport", "Holdale", "Kelmoor", "Penstead")
 
 @dataclass(frozen=True)
 class Post:
-    """A post in a thread."""
-
     id: int
     author: str
     day: date
@@ -87,14 +85,11 @@ class Thread:
 
 @dataclass(frozen=True)
 class ForumData:
-    """Content of the forum."""
-
     account: Account
     members: dict[str, tuple[str, date]]  # town and date of joining by name
     boards: dict[str, tuple[Thread, ...]]
 
     def board_of(self, thread: Thread) -> str:
-        """The board that a thread stands in."""
         return next(board for board, threads in self.boards.items() if thread in threads)
 
 
@@ -159,11 +154,7 @@ class Forum(App):
         threads = self.data.boards[board]
         shown, links = paginate(request, threads, THREADS_PER_PAGE, board_path(board))
         return self.render_page(
-            board,
-            tag("div", link("/", "Boards"), css="crumbs"),
-            tag("h1", text(board)),
-            _thread_table(shown),
-            links,
+            board, tag("div", link("/", "Boards"), css="crumbs"), tag("h1", text(board)), _thread_table(shown), links
         )
 
     @route("GET", "/search")
@@ -246,12 +237,10 @@ class Forum(App):
 
 
 def board_path(board: str, page: int = 1) -> str:
-    """Path of a page of a board."""
     return build_path(f"/board/{board.lower().replace(' ', '-').replace(chr(39), '')}", page=page)
 
 
 def thread_path(thread: Thread, page: int = 1) -> str:
-    """Path of a page of a thread."""
     return build_path(f"/thread/{thread.id}", page=page)
 
 

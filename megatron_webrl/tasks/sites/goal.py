@@ -32,15 +32,12 @@ class Goal:
         assert bool(self.effects) != (self.answer is not None), "a goal has effects or an answer, and not both"
 
 
-DrawGoal = Callable[[random.Random, Any], Goal | None]
-"""Draws a goal for the content of a site; None if the content has no such task."""
+DrawGoal = Callable[[random.Random, Any], Goal | None]  # None if the content of the site has no such task
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Tasks of one kind. Medium and hard ones may begin with a cookie banner; in hard ones a popup may appear, and the
-    agent must sign in.
-    """
+    """Tasks of one kind. Medium and hard ones may have a cookie banner; hard ones also a popup, and require sign-in."""
 
     app_class: type[App]
     difficulty: str  # "easy", "medium" or "hard"
@@ -48,7 +45,6 @@ class Environment:
     draw_goal: DrawGoal
 
     def make_goal(self, rng: random.Random) -> Goal:
-        """Draw the content of the site, a goal and the initial state."""
         goal = None
         while goal is None:
             data = self.generate_data(rng)
@@ -72,9 +68,7 @@ def _act_unobstructed(policy: ScriptedPolicy, needs_login: bool, app: App, view:
 
 
 def make_environments(
-    app_class: type[App],
-    generate_data: Callable[[random.Random], Any],
-    **by_difficulty: Iterable[DrawGoal],
+    app_class: type[App], generate_data: Callable[[random.Random], Any], **by_difficulty: Iterable[DrawGoal]
 ) -> dict[str, Environment]:
     """Environments of a site, named after site and function: shop-find-price for Shop and find_price."""
     return {
@@ -87,10 +81,7 @@ def make_environments(
 
 
 def reward_and_done(goal: Goal, effects: list[Effect]) -> tuple[float | None, bool]:
-    """Reward and end: 1 as soon as exactly the wanted effects have happened, 0 with the first other one.
-
-    The judge compares answers; until then there is no reward.
-    """
+    """Reward and end: 1 once exactly the wanted effects have happened, 0 with another one; answers are judged."""
     missing = Counter(goal.effects)
     missing.subtract(effects)
     if min(missing.values(), default=0) < 0:
@@ -98,5 +89,4 @@ def reward_and_done(goal: Goal, effects: list[Effect]) -> tuple[float | None, bo
     return (1.0, True) if goal.effects and not any(missing.values()) else (None, False)
 
 
-SITE_ERROR_RESULT = (math.nan, True)
-"""Result of an episode whose site raised an exception: not a number, so that the judge masks the episode."""
+SITE_ERROR_RESULT = (math.nan, True)  # of an exception in the site: not a number, so that the judge masks it

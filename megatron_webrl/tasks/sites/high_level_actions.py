@@ -48,8 +48,7 @@ class PageLinks:
     links: frozenset[str]
 
 
-ScriptedPolicy = Callable[[Any, PageLinks], HighLevelAction]
-"""Maps an episode's App and the current page to the next action. Raises ScriptedPolicyError."""
+ScriptedPolicy = Callable[[Any, PageLinks], HighLevelAction]  # of App and page; raises ScriptedPolicyError
 
 
 def next_link(view: PageLinks, *pages: str) -> FollowLink | None:
@@ -95,7 +94,6 @@ _READ_LINKS = """() => [location.pathname + location.search,
 
 
 async def read_page_links(page: Page) -> PageLinks:
-    """Path and links of a page in the browser."""
     path, links = await page.evaluate(_READ_LINKS)
     return PageLinks(path, frozenset(links))
 

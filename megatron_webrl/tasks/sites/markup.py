@@ -16,12 +16,10 @@ def text(value: object) -> Html:
 
 
 def join(parts: Iterable[Html]) -> Html:
-    """Concatenate markup."""
     return Html("".join(parts))
 
 
 def tag(name: str, *children: Html, css: str = "") -> Html:
-    """An element with children."""
     style = f' class="{escape(css)}"' if css else ""
     return Html(f"<{name}{style}>{''.join(children)}</{name}>")
 
@@ -33,13 +31,11 @@ def build_path(path: str, /, **query: str | int) -> str:
 
 
 def link(href: str, label: str, css: str = "") -> Html:
-    """A link."""
     style = f' class="{escape(css)}"' if css else ""
     return Html(f'<a{style} href="{escape(href)}">{escape(label)}</a>')
 
 
 def form(action: str, *fields: Html, button: str, css: str = "", method: str = "post") -> Html:
-    """A form with one button."""
     return Html(
         f'<form class="{escape(css)}" method="{method}" action="{escape(action)}" autocomplete="off">'
         f'{"".join(fields)}<button type="submit">{escape(button)}</button></form>'
@@ -47,12 +43,10 @@ def form(action: str, *fields: Html, button: str, css: str = "", method: str = "
 
 
 def hidden_field(name: str, value: str) -> Html:
-    """A hidden field."""
     return Html(f'<input type="hidden" name="{escape(name)}" value="{escape(value)}">')
 
 
 def text_field(name: str, label: str, hint: str = "", value: str = "", kind: str = "text") -> Html:
-    """A required text field with its label."""
     return Html(
         f'<label class="field"><span>{escape(label)}</span><input type="{kind}" name="{escape(name)}" '
         f'value="{escape(value)}" placeholder="{escape(hint)}" required></label>'
@@ -60,7 +54,6 @@ def text_field(name: str, label: str, hint: str = "", value: str = "", kind: str
 
 
 def text_area(name: str, label: str, hint: str = "") -> Html:
-    """A required multi-line text field with its label."""
     return Html(
         f'<label class="field"><span>{escape(label)}</span><textarea name="{escape(name)}" rows="4" '
         f'placeholder="{escape(hint)}" required></textarea></label>'
@@ -80,14 +73,12 @@ def radio_group(name: str, label: str, options: Sequence[tuple[str, str]], chose
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[Html]]) -> Html:
-    """A table with a header row."""
     head = join(tag("th", text(name)) for name in heads)
     body = join(tag("tr", *(tag("td", cell) for cell in row)) for row in rows)
     return Html(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
 
 
 def definition_list(rows: Iterable[tuple[str, Html]]) -> Html:
-    """A list of names and values."""
     return tag("dl", *(join((tag("dt", text(name)), tag("dd", value))) for name, value in rows), css="facts")
 
 
@@ -96,17 +87,14 @@ def pager(path: str, page: int, pages: int, /, **query: str | int) -> Html:
     if pages < 2:
         return Html("")
     parts = [link(build_path(path, **query, page=page - 1), "Previous")] if page > 1 else []
-    for number in range(1, pages + 1):
-        parts.append(
-            tag("b", text(number)) if number == page else link(build_path(path, **query, page=number), str(number))
-        )
+    for n in range(1, pages + 1):
+        parts.append(tag("b", text(n)) if n == page else link(build_path(path, **query, page=n), str(n)))
     if page < pages:
         parts.append(link(build_path(path, **query, page=page + 1), "Next"))
     return tag("nav", *parts, css="pager")
 
 
 def dialog(title: str, body: Html, *buttons: Html) -> Html:
-    """A modal dialog over the page."""
     inner = tag("div", tag("h2", text(title)), body, tag("div", *buttons, css="buttons"), css="dialog")
     return tag("div", inner, css="veil")
 

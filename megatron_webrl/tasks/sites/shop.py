@@ -53,8 +53,6 @@ _MAKES = (
 
 @dataclass(frozen=True)
 class Item:
-    """An item for sale."""
-
     id: int
     name: str
     category: str
@@ -67,8 +65,6 @@ class Item:
 
 @dataclass(frozen=True)
 class PastOrder:
-    """A past order of the account."""
-
     id: int
     day: date
     lines: tuple[tuple[Item, int], ...]
@@ -81,15 +77,12 @@ class PastOrder:
 
 @dataclass(frozen=True)
 class ShopData:
-    """Content of the shop."""
-
     account: Account
     items: tuple[Item, ...]
     orders: tuple[PastOrder, ...]  # newest first
 
     @property
     def categories(self) -> list[str]:
-        """Category names, sorted."""
         return sorted({item.category for item in self.items})
 
     def items_in_category(self, category: str, sort: str = "") -> list[Item]:
@@ -102,9 +95,7 @@ class ShopData:
 def generate_data(rng: random.Random) -> ShopData:
     """Draw a shop with about 50 items and 10 to 14 past orders."""
     kinds = [(category, kind) for category in rng.sample(sorted(_KINDS), 4) for kind in _KINDS[category]]
-    chosen = [
-        (category, f"{make} {kind}") for category, kind in kinds for make in rng.sample(_MAKES, rng.choice((1, 2)))
-    ]
+    chosen = [(section, f"{make} {kind}") for section, kind in kinds for make in rng.sample(_MAKES, rng.choice((1, 2)))]
     rng.shuffle(chosen)
     ids = rng.sample(range(100, 1000), len(chosen))
     prices = rng.sample(range(450, 14950, 5), len(chosen))
@@ -173,13 +164,7 @@ class Shop(App):
             tag("b", text(label)) if key == sort else link(category_path(name, key), label)
             for key, label in SORT_OPTIONS
         )
-        return self.render_page(
-            name,
-            tag("h1", text(name)),
-            tag("div", tabs, css="tabs"),
-            _cards(shown),
-            links,
-        )
+        return self.render_page(name, tag("h1", text(name)), tag("div", tabs, css="tabs"), _cards(shown), links)
 
     @route("GET", "/search")
     def search(self, request: PageRequest) -> PageResponse:
@@ -290,12 +275,10 @@ class Shop(App):
 
 
 def order_effect(user: str, delivery: str, cart: dict[int, int]) -> tuple[str, ...]:
-    """The effect of ordering a cart."""
     return ("order", user, delivery, *(f"{id} x {count}" for id, count in sorted(cart.items())))
 
 
 def category_path(category: str, sort: str = "", page: int = 1) -> str:
-    """Path of a page of a category."""
     return build_path(f"/category/{category.lower()}", sort=sort, page=page)
 
 

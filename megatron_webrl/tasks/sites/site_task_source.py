@@ -93,12 +93,10 @@ class SiteTaskSource(LocalTaskSource):
 
     @property
     def addresses(self) -> dict[str, str]:
-        """The address of the server, for each site."""
         sites = {ENVIRONMENTS[environment].app_class.name for environment in self.environments}
         return {site_host(site): self._server.address for site in sites}
 
     def make_task(self, environment: str, seed: int) -> Task:
-        """The task of an environment and a page seed; equal on every machine."""
         goal, difficulty = get_goal(environment, seed), ENVIRONMENTS[environment].difficulty
         return Task(
             id=f"{SOURCE_NAME}/{environment}/{seed}", source=SOURCE_NAME, environment=environment, seed=seed,
@@ -152,5 +150,4 @@ class SiteTaskSource(LocalTaskSource):
 
 
 def site_host(site: str) -> str:
-    """The host name of a site."""
     return f"{site}.localhost"

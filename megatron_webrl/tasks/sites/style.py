@@ -102,6 +102,5 @@ th{background:#eef1f3;font-size:14px}
 
 
 def stylesheet(site: str) -> str:
-    """The style sheet in the colours of a site."""
     accent, ground = ACCENTS[site]
     return _SHEET.replace("ACCENT", accent).replace("GROUND", ground)

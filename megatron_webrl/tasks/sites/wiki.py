@@ -9,15 +9,7 @@ from dataclasses import dataclass
 from datetime import date, timedelta
 
 from megatron_webrl.tasks.server import PageRequest, PageResponse
-from megatron_webrl.tasks.sites.app import (
-    Account,
-    App,
-    InitialSiteState,
-    form_text,
-    matches_query,
-    paginate,
-    route,
-)
+from megatron_webrl.tasks.sites.app import Account, App, InitialSiteState, form_text, matches_query, paginate, route
 from megatron_webrl.tasks.sites.content_generator import (
     TOWN_PREFIXES,
     TOWN_SUFFIXES,
@@ -65,8 +57,6 @@ _LINK = re.compile(r"\[\[(.*?)\]\]")
 
 @dataclass(frozen=True)
 class Revision:
-    """A revision of an article."""
-
     number: int
     editor: str
     day: date
@@ -92,13 +82,10 @@ class Article:
 
 @dataclass(frozen=True)
 class WikiData:
-    """Content of the wiki."""
-
     account: Account
     articles: dict[str, Article]  # by title
 
     def articles_in(self, category: str) -> list[Article]:
-        """The articles of a category, sorted by title."""
         return [self.articles[title] for title in sorted(self.articles) if self.articles[title].category == category]
 
 
@@ -117,18 +104,15 @@ def generate_data(rng: random.Random) -> WikiData:
 
 def _towns(rng: random.Random, mayors: dict[str, str], mouths: dict[str, str]) -> Iterator[Article]:
     count = len(mayors)
-    populations, elevations = (
-        rng.sample(NUMERIC_FACTS["Population"], count),
-        rng.sample(NUMERIC_FACTS["Elevation"], count),
-    )
+    people, heights = rng.sample(NUMERIC_FACTS["Population"], count), rng.sample(NUMERIC_FACTS["Elevation"], count)
     founded = rng.sample(NUMERIC_FACTS["Founded"], count)
     for index, (town, mayor) in enumerate(mayors.items()):
         own = [river for river, mouth in mouths.items() if mouth == town]
         river = own[0] if own else rng.choice(list(mouths))
         box = (
-            ("Population", f"{populations[index]:,}"),
+            ("Population", f"{people[index]:,}"),
             ("Founded", str(founded[index])),
-            ("Elevation", f"{elevations[index]} m"),
+            ("Elevation", f"{heights[index]} m"),
             ("River", f"[[{river}]]"),
             ("Mayor", f"[[{mayor}]]"),
         )
@@ -280,14 +264,12 @@ class Wiki(App):
 
     @route("POST", r"/article/([a-z-]+)/edit/(\d)")
     def edit(self, request: PageRequest, slug: str, number: str) -> PageResponse:
-        article, label = self._find_fact(slug, number)
+        article, fact = self._find_fact(slug, number)
         value, summary = form_text(request, "value"), form_text(request, "summary")
         if not value or not summary:
             return self.redirect(f"/article/{slug}/edit/{number}", "Please give a value and a summary.")
-        self._changed[slug, label] = value
-        return self.complete(
-            ("edit", slug, label, value, summary), article_path(article), "Your change has been saved."
-        )
+        self._changed[slug, fact] = value
+        return self.complete(("edit", slug, fact, value, summary), article_path(article), "Your change has been saved.")
 
     @route("POST", r"/watch/([a-z-]+)")
     def watch(self, request: PageRequest, slug: str) -> PageResponse:
@@ -321,15 +303,12 @@ class Wiki(App):
 
 
 def article_path(article: Article) -> str:
-    """Path of an article."""
     return f"/article/{article.slug}"
 
 
 def category_path(category: str) -> str:
-    """Path of a category."""
     return f"/category/{category.lower()}"
 
 
 def history_path(article: Article, page: int = 1) -> str:
-    """Path of a page of an article's history."""
     return build_path(f"/article/{article.slug}/history", page=page)
