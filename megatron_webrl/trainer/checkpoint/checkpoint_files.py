@@ -75,8 +75,7 @@ def commit(temporary: Path, version: int) -> Path:
 def obsolete_checkpoints(newest: Path, keep: int, keep_every: int) -> list[Path]:
     """Complete checkpoints to delete: all but the last `keep` versions and the multiples of `keep_every`.
 
-    Of a version that was saved more than once only the last copy is kept. Versions above that of `newest` are left
-    alone: they exist only if a user pointed `latest` to an older one.
+    Only the last copy of a version is kept. Versions above `newest` stay: a user pointed `latest` to an older one.
     """
     found = {key: path for path in newest.parent.iterdir() if (key := _version_and_copy(path)) is not None}
     newest_key = _version_and_copy(newest)

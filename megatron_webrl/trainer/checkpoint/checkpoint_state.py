@@ -1,7 +1,6 @@
 """Convert a learner to and from checkpointed state: weights, optimiser, schedule, random number generators.
 
-Keys and shapes are those of the whole tensors, so a checkpoint loads in any parallel layout. RNG states fit one layout
-only: in another one, each rank keeps its own.
+Keys and shapes are those of whole tensors, so a checkpoint loads in any parallel layout; RNG states fit one only.
 """
 
 from __future__ import annotations

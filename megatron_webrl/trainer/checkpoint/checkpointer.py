@@ -65,8 +65,6 @@ def read_trainer_state(checkpoint: Path) -> TrainerState:
 
 @dataclass
 class _Save:
-    """A checkpoint in progress."""
-
     version: int
     folder: Path
     plan: CheckpointPlan
@@ -165,7 +163,7 @@ class Checkpointer:
 
     def _complete(self, save: _Save) -> None:
         started, self._current = time.monotonic(), None
-        write_seconds = started - save.started
+        writing = started - save.started
         outcomes: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.gather_object(_outcome(save.task), outcomes if self._is_first_rank else None, dst=0)
         path = self._run_on_first_rank(save.version, lambda: _commit(save, outcomes))
@@ -175,19 +173,15 @@ class Checkpointer:
         self.last_completed = (save.version, path)
         if self._is_first_rank:
             self._delete_obsolete(path)
-        blocking_seconds, mib = save.blocking_seconds + time.monotonic() - started, save.bytes / 2**20
+        blocked, mib = save.blocking_seconds + time.monotonic() - started, save.bytes / 2**20
         self._metrics = {
-            "checkpoint/blocking_seconds": blocking_seconds,
-            "checkpoint/write_seconds": write_seconds,
+            "checkpoint/blocking_seconds": blocked,
+            "checkpoint/write_seconds": writing,
             "checkpoint/size_mib": mib,
         }
         if self._is_first_rank:
             log.info(
-                "checkpoint %s: %.1f MiB, written in %.2f s, training blocked for %.2f s",
-                path,
-                mib,
-                write_seconds,
-                blocking_seconds,
+                "checkpoint %s: %.1f MiB, written in %.2f s, training blocked for %.2f s", path, mib, writing, blocked
             )
 
     def _run_on_first_rank(self, version: int, action: Callable[[], Path]) -> Path | None:

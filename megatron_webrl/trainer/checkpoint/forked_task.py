@@ -30,8 +30,7 @@ class ForkedTaskError(RuntimeError):
 class ForkedTask:
     """A function running in a forked child. It dies with this process; `result` never waits past the timeout.
 
-    The child has none of this process's other threads, so the function must not need a lock that one of them may
-    hold, nor CUDA. It should read memory and write files, without logging.
+    The child lacks the other threads: the function must need no lock that one may hold, no CUDA and no logging.
     """
 
     def __init__(self, function: Callable[[], Any], timeout_seconds: float) -> None:

@@ -7,11 +7,9 @@ is open in the checkpoint, and is not closed in the checkpoint's accounting, is 
     adopted     done, with all its episodes in a ring: they count when they are trained or dropped
     reissued    the rest: trained or dropped by the dead trainer after the checkpoint, or never claimed
 
-The first two survive. The others are open tickets of the next ticket epoch. Claims are read before the rings: a group
-marked as done was in its ring before that.
-
-A trainer logs an episode (episodes.jsonl) before it frees the record. So a logged episode beyond the checkpoint is
-rolled back if its record is gone; if the record is still there, it will be counted again.
+The first two survive; the others are open tickets of the next ticket epoch. Claims are read before the rings: a group
+marked as done was in its ring before that. A trainer logs an episode (episodes.jsonl) before it frees the record: a
+logged episode beyond the checkpoint is rolled back if its record is gone, else it is counted again.
 """
 
 from __future__ import annotations
@@ -45,10 +43,7 @@ def make_resume_point(
     folder: Path,
     is_first_rank: bool,
 ) -> ResumePoint:
-    """The resume point of a fresh run's or a checkpoint's `state`. Collective.
-
-    After a recovery no worker claims a ticket until the coordinator opens the job.
-    """
+    """The resume point of `state`; after a recovery, no claims until the coordinator opens the job. Collective."""
     resume_point = None
     if is_first_rank and control.ticket_epoch_count():
         resume_point = _recover(control, exchange.record_source, state, folder)

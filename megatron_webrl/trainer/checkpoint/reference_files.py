@@ -28,9 +28,8 @@ log = logging.getLogger(__name__)
 def attach_reference_policy(learner: Learner, config: Config) -> Learner:
     """Give the learner the policy at the start of the run as its reference, if the loss has a KL penalty. Collective.
 
-    In a fresh run the learner has these weights; after a warm start they are stored with the run. In a resumed run,
-    before its checkpoint is loaded, the learner has model.path or model.checkpoint: the reference unless one is
-    stored. Raises CheckpointError if the reference cannot be written or read.
+    A fresh run's learner has these weights; a warm start stores them. A resumed one, before its checkpoint loads, has
+    model.path or model.checkpoint: the reference unless one is stored. Raises CheckpointError on failure.
     """
     if not config.trainer.loss.kl_coefficient:
         return learner
@@ -44,8 +43,7 @@ def attach_reference_policy(learner: Learner, config: Config) -> Learner:
 def store_reference(path: Path, chunks: list[Any], model_folder: Path) -> None:
     """Write the weights as a Megatron checkpoint, which appears under its name once complete. Collective.
 
-    `model_folder`: the Hugging Face folder whose configuration files are copied along. Raises CheckpointError on
-    every rank.
+    `model_folder`: its Hugging Face configuration files are copied along. Raises CheckpointError on every rank.
     """
     temporary = path.with_name(f".{path.name}")
     _run_on_first_rank(path, lambda: files.make_empty_folder(temporary))

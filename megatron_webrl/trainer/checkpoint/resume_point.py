@@ -57,8 +57,7 @@ class ResumePoint:
     def checkpoint_tickets(self, end_slot: int, closed: Set[int]) -> tuple[int, tuple[int, ...]]:
         """For a checkpoint: the number of tickets closed in the whole run, and the open ones in order.
 
-        `end_slot`: the next unclaimed slot. `closed`: the tickets closed in this epoch. Every ticket below the sum of
-        both results' counts is either closed or open.
+        `end_slot`: the next unclaimed slot; `closed`: in this epoch. Tickets below both counts' sum are closed or open.
         """
         next_ticket = self.ticket_epoch.next_ticket_at(end_slot)
         open_tickets = self.unclosed_tickets.union(range(self.ticket_epoch.next_ticket, next_ticket)) - closed
@@ -72,9 +71,8 @@ class ResumePoint:
     def oldest_version(self, trajectory: Trajectory, fixed_weights: bool) -> int | None:
         """The version of a trajectory's oldest token, for its staleness; None without tokens.
 
-        A version that was lost in a restart had other weights than the version that has its number in this epoch. It
-        counts as the version from which training resumed; or as the one before that where all tokens of a batch must
-        have the same weights (`fixed_weights`).
+        A version lost in a restart had other weights than the one with its number now. It counts as the version from
+        which training resumed; or the one before if all tokens of a batch need the same weights (`fixed_weights`).
         """
         oldest = trajectory.oldest_version
         epochs = (*self.earlier_ticket_epochs, self.ticket_epoch)

@@ -15,8 +15,7 @@ from megatron_webrl.trainer.loss import MinibatchTotals, token_weight
 from megatron_webrl.trainer.rewards import reward_function
 from megatron_webrl.types import Group, Step, Trajectory
 
-NO_VERSION = -1
-"""Version of tokens whose behaviour log-probabilities no current version can reproduce: they are not compared."""
+NO_VERSION = -1  # of tokens whose behaviour log-probabilities no current version can reproduce: not compared
 
 
 @dataclass(frozen=True)

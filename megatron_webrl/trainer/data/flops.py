@@ -9,16 +9,12 @@ from typing import Any
 from megatron_webrl.model.parameter_map import is_sparse
 from megatron_webrl.trainer.data.merging import MergedSequence
 
-FORWARD_ONLY_SHARE = 1 / 3
-"""A backward pass costs two forward passes; frozen parameters need none."""
+FORWARD_ONLY_SHARE = 1 / 3  # a backward pass costs two forward passes; frozen parameters need none
 
 
 @dataclass(frozen=True)
 class FlopsEstimator:
-    """Operations of a forward pass; one multiplication with addition counts as two.
-
-    The backward pass costs twice as much throughout, which changes no proportion.
-    """
+    """Operations of a forward pass, a multiply-add as two. The backward pass, twice the cost, changes no proportion."""
 
     per_token: float  # per token: projections and MLPs of all layers
     per_token_pair: float  # per token and preceding token of its sequence: attention

@@ -1,7 +1,4 @@
-"""Record files of the groups of an update, one per version and node.
-
-version-000003.records and version-000003.node-1.records hold the trajectories from the rings of nodes 0 and 1.
-"""
+"""Record files of an update's groups by version and node: version-000003.records, version-000003.node-1.records."""
 
 from __future__ import annotations
 
@@ -22,10 +19,7 @@ def group_file_path(folder: Path, version: int, node: int = 0) -> Path:
 
 
 def list_group_files(folder: Path, node: int = 0, nodes: int = 1) -> list[tuple[int, Path]]:
-    """Versions and paths of the files in `folder` that node `node` of `nodes` reads, sorted.
-
-    A node reads its own files. The files of nodes that the job no longer has are divided among all nodes.
-    """
+    """Sorted versions and paths of the files that a node reads: its own, and a share of those of nodes now gone."""
     files = []
     for path in folder.iterdir() if folder.is_dir() else ():
         match = _FILE.fullmatch(path.name)

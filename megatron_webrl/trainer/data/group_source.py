@@ -31,13 +31,10 @@ class GroupTimeout(JobFailed):
 class GroupSource:
     """Assembles groups from the records of one ring, or of all nodes' rings. Used on rank 0 only.
 
-    Life cycle of a record: read when committed, kept by its sequence number until its group is complete, then either
-    dropped (acknowledged at once and counted by reason) or returned by `wait_for_groups`; `close_group` acknowledges
-    it after the update. A record of another job is acknowledged and not counted: its ticket is issued again.
-
-    A second record of the same episode is dropped as a duplicate: its worker died after writing the first one, and
-    the ticket was issued again.
-
+    A record is read when committed, kept by its sequence number until its group is complete, then dropped (acknowledged
+    at once and counted by reason) or returned by `wait_for_groups`; `close_group` acknowledges it after the update. A
+    record of another job is acknowledged and not counted: its ticket is issued again. A second record of an episode is
+    dropped as a duplicate: its worker died after writing the first one, and the ticket was issued again.
     Invariant: every record read is in exactly one of partial, ready, in use, or closed.
     """
 
@@ -51,10 +48,7 @@ class GroupSource:
         episode_log: EpisodeLog | None = None,
         on_ready: Callable[[Group], None] = lambda group: None,
     ) -> None:
-        """`on_close` is called with each trained or dropped group, `on_ready` with each group ready for training.
-
-        `episode_log` gets every closed episode.
-        """
+        """`on_close` gets trained and dropped groups, `on_ready` ready ones, `episode_log` closed episodes."""
         self._on_close, self._episode_log, self._on_ready = on_close, episode_log, on_ready
         self._version = 0  # policy version at the last poll
         self.records, self.config, self.resume_point, self.accounting = records, config, resume_point, accounting
@@ -72,10 +66,9 @@ class GroupSource:
     def wait_for_groups(
         self, version: int, count: int, seconds: float, should_continue: Callable[[int], bool]
     ) -> list[tuple[Group, list[int]]] | None:
-        """The `count` oldest trainable groups with their sequence numbers.
+        """The `count` oldest trainable groups with their sequence numbers. Raises GroupTimeout after `seconds`.
 
-        Calls `should_continue(groups ready)` at every poll, where the caller reports progress and raises the ticket
-        limit; returns None once it answers False. Raises GroupTimeout after `seconds`.
+        At each poll `should_continue(groups ready)` reports progress and raises the limit; once False, returns None.
         """
         deadline = time.monotonic() + seconds
         while True:

@@ -12,10 +12,7 @@ from megatron_webrl.trainer.data.batching import TrainingSample
 
 @dataclass(frozen=True)
 class MergedSequence:
-    """Tokens computed together: one step, or several steps of which each is a prefix of the next.
-
-    Attention is causal, so a response in the middle sees exactly the tokens it was conditioned on.
-    """
+    """One step, or several that extend each other: attention is causal, so a response sees exactly its context."""
 
     samples: tuple[TrainingSample, ...]  # in the order of their responses
     tokens: np.ndarray  # int32 [n], prompt and response of the last step, which contains all others
@@ -49,12 +46,11 @@ def unmerged_sequence(sample: TrainingSample) -> MergedSequence:
 
 
 def merge_prefixes(samples: Sequence[TrainingSample], placeholders: Collection[int]) -> list[MergedSequence]:
-    """Merge samples that share a prefix; each sample is in exactly one sequence.
+    """Merge samples that share a prefix; each sample is in exactly one sequence, whatever the order of `samples`.
 
     A step joins the longest sequence of its trajectory that is a prefix of its prompt, with the same images, grids and
-    temperature; otherwise it starts a sequence of its own. The order of `samples` does not matter.
-    `placeholders`: tokens that stand for images or videos in a prompt. A step never extends a response that contains
-    one: it is text there, but the engine treats it as an image once it is part of a prompt.
+    temperature; else it starts one. It never extends a response with one of `placeholders`, tokens for images or
+    videos: in a response they are text, but the engine treats them as images once they are part of a prompt.
     Sequences come in the order of their trajectories' first samples, shorter ones of a trajectory first.
     """
     trajectories: dict[tuple[int, int], list[TrainingSample]] = {}
@@ -72,11 +68,9 @@ def _merge_steps(steps: Sequence[TrainingSample], forbidden: np.ndarray) -> list
         prefixes = [index for index, sequence in enumerate(merged) if _extends(step, sequence, forbidden)]
         if prefixes:
             index = max(prefixes, key=lambda i: merged[i].length)
-            prefix = merged[index]
+            base = merged[index]
             merged[index] = MergedSequence(
-                (*prefix.samples, sample),
-                step.tokens,
-                np.concatenate([prefix.response_positions, step.response_positions]),
+                (*base.samples, sample), step.tokens, np.concatenate([base.response_positions, step.response_positions])
             )
         else:
             merged.append(step)

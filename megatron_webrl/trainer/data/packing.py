@@ -14,20 +14,14 @@ from megatron_webrl.trainer.data.flops import FlopsEstimator, sequence_images
 from megatron_webrl.trainer.data.merging import MergedSequence
 from megatron_webrl.trainer.exchange.node_assignment import ReplicaNodes, assign_to_nodes
 
-PackedSequence = list[int]
-"""Indices of the merged sequences that one micro-batch computes."""
-SHARED_IMAGE_WEIGHT = 8.0
-"""Weight of the cost that an item adds to a bin, which shared images lower, against the balance of bins."""
-SEARCH_STEP_FRACTION = 0.01
-"""The search for the number of bins advances by this fraction of it, at least by one."""
-MAX_SWAP_CANDIDATES = 16
-"""Bins in which a swap is tried for an item that fits nowhere; more find little and cost much."""
+PackedSequence = list[int]  # indices of the merged sequences that one micro-batch computes
+SHARED_IMAGE_WEIGHT = 8.0  # weight of the cost that an item adds, which shared images lower, against bins' balance
+SEARCH_STEP_FRACTION = 0.01  # the search for the number of bins advances by this fraction of it, at least by one
+MAX_SWAP_CANDIDATES = 16  # bins in which a swap is tried for an item that fits nowhere; more find little and cost much
 
 
 @dataclass(frozen=True)
 class _Item:
-    """A merged sequence as the packing sees it."""
-
     index: int
     tokens: int
     text_cost: float  # without its images
@@ -54,11 +48,10 @@ def pack_sequences(
 ) -> list[list[PackedSequence]]:
     """Packed sequences of each data-parallel replica, of at most `max_tokens` tokens; each sequence is in one of them.
 
-    All replicas get the same number of packed sequences: a multiple of `multiple`, the smallest found. With fewer
-    sequences than that, some are empty. Sequences of different temperatures are packed and assigned separately.
-    A replica's packed sequences come most expensive first, so that replicas that synchronise in every micro-batch wait
-    little. Where replicas are on different `nodes`, a sequence goes to the nodes that hold its screenshots, as long as
-    loads stay balanced. A pure function of its arguments: every rank computes the same plan.
+    All replicas get the same number: a multiple of `multiple`, the smallest found; with fewer sequences some are empty.
+    Temperatures are packed and assigned separately. A replica's most expensive ones come first, so that replicas that
+    synchronise in every micro-batch wait little. Where replicas are on different `nodes`, a sequence goes to the nodes
+    that hold its screenshots, as long as loads stay balanced. A pure function: every rank computes the same plan.
     Raises ValueError naming the length of a sequence longer than `max_tokens`.
     """
     items = _items(sequences, flops)
@@ -81,11 +74,7 @@ def pack_sequences(
 
 
 def _pack_by_node(
-    items: Sequence[_Item],
-    sequences: Sequence[MergedSequence],
-    max_tokens: int,
-    multiple: int,
-    nodes: ReplicaNodes,
+    items: Sequence[_Item], sequences: Sequence[MergedSequence], max_tokens: int, multiple: int, nodes: ReplicaNodes
 ) -> list[list[PackedSequence]]:
     """Pack the items of each node set separately, into equally many bins for every replica."""
     parts = assign_to_nodes([sequences[item.index] for item in items], [item.cost for item in items], nodes)
@@ -119,13 +108,11 @@ def _repack(
 
 
 def _items(sequences: Sequence[MergedSequence], flops: FlopsEstimator) -> list[_Item]:
-    numbers: dict[tuple[bytes, tuple[int, int, int]], int] = {}
+    ids: dict[tuple[bytes, tuple[int, int, int]], int] = {}
     items = []
     for index, sequence in enumerate(sequences):
-        image_costs = {
-            numbers.setdefault(image, len(numbers)): flops.image_flops(image[1]) for image in sequence_images(sequence)
-        }
-        items.append(_Item(index, sequence.length, flops.text_flops(sequence), image_costs))
+        costs = {ids.setdefault(image, len(ids)): flops.image_flops(image[1]) for image in sequence_images(sequence)}
+        items.append(_Item(index, sequence.length, flops.text_flops(sequence), costs))
     return items
 
 
@@ -176,10 +163,7 @@ class _BinFilling:
         self.image_users: dict[int, Counter[int]] = defaultdict(Counter)  # image -> bin -> items with the image
 
     def best_bin(self, place: int) -> int | None:
-        """The bin with room where cost plus SHARED_IMAGE_WEIGHT times the added cost is lowest.
-
-        An item adds less to a bin that already encodes some of its images.
-        """
+        """The bin with room and the least cost + SHARED_IMAGE_WEIGHT * added cost, which shared images reduce."""
         item = self.items[place]
         added = np.full(len(self.costs), item.cost)
         for image, cost in item.image_costs.items():
@@ -192,10 +176,7 @@ class _BinFilling:
         return best if after[best] < math.inf else None
 
     def make_room(self, place: int) -> int | None:
-        """Swap an item of one bin with a shorter item of another, so that item `place` fits into the first bin.
-
-        Tries the bins with the most room, and takes the swap that moves the fewest tokens. Returns the bin.
-        """
+        """Fit item `place` into one of the roomiest bins by the swap that moves the fewest tokens; returns it."""
         room_of = np.where(self.bin_of >= 0, self.room[self.bin_of], -1)
         for target in np.argsort(-self.room, kind="stable")[:MAX_SWAP_CANDIDATES].tolist():
             lacking = self.tokens[place] - self.room[target]

@@ -16,15 +16,11 @@ from megatron_webrl.types import Group
 
 log = logging.getLogger(__name__)
 
-DECAY_POWER = 1.0
-"""Exponent by which the replay probability falls with age."""
+DECAY_POWER = 1.0  # exponent by which the replay probability falls with age
 
 
 def replay_probability(age: int, max_age: int, decay_power: float) -> float:
-    """Probability of replaying a success that is `age` versions old (1..max_age): 1 for the latest.
-
-    ((max_age + 1 - age) / max_age)^decay_power
-    """
+    """Probability of replaying a success that is `age` versions old (1..max_age): 1 for the latest."""
     return float(((max_age + 1 - age) / max_age) ** decay_power)
 
 
@@ -32,9 +28,8 @@ class ReplayBuffer:
     """Stores and samples successes. Call `sample` before each update and `add` after it, on every rank.
 
     Without raft_versions both do nothing. A resumed run samples the versions up to its checkpoint and overwrites later
-    ones. On each node one rank writes the successes from the node's ring, and all ranks sample from them. Files stay
-    for raft_versions and two checkpoint intervals; a resume from further back samples the files that remain. Episodes
-    were counted when they were first trained.
+    ones. One rank per node writes the successes of its ring, and all ranks sample them. Files stay for raft_versions
+    and two checkpoint intervals; a resume from further back samples what remains. Episodes count when first trained.
     """
 
     def __init__(
@@ -48,10 +43,7 @@ class ReplayBuffer:
         self.retained_versions = loss.raft_versions + 2 * config.trainer.checkpoint.every
 
     def sample(self, version: int) -> list[Group]:
-        """Successes of the versions before `version`, each trajectory a group of its own. Collective.
-
-        One rank of each node chooses. Raises RecordError for a damaged file, OSError if a rank cannot open it.
-        """
+        """Earlier versions' successes, each a group. Collective. Raises RecordError (damaged file), OSError."""
         if not self.max_age:
             return []
         sampled = []

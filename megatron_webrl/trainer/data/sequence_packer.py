@@ -23,12 +23,8 @@ from megatron_webrl.trainer.images.image_prefetcher import (
     WaitTimer,
 )
 
-NON_IMAGE_TOKEN = -1
-"""Replaces response tokens where image placeholders are searched: a placeholder in a response is text."""
-
-
-ImageWithGrid = tuple[bytes, tuple[int, int, int]]
-"""Encoded image, and the grid that the engine used."""
+NON_IMAGE_TOKEN = -1  # replaces response tokens in the search for image placeholders: in a response these are text
+ImageWithGrid = tuple[bytes, tuple[int, int, int]]  # encoded image, and the grid that the engine used
 
 
 class ImageGridMismatch(ValueError):
@@ -37,10 +33,7 @@ class ImageGridMismatch(ValueError):
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Packed sequences and the response tokens that this rank scores; context-parallel ranks divide the tokens.
-
-    Tensors [tokens] are ordered by sample in the micro-batch, then by position.
-    """
+    """Packed sequences, and the response tokens that this context-parallel rank scores, by sample, then by position."""
 
     inputs: PackedInput
     targets: torch.Tensor  # int64 [tokens]
@@ -60,18 +53,16 @@ class _PlannedMicrobatch:
     step_weights: Sequence[float]  # the token weight of each step
 
 
-_Plan = Sequence[Sequence[_PlannedMicrobatch]]
-"""The micro-batches of each replica."""
+_Plan = Sequence[Sequence[_PlannedMicrobatch]]  # the micro-batches of each replica
 
 
 @dataclass(frozen=True)
 class SequencePacker:
     """Makes this rank's micro-batches of a minibatch.
 
-    All ranks of a replica make the same micro-batches except for the pixels: tensor- and context-parallel ranks divide
-    the images among them, and ranks without a vision tower make none. With a `prefetcher`, pixels are prepared before
-    the forward pass that needs them; without one, all are made at once. `wait_timer` measures how long the rank waits
-    for pixels.
+    All ranks of a replica make the same ones except for pixels: tensor- and context-parallel ranks divide the images,
+    and ranks without a vision tower make none. With a `prefetcher`, pixels are prepared before the forward pass that
+    needs them, else all at once. `wait_timer` measures how long the rank waits for pixels.
     """
 
     processor: Processor
@@ -95,20 +86,16 @@ class SequencePacker:
     def build(
         self, samples: Sequence[TrainingSample], normalizer: str, constant_steps: int, passes: int = 1
     ) -> list[Microbatch]:
-        """The micro-batches of this replica; the weighted sum over all replicas' micro-batches is the objective.
-
-        `passes`: how often the micro-batches will be computed, in this order. See build_all.
-        """
+        """This replica's micro-batches, see build_all; the weighted sum over those of all replicas is the objective."""
         return self.build_all([samples], normalizer, constant_steps, passes)[0]
 
     def build_all(
         self, minibatches: Sequence[Sequence[TrainingSample]], normalizer: str, constant_steps: int, passes: int = 1
     ) -> list[list[Microbatch]]:
-        """The micro-batches of several minibatches. With an `image_cache` collective over all ranks.
+        """The micro-batches of minibatches, computed `passes` times in this order. With an `image_cache` collective.
 
-        Every replica gets equally many micro-batches (see pack_sequences), as each must take part in every pass: empty
-        ones are padded with the shortest sample at weight zero.
-        Raises ImageGridMismatch; ImagePreparationError; ValueError for a sample longer than max_tokens.
+        Replicas get equally many, as each must take part in every pass: empty ones hold the shortest sample at weight
+        zero. Raises ImageGridMismatch; ImagePreparationError; ValueError for a sample longer than max_tokens.
         """
         # Lazily: workers prepare pixels of the first micro-batches while the next minibatch is planned.
         plans: Iterable[_Plan] = (self._plan(samples, normalizer, constant_steps) for samples in minibatches)
@@ -118,7 +105,6 @@ class SequencePacker:
         return [[self._microbatch(each, passes) for each in plan[self.data_parallel_rank]] for plan in plans]
 
     def _plan(self, samples: Sequence[TrainingSample], normalizer: str, constant_steps: int) -> _Plan:
-        """The micro-batches of all replicas."""
         sequences = (
             merge_prefixes(samples, self._placeholders)
             if self.merge_prefixes
@@ -144,10 +130,8 @@ class SequencePacker:
             ranks = image_cache.image_ranks_of(replica)
             for microbatch in (each for plan in plans for each in plan[replica]):
                 unique = unique_images(microbatch.sequences)
-                for image_rank, indices in enumerate(
-                    partition_images([grid for _, grid in unique], self.num_image_ranks)
-                ):
-                    wanted.setdefault(ranks[image_rank], []).extend(unique[i][0] for i in indices)
+                for image_rank, part in enumerate(partition_images([grid for _, grid in unique], self.num_image_ranks)):
+                    wanted.setdefault(ranks[image_rank], []).extend(unique[i][0] for i in part)
         return wanted
 
     def prefetch(self, samples: Sequence[TrainingSample]) -> None:
@@ -178,9 +162,7 @@ class SequencePacker:
         sequences, step_weights = planned.sequences, planned.step_weights
         starts = np.concatenate([[0], np.cumsum([sequence.length for sequence in sequences])])
         tokens = np.concatenate([sequence.tokens for sequence in sequences]).astype(np.int64)
-        scored = np.concatenate(
-            [start + sequence.response_positions for start, sequence in zip(starts[:-1], sequences, strict=True)]
-        )
+        scored = np.concatenate([at + each.response_positions for at, each in zip(starts[:-1], sequences, strict=True)])
         content = tokens.copy()
         content[scored] = NON_IMAGE_TOKEN
         steps = [step for sequence in sequences for step in sequence.samples]
@@ -253,20 +235,15 @@ class SequencePacker:
     def _pixels(
         self, images: Sequence[ImageWithGrid], episodes: Mapping[bytes, str], passes: int
     ) -> torch.Tensor | PrefetchedPixels:
-        """Patches of encoded images, float32 [patches, dim], after comparing grids with the engine's.
-
-        `episodes`: the name of each image's episode, for errors.
-        """
+        """Patches, float32 [patches, dim], once grids match the engine's; `episodes` names images in errors."""
         if self.image_cache is not None:
             episodes = {self.image_cache.get(image): episodes[image] for image, _ in images}
             images = [(self.image_cache.get(image), grid) for image, grid in images]
         for image, grid in images:
             try:
                 actual = tuple(self.processor.grids([image])[0].tolist())
-            except ValueError as error:
-                raise ImagePreparationError(
-                    f"a screenshot of {episodes[image]} cannot be trained on: {error}"
-                ) from error
+            except ValueError as exc:
+                raise ImagePreparationError(f"a screenshot of {episodes[image]} cannot be trained on: {exc}") from exc
             if actual != grid:
                 raise ImageGridMismatch(
                     f"image grids differ for a screenshot of {episodes[image]}: the engine used {list(grid)}, the "

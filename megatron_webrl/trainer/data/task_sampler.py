@@ -21,22 +21,17 @@ from megatron_webrl.types import Group
 class TaskSampler:
     """The statistics and states of an adaptive sampler; does nothing with other samplers.
 
-    Life cycle: `publish_initial_states` before the first ticket is issued; `record_group` for every closed group,
-    trained or dropped. Before the ticket limit rises, `publish_adapted_state` learns from the groups recorded since the
-    last call, in ticket order, and publishes a state for the tickets above the old limit. Tickets below it have been
-    admitted and keep their state.
-
-    Invariants: a ticket counts once in the statistics, when it is closed, so a checkpoint's statistics cover exactly
-    its closed tickets. `states` covers all unclosed tickets and holds no older state.
+    Life cycle: `publish_initial_states` before the first ticket is issued; `record_group` for every closed group.
+    Before the ticket limit rises, `publish_adapted_state` learns from the groups recorded since, in ticket order, and
+    publishes a state for the tickets above the old limit; those below it have been admitted and keep their state.
+    Invariants: a ticket counts once, when it is closed, so a checkpoint's statistics cover exactly its closed tickets.
+    `states` covers all unclosed tickets and holds no older state.
     """
 
     def __init__(
         self, tasks: TasksConfig, fresh: int, open_tickets: Collection[int], saved: Mapping[str, Any] | None
     ) -> None:
-        """`saved`: `state_dict` of a checkpoint; its states are discarded if the environments differ.
-
-        `fresh`: the lowest ticket that was never claimed; `open_tickets`: the unclosed tickets below it.
-        """
+        """`fresh`: first unclaimed ticket; `open_tickets`: unclosed ones below; `saved`: an earlier `state_dict`."""
         self.settings, self.environments = tasks.sampler, tuple(tasks.environments)
         self.active = tasks.sampler.name in ADAPTIVE_SAMPLERS
         saved = (saved if self.active else None) or {}
@@ -52,11 +47,7 @@ class TaskSampler:
         self._recorded: dict[int, tuple[str, float | None]] = {}  # ticket -> environment, pass rate of its group
 
     def publish_initial_states(self, control: ControlClient) -> None:
-        """Publish the states of the first tickets.
-
-        Tickets claimed under an earlier trainer process keep the states that it published for them; its states for
-        later tickets are removed.
-        """
+        """Publish the first states; tickets claimed under an earlier trainer process keep those that it published."""
         if self.active:
             published = read_published_states(control)
             latest = self.states[-1].first_ticket

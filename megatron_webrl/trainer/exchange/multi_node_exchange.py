@@ -31,17 +31,13 @@ from megatron_webrl.types import Group, Trajectory
 
 Value = TypeVar("Value")
 
-MESSAGE_TIMEOUT_SECONDS = 120.0
-"""Limit of one message between trainer ranks."""
+MESSAGE_TIMEOUT_SECONDS = 120.0  # limit of one message between trainer ranks
 
 
 def make_exchange(
     ring: Ring, topology: NodeTopology, config: Config, sequence_packer: SequencePacker
 ) -> SingleNodeExchange | MultiNodeExchange:
-    """The exchange of a job, given this node's ring. Collective.
-
-    On several nodes the sequence packer needs the exchange's image cache.
-    """
+    """The exchange of a job, given this node's ring; on several nodes the packer needs its image cache. Collective."""
     if config.cluster.nodes == 1:
         return SingleNodeExchange(ring)
     messenger = RankMessenger(topology, MESSAGE_TIMEOUT_SECONDS, collective_timeout_seconds(config))
@@ -54,11 +50,9 @@ class MultiNodeExchange(RecordExchange):
     """Life cycle: per update `broadcast_groups` on every rank, then any other method; `finish_collecting` and `close`.
 
     While rank 0 polls for groups (GroupSource calls `committed`), the leaders serve it inside `broadcast_groups` or
-    `finish_collecting`: in each poll rank 0 sends each leader the records to free and receives new ones. The number of
-    a record contains its node: sequence * node_count + node.
-
-    A record stays in its ring until rank 0 acknowledges it: after a restart of the trainer, its leader finds it and
-    sends it again.
+    `finish_collecting`: in each poll rank 0 sends each leader the records to free and receives new ones. A record's
+    number contains its node: sequence * node_count + node. It stays in its ring until rank 0 acknowledges it: after a
+    restart of the trainer, its leader finds it and sends it again.
     """
 
     def __init__(self, ring: Ring, messenger: RankMessenger, image_cache: ImageCache) -> None:
@@ -124,11 +118,9 @@ class MultiNodeExchange(RecordExchange):
 
     def _new_records(self) -> tuple[list[int], list[bytes]]:
         """Sequences and stripped records of this node's ring that were not sent yet."""
-        sequences = self._ring.committed(self._sent)
-        self._sent.update(sequences)
-        return sequences, [
-            b"".join(encode_trajectory(strip_images(decode_trajectory(self._ring.read(s))))) for s in sequences
-        ]
+        fresh = self._ring.committed(self._sent)
+        self._sent.update(fresh)
+        return fresh, [b"".join(encode_trajectory(strip_images(decode_trajectory(self._ring.read(s))))) for s in fresh]
 
     def _free(self, sequences: Sequence[int]) -> None:
         if sequences:
@@ -242,13 +234,7 @@ class MultiNodeExchange(RecordExchange):
         return [restore_images(each, self.image_cache.get) for each in trajectories] if self.topology.rank == 0 else []
 
     def pop_metrics(self) -> dict[str, float]:
-        """Traffic since the last call, MiB: see docs/packing.md.
-
-        nodes/images_mib         screenshots that ranks made pixels of
-        nodes/remote_images_mib  the part of them that came from another node
-        nodes/local_fraction     1 - remote / all
-        nodes/other_mib          all other traffic between nodes
-        """
+        """Traffic since the last call, MiB, and the fraction of screenshots that were local: see docs/packing.md."""
         stats, other = self.image_cache.transfer_stats, self._bytes
         self._bytes, self.image_cache.transfer_stats = 0, ImageTransferStats()
         needed, transferred = stats.needed_bytes, stats.transferred_bytes

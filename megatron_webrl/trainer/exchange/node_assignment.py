@@ -11,11 +11,8 @@ import numpy as np
 from megatron_webrl.trainer.data.merging import MergedSequence
 from megatron_webrl.trainer.images.image_keys import image_size
 
-BALANCE_TOLERANCE = 0.02
-"""Balancing stops once no load per replica exceeds the mean by more than this fraction."""
-
-NodeSet = frozenset[int]
-"""Nodes of the ranks that encode a replica's images."""
+BALANCE_TOLERANCE = 0.02  # balancing stops once no load per replica exceeds the mean by more than this fraction
+NodeSet = frozenset[int]  # nodes of the ranks that encode a replica's images
 
 
 @dataclass(frozen=True)
@@ -77,9 +74,7 @@ class _MissingBytes:
             for key in keys:
                 self._users[key].append(index)
         self._missing = {  # image key -> missing bytes on each node set
-            key: np.array(
-                [0 if nodes.has_image(key, node_set) else image_size(key) for node_set in node_sets], np.int64
-            )
+            key: np.array([0 if nodes.has_image(key, each) else image_size(key) for each in node_sets], np.int64)
             for key in self._users
         }
         self.bytes = np.zeros((len(node_sets), len(sequences)), np.int64)

@@ -16,21 +16,14 @@ class NodeTopologyError(RuntimeError):
 
 @dataclass(frozen=True)
 class NodeTopology:
-    """The nodes of all trainer ranks, equal on every rank.
-
-    The lowest rank of each node is its leader: it reads the ring for the other ranks. Rank 0 is a leader too, and
-    decides for all ranks.
-    """
+    """The nodes of all trainer ranks. A node's lowest rank is its leader and reads its ring; rank 0 decides for all."""
 
     node_of_rank: tuple[int, ...]
     rank: int  # this rank
 
     @classmethod
     def all_gather(cls, node: int, count: int) -> NodeTopology:
-        """Exchange node numbers; this rank is on `node` of `count`. Collective.
-
-        Raises NodeTopologyError on every rank if a node has no rank.
-        """
+        """Exchange nodes; this rank is on `node`. Collective; NodeTopologyError if one of `count` has no rank."""
         nodes = all_gather_object(node)
         for missing in sorted(set(range(count)) - set(nodes)):
             raise NodeTopologyError(
@@ -65,19 +58,14 @@ class NodeTopology:
 
     def other_ranks_on_node(self, rank: int) -> tuple[int, ...]:
         """The other ranks on the node of `rank`."""
-        return tuple(
-            other for other, node in enumerate(self.node_of_rank) if node == self.node_of_rank[rank] and other != rank
-        )
+        return tuple(r for r, node in enumerate(self.node_of_rank) if node == self.node_of_rank[rank] and r != rank)
 
     def rank_name(self, rank: int) -> str:
         """The name of a rank in errors."""
         return f"trainer-{rank} on node {self.node_of_rank[rank]}"
 
     def broadcast_tree(self, rank: int) -> tuple[int | None, Sequence[int]]:
-        """The parent and the children of a rank in broadcasts from rank 0; rank 0 has no parent.
-
-        Node leaders form a binary tree, and each sends to the other ranks of its node.
-        """
+        """Parent (none for rank 0) and children in broadcasts: a binary tree of leaders, each serving its node."""
         if self.node_leader(self.node_of_rank[rank]) != rank:
             return self.node_leader(self.node_of_rank[rank]), ()
         leaders = self.node_leaders

@@ -1,9 +1,7 @@
 """Messages between trainer ranks over a gloo group of their own: each wait has a limit, each error names the peer.
 
-A message is a JSON value and blobs. On the wire: magic and length (two int64), then
-
-    bytes of JSON | number of blobs | length of each blob      int64
-    JSON | blobs, one after the other
+A message is a JSON value and blobs. On the wire: magic and length | bytes of JSON, number of blobs, length of each blob
+(all int64) | JSON | blobs, one after the other.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ from megatron_webrl.trainer.exchange.node_topology import NodeTopology
 
 MAGIC = int.from_bytes(b"WEBRLMSG", "little")
 _SOURCE_LOCATION = re.compile(r"^\[[^]]*\] ")  # precedes gloo's error messages
-MAX_MESSAGE_BYTES = 2**34
-"""A longer message is an error."""
+MAX_MESSAGE_BYTES = 2**34  # a longer message is an error
 Blob = bytes | bytearray | memoryview
 
 
@@ -49,10 +46,7 @@ class RankMessenger:
     """
 
     def __init__(self, topology: NodeTopology, timeout_seconds: float, collective_timeout_seconds: float) -> None:
-        """Collective. `timeout_seconds`: limit of one message.
-
-        `collective_timeout_seconds`: limit of a message whose sender itself waits for other ranks.
-        """
+        """Collective. `collective_timeout_seconds`: for a message whose sender itself waits for other ranks."""
         self.topology, self.timeout_seconds = topology, timeout_seconds
         self.collective_timeout_seconds = collective_timeout_seconds
         # A group of its own: messages never mix with collectives, and bytes stay in host memory even with NCCL.

@@ -1,7 +1,4 @@
-"""Distributes the groups of an update to all trainer ranks; here for a job on one node.
-
-A job on several nodes uses multi_node_exchange.MultiNodeExchange instead.
-"""
+"""Distributes the groups of an update to all trainer ranks on one node; multi_node_exchange: on several."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ from megatron_webrl.trainer.parallel import broadcast_object
 from megatron_webrl.types import Group, Trajectory
 
 Value = TypeVar("Value")
-SelectedGroups = Sequence[tuple[Group, list[int]]]
-"""The groups of an update with the numbers of their records."""
+SelectedGroups = Sequence[tuple[Group, list[int]]]  # the groups of an update with the numbers of their records
 
 
 class CollectInterrupt(Enum):

@@ -38,9 +38,8 @@ class ImageShard:
 class ImageCache:
     """Life cycle per batch: `clear`, `register` all trajectories, `fetch` the images that ranks need, `get`.
 
-    A rank holds views of its node's ring, valid until the batch is closed, and copies of fetched images. Every rank
-    knows the nodes of all images and what every rank needs, so no rank sends requests: senders and receivers follow
-    from that knowledge. An image is never sent to a rank whose node has it.
+    Holds views of its node's ring, valid until the batch is closed, and copies of fetched images. Every rank knows
+    where all images are and who needs them, so there are no requests. No image is sent to a rank whose node has it.
     """
 
     def __init__(self, messenger: RankMessenger, shard: ImageShard) -> None:
@@ -86,10 +85,7 @@ class ImageCache:
         return not self._nodes_of_image[key].isdisjoint(nodes)
 
     def fetch(self, wanted: WantedImages) -> ImageTransferStats:
-        """Transfer missing images to the ranks that want them. Collective, with equal arguments.
-
-        Raises RankMessageError.
-        """
+        """Transfer missing images. Collective, with equal arguments on all ranks. Raises RankMessageError."""
         needed = transferred = 0
         transfers: dict[tuple[int, int], list[bytes]] = defaultdict(list)  # sender, receiver -> keys
         for rank, keys in sorted(wanted.items()):

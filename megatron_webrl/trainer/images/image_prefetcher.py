@@ -17,8 +17,7 @@ from megatron_webrl.model.processor import Processor
 from megatron_webrl.trainer.images.image_workers import ImageJob, ImageWorkerPool
 from megatron_webrl.trainer.images.shm_allocator import SharedMemoryAllocator, aligned_size
 
-IMAGE_TIMEOUT_SECONDS = 120.0
-"""Limit for one image."""
+IMAGE_TIMEOUT_SECONDS = 120.0  # limit for one image
 NEVER = 2**62
 Grid = tuple[int, int, int]
 
@@ -88,11 +87,9 @@ class ImagePrefetcher:
     """Cuts the images of micro-batches ahead of their use, in the order of use, as memory permits.
 
     Life cycle: `schedule` each micro-batch of an update, in the order of computation; then call its PrefetchedPixels
-    `passes` times. Several passes repeat the order. An image of several micro-batches is cut once, and again only if it
-    had to make room for one that is needed sooner. Images that no pass needs any more are freed. `prefetch` announces
-    images of micro-batches that are not packed yet.
-
-    Workers write uint8, an eighth of the size of the float32 patches, which are made on the device.
+    `passes` times, in the same order. `prefetch` announces images of micro-batches that are not packed yet. An image of
+    several micro-batches is cut once, and again only if it had to make room for one needed sooner; it is freed after
+    its last pass. Workers write uint8, an eighth of the size of the float32 patches, which are made on the device.
     """
 
     def __init__(
@@ -104,7 +101,6 @@ class ImagePrefetcher:
         wait_timer: WaitTimer,
         timeout_seconds: float = IMAGE_TIMEOUT_SECONDS,
     ) -> None:
-        """`timeout_seconds`: the limit for one image."""
         self.processor, self.device, self.wait_timer, self.allocator = processor, device, wait_timer, allocator
         self._pool, self._timeout_seconds, self._patchifier = pool, timeout_seconds, processor.patchifier
         self._dim = processor.pixels([])[0].shape[1]
@@ -190,7 +186,6 @@ class ImagePrefetcher:
             self._collect()
 
     def _release_use(self, image: _Image) -> None:
-        """Count one pass less; free the image after the last one."""
         image.uses -= 1
         if image.uses <= 0:
             self._free(image)
@@ -239,7 +234,6 @@ class ImagePrefetcher:
         return True
 
     def _collect(self) -> None:
-        """Handle the workers' finished jobs."""
         for job, error in self._pool.collect():
             image = self._in_progress.pop(job.job_id)
             if error:

@@ -2,8 +2,7 @@
 
 python -m megatron_webrl.trainer.images.image_worker MEMORY JOBS RESULTS SIZE PATCH MERGE
 
-MEMORY, JOBS and RESULTS are descriptors, SIZE the bytes of the shared memory, PATCH and MERGE the model's patch and
-merge sizes. The process ends when no process is left to write jobs.
+MEMORY, JOBS, RESULTS: descriptors; SIZE: bytes; PATCH, MERGE: model sizes. Ends when no process is left to write jobs.
 """
 
 from __future__ import annotations
@@ -17,10 +16,8 @@ import numpy as np
 
 from megatron_webrl.model.patchifier import Patchifier
 
-JOB_STRUCT = struct.Struct("<6Q")
-"""Job id, offset and length of the encoded image, offset of its patches, rows and columns of its grid."""
-RESULT_STRUCT = struct.Struct("<2Q")
-"""Job id, and the length of an error message that replaces the patches; 0 for success."""
+JOB_STRUCT = struct.Struct("<6Q")  # job id, offset and length of the image, offset of its patches, grid rows, columns
+RESULT_STRUCT = struct.Struct("<2Q")  # job id, length of an error message that replaces the patches; 0 for success
 
 
 def main() -> None:

@@ -26,10 +26,8 @@ from megatron_webrl.trainer.images.shm_allocator import SharedMemoryAllocator
 
 log = logging.getLogger(__name__)
 
-MAX_CRASHES_PER_IMAGE = 2
-"""Crashes of workers on one image after which the image counts as undecodable."""
-MAX_CONSECUTIVE_CRASHES = 4
-"""Crashes of a worker, without a finished job in between, that end the trainer."""
+MAX_CRASHES_PER_IMAGE = 2  # crashes of workers on one image after which the image counts as undecodable
+MAX_CONSECUTIVE_CRASHES = 4  # crashes of a worker, without a finished job in between, that end the trainer
 SHUTDOWN_SECONDS = 5.0
 
 
@@ -98,8 +96,7 @@ class ImageWorkerPool:
                 yield from self._replace(number, exit_code)
 
     def wait(self, seconds: float) -> None:
-        """Wait up to `seconds` until `collect` has something to do."""
-        # The pipe of a dead worker becomes readable, too.
+        """Wait up to `seconds` until `collect` has something to do; the pipe of a dead worker becomes readable, too."""
         ready = select.poll()
         for worker in self._workers:
             ready.register(worker.results_fd, select.POLLIN)
@@ -129,11 +126,7 @@ class ImageWorkerPool:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         try:
             process = child_process.start_process(
-                [*command, *map(str, arguments)],
-                self._log_file,
-                environment,
-                f"pixels-{number}",
-                pass_fds=descriptors,
+                [*command, *map(str, arguments)], self._log_file, environment, f"pixels-{number}", pass_fds=descriptors
             )
         finally:
             os.close(jobs_read)

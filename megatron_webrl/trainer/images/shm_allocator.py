@@ -12,10 +12,7 @@ ALIGNMENT = 64
 
 
 class SharedMemoryAllocator:
-    """One process allocates and frees blocks; other processes get their offsets and write into them.
-
-    The kernel commits memory when a block is first written, lowest offsets first, and keeps it until the end.
-    """
+    """One process allocates, others write at its offsets; the kernel commits memory at first write and keeps it."""
 
     def __init__(self, size: int) -> None:
         """`size` in bytes, rounded up to ALIGNMENT."""
