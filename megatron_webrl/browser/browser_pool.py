@@ -28,8 +28,7 @@ log = logging.getLogger(__name__)
 ACQUIRE_ATTEMPTS = 3
 RESET_ATTEMPTS = 2
 SESSIONS_PER_WARM_CONTEXT = 4  # one context is kept ready for this many sessions
-SESSIONS_PER_BROWSER = 16
-"""More browsers cost memory, mostly for their drivers; a crash costs all sessions of its browser."""
+SESSIONS_PER_BROWSER = 16  # more browsers cost memory, mostly for drivers; a crash costs all sessions of a browser
 
 
 class BrowserPool:
@@ -92,16 +91,14 @@ class BrowserPool:
             try:
                 yield session
             finally:
-                # Closing takes time, and no caller needs to wait for it.
-                self._browsers.run_in_background(self._release(browser, session))
+                self._browsers.run_in_background(self._release(browser, session))  # takes time; no caller waits
 
     @asynccontextmanager
     async def episode(self, task: Task) -> AsyncIterator[tuple[Session, Observation]]:
         """A session, fresh or reused (browser.reuse_pages), and the first observation of the task.
 
-        Waits while `sessions` are in use. If the browser makes the reset fail, another session is tried, RESET_ATTEMPTS
-        in total; a time limit that the site may have caused is not retried. Raises BrowserError, KeyError for an
-        unknown source.
+        Waits while `sessions` are in use. A reset that fails because of the browser is tried RESET_ATTEMPTS times, but
+        not after a time limit that the site may have caused. Raises BrowserError, KeyError for an unknown source.
         """
         async with self._limit:
             browser, session, observation = await self._begin(task)
@@ -165,14 +162,12 @@ class BrowserPool:
         return crashed or isinstance(error, BrowserCrashed | PageCrashed)
 
     async def _prepare(self, chromium: Chromium) -> Session:
-        network = await self.egress_proxy.open_port(self._declared)
+        net = await self.egress_proxy.open_port(self._declared)
         try:
-            proxy = proxy_settings(network.port, self._direct)
-            return await Session.prepare(
-                chromium.browser, self._settings, self._sites, self._step_seconds, network, proxy
-            )
+            proxy = proxy_settings(net.port, self._direct)
+            return await Session.prepare(chromium.browser, self._settings, self._sites, self._step_seconds, net, proxy)
         except BaseException:
-            await network.close()
+            await net.close()
             raise
 
     async def _acquire(self) -> tuple[BrowserInstance, Session]:
@@ -203,8 +198,7 @@ class BrowserPool:
             self._browsers.run_in_background(self._release(browser, session))
 
     async def _release(self, browser: BrowserInstance, session: Session) -> None:
-        # The renderers of a context that did not close end only with the browser.
-        if not await browser.release(session):
+        if not await browser.release(session):  # its renderers end only with the browser
             await self._browsers.replace_stuck(browser, "a context did not close")
         self._browsers.close_if_drained(browser)
 

@@ -23,22 +23,16 @@ log = logging.getLogger(__name__)
 LAUNCH_ATTEMPTS = 3
 LAUNCH_BACKOFF_SECONDS = 0.5  # before the second attempt; doubles with each further one
 HEALTH_CHECK_SECONDS = 10.0  # between two checks of all browsers
-RECYCLE_EPISODES = 2000
-"""A browser that has served this many episodes is replaced."""
-
-RECYCLE_MIB = 6144
-"""A browser that has grown by more than this since its launch, driver and open sessions included, is replaced."""
-
-PAGE_MIB = 2048
-"""Memory limit of a renderer process: the page crashes beyond it."""
+RECYCLE_EPISODES = 2000  # a browser that has served this many is replaced
+RECYCLE_MIB = 6144  # a browser grown by more since its launch, driver and open sessions included, is replaced
+PAGE_MIB = 2048  # memory limit of a renderer process: the page crashes beyond it
 
 
 class BrowserSupervisor:
     """Keeps `count` browsers running.
 
-    A browser that crashes or hangs loses its sessions and is replaced at once. A browser that is old, has grown or
-    cannot close a context is replaced gracefully: it serves until its successor runs, then drains, and ends with its
-    last session.
+    A browser that crashes or hangs loses its sessions and is replaced at once. One that is old, has grown or cannot
+    close a context serves until its successor runs, then drains, and ends with its last session.
     """
 
     def __init__(

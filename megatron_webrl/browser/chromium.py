@@ -15,8 +15,7 @@ EXECUTABLE_NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "
 """In order of preference: the headless shell starts three times as fast and uses a third of the memory."""
 
 _FEATURES_OFF = (
-    # It replaces a document's frame before the old document ends: a dialog that opens in between cannot be answered
-    # and blocks the navigation for ever.
+    # It replaces a frame before the old document ends: a dialog in between has no answer and blocks the navigation.
     "RenderDocument",
     # This list replaces Playwright's own; these entries are copied from it.
     "HttpsFirstBalancedModeAutoEnable", "HttpsUpgrades", "MediaRouter", "NetworkTimeServiceQuerying",
@@ -31,20 +30,15 @@ _ARGUMENTS = (
     "--disable-sync",
     "--no-first-run",
     "--mute-audio",
-    # Partial redraws leave edges that depend on the timing of frames: equal pages would differ in pixels.
-    "--disable-partial-raster",
+    "--disable-partial-raster",  # edges of partial redraws depend on timing: equal pages would differ in pixels
     f"--disable-features={','.join(_FEATURES_OFF)}",
     "--force-device-scale-factor=1",
-    # Peer connections must not bypass the proxy.
-    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
+    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",  # peer connections must not bypass the proxy
 )
 
 
 def find_chromium(executable: str = "") -> str:
-    """Path of the Chromium to run: `executable` (browser.executable), else the first of EXECUTABLE_NAMES on PATH.
-
-    Raises BrowserMissing.
-    """
+    """Path of `executable` (browser.executable), else the first of EXECUTABLE_NAMES on PATH. Raises BrowserMissing."""
     if executable:
         path = shutil.which(executable)
         if not path:

@@ -25,8 +25,7 @@ log = logging.getLogger(__name__)
 START_SECONDS = 60.0
 CLOSE_SECONDS = 15.0
 PING_SECONDS = 10.0
-MAX_FAILED_PINGS = 2
-"""Unanswered pings in a row before a browser counts as hung: a pause of this process may delay one answer."""
+MAX_FAILED_PINGS = 2  # in a row before a browser counts as hung: a pause of this process may delay one answer
 
 
 class Chromium:
@@ -38,8 +37,7 @@ class Chromium:
         self._launched_mib = 0.0  # after the launch
         self._driver, self._control = driver, control
         self._connected = True
-        # Debian's chromium is a shell script, which remains the leader of the process group.
-        self._group = os.getpgid(pid)
+        self._group = os.getpgid(pid)  # its leader may be a shell script: Debian's chromium is one
         self._group_started = child_process.start_time(self._group)
 
     @classmethod
@@ -128,8 +126,7 @@ class Chromium:
             await asyncio.to_thread(self._kill)
 
     def _kill(self) -> None:
-        # The start time guards against a process group id that was reused.
-        if child_process.start_time(self._group) in (0, self._group_started):
+        if child_process.start_time(self._group) in (0, self._group_started):  # else the id was reused
             child_process.kill_process_group(self._group)
 
 

@@ -31,15 +31,13 @@ def _driver_environment() -> dict[str, str]:
     return {**get_driver_env(), **_environment.get({})}
 
 
-# Playwright has no setting for this; changing os.environ would affect other child processes.
-transport.get_driver_env = _driver_environment
+transport.get_driver_env = _driver_environment  # Playwright has no setting; os.environ would affect other children
 
 
 class PlaywrightDriver:
     """A driver process with its own temporary folder, which is removed when the driver stops.
 
-    Driver and Chromium carry this process as owner in their environment: if they survive it,
-    `child_process.sweep_orphans` ends them and `child_process.sweep_scratch` removes the folder.
+    The environment names this process as owner: what outlives it, `sweep_orphans` and `sweep_scratch` remove.
     """
 
     def __init__(self, playwright: Playwright, process: psutil.Process, folder: Path) -> None:

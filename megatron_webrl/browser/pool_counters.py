@@ -11,25 +11,12 @@ class BrowserPoolCounters:
 
     launches: int = 0
     failed_launches: int = 0
-    crashes: int = 0
-    """Browsers that ended unexpectedly, or whose driver did."""
-
-    hangs: int = 0
-    """Browsers killed because they did not answer."""
-
+    crashes: int = 0  # browsers that ended unexpectedly, or whose driver did
+    hangs: int = 0  # browsers killed because they did not answer
     recycled_by_episodes: int = 0
     recycled_by_memory: int = 0
-    recycled_by_stuck_contexts: int = 0
-    """Browsers replaced because a context did not open or close."""
-
-    sessions: int = 0
-    """Sessions handed out."""
-
-    sessions_reused: int = 0
-    """Sessions that began in the page of an earlier episode."""
-
-    sessions_lost: int = 0
-    """Sessions ended by a crash, a hang or a time limit."""
-
-    retries: int = 0
-    """Sessions replaced before their episode began, because preparing or resetting them failed."""
+    recycled_by_stuck_contexts: int = 0  # browsers replaced because a context did not open or close
+    sessions: int = 0  # handed out
+    sessions_reused: int = 0  # begun in the page of an earlier episode
+    sessions_lost: int = 0  # ended by a crash, a hang or a time limit
+    retries: int = 0  # sessions replaced before their episode began, because preparing or resetting them failed

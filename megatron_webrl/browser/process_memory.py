@@ -27,10 +27,7 @@ def pids_by_process_group() -> dict[int, list[int]]:
 
 
 def resident_mib(pids: Iterable[int]) -> float:
-    """Total proportional set size: memory shared by n processes counts as 1/n for each.
-
-    For a process that must not be inspected (a sandboxed renderer) its private memory.
-    """
+    """Total proportional set size; for a process that must not be inspected (sandboxed renderer) its private memory."""
     return sum(_proportional(pid) for pid in pids) / 2**20
 
 
@@ -51,8 +48,7 @@ def limit_page_memory(browser: int, mib: int) -> int:
     """Limit each renderer process to `mib` MiB; returns the number of zygote processes limited.
 
     `browser`: id of Chromium's browser process. Renderers are forked from zygotes and inherit their limits. RLIMIT_DATA
-    counts private writable memory: reserved address space, of which V8 takes a terabyte, and shared memory do not
-    count.
+    counts private writable memory, not shared memory or reserved address space, of which V8 takes a terabyte.
     """
     limited = 0
     for child in psutil.Process(browser).children(recursive=True):

@@ -85,10 +85,7 @@ class Session:
         cls, browser: Browser, settings: BrowserConfig, sites: Mapping[str, TaskSite], step_seconds: float,
         network: NetworkAccess, proxy: ProxySettings,
     ) -> Session:  # fmt: skip
-        """Open a context with an empty page, ready for `reset`. Raises BrowserError.
-
-        `proxy` points to the port of `network`, which `close` closes.
-        """
+        """Open a context with an empty page; `close` closes `network`, whose port is `proxy`. Raises BrowserError."""
         try:
             async with asyncio.timeout(step_seconds):
                 context = await browser.new_context(
@@ -104,28 +101,22 @@ class Session:
                 browser.on("disconnected", session._on_browser_exit)
                 await session._tabs.start()
                 return session
-        except (PlaywrightError, TimeoutError) as error:
+        except (PlaywrightError, TimeoutError) as exc:
             if not browser.is_connected():
-                raise BrowserCrashed(f"Chromium ended while a context was opened: {first_line(error)}") from error
-            if isinstance(error, TimeoutError):
-                raise BrowserTimeout(
-                    f"no context within {step_seconds} s (rollout.operation_timeout_seconds)"
-                ) from error
-            raise BrowserError(f"a context could not be opened: {first_line(error)}") from error
+                raise BrowserCrashed(f"Chromium ended while a context was opened: {first_line(exc)}") from exc
+            if isinstance(exc, TimeoutError):
+                raise BrowserTimeout(f"no context within {step_seconds} s (rollout.operation_timeout_seconds)") from exc
+            raise BrowserError(f"a context could not be opened: {first_line(exc)}") from exc
 
     async def reset(self, task: Task) -> Observation:
-        """Open the task's page; the observation has `instruction`. Raises BrowserError, KeyError for an unknown source.
-
-        A session that is reused forgets the counts and observations of its earlier episode.
-        """
+        """Open the task's page; the observation has `instruction`. Raises BrowserError, KeyError (unknown source)."""
         reused, self.task = self.task is not None, task
         return await self._bounded(f"reset of {task.id}", self._open(self._sites[task.source], task, reused))
 
     async def step(self, action: Action) -> Observation:
-        """Execute an action and wait until the page is idle.
+        """Execute an action and wait until the page is idle; Observation.error reports what it could not do.
 
-        What the action could not do is reported in Observation.error, and the episode continues. Raises BrowserError,
-        ValueError for a missing argument.
+        Raises BrowserError, ValueError for a missing argument.
         """
         if self.task is None:
             raise ValueError("call reset before step")
@@ -172,9 +163,8 @@ class Session:
             await self._recording.start()
         instruction = await site.open(self.page, task)
         self._messages.clear()
-        # Going back must not lead to the empty page before the task.
         cdp = self._tabs.active.cdp
-        await retry_if_replaced(lambda: cdp.send("Page.resetNavigationHistory"))
+        await retry_if_replaced(lambda: cdp.send("Page.resetNavigationHistory"))  # no way back to the empty page
         return await self._observer.observe(site, task, time.monotonic() - started, instruction)
 
     async def _act(self, site: TaskSite, task: Task, action: Action) -> Observation:
@@ -207,11 +197,9 @@ class Session:
                 return result
             if self._lost.done():
                 raise self._lost.result()
-            timeout = BrowserTimeout(
-                f"{name} took more than {self._step_seconds} s (rollout.operation_timeout_seconds)"
-            )
-            self.mark_lost(timeout)
-            raise timeout
+            reason = BrowserTimeout(f"{name} took more than {self._step_seconds} s (rollout.operation_timeout_seconds)")
+            self.mark_lost(reason)
+            raise reason
         except PlaywrightError as error:
             await asyncio.wait({self._lost}, timeout=ERROR_GRACE_SECONDS)
             if self._lost.done():

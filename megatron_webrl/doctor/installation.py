@@ -38,15 +38,13 @@ class Dependency:
 
 def run_doctor(role: str, *, as_json: bool = False) -> int:
     """Print the dependencies; returns 1 if `role`, or any role for "all", cannot run."""
-    dependencies = find_dependencies()
+    found = find_dependencies()
     wanted = ROLES if role == "all" else (role,)
-    missing = {r: [d.name for d in dependencies if d.found is None and r in d.needed_by] for r in ROLES}
+    missing = {r: [d.name for d in found if d.found is None and r in d.needed_by] for r in ROLES}
     if as_json:
-        sys.stdout.write(
-            json.dumps({"dependencies": [asdict(d) for d in dependencies], "missing": missing}, indent=1) + "\n"
-        )
+        sys.stdout.write(json.dumps({"dependencies": [asdict(d) for d in found], "missing": missing}, indent=1) + "\n")
     else:
-        _print(dependencies, missing)
+        _print(found, missing)
     return int(any(missing[r] for r in wanted))
 
 
@@ -77,24 +75,18 @@ def find_dependencies() -> list[Dependency]:
 
 
 def _print(dependencies: list[Dependency], missing: dict[str, list[str]]) -> None:
-    console = Console()
+    output = Console()
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0)
     for name in ("dependency", "found", "needed by", "note"):
         table.add_column(name, no_wrap=name != "note", overflow="fold")
     for each in dependencies:
         style = None if each.found else ("red" if each.needed_by else "dim")
         table.add_row(
-            each.name,
-            each.found or "missing",
-            " ".join(each.needed_by) or "optional",
-            each.note,
-            style=style,
+            each.name, each.found or "missing", " ".join(each.needed_by) or "optional", each.note, style=style
         )
-    console.print(table)
+    output.print(table)
     for role, names in missing.items():
-        console.print(
-            f"{role}: " + (f"cannot run, missing {', '.join(names)}" if names else "can run"), highlight=False
-        )
+        output.print(f"{role}: " + (f"cannot run, missing {', '.join(names)}" if names else "can run"), highlight=False)
 
 
 def _python() -> str | None:
@@ -106,14 +98,12 @@ def _package(
 ) -> Dependency:
     """A distribution; with `module` or `importable` it must also import, as a wrong build installs without error."""
     try:
-        version = importlib.metadata.version(name)
+        found = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return Dependency(name, None, needed_by, note)
     target = module or (name if importable else None)
     error = _import_error(target) if target else None
-    return Dependency(
-        name, None if error else version, needed_by, f"{version} does not import: {error}" if error else note
-    )
+    return Dependency(name, None if error else found, needed_by, f"{found} does not import: {error}" if error else note)
 
 
 def _import_error(module: str) -> str | None:
@@ -125,7 +115,6 @@ def _import_error(module: str) -> str | None:
 
 
 def _library(name: str, package: str, used_by: str, *, required: bool = True) -> Dependency:
-    """A system library."""
     try:
         ctypes.CDLL(name)
     except OSError:

@@ -16,10 +16,7 @@ from megatron_webrl.launch.local_launcher import LocalLauncher
 
 
 def check_weight_sync(config: Config, console: Console, *, as_json: bool = False) -> int:
-    """Start engines and trainer, send the weights several times, compare every slice; returns the exit code.
-
-    Nothing is trained. Logs and weights.json go to the folder of the run "<run.name>-weights".
-    """
+    """Send weights without training and compare every slice, in a run "<run.name>-weights"; returns the exit code."""
     run = replace(config.run, name=f"{config.run.name}-weights", resume=False)
     config = replace(config, run=run, weights=replace(config.weights, verify=True))
     progress = Console(stderr=True) if as_json else console
@@ -54,7 +51,4 @@ def _print(report: dict[str, Any], console: Console) -> None:
     sent = ", ".join(f"rank {rank}: {size / 2**20:.2f} MiB" for rank, size in report["bytes_by_sender"].items())
     console.print(f"sent per transfer: {sent}", highlight=False)
     verified = sum(engine["equal"] for engine in report["engines"].values())
-    console.print(
-        f"all slices arrived unchanged; {verified} in-place slices verified in engine memory",
-        style="green",
-    )
+    console.print(f"all slices arrived unchanged; {verified} in-place slices verified in engine memory", style="green")

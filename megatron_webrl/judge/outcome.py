@@ -9,8 +9,7 @@ from decimal import Decimal
 
 from megatron_webrl.types import TRAINABLE_OUTCOMES
 
-DONE, ANSWER, STEPS_EXHAUSTED = "done", "answer", "steps_exhausted"
-"""Regular ends of an episode: the page ended it, the agent answered, or it used its last step."""
+DONE, ANSWER, STEPS_EXHAUSTED = "done", "answer", "steps_exhausted"  # ends by the page, by the agent, by the last step
 
 _NUMBER = re.compile(r"[$€£]? ?(-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,30})(?:\.[0-9]{1,30})?)")
 

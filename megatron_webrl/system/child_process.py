@@ -3,8 +3,7 @@
 1. `start_process` starts a role that the kernel kills when its parent ends.
 2. After `become_subreaper` the launcher inherits the children of a dead role (browsers, engine cores);
    `kill_descendants` kills them at the end, `kill_process_group` before the role is restarted.
-3. Processes that survive a SIGKILL of the launcher name their owner in their environment, scratch folders name it in
-   their path; `sweep_orphans` and `sweep_scratch` remove both at the next start.
+3. `sweep_orphans` and `sweep_scratch` remove, by owner, processes and folders that survived a SIGKILL of the launcher.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 KILL_SECONDS = 10.0  # limit for killed processes to disappear
 _POLL_SECONDS = 0.02  # between two checks of signalled processes
 
-# A separate interpreter runs this before it executes the role's program. Python code in a forked copy of a process
-# with threads (preexec_fn) can block for ever on a lock that another thread owned at the fork.
+# Runs in a new interpreter before the role's program: a preexec_fn can block on a lock held by a thread at the fork.
 _BOOTSTRAP = """
 import ctypes, os, signal, sys
 parent, cores, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
@@ -106,10 +104,9 @@ def start_process(
 ) -> subprocess.Popen[bytes]:
     """Start a role in a session of its own; the kernel kills it when this process ends.
 
-    `log`: its output is appended here. `env`: its whole environment; owner and role name are added. `pass_fds`: file
-    descriptors that stay open. `cores`: bind it to those of these cores that the machine has; it ends at once if the
-    machine has none of them; empty: any. Raises ProcessError outside the main thread (the kernel would kill the role
-    when the calling thread ends) and if the program does not exist.
+    Output is appended to `log`. `env`: its environment; owner and role name are added. `pass_fds` stay open. `cores`:
+    cores to bind it to (empty: any); it ends at once if the machine has none of them. Raises ProcessError outside the
+    main thread (the kernel would kill the role when the calling thread ends) and if the program does not exist.
     """
     if threading.current_thread() is not threading.main_thread():
         raise ProcessError(f"{name} must be started from the main thread: it dies with the thread that starts it")
@@ -132,11 +129,8 @@ def start_process(
 def kill_descendants(seconds: float, roles: Sequence[subprocess.Popen[bytes]] = ()) -> list[str]:
     """End every descendant: SIGTERM, after half of `seconds` SIGKILL; return the remaining ones as "name (pid)".
 
-    Python's resource trackers are killed only after three quarters of `seconds`: they end by themselves once they have
-    removed the shared memory of dead processes.
-
-    After `become_subreaper` this includes processes whose own parent has ended. Ended children are reaped; `roles` are
-    reaped through their Popen, which keeps the exit code.
+    Resource trackers are killed only after 3/4 of `seconds`: they first remove the shared memory of dead processes.
+    `become_subreaper` adds orphans. Ended children are reaped; `roles` through their Popen, which keeps the exit code.
     """
     started, terminated = time.monotonic(), set()
     while True:
@@ -277,10 +271,7 @@ def _is_orphan(pid: int) -> bool:
 
 
 class Reaper:
-    """Reaps ended children that this process inherited after `become_subreaper`, every `seconds` at most.
-
-    Every Chromium leaves some; unreaped, each would occupy a process id until the job ends.
-    """
+    """Reaps children inherited after `become_subreaper`, such as Chromium's, every `seconds`; each holds a pid."""
 
     def __init__(self, seconds: float = 5.0) -> None:
         self._seconds, self._next = seconds, 0.0

@@ -1,7 +1,6 @@
 """Stack dumps: on SIGUSR2 a role writes the stacks of all its threads into its log.
 
-Every `webrl` process and every process of an engine handles the signal. Other processes, such as browsers, never get
-it, since it would end them.
+Every `webrl` process and engine process handles the signal. Others, such as browsers, never get it: it would end them.
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ def register_dump_signal() -> None:
 
 
 def dump_stacks(leader: int, log: Path, why: str) -> list[str]:
-    """Let a role and its descendants write their stacks into its log; return a message for each that could not.
-
-    `why` is logged before the stacks. Takes at most 5 s per process.
-    """
+    """Log `why` and the stacks of a role and its descendants, in 5 s each; return a message for each that failed."""
     missing = []
     for pid in _process_tree(leader):
         name = f"{_name(pid)} ({pid})"

@@ -18,9 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-SITECUSTOMIZE_FOLDER = Path(__file__).with_name("_site")
-"""First entry of a subprocess's PYTHONPATH: its sitecustomize installs the same shim."""
-
+SITECUSTOMIZE_FOLDER = Path(__file__).with_name("_site")  # for a subprocess's PYTHONPATH: installs the same shim
 _SCHEMAS = {
     "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",

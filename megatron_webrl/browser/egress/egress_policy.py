@@ -92,8 +92,7 @@ class Endpoint:
 def normalize_host(text: str) -> str:
     """Canonical spelling of a host: lower case, A-labels, no trailing dot, addresses in their usual form.
 
-    Accepts what browsers accept: percent-encoding, IDNA, IPv4 in one to four decimal, octal or hexadecimal parts, IPv6
-    in brackets. Raises EgressDenied (bad_host) for everything else.
+    Accepts percent-encoding, IDNA, IPv4 in 1 to 4 decimal, octal or hex parts, [IPv6]. Raises EgressDenied (bad_host).
     """
     if text.startswith("[") and text.endswith("]"):
         try:
@@ -140,10 +139,7 @@ def split_url(url: str) -> tuple[str, Endpoint, str]:
 
 
 def declared_endpoints(origins: Iterable[str], addresses: Mapping[str, str]) -> dict[Endpoint, Endpoint]:
-    """Map the endpoint of each origin of a site to the endpoint to connect to, which `addresses` may override.
-
-    Raises EgressDenied (bad_host, scheme).
-    """
+    """Map origins to the endpoints to use, which `addresses` may override. Raises EgressDenied (bad_host, scheme)."""
     targets = {normalize_host(host): address for host, address in addresses.items()}
     declared = {}
     for origin in origins:

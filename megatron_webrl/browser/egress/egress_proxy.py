@@ -1,9 +1,8 @@
 """Forward proxy, the only way from a page to the network: it resolves names, checks the addresses and connects to them.
 
-Redirects, sub-resources, workers, sockets and pop-ups all pass through it. No name is resolved a second time, so a
-DNS server cannot return another address after the check. Each browser context has a port of its own that identifies
-its episode. Proxy credentials could identify it too, but Playwright supports them by intercepting every request and
-disabling the cache. A page cannot reach another context's port, because the proxy refuses loopback addresses.
+Redirects, sub-resources, workers, sockets and pop-ups pass through it too. No name is resolved twice, so a DNS server
+cannot return another address after the check. Each browser context has its own port, which identifies the episode: for
+proxy credentials Playwright intercepts requests and disables the cache. Pages reach no port: loopback is refused.
 """
 
 from __future__ import annotations
@@ -31,16 +30,11 @@ CONNECT_ATTEMPTS = 4  # addresses tried for one name
 LOOKUP_THREADS = 32
 BACKLOG = 128
 
-Resolver = Callable[[str], Awaitable[list[str]]]
-"""Resolves a host name to addresses. Raises OSError."""
+Resolver = Callable[[str], Awaitable[list[str]]]  # addresses of a host name; raises OSError
 
 
 class EgressProxy:
-    """Opens one port per episode.
-
-    Example: `network = await proxy.open_port(declared)`, a context with the proxy `127.0.0.1:<network.port>`, and
-    `await network.close()` when the episode ends.
-    """
+    """Opens one port per episode, the context's proxy: `open_port(declared)` first, `network.close()` at the end."""
 
     def __init__(self, settings: BrowserConfig, resolve: Resolver | None = None) -> None:
         """`resolve` replaces the system's resolver. Raises ConfigError."""

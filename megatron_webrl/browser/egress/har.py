@@ -1,7 +1,6 @@
 """Record episodes to HAR files and replay them without a network.
 
-Each recorded visit of a task is one file: `NAME.0.har`, `NAME.1.har`, ...; NAME is derived from the task id. The files
-contain all responses, cookies and tokens included.
+Each recorded visit of a task is one file, `<har_name>.<visit>.har`, of all responses, cookies and tokens included.
 """
 
 from __future__ import annotations
@@ -36,17 +35,13 @@ MAX_NAME = 80  # characters of a task id in a file name
 MAX_REDIRECTS = 20
 MAX_URL = 120  # characters of a URL in a message
 _BOUNDARY = re.compile(r'boundary="?([^";]+)')
-# Responses are replayed decoded and in one piece.
-_DROPPED_HEADERS = FRAMING_HEADERS | {"content-encoding", "connection", "keep-alive"}
+_DROPPED_HEADERS = FRAMING_HEADERS | {"content-encoding", "connection", "keep-alive"}  # replayed decoded, unframed
 
-RequestKey = tuple[str, str, str]
-"""Method, URL without fragment, digest of the body."""
+RequestKey = tuple[str, str, str]  # method, URL without fragment, digest of the body
 
 
 @dataclass(frozen=True)
 class RecordedResponse:
-    """One recorded response."""
-
     status: int
     headers: dict[str, str]  # several cookies are joined by a line feed, as Playwright expects
     body: bytes
@@ -168,10 +163,7 @@ class HARReplayer:
 
 
 def load_visits(folder: Path, task: Task) -> dict[RequestKey, list[RecordedResponse]]:
-    """The responses of all visits of a task; for each request those of the first visit that made it.
-
-    Raises NotRecorded.
-    """
+    """The responses of all visits of a task, for each request those of the first visit with it. Raises NotRecorded."""
     joined: dict[RequestKey, list[RecordedResponse]] = {}
     name, visit = har_name(task), 0
     while (path := folder / f"{name}.{visit}.har").is_file():

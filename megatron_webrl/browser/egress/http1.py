@@ -62,10 +62,7 @@ class HTTPHead:
 
 
 async def read_head(reader: asyncio.StreamReader, strict: bool = True) -> HTTPHead | None:
-    """Read the next head; None if the peer has closed the connection. Raises MalformedHTTP.
-
-    `strict` is for requests. In responses, which are often malformed, lines that are not headers are skipped.
-    """
+    """Read the next head; None if the peer has closed. Raises MalformedHTTP; bad lines are skipped unless `strict`."""
     try:
         raw = await reader.readuntil(b"\r\n\r\n")
     except asyncio.IncompleteReadError as error:
@@ -80,13 +77,12 @@ async def read_head(reader: asyncio.StreamReader, strict: bool = True) -> HTTPHe
         name, colon, value = line.partition(":")
         if colon and _TOKEN.fullmatch(name) and not any(character in value for character in "\r\n\0"):
             headers.append((name, value.strip(" \t")))
-        elif strict:
+        elif strict:  # a request; responses are often malformed
             raise MalformedHTTP("a line that is no header")
     return HTTPHead(first, tuple(headers), len(raw))
 
 
 def encode_head(start_line: str, headers: list[tuple[str, str]]) -> bytes:
-    """Encode a head as bytes."""
     lines = [start_line, *(f"{name}: {value}" for name, value in headers), "", ""]
     return "\r\n".join(lines).encode("latin-1")
 

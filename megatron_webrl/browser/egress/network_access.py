@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from megatron_webrl.browser.egress.egress_policy import EgressDenied, EgressPolicy, Endpoint, split_url
 from megatron_webrl.config.browser import BrowserConfig
 
-MAX_CONNECTIONS = 128
-"""Open at a time. Chromium opens at most 32 through one proxy, and as many WebSockets."""
-
+MAX_CONNECTIONS = 128  # at a time; Chromium opens at most 32 through one proxy, and as many WebSockets
 MAX_LOOKUPS = 8  # at a time: slow names of one episode must not delay other episodes
 MAX_ERRORS = 50
 MAX_REPORTED_ERRORS = 3

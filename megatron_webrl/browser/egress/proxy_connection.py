@@ -22,15 +22,9 @@ from megatron_webrl.browser.egress.http1 import (
 from megatron_webrl.browser.egress.network_access import NetworkAccess
 from megatron_webrl.browser.errors import HostUnreachable
 
-REQUEST_SECONDS = 60.0
-"""Limit of one plain HTTP request, from its head to the last byte of the response."""
-
-IDLE_SECONDS = 120.0
-"""An idle tunnel, or a connection without a request, is closed after this time."""
-
-THROTTLE_SECONDS = 0.3
-"""Delay of each refusal once a quota is used up: a page that retries in a loop must not keep the event loop busy."""
-
+REQUEST_SECONDS = 60.0  # for one plain HTTP request, from its head to the last byte of the response
+IDLE_SECONDS = 120.0  # until an idle tunnel, or a connection without a request, is closed
+THROTTLE_SECONDS = 0.3  # delay of a refusal beyond a quota: pages that retry in a loop must not busy the event loop
 LINGER_SECONDS = 2.0  # to read on after an error page, before the connection closes
 
 
@@ -143,11 +137,9 @@ class ProxyConnection:
         upgrade = "websocket" in head.header_values("upgrade")
         keep = frozenset({"connection", "upgrade"}) if upgrade else frozenset()
         host = str(endpoint).removesuffix(":80")
-        headers = [
-            (name, value) for name, value in head.end_to_end_headers(keep) if name.lower() not in ("host", "expect")
-        ]
+        fields = [(key, value) for key, value in head.end_to_end_headers(keep) if key.lower() not in ("host", "expect")]
         upstream = await self._upstream_for(endpoint)
-        upstream.writer.write(encode_head(f"{method} {path} HTTP/1.1", [("Host", host), *headers]))
+        upstream.writer.write(encode_head(f"{method} {path} HTTP/1.1", [("Host", host), *fields]))
         if not length:
             return await self._relay_response(method, upstream, upgrade)
         sending = asyncio.ensure_future(self._relay(self._reader, upstream.writer, length))
@@ -253,8 +245,7 @@ class ProxyConnection:
             self._writer.write_eof()
         except OSError:
             return  # the browser has closed the connection
-        # Closing with unread bytes resets the connection, and the browser would lose the page.
-        try:
+        try:  # closing with unread bytes resets the connection, and the browser would lose the page
             async with asyncio.timeout(LINGER_SECONDS):
                 while await self._reader.read(BUFFER_BYTES):
                     pass

@@ -61,10 +61,7 @@ class ActionExecutor:
         }  # fmt: skip
 
     async def execute(self, action: Action, marks: Marks | None) -> None:
-        """Execute an action; `marks` are the elements of the observation that it refers to.
-
-        Raises ValueError if a required argument is missing, PlaywrightError if the page is lost.
-        """
+        """Execute an action on observed `marks`. Raises ValueError (missing argument), PlaywrightError (page lost)."""
         if action.kind not in self._enabled:
             self._messages.add(f"{action.kind} is not enabled (browser.actions)")
             return
@@ -139,22 +136,20 @@ class ActionExecutor:
         if action.text is None:
             raise ValueError(f"{action} lacks what its kind needs")
         x, y = await self._required_point(action)
-        opened = None
+        fresh = None
         try:
             if self._marks is not None and action.element_id is not None:
                 tree: RendererTree = self._marks.renderer_tree
                 node: DOMNode | None = self._marks.node(action.element_id)
             else:
-                tree = opened = await RendererTree.open(
-                    self._tabs.active, (self._settings.width, self._settings.height)
-                )
+                tree = fresh = await RendererTree.open(self._tabs.active, (self._settings.width, self._settings.height))
                 node = await tree.hit_test(x, y)
             problem = await tree.call_function(node, _SELECT, action.text) if node else "this is no list of options"
         except PlaywrightError as error:
             problem = shorten(error.message, MAX_URL)
         finally:
-            if opened is not None:
-                await opened.close()
+            if fresh is not None:
+                await fresh.close()
         if problem:
             self._messages.add(f'"{shorten(action.text, 80)}" was not selected: {problem}')
 

@@ -17,12 +17,8 @@ from playwright.async_api import Error as PlaywrightError
 from megatron_webrl.browser.page.dom_snapshot import DOMSnapshot
 from megatron_webrl.browser.page.tab import Tab, open_isolated_world, script_result
 
-MAX_FRAMES = 30
-"""Frames that are inspected; a page with more is full of advertisements."""
-
-MAX_NODES = 60_000
-"""Larger documents are not inspected: that would take seconds of CPU time at each step."""
-
+MAX_FRAMES = 30  # inspected; a page with more is full of advertisements
+MAX_NODES = 60_000  # larger documents are not inspected: that would take seconds of CPU time at each step
 MIN_SIDE = 2.0  # pixels; smaller elements cannot be hit
 Box = tuple[float, float, float, float]  # x, y, width, height in pixels of the viewport
 Point = tuple[float, float]
@@ -58,10 +54,7 @@ class RendererView:
         self.snapshot = DOMSnapshot({"strings": [], "documents": [_EMPTY]})
 
     async def refresh(self) -> None:
-        """Capture the current documents.
-
-        Raises PlaywrightError if the renderer or its frame element is gone, PageTooLarge.
-        """
+        """Capture the documents. Raises PageTooLarge, PlaywrightError if the renderer or its frame element is gone."""
         await self._check_size()
         tree, captured = await asyncio.gather(
             self.cdp.send("Page.getFrameTree"), self.cdp.send("DOMSnapshot.captureSnapshot", {"computedStyles": []})
@@ -118,10 +111,7 @@ class RendererTree:
 
     @classmethod
     async def open(cls, tab: Tab, size: tuple[int, int]) -> RendererTree:
-        """Capture all views of a tab; `size` is its viewport in pixels.
-
-        Raises PlaywrightError if the document is being replaced, PageTooLarge.
-        """
+        """Capture all views; `size`: viewport in pixels. Raises PageTooLarge, PlaywrightError (document replaced)."""
         tree = cls(tab, size)
         await tree.main.refresh()
         frames = tab.page.frames[1 : MAX_FRAMES + 1]
@@ -198,10 +188,7 @@ class RendererTree:
         return location[1]
 
     async def call_function(self, node: DOMNode, function: str, *arguments: Any) -> Any:
-        """Call a JavaScript function with the element as `this`, isolated from the page's scripts; returns its result.
-
-        Raises PlaywrightError.
-        """
+        """Call a JavaScript function with the element as `this`, isolated from page scripts. Raises PlaywrightError."""
         cdp = node.view.cdp
         world = await open_isolated_world(cdp, node.frame_id)
         target = {"backendNodeId": node.backend_node_id, "executionContextId": world}

@@ -23,11 +23,8 @@ from megatron_webrl.browser.page.tab import Tab
 from megatron_webrl.types import Element
 
 MAX_NAME = 80  # characters of a name, value or option
-MAX_TREE_NODES = 20_000
-"""Elements of a larger document are found by markup: reading its accessibility tree takes seconds."""
-
-CANDIDATES_PER_MARK = 4
-"""Candidates examined per available number; the rest of a huge page is skipped."""
+MAX_TREE_NODES = 20_000  # larger documents are searched by markup: reading the accessibility tree takes seconds
+CANDIDATES_PER_MARK = 4  # examined per available number; the rest of a huge page is skipped
 
 INTERACTIVE_ROLES = frozenset({
     "button", "popupbutton", "togglebutton", "link", "tab", "treeitem", "disclosuretriangle",
@@ -35,11 +32,8 @@ INTERACTIVE_ROLES = frozenset({
     "textbox", "searchbox", "combobox", "listbox", "option", "menulistpopup", "colorwell", "date", "datetime",
     "inputtime", "menuitem", "menuitemcheckbox", "menuitemradio",
 })  # fmt: skip
-"""Roles of elements that can be acted on."""
-
 _NEVER = frozenset({"rootwebarea", "iframe", "iframepresentational", "inlinetextbox", "linebreak"})
-_LARGE = 0.5
-"""An element without an interactive role that covers more of the viewport is taken for a container."""
+_LARGE = 0.5  # an element without an interactive role that covers more of the viewport is taken for a container
 
 # Property of the accessibility tree -> text for its values; other values are not shown.
 _STATES: dict[str, dict[Any, str]] = {
@@ -101,12 +95,8 @@ async def find_marks(tab: Tab, size: tuple[int, int], limit: int) -> Marks:
         by_view = await asyncio.gather(*(_view_candidates(view) for view in tree.views))
         candidates = [candidate for view in by_view for candidate in view if tree.may_be_visible(candidate.node)]
         candidates = candidates[: limit * CANDIDATES_PER_MARK]
-        locations = await asyncio.gather(*(tree.locate(candidate.node) for candidate in candidates))
-        visible = [
-            (candidate, location[0])
-            for candidate, location in zip(candidates, locations, strict=True)
-            if location is not None
-        ]
+        hits = await asyncio.gather(*(tree.locate(candidate.node) for candidate in candidates))
+        visible = [(candidate, hit[0]) for candidate, hit in zip(candidates, hits, strict=True) if hit is not None]
         marked = list(enumerate(_without_containers(visible, size)[:limit], 1))
     except BaseException:
         await tree.close()

@@ -21,12 +21,8 @@ from megatron_webrl.browser.page.tabs import Tabs
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.types import Observation, StepSeconds, Task, TaskSite
 
-MARK_ATTEMPTS = 3
-"""A page replaced this often while its elements are listed is shown without numbers."""
-
-OBSERVE_ATTEMPTS = 10
-"""A page replaced this often while it is observed cannot be observed."""
-
+MARK_ATTEMPTS = 3  # a page replaced this often while its elements are listed is shown without numbers
+OBSERVE_ATTEMPTS = 10  # a page replaced this often while it is observed cannot be observed
 T = TypeVar("T")
 
 
@@ -52,17 +48,15 @@ class PageObserver:
         if self._settings.marks:
             settled = await self._mark(settled, until)
         tab = self._tabs.active
-        screenshot, (reward, done) = await asyncio.gather(
+        image, (reward, done) = await asyncio.gather(
             retry_if_replaced(lambda: self._capture(tab)), retry_if_replaced(lambda: site.result(tab.page, task))
         )
-        before, self._digest = self._digest, ScreenshotDigest(screenshot)
+        before, self._digest = self._digest, ScreenshotDigest(image)
         changed = before is not None and await asyncio.to_thread(self._digest.differs, before)
         elements = self.marks.elements if self.marks else None
         if elements is not None:
             settings = self._settings
-            screenshot = await asyncio.to_thread(
-                draw_marks, screenshot, elements, settings.screenshot, settings.quality
-            )
+            image = await asyncio.to_thread(draw_marks, image, elements, settings.screenshot, settings.quality)
         tabs = await self._tabs.list_tabs(settled.title, settled.url)
         if settled.url.startswith("chrome-error:"):
             self._messages.add("the page cannot be reached")
@@ -72,7 +66,7 @@ class PageObserver:
             self._messages.add("the page is still loading")
         seconds = StepSeconds(seconds_acting, settled_at - started, time.monotonic() - settled_at)
         return Observation(
-            screenshot=screenshot, url=settled.url, title=settled.title, page_changed=changed,
+            screenshot=image, url=settled.url, title=settled.title, page_changed=changed,
             instruction=instruction, error=self._messages.pop_text(), reward=reward, done=done, elements=elements,
             tabs=tabs, scroll=settled.scroll, seconds=seconds,
         )  # fmt: skip
@@ -113,8 +107,7 @@ class PageObserver:
             self.marks = None
 
     async def _capture(self, tab: Tab) -> bytes:
-        # Numbers are drawn on a lossless capture.
-        encoding = "png" if self._settings.marks else self._settings.screenshot
+        encoding = "png" if self._settings.marks else self._settings.screenshot  # numbers need a lossless capture
         options: dict[str, Any] = {"format": encoding, "optimizeForSpeed": True}
         if encoding != "png":
             options["quality"] = self._settings.quality

@@ -1,7 +1,4 @@
-"""Compare the pixels of screenshots and draw numbers on them.
-
-Numbers are drawn after the capture, not in the page: a page can neither detect nor move nor hide them.
-"""
+"""Compare screenshots by pixels and draw numbers on them, not in the page, which could detect, move or hide them."""
 
 from __future__ import annotations
 
@@ -52,10 +49,7 @@ def _digest(image: Image.Image) -> bytes:
 
 
 def draw_marks(screenshot: bytes, elements: Sequence[Element], encoding: str, quality: int) -> bytes:
-    """The screenshot with a numbered box around each element, as "png", "jpeg" or "webp".
-
-    Raises OSError for bytes that are not an image.
-    """
+    """The screenshot with a numbered box around each element, as "png", "jpeg" or "webp". Raises OSError (no image)."""
     with Image.open(io.BytesIO(screenshot)) as opened:
         image = opened.convert("RGB")
     draw = ImageDraw.Draw(image)

@@ -12,9 +12,7 @@ from playwright.async_api import Error as PlaywrightError
 
 from megatron_webrl.browser.page.step_messages import StepMessages, shorten
 
-MAX_DIALOGS = 20
-"""After this many dialogs in one step the running script is terminated and the page's dialog functions removed."""
-
+MAX_DIALOGS = 20  # in one step; then the running script is terminated and the page's dialog functions are removed
 DIALOG_SECONDS = 10.0  # to answer a dialog, or to remove the dialog functions
 MAX_TEXT = 100  # characters of a dialog's text
 _REMOVE_DIALOGS = (

@@ -11,10 +11,7 @@ from megatron_webrl.browser.page.tabs import Tabs
 
 
 async def terminate_endless_scripts(tabs: Tabs, messages: StepMessages, seconds: float) -> None:
-    """Ping the active tab every `seconds`; terminate its script if it does not answer within `seconds`.
-
-    Runs until cancelled. A page that is busy with something other than a script is pinged again.
-    """
+    """Ping the active tab every `seconds` until cancelled; terminate its script if it does not answer in `seconds`."""
     while True:
         await asyncio.sleep(seconds)
         cdp = tabs.active.cdp

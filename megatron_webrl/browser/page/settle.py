@@ -8,18 +8,10 @@ from dataclasses import dataclass
 from megatron_webrl.browser.page.tab import DocumentReplaced, Tab
 from megatron_webrl.types import Scroll
 
-QUIET_LIMIT_MS = 1000
-"""Limit for a page that never stops changing, such as an endless animation."""
-
-READY_LIMIT_MS = 10_000
-"""Limit for a document to load; for one whose loading was aborted it is QUIET_LIMIT_MS."""
-
-NETWORK_IDLE_SECONDS = 3.0
-"""Limit for all pending requests together, once nothing else changes."""
-
-SETTLE_SECONDS = 15.0
-"""Limit for a page that is replaced over and over."""
-
+QUIET_LIMIT_MS = 1000  # for a page that never stops changing, such as an endless animation
+READY_LIMIT_MS = 10_000  # for a document to load; for one whose loading was aborted it is QUIET_LIMIT_MS
+NETWORK_IDLE_SECONDS = 3.0  # limit for all pending requests together, once nothing else changes
+SETTLE_SECONDS = 15.0  # limit for a page that is replaced over and over
 MAX_TITLE = 2000  # characters
 MAX_URL = 4000
 
@@ -95,8 +87,7 @@ class SettledPage:
 async def wait_until_idle(tab: Tab, until: float | None = None) -> SettledPage:
     """Wait until nothing loads and nothing changes, each within its limit. Raises PlaywrightError.
 
-    `until`: deadline on the event loop's clock for a page that is replaced over and over; None: SETTLE_SECONDS from
-    now.
+    `until`: deadline on the event loop's clock for a page replaced over and over; None: SETTLE_SECONDS from now.
     """
     clock = asyncio.get_running_loop().time
     limit, network_seconds = clock() + SETTLE_SECONDS if until is None else until, NETWORK_IDLE_SECONDS

@@ -10,7 +10,6 @@ from playwright.async_api import CDPSession, Page, Request
 from playwright.async_api import Error as PlaywrightError
 
 ISOLATED_WORLD_NAME = "webrl"
-
 AWAITED_RESOURCE_TYPES = frozenset({"document", "stylesheet", "script", "fetch", "xhr", "image", "font"})
 """Requests whose responses change what the page shows; sockets and event sources never end."""
 
@@ -57,11 +56,7 @@ class Tab:
 
     @classmethod
     async def open(cls, page: Page, on_navigation: Callable[[str], None], on_window: Callable[[], None]) -> Tab:
-        """Subscribe to the events of `page`. Raises PlaywrightError.
-
-        `on_navigation` gets the URL of each navigation that the page requests; `on_window` is called for each window
-        that it opens.
-        """
+        """Subscribe to `page`: URLs of the navigations it requests, windows it opens. Raises PlaywrightError."""
         cdp = await page.context.new_cdp_session(page)
         tab = cls(page, cdp)
         cdp.on("Page.frameStartedLoading", tab._started_loading)
@@ -73,10 +68,7 @@ class Tab:
         return tab
 
     async def evaluate(self, function: str) -> Any:
-        """Call a JavaScript function in the main document, isolated from the page's scripts; returns its result.
-
-        Raises DocumentReplaced if the document is replaced during the call, PlaywrightError for other failures.
-        """
+        """Call a JavaScript function in an isolated world of the document. Raises DocumentReplaced, PlaywrightError."""
         try:
             world = await open_isolated_world(self.cdp, self.main_frame)
             response = await self.cdp.send(
