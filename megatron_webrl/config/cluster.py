@@ -33,10 +33,7 @@ class ClusterConfig:
         [], "Network card nearest to each GPU, such as [mlx5_0, mlx5_1]; empty: the libraries choose."
     )
     base_port: int = setting(
-        29500,
-        "First port: the control plane's, followed by one for each process of a node.",
-        low=1,
-        high=65535,
+        29500, "First port: the control plane's, followed by one for each process of a node.", low=1, high=65535
     )
 
     @property

@@ -34,9 +34,7 @@ class LossConfig:
         3.0, "Bound of the surrogate as a multiple of a negative advantage; above 1, or 0 for none.", low=0
     )
     kl_coefficient: float = setting(
-        0.0,
-        "Weight of the KL divergence from the policy at the start of RL; 0: none, and no reference is kept.",
-        low=0,
+        0.0, "Weight of the KL divergence from the policy at the start of RL; 0: none, and no reference is kept.", low=0
     )
     raft_versions: int = setting(0, "Number of earlier versions whose successes are imitated again (raft).", low=0)
     shuffle_advantages: bool = setting(

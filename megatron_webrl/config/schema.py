@@ -1,7 +1,4 @@
-"""The typed configuration: every setting with its meaning, default and limits; one module for each section.
-
-`docs/configuration.md` is generated from here.
-"""
+"""The typed configuration: every setting, its meaning and limits; docs/configuration.md is generated from here."""
 
 from __future__ import annotations
 
@@ -101,8 +98,6 @@ class TrackingConfig:
 
 @dataclass
 class Config:
-    """One run, whole."""
-
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -117,7 +112,6 @@ class Config:
 
     @property
     def run_folder(self) -> Path:
-        """Folder of this run's files."""
         return Path(self.run.directory) / self.run.name
 
     @property
@@ -144,7 +138,6 @@ class Config:
 
     @property
     def worker_names(self) -> tuple[str, ...]:
-        """Names of the rollout workers."""
         return tuple(f"rollout-{worker}" for worker in range(self.rollout.engines))
 
     @property
@@ -159,7 +152,6 @@ class Config:
 
     @property
     def ranks_per_engine(self) -> int:
-        """Processes of one engine."""
         return self.rollout.tensor_parallel * self.rollout.pipeline_parallel
 
     @property
@@ -169,7 +161,6 @@ class Config:
 
     @property
     def trainer_world_size(self) -> int:
-        """Processes of the trainer role."""
         trainer = self.trainer
         replica = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.context_parallel
         return replica * trainer.data_parallel

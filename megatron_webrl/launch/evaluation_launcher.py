@@ -1,7 +1,4 @@
-"""`webrl eval`: success rate of a checkpoint on held-out tasks, with engines and browsers on this machine.
-
-The local launcher runs ordinary rollout workers; this module submits the evaluation request in the trainer's place.
-"""
+"""`webrl eval`: success rate of a checkpoint on held-out tasks, with engines and browsers on this machine."""
 
 from __future__ import annotations
 
@@ -66,10 +63,7 @@ class EvaluatedCheckpoint:
 
 
 def evaluation_config(checkpoint: EvaluatedCheckpoint, arguments: Sequence[str]) -> Config:
-    """The configuration of an evaluation. `arguments`: a file (default: the run's own), then overrides.
-
-    "-evaluation" is appended to the run's name, so that it gets its own folder. Raises ConfigError.
-    """
+    """Parse `arguments`: a file (default: the run's own), then overrides; it has its own folder. Raises ConfigError."""
     file = Path(arguments[0]) if arguments and "=" not in arguments[0] else None
     overrides = list(arguments if file is None else arguments[1:])
     config = parse_config(file or checkpoint.run_config_path, overrides)
@@ -85,8 +79,7 @@ def evaluation_config(checkpoint: EvaluatedCheckpoint, arguments: Sequence[str])
 def run_evaluation(checkpoint: EvaluatedCheckpoint, config: Config, console: Console, file: Path | None) -> int:
     """Evaluate, print a table, write JSON to `file` and metrics to MLflow; returns the exit code.
 
-    0: done; 1: failed; 130: interrupted. Raises ConfigError for a file that cannot be written and for incomplete
-    weights.
+    0: done; 1: failed; 130: interrupted. Raises ConfigError for an unwritable file and for incomplete weights.
     """
     if file is not None and not file.absolute().parent.is_dir():
         raise ConfigError(f"--json={file}: {file.absolute().parent} is not a folder")

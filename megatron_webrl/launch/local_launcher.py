@@ -1,9 +1,8 @@
 """Runs a job on one machine: the control plane, the rollout workers and the trainer ranks.
 
-The launcher supervises its roles. It restarts a rollout worker that fails or hangs, at most run.max_worker_restarts
-times, and all trainer ranks together, from the newest checkpoint (launch/trainer_restart.py). The failure of any other
-role ends the job with an error that names the role. No process outlives the job: roles die with the launcher, it
-inherits and kills their orphans, and the next launch removes what survived a SIGKILL of the launcher.
+It restarts a rollout worker that fails or hangs, at most run.max_worker_restarts times, and all trainer ranks together
+(launch/trainer_restart.py). The failure of another role ends the job with an error that names it. No process outlives
+the job: roles die with the launcher, it kills their orphans, and the next launch removes what survived its SIGKILL.
 """
 
 from __future__ import annotations
@@ -47,8 +46,6 @@ CONTROL_PORT = 0  # any free one
 
 @dataclass
 class LocalLauncher:
-    """One job on this machine."""
-
     config: Config
     console: Console
     role_processes: list[RoleProcess] = field(default_factory=list)
@@ -223,7 +220,6 @@ class LocalLauncher:
         self.interrupts += 1 if number == signal.SIGINT else 2
 
     def _print_result(self, outcome: str) -> int:
-        """Print the result of the job; returns the exit code."""
         print_final_report(self.config.run_folder, self.console, table=True)
         return 0 if outcome == "finished" else 130 if outcome in ("stopped", "interrupted") else 1
 

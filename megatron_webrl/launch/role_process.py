@@ -1,8 +1,4 @@
-"""The processes of a job: how one is started, and the arguments and environment it gets from its supervisor.
-
-Two supervisors start them: the local launcher (one machine) and the node supervisor (a node of a cluster). Each polls
-`RoleProcess.failure_message` and restarts a rollout worker with `restart_worker`.
-"""
+"""How the local launcher and the node supervisor start, check and restart the processes of a job."""
 
 from __future__ import annotations
 
@@ -39,8 +35,6 @@ class RoleStartError(RuntimeError):
 
 @dataclass
 class RoleProcess:
-    """One process of the job."""
-
     name: str
     command: list[str]
     environment: dict[str, str]
@@ -75,8 +69,7 @@ class RoleProcess:
 def restart_worker(role: RoleProcess, config: Config, control: ControlClient, failure: str) -> str | None:
     """Restart a rollout worker or an engine follower; returns a message for the user.
 
-    None, without a restart, for another role, after run.max_worker_restarts restarts, and for a worker that exited by
-    itself before it had served: it would do so again.
+    None: another role, no restarts left, or a worker that exited by itself before it had served: it would again.
     """
     worker = worker_name_of(role.name)
     if worker not in config.worker_names or role.restart_count >= config.run.max_worker_restarts:

@@ -7,10 +7,7 @@ from megatron_webrl.config.setting import ConfigError
 
 
 def check_tasks_and_browser(config: Config, *, require_browser: bool = True) -> None:
-    """Check that the tasks and the browser exist, before anything starts. Raises ConfigError.
-
-    With `require_browser=False` the browser is not looked for: it runs on another machine.
-    """
+    """Check that the tasks exist, and the browser unless it runs on another machine. Raises ConfigError."""
     from megatron_webrl.browser.chromium import find_chromium
     from megatron_webrl.browser.errors import BrowserMissing
     from megatron_webrl.rollout.demonstrations import check_scripted_policies

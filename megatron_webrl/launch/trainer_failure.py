@@ -1,10 +1,8 @@
 """The failure of a trainer attempt, agreed on by every machine of a job through the control plane.
 
-When one trainer rank fails, all ranks are killed on every machine and start again from the newest checkpoint as the
-next attempt; attempts of a job count from 0. The machine that sees a rank fail records the failure of the attempt; the
-first record wins. A checkpoint completed by an attempt resets the number of consecutive failures.
-
-    trainer/failure/<attempt>   a TrainerFailure as JSON
+When one rank fails, all ranks on every machine are killed and start again from the newest checkpoint as the next
+attempt, counted from 0. The machine that sees a rank fail stores a TrainerFailure as JSON in trainer/failure/<attempt>;
+the first record wins. A checkpoint completed by an attempt resets the number of consecutive failures.
 """
 
 from __future__ import annotations
@@ -57,10 +55,7 @@ def record_failure(
     reason: str,
     log: Path | None = None,
 ) -> TrainerFailure:
-    """Record that a rank of the attempt failed, unless a failure is recorded already; returns the recorded one.
-
-    `journal`: the caller's event log, which gets one event if the caller was the first.
-    """
+    """Record the failure of an attempt and add it to `journal`, unless one is recorded; returns the recorded one."""
     newest = find_latest_checkpoint(config.run_folder)
     checkpoint = newest.name if newest else ""
     previous = failure_of_attempt(control, attempt - 1)

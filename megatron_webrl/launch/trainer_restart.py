@@ -1,8 +1,4 @@
-"""Restarts the trainer ranks of this machine, together with the ranks of every other machine, after one has failed.
-
-The local launcher (one machine) and each node supervisor (a cluster) own one `TrainerRestarter`.
-`launch/trainer_failure.py` holds what they agree on through the control plane.
-"""
+"""Restarts this machine's trainer ranks after one failed on any, as agreed through launch/trainer_failure.py."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ BAD_INPUT_EXIT_CODE = 2  # of a role that refuses its input: a restart would end
 
 
 class TrainerRestarter:
-    """Restarts all trainer ranks of one machine as a unit."""
+    """Restarts all trainer ranks of one machine as a unit; the local launcher and each node supervisor own one."""
 
     def __init__(self, config: Config, control: ControlClient, journal: EventLog, roles: Sequence[RoleProcess]) -> None:
         """`journal`: the machine's event log; `roles`: all its processes, of which only trainer ranks are touched."""
@@ -76,7 +72,6 @@ class TrainerRestarter:
 
 
 def is_trainer_rank(role: RoleProcess) -> bool:
-    """Whether a process is a trainer rank."""
     return role.name.startswith("trainer-")
 
 

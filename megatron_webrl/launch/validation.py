@@ -61,8 +61,7 @@ def check_config(config: Config) -> None:
 
 def _check_hang(config: Config) -> None:
     """Check that run.hang_timeout_seconds exceeds every wait in which a role makes no progress."""
-    # Forming a link and comparing plans have weights.timeout_seconds each.
-    joining = 2 * config.weights.timeout_seconds + 60
+    joining = 2 * config.weights.timeout_seconds + 60  # one timeout to form a link, one to compare plans
     for name, seconds in (
         ("run.startup_timeout_seconds", config.run.startup_timeout_seconds),
         ("twice weights.timeout_seconds, and 60", joining),

@@ -1,13 +1,12 @@
 """Finds roles that hang, dumps the stacks of every role, and kills the hung ones.
 
-`HangDetector` polls the control plane; it runs in the local launcher, or on the first node of a cluster job. It writes
-a `KillRequest` to a file in the run's folder, so that the other machines need no connection to the control plane.
-`StackDumper` runs on each machine and carries the request out: every role writes its stacks to its log, then the
-requested roles that still hang are killed. Their supervisor restarts them like any role that died.
+`HangDetector` polls the control plane, in the local launcher or on the first node of a cluster job, and writes a
+`KillRequest` to a file, so that other machines need no connection. `StackDumper`, on each machine, has every role write
+its stacks to its log and kills the requested roles that still hang. Their supervisor restarts them.
 
 A rollout worker hangs if it sends no heartbeat for run.heartbeat_timeout_seconds, or makes no progress for
-run.hang_timeout_seconds. Trainer ranks wait for each other, so a hang of one stops them all: they hang once no rank has
-made progress for run.hang_timeout_seconds, and the rank that stopped first is killed.
+run.hang_timeout_seconds. Trainer ranks wait for each other: they hang once none has made progress for that long, and
+the rank that stopped first is killed.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ def request_stack_dump(folder: Path, reason: str, targets: Mapping[str, Liveness
 
 
 def latest_request(folder: Path) -> KillRequest | None:
-    """The newest request of a run."""
     path = folder / REQUEST_FILE
     if not path.is_file():
         return None
@@ -66,7 +64,6 @@ class HangDetector:
     """Finds roles that hang. Used by one thread, which calls `poll` repeatedly."""
 
     def __init__(self, config: Config, control: ControlClient) -> None:
-        """`control`: a connection of this process."""
         self.config, self.control = config, control
         self._workers = rollout_process_names(config)  # engine followers included
         self._ranks = [f"trainer-{rank}" for rank in range(config.trainer_world_size)]
@@ -192,7 +189,6 @@ class Watchdog:
     def __init__(
         self, config: Config, control: ControlClient, journal: EventLog, report: Callable[[str], None]
     ) -> None:
-        """See HangDetector and StackDumper."""
         self._control, self._detector, self._report = control, HangDetector(config, control), report
         self._dumper = StackDumper(journal, report)
 

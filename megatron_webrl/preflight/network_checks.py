@@ -1,8 +1,7 @@
 """Checks that all nodes of a job do together: clocks, links between neighbours, an all-reduce.
 
-The first node hosts a store, at which all nodes meet. Nodes that have passed so far are the members of a stage. Each
-member does an all-reduce with the next one and with the previous one: a node that fails with both is at fault. Then all
-members do one all-reduce.
+The nodes meet at a store on the first one. Members of a stage are those that have passed so far. Each does an
+all-reduce with the next and with the previous one: a node that fails with both is at fault. Then all members do one.
 """
 
 from __future__ import annotations
@@ -20,14 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import (
-    DistNetworkError,
-    DistStoreError,
-    PrefixStore,
-    ProcessGroupGloo,
-    Store,
-    TCPStore,
-)
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from megatron_webrl.preflight.local_checks import CheckFailed
 from megatron_webrl.system.text import first_line
@@ -101,11 +93,7 @@ class NetworkCheckGroup:
             self.store.set(f"done/{self.node_index}", "1")  # must be last: node 0 may exit after it
             return
         deadline = time.monotonic() + 4 * GROUP_SECONDS
-        keys = [
-            f"done/{number}"
-            for number in range(1, len(self.node_names))
-            if self.store.check([f"{LOCAL_STAGE}/{number}"])
-        ]
+        keys = [f"done/{i}" for i in range(1, len(self.node_names)) if self.store.check([f"{LOCAL_STAGE}/{i}"])]
         while keys and not self.store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.05)
 
@@ -169,10 +157,7 @@ def measure_all_reduce(
     seconds: float = GROUP_SECONDS,
     size: int = MESSAGE_BYTES,
 ) -> float:
-    """All-reduce `size` bytes among the members as rank `rank`; returns GiB/s (each way, of one member).
-
-    The best of REPEATS runs. Raises CheckFailed naming the other members.
-    """
+    """Best GiB/s, each way, of REPEATS all-reduces of `size` bytes. Raises CheckFailed naming the other members."""
     others = ", ".join(name for number, name in enumerate(members) if number != rank)
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     values = torch.ones(size // 4, device=device)
@@ -196,10 +181,7 @@ def measure_all_reduce(
 def check_links(
     store: Store, members: Sequence[str], rank: int, cuda: bool, minimum: float, seconds: float = GROUP_SECONDS
 ) -> dict[str, float]:
-    """GiB/s with each neighbour. Raises CheckFailed if every link failed or is slower than `minimum` GiB/s.
-
-    If the link between only two nodes is bad, node 0 passes.
-    """
+    """GiB/s with each neighbour. Raises CheckFailed if all fail or are below `minimum`; of only two nodes, 0 passes."""
     speeds: dict[str, float] = {}
     failed: dict[str, str] = {}
     for number, pairs in enumerate(pair_rounds(len(members))):
@@ -209,8 +191,7 @@ def check_links(
             other = members[pair[1 - pair.index(rank)]]
             pair_store = PrefixStore(f"link/{number}/{pair[0]}", store)
             try:
-                # The neighbour may have waited for a bad node in each earlier round.
-                limit = seconds * (number + 1)
+                limit = seconds * (number + 1)  # the neighbour may have waited for a bad node in each earlier round
                 names = [members[member] for member in pair]
                 speed = measure_all_reduce(pair_store, names, pair.index(rank), cuda, limit)
                 speeds[other] = speed

@@ -22,8 +22,6 @@ from megatron_webrl.system import torchvision_shim
 
 @dataclass
 class NodeCheck:
-    """The check of one node."""
-
     config: Config
     node_name: str
     nodes: Sequence[str]  # of the job; the first hosts the store of the network check
@@ -104,9 +102,7 @@ def run_node_check(config: Config, nodes: Sequence[str], address: str, minimum: 
     """Check this node and print the result. Returns 0 for a bad node, too: `webrl node choose` excludes it."""
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     report = NodeCheck(config, name, nodes, address, minimum).run()
-    speeds = ", ".join(
-        f"{what.split(',')[0]} {value:g} GiB/s" for what, value in report.measurements.items() if "GiB" in what
-    )
+    speeds = ", ".join(f"{key.split(',')[0]} {gib:g} GiB/s" for key, gib in report.measurements.items() if "GiB" in key)
     if report.failure_reason:
         result = f"failed the check: {report.failure_reason}"
     else:

@@ -12,8 +12,6 @@ from megatron_webrl.config.schema import Config
 
 @dataclass
 class NodeReport:
-    """Result of the checks of one node."""
-
     node: str
     failed_checks: dict[str, str] = field(default_factory=dict)  # reason by check
     measurements: dict[str, float] = field(default_factory=dict)  # by name and unit, such as "clock, seconds"
@@ -25,7 +23,6 @@ class NodeReport:
 
 
 def report_folder(config: Config) -> Path:
-    """Folder of the reports of a run."""
     return config.run_folder / "nodes"
 
 

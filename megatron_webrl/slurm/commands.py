@@ -17,7 +17,6 @@ from megatron_webrl.config.setting import ConfigError
 if TYPE_CHECKING:
     from megatron_webrl.cluster.placement import RoleName
 
-
 TOO_FEW_NODES_EXIT_CODE = 76  # of `choose`: too few nodes passed the check
 
 
@@ -178,8 +177,7 @@ def _stop(options: argparse.Namespace) -> int:
     from megatron_webrl.types import PREEMPTED, STOPPED
 
     config = parse_config(options.config)
-    # Slurm may pre-empt a job that is only starting.
-    seconds = config.run.startup_timeout_seconds if options.preempted else 1.0
+    seconds = config.run.startup_timeout_seconds if options.preempted else 1.0  # may be pre-empted while starting
     address = wait_for_control_address(control_address_path(config), seconds)
     control = ControlClient(*address, "stop", config.run.heartbeat_timeout_seconds, connect_seconds=10.0)
     if options.failed:
@@ -190,10 +188,7 @@ def _stop(options: argparse.Namespace) -> int:
 
 
 def node_number(option: int | None, config: Config, environment: Mapping[str, str]) -> int:
-    """The number of this node: the --node option, else SLURM_NODEID of a step on cluster.nodes nodes.
-
-    Raises ConfigError.
-    """
+    """The number of this node: --node, else SLURM_NODEID of a step on cluster.nodes nodes. Raises ConfigError."""
     nodes = config.cluster.nodes
     if option is None:
         step_nodes = environment.get("SLURM_STEP_NUM_NODES")

@@ -28,8 +28,6 @@ PREEMPTED_EXIT_CODE = 75  # asks launch/slurm/common.sh to requeue the job
 
 
 class ControlHost:
-    """The control plane of one job, from its start to the end of the job."""
-
     def __init__(self, config: Config, host: str) -> None:
         """`host`: address of this node, as the other nodes reach it."""
         self.config, self.host = config, host

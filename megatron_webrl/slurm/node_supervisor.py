@@ -1,9 +1,8 @@
 """Runs the processes of one role on one node: starts them as placed, supervises them, and ends them together.
 
-A failed process ends the job with an error that names it, after restarts: of a rollout worker by itself, at most
-run.max_worker_restarts times, of the trainer ranks together with those of all other nodes (launch/trainer_restart.py).
-The processes die with the supervisor. torch, which takes seconds to import, is imported only after a failure and where
-failures on other nodes must be polled.
+A failed process ends the job with an error that names it, once its restarts are used up: of a rollout worker alone, of
+the trainer ranks with those of all nodes (launch/trainer_restart.py). The processes die with the supervisor. torch,
+slow to import, is imported only after a failure and where failures on other nodes must be polled.
 """
 
 from __future__ import annotations
@@ -43,8 +42,6 @@ POLL_SECONDS = 0.1
 
 @dataclass
 class NodeSupervisor:
-    """The processes of one role on one node."""
-
     config: Config
     role: RoleName
     node: int
@@ -131,10 +128,7 @@ class NodeSupervisor:
         return 0
 
     def _handle_failure(self, role: RoleProcess, failure: str) -> bool:
-        """Restart a failed process or end the job; returns whether this node continues.
-
-        It continues after a restart, and when a worker fails after a clean end of the job.
-        """
+        """Restart a failed process or end the job; True after a restart, or if a worker failed after a clean end."""
         from megatron_webrl.control.control_plane import JobFailed
 
         try:

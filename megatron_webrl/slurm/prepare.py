@@ -42,8 +42,7 @@ def prepare_job(
 ) -> Path:
     """Make the run's folder with config.yaml, placement.json and folders for logs; returns the path of config.yaml.
 
-    `stubbed`: no role will run, so that neither the model nor its packages are checked. `environment`: with Slurm's
-    variables. Raises ConfigError before anything is made.
+    `stubbed`: no role will run, so model and packages are not checked. Raises ConfigError before anything is made.
     """
     config, placement = plan_job(path, overrides)
     if not stubbed:
@@ -105,10 +104,7 @@ class TooFewNodes(ConfigError):
 
 
 def choose_nodes(config: Config, allocated: Sequence[str], bad: dict[str, str]) -> list[str]:
-    """The first cluster.nodes of the allocated nodes that are not in `bad`, which has reasons by node.
-
-    Raises ConfigError if the job has too few nodes, TooFewNodes if too few of them are good.
-    """
+    """The first cluster.nodes `allocated` nodes not in `bad`; ConfigError: too few, TooFewNodes: too few good ones."""
     good = [node for node in allocated if node not in bad]
     if len(good) >= config.cluster.nodes:
         return good[: config.cluster.nodes]

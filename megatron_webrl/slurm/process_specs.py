@@ -19,8 +19,6 @@ DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process of a node, as it will be started."""
-
     name: str
     command: tuple[str, ...]
     environment: dict[str, str]  # added to the environment of the supervisor
@@ -42,10 +40,9 @@ def process_specs(
     inherited: Mapping[str, str],
     stub_command: str,
 ) -> list[ProcessSpec]:
-    """The processes of a role on a node.
+    """The processes of a role on a node. Raises ConfigError.
 
-    `address`: the control plane's HOST:PORT. `inherited`: environment of the supervisor. `stub_command`: a command that
-    replaces `webrl` in each process; empty: none. Raises ConfigError.
+    `address`: control plane's HOST:PORT; `inherited`: the supervisor's environment; `stub_command`: instead of `webrl`.
     """
     return [
         ProcessSpec(
@@ -61,7 +58,6 @@ def process_specs(
 
 
 def log_folder(config: Config, node: int) -> Path:
-    """Folder of the logs of a node's processes."""
     return config.run_folder / "logs" / f"node-{node}"
 
 
@@ -96,10 +92,7 @@ def _environment(
 
 
 def cuda_visible_devices(devices: Sequence[int], allocated: str, gpus: int) -> str:
-    """CUDA_VISIBLE_DEVICES for the GPUs with indices `devices` among the job's `allocated` ones; empty: all `gpus`.
-
-    Raises ConfigError if fewer than `gpus` are allocated.
-    """
+    """CUDA_VISIBLE_DEVICES of `devices` among the `allocated` GPUs; empty: all `gpus`. Raises ConfigError for fewer."""
     names = allocated.split(",") if allocated else [str(number) for number in range(gpus)]
     if len(names) < gpus:
         raise ConfigError(

@@ -1,7 +1,6 @@
 """Launches of a job that Slurm requeues: the checkpoint of each, how the previous one ended, and the limit on them.
 
-launches.jsonl in the run's folder has a line for each launch. After run.max_requeues requeues without a newer
-checkpoint the job fails: another requeue would not help.
+launches.jsonl has a line for each. A job fails after run.max_requeues requeues without a newer checkpoint.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ UNKNOWN_OUTCOME = "without a summary: it was killed, or a node was lost"
 
 @dataclass(frozen=True)
 class JobLaunch:
-    """One launch of a job by Slurm."""
-
     slurm_job_id: str  # a requeue keeps it
     restart_count: int  # 0 for the first launch
     checkpoint: str | None  # the newest complete checkpoint at launch, such as "version-000005"
@@ -47,21 +44,18 @@ def latest_checkpoint_name(folder: Path) -> str | None:
 
 
 def read_launches(folder: Path) -> list[JobLaunch]:
-    """The recorded launches of a run."""
     path = folder / LAUNCHES_FILE
     return [JobLaunch(**json.loads(line)) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 def write_launches(folder: Path, launches: Sequence[JobLaunch]) -> None:
-    """Store the launches of a run."""
     (folder / LAUNCHES_FILE).write_text("".join(json.dumps(asdict(launch)) + "\n" for launch in launches))
 
 
 def record_launch(config: Config, environment: Mapping[str, str]) -> list[JobLaunch]:
     """The launches of a run with the current one; outside Slurm only the recorded ones.
 
-    Raises ConfigError, and writes the failure to summary.json, if the job was requeued run.max_requeues times without a
-    newer checkpoint.
+    Raises ConfigError, and writes it to summary.json, after run.max_requeues requeues without a newer checkpoint.
     """
     folder = config.run_folder
     earlier = read_launches(folder)

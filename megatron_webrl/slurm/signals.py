@@ -1,7 +1,6 @@
 """Tells Slurm's notices, that the job will end soon, from signals that end a process at once.
 
-Notices are SIGUSR1 (sbatch --signal) and the SIGTERM that begins the grace period of a pre-emption. Every other SIGTERM
-or SIGINT ends the process: scancel, the time limit, the death of the parent.
+Notices: SIGUSR1 (sbatch --signal), the SIGTERM that begins a pre-emption's grace period. Others end the process.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ class SignalListener:
     _parent: int = field(default_factory=os.getppid)
 
     def listen(self) -> None:
-        """Install the handlers."""
         for number in (NOTICE_SIGNAL, *END_SIGNALS):
             signal.signal(number, self._handle)
 

@@ -1,7 +1,6 @@
 """Read-only queries of the control plane of a running job.
 
-A helper process (this module, run as a program) makes the queries: a stopped control plane accepts connections and does
-not answer, and a call that waits for it inside torch ends only with its process.
+A helper process (this module as a program) makes them: torch waits without end for a stopped control plane's answer.
 """
 
 from __future__ import annotations
@@ -55,8 +54,6 @@ class ControlAddress:
 
 @dataclass(frozen=True)
 class TicketCounts:
-    """State of the ticket counter."""
-
     claimed: int  # slots
     limit: int
     in_progress: int  # claimed and not closed
@@ -64,20 +61,17 @@ class TicketCounts:
 
 @dataclass(frozen=True)
 class ControlStatus:
-    """Snapshot of the control plane's state."""
-
     outcome: str | None = None  # None while the job runs
     job_id: str = ""
     accepts_tickets: bool = False  # whether workers may claim tickets
     stop_requested: bool = False
     tickets: TicketCounts | None = None
     status_lines: dict[str, str] = field(default_factory=dict)  # by role
-    heartbeat_ages: dict[str, float | None] = field(default_factory=dict)  # by role, seconds; None: unknown
+    heartbeat_ages: dict[str, float | None] = field(default_factory=dict)  # seconds by role, node clock; None: unknown
     instance_counts: dict[str, int] = field(default_factory=dict)  # by role
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> ControlStatus:
-        """From `asdict`."""
         tickets = content["tickets"]
         return cls(**{**content, "tickets": None if tickets is None else TicketCounts(**tickets)})
 
@@ -97,10 +91,7 @@ class ControlProbe:
     def query(
         self, address: ControlAddress, roles: Sequence[str], seconds: float = QUERY_SECONDS
     ) -> ControlStatus | str:
-        """The status of the job and of these roles, or the reason why it is unknown after `seconds`.
-
-        Heartbeats carry the time of their node, so their ages are as accurate as the clocks of the nodes.
-        """
+        """The status of the job and of these roles, or the reason why it is unknown after `seconds`."""
         if reason := _connection_error(address):
             return reason
         process = self._helper()
@@ -119,7 +110,6 @@ class ControlProbe:
         return content if isinstance(content, str) else ControlStatus.from_json(content)
 
     def close(self) -> None:
-        """End the helper process."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()

@@ -26,7 +26,6 @@ SHOWN_EVENTS = 8
 COLOURS = {"running": "green", "finished": "green", "failed": "bold red", "silent": "bold red", "interrupted": "yellow",
            "stopped": "yellow", "unknown": "red"}  # fmt: skip
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
-
 LabelledLine = tuple[str, str]
 
 
@@ -97,7 +96,6 @@ def roles_table(roles: Sequence[RoleState]) -> Table:
 
 
 def events_table(events: Sequence[ProcessEvent]) -> Table:
-    """Events, one row each."""
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0, collapse_padding=False)
     for name in ("time", "node", "process", "event"):
         table.add_column(name, overflow="fold", no_wrap=name == "time")
@@ -113,9 +111,7 @@ def events_table(events: Sequence[ProcessEvent]) -> Table:
 def notable_events(report: RunReport) -> list[ProcessEvent]:
     """Events of the last job but the starts of processes and, in a healthy run, the events of the job itself."""
     job = journal.events_of_last_job(report.events)
-    return [
-        event for event in job if event.event != journal.STARTED and (event.role != journal.JOB or not report.healthy)
-    ]
+    return [each for each in job if each.event != journal.STARTED and (each.role != journal.JOB or not report.healthy)]
 
 
 def _grid(report: RunReport, lines: Sequence[LabelledLine]) -> Table:

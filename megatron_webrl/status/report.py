@@ -23,14 +23,11 @@ from megatron_webrl.tracking.events import ProcessEvent
 from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES
 
-ACTIVITY_FILES = ("updates.jsonl", "episodes.jsonl", journal.FILE, "control.json", "config.yaml")
-"""Files whose modification counts as activity, as that of the logs does."""
+ACTIVITY_FILES = ("updates.jsonl", "episodes.jsonl", journal.FILE, "control.json", "config.yaml")  # and the logs
 
 
 @dataclass(frozen=True)
 class CheckpointStatus:
-    """The checkpoints of a run."""
-
     latest: str | None  # path of the newest complete one
     completed_at: float | None  # unix time of its completion
     failures: int  # in this job, up to the last update
@@ -39,8 +36,6 @@ class CheckpointStatus:
 
 @dataclass(frozen=True)
 class RingState:
-    """A ring on this machine."""
-
     node: int
     used_mib: float
     capacity_mib: float
@@ -77,7 +72,6 @@ class RunReport:
     paths: dict[str, str] = field(default_factory=dict)  # of logs, metrics and summary
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain values."""
         return dataclasses.asdict(self)
 
 
@@ -97,10 +91,7 @@ def find_run(run: str) -> Path:
 
 
 def build_report(folder: Path, probe: ControlProbe | None) -> RunReport:
-    """Read the files of a run and, with a probe, query its control plane unless the job has ended.
-
-    Raises ConfigError for a configuration that cannot be read.
-    """
+    """Read a run's files and, with a probe, query its control plane unless the job has ended. Raises ConfigError."""
     config = parse_config(folder / "config.yaml")
     config.run.directory = str(folder.parent)  # the stored path may be relative to another folder
     events = journal.read_events(folder)
@@ -212,8 +203,7 @@ def _split_outcome(outcome: str) -> tuple[str, str]:
 def _names(config: Config, job: Sequence[ProcessEvent]) -> list[tuple[str, int]]:
     """(role, node) of every process that was started or is placed.
 
-    Where processes of a role have started on a node, only those count; with one node this holds for all roles together,
-    as an evaluation has no trainer.
+    Where a role has started on a node, only started ones count; on one machine for all roles: no trainer if evaluating.
     """
     started = {event.role: event.node for event in job if event.role != journal.JOB and event.event == journal.STARTED}
     begun = {(node, _kind(role)) for role, node in started.items()}

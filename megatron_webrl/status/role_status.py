@@ -18,16 +18,12 @@ _LOGGED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} \S+ (?:INFO|WARNING|
 
 @dataclass(frozen=True)
 class ProcessRestart:
-    """One restart of a process."""
-
     time: float  # unix time, seconds
     reason: str
 
 
 @dataclass(frozen=True)
 class RoleState:
-    """One process."""
-
     name: str
     node: int
     host: str
@@ -49,8 +45,7 @@ def role_states(
 ) -> list[RoleState]:
     """The state of each process in `names`, given as (name, node).
 
-    job: events of the last job; live: the control plane's answer, if any; job_state: (state, reason) of the job. A
-    process is silent after `heartbeat_timeout_seconds` without a heartbeat.
+    `job`: events of the last job; `live`: the control plane's answer, if any; `job_state`: (state, reason) of the job.
     """
     by_role: dict[str, list[ProcessEvent]] = {}
     for event in job:
