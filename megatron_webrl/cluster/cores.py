@@ -23,11 +23,10 @@ class CoreRequest:
 def assign_cores(
     numa: Sequence[str], gpu_numa: Sequence[int], request: CoreRequest, ranks: int, engines: Sequence[int]
 ) -> tuple[Cores, ...]:
-    """Cores of each trainer rank, then of each worker.
+    """Cores of each trainer rank, then of each worker. Raises ConfigError.
 
     `numa`: core list of each NUMA node; empty: processes are not bound. `engines`: processes of each worker's engine.
-    A rank takes its request, from its own NUMA node first. The workers, whose browsers need most, share the other
-    cores equally, also from their own NUMA node first. Raises ConfigError.
+    A rank takes its request; the workers share the other cores equally; each from its own NUMA node first.
     """
     if not numa:
         return ((),) * (ranks + len(engines))

@@ -1,12 +1,9 @@
 """Estimate the GPU memory of each role from the configuration and the model's config.json.
 
-Parameters, gradients, optimiser state, engine weights and KV cache per token follow from shapes and are exact except
-for padding. Activations are counted from the tensors that the code of model/ saves for the backward pass; library
-buffers are a fixed reserve. The estimate was never compared with a GPU.
-
-Assumptions for a packed sequence of trainer.tokens_per_microbatch tokens: half of them belong to images, all different
-and spread evenly; the scored fraction is rollout.max_new_tokens / rollout.max_model_len; the busiest rank gets 1.5
-times the mean number of tokens for its experts.
+Parameters, gradients, optimiser state and KV cache follow from shapes, exact except for padding; activations from the
+tensors that model/ saves for the backward pass; library buffers are a fixed reserve. Never compared with a GPU.
+Assumptions for trainer.tokens_per_microbatch tokens: half belong to images, all different and spread evenly; the scored
+fraction is rollout.max_new_tokens / max_model_len; the busiest rank gets 1.5 times the mean tokens for its experts.
 """
 
 from __future__ import annotations
@@ -147,11 +144,9 @@ class _TrainerEstimate:
     def _parameters(self, stage: int) -> tuple[int, int, int]:
         """Parameters of a rank: dense, experts, and the frozen part of the dense ones."""
         trainer, counts = self.trainer, self.counts
-        layers = [counts.layers[layer] for layer in self._layers(stage)]
-        dense = sum(layer.sharded for layer in layers) // trainer.tensor_parallel + sum(
-            layer.replicated for layer in layers
-        )
-        experts = sum(layer.experts for layer in layers) // (trainer.expert_parallel * trainer.expert_tensor_parallel)
+        layers = [counts.layers[one] for one in self._layers(stage)]
+        dense = sum(one.sharded for one in layers) // trainer.tensor_parallel + sum(one.replicated for one in layers)
+        experts = sum(one.experts for one in layers) // (trainer.expert_parallel * trainer.expert_tensor_parallel)
         tower = counts.vision_sharded + counts.vision_replicated if stage == 0 else 0
         embedding = -(-counts.vocab_size // trainer.tensor_parallel) * counts.hidden_size
         dense += tower + (embedding if stage == 0 else 0)

@@ -37,10 +37,7 @@ def check_parallel_layout(config: Config, description: dict[str, Any]) -> None:
 
 
 def image_buffer_mib(config: Config, patch_size: int, spatial_merge_size: int) -> int:
-    """Shared memory of one trainer rank for prefetched screenshots, MiB; 0 without image workers.
-
-    It holds the largest screenshot that fits into rollout.max_model_len: encoded bytes and patches, uint8.
-    """
+    """MiB of a trainer rank's shared memory for the largest screenshot, encoded and as patches; 0: no image workers."""
     if not config.trainer.image_workers:
         return 0
     # One token stands for a square of patches; an encoded image is at most about as large as its pixels.

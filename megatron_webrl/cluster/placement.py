@@ -1,12 +1,9 @@
 """Placement: the node, devices, cores and port of every process, and the rings, from a configuration.
 
-Pure functions of the configuration: no machine is read, so every node and every script computes the same placement.
-docs/slurm.md describes the settings of the machines (cluster.*).
-
-Trainer ranks are numbered in Megatron's order "tp-cp-ep-dp-pp", tp fastest. Nodes are assigned in another order: a
-model copy, else a stage of it, else a context-parallel group, else a tensor-parallel group lies inside one node
-wherever it fits. With a mixture of experts a stage of a copy has enough ranks for all of its experts. Engines are
-placed likewise: whole where they fit, else by pipeline stage.
+Pure functions: no machine is read, so every node computes the same placement. docs/slurm.md describes cluster.*.
+Ranks are numbered in Megatron's order "tp-cp-ep-dp-pp", tp fastest, but nodes assigned by group: a model copy, else a
+stage of it, else a context-parallel, else a tensor-parallel group lies inside one node where it fits. A stage of a copy
+has ranks for all of its experts. Engines are placed likewise: whole where they fit, else by pipeline stage.
 """
 
 from __future__ import annotations
@@ -245,12 +242,8 @@ def _ranks_per_node(config: Config) -> tuple[int, int]:
         ("rollout.engines", serving, config.ranks_per_engine, cluster.engine_gpus_per_node, rollout.engines),
     ):
         if cluster.gpus_per_node and ranks != cluster.nodes * share:
-            whole, left = divmod(cluster.nodes * share, size)
-            way = (
-                f"set it to {whole}"
-                if whole and not left
-                else "change cluster.engine_gpus_per_node or the parallel sizes"
-            )
+            n, left = divmod(cluster.nodes * share, size)
+            way = f"set it to {n}" if n and not left else "change cluster.engine_gpus_per_node or the parallel sizes"
             raise ConfigError(
                 f"{name}={value} makes {ranks} ranks, but {cluster.nodes} nodes have {share} GPUs each for them, "
                 f"{cluster.nodes * share} in all (cluster.*); {way}"

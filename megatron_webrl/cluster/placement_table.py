@@ -52,10 +52,8 @@ def show_placement(path: str, overrides: list[str], file: Path | None, with_memo
     if file is not None:
         try:
             file.write_text(json.dumps(placement.to_json() | content, indent=1) + "\n")
-        except OSError as error:
-            raise ConfigError(
-                f"--json={file}: {error.strerror}; name a file in a folder that can be written"
-            ) from error
+        except OSError as err:
+            raise ConfigError(f"--json={file}: {err.strerror}; name a file in a folder that can be written") from err
     if with_memory:
         memory_estimate.check_memory(config, estimate)
     return 0
@@ -71,10 +69,7 @@ def find_model_config(config: Config) -> dict[str, Any] | None:
 
 def print_placement(config: Config, placement: Placement, console: Console) -> None:
     """Print the processes by node, equal nodes in one block, then rings and process groups."""
-    trainers, workers = (
-        placement.of_role("trainer"),
-        [each for each in placement.of_role("rollout") if not each.follower],
-    )
+    trainers, workers = placement.of_role("trainer"), [p for p in placement.of_role("rollout") if not p.follower]
     console.print(f"{config.run.name}: {_describe_nodes(config)}", markup=False, highlight=False)
     console.print(f"trainer: {count_noun(len(trainers), 'rank')}, {_sizes(config)}", highlight=False)
     console.print(f"rollout: {count_noun(len(workers), 'engine')}, {_engine_sizes(config)}", highlight=False)
@@ -111,11 +106,9 @@ def print_memory(config: Config, estimate: MemoryEstimate, console: Console) -> 
         table.add_column(name, justify="left" if name.startswith("GiB") else "right")
     table.add_column(limit)
     for use in uses:
-        cells = [f"{use.components[name] / GIB:.{digits}f}" if use.components[name] else "" for name in columns]
-        fits = use.total <= config.cluster.gpu_gib * GIB
-        table.add_row(
-            use.role, *cells, f"{use.total / GIB:.{digits}f}", ("fits" if fits else "too much") if limit else ""
-        )
+        row = [f"{use.components[name] / GIB:.{digits}f}" if use.components[name] else "" for name in columns]
+        ok = use.total <= config.cluster.gpu_gib * GIB
+        table.add_row(use.role, *row, f"{use.total / GIB:.{digits}f}", ("fits" if ok else "too much") if limit else "")
     console.print(table)
     rollout = config.rollout
     console.print(f"model: {estimate.parameters:,} parameters", highlight=False)

@@ -53,8 +53,7 @@ def run_backend(
 ) -> BackendScores:
     """Run `ranks` processes of megatron_webrl.parity.<backend>_scores in a new folder, and wait for them.
 
-    `environment` extends this process's environment. Raises ConfigError for input that the backend refuses,
-    BackendFailed if a process fails or the backend exceeds job.timeout_seconds.
+    `environment` extends this one's. Raises ConfigError for refused input, BackendFailed for a failure or a timeout.
     """
     folder.mkdir()
     (folder / JOB_FILE).write_bytes(pickle.dumps(job))

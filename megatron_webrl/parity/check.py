@@ -32,8 +32,7 @@ from megatron_webrl.parity.samples import ParitySample, built_in_samples, read_s
 from megatron_webrl.parity.scoring_process import ScoringJob
 from megatron_webrl.rollout.engine import vllm_environment
 
-DEFAULT_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
-"""Largest log-probability difference due to rounding. Neighbouring bfloat16 numbers near 16 are 0.06 to 0.125 apart."""
+DEFAULT_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}  # rounding: bfloat16 near 16 are 0.06 to 0.125 apart
 EXIT_OK, EXIT_MISMATCH, EXIT_BACKEND_FAILED = 0, 1, 3
 
 
@@ -61,8 +60,7 @@ class ParityRequest:
 def check_parity(request: ParityRequest, console: Console, folders: Mapping[str, Path] | None = None) -> int:
     """Score, compare and print; returns EXIT_OK, EXIT_MISMATCH beyond the tolerance, or EXIT_BACKEND_FAILED.
 
-    `folders`: weights of single backends, in place of request.model.
-    Raises ConfigError for invalid input.
+    `folders`: weights of single backends, in place of request.model. Raises ConfigError for invalid input.
     """
     ranks = _ranks(request.sizes)
     max_model_len = _check(request, ranks)
@@ -199,15 +197,13 @@ def _compute_options(request: ParityRequest) -> ComputeOptions:
 
 def _check_layout(sizes: ParallelSizes, text: Any) -> None:
     """Refuse layouts that Megatron would refuse only after transformers has loaded and scored."""
-    divided = [
-        ("tensor_parallel", "--tp", sizes.tensor, name) for name in ("num_attention_heads", "num_key_value_heads")
-    ]
+    divided = [("tensor_parallel", "--tp", sizes.tensor, key) for key in ("num_attention_heads", "num_key_value_heads")]
     if getattr(text, "num_experts", 0):
         divided.append(("expert_parallel", "--ep", sizes.expert, "num_experts"))
     elif sizes.expert > 1:
         raise ConfigError(f"--ep={sizes.expert} needs a mixture of experts; the model is dense")
-    for divisor, option, size, name in divided:
-        check_divides(divisor, size, name, getattr(text, name), option)
+    for divisor, option, size, key in divided:
+        check_divides(divisor, size, key, getattr(text, key), option)
     if sizes.virtual > 1 and sizes.pipeline == 1:
         raise ConfigError(f"--vpp={sizes.virtual} needs a pipeline: --pp of at least 2")
     try:

@@ -1,7 +1,4 @@
-"""Log-probabilities of Megatron: one process per rank, micro-batches made by the trainer's sequence packer.
-
-RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 python -m megatron_webrl.parity.megatron_scores FOLDER
-"""
+"""Log-probabilities of Megatron: one process per rank, micro-batches made by the trainer's sequence packer."""
 
 from __future__ import annotations
 
@@ -89,10 +86,7 @@ def _score(job: ScoringJob, platform: platforms.Platform, chunks: list[Any]) -> 
 
 
 def _microbatches(job: ScoringJob, platform: platforms.Platform) -> list[list[Any]]:
-    """The micro-batches of each sample; the first one holds the sample.
-
-    A virtual pipeline needs a multiple of its stages: the sequence packer pads with the same sample.
-    """
+    """The micro-batches of each sample, itself first: a virtual pipeline needs more, which the packer pads with it."""
     from megatron_webrl.trainer.factory import make_sequence_packer
 
     config, sizes = Config(), job.sizes

@@ -112,10 +112,8 @@ def _samples(samples: Sequence[ParitySample]) -> Table:
     table.add_column("sample")
     for name in ("prompt tokens", "images", "tokens scored"):
         table.add_column(name, justify="right")
-    for sample in samples:
-        table.add_row(
-            sample.name, str(len(sample.prompt_token_ids)), str(len(sample.images)), str(len(sample.response_token_ids))
-        )
+    for one in samples:
+        table.add_row(one.name, str(len(one.prompt_token_ids)), str(len(one.images)), str(len(one.response_token_ids)))
     return table
 
 

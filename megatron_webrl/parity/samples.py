@@ -70,10 +70,7 @@ def read_samples(path: Path, processor: Processor, max_model_len: int, max_new_t
 
 
 def built_in_samples(processor: Processor, max_model_len: int, max_new_tokens: int) -> list[ParitySample]:
-    """Text only; one screenshot; images of three sizes; and one that with its response fills `max_model_len` tokens.
-
-    Raises ConfigError if `max_model_len` is too small for them.
-    """
+    """Text; a screenshot; three image sizes; one that fills `max_model_len`. Raises ConfigError if it is too small."""
     screenshot = [draw_page(1, 640, 400)]
     several = [draw_page(2, 320, 480), draw_page(3, 512, 160), draw_page(4, 128, 128)]
     samples = [
@@ -91,11 +88,9 @@ def built_in_samples(processor: Processor, max_model_len: int, max_new_tokens: i
 
 
 def _check_length(sample: ParitySample, max_model_len: int, max_new_tokens: int) -> None:
-    prompt, response = len(sample.prompt_token_ids), len(sample.response_token_ids) or max_new_tokens
-    if prompt + response > max_model_len:
-        raise ValueError(
-            f"{prompt} prompt tokens and {response} response tokens exceed --max-model-len={max_model_len}"
-        )
+    prompt, answer = len(sample.prompt_token_ids), len(sample.response_token_ids) or max_new_tokens
+    if prompt + answer > max_model_len:
+        raise ValueError(f"{prompt} prompt tokens and {answer} response tokens exceed --max-model-len={max_model_len}")
 
 
 def _sample(

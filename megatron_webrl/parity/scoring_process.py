@@ -85,10 +85,7 @@ def error_file(folder: Path, rank: int) -> Path:
 
 
 def run_scoring_process(score: Callable[[ScoringJob, Path], ProcessScores]) -> None:
-    """Main of a backend's process: `python -m MODULE FOLDER`.
-
-    A ValueError or ImportError of `score` is about the input: the process exits with EXIT_BAD_INPUT.
-    """
+    """Main of `python -m MODULE FOLDER`; a ValueError or ImportError means bad input: exits with EXIT_BAD_INPUT."""
     logging.basicConfig(level=logging.WARNING)
     folder = Path(sys.argv[1])
     try:

@@ -1,7 +1,4 @@
-"""Log-probabilities of transformers, one sample at a time; samples missing responses.
-
-python -m megatron_webrl.parity.transformers_scores FOLDER
-"""
+"""Log-probabilities of transformers, one sample at a time; samples missing responses."""
 
 from __future__ import annotations
 
@@ -28,19 +25,16 @@ def score(job: ScoringJob, folder: Path) -> ProcessScores:
     torch.manual_seed(job.seed)
     logprobs, responses = [], []
     with torch.no_grad():
-        for sample in job.samples:
-            pixels, _ = processor.pixels(sample.images)
-            visual = {
-                "pixel_values": pixels.to(device, model.dtype),
-                "image_grid_thw": _long(sample.image_grids, device),
-            }
-            visual = visual if sample.images else {}
+        for each in job.samples:
+            pixels, _ = processor.pixels(each.images)
+            visual = {"pixel_values": pixels.to(device, model.dtype), "image_grid_thw": _long(each.image_grids, device)}
+            visual = visual if each.images else {}
             response = (
-                sample.response_token_ids
-                if len(sample.response_token_ids)
-                else _generate(model, job, sample, processor, visual)
+                each.response_token_ids
+                if len(each.response_token_ids)
+                else _generate(model, job, each, processor, visual)
             )
-            logprobs.append(_logprobs(model, sample, response, processor, visual))
+            logprobs.append(_logprobs(model, each, response, processor, visual))
             responses.append(response)
     return ProcessScores(tuple(logprobs), tuple(responses), stopwatch.lap(), peak_bytes(cuda))
 
@@ -107,11 +101,7 @@ def _logprobs(
     ids = _long(np.concatenate([sample.prompt_token_ids, response]), model.device)[None]
     images = ids == processor.image_token_id
     logits = model(
-        input_ids=ids,
-        mm_token_type_ids=images.int(),
-        use_cache=False,
-        logits_to_keep=len(response) + 1,
-        **visual,
+        input_ids=ids, mm_token_type_ids=images.int(), use_cache=False, logits_to_keep=len(response) + 1, **visual
     ).logits[0, :-1]
     targets = ids[0, len(sample.prompt_token_ids) :]
     return logits.float().log_softmax(dim=-1).gather(1, targets[:, None]).squeeze(1).cpu().numpy()

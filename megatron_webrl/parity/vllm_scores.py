@@ -1,7 +1,4 @@
-"""Log-probabilities of vLLM: responses are scored as part of a prompt.
-
-python -m megatron_webrl.parity.vllm_scores FOLDER
-"""
+"""Log-probabilities of vLLM: responses are scored as part of a prompt."""
 
 from __future__ import annotations
 
@@ -19,8 +16,7 @@ from megatron_webrl.parity.scoring_process import ProcessScores, ScoringJob, Sto
 from megatron_webrl.rollout.engine import vllm_environment
 from megatron_webrl.system import torchvision_shim
 
-SPARE_TOKENS = 64
-"""KV cache room beyond the longest sample, as the cache is allocated in blocks."""
+SPARE_TOKENS = 64  # KV cache room beyond the longest sample, as the cache is allocated in blocks
 
 
 def score(job: ScoringJob, folder: Path) -> ProcessScores:
@@ -95,11 +91,8 @@ def _logprobs(output: Any, sample: ParitySample, processor: Processor) -> np.nda
             f"sample {sample.name}: vLLM expanded the images to {processor.image_token_counts(tokens).tolist()} "
             f"tokens, the processor to {processor.image_token_counts(sample.prompt_token_ids).tolist()}"
         )
-    positions = output.prompt_logprobs[len(sample.prompt_token_ids) :]
-    return np.array(
-        [candidates[int(t)].logprob for candidates, t in zip(positions, sample.response_token_ids, strict=True)],
-        np.float32,
-    )
+    rows = output.prompt_logprobs[len(sample.prompt_token_ids) :]
+    return np.array([row[int(t)].logprob for row, t in zip(rows, sample.response_token_ids, strict=True)], np.float32)
 
 
 if __name__ == "__main__":

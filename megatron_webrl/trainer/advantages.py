@@ -13,19 +13,13 @@ EPSILON = 1e-6
 
 
 def normalize_rewards(rewards: Sequence[float]) -> np.ndarray:
-    """(r - mean) / (std + epsilon) with the population standard deviation (GRPO, arXiv 2402.03300).
-
-    rewards: [episodes] of one group, without masked episodes. Returns float64 [episodes].
-    """
+    """(r - mean) / (population std + epsilon), float64 [episodes of a group without masked ones] (arXiv 2402.03300)."""
     values = np.asarray(rewards, dtype=np.float64)
     return (values - values.mean()) / (values.std() + EPSILON)
 
 
 def group_advantages(group: Group, reward: RewardFunction = outcome_reward) -> dict[int, float]:
-    """Advantage of each trainable trajectory, by its index in the group.
-
-    Masked trajectories do not enter mean and deviation, and get no advantage.
-    """
+    """Advantage of each trainable trajectory by its index; masked ones enter neither mean nor deviation."""
     trainable = [t for t in group.trajectories if t.trainable]
     if not trainable:
         return {}

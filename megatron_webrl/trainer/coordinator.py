@@ -1,7 +1,4 @@
-"""The trainer's bookkeeping around the arithmetic: groups, tickets, accounting, logs, checkpoints.
-
-Every rank has a coordinator. The first rank's talks to the control plane and reads the ring; the others follow it.
-"""
+"""Each trainer rank's groups, tickets, accounting, logs and checkpoints; only the first talks to the control plane."""
 
 from __future__ import annotations
 
@@ -17,13 +14,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.control.control_plane import ControlClient, JobFailed
 from megatron_webrl.tracking import summary
 from megatron_webrl.tracking.episode_log import EpisodeLog
-from megatron_webrl.tracking.metrics import (
-    UpdateMetrics,
-    UpdateSeconds,
-    episode_metrics,
-    mean,
-    mean_response_tokens,
-)
+from megatron_webrl.tracking.metrics import UpdateMetrics, UpdateSeconds, episode_metrics, mean, mean_response_tokens
 from megatron_webrl.tracking.mlflow_run import MLflowTracker, sample_across_outcomes
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
@@ -68,10 +59,7 @@ class Coordinator:
         tracker: MLflowTracker | None,
         on_ready: Callable[[Group], None] = lambda group: None,
     ) -> None:
-        """`tracker` is None except on the first rank; `state` is that of a fresh run or of the loaded checkpoint.
-
-        The first rank calls `on_ready` for each group that waits to be trained.
-        """
+        """`tracker`: None except on the first rank, which calls `on_ready` for each group that waits to be trained."""
         self.config, self.control, self.exchange, self.tracker = config, control, exchange, tracker
         self.accounting = Accounting.from_state_dict(state.accounting)
         self.resume_point, self.ticket_epoch = resume_point, resume_point.ticket_epoch
@@ -122,10 +110,7 @@ class Coordinator:
             self._raise_ticket_limit(version, 1)
 
     def collect(self, version: int, has_new_engines: Callable[[], bool]) -> list[Group] | CollectInterrupt:
-        """Wait for the groups of the next update; returns them, or the reason of an interrupt, on every rank.
-
-        Only the first rank calls `has_new_engines`. Raises TimeoutError or JobFailed.
-        """
+        """Groups of the next update, or the reason of an interrupt, on every rank. Raises TimeoutError or JobFailed."""
         chosen: SelectedGroups | CollectInterrupt | None = None
         if self.is_first_rank:
             count, seconds = self.config.trainer.groups_per_update, self.config.trainer.batch_timeout_seconds
@@ -152,10 +137,7 @@ class Coordinator:
         seconds: UpdateSeconds,
         weight_sync_metrics: dict[str, float],
     ) -> None:
-        """Write the metrics of the update that made `version` to updates.jsonl and MLflow, and sample trajectories.
-
-        With tracking.keep_records it stores the groups as well. Collective.
-        """
+        """Log the update that made `version`, sampled trajectories and, with keep_records, its groups. Collective."""
         trajectories = [t for group in groups for t in group.trajectories if t.steps]
         sampled = sample_across_outcomes(trajectories, self.config.tracking.sample_trajectories)
         pages = self.exchange.gather_with_images(sampled)
@@ -258,10 +240,7 @@ class Coordinator:
         )
 
     def end_job(self, version: int) -> None:
-        """Stop the workers, count the last records and write the summary. Collective.
-
-        Raises JobFailed afterwards if the final checkpoint could not be written.
-        """
+        """Stop the workers and write the summary; then raises JobFailed if the final checkpoint failed. Collective."""
         if self.tracker is not None:
             outcome = "finished" if version >= self.config.trainer.updates else self.control.requested_outcome()
             with self.control.keep_alive():

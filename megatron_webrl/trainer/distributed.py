@@ -13,9 +13,8 @@ from megatron_webrl.model.qwen3_vl.model import Qwen3VL
 def wrap_ddp(chunks: Sequence[Qwen3VL]) -> list[DistributedDataParallel]:
     """Give the chunks contiguous float32 gradient buffers, averaged over data-parallel ranks.
 
-    The reduction runs after the last backward pass: a micro-batch without images gives the vision tower no gradient,
-    so no rank knows earlier that its gradients are complete. The distributed optimiser needs the sharded form even
-    with a single replica.
+    The reduction runs after the last backward pass: a micro-batch without images gives the vision tower no gradient, so
+    no rank knows earlier that its own are complete. The distributed optimiser needs shards even with one replica.
     """
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True, check_for_nan_in_grad=False

@@ -19,11 +19,7 @@ class EngineUtilization:
         self._previous: dict[str, Any] = {}  # last sums by worker
 
     def pop_metrics(self) -> dict[str, float]:
-        """Metrics since the last call by their MLflow names; empty if no worker has published sums.
-
-        `engine/idle_fraction`: share of the time in which an engine had no request. `engine/running_requests`: mean
-        number of requests in an engine. `engine/running_episodes`: mean number of episodes running at a worker.
-        """
+        """Since the last call: idle share of engine time, mean requests per engine, mean running episodes by worker."""
         total: Counter[str] = Counter()
         for worker in self._workers:
             sums: Any = self._control.get_json(f"engine_load/{worker}")

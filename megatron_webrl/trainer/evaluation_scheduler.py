@@ -32,10 +32,7 @@ class _WaitState(Enum):
 
 
 class EvaluationScheduler:
-    """Life cycle: run_before_training; poll_during_training after each update; run_after_training.
-
-    The first rank acts; the other ranks take part in the collectives.
-    """
+    """Calls: run_before_training; poll_during_training after each update; run_after_training. The first rank acts."""
 
     def __init__(
         self, config: Config, control: ControlClient, tracker: MLflowTracker | None, restart_epoch: int, version: int
@@ -83,15 +80,12 @@ class EvaluationScheduler:
                 self._cancel("the run was stopped")
             return
         self._wait(version, weight_syncer)
-        for kind, enabled in (
-            ("after", self.config.evaluation.after),
-            ("blank_images", self.config.evaluation.blank_images),
-        ):
-            if enabled:
+        for key, on in (("after", self.config.evaluation.after), ("blank_images", self.config.evaluation.blank_images)):
+            if on:
                 if weight_syncer.version != version:  # in mode one_step_off the engines lag behind
                     weight_syncer.sync(version)
                 if self.tracker is not None and not self.control.stop_requested():
-                    self._submit(kind, version, exclusive=True)
+                    self._submit(key, version, exclusive=True)
                 self._wait(version, weight_syncer)
 
     def _has_result_before(self) -> bool:
@@ -105,11 +99,9 @@ class EvaluationScheduler:
         return self.config.evaluation.episodes * len(self.config.tasks.environments)
 
     def _submit(self, kind: str, version: int, exclusive: bool = False) -> None:
-        settings = self.config.evaluation
+        spec = self.config.evaluation
         number = evaluation_queue.next_request_number(self.control)
-        request = EvaluationRequest(
-            number, kind, self._task_count, settings.samples, settings.temperature, version, exclusive
-        )
+        request = EvaluationRequest(number, kind, self._task_count, spec.samples, spec.temperature, version, exclusive)
         evaluation_queue.submit_request(self.control, request)
         self._collector, self._started = ResultCollector(self.control, request), time.monotonic()
 

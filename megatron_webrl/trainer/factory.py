@@ -34,10 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def make_learner(config: Config, platform: Platform) -> Learner:
-    """Load the model of `model.path` and make its optimiser. Collective.
-
-    Raises LoadError, CheckpointError, or MissingLibraryError for a library that the configuration names.
-    """
+    """Load the model and make its optimiser. Raises LoadError, CheckpointError or MissingLibraryError. Collective."""
     check_adam_implementation(config.trainer.optimizer.implementation)
     started, dtype = time.monotonic(), getattr(torch, config.model.dtype)
     chunks = qwen3_vl.build_model(config.model.path, dtype=dtype, platform=platform, options=compute_options(config))
@@ -85,10 +82,7 @@ def make_sequence_packer(config: Config, platform: Platform) -> SequencePacker:
 
 
 def with_image_prefetcher(packer: SequencePacker, config: Config, rank: int) -> SequencePacker:
-    """Give the packer workers that prefetch its images, if it encodes images and image_workers is not 0.
-
-    Call from the main thread: the workers end with it. Raises ProcessError.
-    """
+    """Add image workers, if configured; they end with the calling thread: use the main one. Raises ProcessError."""
     settings = config.trainer
     if not settings.image_workers or not packer.encodes_images:
         return packer

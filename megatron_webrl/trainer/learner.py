@@ -70,11 +70,7 @@ class Learner:
         loss: Objective,
         reference: Sequence[Tensor] | None = None,
     ) -> tuple[Metrics, list[Tensor]]:
-        """One optimiser step on a minibatch; parameters as in `forward_backward`.
-
-        Returns the metrics with "gradient_norm", before clipping, and the log-probabilities before the step, per
-        micro-batch. Raises NonFiniteGradient.
-        """
+        """`forward_backward` and an optimiser step; adds "gradient_norm", before clipping. Raises NonFiniteGradient."""
         metrics, logprobs = self.forward_backward(microbatches, proximal, loss, reference)
         return metrics | {"gradient_norm": self.optimizer.step()}, logprobs
 
@@ -87,12 +83,10 @@ class Learner:
     ) -> tuple[Metrics, list[Tensor]]:
         """Compute the gradient of a minibatch and replace the one in the gradient buffers; weights do not change.
 
-        `proximal`: log-probabilities per micro-batch, float32 [tokens]; None: the current policy.
-        `reference`: the same under the reference policy, for a loss with a KL penalty.
-
-        The objective is the sum of the losses of all micro-batches on all data-parallel ranks: `Microbatch.weight`
-        normalises it. Returns the metrics and the log-probabilities per micro-batch. The metrics are sums over all
-        micro-batches: "loss", "tokens" (prompts included), "response_tokens", "entropy", and the loss's own.
+        `proximal`: log-probabilities per micro-batch, float32 [tokens]; None: the current policy. `reference`: for KL.
+        The objective is the sum of the losses on all data-parallel ranks; `Microbatch.weight` normalises it. Returns
+        sums over micro-batches, "loss", "tokens" (prompts included), "response_tokens", "entropy" and the loss's own,
+        and the log-probabilities per micro-batch.
         """
         # Megatron averages the loss over micro-batches and the gradient over data-parallel ranks; the objective is a
         # sum. Over context-parallel ranks, each of which has some of a sequence's tokens, Megatron adds up.
@@ -112,13 +106,9 @@ class Learner:
                 reference_logprobs=None if reference is None else reference[index],
             )
             value, sums = loss(current, data)
-            counted = (batch.weight > 0).float()
-            sums |= {
-                "loss": value.detach(),
-                "entropy": (entropy.detach() * counted).sum(),
-                "response_tokens": counted.sum(),
-            }
-            sums["tokens"] = counted.new_tensor(batch.token_count)
+            mask = (batch.weight > 0).float()
+            sums |= {"loss": value.detach(), "entropy": (entropy.detach() * mask).sum(), "response_tokens": mask.sum()}
+            sums["tokens"] = mask.new_tensor(batch.token_count)
             return value * scale, {**sums, "logprobs": current.detach()}
 
         for chunk in self.chunks:

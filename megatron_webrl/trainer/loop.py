@@ -49,20 +49,18 @@ def train(context: TrainingContext) -> None:
         groups, wait_seconds = _collect(context)
         if groups is None:
             break
-        replayed = context.replay.sample(context.version)
-        fresh = batching.clear_versions_before_restart(groups, coordinator.ticket_epoch.restart_epoch)
-        fresh = batching.shuffled_rewards(fresh, config, context.version)
+        old = context.replay.sample(context.version)
+        new = batching.clear_versions_before_restart(groups, coordinator.ticket_epoch.restart_epoch)
+        new = batching.shuffled_rewards(new, config, context.version)
         sync_seconds = _sync_before_training(context) if one_step_off else 0.0
         started = time.monotonic()
-        metrics, mismatch = train_batch(
-            context.learner, context.sequence_packer, config, [*fresh, *replayed], context.version
-        )
-        context.replay.add(fresh, context.version)
+        metrics, mismatch = train_batch(context.learner, context.sequence_packer, config, [*new, *old], context.version)
+        context.replay.add(new, context.version)
         train_seconds = time.monotonic() - started
         context.version += 1
         if not one_step_off:
             sync_seconds = weight_syncer.sync(context.version)
-        metrics |= {"learning_rate": context.learner.optimizer.learning_rate, "replayed": len(replayed)}
+        metrics |= {"learning_rate": context.learner.optimizer.learning_rate, "replayed": len(old)}
         seconds = _update_seconds(context, groups, train_seconds, sync_seconds, wait_seconds)
         weight_sync_metrics = weight_syncer.last_transfer_metrics()
         coordinator.log_update(context.version, groups, metrics, mismatch, seconds, weight_sync_metrics)
@@ -77,13 +75,9 @@ def train(context: TrainingContext) -> None:
 def train_batch(
     learner: Learner, sequence_packer: SequencePacker, config: Config, groups: Sequence[Group], version: int
 ) -> tuple[Metrics, LogprobMismatch]:
-    """Train policy `version` on one batch of groups. Collective over all trainer ranks.
+    """Train policy `version` on one batch; returns sums over passes, but means of loss and gradient norm. Collective.
 
-    Returns sums over all passes (see Learner.train_step; loss and gradient norm are means), and the mismatch between
-    the engine's and the trainer's log-probabilities.
-
-    The proximal policy is the policy at the start of the update. With a single optimiser step it equals the current
-    policy, and its log-probabilities are those computed in that step.
+    The proximal policy is that at the start of the update: with a single step, the one that the step computes anyway.
     """
     settings = config.trainer
     samples = batching.training_samples(groups, config, version)
@@ -110,10 +104,7 @@ def train_batch(
 
 
 def _collect(context: TrainingContext) -> tuple[list[Group] | None, float]:
-    """Groups of the next update, and the seconds waited for them; None if an early end is requested.
-
-    Engines that start meanwhile get the current weights.
-    """
+    """Groups of the next update (None: an early end is requested) and seconds waited. New engines get the weights."""
     started = time.monotonic()
     while True:
         groups = context.coordinator.collect(context.version, context.weight_syncer.has_new_engines)
@@ -124,10 +115,7 @@ def _collect(context: TrainingContext) -> tuple[list[Group] | None, float]:
 
 
 def _sync_before_training(context: TrainingContext) -> float:
-    """Send the newest weights while no group is in flight, then open the tickets of the next batch; returns seconds.
-
-    In mode one_step_off the engines generate the next batch with these weights while the trainer trains on this one.
-    """
+    """Mode one_step_off: send the weights while no group is in flight, then open the next batch; returns seconds."""
     version, weight_syncer = context.version, context.weight_syncer
     seconds = weight_syncer.sync(version) if weight_syncer.version != version else 0.0
     if version + 1 < context.config.trainer.updates:

@@ -1,8 +1,7 @@
 """Losses over the response tokens of one micro-batch. Pure functions. docs/algorithm.md explains them together.
 
-Notation: theta is the current policy, prox the proximal policy (at the start of the update), behave the policy that
-produced the token, ref the policy at the start of RL. All tensors are [tokens] unless said otherwise,
-log-probabilities at the sampling temperature.
+Notation: policies theta (current), prox (at the start of the update), behave (that produced the token), ref (at the
+start of RL). Tensors are [tokens] unless said otherwise, log-probabilities at the sampling temperature.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_webrl.config.loss import LossConfig
 
-LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to this before exp, whose float32 overflow would turn a zero gradient into NaN."""
+LOG_RATIO_LIMIT = 20.0  # log-ratios are clamped before exp, whose overflow would turn a zero gradient into NaN
 
 
 @dataclass(frozen=True)
@@ -47,12 +45,11 @@ class MinibatchTotals:
 
 
 def token_weight(normalizer: str, totals: MinibatchTotals, steps: int, constant_steps: int) -> float:
-    """Weight of each token of a trajectory with `steps` steps.
+    """Weight of each token of a trajectory with |tau| = `steps`, one of N in the minibatch; k = `constant_steps`.
 
     per_trajectory  1 / (N |tau|)   multi-step GRPO
     constant        1 / (N k)       AsyncWebRL (arXiv 2606.05597): failures, being longer, are not under-weighted
     token_mean      1 / tokens      mean over all tokens of the minibatch
-    with N trajectories in the minibatch, |tau| steps and k = constant_steps: the loss is a mean over trajectories.
     """
     if normalizer == "constant":
         return 1.0 / (totals.trajectories * constant_steps)
@@ -64,10 +61,7 @@ def token_weight(normalizer: str, totals: MinibatchTotals, steps: int, constant_
 
 
 def make_objective(config: LossConfig, group: ProcessGroup | None) -> Objective:
-    """The configured loss plus kl_coefficient * reference_kl.
-
-    `group`: the context-parallel ranks of a micro-batch, None for one; with gspo the loss is collective over it.
-    """
+    """The configured loss plus kl_coefficient * reference_kl; gspo is collective over the context-parallel `group`."""
     base = OBJECTIVES[config.name](config, group)
     if not config.kl_coefficient:
         return base
@@ -94,9 +88,8 @@ def clipped_surrogate(
     name=gspo (arXiv 2507.18071, eq. 13 to 15): r and w are geometric means over the tokens of a response. In
     r_t = sg[r] * pi_theta,t / sg[pi_theta,t] the mean needs no gradient, and sum_t r_t has the gradient of |y| r.
 
-    Metrics, as sums over tokens of weight above 0: clipped, dual_clipped (both stop the gradient; tokens masked by the
-    cap are left out), importance_weight_capped (w above the cap), policy_ratio (r), behaviour_importance_weight (w with
-    the cap applied), approx_kl (k3 of r per token).
+    Metrics, summed over tokens of weight above 0: clipped, dual_clipped (no gradient; without tokens masked by cap),
+    importance_weight_capped, policy_ratio (r), behaviour_importance_weight (capped w), approx_kl (k3 of r per token).
     """
     log_ratio = current - (data.proximal_logprobs if config.decoupled else data.behaviour_logprobs)
     with torch.no_grad():
@@ -134,9 +127,7 @@ def clipped_surrogate(
 def behaviour_importance_weight(log_weight: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
     """w = pi_prox / pi_behave with the cap applied, and 1 where it exceeds the cap, else 0.
 
-    mask      w = 0 above the cap
-    truncate  w = min(w, cap)
-    NaN stays NaN: the gradient is then refused instead of the token being ignored.
+    mask: w = 0 above the cap; truncate: w = min(w, cap). NaN stays NaN: the gradient is refused.
     """
     weight = torch.exp(log_weight)
     over = weight > config.importance_weight_cap
@@ -153,10 +144,7 @@ def mean_per_step(values: Tensor, data: TokenData, group: ProcessGroup | None = 
 
 
 def reference_kl(current: Tensor, data: TokenData) -> tuple[Tensor, dict[str, Tensor]]:
-    """sum weight * k3, an estimate of the KL divergence of pi_theta from pi_ref (GRPO, arXiv 2402.03300, eq. 4).
-
-    k3 = r - 1 - log r with r = pi_ref / pi_theta. Raises ValueError without a reference.
-    """
+    """KL estimate: sum weight * k3 of pi_ref / pi_theta (arXiv 2402.03300, eq. 4). Raises ValueError without pi_ref."""
     if data.reference_logprobs is None:
         raise ValueError(
             "trainer.loss.kl_coefficient needs the reference's log-probabilities; Learner.reference is None"
@@ -191,5 +179,4 @@ OBJECTIVES: dict[str, Callable[[LossConfig, ProcessGroup | None], Objective]] = 
     "grpo": lambda config, group: partial(clipped_surrogate, config=config),
     "gspo": lambda config, group: partial(clipped_surrogate, config=config, group=group),
     "raft": lambda config, group: negative_log_likelihood,
-}
-"""The choices of trainer.loss.name."""
+}  # by trainer.loss.name

@@ -36,10 +36,7 @@ _MLFLOW_RUN = "tracking/mlflow_run"
 
 
 def run(config: Config, control: ControlClient, rank: RankInfo, node_ring: NodeRing, attempt: int = 0) -> None:
-    """Run one trainer rank until the job ends. `attempt` counts earlier starts of the trainer ranks in this job.
-
-    The first attempt starts as run.resume says; later ones start from the newest checkpoint, if there is one.
-    """
+    """Run one trainer rank until the job ends. Attempt 0 starts as run.resume says, others from a checkpoint if any."""
     torchvision_shim.install()
     control.start_heartbeat()
     control.report_status("loading the model" if attempt == 0 else f"loading the model, attempt {attempt + 1}")
@@ -62,7 +59,7 @@ def run(config: Config, control: ControlClient, rank: RankInfo, node_ring: NodeR
     tracker = _make_tracker(config, control, state, packer) if is_first else None
     resume_point = make_resume_point(control, exchange, state, config.run_folder, is_first)
     control.report_status("waiting for the engines")
-    weight_syncer = WeightSyncer(learner.models, config, control, platform)
+    syncer = WeightSyncer(learner.models, config, control, platform)
     coordinator = Coordinator(
         config, control, exchange, state, resume_point, tracker,
         on_ready=lambda group: packer.prefetch(training_samples([group], config, 0)),
@@ -73,11 +70,7 @@ def run(config: Config, control: ControlClient, rank: RankInfo, node_ring: NodeR
     gc.collect()
     gc.freeze()
     try:
-        train(
-            TrainingContext(
-                config, learner, packer, weight_syncer, coordinator, replay, evaluations, version=state.version
-            )
-        )
+        train(TrainingContext(config, learner, packer, syncer, coordinator, replay, evaluations, version=state.version))
     except BaseException:
         if tracker is not None:
             tracker.close("FAILED")

@@ -19,8 +19,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_webrl.config.trainer import OptimizerConfig
 
-# The optimiser state is gathered in host memory, on one rank of each data-parallel group: gathered on all of them, a
-# node would need room for the whole state once per GPU.
+# Gathers the state in host memory on one rank of each data-parallel group: on all, a node would hold it once per GPU.
 SHARDING_METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": True,
@@ -64,9 +63,8 @@ class ScheduledOptimizer:
     def sharded_state(self, models: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
         """Main weights and moments in Megatron's sharded form, keyed by weight names. Collective when saving.
 
-        `models`: sharded state of the chunks, made immediately before. Megatron's own state also has the settings of
-        the parameter groups, whose form depends on the layout (expert parallelism has a second optimiser); those
-        follow from the configuration, the schedule and the step count.
+        `models`: sharded state of the chunks, made just before. Megatron's own state has the parameter groups too,
+        whose form depends on the layout; their settings follow from the configuration, the schedule and the step count.
         """
         self._allocate_state()
         states = {}
@@ -97,10 +95,7 @@ class ScheduledOptimizer:
                     values["step"] = torch.tensor(float(step_count))
 
     def _allocate_state(self) -> None:
-        """Allocate the moments of torch's Adam before its first step: Megatron's checkpoints expect them.
-
-        Transformer Engine's and apex's Adam do not need this.
-        """
+        """Allocate the moments of torch's Adam before its first step: Megatron's checkpoints expect them."""
         for part in self._torch_parts():
             for parameter in (p for group in part.optimizer.param_groups for p in group["params"]):
                 if not part.optimizer.state[parameter]:
@@ -172,8 +167,7 @@ def make_optimizer(
 ) -> ScheduledOptimizer:
     """Adam with the configured schedule over `steps` optimiser steps.
 
-    Megatron gives one-dimensional parameters (biases, norms) no weight decay.
-    Raises RuntimeError if the configured implementation of Adam cannot be imported.
+    Biases and norms get no weight decay. Raises RuntimeError if the configured Adam cannot be imported.
     """
     settings = MegatronOptimizerConfig(
         optimizer="adam",

@@ -39,10 +39,7 @@ class RankInfo:
 
 
 def initialize(config: Config, rank: RankInfo, store: TCPStore, store_prefix: str) -> platforms.Platform:
-    """Activate the platform and form Megatron's process groups. Collective over all trainer ranks.
-
-    Every collective raises an error after `collective_timeout_seconds`.
-    """
+    """Activate the platform, form process groups; collectives raise after collective_timeout_seconds. Collective."""
     platform = platforms.activate(config.model.platform)
     torch.distributed.init_process_group(
         platform.backend,
@@ -102,11 +99,9 @@ def all_reduce_max(value: float, device: torch.device) -> float:
 
 def broadcast_from_last_stage(value: Value) -> Value:
     """The value of the rank on the last stage of this rank's pipeline."""
-    group = parallel_state.get_pipeline_model_parallel_group()
-    if group.size() == 1:
+    pipe = parallel_state.get_pipeline_model_parallel_group()
+    if pipe.size() == 1:
         return value
     box = [value]
-    torch.distributed.broadcast_object_list(
-        box, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group
-    )
+    torch.distributed.broadcast_object_list(box, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=pipe)
     return box[0]

@@ -9,10 +9,7 @@ import torch
 
 
 class ReferencePolicy:
-    """A copy of the modules' weights at construction.
-
-    Costs one copy of this rank's weights in host memory and, during a swap, one parameter on the device.
-    """
+    """A copy in host memory of the modules' weights; a swap needs memory for one parameter on the device."""
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         self._parameters = [parameter for module in modules for parameter in module.parameters()]

@@ -21,8 +21,7 @@ def reward_function(config: Config) -> RewardFunction:
 
     F  share of steps with a format error
     R  share of steps that repeat the previous action although it had left the page unchanged
-    L  mean over steps of clamp((|y| - (max - window)) / window, 0, 1), with max = rollout.max_new_tokens
-       (DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13)
+    L  mean over steps of clamp((|y| - max + window) / window, 0, 1), max = max_new_tokens (arXiv 2503.14476, eq. 13)
     """
     settings, limit = config.trainer.reward, config.rollout.max_new_tokens
     if not has_penalties(config):

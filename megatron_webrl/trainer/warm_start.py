@@ -30,8 +30,7 @@ log = logging.getLogger(__name__)
 def warm_start(learner: Learner, packer: SequencePacker, config: Config, control: ControlClient) -> Learner:
     """Train on demonstrations from a file or from the first worker; returns the learner with a new optimiser for RL.
 
-    Collective. Every rank reads the same file. Raises JobFailed if the demonstrations do not arrive in time or were
-    made with another tokenizer.
+    Collective. Every rank reads the same file. Raises JobFailed if it comes too late or has another tokenizer.
     """
     settings, dtype = config.trainer.warm_start, next(learner.chunks[0].parameters()).dtype
     demonstrations = _wait_for_demonstrations(config, control)
@@ -65,12 +64,10 @@ def _wait_for_demonstrations(config: Config, control: ControlClient) -> list[Tra
     control.wait_for_key(
         "demonstrations/ready", WARM_START_TIMEOUT_SECONDS, "demonstrations from rollout-0", ("rollout-0",)
     )
-    demonstrations = [decode_trajectory(record, copy=True) for record in islice(read_record_file(path), count)]
-    if len(demonstrations) < count:
-        raise JobFailed(
-            f"{path} holds {len(demonstrations)} demonstrations, fewer than trainer.warm_start.demonstrations={count}"
-        )
-    return demonstrations
+    got = [decode_trajectory(record, copy=True) for record in islice(read_record_file(path), count)]
+    if len(got) < count:
+        raise JobFailed(f"{path} holds {len(got)} demonstrations, fewer than trainer.warm_start.demonstrations={count}")
+    return got
 
 
 def _minibatches(

@@ -30,8 +30,7 @@ from megatron_webrl.weights.slices import box_index
 
 log = logging.getLogger(__name__)
 
-MAX_FAILURES = 5
-"""Consecutive failed transfers after which the trainer gives an engine no more weights."""
+MAX_FAILURES = 5  # consecutive failed transfers after which the trainer gives an engine no more weights
 _POLL_SECONDS = 0.01
 TransferFailures = dict[str, str]  # worker -> reason
 
@@ -78,8 +77,7 @@ class WeightSyncer:
     def sync(self, version: int, new_engines_only: bool = False) -> float:
         """Send the weights as `version` to all announced engines, or to new ones only; returns seconds.
 
-        The first call waits for all engines. Raises JobFailed if one does not start in time, if all of them fail
-        MAX_FAILURES transfers in a row, or if the job has ended.
+        The first call waits for all. Raises JobFailed if one starts late, all fail MAX_FAILURES times or the job ended.
         """
         started = time.monotonic()
         self.version = self.version if new_engines_only else version
@@ -91,13 +89,11 @@ class WeightSyncer:
         if served:
             failures |= self._transfer(version, served)
         self.failures = failures
-        for worker, reason in failures.items():
+        for worker, why in failures.items():
             self._close_link(worker)
             self.failed_transfers += 1
             if self._rank == 0:
-                log.warning(
-                    "%s did not get version %d; no more weights until it links again: %s", worker, version, reason
-                )
+                log.warning("%s did not get version %d; no more weights until it links again: %s", worker, version, why)
         seconds = time.monotonic() - started
         updated = [worker for worker in pending if worker not in failures]
         self._count_failures(updated, failures)
@@ -113,10 +109,7 @@ class WeightSyncer:
         return self._transfer_plan.bytes_by_sender()
 
     def compare_checksums(self, worker: str, checksums: Sequence[Sequence[int | None]]) -> tuple[int, int]:
-        """Compare an engine's weights with this rank's parameters; returns the numbers of equal and different slices.
-
-        `checksums`: one list per engine rank, in the order of the plan's slices; None: the engine has no checksum.
-        """
+        """Numbers of equal and different slices. `checksums`: by engine rank in the plan's order; None: unknown."""
         engine, dtype = self.config.worker_names.index(worker), getattr(torch, self.config.engine_dtype)
         equal = different = 0
         for receiver, rank_checksums in enumerate(checksums):
@@ -146,15 +139,13 @@ class WeightSyncer:
         return announced
 
     def _await_engines(self) -> dict[str, EngineAnnouncement]:
-        timeout_seconds = self.config.run.startup_timeout_seconds
-        deadline = time.monotonic() + timeout_seconds
+        seconds = self.config.run.startup_timeout_seconds
+        deadline = time.monotonic() + seconds
         while len(announced := self._announced()) < len(self.config.worker_names):
             self.control.check_job()
             if time.monotonic() > deadline:
                 missing = ", ".join(worker for worker in self.config.worker_names if worker not in announced)
-                raise JobFailed(
-                    f"{missing} started no engine within {timeout_seconds:.0f} s (run.startup_timeout_seconds)"
-                )
+                raise JobFailed(f"{missing} started no engine within {seconds:.0f} s (run.startup_timeout_seconds)")
             time.sleep(_POLL_SECONDS)
         return announced
 

@@ -14,8 +14,7 @@ from megatron_webrl.trainer.factory import make_learner
 from megatron_webrl.trainer.parallel import RankInfo, all_gather_object
 from megatron_webrl.trainer.weight_sync import WeightSyncer
 
-TRANSFER_COUNT = 4
-"""The first transfer includes one-time set-up; the later ones show the speed."""
+TRANSFER_COUNT = 4  # the first transfer includes one-time set-up; the later ones show the speed
 
 
 def run(config: Config, control: ControlClient, rank: RankInfo, node_ring: NodeRing) -> None:
