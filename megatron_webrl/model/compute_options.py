@@ -17,21 +17,12 @@ class MissingLibraryError(RuntimeError):
 
 @dataclass(frozen=True)
 class ComputeOptions:
-    """Options of computation.
+    """Options of computation. Raises MissingLibraryError for a library that is not installed."""
 
-    - sequence_parallel: shard the tokens over the tensor-parallel ranks between the sharded parts of a layer.
-    - recompute: activations that the backward pass recomputes: none; selective (attention and MLP); full (layers).
-    - layers: implementation of linear layers and norms, megatron-core or Transformer Engine.
-    - attention: PyTorch's scaled_dot_product_attention per sample, or flash-attn's variable-length kernel.
-    - train_vision: whether the vision tower is trained.
-
-    Raises MissingLibraryError for a library that is not installed.
-    """
-
-    sequence_parallel: bool = True
-    recompute: Recompute = "none"
-    layers: LayerImplementation = "local"
-    attention: AttentionKernel = "sdpa"
+    sequence_parallel: bool = True  # shard tokens over the tensor-parallel ranks between the sharded parts of a layer
+    recompute: Recompute = "none"  # activations recomputed: none; selective (attention and MLP); full (layers)
+    layers: LayerImplementation = "local"  # linear layers and norms: megatron-core or Transformer Engine
+    attention: AttentionKernel = "sdpa"  # PyTorch's, per sample, or flash-attn's variable-length kernel
     train_vision: bool = True
 
     def __post_init__(self) -> None:

@@ -12,8 +12,7 @@ from megatron.core.utils import get_pg_size
 def finalize_gradients(chunks: list[Any], *args: Any, **kwargs: Any) -> None:
     """Complete the gradients of all model chunks (DistributedDataParallel). Collective over all ranks.
 
-    Sums the vision tower's gradients over the tensor-parallel ranks, each of which encoded some of the images. Megatron
-    does the rest: data-parallel reduction, norms under sequence parallelism, tied embeddings.
+    Sums those of the vision tower over tensor-parallel ranks, which encode different images; Megatron does the rest.
     """
     for chunk in chunks:
         _sum_over_tensor_parallel_ranks(chunk.module)

@@ -13,21 +13,16 @@ ARCHITECTURES = ("qwen3_vl", "qwen3_vl_moe")
 
 
 def load_hf_config(folder: str | Path) -> Any:
-    """Load the transformers configuration of a Qwen3-VL folder, dense or mixture of experts.
-
-    Raises ValueError for another architecture and for options that the Megatron model does not support.
-    """
+    """Load the transformers configuration of a Qwen3-VL folder. Raises ValueError for unsupported models or options."""
     from transformers import AutoConfig
 
     try:
-        hf_config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        hf = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder} holds no readable config.json: {first_line(error)}") from error
-    if hf_config.model_type not in ARCHITECTURES:
-        raise ValueError(
-            f"{folder} holds model_type={hf_config.model_type!r}; only {' and '.join(ARCHITECTURES)} are known"
-        )
-    text = hf_config.text_config
+    if hf.model_type not in ARCHITECTURES:
+        raise ValueError(f"{folder} holds model_type={hf.model_type!r}; only {' and '.join(ARCHITECTURES)} are known")
+    text = hf.text_config
     rope = text.rope_parameters
     for name, value, supported in (
         ("attention_bias", text.attention_bias, False),
@@ -41,12 +36,10 @@ def load_hf_config(folder: str | Path) -> Any:
         raise ValueError(
             f"{folder}: mrope_section={rope.get('mrope_section')} must sum to head_dim / 2 = {text.head_dim // 2}"
         )
-    features = len(hf_config.vision_config.deepstack_visual_indexes)
-    if features > text.num_hidden_layers:
-        raise ValueError(
-            f"{folder}: deepstack_visual_indexes has {features} entries for {text.num_hidden_layers} layers"
-        )
-    return hf_config
+    count = len(hf.vision_config.deepstack_visual_indexes)
+    if count > text.num_hidden_layers:
+        raise ValueError(f"{folder}: deepstack_visual_indexes has {count} entries for {text.num_hidden_layers} layers")
+    return hf
 
 
 def read_model_config(path: str | Path) -> dict[str, Any]:

@@ -15,10 +15,9 @@ def check_divides(divisor: str, size: int, dimension: str, value: int, source: s
 
 
 def split_layers(layers: int, chunks: int) -> tuple[range, ...]:
-    """Layers of each pipeline chunk, in order, split as evenly as possible.
+    """Layers of each pipeline chunk, in order, split evenly. Raises ValueError if a chunk would be empty.
 
-    The middle chunks take the remainder, one layer each: the first chunk also holds the embeddings and the vision
-    tower, the last one the output layer. Raises ValueError if a chunk would be empty.
+    The middle chunks take the remainder: the first also holds embeddings and vision tower, the last the output layer.
     """
     if layers < chunks:
         raise ValueError(f"{chunks} pipeline chunks (pipeline_parallel x virtual_pipeline) exceed {layers} layers")
@@ -34,8 +33,5 @@ def split_layers(layers: int, chunks: int) -> tuple[range, ...]:
 
 
 def is_sparse_layer(layer: int, dense: Sequence[int], step: int) -> bool:
-    """Whether a layer of a mixture-of-experts model is sparse: every `step`th layer, except those listed in `dense`.
-
-    Source: `decoder_sparse_step` and `mlp_only_layers` in the text_config of config.json.
-    """
+    """Whether a layer is sparse: every `step`th (decoder_sparse_step in config.json) but `dense` (mlp_only_layers)."""
     return layer not in dense and (layer + 1) % step == 0

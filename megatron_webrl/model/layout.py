@@ -1,7 +1,4 @@
-"""Parallel layout: sizes of the parallel dimensions, coordinates of a rank, ranks that hold each parameter.
-
-Pure data and functions without communication.
-"""
+"""Parallel sizes, coordinates of a rank, ranks that hold each parameter. Pure data and functions, no communication."""
 
 from __future__ import annotations
 
@@ -63,7 +60,6 @@ def replica_ranks(mapping: ParameterMapping, hf_config: Any, sizes: ParallelSize
     """Ranks that hold a replica of each shard of a parameter, ascending, by shard.
 
     Rank order is tensor, context, expert, data, pipeline, the first fastest. A replicated parameter has one shard.
-    `hf_config`: the transformers configuration of the model.
     """
     share = ranks // sizes.pipeline
     stages = pipeline_stages(mapping, hf_config.text_config.num_hidden_layers, sizes, hf_config.tie_word_embeddings)

@@ -15,11 +15,9 @@ __all__ = ["LoadError", "load_hf"]
 
 
 def load_hf(chunks: Sequence[Qwen3VL], folder: str | Path) -> None:
-    """Copy the folder's tensors into this rank's model chunks, converted to the model's dtype.
+    """Copy the folder's tensors into this rank's model chunks, converted to the model's dtype. No communication.
 
-    Experts may be stored in any `parameter_map.ExpertFormat`. All tensors are checked before the first weight changes:
-    an unexpected tensor, a missing one or a wrong shape raises LoadError. Each rank reads the files itself, without
-    communication.
+    Takes any ExpertFormat. Raises LoadError for missing, unexpected or misshapen tensors before it changes a weight.
     """
     with open_hf_model(folder, chunks[0].hf_config) as source:
         for chunk in chunks:

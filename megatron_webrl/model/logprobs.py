@@ -8,18 +8,16 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-CHUNK_ELEMENTS = 2**24
-"""float32 elements of one chunk of logits (64 MiB): working memory beyond the logits themselves."""
+CHUNK_ELEMENTS = 2**24  # float32 elements of one chunk of logits (64 MiB): working memory beyond the logits themselves
 
 
 def vocab_parallel_logprobs(
     logits: Tensor, targets: Tensor, temperature: float, vocab_size: int, group: ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of `targets` and entropies at a temperature, both float32 [R].
+    """Log-probabilities of `targets` and entropies at a temperature, both float32 [R], the same on every rank.
 
-    `logits`: [R, padded vocabulary / ranks of `group`], this rank's slice in rank order; columns from
-    `vocab_size` on are padding and get no probability. `targets`: int64 [R]. `group`: None for one rank.
-    Log-probabilities are differentiable, the same on every rank; entropies are not differentiable.
+    `logits`: [R, padded vocabulary / ranks of `group`], this rank's slice in rank order; columns from `vocab_size` on
+    are padding without probability. `targets`: int64 [R]. `group`: None for one rank. Entropies are not differentiable.
     Collective over `group`. Raises ValueError for mismatched shapes and for a temperature that is not positive.
     """
     if logits.dim() != 2 or targets.shape != logits.shape[:1]:
@@ -39,25 +37,23 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         first = logits.shape[1] * (torch.distributed.get_rank(group) if group is not None else 0)
         real = min(max(vocab_size - first, 0), logits.shape[1])  # columns of this slice that are not padding
         local = targets - first
-        logprobs, entropy, normalizer = (
-            torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device) for _ in range(3)
-        )
+        logp, entropy, lse = (torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device) for _ in range(3))
         for rows in _chunks(logits):
             scaled = logits[rows, :real].float() / temperature
-            logprobs[rows], entropy[rows], normalizer[rows] = _statistics(scaled, local[rows], group)
-        ctx.save_for_backward(logits, local, normalizer)
+            logp[rows], entropy[rows], lse[rows] = _statistics(scaled, local[rows], group)
+        ctx.save_for_backward(logits, local, lse)
         ctx.temperature, ctx.real = temperature, real
         ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        return logp, entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         """(one-hot - softmax) / temperature, times the gradient of each row."""
-        logits, local, normalizer = ctx.saved_tensors
+        logits, local, lse = ctx.saved_tensors
         gradient = gradients[0] / ctx.temperature
         result = torch.zeros_like(logits)
         for rows in _chunks(logits):
-            softmax = (logits[rows, : ctx.real].float() / ctx.temperature - normalizer[rows, None]).exp_()
+            softmax = (logits[rows, : ctx.real].float() / ctx.temperature - lse[rows, None]).exp_()
             part = softmax.mul_(-gradient[rows, None])
             mine = ((local[rows] >= 0) & (local[rows] < ctx.real)).nonzero().squeeze(1)
             part[mine, local[rows][mine]] += gradient[rows][mine]
@@ -66,7 +62,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
 
 def _statistics(scaled: Tensor, local: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability, entropy and log-normaliser of each row of `scaled` [r, real]."""
+    """Log-probability, entropy and log-sum-exp (lse) of each row of `scaled` [r, real]."""
     real = scaled.shape[1]
     peak = scaled.amax(dim=1) if real else scaled.new_full(scaled.shape[:1], -torch.inf)
     _reduce(peak, ReduceOp.MAX, group)

@@ -25,8 +25,7 @@ MODEL_SIZES = {  # values of _TEXT_FIELDS; a dense model has no experts
     "30B-A3B": (2048, 48, 32, 4, 6144, 128, 768),
     "235B-A22B": (4096, 94, 64, 4, 12288, 128, 1536),
 }
-TIED_SIZES = ("2B", "4B")
-"""Models with tied embeddings and the smaller vision tower."""
+TIED_SIZES = ("2B", "4B")  # tied embeddings and the smaller vision tower
 SMALL_VISION = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]}
 VISION = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "deepstack_visual_indexes": [8, 16, 24]}
 

@@ -1,7 +1,4 @@
-"""Parameter counts of a Qwen3-VL from its config.json, by how they are sharded. Imports no torch.
-
-The totals equal the tensors of parameter_map.py.
-"""
+"""Parameter counts by sharding, from config.json; the totals equal those of parameter_map.py. Imports no torch."""
 
 from __future__ import annotations
 
@@ -64,8 +61,7 @@ class TextDimensions:
         """Read the text_config of config.json."""
         heads = text["num_attention_heads"]
         dim = text.get("head_dim") or text["hidden_size"] // heads
-        # transformers 5 writes another name than the released files.
-        experts = text.get("num_experts") or text.get("num_local_experts") or 0
+        experts = text.get("num_experts") or text.get("num_local_experts") or 0  # the second in transformers 5
         step, dense = text.get("decoder_sparse_step") or 1, text.get("mlp_only_layers") or []
         return cls(
             hidden_size=text["hidden_size"],
@@ -94,14 +90,12 @@ def count_parameters(config_json: Mapping[str, Any]) -> ParameterCounts:
 
 def _layer(shape: TextDimensions, sparse: bool) -> LayerCounts:
     head = shape.key_width // shape.num_key_value_heads
-    attention = shape.hidden_size * 2 * (shape.query_width + shape.key_width)  # q and its output, k and v
-    norms = 2 * shape.hidden_size + 2 * head
+    attn = shape.hidden_size * 2 * (shape.query_width + shape.key_width)  # q and its output, k and v
+    norm = 2 * shape.hidden_size + 2 * head
     if sparse:
         router = shape.num_experts * shape.hidden_size
-        return LayerCounts(
-            attention, norms + router, 3 * shape.num_experts * shape.hidden_size * shape.moe_intermediate_size
-        )
-    return LayerCounts(attention + 3 * shape.hidden_size * shape.intermediate_size, norms, 0)
+        return LayerCounts(attn, norm + router, 3 * shape.num_experts * shape.hidden_size * shape.moe_intermediate_size)
+    return LayerCounts(attn + 3 * shape.hidden_size * shape.intermediate_size, norm, 0)
 
 
 def _vision(vision: Mapping[str, Any]) -> tuple[int, int]:

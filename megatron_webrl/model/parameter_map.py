@@ -1,19 +1,15 @@
 """Parameter map: the Megatron parameter that holds each Hugging Face tensor, and where in it. The one source of truth.
 
-Checkpoint import, export and live resharding all read this map. It is pure data and pure functions without
-communication. A new architecture is one new map.
+Checkpoint import, export and live resharding read this map: pure data and functions, without communication. A mapping
+describes a Hugging Face tensor or, where one tensor is stored in several parameters (all experts of a layer), a part
+of it. The parts of a tensor cover it exactly once.
 
-A mapping describes a Hugging Face tensor or, where one tensor is stored in several parameters (all experts of a
-layer), a part of it. The parts of a tensor cover it exactly once.
-
-The layout says how a part is sharded over `size` ranks: tensor-parallel ranks or, for expert parameters,
-expert-tensor-parallel ranks:
+Layouts of a part over `size` tensor-parallel ranks or, for experts, expert-tensor-parallel ranks:
 - replicated: complete on every rank.
 - row: sharded along dimension 1, as in Megatron's RowParallelLinear.
 - vocabulary: sharded along dimension 0, padded with zero rows to a multiple of `size`.
 - gate_up: sharded along dimension 0; a rank's parameter stacks its gate shard on its up shard.
-- query_group: dimension 0 of q, k or v is sharded by query group; a rank's parameter holds, for each of its groups,
-  the q heads, the k head and the v head.
+- query_group: sharded along dimension 0; a rank's parameter stacks the q heads, k head and v head of each group.
 """
 
 from __future__ import annotations
@@ -103,30 +99,23 @@ GATE_UP = ("gate", "up")
 
 
 def parameter_mappings(hf_config: Any, expert_format: ExpertFormat = "released") -> tuple[ParameterMapping, ...]:
-    """Mappings of all tensors of a Qwen3-VL, dense or mixture of experts, from its transformers configuration.
-
-    In export order: parts of a tensor are adjacent, and so are tensors that share a parameter.
-    """
+    """Mappings of all tensors in export order: parts of a tensor are adjacent, and so are tensors of one parameter."""
     text = hf_config.text_config
-    mappings = _vision_mappings(hf_config.vision_config)
+    maps = _vision_mappings(hf_config.vision_config)
     width = (text.vocab_size, text.hidden_size)
-    prefix = "model.language_model."
-    mappings.append(
-        ParameterMapping(f"{prefix}embed_tokens.weight", width, "embedding.word_embeddings.weight", VOCABULARY)
-    )
+    lm = "model.language_model."
+    maps.append(ParameterMapping(f"{lm}embed_tokens.weight", width, "embedding.word_embeddings.weight", VOCABULARY))
     for layer in range(text.num_hidden_layers):
-        source, target = f"{prefix}layers.{layer}.", f"decoder.layers.{layer}."
-        mappings += _attention_mappings(text, layer, source, target)
+        source, target = f"{lm}layers.{layer}.", f"decoder.layers.{layer}."
+        maps += _attention_mappings(text, layer, source, target)
         if is_sparse(text, layer):
-            mappings += _expert_mappings(text, layer, f"{source}mlp.", f"{target}mlp.", expert_format)
+            maps += _expert_mappings(text, layer, f"{source}mlp.", f"{target}mlp.", expert_format)
         else:
-            mappings += _mlp_mappings(text, layer, f"{source}mlp.", f"{target}mlp.")
-    mappings.append(
-        ParameterMapping(f"{prefix}norm.weight", (text.hidden_size,), "decoder.final_layernorm.weight", REPLICATED)
-    )
+            maps += _mlp_mappings(text, layer, f"{source}mlp.", f"{target}mlp.")
+    maps.append(ParameterMapping(f"{lm}norm.weight", (text.hidden_size,), "decoder.final_layernorm.weight", REPLICATED))
     if not hf_config.tie_word_embeddings:
-        mappings.append(ParameterMapping("lm_head.weight", width, "output_layer.weight", VOCABULARY))
-    return tuple(mappings)
+        maps.append(ParameterMapping("lm_head.weight", width, "output_layer.weight", VOCABULARY))
+    return tuple(maps)
 
 
 def is_sparse(text: Any, layer: int) -> bool:
@@ -165,16 +154,12 @@ def _attention_mappings(text: Any, layer: int, source: str, target: str) -> list
 
 
 def _mlp_mappings(text: Any, layer: int, source: str, target: str) -> list[ParameterMapping]:
-    hidden, inner = text.hidden_size, text.intermediate_size
+    dim, ffn = text.hidden_size, text.intermediate_size
     fc1, fc2 = f"{target}linear_fc1.weight", f"{target}linear_fc2.weight"
     return [
-        ParameterMapping(
-            f"{source}gate_proj.weight", (inner, hidden), fc1, TensorLayout("gate_up", gate_up_index=0), layer
-        ),
-        ParameterMapping(
-            f"{source}up_proj.weight", (inner, hidden), fc1, TensorLayout("gate_up", gate_up_index=1), layer
-        ),
-        ParameterMapping(f"{source}down_proj.weight", (hidden, inner), fc2, ROW, layer),
+        ParameterMapping(f"{source}gate_proj.weight", (ffn, dim), fc1, TensorLayout("gate_up", gate_up_index=0), layer),
+        ParameterMapping(f"{source}up_proj.weight", (ffn, dim), fc1, TensorLayout("gate_up", gate_up_index=1), layer),
+        ParameterMapping(f"{source}down_proj.weight", (dim, ffn), fc2, ROW, layer),
     ]
 
 
@@ -250,9 +235,7 @@ def _vision_mappings(vision: Any) -> list[ParameterMapping]:
         norm(f"{merger}.norm", hidden if merger == "merger" else merged)
         linear(f"{merger}.linear_fc1", merged, merged)
         linear(f"{merger}.linear_fc2", vision.out_hidden_size, merged)
-    return [
-        ParameterMapping(f"model.visual.{name}", shape, f"visual.{name}", REPLICATED) for name, shape in shapes.items()
-    ]
+    return [ParameterMapping(f"model.visual.{key}", size, f"visual.{key}", REPLICATED) for key, size in shapes.items()]
 
 
 def padded_vocab_size(vocab_size: int, size: int) -> int:

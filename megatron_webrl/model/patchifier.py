@@ -1,7 +1,6 @@
 """Cut screenshots into uint8 patches of the vision tower; the processor normalises them to floats later.
 
-Imports neither torch nor transformers, so a process that only cuts patches starts at once and takes 30 MiB. The first
-image that needs resizing imports torch.
+Imports no transformers, and torch only for an image that needs resizing: a process starts at once and takes 30 MiB.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ class Patchifier:
 
     @property
     def patch_bytes(self) -> int:
-        """Bytes of one patch."""
         return CHANNELS * self.patch_size**2
 
     def image_bytes(self, grid: tuple[int, int, int]) -> int:
@@ -68,8 +66,6 @@ def _resized(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
     """Resize to uint8 [height, width, channels] with the kernel of the model's image processor."""
     import torch
 
-    source = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None]
-    resized = torch.nn.functional.interpolate(
-        source, size=(height, width), mode="bicubic", align_corners=False, antialias=True
-    )
-    return resized[0].permute(1, 2, 0).numpy()
+    x = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None]
+    out = torch.nn.functional.interpolate(x, size=(height, width), mode="bicubic", align_corners=False, antialias=True)
+    return out[0].permute(1, 2, 0).numpy()

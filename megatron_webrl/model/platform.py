@@ -54,8 +54,7 @@ def _use_cuda() -> Platform:
     if not torch.cuda.is_available():
         raise RuntimeError("platform=cuda was requested, but this process sees no GPU; use platform=cpu")
     index = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
-    # A launcher may show each task only its own GPU, which is then number 0.
-    index = 0 if torch.cuda.device_count() == 1 else index
+    index = 0 if torch.cuda.device_count() == 1 else index  # a launcher may show each task only its own GPU
     if index >= torch.cuda.device_count():
         raise RuntimeError(
             f"local rank {index} has no GPU: this process sees {torch.cuda.device_count()}; start fewer ranks per node"
@@ -89,8 +88,7 @@ class _CudaToCpu(TorchFunctionMode):
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # Megatron's optimisers sort parameters by this string.
-            return func(*args).replace("torch.", "torch.cuda.", 1)
+            return func(*args).replace("torch.", "torch.cuda.", 1)  # Megatron's optimisers sort by this string
         if _is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": CPU}
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
@@ -142,8 +140,7 @@ def _redirect_cuda_functions() -> None:
     stream = _Stream()
 
     def no_op() -> Any:
-        # One function object each: torch's compiler refuses the same one under two names.
-        return lambda *args, **kwargs: None
+        return lambda *args, **kwargs: None  # one object each: torch's compiler refuses the same one under two names
 
     @contextlib.contextmanager
     def in_stream(stream: Any) -> Iterator[None]:
@@ -175,9 +172,8 @@ def _redirect_random_states() -> None:
     def set_state(state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
         torch.set_rng_state(state)
 
-    @contextlib.contextmanager
+    @contextlib.contextmanager  # Megatron's own fork warns about any use of the CPU generator
     def fork(self: Any, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
-        # Megatron's own fork warns about any use of the CPU generator.
         if name not in self.states_:
             raise KeyError(f"random state {name!r} is unknown; call model_parallel_cuda_manual_seed first")
         outside = torch.get_rng_state()
@@ -197,21 +193,18 @@ def _redirect_random_states() -> None:
 
 
 def _redirect_megatron() -> None:
-    # Compiling Megatron's small fusions would take minutes at their first call without any gain on the CPU.
     from megatron.core import jit
 
-    jit.disable_jit_fuser()
-    # Undefined without Transformer Engine, but referenced when a mixture-of-experts layer routes tokens.
+    jit.disable_jit_fuser()  # compiling small fusions takes minutes at their first call, without any gain on the CPU
     from megatron.core.transformer.moe import moe_utils
 
-    moe_utils.te_general_gemm = None
-    # Converts token counts to arrays only on a GPU, while the collectives do not accept tensors as counts.
+    moe_utils.te_general_gemm = None  # undefined without Transformer Engine, but referenced when experts route tokens
     from megatron.core.transformer.moe import token_dispatcher
 
     def to_array(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
-    token_dispatcher.maybe_move_tensor_to_cpu = to_array
+    token_dispatcher.maybe_move_tensor_to_cpu = to_array  # Megatron's makes arrays for collectives only on a GPU
     _redirect_uneven_collectives()
 
 

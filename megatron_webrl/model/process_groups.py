@@ -31,12 +31,10 @@ def init_process_groups(sizes: ParallelSizes, seed: int = 0) -> None:
 
 
 def destroy_process_groups() -> None:
-    """Destroy all groups."""
     parallel_state.destroy_model_parallel()
 
 
 def parallel_sizes_of(groups: ProcessGroupCollection) -> ParallelSizes:
-    """The parallel sizes of the groups."""
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
     return ParallelSizes(
         tensor=get_pg_size(groups.tp),
@@ -49,7 +47,6 @@ def parallel_sizes_of(groups: ProcessGroupCollection) -> ParallelSizes:
 
 
 def rank_coordinates_of(groups: ProcessGroupCollection) -> RankCoordinates:
-    """Coordinates of this rank."""
     return RankCoordinates(
         get_pg_rank(groups.tp), get_pg_rank(groups.pp), get_pg_rank(groups.ep), get_pg_rank(groups.expt_tp)
     )

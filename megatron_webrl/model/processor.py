@@ -1,7 +1,6 @@
 """Text and image processing of a Qwen3-VL folder: chat template, tokens, image placeholders, patches.
 
-Rollout and trainer both use it, and the engine runs the same processor class on the same folder, so a prompt has the
-same tokens and an image the same patches everywhere.
+Rollout, trainer and engine use the same processor class on the same folder, so tokens and patches agree everywhere.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from megatron_webrl.system import torchvision_shim
 torchvision_shim.install()  # transformers imports torchvision when the first processor is loaded
 
 _BREAK = "\u200b"  # zero-width space: invisible, and not part of any added token
-_TAGS = (
+_TAGS = (  # structural tags of a prompt, escaped even if the tokenizer has no entries for them
     "<tool_call>",
     "</tool_call>",
     "<tool_response>",
@@ -32,7 +31,6 @@ _TAGS = (
     "<think>",
     "</think>",
 )
-"""Structural tags of a prompt, escaped even if the tokenizer has no entries for them."""
 
 
 class Processor:
@@ -63,8 +61,8 @@ class Processor:
     def encode_chat(self, messages: list[dict[str, Any]]) -> np.ndarray:
         """Tokens of a conversation up to the start of the assistant's answer: int32 [n].
 
-        A message has "role" and "content": a string, or a list of {"type": "text", "text": ...} and
-        {"type": "image"}. Each image is one placeholder token; `expand_image_tokens` repeats it to its full length.
+        A message has "role" and "content": a string, or a list of {"type": "text", "text": ...} and {"type": "image"}.
+        Each image is one placeholder token; `expand_image_tokens` repeats it to its full length.
         """
         text = self._processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return self._encode(text)
@@ -72,8 +70,7 @@ class Processor:
     def encode_turn(self, message: dict[str, Any]) -> np.ndarray:
         """Tokens of a user message up to the start of the next answer: int32 [n].
 
-        They continue a conversation after the end token of an answer, equal to the tokens of `encode_chat` there. The
-        message's text must be escaped.
+        They follow the end token of an answer, as in `encode_chat`. The message's text must be escaped.
         """
         before = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
         text = self._processor.apply_chat_template([*before, message], add_generation_prompt=True, tokenize=False)
@@ -88,8 +85,7 @@ class Processor:
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """Text of a response without special tokens."""
         ids = np.asarray(token_ids, np.int64)
-        # The model's vocabulary may be padded beyond the tokenizer's; padding entries have no text.
-        known = ids[ids < len(self.tokenizer)]
+        known = ids[ids < len(self.tokenizer)]  # the padding of the model's vocabulary has no text
         return str(self.tokenizer.decode(known.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def has_special_tokens(self, response: np.ndarray) -> bool:
@@ -153,10 +149,7 @@ class Processor:
         return patchifier
 
     def normalize_patches(self, patches: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Normalise uint8 patches of `Patchifier.patchify` as `pixels` does: float32 [patches, dim], same device.
-
-        `out`: buffer for the result.
-        """
+        """Normalise patches of `patchify` as `pixels` does: float32 [patches, dim], same device; `out`: buffer."""
         settings = self._image_processor
         frames, inside = int(settings.temporal_patch_size), int(settings.patch_size) ** 2
         factor = 1.0 / settings.rescale_factor
@@ -167,15 +160,14 @@ class Processor:
         values = patches.view(-1, len(mean), inside).to(torch.float32).sub_(mean).div_(std)
         if out is None:
             out = values.new_empty(len(values), len(mean) * frames * inside)
-        # A still image fills all frames of a patch.
-        out.view(-1, len(mean), frames, inside).copy_(values[:, :, None])
+        out.view(-1, len(mean), frames, inside).copy_(values[:, :, None])  # a still image fills all frames
         return out
 
     def escape_special_tokens(self, text: str) -> str:
         """Escape page text so that no part of it becomes a special token.
 
         Inserts a zero-width space after the first character of every entry of the tokenizer's added vocabulary
-        (<|image_pad|>, <|im_end|>, <tool_call>, ...) and of every structural tag. Other text is unchanged.
+        (<|image_pad|>, <tool_call>, ...) and of every structural tag. Other text is unchanged.
         """
         normalizer = self.tokenizer.backend_tokenizer.normalizer
         if normalizer is not None:  # normalising later could create an entry

@@ -22,10 +22,10 @@ def forward_backward(
 ) -> list[MicrobatchResults]:
     """Forward and, unless `forward_only`, backward over all inputs. Collective over the model's ranks.
 
-    `chunks`: this rank's model chunks, Qwen3VL or DistributedDataParallel around it. The last pipeline stage calls
+    `chunks`: this rank's Qwen3VL models, possibly in DistributedDataParallel. The last pipeline stage calls
     `loss_fn(index, logits)` for each input, logits [R, padded vocabulary / tensor-parallel size]; it returns the loss
-    (Megatron averages it over the inputs) and the results. Every stage passes all inputs; only the first stage reads
-    pixels. Returns the results per input on the last stage, an empty list on the others.
+    (Megatron averages it over the inputs) and the results. Every stage passes all inputs; only the first reads pixels.
+    Returns the results per input on the last stage, an empty list on the others.
     """
 
     def forward(iterator: Iterator[tuple[int, PackedInput]], chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
@@ -38,8 +38,7 @@ def forward_backward(
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=len(inputs),
-        # Stages send each other the length of every input; Megatron requires a number nevertheless.
-        seq_length=max(packed.tokens.numel() for packed in inputs),
+        seq_length=max(packed.tokens.numel() for packed in inputs),  # required, though stages send lengths
         micro_batch_size=1,
         forward_only=forward_only,
     )

@@ -15,10 +15,7 @@ WRITE_CHUNK_BYTES = 1 << 20
 
 
 class BackgroundWriter(AbstractContextManager["BackgroundWriter"]):
-    """Run calls in order in one thread, at most one at a time.
-
-    The next `submit`, `wait` or the end of the block raises the exception of a failed call.
-    """
+    """Run calls in order in one thread. The next `submit`, `wait` or block end raises the error of a failed call."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="background-writer")
@@ -30,7 +27,6 @@ class BackgroundWriter(AbstractContextManager["BackgroundWriter"]):
         self._running = self._executor.submit(call, *arguments)
 
     def wait(self) -> None:
-        """Wait for the running call."""
         running, self._running = self._running, None
         if running is not None:
             running.result()

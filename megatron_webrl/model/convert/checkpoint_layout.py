@@ -13,8 +13,7 @@ from typing import Any
 from megatron_webrl.model.parameter_map import ParameterMapping, ShardRange, is_sparse, padded_vocab_size, shard_ranges
 from megatron_webrl.model.parameter_names import EXPERT_INFIX, LAYER_PREFIX
 
-MODEL_KEY_PREFIXES = ("decoder.", "embedding.", "output_layer.", "visual.")
-"""Key prefixes of the model; a trainer's checkpoint also holds other keys."""
+MODEL_KEY_PREFIXES = ("decoder.", "embedding.", "output_layer.", "visual.")  # a trainer's checkpoint holds others
 UNSTACKED_LAYER_KEY = "decoder.layers.0.input_layernorm.weight"
 
 
@@ -67,8 +66,7 @@ class ShardedChunk:
 def sharded_chunks(mappings: Sequence[ParameterMapping], rank: int, size: int) -> list[ShardedChunk]:
     """Chunks that rank `rank` of `size` holds of the parameter that the mappings fill together.
 
-    Gate and up projection are separate chunks, as in Megatron. Every rank holds all of a replicated parameter.
-    Raises ValueError if `size` does not divide the parameter.
+    Gate and up are separate chunks, as in Megatron. Raises ValueError if `size` does not divide the parameter.
     """
     kind = mappings[0].layout.kind
     groups = [[mapping] for mapping in mappings] if kind == "gate_up" else [list(mappings)]

@@ -57,7 +57,6 @@ ProgressFactory = Callable[[str, int], AbstractContextManager[Callable[[int], ob
 
 
 def no_progress(label: str, total: int) -> AbstractContextManager[Callable[[int], object]]:
-    """Show no progress."""
     return nullcontext(lambda done: None)
 
 
@@ -83,36 +82,28 @@ def hf_to_megatron(source: Path, target: Path, sizes: ParallelSizes, options: Co
     """Write the weights of a Hugging Face folder as a checkpoint with one file per (stage, expert, tensor) rank.
 
     Experts are sharded over tensor-parallel ranks, too: `sizes.expert_tensor` is taken as `sizes.tensor`. Peak memory
-    beyond the mapped files is two chunks. Raises ValueError (LoadError, TargetFolderError) for an incomplete folder,
-    sizes that do not divide the model, an existing target, and a result that differs from the source; the target is
-    then not created.
+    beyond the mapped files is two chunks. Raises ValueError (LoadError, TargetFolderError), and creates no target, for
+    an incomplete folder, sizes that do not divide the model, an existing target, and a result unlike the source.
     """
     hf_config = load_hf_config(source)
     try:
-        # All files are sharded by tensor-parallel rank, experts included.
         check_parallel_sizes(hf_config.text_config, replace(sizes, expert_tensor=sizes.tensor))
     except ValueError as error:
         raise ValueError(f"{error} ({source / 'config.json'})") from error
-    with (
-        open_hf_model(source, hf_config) as model,
-        atomic_folder(target, source, overwrite=options.overwrite) as folder,
-    ):
+    with open_hf_model(source, hf_config) as model, atomic_folder(target, source, overwrite=options.overwrite) as out:
         _check_dtypes(model, hf_config, options.dtype)
         total = sum(_nbytes(tensor, options.dtype) for tensor in model.tensors.values())
         chunks = len(model.mappings) * sizes.tensor
-        check_free_space(folder, total + chunks * CHUNK_OVERHEAD_BYTES + _metadata_size(source))
-        folders.copy_metadata(source, folder / HF_FOLDER)
+        check_free_space(out, total + chunks * CHUNK_OVERHEAD_BYTES + _metadata_size(source))
+        folders.copy_metadata(source, out / HF_FOLDER)
         with options.progress("writing", total) as advance:
-            _write_chunks(model, hf_config, folder / MEGATRON_FOLDER, sizes, options.dtype, advance)
+            _write_chunks(model, hf_config, out / MEGATRON_FOLDER, sizes, options.dtype, advance)
         if options.dtype is not None:
-            _set_dtype(folder / HF_FOLDER / "config.json", options.dtype)
+            _set_dtype(out / HF_FOLDER / "config.json", options.dtype)
         if options.verify:
-            with (
-                DistCheckpointReader(folder / MEGATRON_FOLDER) as reader,
-                options.progress("verifying", total) as advance,
-            ):
-                check_checkpoint(reader, hf_config)
-                _compare(model, reader, hf_config, options.dtype, advance)
+            with DistCheckpointReader(out / MEGATRON_FOLDER) as ckpt, options.progress("verifying", total) as advance:
+                check_checkpoint(ckpt, hf_config)
+                _compare(model, ckpt, hf_config, options.dtype, advance)
     return ConversionSummary(len(model.tensors), total)
 
 
@@ -125,24 +116,22 @@ def megatron_to_hf(source: Path, target: Path, shard_bytes: int, options: Conver
     source = find_checkpoint(source)
     hf_config = load_hf_config(source / HF_FOLDER)
     with (
-        DistCheckpointReader(source / MEGATRON_FOLDER) as reader,
-        atomic_folder(target, source, overwrite=options.overwrite) as folder,
+        DistCheckpointReader(source / MEGATRON_FOLDER) as ckpt,
+        atomic_folder(target, source, overwrite=options.overwrite) as out,
     ):
-        check_checkpoint(reader, hf_config)
-        hf_reader = HFReader(reader, hf_config, options.dtype)
-        specs = hf_reader.tensor_specs()
+        check_checkpoint(ckpt, hf_config)
+        hf = HFReader(ckpt, hf_config, options.dtype)
+        specs = hf.tensor_specs()
         total = sum(spec.nbytes for spec in specs)
-        check_free_space(folder, total + len(specs) * CHUNK_OVERHEAD_BYTES + _metadata_size(source / HF_FOLDER))
-        folders.copy_metadata(source / HF_FOLDER, folder)
+        check_free_space(out, total + len(specs) * CHUNK_OVERHEAD_BYTES + _metadata_size(source / HF_FOLDER))
+        folders.copy_metadata(source / HF_FOLDER, out)
         if options.dtype is not None:
-            _set_dtype(folder / "config.json", options.dtype)
+            _set_dtype(out / "config.json", options.dtype)
         with options.progress("writing", total) as advance:
-            write_hf_model(
-                folder, specs, lambda spec: _report_progress(hf_reader.read_parts(spec.name), advance), shard_bytes
-            )
+            write_hf_model(out, specs, lambda spec: _report_progress(hf.read_parts(spec.name), advance), shard_bytes)
         if options.verify:
-            with open_hf_model(folder, hf_config) as model, options.progress("verifying", total) as advance:
-                _compare(model, reader, hf_config, options.dtype, advance)
+            with open_hf_model(out, hf_config) as model, options.progress("verifying", total) as advance:
+                _compare(model, ckpt, hf_config, options.dtype, advance)
     return ConversionSummary(len(specs), total)
 
 
@@ -224,10 +213,7 @@ def _write_chunks(
 
 def _assemble(chunk: ShardedChunk, tensors: dict[str, HFTensor], dtype: torch.dtype, scratch: ScratchBuffers) -> Tensor:
     """Contents of a chunk: a view of the mapped file if they are contiguous there, else assembled in `scratch`."""
-    parts = [
-        (tensors[mapping.hf_param][mapping.tensor_index(piece)], mapping, target)
-        for mapping, piece, target in chunk.sources
-    ]
+    parts = [(tensors[part.hf_param][part.tensor_index(piece)], part, target) for part, piece, target in chunk.sources]
     if len(parts) == 1:
         tensor, mapping, _ = parts[0]
         if tensor.shape == chunk.shape and not mapping.transposed and tensor.dtype == dtype and tensor.is_contiguous():

@@ -94,10 +94,7 @@ class StoredTensor:
 
 
 class DistCheckpointReader(AbstractContextManager["DistCheckpointReader"]):
-    """Tensors of a checkpoint. A context manager that closes its files.
-
-    Raises LoadError for a folder without a checkpoint and for missing or truncated files.
-    """
+    """Tensors of a checkpoint. Raises LoadError for a folder without one and for missing or truncated files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -140,9 +137,8 @@ class DistCheckpointReader(AbstractContextManager["DistCheckpointReader"]):
             self._files[chunk.path] = chunk.path.open("rb")
         try:
             memory = _mapped(self._files[chunk.path], chunk.offset, chunk.length)
-            # On the meta device torch reads no contents but records their offset.
             file = cast(IO[bytes], _MemoryFile(memory.numpy().data))
-            form = torch.load(file, map_location="meta", weights_only=True)
+            form = torch.load(file, map_location="meta", weights_only=True)  # reads no contents, records their offset
             if not isinstance(form, torch.Tensor):
                 raise LoadError(f"tensor {chunk.key} of {chunk.path} is not a tensor")
             storage: Any = form.untyped_storage()
@@ -153,8 +149,7 @@ class DistCheckpointReader(AbstractContextManager["DistCheckpointReader"]):
             raise LoadError(f"tensor {chunk.key} of {chunk.path} cannot be read: {first_line(error)}") from error
         if form.numel() != torch.Size(chunk.box.sizes).numel() or form.dtype != self.tensors[chunk.key].dtype:
             raise LoadError(f"tensor {chunk.key} of {chunk.path} does not match .metadata")
-        # Megatron may omit the axes of layers and experts, which have size 1.
-        return tensor.reshape(chunk.box.sizes)
+        return tensor.reshape(chunk.box.sizes)  # Megatron may omit the axes of layers and experts, of size 1
 
     def _stored(
         self, key: str, value: TensorStorageMetadata, places: dict[MetadataIndex, _StorageInfo]
@@ -170,16 +165,11 @@ class DistCheckpointReader(AbstractContextManager["DistCheckpointReader"]):
         thin = all(chunk.box.sizes and chunk.box.sizes[0] == 1 for chunk in found)
         for chunk in found:
             rows.setdefault(chunk.box.offsets[0] if thin else -1, []).append(chunk)
-        return StoredTensor(
-            tuple(value.size), value.properties.dtype, {row: tuple(chunks) for row, chunks in rows.items()}
-        )
+        return StoredTensor(tuple(value.size), value.properties.dtype, {row: tuple(part) for row, part in rows.items()})
 
 
 class DistCheckpointWriter(AbstractContextManager["DistCheckpointWriter"]):
-    """Write a checkpoint chunk by chunk into a folder. The checkpoint is valid only after `finish`.
-
-    A thread writes the chunks, one behind the caller; a later call raises its exceptions.
-    """
+    """Write a checkpoint chunk by chunk in a thread; a later call raises its errors. Valid only after `finish`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -192,10 +182,7 @@ class DistCheckpointWriter(AbstractContextManager["DistCheckpointWriter"]):
     def write_chunk(
         self, file: str, key: str, shape: Sequence[int], offsets: Sequence[int], tensor: torch.Tensor
     ) -> None:
-        """Append a chunk to a file. Missing leading axes have size 1.
-
-        The tensor must own its storage and must not change until the next call.
-        """
+        """Append a chunk; missing leading axes are 1. The tensor owns its storage, unchanged until the next call."""
         sizes = (1,) * (len(shape) - tensor.dim()) + tuple(tensor.shape)
         item = self._items.setdefault(
             key, TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(shape), [])

@@ -61,10 +61,9 @@ class HFModel:
 
 @contextmanager
 def open_hf_model(folder: str | Path, hf_config: Any) -> Iterator[HFModel]:
-    """Open the folder's tensors, in their stored format, after checking them against the config.
+    """Open the folder's tensors, in their stored format. Raises LoadError if they do not match the config.
 
-    An unexpected or missing tensor, a wrong shape or a truncated file raises LoadError. Tied models may also store an
-    output layer if it equals the embedding bit for bit; it is left out.
+    A tied model may also store an output layer if it equals the embedding bit for bit; it is left out.
     """
     with ExitStack() as stack:
         tensors = _open(Path(folder), stack)
@@ -79,9 +78,8 @@ def open_hf_model(folder: str | Path, hf_config: Any) -> Iterator[HFModel]:
 def detect_expert_format(hf_config: Any, tensors: dict[str, HFTensor]) -> ExpertFormat:
     """Detect how the folder stores experts from names and shapes; "released" for a dense model.
 
-    With hidden size H and expert size I, a gate_up tensor distinguishes [H, 2I] from [2I, H] unless H = 2I, and a down
-    tensor [I, H] from [H, I] unless H = I; both cannot be ambiguous. Other shapes count as released, and the later
-    check reports them.
+    With hidden size H and expert size I, gate_up distinguishes [H, 2I] from [2I, H] unless H = 2I, and down [I, H] from
+    [H, I] unless H = I; both cannot be ambiguous. Other shapes count as released, and the later check reports them.
     """
     text = hf_config.text_config
     hidden, inner = text.hidden_size, getattr(text, "moe_intermediate_size", 0)
@@ -160,17 +158,15 @@ def _check(mappings: Sequence[ParameterMapping], tensors: dict[str, HFTensor]) -
     """Raise LoadError unless the tensors are exactly those of the model."""
     known = {mapping.hf_param: mapping.tensor_shape for mapping in mappings}
     files = ", ".join(sorted({str(tensor.path) for tensor in tensors.values()})) or "no file"
-    for name, tensor in sorted(tensors.items()):
-        if name not in known:
-            raise LoadError(
-                f"tensor {name} of {tensor.path} is unexpected: the model of config.json has no such tensor"
-            )
-    for name, shape in known.items():
-        if name not in tensors:
-            raise LoadError(f"tensor {name} {list(shape)} is missing from {files}")
-        tensor = tensors[name]
+    for key, tensor in sorted(tensors.items()):
+        if key not in known:
+            raise LoadError(f"tensor {key} of {tensor.path} is unexpected: the model of config.json has no such tensor")
+    for key, shape in known.items():
+        if key not in tensors:
+            raise LoadError(f"tensor {key} {list(shape)} is missing from {files}")
+        tensor = tensors[key]
         if tensor.shape != shape:
-            raise LoadError(f"tensor {name} of {tensor.path} has shape {list(tensor.shape)}, expected {list(shape)}")
+            raise LoadError(f"tensor {key} of {tensor.path} has shape {list(tensor.shape)}, expected {list(shape)}")
 
 
 def _check_tied(tensors: dict[str, HFTensor], mappings: Sequence[ParameterMapping]) -> None:
@@ -209,10 +205,9 @@ def write_hf_model(
     read_parts: Callable[[TensorSpec], Iterable[torch.Tensor]],
     shard_bytes: int,
 ) -> None:
-    """Write tensors into safetensors files of at most `shard_bytes` each, with an index if there are several.
+    """Write tensors into safetensors files of at most `shard_bytes` or one tensor, with an index if there are several.
 
-    A larger tensor gets its own file. `read_parts` yields a tensor's contents in order as contiguous parts; each part
-    must stay valid until the next but one, since a thread writes it. Every file is flushed to disk.
+    `read_parts` yields a tensor's contiguous parts in order, each valid until the next but one: a thread writes them.
     """
     shards = _shards(specs, shard_bytes)
     single = len(shards) == 1
@@ -221,8 +216,7 @@ def write_hf_model(
         for number, shard in enumerate(shards, start=1):
             name = SINGLE_FILE if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             weight_map |= dict.fromkeys((spec.name for spec in shard), name)
-            # Larger elements first, so every tensor starts at a multiple of its element size.
-            shard.sort(key=lambda spec: -spec.dtype.itemsize)
+            shard.sort(key=lambda spec: -spec.dtype.itemsize)  # aligns every tensor to its element size
             file = files.enter_context(create_file(folder / name))
             writer.submit(file.write, _header(shard))
             for spec in shard:

@@ -50,10 +50,7 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: MultimodalPackedSeqParams,
     ) -> Tensor:
-        """[T, 1, heads * dim] from query [T, 1, heads, dim], key and value [T, 1, groups, dim].
-
-        Under context parallelism T counts this rank's tokens.
-        """
+        """[T, 1, heads * dim] from query [T, 1, heads, dim] and key, value [T, 1, groups, dim], T of this rank."""
         tokens = query.shape[0]
         if get_pg_size(self.cp_group) > 1:
             query, key, value = (_all_tokens(x, self.cp_group) for x in (query, key, value))
@@ -85,12 +82,7 @@ def _per_sample(
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [1, heads, T, dim]
     parts = [
         scaled_dot_product_attention(
-            q[:, :, start:end],
-            k[:, :, start:end],
-            v[:, :, start:end],
-            is_causal=True,
-            scale=scale,
-            enable_gqa=grouped,
+            q[:, :, start:end], k[:, :, start:end], v[:, :, start:end], is_causal=True, scale=scale, enable_gqa=grouped
         )
         for start, end in pairwise(params.sample_boundaries)
     ]

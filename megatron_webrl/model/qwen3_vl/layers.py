@@ -25,10 +25,7 @@ from megatron_webrl.model.qwen3_vl.text_config import MultimodalPackedSeqParams
 
 
 class DeepStackLayer(TransformerLayer):
-    """A transformer layer that adds the DeepStack features of its layer, if any, to its output.
-
-    The addition is outside the recomputed part, so the vision tower's backward pass runs only once.
-    """
+    """A layer that adds its DeepStack features outside the recomputed part: the vision tower runs backward once."""
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Output [T, 1, hidden] and context, as in TransformerLayer."""
@@ -56,9 +53,7 @@ class _LayerModules:
 def block_spec(layers: LayerImplementation, sparse: list[bool]) -> TransformerBlockSubmodules:
     """Specs of the layers and the final norm of a model chunk. `sparse`: whether each layer is a mixture of experts."""
     parts = _parts(layers)
-    return TransformerBlockSubmodules(
-        layer_specs=[_layer_spec(parts, experts) for experts in sparse], layer_norm=parts.norm
-    )
+    return TransformerBlockSubmodules(layer_specs=[_layer_spec(parts, moe) for moe in sparse], layer_norm=parts.norm)
 
 
 def _parts(layers: LayerImplementation) -> _LayerModules:

@@ -33,10 +33,7 @@ from megatron_webrl.model.qwen3_vl.text_config import MultimodalPackedSeqParams,
 
 
 class Qwen3VL(GPTModel):
-    """The model, or one of its pipeline chunks, built by `build_model`.
-
-    Do not cast it and do not wrap it in Float16Module: parameters are created in their final dtype.
-    """
+    """The model or a pipeline chunk. Do not cast or wrap it in Float16Module: parameters have their final dtype."""
 
     def __init__(
         self,
@@ -97,10 +94,9 @@ class Qwen3VL(GPTModel):
     def forward(self, packed: PackedInput) -> Tensor:
         """Logits [R, padded vocabulary / tensor-parallel size] at `packed.scored_positions`.
 
-        A chunk before the last one returns the input of the next: its activations [T, 1, hidden], followed by the
-        DeepStack features [V, 1, hidden] of each remaining DeepStack layer. Under sequence and context parallelism T
-        and V count this rank's tokens. Collective over the tensor- and context-parallel ranks.
-        Raises ValueError if samples, placeholders and images do not match.
+        An earlier chunk returns the input of the next: activations [T, 1, hidden], then the DeepStack features
+        [V, 1, hidden] of each remaining DeepStack layer; T and V count this rank's tokens. Collective over tensor- and
+        context-parallel ranks. Raises ValueError if samples, placeholders and images do not match.
         """
         packed = pad_to_multiple(packed, self._token_shards)
         boundaries, mine = _boundaries(packed), self._context_shard(packed)
@@ -122,9 +118,7 @@ class Qwen3VL(GPTModel):
             packed_seq_params=params,
         )
         if not self.post_process:
-            later = [
-                features[:, None] for layer, features in sorted(deepstack.items()) if layer >= self.layer_range.stop
-            ]
+            later = [part[:, None] for layer, part in sorted(deepstack.items()) if layer >= self.layer_range.stop]
             return torch.cat([hidden, *later]) if later else hidden
         if self.config.sequence_parallel:
             group = self.pg_collection.tp
@@ -167,8 +161,7 @@ class Qwen3VL(GPTModel):
         layers = range(self.layer_range.start, self.num_deepstack_layers) if visual else range(0)
         tokens = received.shape[0] - visual * len(layers)
         hidden, *features = received.split([tokens, *[visual] * len(layers)])
-        # The decoder may write into its input, which must not be a view of the received tensor.
-        hidden = hidden.clone() if features else hidden
+        hidden = hidden.clone() if features else hidden  # not a view: the decoder may write into it
         return hidden, {layer: part.squeeze(1) for layer, part in zip(layers, features, strict=True)}
 
     def _placeholders(self, packed: PackedInput) -> Tensor:
@@ -226,9 +219,8 @@ def build_model(
 ) -> list[Qwen3VL]:
     """Build this rank's model chunks from the config of a Hugging Face folder, on the platform's device.
 
-    Returns one chunk, or several under a virtual pipeline. The weights are arbitrary until `load_hf` or a checkpoint
-    fills them. `groups` defaults to Megatron's global process groups, which must exist. Raises ValueError for a model
-    that is not a Qwen3-VL and for parallel sizes that do not divide it.
+    Returns several under a virtual pipeline, with arbitrary weights. `groups` defaults to Megatron's global process
+    groups. Raises ValueError for a model that is not a Qwen3-VL and for parallel sizes that do not divide it.
     """
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     groups, options = groups or ProcessGroupCollection.use_mpu_process_groups(), options or ComputeOptions()
@@ -250,9 +242,8 @@ def build_model(
 def _mark_tensor_parallel(model: Qwen3VL) -> None:
     """Set Megatron's attributes of sharded parameters, which its weight initialisation would set.
 
-    Without them a shard counts as a replica, and the gradient norm includes only the first rank's shard. Experts that
-    are not sharded like the other layers have their own data-parallel groups; Megatron sets that only under expert
-    parallelism.
+    Without them the gradient norm includes only the first rank's shard. Experts sharded unlike the other layers have
+    their own data-parallel groups; Megatron sets that only under expert parallelism.
     """
     parameters: dict[str, Any] = dict(model.canonical_parameters())
     sizes = parallel_sizes_of(model.pg_collection)

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension, computed in float32 and scaled in the input's dtype.
 
-    Under sequence parallelism each rank sees a part of the tokens: `weight.sequence_parallel` makes Megatron sum its
-    gradient over the tensor-parallel ranks.
+    `weight.sequence_parallel` makes Megatron sum the gradient over tensor-parallel ranks, which see different tokens.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:

@@ -12,17 +12,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PackedInput:
-    """Packed samples. Each sample attends only to itself. All tensors are on one device.
+    """Packed samples, each of which attends only to itself, on one device. Raises ValueError for inconsistent shapes.
 
-    - image_indices: for each image occurrence in token order, its index in `grids`, so that a repeated image is given
-      once. None: each image occurs once, in order.
-    - image_token_positions: positions of image placeholders. A response may contain the same token as text. None:
-      every placeholder token is an image token.
-    - pixels: patches of all images, or of `local_images` in that order: the images that this rank encodes by
-      `partition_images` (none on later pipeline stages). Ranks that encode images call a callable once per pass.
-    - scored_positions: under context parallelism, only positions in this rank's `token_range`.
-
-    Raises ValueError for inconsistent shapes.
+    `pixels`: patches of all images, or of `local_images` in that order: the images that this rank encodes by
+    `partition_images` (none on later pipeline stages). Ranks that encode images call a callable once per pass.
     """
 
     tokens: Tensor  # int64 [T]
@@ -30,10 +23,10 @@ class PackedInput:
     cu_seqlens: Tensor  # int32 [samples + 1], 0 first and T last
     pixels: Tensor | Callable[[], Tensor]  # float32 [patches, dim]
     grids: Tensor  # int64 [images, 3], patches (t, h, w) of each image
-    scored_positions: Tensor  # int64 [R], positions whose next token is scored
-    image_indices: Tensor | None = None  # int64 [occurrences], indices into grids
+    scored_positions: Tensor  # int64 [R], positions whose next token is scored, all in this rank's `token_range`
+    image_indices: Tensor | None = None  # int64 [occurrences], index in grids of each; None: each image once, in order
     local_images: Tensor | None = None  # int64, indices into grids of the images in `pixels`
-    image_token_positions: Tensor | None = None  # int64 [V], positions of the image placeholders
+    image_token_positions: Tensor | None = None  # int64 [V], placeholders; text may hold the token, too; None: all
 
     def __post_init__(self) -> None:
         length = self.tokens.numel()
@@ -62,9 +55,7 @@ class PackedInput:
 
     def to(self, device: torch.device) -> PackedInput:
         """Copy all tensors to a device."""
-        moved: dict[str, Any] = {
-            name: tensor.to(device) if isinstance(tensor, Tensor) else tensor for name, tensor in vars(self).items()
-        }
+        moved: dict[str, Any] = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in vars(self).items()}
         return replace(self, **moved)
 
 
@@ -92,10 +83,7 @@ def pad_to_multiple(packed: PackedInput, multiple: int) -> PackedInput:
 
 
 def partition_images(grids: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
-    """Assign images to `ranks` ranks for encoding: largest first, to the rank with the fewest patches.
-
-    `grids`: patches (t, h, w) of each image. Returns ascending image indices per rank.
-    """
+    """Image indices per rank, ascending: largest first, to the rank with the fewest patches. `grids`: (t, h, w)."""
     return [sorted(share) for share in partition_costs([t * h * w for t, h, w in grids], ranks, len(grids))]
 
 

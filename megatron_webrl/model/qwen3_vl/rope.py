@@ -1,7 +1,6 @@
 """Interleaved multimodal rotary embedding (m-RoPE) of Qwen3-VL.
 
-A text token has one position, used on all three axes; an image token has its own (t, h, w). Frequencies alternate
-between the axes (t h w t h w ... t t), unlike the three blocks of Qwen2-VL.
+Frequencies alternate between the axes (t h w t h w ... t t), unlike Qwen2-VL's blocks. A text token has t = h = w.
 """
 
 from __future__ import annotations
@@ -18,34 +17,32 @@ def mrope_position_ids(
 ) -> Tensor:
     """Positions (t, h, w) of one sample, int64 [3, T], equal to `get_rope_index` of transformers.
 
-    `token_ids`: int [T], each image as t * h * w / merge^2 placeholders. `grids`: int [images, 3], patches
-    (t, h, w) in token order. `merge_size`: patches per token along h and along w. `prompt_length`: later tokens are a
-    response, in which a placeholder token is text. Raises ValueError if placeholders and grids do not match.
+    `token_ids`: int [T], each image as t * h * w / merge^2 placeholders. `grids`: int [images, 3], patches (t, h, w) in
+    token order. `merge_size`: patches per token along h and w. `prompt_length`: later tokens are a response, in which a
+    placeholder token is text. Raises ValueError if placeholders and grids do not match.
     """
-    placeholder = (token_ids == image_token_id).tolist()
+    mask = (token_ids == image_token_id).tolist()
     if prompt_length is not None:
-        placeholder[prompt_length:] = [False] * (len(placeholder) - prompt_length)
+        mask[prompt_length:] = [False] * (len(mask) - prompt_length)
     parts: list[Tensor] = []
-    covered, position = 0, 0  # tokens covered, next text position
+    done, position = 0, 0  # tokens covered, next text position
     for index, (t, h, w) in enumerate(grids.tolist()):
-        start = next((i for i in range(covered, len(placeholder)) if placeholder[i]), len(placeholder))
+        start = next((i for i in range(done, len(mask)) if mask[i]), len(mask))
         end = start + t * (h // merge_size) * (w // merge_size)
-        if end > len(placeholder) or not all(placeholder[start:end]):
+        if end > len(mask) or not all(mask[start:end]):
             raise ValueError(
                 f"image {index} with grid {[t, h, w]} needs {end - start} placeholders (token {image_token_id}) "
-                f"at position {start}; the sample has {sum(placeholder)} of them for {len(grids)} images"
+                f"at position {start}; the sample has {sum(mask)} of them for {len(grids)} images"
             )
-        parts.append(_text(start - covered) + position)
-        position += start - covered
+        parts.append(_text(start - done) + position)
+        position += start - done
         axes = (torch.arange(t), torch.arange(h // merge_size), torch.arange(w // merge_size))
         parts.append(torch.stack(torch.meshgrid(*axes, indexing="ij")).reshape(3, -1) + position)
         position += max(h, w) // merge_size
-        covered = end
-    if any(placeholder[covered:]):
-        raise ValueError(
-            f"{sum(placeholder[covered:])} placeholders (token {image_token_id}) are left after {len(grids)} images"
-        )
-    parts.append(_text(len(placeholder) - covered) + position)
+        done = end
+    if any(mask[done:]):
+        raise ValueError(f"{sum(mask[done:])} placeholders (token {image_token_id}) are left after {len(grids)} images")
+    parts.append(_text(len(mask) - done) + position)
     return torch.cat(parts, dim=1).to(token_ids.device)
 
 
@@ -62,10 +59,7 @@ class InterleavedRotaryEmbedding(nn.Module):
         self.base = base
 
     def forward(self, position_ids: Tensor, mrope_section: Sequence[int], cp_group: Any = None) -> Tensor:
-        """Angles, float32 [T, B, 1, head_dim], for `position_ids` int64 [3, B, T].
-
-        `mrope_section`: number of the head_dim / 2 frequencies of t, h and w.
-        """
+        """Angles float32 [T, B, 1, head_dim] of int64 [3, B, T]. `mrope_section`: frequencies of t, h and w."""
         # Not a buffer: casting the model to bf16 would round the frequencies.
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=position_ids.device)
         frequencies = 1.0 / self.base ** (exponents / self.head_dim)

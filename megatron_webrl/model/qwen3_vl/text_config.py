@@ -32,8 +32,7 @@ class TextConfig(TransformerConfig):
 class MultimodalPackedSeqParams(PackedSeqParams):
     """Parameters of a packed sequence that every decoder layer needs.
 
-    The format is "sbhd" although samples are packed: with "thd" Megatron would take each sample's rotary angles from
-    the start of the sequence, which is wrong for m-RoPE. Here every token has its own angles.
+    The format is "sbhd": with "thd" Megatron would restart rotary angles at each sample, but m-RoPE has one per token.
     """
 
     sample_boundaries: tuple[int, ...] = ()  # [samples + 1], first token of each sample, then T
@@ -65,14 +64,12 @@ def make_text_config(
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
-        # With this flag Megatron sums the gradients of the q and k norms over the tensor-parallel ranks.
-        qk_layernorm=True,
+        qk_layernorm=True,  # Megatron then sums the gradients of the q and k norms over the tensor-parallel ranks
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        # Weights always come from a file.
-        perform_initialization=False,
+        perform_initialization=False,  # weights always come from a file
         use_cpu_initialization=platform.name == "cpu",
         attention_backend=AttnBackend.local,
         attention_kernel=options.attention,
@@ -81,8 +78,7 @@ def make_text_config(
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
-        # "allgather" needs inputs of equal length and rejects dense models.
-        moe_token_dispatcher_type="alltoall",
+        moe_token_dispatcher_type="alltoall",  # "allgather" needs inputs of equal length and rejects dense models
         tensor_model_parallel_size=sizes.tensor,
         context_parallel_size=sizes.context,
         sequence_parallel=sequence_parallel,
@@ -99,8 +95,7 @@ def _pipeline(text: Any, sizes: ParallelSizes, dtype: torch.dtype) -> dict[str, 
     parts[0].insert(0, "embedding")
     parts[-1].append("loss")
     return {
-        # With two stages and a virtual pipeline both neighbours are the same rank, and batched messages would be mixed
-        # up.
+        # In a virtual pipeline of two stages both neighbours are one rank: batched messages would be mixed up.
         "overlap_p2p_comm": sizes.virtual > 1,
         "batch_p2p_comm": sizes.virtual == 1,
         "pipeline_model_parallel_size": sizes.pipeline,
@@ -118,9 +113,8 @@ def _experts(text: Any, sizes: ParallelSizes) -> dict[str, Any]:
         "num_moe_experts": text.num_experts,
         "moe_layer_freq": sparse,
         "moe_ffn_hidden_size": text.moe_intermediate_size,
-        # A softmax over the selected experts' logits equals Qwen's softmax over all experts, renormalised.
         "moe_router_topk": text.num_experts_per_tok,
-        "moe_router_pre_softmax": False,
+        "moe_router_pre_softmax": False,  # softmax over the selected experts: Qwen's over all, renormalised
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
@@ -131,8 +125,7 @@ def _experts(text: Any, sizes: ParallelSizes) -> dict[str, Any]:
 
 def _recompute(text: Any, options: ComputeOptions) -> dict[str, Any]:
     if options.recompute == "full":
-        # Megatron's own full recomputation would run the vision tower's backward pass once per layer.
-        return {"recompute_layers": True}
+        return {"recompute_layers": True}  # Megatron's own would run the vision tower backward once per layer
     if options.recompute == "selective":
         kinds = {is_sparse(text, layer) for layer in range(text.num_hidden_layers)}
         modules = ["core_attn", *(["mlp"] if False in kinds else []), *(["moe"] if True in kinds else [])]

@@ -1,9 +1,9 @@
 """The vision tower of transformers, replicated on every tensor- and context-parallel rank of the first stage.
 
 The ranks partition the images of a packed sequence and gather the features, so each image is encoded once. In the
-backward pass the gradient of the gathered features is complete on every tensor-parallel rank and is summed over the
-context-parallel ranks, each of which has a part of the tokens; each rank then runs backward through its own images.
-`gradients.finalize_gradients` and Megatron's data-parallel reduction sum the tower's gradients over the ranks.
+backward pass the gradient of the features, complete on every tensor-parallel rank, is summed over context-parallel
+ranks; each rank continues with its own images. `gradients.finalize_gradients` and Megatron's data-parallel reduction
+sum the tower's gradients over the ranks.
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ class VisualFeatures:
 
 
 def build_vision_tower(config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Build a vision tower with arbitrary weights from a transformers vision config.
-
-    Dense models and mixtures of experts have the same tower.
-    """
+    """Build a vision tower with arbitrary weights from a transformers vision config, of a dense model or of experts."""
     torchvision_shim.install()
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
@@ -46,20 +43,16 @@ def build_vision_tower(config: Any, dtype: torch.dtype, device: torch.device) ->
 
 
 def _embed_patches(convolution: nn.Conv3d, patches: Tensor) -> Tensor:
-    """Embed patches, [patches, dim] -> [patches, hidden], by a matrix product.
-
-    The convolution's stride equals its kernel size; on the CPU the product takes a tenth of its time.
-    """
+    """Embed patches: [patches, dim] -> [patches, hidden]. On the CPU this takes a tenth of the equal convolution."""
     return linear(patches.to(convolution.weight.dtype), convolution.weight.flatten(1), convolution.bias)
 
 
 def encode_images(
     tower: Any, packed: PackedInput, merge: int, group: ProcessGroup, context: ProcessGroup
 ) -> VisualFeatures | None:
-    """Features of the images, each encoded once; None without images.
+    """Features of the images, each encoded once; None without images. Collective over `group`.
 
-    `group`: tensor- and context-parallel ranks, over which images are partitioned; `context`: context-parallel ranks,
-    over which tokens are sharded. Collective over `group`.
+    `group`: tensor- and context-parallel ranks, which share the images; `context`: ranks that share the tokens.
     """
     if not packed.grids.numel():
         return None
