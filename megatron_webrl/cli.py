@@ -99,7 +99,7 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _add_demonstrate(commands: Any) -> None:
-    demonstrate = commands.add_parser(
+    parser = commands.add_parser(
         "demonstrate",
         help="write scripted episodes for a warm start",
         description="Solve the tasks of a configuration with scripted policies, in the agent's observation and action "
@@ -108,12 +108,10 @@ def _add_demonstrate(commands: Any) -> None:
         "file appears when it is complete.",
         epilog="example: webrl demonstrate my.yaml trainer.warm_start.demonstrations=99 --out my.records",
     )
-    demonstrate.add_argument("config", help="YAML file")
-    demonstrate.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that replace those of the file"
-    )
-    demonstrate.add_argument("--out", type=Path, required=True, metavar="FILE", help="output file")
-    demonstrate.set_defaults(run=_demonstrate)
+    parser.add_argument("config", help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="output file")
+    parser.set_defaults(run=_demonstrate)
 
 
 def _add_control(commands: Any) -> None:
@@ -338,10 +336,8 @@ def _run_role(
     run: Callable[[ControlClient, NodeRing], None],
     restartable: bool,
 ) -> int:
-    """Run a role in a job; returns the exit code.
-
-    JobFailed in a trainer rank ends the job with an error that names the rank. After any other exception a
-    `restartable` role leaves the decision to its supervisor, which may restart it; so does every rollout worker.
+    """Run a role in a job; returns the exit code. JobFailed in a trainer rank ends the job with an error that names it.
+    After other exceptions a `restartable` role leaves the decision to its supervisor; a rollout worker always does.
     """
     from megatron_webrl.cluster.placement import worker_name_of
     from megatron_webrl.control.control_plane import ControlClient, JobEnded, JobFailed
@@ -355,8 +351,7 @@ def _run_role(
         run(control, _ring(config, options.node, job_id))
     except JobEnded:
         log.info("the job has ended")
-    except JobFailed as error:
-        # Another role has ended the job and is named in the error, or a wait of this role timed out.
+    except JobFailed as error:  # another role has ended the job and is named in the error, or a wait timed out
         log.error("%s", error)
         if worker_name_of(name) not in config.worker_names:
             control.end_job(f"failed: {error}")

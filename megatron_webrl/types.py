@@ -1,8 +1,4 @@
-"""Data types shared by all packages. Imports no other module of the package.
-
-A task is run as an episode, whose data is a trajectory: a list of steps. The trajectories of one ticket form a group
-and share a baseline. See docs/architecture.md for the glossary.
-"""
+"""Data types shared by all packages. Imports no other module of the package. Glossary: docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -15,8 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     from playwright.async_api import Page
 
-COORDINATE_RANGE = 1000
-"""Coordinates of actions are integers 0..COORDINATE_RANGE on both axes of the viewport, for any size in pixels."""
+COORDINATE_RANGE = 1000  # actions' coordinates are integers 0..1000 on both axes of the viewport, whatever its pixels
 
 ActionKind = Literal[
     "left_click", "click", "type", "hover", "scroll", "wait", "go_back", "navigate", "answer",
@@ -33,16 +28,7 @@ COORDINATE_ACTION_KINDS: tuple[ActionKind, ...] = (
 )
 """Actions that the tool of coordinates, `computer_use`, always offers."""
 
-MARK_ACTION_KINDS: tuple[ActionKind, ...] = (
-    "click",
-    "type",
-    "hover",
-    "scroll",
-    "wait",
-    "go_back",
-    "navigate",
-    "answer",
-)
+MARK_ACTION_KINDS: tuple[ActionKind, ...] = "click", "type", "hover", "scroll", "wait", "go_back", "navigate", "answer"
 """Actions that the tool of numbered elements, `web_interaction`, always offers."""
 
 TAB_ACTION_KINDS: tuple[ActionKind, ...] = ("new_tab", "switch_tab", "close_tab")
@@ -52,18 +38,14 @@ OPTIONAL_ACTION_KINDS: tuple[ActionKind, ...] = (
 """Actions that either tool offers if browser.actions names them."""
 
 DIFFICULTIES = ("easy", "medium", "hard")
-
 STOPPED, PREEMPTED = "stopped", "preempted"
 CLEAN_JOB_OUTCOMES = ("finished", STOPPED, PREEMPTED)
-"""Outcomes of a job without a failure: all updates made, or ended early with a checkpoint because its user requested it
-or because Slurm was about to end it.
-"""
+"""Outcomes of a job without a failure: all updates made, or ended early with a checkpoint, by its user or by Slurm."""
 
 TRAINABLE_OUTCOMES = frozenset({"success", "failure"})
 """Outcomes that measure the policy. Every other outcome masks the episode and names the reason."""
 
-ABORTED = "aborted"
-"""Masks an episode that was ended because its group could no longer be trained; the whole group is dropped."""
+ABORTED = "aborted"  # masks an episode ended because its group can no longer be trained; the whole group is dropped
 
 
 @dataclass(frozen=True)
@@ -213,7 +195,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Group:
-    """The episodes of one ticket."""
+    """The episodes of one ticket, which share a baseline."""
 
     ticket: int
     trajectories: tuple[Trajectory, ...]
@@ -229,10 +211,7 @@ class TaskSite(Protocol):
 
     @property
     def addresses(self) -> Mapping[str, str]:
-        """Server of each host name, such as {"shop.localhost": "127.0.0.1:8000"}; other names are looked up in DNS.
-
-        URLs stay the same from run to run although local servers take any free port.
-        """
+        """Server by host name, such as {"shop.localhost": "127.0.0.1:8000"} (any free port); others are in DNS."""
         ...
 
     def can_reuse_page(self, task: Task) -> bool:

@@ -1,13 +1,10 @@
 """The control plane: one TCPStore that outlives trainer and workers, and a client for its few small keys.
 
-`serve` is the `webrl control` process. `ControlClient` is a role's connection: rendezvous, tickets, policy version,
-heartbeats, stop. No data passes through it.
-
-Tickets (docs/architecture.md): slot n of the ticket counter may be claimed while n is below the limit that the trainer
-raises. After a resume the first slots stand for the tickets that were open in the checkpoint, later slots for new
-tickets. A worker writes its name to the slot it claims, and closes the slot once its group is in the ring, so that a
-restarted worker finds its unfinished claims. When the trainer restarts within the job, the counter continues: the
-trainer fences off the slots claimed before and starts another ticket epoch.
+`serve` is the `webrl control` process, `ControlClient` a role's connection. No data passes through it.
+Tickets (docs/architecture.md): slot n may be claimed while n is below the limit that the trainer raises. After a resume
+the first slots stand for the tickets open in the checkpoint. A worker writes its name to the slot it claims and closes
+it once its group is in the ring, so that a restarted worker finds its unfinished claims. A trainer that restarts within
+the job fences off the slots claimed before and starts another ticket epoch.
 """
 
 from __future__ import annotations
@@ -79,21 +76,16 @@ def ticket_limit(
 ) -> int:
     """Limit of the ticket counter (docs/rollout.md): a group started below it will be fresh enough to train on.
 
-    first_slot: of the epoch; surviving_tickets: claimed before the epoch and kept; closed_tickets: trained or dropped
-    in it; updates_ahead: updates whose groups may start before their turn.
-
+    first_slot: of the epoch; surviving_tickets: claimed before it and kept; closed_tickets: trained or dropped in it.
     With the counter at n, (n - first_slot) + surviving - closed tickets are open: at most those of the next update and
-    of `updates_ahead` more. Without a restart closed = version * groups_per_update + dropped, and the limit is
-    (updates_ahead + version + 1) * groups_per_update + dropped.
+    of `updates_ahead` more. Without a restart the limit is (updates_ahead + version + 1) * groups_per_update + dropped.
     """
     return first_slot - surviving_tickets + closed_tickets + (updates_ahead + 1) * groups_per_update
 
 
 def serve(host: str, port: int, job_id: str, address_file: Path | None = None, seconds: float | None = None) -> None:
-    """Run the store until the job has ended and its roles could read the outcome, or `seconds` have passed.
-
-    Listens on `host` only. `job_id` identifies the job; with one node it is also the name of the ring. `address_file`
-    receives {"host", "port", "pid", "job_id"} once the store accepts connections.
+    """Run the store until the job has ended and its roles could read the outcome, or `seconds` have passed. Listens on
+    `host` only; `address_file` receives {"host", "port", "pid", "job_id"} once the store accepts connections.
     """
     listener = socket.create_server((host, port))
     port = listener.getsockname()[1]
@@ -159,9 +151,8 @@ class ControlClient:
                 time.sleep(HEARTBEAT_SECONDS)
 
     def report_progress(self) -> None:
-        """Count progress of this role for the hang detector; `check_job` and `report_status` do so, too.
-
-        For the main thread, between operations that have a limit: heartbeats continue while the main thread hangs.
+        """Count progress of this role for the hang detector; `check_job` and `report_status` do so, too. For the main
+        thread, between operations that have a limit: heartbeats continue while the main thread hangs.
         """
         self._progress += 1
 
@@ -184,10 +175,8 @@ class ControlClient:
                 )
 
     def is_lost(self, role: str, grace_seconds: float = 0.0) -> bool:
-        """Whether a role has sent no heartbeat for `heartbeat_timeout_seconds` since this client began to watch it.
-
-        False before its first heartbeat. `grace_seconds` extend the limit so that the role can be restarted; a cleared
-        heartbeat then counts as silence, too.
+        """Whether a role has sent no heartbeat for `heartbeat_timeout_seconds` of this watch; False before its first
+        one. `grace_seconds` extend the limit for a restart of the role; a cleared heartbeat then counts as silence.
         """
         beat = self._get(f"heartbeat/{role}") or ""
         seen, since = self._watched.get(role, ("", 0.0))
@@ -219,10 +208,7 @@ class ControlClient:
         return self.instance_count(role) != int(number) or self.is_lost(role)
 
     def request_stop(self, outcome: str = STOPPED) -> None:
-        """Request the end of the job after the current update, with a checkpoint and this outcome.
-
-        STOPPED, requested by the user, replaces PREEMPTED, but not the other way round.
-        """
+        """Request the end after the current update, with a checkpoint. STOPPED replaces PREEMPTED, not vice versa."""
         if outcome == STOPPED:
             self.store.set("stop", outcome)
         else:
@@ -295,10 +281,7 @@ class ControlClient:
         return tuple(TicketEpoch(**{**fields, "open_tickets": tuple(fields["open_tickets"])}) for fields in epochs)
 
     def fence_tickets(self) -> int:
-        """Trainer: stop all claims until `start_ticket_epoch`; returns the slot of the fence.
-
-        Every slot below it is claimed, and none above it.
-        """
+        """Trainer: stop claims until `start_ticket_epoch`; returns the fence's slot: all below it are claimed."""
         self.set_ticket_limit(0)
         slot = self.claim("tickets", lambda: sys.maxsize, TICKET_FENCE)
         assert slot is not None
@@ -317,9 +300,8 @@ class ControlClient:
         return self.claim("tickets", lambda: int(self.store.get("tickets/limit")), self.role)
 
     def claim(self, counter: str, limit: Callable[[], int], name: str) -> int | None:
-        """Claim the next slot of a counter for `name`; returns the slot, or None while it is at the limit.
-
-        <counter>/claimed is the number of claimed slots, <counter>/<slot> the name of the slot's owner.
+        """Claim the next slot of a counter for `name`; None while it is at the limit. <counter>/claimed is the number
+        of claimed slots, <counter>/<slot> the name of the slot's owner.
         """
         while True:
             slot = int(self.store.get(f"{counter}/claimed"))

@@ -1,8 +1,7 @@
 """Request an evaluation, distribute its episodes over the workers and collect the results, via the control plane.
 
-The requester puts one EvaluationRequest at a time under REQUEST_KEY. Its episodes are slots of a counter, like tickets:
-a worker claims the next slot with its instance id, runs the episode, and replaces the claim with the result. The
-requester reads the results, and appends the episode of a worker that is lost or was restarted as a further slot.
+The requester puts one EvaluationRequest at a time under REQUEST_KEY. Its episodes are slots of a counter, like tickets;
+the requester appends the episode of a worker that is lost or was restarted as a further slot.
 
     evaluation/<number>/claimed   number of slots claimed so far
     evaluation/<number>/<slot>    a worker's instance id, later the episode's result as JSON

@@ -42,9 +42,8 @@ def truncate_after(folder: Path, version: int) -> None:
 
 
 def summarise(folder: Path, version: int) -> dict[str, Any]:
-    """The field `evaluation` of summary.json; `version` is the run's last one. None for evaluations that did not run.
-
-    `before` is the first evaluation of its kind, of the initial policy; the others are those of the last version.
+    """The field `evaluation` of summary.json; None for evaluations that did not run. `before` is the first evaluation
+    of its kind, of the initial policy; the others are those of `version`, the run's last one.
     """
     lines = read_evaluations(folder)
     found: dict[str, Any] = {"before": next((line for line in lines if line["kind"] == "before"), None)}

@@ -1,7 +1,6 @@
 """Statistics of evaluation results, with confidence intervals. Pure functions; docs/evaluation.md has the definitions.
 
-The success rate is the share of successes among episodes with a verdict. Episodes without a verdict (a crashed browser,
-an engine error, a time limit) count neither way: they are counted by reason, and so are episodes that never ran.
+The success rate is that of episodes with a verdict; others (a crash, an error, a time limit) are counted by reason.
 """
 
 from __future__ import annotations
@@ -15,17 +14,14 @@ import numpy as np
 
 from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, EvaluationResult
 
-Z_95 = 1.959963984540054
-"""Half-width of a two-sided 95 % interval of the normal distribution, in standard deviations."""
+Z_95 = 1.959963984540054  # half-width of a two-sided 95 % interval of the normal distribution, in standard deviations
 BOOTSTRAP_RESAMPLES = 10_000
 _RESAMPLES_AT_ONCE = 100  # in memory
 
 
 def wilson_interval(fraction: float, trials: int) -> tuple[float, float] | None:
-    """The 95 % interval of a probability, given the observed `fraction` of `trials`; None without trials.
-
-    The score interval of E. B. Wilson, Probable Inference, the Law of Succession, and Statistical Inference (1927):
-    all p with |fraction - p| <= Z sqrt(p (1 - p) / trials).
+    """The 95 % interval of a probability, given the observed `fraction` of `trials`; None without trials. Score
+    interval of E. B. Wilson, Probable Inference (1927): all p with |fraction - p| <= Z sqrt(p (1 - p) / trials).
     """
     if not trials:
         return None
@@ -36,10 +32,8 @@ def wilson_interval(fraction: float, trials: int) -> tuple[float, float] | None:
 
 
 def pass_at(k: int, samples: int, successes: int) -> float:
-    """Probability that `k` of the `samples`, drawn without replacement, include a success: 1 - C(n - c, k) / C(n, k).
-
-    The unbiased estimator of Chen et al., Evaluating Large Language Models Trained on Code (2021), equation 1. Raises
-    ValueError for k outside 1..samples.
+    """Probability that `k` of the `samples`, drawn without replacement, include a success: 1 - C(n - c, k) / C(n, k),
+    as in Chen et al. (Evaluating Large Language Models Trained on Code, 2021, eq. 1). ValueError unless 1 <= k <= n.
     """
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} cannot be estimated from {samples} samples of a task")
@@ -49,9 +43,8 @@ def pass_at(k: int, samples: int, successes: int) -> float:
 def aggregate_results(
     request: EvaluationRequest, results: Iterable[EvaluationResult], seconds: float, restart_epoch: int = 0
 ) -> dict[str, Any]:
-    """A line of evaluations.jsonl: success with its interval in total, by environment, difficulty and source.
-
-    Episodes without a result count as missing; `seconds` is the wall-clock time of the evaluation.
+    """A line of evaluations.jsonl: success with its interval in total, by environment, difficulty and source. Episodes
+    without a result count as missing; `seconds` is the wall-clock time of the evaluation.
     """
     results = list(results)
     versions = [version for result in results if result.versions for version in result.versions]
@@ -92,23 +85,21 @@ def paired_difference(
     before: Iterable[EvaluationResult], after: Iterable[EvaluationResult], seed: int = 0
 ) -> dict[str, Any] | None:
     """Mean difference of the success of the same tasks, after less before, with a 95 % interval; None without one.
-
-    Paired bootstrap: the differences of the tasks with verdicts in both evaluations are resampled with replacement
-    BOOTSTRAP_RESAMPLES times; the interval is from the 2.5th to the 97.5th percentile of the resamples' means.
+    Paired bootstrap over the tasks with verdicts in both: 2.5th to 97.5th percentile of BOOTSTRAP_RESAMPLES means.
     """
     first, second = _successes(before), _successes(after)
-    common = sorted(first.keys() & second.keys())
-    if not common:
+    both = sorted(first.keys() & second.keys())
+    if not both:
         return None
-    differences = np.array([np.mean(second[task]) - np.mean(first[task]) for task in common])
-    generator = np.random.default_rng(seed)
+    differences = np.array([np.mean(second[task]) - np.mean(first[task]) for task in both])
+    rng = np.random.default_rng(seed)
     draws = (
-        generator.integers(0, len(common), (_RESAMPLES_AT_ONCE, len(common)))
+        rng.integers(0, len(both), (_RESAMPLES_AT_ONCE, len(both)))
         for _ in range(BOOTSTRAP_RESAMPLES // _RESAMPLES_AT_ONCE)
     )
     means = np.concatenate([differences[draw].mean(axis=1) for draw in draws])
     low, high = np.percentile(means, [2.5, 97.5])
-    return {"mean": float(differences.mean()), "interval": [float(low), float(high)], "tasks": len(common)}
+    return {"mean": float(differences.mean()), "interval": [float(low), float(high)], "tasks": len(both)}
 
 
 def _statistics(results: Sequence[EvaluationResult]) -> dict[str, Any]:

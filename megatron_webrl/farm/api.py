@@ -23,7 +23,7 @@ RETRY_AFTER_SECONDS = 1  # value of Retry-After while every session is leased
 
 Responses = dict[int | str, dict[str, Any]]
 
-COMMON_RESPONSES: Responses = {
+COMMON_RESPONSES: Responses = {  # of every path under API_PREFIX
     400: {"model": ErrorResponse, "description": "Invalid request; the error names the field"},
     401: {"model": ErrorResponse, "description": "The token is missing or wrong"},
     403: {
@@ -32,7 +32,6 @@ COMMON_RESPONSES: Responses = {
     },
     413: {"model": ErrorResponse, "description": "The body is too large"},
 }
-"""Responses of every path under API_PREFIX."""
 
 BUSY_RESPONSE = {
     "model": ErrorResponse, "description": "Every session is leased",
@@ -41,10 +40,7 @@ BUSY_RESPONSE = {
 
 
 def make_app(title: str, description: str, token: str | None, body_limits: Mapping[str, int] | None = None) -> FastAPI:
-    """An application behind the token that answers every error with an `ErrorResponse`.
-
-    `body_limits`: bytes by path, where they are not MAX_BODY_BYTES.
-    """
+    """Application behind the token; errors are `ErrorResponse`. `body_limits`: bytes by path, if not the default."""
     # FastAPI's documentation pages load scripts from other hosts.
     app = FastAPI(
         title=title, description=description, version=API_PREFIX.removeprefix("/v"), docs_url=None, redoc_url=None

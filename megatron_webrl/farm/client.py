@@ -1,10 +1,8 @@
-"""Client of browser servers, on this machine or on a farm.
+"""Client of browser servers, on this machine or on a farm. It needs neither a browser nor Playwright or torch.
 
-    async with BrowserClient("http://router:8700", token) as browsers, browsers.session() as session:
-        observation = await session.reset(task)
-        observation = await session.step(Action("left_click", coordinate=(500, 500)))
-
-The client needs neither a browser nor Playwright or torch.
+async with BrowserClient("http://router:8700", token) as browsers, browsers.session() as session:
+    observation = await session.reset(task)
+    observation = await session.step(Action("left_click", coordinate=(500, 500)))
 """
 
 from __future__ import annotations
@@ -47,15 +45,12 @@ SUSPECT_SECONDS = 5.0  # an address that failed is tried last for this long
 _lease_adapter, _state_adapter = TypeAdapter(protocol.Lease), TypeAdapter(protocol.ServerState)
 _lease_state_adapter, _router_adapter = TypeAdapter(protocol.LeaseState), TypeAdapter(protocol.RouterState)
 
-AddressProvider = Callable[[], Sequence[str]]
-"""Returns the current addresses, such as those of servers that may be restarted."""
+AddressProvider = Callable[[], Sequence[str]]  # returns the current addresses, which change if servers are restarted
 
 
 class BrowserClient:
-    """Leases sessions from servers or routers, balanced over their addresses.
-
-    A lease is renewed in the background and released at the end of the session. Requests for a lease, renewals and
-    state queries are retried; steps never are.
+    """Leases sessions from servers or routers, balanced over their addresses; renews leases in the background. Requests
+    for a lease, renewals and state queries are retried; steps never are.
     """
 
     def __init__(
@@ -63,11 +58,10 @@ class BrowserClient:
         wait_seconds: float = 600.0, lease_seconds: float | None = None, spec: protocol.SessionSpec | None = None,
         owner: str = "",
     ) -> None:  # fmt: skip
-        """`addresses`: http://host:port, separated by commas. `token`: None reads it from the environment.
-
-        Timeouts: `step_seconds` of a reset or step, `wait_seconds` of waiting for a free session. `lease_seconds`:
-        lifetime of a lease; None: the server's default. A server whose sessions differ from `spec` is refused. `owner`
-        is shown on the server's status page. Raises ConfigError for an invalid address.
+        """`addresses`: http://host:port, separated by commas. `token`: None reads it from the environment. Timeouts:
+        `step_seconds` of a reset or step, `wait_seconds` of waiting for a free session. `lease_seconds`: lifetime of a
+        lease; None: the server's default. A server whose sessions differ from `spec` is refused. `owner` is shown on
+        the server's status page. Raises ConfigError for an invalid address.
         """
         if isinstance(addresses, str):
             fixed = parse_farm_addresses(addresses)
@@ -112,10 +106,7 @@ class BrowserClient:
             await asyncio.shield(self._start(session.close()))
 
     async def wait_until_ready(self, seconds: float) -> None:
-        """Wait until one of the addresses answers. Raises ServerUnreachable if none does within `seconds`.
-
-        Raises ConfigError if a server refuses the token or its sessions differ from the spec.
-        """
+        """Wait until a server answers. Raises ServerUnreachable after `seconds`; ConfigError: wrong token or spec."""
 
         async def check_all() -> None:
             answered, problem = 0, "no server has started"
@@ -222,10 +213,7 @@ class BrowserClient:
         return lease
 
     async def _check_server(self, server: str) -> None:
-        """Check that a server answers and agrees with the spec. Raises BrowserError, ConfigError.
-
-        A server is checked once, and again after it was unreachable: a router may not have noticed that yet.
-        """
+        """Check a server and its spec once, and again after it was unreachable. Raises BrowserError, ConfigError."""
         if server in self._checked:
             return
         spec = (await self.server_state(server)).spec
@@ -254,9 +242,8 @@ class BrowserClient:
 
 
 class RemoteSession:
-    """Life cycle: reset -> step, step, ...; `BrowserClient.session` leases and releases it.
-
-    Every operation ends within its timeout or raises a BrowserError, after which only a reset is possible.
+    """Life cycle: reset -> step, step, ...; `BrowserClient.session` leases and releases it. Every operation ends
+    within its timeout or raises a BrowserError, after which only a reset is possible.
     """
 
     def __init__(self, browsers: BrowserClient, lease: protocol.Lease, address: str, seconds: float) -> None:
@@ -267,10 +254,8 @@ class RemoteSession:
         self._renewing = asyncio.get_running_loop().create_task(self._keep_lease())
 
     async def reset(self, task: Task | protocol.ResetRequest) -> Observation:
-        """Open the task's page; the observation has an instruction. A dead server is replaced, once.
-
-        After a ResetRequest, `task` is the one that the server made. Raises BrowserError, and ValueError for an unknown
-        task.
+        """Open the task's page; the observation has an instruction. A dead server is replaced, once. After a
+        ResetRequest, `task` is the one that the server made. Raises BrowserError, and ValueError for an unknown task.
         """
         if isinstance(task, Task):
             self.task = task
@@ -291,16 +276,13 @@ class RemoteSession:
             return await self._observation("reset", body)
 
     async def step(self, action: Action) -> Observation:
-        """Execute an action and wait until the page is idle.
-
-        Observation.error says what the page did not allow; the episode continues. Raises BrowserError, and ValueError
-        for an action that lacks a required field or comes before the reset.
+        """Execute an action and wait until the page is idle. Observation.error says what the page did not allow. Raises
+        BrowserError, and ValueError for an action that lacks a required field or comes before the reset.
         """
         return await self._observation("step", protocol.dump(action))
 
     async def demonstration(self, premature_submit: bool = False) -> Action:
         """The next action of the task's scripted policy, or with `premature_submit` of one that submits too early.
-
         Raises ScriptedPolicyError, also if the task has no scripted policy, and BrowserError.
         """
         try:

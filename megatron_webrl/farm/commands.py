@@ -35,7 +35,6 @@ def add_browsers(commands: Any) -> None:
     ):
         serve.add_argument(option, type=float, default=default, metavar="S", help=f"{text} (default: {default:g})")
     serve.set_defaults(run=_serve)
-
     route = subcommands.add_parser(
         "route",
         help="router: places leases on many browser servers",

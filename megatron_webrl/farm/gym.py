@@ -2,7 +2,6 @@
 
 import gymnasium
 import megatron_webrl.farm.gym  # registers the environments
-
 env = gymnasium.make("webrl/miniwob.click-test-v0", farm_url="http://router:8700")
 """
 
@@ -42,11 +41,9 @@ T = TypeVar("T")
 
 
 class WebEnv(gymnasium.Env[dict[str, Any], str]):
-    """One browser session. An action is the JSON of a `types.Action`, such as {"kind": "click", "element_id": 3}.
-
-    `observation_space` describes the observations. The reward is the page's once it has ended the episode; for a task
-    with an answer it is 1 or 0. The step limit truncates the episode with info["outcome"] "failure"; a browser failure
-    truncates it with the name of the failure.
+    """One browser session. An action is the JSON of a `types.Action`, such as {"kind": "click", "element_id": 3}. The
+    reward is the page's once it has ended the episode; for a task with an answer it is 1 or 0. The step limit truncates
+    the episode with info["outcome"] "failure"; a browser failure truncates it with the name of the failure.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 1}  # noqa: RUF012
@@ -57,9 +54,7 @@ class WebEnv(gymnasium.Env[dict[str, Any], str]):
         render_mode: str | None = None, **browser: Any,
     ) -> None:  # fmt: skip
         """`farm_url`: addresses as for `BrowserClient`, with their token; None starts a local browser server.
-
-        `browser`: settings of `BrowserConfig`, such as marks=True; with a farm they must agree with the server's.
-        Raises ConfigError, BrowserError, ProcessError.
+        `browser`: settings of `BrowserConfig`; a farm must agree. Raises ConfigError, BrowserError, ProcessError.
         """
         if render_mode not in (None, "rgb_array"):
             raise ConfigError(f"render_mode={render_mode!r} is not rgb_array")
@@ -94,10 +89,8 @@ class WebEnv(gymnasium.Env[dict[str, Any], str]):
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Open the environment's page with a page seed drawn from `np_random`. Raises BrowserError."""
         super().reset(seed=seed)
-        page_seed = int(self.np_random.integers(len(TRAINING_SEEDS)))
-        request = protocol.ResetRequest(
-            source=self._request.source, environment=self._request.environment, seed=page_seed
-        )
+        drawn = int(self.np_random.integers(len(TRAINING_SEEDS)))
+        request = protocol.ResetRequest(source=self._request.source, environment=self._request.environment, seed=drawn)
         self._observation = None
         for attempt in range(RESET_ATTEMPTS):
             try:

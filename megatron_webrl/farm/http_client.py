@@ -16,14 +16,8 @@ from megatron_webrl.farm import protocol
 from megatron_webrl.system.text import first_line
 
 CONNECT_TIMEOUT_SECONDS = 5.0
-KEEPALIVE_SECONDS = 10.0
-"""Idle connections are dropped after this time. Servers keep theirs for longer: a request on a connection that the
-server has just closed would look like a dead server."""
-
-TCP_KEEPIDLE_SECONDS, TCP_KEEPINTVL_SECONDS, TCP_KEEPCNT = 10, 3, 4
-"""TCP keepalive of the kernel: idle time before the first probe, interval, number of probes. A machine that lost power
-sends no reset, so only probes detect it."""
-
+KEEPALIVE_SECONDS = 10.0  # of idle connections; servers keep theirs longer, lest a closed one looks like a dead server
+TCP_KEEPIDLE_SECONDS, TCP_KEEPINTVL_SECONDS, TCP_KEEPCNT = 10, 3, 4  # only probes detect a machine that lost power
 INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.1, 5.0
 BACKOFF = wait_exponential(INITIAL_BACKOFF_SECONDS / 2, MAX_BACKOFF_SECONDS / 2) + wait_random_exponential(
     INITIAL_BACKOFF_SECONDS / 2, MAX_BACKOFF_SECONDS / 2
@@ -105,34 +99,27 @@ class HttpClient:
     async def request(
         self, method: str, url: str, seconds: float, body: bytes | None = None, accept: str = "application/json"
     ) -> bytes:
-        """The response body, received within `seconds`.
-
-        Raises RequestRejected, ServerUnreachable, BrowserTimeout, ConfigError.
-        """
+        """The response body. Raises RequestRejected, ServerUnreachable, ConfigError; BrowserTimeout after `seconds`."""
         headers = {"Accept": accept}
         if body is not None:
             headers["Content-Type"] = "application/json"
         limit = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_TIMEOUT_SECONDS)
-        server = url.partition(protocol.API_PREFIX)[0]
+        base = url.partition(protocol.API_PREFIX)[0]
         try:
             async with self._http.request(
                 method, url, data=body, headers=headers, timeout=limit, allow_redirects=False
-            ) as response:
-                content = await response.read()
+            ) as reply:
+                content = await reply.read()
         except aiohttp.ConnectionTimeoutError as error:
-            raise ServerUnreachable(f"no connection to {server} within {CONNECT_TIMEOUT_SECONDS:.0f} s") from error
+            raise ServerUnreachable(f"no connection to {base} within {CONNECT_TIMEOUT_SECONDS:.0f} s") from error
         except TimeoutError as error:
-            raise BrowserTimeout(
-                f"{server} did not answer {method} {url[len(server) :]} within {seconds:.0f} s"
-            ) from error
+            raise BrowserTimeout(f"{base} did not answer {method} {url[len(base) :]} within {seconds:.0f} s") from error
         except aiohttp.InvalidURL as error:
             raise ConfigError(f"{url!r} is not the address of a browser server") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerUnreachable(f"{server} cannot be reached: {first_line(error)}") from error
-        if response.status >= 300:
-            raise RequestRejected(
-                server, response.status, _error(content), _parse_seconds(response.headers.get("Retry-After"))
-            )
+            raise ServerUnreachable(f"{base} cannot be reached: {first_line(error)}") from error
+        if reply.status >= 300:
+            raise RequestRejected(base, reply.status, _error(content), _parse_seconds(reply.headers.get("Retry-After")))
         return content
 
 

@@ -54,8 +54,7 @@ class Listener:
             self.socket = socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
         except OSError as error:
             raise ConfigError(f"cannot listen on --host={address.host} --port={address.port}: {error}") from None
-        # Accepted sockets inherit TCP_NODELAY; asyncio sets it only for sockets that it created. Without it the body of
-        # a response, a separate write, waits 40 ms until the client has acknowledged the headers.
+        # Inherited by accepted sockets. Else a response's body waits 40 ms until the client acknowledges the headers.
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._file = address.address_file
         port = self.socket.getsockname()[1]
@@ -70,9 +69,8 @@ class Listener:
 
 
 def run_process(role: str, work: Coroutine[Any, Any, int], die_with_parent: bool) -> int:
-    """Run `work` until it ends or SIGTERM or SIGINT cancels it; returns the exit code.
-
-    A second signal cancels the shutdown of `work`. Descendants that are left over are killed.
+    """Run `work` until it ends or SIGTERM or SIGINT cancels it; returns the exit code. A second signal cancels the
+    shutdown of `work`. Descendants that are left over are killed.
     """
     if die_with_parent:
         child_process.die_with_parent(signal.SIGTERM)

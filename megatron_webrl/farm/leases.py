@@ -37,11 +37,8 @@ class ActiveLease(Generic[T]):
 
 
 class Leases(Generic[T]):
-    """At most `capacity` leases at a time. A lease that is neither used nor renewed for its lifetime has expired, even
-    before `release_expired` frees its session.
-
-    A lease id is the server's `instance_id` and a random secret: it cannot be guessed, and a router finds the server by
-    it.
+    """At most `capacity` leases; one neither used nor renewed for its lifetime has expired, even before
+    `release_expired`. An id is the server's `instance_id`, for the router, and a secret, so nobody can guess it.
     """
 
     def __init__(

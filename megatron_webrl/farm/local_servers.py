@@ -1,7 +1,4 @@
-"""Browser servers as child processes on loopback, which end with their parent.
-
-Local browsers use the same servers and the same client as a farm.
-"""
+"""Browser servers as child processes on loopback, which end with their parent; local browsers are used like a farm."""
 
 from __future__ import annotations
 
@@ -52,10 +49,7 @@ class LocalServers:
     """Life cycle: start -> wait_until_ready -> close. `poll` detects servers that have ended and restarts them."""
 
     def __init__(self, config: Config, sessions: int, log_folder: Path | None = None, name: str = "browsers") -> None:
-        """Divide `sessions` among browser.processes servers with the settings of `config`.
-
-        Log files are `log_folder`/<name>-<number>.log, or temporary files.
-        """
+        """Divide `sessions` among browser.processes servers. Logs: `log_folder`/<name>-<number>.log, else temporary."""
         self.token = secrets.token_urlsafe(32)
         count = min(config.browser.processes, sessions)
         self._config, self._name, self._log_folder = config, name, log_folder
@@ -84,9 +78,8 @@ class LocalServers:
         return self.addresses()
 
     def poll(self) -> None:
-        """Detect servers that are ready and restart those that have ended. Call from the main thread.
-
-        Raises ProcessError for a server that never became ready or failed more than MAX_RESTARTS times in a row.
+        """Detect servers that are ready and restart those that have ended. Call from the main thread. Raises
+        ProcessError for a server that never became ready or failed more than MAX_RESTARTS times in a row.
         """
         for number, server in enumerate(self._servers):
             if (code := server.process.poll()) is not None:

@@ -1,7 +1,4 @@
-"""HTTP messages between browser server, router and client: JSON, and JSON followed by a screenshot.
-
-Every path begins with API_PREFIX. A status of 400 or more has an `ErrorResponse` as its body.
-"""
+"""HTTP messages of browser server, router and client, under API_PREFIX. From status 400 on they are `ErrorResponse`."""
 
 from __future__ import annotations
 
@@ -18,19 +15,13 @@ from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.types import COORDINATE_RANGE, Action, Observation, Task
 
 API_PREFIX = "/v1"
-TOKEN_VARIABLE = "WEBRL_BROWSERS_TOKEN"
-"""Environment variable that holds the token; see `bearer_header`."""
-
+TOKEN_VARIABLE = "WEBRL_BROWSERS_TOKEN"  # environment variable that holds the token; see `bearer_header`
 OBSERVATION_MEDIA_TYPE = "application/vnd.webrl.observation"
-"""Media type of an observation with its screenshot: length of the JSON (uint32, little endian), JSON, image.
-
-The server sends it to clients that accept it; others receive the JSON and request the screenshot separately.
-"""
+"""Length of the JSON (uint32, little endian), JSON, image; other clients request the image separately."""
 _LENGTH = struct.Struct("<I")
 
 STATUS_BUSY, STATUS_LEASE_EXPIRED, STATUS_BROWSER_FAILED = 503, 410, 502
-"""Statuses that a client handles: retry after `Retry-After` seconds; the lease is unknown or has expired; the browser
-failed and `ErrorResponse.outcome` names the failure."""
+"""Retry after `Retry-After` seconds; the lease is unknown or has expired; `ErrorResponse.outcome` names the failure."""
 
 SessionState = Literal["idle", "resetting", "waiting", "acting", "crashed"]
 """State of a lease: no episode; a reset runs; the server waits for the client; a step runs; the browser has failed."""
@@ -60,7 +51,6 @@ class LeaseRequest:
     """Request one browser session, held until it is released or expires."""
 
     __pydantic_config__ = _STRICT
-
     seconds: float | None = None  # lifetime without renewal; None: the server's default
     owner: str = ""  # shown on the server's status page
 
@@ -79,7 +69,6 @@ class ResetRequest:
     """The task to open: a complete task, or environment and seed of a source, or a web page."""
 
     __pydantic_config__ = _STRICT
-
     task: Task | None = None
     source: str | None = None
     environment: str | None = None

@@ -16,9 +16,7 @@ from megatron_webrl.types import COORDINATE_ACTION_KINDS, COORDINATE_RANGE, MARK
 _LETTERS = "abcdefghijklmnopqrstuvwxyz "
 _KEYS = ("Enter", "Tab", "Escape", "ArrowDown", "ArrowUp")
 _step = TypeAdapter(protocol.StepRequest)
-
-# Required fields of each action kind.
-_REQUIRED: dict[ActionKind, tuple[str, ...]] = {
+_REQUIRED: dict[ActionKind, tuple[str, ...]] = {  # required fields
     "left_click": ("start",),
     "click": ("start",),
     "double_click": ("start",),

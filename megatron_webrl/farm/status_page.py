@@ -53,8 +53,7 @@ def router_page(router: Router, openapi: dict[str, Any]) -> str:
     )
 
 
-TableCell = str | tuple[str, str]
-"""A text, or a CSS class and a text."""
+TableCell = str | tuple[str, str]  # a text, or a CSS class and a text
 
 
 def html_document(

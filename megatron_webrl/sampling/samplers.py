@@ -1,7 +1,4 @@
-"""Task samplers: the probability of each environment, and the environment that a ticket draws.
-
-Pure functions with the same results on every machine.
-"""
+"""Probability of each environment, and the environment that a ticket draws: pure functions, alike on all machines."""
 
 from __future__ import annotations
 
@@ -14,28 +11,19 @@ from itertools import accumulate
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import SamplerConfig
 
-ADAPTIVE_SAMPLERS = ("curriculum", "near_target")
-"""Samplers whose probabilities follow the policy's pass rates; the other samplers' are constant."""
-
-LATEST_GROUP_WEIGHT = 0.3
-"""Weight of the latest group in the moving average of a pass rate."""
-
-UNIFORM_FRACTION = 0.1
-"""Share of the tickets that an adaptive sampler draws uniformly."""
-
-NEAR_TARGET_CANDIDATES = 4
-"""`near_target` takes the nearest of this many environments drawn uniformly."""
-
+ADAPTIVE_SAMPLERS = ("curriculum", "near_target")  # probabilities follow the policy's pass rates; others' are constant
+LATEST_GROUP_WEIGHT = 0.3  # of the latest group in the moving average of a pass rate
+UNIFORM_FRACTION = 0.1  # share of the tickets that an adaptive sampler draws uniformly
+NEAR_TARGET_CANDIDATES = 4  # `near_target` takes the nearest of this many environments drawn uniformly
 _RANGE = 2**64
 _GOLDEN = 0x9E3779B97F4A7C15  # _RANGE over the golden ratio
 
 
 def draw_environment(probabilities: Sequence[float], seed: int, ticket: int) -> int:
-    """Index of the environment that a ticket draws.
+    """Index of the environment that a ticket draws. probabilities: [environments], at least 0, not all 0, of any sum.
 
-    probabilities: [environments], at least 0, not all 0; only their ratio matters. Each environment is an arc of a
-    circle, as long as its probability. Consecutive tickets advance on the circle by the golden ratio (a Weyl sequence)
-    from a start that depends on `seed`. The number of draws of an environment then differs from its expectation by at
+    Each environment is an arc of a circle, as long as its probability. Tickets advance on it by the golden ratio (a
+    Weyl sequence) from a start that depends on `seed`: the draws of an environment differ from their expectation by at
     most three in a thousand tickets and five in 300,000; with independent draws it would be the square root.
     """
     start = int.from_bytes(hashlib.blake2b(f"sampler/{seed}".encode(), digest_size=8).digest(), "big")
@@ -46,10 +34,7 @@ def draw_environment(probabilities: Sequence[float], seed: int, ticket: int) -> 
 def initial_probabilities(
     sampler: SamplerConfig, environments: Sequence[str], difficulties: Sequence[str]
 ) -> tuple[float, ...]:
-    """Probabilities before any group has finished: [environments].
-
-    difficulties: [environments]. Raises ConfigError if all weights are 0.
-    """
+    """Initial probabilities, [environments] like `difficulties`. Raises ConfigError if all weights are 0."""
     if sampler.name == "ratio" and sampler.difficulty_weights:
         return _by_difficulty(sampler.difficulty_weights, difficulties)
     weights = sampler.weights if sampler.name == "ratio" else {}
@@ -67,10 +52,8 @@ def updated_pass_rate(estimate: float, observed: float) -> float:
 
 
 def adaptive_probabilities(sampler: SamplerConfig, pass_rates: Sequence[float]) -> tuple[float, ...]:
-    """Probabilities of an adaptive sampler from estimated pass rates: [environments], each within 0..1.
-
-    (1 - u) * share_i + u / n with u = UNIFORM_FRACTION, so that every environment is drawn sometimes. For the shares
-    see `reward_variance_shares` and `nearest_target_shares`.
+    """Probabilities of an adaptive sampler from estimated pass rates within 0..1, both [environments]:
+    (1 - u) * share_i + u / n with u = UNIFORM_FRACTION, so that every environment is drawn sometimes.
     """
     shares = (
         nearest_target_shares(pass_rates, sampler.target, NEAR_TARGET_CANDIDATES)
@@ -81,18 +64,15 @@ def adaptive_probabilities(sampler: SamplerConfig, pass_rates: Sequence[float]) 
 
 
 def reward_variance_shares(pass_rates: Sequence[float]) -> tuple[float, ...]:
-    """Shares in proportion to p (1 - p), the variance of an episode's reward (ProCuRL, arXiv 2304.12877).
-
-    A group's gradient scales with this variance, whatever its size; it is zero where all episodes end alike.
+    """Shares in proportion to p (1 - p), the variance of an episode's reward (ProCuRL, arXiv 2304.12877): a group's
+    gradient scales with it, whatever the group's size; it is zero where all episodes end alike.
     """
     return _shares([rate * (1 - rate) for rate in pass_rates])
 
 
 def nearest_target_shares(pass_rates: Sequence[float], target: float, candidates: int) -> tuple[float, ...]:
-    """The probability of each environment to be the nearest to the target among `candidates` drawn uniformly.
-
-    For n environments and k candidates: if a environments are farther from the target and b are equally far (itself
-    included), the b environments share the probability ((a + b)^k - a^k) / n^k equally.
+    """The probability of each environment to be the nearest to the target among `candidates` drawn uniformly: for n
+    environments, k candidates, a farther ones and b equally far (itself included), ((a + b)^k - a^k) / n^k / b.
     """
     distances = [round(abs(rate - target), 9) for rate in pass_rates]  # rounded: equal distances share equally
     counts, n = Counter(distances), len(pass_rates)

@@ -1,8 +1,5 @@
-"""Sampler states, which the trainer publishes to the workers through the control plane.
-
-A state applies to a range of tickets: from its first ticket to the first ticket of the next state. The trainer
-publishes it before it raises the ticket limit above that first ticket, so a worker with a ticket always finds its
-state. A published state never changes.
+"""Sampler states, which the trainer publishes to the workers. A state never changes; it applies from its first ticket
+to that of the next one, and is published before the ticket limit rises above it: every claimed ticket has a state.
 """
 
 from __future__ import annotations
@@ -30,10 +27,7 @@ class SamplerState:
 def publish_states(
     control: ControlClient, states: Sequence[SamplerState], previous: Sequence[SamplerState] = ()
 ) -> None:
-    """Trainer: replace the published states, `previous`, by `states`, oldest first.
-
-    Call this before the ticket limit rises above the first ticket of a new state.
-    """
+    """Trainer: replace `previous` by `states`, oldest first, before the ticket limit rises above a new first ticket."""
     for state in states:
         if state not in previous:
             control.put_json(_key(state.first_ticket), list(state.probabilities))
@@ -70,10 +64,8 @@ class SamplerStateReader:
         return cls(control, config.run.startup_timeout_seconds, config.trainer_grace_seconds)
 
     async def probabilities(self, ticket: int) -> tuple[float, ...]:
-        """The probabilities by which a claimed ticket draws: [environments]. Raises JobFailed, JobEnded.
-
-        A ticket older than all states is closed: its worker died before it could close the claim. Running it again
-        makes duplicates, which the trainer drops, so it gets the oldest published state.
+        """The probabilities by which a claimed ticket draws: [environments]. A ticket older than all states gets the
+        oldest: it is closed, and the trainer drops its duplicates. Raises JobFailed, JobEnded.
         """
         deadline = time.monotonic() + self.timeout_seconds
         while (probabilities := self._find(ticket)) is None:

@@ -1,7 +1,4 @@
-"""Router of many browser servers: places leases and finds the server of a lease.
-
-Its whole state comes from the heartbeats of the servers, so it may be restarted at any time.
-"""
+"""Router of browser servers: places and finds leases. All state comes from heartbeats: it may restart at any time."""
 
 from __future__ import annotations
 
@@ -99,13 +96,11 @@ class Router:
             raise InvalidRequest(
                 f"url, instance_id: {state.url[:80]!r} with {state.instance_id[:80]!r} is no browser server"
             )
-        for instance, other in list(self._servers.items()):
-            if other.state.url == state.url and instance != state.instance_id:
-                self._forget(instance, f"browser server {state.url} has been restarted")
+        for key, other in list(self._servers.items()):
+            if other.state.url == state.url and key != state.instance_id:
+                self._forget(key, f"browser server {state.url} has been restarted")
             elif self._clock() - other.last_heartbeat > FORGET_SERVER_SECONDS:
-                self._forget(
-                    instance, f"browser server {other.state.url} sent no heartbeat for {FORGET_SERVER_SECONDS:g} s"
-                )
+                self._forget(key, f"browser server {other.state.url} sent no heartbeat for {FORGET_SERVER_SECONDS:g} s")
         known = self._servers.get(state.instance_id)
         if known is None:
             log.info(
@@ -120,13 +115,11 @@ class Router:
         """Lease a session of the server with the most free ones. Raises NoCapacity, InvalidRequest."""
         tried: set[str] = set()
         while True:
-            candidates = [
-                server for server in self._alive() if server.free > 0 and server.state.instance_id not in tried
-            ]
-            if not candidates:
+            choices = [server for server in self._alive() if server.free > 0 and server.state.instance_id not in tried]
+            if not choices:
                 self.metrics.refused_leases.inc()
                 raise NoCapacity(self._no_capacity_message())
-            server = max(candidates, key=lambda server: (server.free, random.random()))
+            server = max(choices, key=lambda server: (server.free, random.random()))
             tried.add(server.state.instance_id)
             lease = await self._request_lease(server, request)
             if lease is not None:
@@ -175,18 +168,16 @@ class Router:
         server.free -= 1
         server.pending += 1
         try:
-            async with self._client.post(f"{server.state.url}{API_PREFIX}/leases", data=dump(request)) as response:
-                body = await response.read()
-                if response.status == 201:
+            async with self._client.post(f"{server.state.url}{API_PREFIX}/leases", data=dump(request)) as reply:
+                body = await reply.read()
+                if reply.status == 201:
                     return load(_lease_adapter, body)
-                if response.status == STATUS_BUSY:
+                if reply.status == STATUS_BUSY:
                     server.free = 0  # until the next heartbeat
                     return None
-                if response.status == 400:
+                if reply.status == 400:
                     raise InvalidRequest(load(_error_adapter, body).error)
-                log.error(
-                    "browser server %s answered a lease request with status %d", server.state.url, response.status
-                )
+                log.error("browser server %s answered a lease request with status %d", server.state.url, reply.status)
         except aiohttp.ClientConnectorError:
             server.failure = "refuses connections"
             log.warning("browser server %s refuses connections; it counts as dead", server.state.url)

@@ -34,8 +34,7 @@ SWEEP_SECONDS = 0.25
 HEALTH_CHECK_SECONDS = 5.0
 MAX_OWNER_CHARS = 200
 T = TypeVar("T")
-WaitForDisconnect = Callable[[], Awaitable[object]]
-"""Returns when the client of a request has disconnected."""
+WaitForDisconnect = Callable[[], Awaitable[object]]  # returns when the client of a request has disconnected
 
 
 class OperationConflict(Exception):
@@ -47,10 +46,7 @@ class NoScriptedPolicy(Exception):
 
 
 class BrowserServer:
-    """Leases and the session of each. Everything runs in one event loop.
-
-    Life cycle: `async with BrowserServer(...)`, which ends every episode; the caller closes pool and catalog.
-    """
+    """Leases and sessions, in one event loop. `async with` ends every episode; the caller closes pool and catalog."""
 
     def __init__(
         self, config: Config, catalog: TaskCatalog, pool: BrowserPool, sessions: int, url: str,
@@ -150,9 +146,8 @@ class BrowserServer:
         return observation
 
     async def demonstration(self, lease_id: str, premature_submit: bool, disconnected: WaitForDisconnect) -> Action:
-        """The next action of the task's scripted policy.
-
-        Raises BrowserError, LeaseExpired, NoEpisode, OperationConflict, ScriptedPolicyError, NoScriptedPolicy.
+        """The next action of the task's scripted policy. Raises BrowserError, LeaseExpired, NoEpisode,
+        OperationConflict, ScriptedPolicyError, NoScriptedPolicy.
         """
         lease = self.leases.find(lease_id)
         task = lease.resource.task
@@ -205,10 +200,8 @@ class BrowserServer:
         work: Callable[[LeaseSession], Coroutine[Any, Any, T]],
         disconnected: WaitForDisconnect,
     ) -> T:
-        """Run one operation of a lease; cancel it if the client disconnects or the lease is released.
-
-        An operation restarts the lease's lifetime when it begins and when it ends, but not when its client has
-        disconnected.
+        """Run one operation of a lease; cancel it if the client disconnects or the lease is released. The lease's
+        lifetime restarts when it begins and when it ends, but not when its client has disconnected.
         """
         if lease.busy:
             raise OperationConflict("another operation of this lease is running; wait for its response")

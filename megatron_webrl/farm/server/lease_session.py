@@ -66,10 +66,7 @@ class LeaseSession:
         return self.observation
 
     async def demonstration(self, site: TaskSource | OpenWeb, premature_submit: bool) -> Action:
-        """The next action of the scripted policy.
-
-        Raises BrowserError, NoEpisode, ScriptedPolicyError, and KeyError without a scripted policy.
-        """
+        """The scripted policy's next action. Raises BrowserError, NoEpisode, ScriptedPolicyError; KeyError if none."""
         session, task = self._running(), self.task
         assert task is not None
         try:

@@ -22,9 +22,8 @@ RESPONSE_TIMEOUT_SECONDS = 5.0
 
 @asynccontextmanager
 async def register_with_router(server: BrowserServer, router: str | None, token: str | None) -> AsyncIterator[None]:
-    """Send the server's state to the router every REGISTRATION_INTERVAL_SECONDS, and when a full server has room again.
-
-    Failures are retried without limit: the router may be starting. Without a router this does nothing.
+    """Send the server's state to `router`, if any, every REGISTRATION_INTERVAL_SECONDS and when a full server has room.
+    Failures are retried without limit: the router may be starting.
     """
     if router is None:
         yield
@@ -39,18 +38,15 @@ async def register_with_router(server: BrowserServer, router: str | None, token:
 
 async def _send_heartbeats(server: BrowserServer, router: str, token: str | None) -> None:
     headers = {"Content-Type": "application/json"} | bearer_header(token)
-    problem: str | None = None
+    why: str | None = None
     timeout = aiohttp.ClientTimeout(total=RESPONSE_TIMEOUT_SECONDS)
     async with aiohttp.ClientSession(timeout=timeout, headers=headers) as client:
         while True:
             server.capacity_freed.clear()
-            previous, problem = problem, await _send(client, f"{router}{API_PREFIX}/servers", dump(server.state()))
-            if problem != previous:
+            previous, why = why, await _send(client, f"{router}{API_PREFIX}/servers", dump(server.state()))
+            if why != previous:
                 log.log(
-                    logging.WARNING if problem else logging.INFO,
-                    "router %s: %s",
-                    router,
-                    problem or "registered this server",
+                    logging.WARNING if why else logging.INFO, "router %s: %s", router, why or "registered this server"
                 )
             try:
                 async with asyncio.timeout(REGISTRATION_INTERVAL_SECONDS * random.uniform(1 - JITTER, 1 + JITTER)):
