@@ -1,8 +1,7 @@
 """Aligned 8-byte words of a shared mapping, loaded with acquire and stored with release order.
 
-A commit word publishes all earlier writes. On Arm a plain store does not: the payload may become visible
-after it. libatomic's functions order the accesses on every processor. On x86-64 plain aligned 8-byte
-accesses already have acquire and release order, so libatomic is optional there.
+A commit word publishes all earlier writes. On Arm a plain store does not; libatomic's functions order the accesses.
+On x86-64 plain aligned 8-byte accesses already have acquire and release order, so libatomic is optional there.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ Store = Callable[[int, int], None]
 
 
 def load_libatomic() -> ctypes.CDLL | None:
-    """libatomic, or None where it is not installed."""
     try:
         return ctypes.CDLL("libatomic.so.1")
     except OSError:

@@ -1,10 +1,9 @@
 """The checksum of records: sums of 8-byte words, by page and by column of a page, then CRC-32 of the sums.
 
-The payload is a matrix with rows of 512 words (4 KiB), summed along both axes modulo 2^64. One wrong word
-changes a row sum and a column sum; a wrong or stale page changes its row sum; swapped words within a page
-change column sums, and swapped pages change the order of the row sums. Only errors that cancel in both
-directions at once pass. The CRC-32 of each list of sums makes 64 bits. For records of megabytes this is
-about four times as fast as zlib's CRC-32 over all bytes (docs/ring.md).
+The payload is a matrix with rows of 512 words (4 KiB), summed along both axes modulo 2^64. A wrong word changes a row
+and a column sum, a wrong or stale page its row sum, swapped words column sums, swapped pages the order of row sums.
+Only errors that cancel in both directions at once pass. The CRC-32 of each list of sums makes 64 bits. For records of
+megabytes this is about four times as fast as zlib's CRC-32 over all bytes (docs/ring.md).
 """
 
 from __future__ import annotations

@@ -24,9 +24,8 @@ from megatron_webrl.ring.errors import RingError
 INITIAL_PAUSE_SECONDS = 20e-6
 MAX_PAUSE_SECONDS = 2e-3
 MAX_YIELDS = 20
-_LOCK, _UNLOCK = (  # struct flock of the file's first byte
-    struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 1, 0) for kind in (fcntl.F_WRLCK, fcntl.F_UNLCK)
-)
+# struct flock of the file's first byte
+_LOCK, _UNLOCK = (struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 1, 0) for kind in (fcntl.F_WRLCK, fcntl.F_UNLCK))
 
 
 def poll_with_backoff(seconds: float, max_pause_seconds: float = MAX_PAUSE_SECONDS) -> Iterator[None]:

@@ -10,10 +10,7 @@ from megatron_webrl.ring.segment import segment_prefix, sweep_segments
 
 @dataclass(frozen=True)
 class NodeRing:
-    """The ring of one node: its workers create it and write, its trainer ranks read.
-
-    An earlier job of the same run may have used the same name; `job_id` tells the jobs apart.
-    """
+    """The ring of one node: workers create it and write, trainer ranks read. `job_id` tells jobs of one name apart."""
 
     node: int
     name: str  # of the segment

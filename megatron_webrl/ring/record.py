@@ -44,7 +44,7 @@ Buffer = bytes | memoryview
 
 
 def encode_trajectory(trajectory: Trajectory) -> list[Buffer]:
-    """The record as a list of buffers, to be written in order. Arrays and images are referenced, not copied.
+    """The record as buffers to write in order. Arrays and images are referenced, not copied.
 
     Raises RecordError if an array's dtype or shape differs from types.Step, or if a step names a missing image.
     """
@@ -72,10 +72,9 @@ def encode_trajectory(trajectory: Trajectory) -> list[Buffer]:
 
 
 def decode_trajectory(buffer: bytes | bytearray | memoryview, copy: bool = False) -> Trajectory:
-    """Decode one record.
+    """Decode one record. Raises RecordError if `buffer` is not one complete record.
 
-    With `copy=False` arrays and images are read-only views of `buffer` (images as memoryview), valid while it is.
-    With `copy=True` they are copies. Raises RecordError if `buffer` is not one complete record.
+    Unless `copy`, arrays and images are read-only views of `buffer` (images as memoryview), valid while it is.
     """
     view = memoryview(buffer).cast("B").toreadonly()
     try:
@@ -139,12 +138,11 @@ def _lengths(step: Step, index: int, images: int) -> list[int]:
     """Lengths of a step's prompt, response and images, after checking its arrays."""
     lengths = [len(step.prompt_token_ids), len(step.response_token_ids), len(step.images)]
     for name, dtype, which, shape in STEP_ARRAYS:
-        array = getattr(step, name)
+        data = getattr(step, name)
         expected = (lengths[which], *shape)
-        if array.dtype != np.dtype(dtype) or array.shape != expected:
+        if data.dtype != np.dtype(dtype) or data.shape != expected:
             raise RecordError(
-                f"steps[{index}].{name} is {array.dtype} {list(array.shape)}, "
-                f"must be {np.dtype(dtype)} {list(expected)}"
+                f"steps[{index}].{name} is {data.dtype} {list(data.shape)}, must be {np.dtype(dtype)} {list(expected)}"
             )
     if lengths[_IMAGES] and not 0 <= step.images.min() <= step.images.max() < images:
         raise RecordError(f"steps[{index}].images={step.images.tolist()} names images outside 0..{images - 1}")
@@ -165,7 +163,6 @@ def _action(described: dict[str, Any] | None) -> Action | None:
 
 
 def _scalar(value: Any) -> Any:
-    """Convert a NumPy scalar for JSON."""
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{value!r} of type {type(value).__name__} cannot be written into a record")

@@ -1,7 +1,4 @@
-"""Files of records, such as demonstrations: each record with length and checksum, then a trailer with their number.
-
-The file gets its name only when it is complete.
-"""
+"""Record files, such as demonstrations: records with length and checksum, then a trailer; named once complete."""
 
 from __future__ import annotations
 
@@ -22,10 +19,7 @@ _ENTRY = struct.Struct("<QQ")
 
 
 class RecordFileWriter:
-    """Writes records to a temporary file next to `path`, and renames it when it is closed without an error.
-
-    Example: `with RecordFileWriter(path) as file: file.write(record.encode_trajectory(trajectory))`.
-    """
+    """Writes records to a temporary file next to `path`, and renames it when it is closed without an error."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -56,7 +50,6 @@ class RecordFileWriter:
         self._temporary.replace(self.path)
 
     def discard(self) -> None:
-        """Delete the temporary file."""
         if self._file is not None:
             self._file.close()
             self._file = None

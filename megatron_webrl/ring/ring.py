@@ -1,14 +1,12 @@
 """The ring: records of variable length from several writer processes to several reader processes of a node.
 
-A record's life cycle: the writer reserves space under the allocation lock, copies the payload without a
-lock, and commits. From then on readers see it by reference, any number of times, until one acknowledges it.
-Space is freed in the order of reservation.
+A writer reserves space under the allocation lock, copies the payload without a lock, and commits. Then readers see the
+record by reference, any number of times, until one acknowledges it. Space is freed in the order of reservation.
 
-Invariant: each change of the shared state takes effect by one 8-byte store with release order, after all
-writes that belong to it. The words are `next` (reserving), a slot's state (committing, acknowledging) and
-`first` (freeing). A process killed before the store changed nothing; one killed after it changed everything.
-A killed writer leaves at most reserved, uncommitted space. No reader sees it, and it is freed like an
-acknowledged record once the writer is dead.
+Invariant: each change of the shared state takes effect by one 8-byte store with release order, after all its writes: to
+`next` (reserving), a slot's state (committing, acknowledging) or `first` (freeing). A process killed before the store
+changed nothing; one killed after it changed everything. A killed writer leaves at most reserved, uncommitted space. No
+reader sees it, and it is freed like an acknowledged record once the writer is dead.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ from megatron_webrl.system.child_process import is_alive, start_time
 LOCK_TIMEOUT_SECONDS = 10.0  # the lock is held for microseconds, except by a process that was stopped
 ALIGNMENT = 64  # bytes; records begin on a cache line
 
-# A slot's state word includes the sequence number, so that one load identifies the record.
-# The state word is loaded and stored atomically, and orders the plain accesses to the rest.
+# A slot's state word includes the sequence number. It is accessed atomically, and orders plain accesses to the rest.
 STATE_OFFSET, DESCRIPTOR_OFFSET, CHECKSUM_OFFSET = 0, 8, 40
 _DESCRIPTOR = struct.Struct("=4Q")  # start (a position that never wraps), length, writer's pid and start time
 RESERVED, COMMITTED, RELEASED = 1, 2, 3
@@ -49,11 +46,7 @@ class RingUsage:
 
 
 class Ring:
-    """One attachment to a ring, safe for threads. A forked child must attach again.
-
-    Example: `ring.write([head, image], 60)` in one process; in another
-    `for sequence in ring.wait(seen, 60): use(ring.read(sequence)); ring.acknowledge([sequence])`.
-    """
+    """One attachment to a ring, safe for threads. A forked child must attach again."""
 
     def __init__(self, segment: Segment) -> None:
         self.name, self.job_id = segment.name, segment.job_id
@@ -74,10 +67,7 @@ class Ring:
 
     @classmethod
     def attach(cls, name: str, seconds: float = 10.0, job_id: str | None = None) -> Ring:
-        """Attach a ring that another process creates, waiting up to `seconds` for it. Raises RingError.
-
-        With a `job_id` a ring of another job counts as missing.
-        """
+        """Attach a ring, waiting up to `seconds`; a ring of another job than `job_id` is missing. Raises RingError."""
         return cls(segments.attach(name, seconds, job_id))
 
     @property
@@ -88,8 +78,8 @@ class Ring:
     def write(self, buffers: Sequence[bytes | bytearray | memoryview | np.ndarray], seconds: float) -> int:
         """Write one record, the concatenation of `buffers`; returns its sequence number.
 
-        Waits up to `seconds` for space. A record of more than half the capacity fits only while the ring is nearly
-        empty. Raises RecordTooLarge, RingFull; readers see nothing then.
+        Waits up to `seconds` for space. A record of over half the capacity fits only while the ring is nearly empty.
+        Raises RecordTooLarge, RingFull; readers see nothing then.
         """
         views = [_bytes_of(buffer, index) for index, buffer in enumerate(buffers)]
         length = sum(view.nbytes for view in views)
@@ -108,10 +98,7 @@ class Ring:
         return sequence
 
     def committed(self, seen: Container[int] = ()) -> list[int]:
-        """Sequence numbers of the records committed, not acknowledged and not in `seen`, ascending.
-
-        Records commit in any order: a lower number may appear after a higher one, so readers keep a set.
-        """
+        """Ascending numbers of records committed, not acknowledged, not in `seen`. Lower ones may appear later."""
         first, following = self._words.load(FIRST_OFFSET), self._words.load(NEXT_OFFSET)
         numbers = np.arange(first, following, dtype=np.uint64)
         states = self._state_words()[numbers % np.uint64(self._layout.slots)]
@@ -152,8 +139,7 @@ class Ring:
     def acknowledge(self, sequences: Iterable[int]) -> None:
         """Free records, in any order; views of them are invalid afterwards.
 
-        A record may be acknowledged again, as after a crash. Raises RingError, before any record is freed, if one
-        was never committed.
+        May be repeated, as after a crash. Raises RingError, before any record is freed, if one was never committed.
         """
         numbers = list(sequences)
         with self._locked():
@@ -228,11 +214,9 @@ class Ring:
         return head if first == following or head + length - tail <= capacity else None
 
     def _claim(self, sequence: int, start: int, length: int) -> None:
-        slot = self._slot(sequence)
-        _DESCRIPTOR.pack_into(
-            self._segment.mapping, slot + DESCRIPTOR_OFFSET, start, length, self._pid, self._pid_start
-        )
-        self._words.store(slot, _word(sequence, RESERVED))
+        at = self._slot(sequence)
+        _DESCRIPTOR.pack_into(self._segment.mapping, at + DESCRIPTOR_OFFSET, start, length, self._pid, self._pid_start)
+        self._words.store(at, _word(sequence, RESERVED))
         self._words.store(NEXT_OFFSET, sequence + 1)
 
     def _free(self) -> tuple[int, int]:

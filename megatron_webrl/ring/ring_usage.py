@@ -1,8 +1,4 @@
-"""Read the usage of a ring of this machine without attaching, locking or changing it.
-
-An attached process holds the ring's lifetime lock, which keeps the ring from being swept; this module only reads the
-file. Writers continue meanwhile, so the words read belong to slightly different moments.
-"""
+"""Read a ring's usage without attaching, which would keep it from being swept; its words are of different moments."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The file in shared memory that holds a ring: layout, creation, attaching, sweeping.
 
-multiprocessing.shared_memory is not used: its resource tracker unlinks a segment when a process that only
-attached to it ends.
+Not multiprocessing.shared_memory: its tracker unlinks a segment when a process that only attached to it ends.
 """
 
 from __future__ import annotations
@@ -56,12 +55,10 @@ class SegmentLayout:
 
     @property
     def data_offset(self) -> int:
-        """Offset of the data area in the file."""
         return SLOT_TABLE_OFFSET + -(-self.slots * SLOT_BYTES // PAGE_BYTES) * PAGE_BYTES
 
     @property
     def total_bytes(self) -> int:
-        """Size of the file."""
         return self.data_offset + self.capacity
 
 
@@ -98,8 +95,7 @@ def create_or_attach(name: str, size_bytes: int, job_id: str, seconds: float) ->
             fd = opened.fd
             if try_lifetime_lock(fd, fcntl.LOCK_EX) and _is_at(fd, path) and not _is_complete(fd):
                 _initialise(fd, path, layout, job_id)
-            # Converting the exclusive lock to a shared one releases it for a moment, in which another process may
-            # sweep the segment: hence the second check of the path.
+            # Converting the lock to a shared one releases it for a moment, in which a sweep may run: check again.
             if try_lifetime_lock(fd, fcntl.LOCK_SH) and _is_at(fd, path) and _is_complete(fd):
                 segment = _map(fd, name)
                 opened.keep = True
@@ -118,10 +114,7 @@ def create_or_attach(name: str, size_bytes: int, job_id: str, seconds: float) ->
 
 
 def attach(name: str, seconds: float, job_id: str | None = None) -> Segment:
-    """Attach a segment that another process creates, waiting for it up to `seconds`. Raises RingError.
-
-    With a `job_id` a segment of another job is not even locked, so that it can be swept meanwhile.
-    """
+    """Attach a segment once another process creates it; does not lock one of another job. Raises RingError."""
     path, other = _path(name), ""
     for _ in poll_with_backoff(seconds, max_pause_seconds=0.02):
         try:
@@ -155,10 +148,7 @@ def unlink(segment: Segment) -> None:
 
 
 def sweep_segments(prefix: str = "webrl-") -> list[str]:
-    """Remove the segments with this prefix to which no process is attached; returns their names.
-
-    Segments in use, files of other users and files that are not segments stay.
-    """
+    """Remove the segments with this prefix that no process uses; returns their names. Files of other users stay."""
     if not prefix:
         raise RingError("sweep needs a prefix, such as 'webrl-'; an empty one would match every file in shared memory")
     removed = []

@@ -31,10 +31,7 @@ class _Malformed(ValueError):
 
 
 def format_tool_call(action: Action, toolset: Toolset = COORDINATE_TOOLSET) -> str:
-    """The tool call of an action, with a fixed order of keys.
-
-    Raises ValueError if an argument is missing or the tool has no such action.
-    """
+    """The tool call of an action, keys in fixed order. Raises ValueError: argument missing, or no such action."""
     if action.kind not in toolset.action_kinds:
         raise ValueError(f"{toolset.tool_name} has no {action.kind}; it has {', '.join(toolset.action_kinds)}")
     required, optional = toolset.argument_names(action.kind)
@@ -75,9 +72,9 @@ def describe_action(action: Action) -> str:
 
 
 def parse_tool_call(response: str, toolset: Toolset = COORDINATE_TOOLSET) -> tuple[Action | None, str | None]:
-    """The action of a response, or the name of the format error; exactly one of the two is None.
+    """The response's action, or else its format error; exactly one is None. Never raises.
 
-    <think> blocks are ignored; other text around the one tool call is allowed. Never raises.
+    <think> blocks are ignored; other text around the one tool call is allowed.
     """
     try:
         return _parse(response, toolset), None

@@ -40,11 +40,10 @@ async def run_episode(
     *, ticket: int, index: int, group_size: int, restart_epoch: int, toolset: Toolset = COORDINATE_TOOLSET,
     deadline: Deadline | None = None, stepper: EpisodeStepper | None = None,
 ) -> Trajectory:  # fmt: skip
-    """Run `task` in a fresh session and judge it. `toolset`: the actions of the session.
+    """Run `task` in a fresh session with the actions of `toolset`, and judge it.
 
-    `deadline` may end the episode before rollout.episode_timeout_seconds; `stepper` delays its generations.
-    A fault of engine or browser, a context overflow or a timeout does not raise: the trajectory keeps the steps so
-    far, and its outcome names the fault.
+    `deadline` may end it early; `stepper` delays generations. A fault of engine or browser, a context overflow or a
+    timeout does not raise: the trajectory keeps the steps so far, and its outcome names the fault.
     """
     started = time.monotonic()
     context = make_context(processor, settings.context, settings.max_model_len - settings.max_new_tokens, toolset)
@@ -87,15 +86,13 @@ async def _run_steps(
             generation = await _generate(generator, session, prompt, episode.context, timeout_seconds)
             seconds_generation = time.monotonic() - started
         generated = time.monotonic()
-        action, format_error = _parse(generation, processor, toolset)
+        action, error = _parse(generation, processor, toolset)
         if action is not None:
             observation = await session.step(action)
         seconds_browser = time.monotonic() - generated
         changed = action is not None and observation.page_changed
-        episode.steps.append(
-            _step(prompt, generation, action, format_error, changed, seconds_generation, seconds_browser)
-        )
-        episode.context.add_step(generation, action, format_error, observation)
+        episode.steps.append(_step(prompt, generation, action, error, changed, seconds_generation, seconds_browser))
+        episode.context.add_step(generation, action, error, observation)
         episode.reward = observation.reward
         if observation.done:
             return judge.DONE

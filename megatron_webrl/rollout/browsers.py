@@ -21,8 +21,7 @@ def sessions_per_worker(config: Config) -> int:
 async def open_browsers(config: Config, sessions: int, name: str) -> AsyncIterator[BrowserClient]:
     """Browsers for `sessions` concurrent episodes; `name` identifies the worker to a farm, and in log file names.
 
-    Raises ProcessError if a local server does not start, BrowserError if the farm is unreachable, ConfigError if its
-    settings differ from the run's.
+    Raises ProcessError (a local server), BrowserError (farm unreachable), ConfigError (farm with other settings).
     """
     rollout = config.rollout
     if config.browser.farm:

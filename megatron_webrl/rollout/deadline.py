@@ -8,14 +8,10 @@ from contextlib import asynccontextmanager
 
 
 class Deadline:
-    """Ends an episode at its time limit or at once; `outcome` names the reason.
-
-    The try enters `scope` around its waits. `expire` may be called before, within, between or after them.
-    """
+    """Ends an episode within `scope` at its time limit, or upon `expire` at any time; `outcome` names the reason."""
 
     def __init__(self, timeout_seconds: float) -> None:
-        """`timeout_seconds` limits the episode from the moment that it has a browser."""
-        self.timeout_seconds, self.outcome = timeout_seconds, "episode_timeout"
+        self.timeout_seconds, self.outcome = timeout_seconds, "episode_timeout"  # from when it has a browser
         self._expired = False
         self._scope: asyncio.Timeout | None = None
 
@@ -27,7 +23,7 @@ class Deadline:
 
     @asynccontextmanager
     async def scope(self, seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
-        """Raises TimeoutError after `seconds` (None: no limit), or once the deadline is expired.
+        """Raise TimeoutError after `seconds` (None: no limit), or once the deadline is expired.
 
         `expired()` of the yielded timeout distinguishes this TimeoutError from one raised inside the scope.
         """

@@ -26,12 +26,9 @@ from megatron_webrl.tasks.registry import make_source, required_actions, scripte
 from megatron_webrl.tasks.source import TaskSource
 from megatron_webrl.types import Trajectory
 
-FIRST_DEMONSTRATION_TICKET = 2**40
-"""Tickets of demonstrations are disjoint from training tickets, and so are their page seeds."""
-
+FIRST_DEMONSTRATION_TICKET = 2**40  # disjoint from training tickets, and so are the page seeds
 MAX_SESSIONS = 8
-MAX_FAILURES = 20
-"""Failed episodes, beyond a tenth of the requested number, after which recording fails."""
+MAX_FAILURES = 20  # failed episodes, beyond a tenth of the requested number, after which recording fails
 
 
 def scripted_generation(processor: Processor, token_ids: np.ndarray, images: Sequence[bytes], text: str) -> Generation:
@@ -55,16 +52,12 @@ class ScriptedGenerator:
         self, processor: Processor, settings: ContextConfig, max_new_tokens: int,
         toolset: Toolset = COORDINATE_TOOLSET, premature_submit_probability: float = 0.0, seed: str = "",
     ) -> None:  # fmt: skip
-        """`toolset`: of the sessions; `premature_submit_probability`: chance of each step to submit too early."""
         self._processor, self._settings, self._max_new_tokens = processor, settings, max_new_tokens
         self._toolset, self._random = toolset, random.Random(seed)
-        self._premature_submit_probability = premature_submit_probability
+        self._premature_submit_probability = premature_submit_probability  # of each step
 
     async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
-        """The script's action in the configured response format, with log-probabilities of zero.
-
-        Raises GenerationError if the script has no action or the response exceeds `max_new_tokens`, BrowserError.
-        """
+        """The script's action as a response. Raises GenerationError: none, or beyond `max_new_tokens`; BrowserError."""
         premature = self._random.random() < self._premature_submit_probability
         try:
             action = await session.demonstration(premature_submit=premature)
@@ -84,12 +77,11 @@ async def write_demonstrations(
     config: Config, count: int, path: str | Path, progress: Callable[[int], None] = lambda done: None,
     name: str = "demonstrations",
 ) -> None:  # fmt: skip
-    """Record `count` scripted episodes in the record file `path`, several at a time.
+    """Record `count` scripted episodes in the record file `path`, several at a time; `progress` gets each new total.
 
     Records successful episodes; with trainer.warm_start.premature_submit_probability every episode with a verdict.
-    `progress` is called with the number recorded so far; `name` identifies the process to a farm, and in log file
-    names. Raises ConfigError for an environment without a scripted policy, ProcessError or BrowserError if there is
-    no browser, RuntimeError if too many episodes fail.
+    `name` identifies the process to a farm, and in log file names. Raises ConfigError for an environment without a
+    scripted policy, ProcessError or BrowserError without a browser, RuntimeError if too many episodes fail.
     """
     check_scripted_policies(config)
     source = make_source(config.tasks)
@@ -143,8 +135,7 @@ class _Demonstrations:
                 raise group.exceptions[0] from None
 
     async def _work(self, file: RecordFileWriter) -> None:
-        # Running and recorded episodes together never exceed the count.
-        while self._started - len(self._failures) < self._count:
+        while self._started - len(self._failures) < self._count:  # running and recorded ones never exceed the count
             ticket = FIRST_DEMONSTRATION_TICKET + self._started
             self._started += 1
             trajectory = await self._episode(ticket)

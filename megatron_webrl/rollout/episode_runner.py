@@ -56,10 +56,7 @@ class EpisodeRunner:
     async def run_episode(
         self, generator: Generator, ticket: int, index: int, restart_epoch: int, deadline: Deadline | None = None
     ) -> Trajectory:
-        """Run one try at an episode of a ticket's group. A missing browser masks it and does not raise.
-
-        `deadline` may end it early. Raises JobFailed if the ticket's sampler state is not published in time, JobEnded.
-        """
+        """Run one try at an episode; a missing browser masks it. Raises JobFailed without a sampler state, JobEnded."""
         probabilities = None if self.sampler_states is None else await self.sampler_states.probabilities(ticket)
         task, started = self.task_source.training_task(self.config.run.seed, ticket, probabilities), time.monotonic()
         deadline = deadline or Deadline(self.config.rollout.episode_timeout_seconds)

@@ -1,7 +1,4 @@
-"""Evaluation episodes of a worker, on held-out tasks. Only their results are stored.
-
-They run concurrently with the worker's groups, and enter neither the ring nor the accounting of training.
-"""
+"""Evaluation episodes of a worker, concurrent with its groups; only results are stored, outside the ring."""
 
 from __future__ import annotations
 
@@ -43,7 +40,6 @@ class FixedTemperature:
         self._engine, self._temperature = engine, temperature
 
     async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
-        """See VLLMEngine.generate."""
         return await self._engine.generate(session, token_ids, images, self._temperature)
 
 
@@ -54,7 +50,6 @@ class BlankImages:
         self._generator = generator
 
     async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
-        """See the other generator. Raises GenerationError."""
         return await self._generator.generate(session, token_ids, [_blank(*decode_image(data).size) for data in images])
 
 
@@ -135,10 +130,7 @@ class Evaluator:
         return f", evaluation {self._request.kind}: {len(self._running)} episodes running"
 
     def poll(self) -> None:
-        """Start episodes of the requested evaluation, cancel those of a finished one. Never waits.
-
-        Raises the error of a failed episode.
-        """
+        """Start episodes of the requested evaluation, cancel a finished one's. Never waits; raises episodes' errors."""
         self._raise_failed()
         request = evaluation_queue.current_request(self.control)
         if request != self._request:
@@ -155,7 +147,6 @@ class Evaluator:
             self._running.add(asyncio.create_task(self._run(request, *claim)))
 
     async def close(self) -> None:
-        """Cancel running episodes."""
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)

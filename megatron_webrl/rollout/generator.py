@@ -34,8 +34,5 @@ class Generator(Protocol):
     """Generates responses. A scripted generator asks `session` for a demonstration; others ignore it."""
 
     async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
-        """Generate a response to the prompt `token_ids` (int32, one placeholder per image) and its encoded images.
-
-        Raises GenerationError.
-        """
+        """Respond to `token_ids` (int32, one placeholder per image) and the encoded images. Raises GenerationError."""
         ...

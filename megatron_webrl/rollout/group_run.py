@@ -19,10 +19,9 @@ from megatron_webrl.types import ABORTED, Trajectory
 
 log = logging.getLogger(__name__)
 
-RETRYABLE_OUTCOMES = frozenset(
+RETRYABLE_OUTCOMES = frozenset(  # faults of the infrastructure; other outcomes depend on the page or the policy
     {"browser_error", "browser_crashed", "browser_timeout", "page_crashed", "lease_lost", "engine_error"}
 )
-"""Faults of the infrastructure, which a retry may avoid. Other outcomes depend on the page or the policy."""
 
 
 class SupportsRunEpisode(Protocol):
@@ -44,21 +43,17 @@ class _Try:
         self._generator, self._requests = generator, requests
 
     async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
-        """Generate, and record the oldest version."""
         with self._requests.track():
             generation = await self._generator.generate(session, token_ids, images)
-        versions = generation.versions.tolist()
-        self.oldest_version = min(
-            versions if self.oldest_version is None else [self.oldest_version, *versions], default=None
-        )
+        new = generation.versions.tolist()
+        self.oldest_version = min(new if self.oldest_version is None else [self.oldest_version, *new], default=None)
         return generation
 
 
 class GroupRun:
-    """The episodes of one ticket.
+    """The episodes of one ticket. Those with a retryable outcome are tried again, up to rollout.retries times.
 
-    An episode with a retryable outcome is tried again, up to rollout.retries times. A replaced try is not an episode;
-    the trajectory of the last try counts it (Trajectory.tries, discarded_tokens).
+    A replaced try is not an episode; the last try's trajectory counts it (Trajectory.tries, discarded_tokens).
     """
 
     def __init__(
@@ -77,15 +72,12 @@ class GroupRun:
 
     @property
     def has_running_episodes(self) -> bool:
-        """Whether an episode of the group has not ended."""
         return self.finished_episodes < self._settings.group_size
 
     @property
     def oldest_version(self) -> int | None:
         """The oldest policy version among the responses of running and trainable episodes; None: no response."""
-        return min(
-            (each.oldest_version for each in self._tries.values() if each.oldest_version is not None), default=None
-        )
+        return min((one.oldest_version for one in self._tries.values() if one.oldest_version is not None), default=None)
 
     async def run(self) -> list[Trajectory]:
         """Run all episodes; their trajectories by index. Raises errors that are not faults of a single episode."""
@@ -106,14 +98,12 @@ class GroupRun:
     async def _episode(self, index: int) -> Trajectory:
         discarded_tokens = 0
         for number in range(1, self._settings.retries + 2):
-            attempt = _Try(self._generator, self._settings.episode_timeout_seconds, self._load.requests)
-            self._tries[index] = attempt
+            run = _Try(self._generator, self._settings.episode_timeout_seconds, self._load.requests)
+            self._tries[index] = run
             if self.aborted:
-                attempt.deadline.expire(ABORTED)
+                run.deadline.expire(ABORTED)
             with self._load.episodes.track():
-                trajectory = await self._runner.run_episode(
-                    attempt, self.ticket, index, self._restart_epoch, attempt.deadline
-                )
+                trajectory = await self._runner.run_episode(run, self.ticket, index, self._restart_epoch, run.deadline)
             if trajectory.outcome not in RETRYABLE_OUTCOMES or number > self._settings.retries:
                 break
             log.info("retrying episode %d of ticket %d after %s", index, self.ticket, trajectory.outcome)

@@ -36,8 +36,7 @@ def run(
 ) -> None:
     """Run one worker until the job ends. Raises JobEnded if it ends before the pool has started.
 
-    `nodes`: the nodes of its engine, the worker's first; on each other one an engine follower runs.
-    `only` = "weights": no browsers, no episodes, no ring; "evaluation": no trainer, no training episodes, no ring.
+    `nodes`: the engine's, the worker's first. `only`: "weights" or "evaluation", without ring and training episodes.
     """
     control.start_heartbeat()
     number = control.register_instance()

@@ -1,7 +1,6 @@
 """The loop of a rollout worker: one engine, its agents and browsers. It claims tickets when it has room.
 
-Agents outlive updates. In mode `async` groups continue while the engine takes new weights; in the other modes the
-trainer offers weights only when it needs no more groups of the batch. See docs/rollout.md.
+In mode `async` groups continue through updates; otherwise weights are offered between batches (docs/rollout.md).
 """
 
 from __future__ import annotations
@@ -77,7 +76,6 @@ class RolloutPool:
         return self._finished + sum(group.finished_episodes for group in self._groups.values())
 
     def _claim_tickets(self) -> None:
-        """Start a group for each claimed ticket while there is room."""
         room = self.config.rollout.groups_in_flight - len(self._groups)
         for slot, ticket in self.claims.claim(room):
             group = GroupRun(
@@ -90,16 +88,14 @@ class RolloutPool:
         self.control.close_slot(slot)
 
     def _remove_finished_groups(self) -> None:
-        """Raises the error of a group that failed."""
         for task in [task for task in self._groups if task.done()]:
             self._finished += self._groups.pop(task).finished_episodes
-            task.result()
+            task.result()  # raises the error of a failed group
 
     async def _poll_weights(self) -> bool:
         """Take offered weights; with fixed weights only once no group is in flight. False if groups are in flight.
 
-        There the trainer offers weights once its batch is complete. A group that still runs is a repetition after a
-        worker's death, or a group of an engine that missed an update; the batch needs neither.
+        The batch needs no group that still runs: it repeats a dead worker's, or its engine missed an update.
         """
         if self.config.rollout.mode != "async" and self.weight_client.has_offer():
             running = [group for group in self._groups.values() if group.has_running_episodes]
@@ -112,10 +108,7 @@ class RolloutPool:
 
     @property
     def _needs_weights(self) -> bool:
-        """Whether new groups could not be trained: the engine's weights are incomplete, too old, or a dead trainer's.
-
-        Version numbers alone do not tell a dead trainer's weights from those of the running one.
-        """
+        """Whether new groups could not be trained: weights incomplete, too old, or of a dead trainer at any version."""
         incomplete = self.engine.version < 0 or self.engine.partially_updated
         return incomplete or self.weight_client.from_old_trainer or self._is_too_old(self.engine.version)
 
@@ -123,7 +116,6 @@ class RolloutPool:
         return self._newest_version - version > self.config.staleness_limit
 
     def _abort_old_groups(self) -> None:
-        """Abort groups whose oldest token is too old to be trained."""
         for group in self._groups.values():
             oldest = group.oldest_version
             if group.has_running_episodes and oldest is not None and self._is_too_old(oldest):

@@ -11,11 +11,8 @@ from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
 from megatron_webrl.system.text import shorten
 from megatron_webrl.types import Action, Element, OpenTab, Scroll
 
-MAX_ELEMENT_CHARS = 400
-"""Limit of one element's line; long lists of options are cut."""
-
-MAX_ELEMENT_LIST_CHARS = 12_000
-"""Limit of the element list, so that a page cannot push the task out of the prompt; the rest is only counted."""
+MAX_ELEMENT_CHARS = 400  # of one element's line; long lists of options are cut
+MAX_ELEMENT_LIST_CHARS = 12_000  # so that a page cannot push the task out of the prompt; the rest is only counted
 
 _ROLE = (
     "You are a web agent. You see a screenshot of a page and act on it with the tool until the task is done. "

@@ -18,8 +18,7 @@ log = logging.getLogger(__name__)
 def open_node_ring(config: Config, control: ControlClient, node_ring: NodeRing, first_instance: bool) -> Iterator[Ring]:
     """Create or attach the node's ring, and unlink it if the job ends.
 
-    The first instance of a role removes rings of earlier jobs. A role that ends alone leaves the ring, because the
-    trainer still reads its records.
+    The first instance removes rings of earlier jobs. If only this role ends, the trainer still reads its records.
     """
     if first_instance and (removed := node_ring.sweep_segments(config.run.name)):
         log.info("removed rings of an earlier job: %s", ", ".join(removed))

@@ -37,11 +37,9 @@ class FreeStepping:
     """Episodes do not wait for each other (rollout.stepping=free)."""
 
     def generation_phase(self) -> AbstractAsyncContextManager[None]:
-        """A context without effect."""
         return nullcontext()
 
     def register_episode(self) -> AbstractContextManager[EpisodeStepper]:
-        """Return this object for every episode."""
         return nullcontext(self)
 
 
@@ -59,7 +57,6 @@ class Lockstep:
     """
 
     def __init__(self, timeout_seconds: float) -> None:
-        """`timeout_seconds` limits one wait."""
         self._timeout_seconds = timeout_seconds
         self._members: set[_Member] = set()  # running episodes
         self._round: set[_Member] = set()  # episodes that still generate
@@ -68,7 +65,6 @@ class Lockstep:
 
     @contextmanager
     def register_episode(self) -> Iterator[EpisodeStepper]:
-        """Add a member until the end of the context."""
         member = _Member(self)
         self._members.add(member)
         try:
@@ -78,7 +74,6 @@ class Lockstep:
             self._advance()
 
     async def wait_for_round_start(self, member: _Member) -> None:
-        """Wait for the next round to begin."""
         began = self._entering[member] = asyncio.get_running_loop().create_future()
         try:
             self._advance()
@@ -110,7 +105,6 @@ class Lockstep:
             self._advance()
 
     def stop_generating(self, member: _Member) -> None:
-        """Remove the member from the episodes that generate."""
         self._round.discard(member)
         self._advance()
 

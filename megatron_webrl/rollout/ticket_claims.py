@@ -14,8 +14,7 @@ class TicketClaims:
     """A worker's access to the ticket counter. Tickets are available once the trainer has started an epoch."""
 
     def __init__(self, control: ControlClient, engines: int) -> None:
-        """`engines`: the number of workers that share the free tickets."""
-        self._control, self._engines = control, engines
+        self._control, self._engines = control, engines  # that share the free tickets
         self._epochs: Sequence[TicketEpoch] = ()  # of the job, ascending
         self._unfinished: list[int] = []  # slots that an earlier instance claimed and did not close
 
@@ -25,14 +24,10 @@ class TicketClaims:
         return self._epochs[-1].restart_epoch
 
     def claim(self, count: int) -> Iterator[tuple[int, int]]:
-        """Claim up to `count` tickets; yields slot of the counter and ticket.
-
-        Claims at most this worker's share of the free tickets, so that other workers get some; a fast worker has room
-        again sooner, and claims more.
-        """
+        """Claim up to `count` tickets, at most a share of the free ones; yields slot of the counter and ticket."""
         if not self._epochs and not self._load_epochs():
             return
-        share = -(-self._control.free_slots() // self._engines)
+        share = -(-self._control.free_slots() // self._engines)  # a fast worker has room again sooner, and claims more
         for _ in range(count):
             slot: int | None
             if self._unfinished:

@@ -12,7 +12,6 @@ from megatron_webrl.types import COORDINATE_ACTION_KINDS, COORDINATE_RANGE, MARK
 ARGUMENT_ORDER = (
     "element_id", "coordinate", "end_element_id", "end_coordinate", "text", "direction", "time", "url", "tab",
 )  # fmt: skip
-"""The order of arguments in a tool call."""
 
 # Arguments of each kind except "action": required, optional. A place is a coordinate or an element.
 _ARGUMENTS: dict[ActionKind, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -64,17 +63,14 @@ class Toolset:
 
     @classmethod
     def from_config(cls, settings: BrowserConfig) -> Toolset:
-        """The toolset of browser sessions with these settings."""
         return cls(settings.marks, cast(tuple[ActionKind, ...], tuple(settings.actions)))
 
     @property
     def tool_name(self) -> str:
-        """The name of the tool in calls."""
         return "web_interaction" if self.marks else "computer_use"
 
     @property
     def action_kinds(self) -> tuple[ActionKind, ...]:
-        """All action kinds, each once."""
         return tuple(
             dict.fromkeys((*(MARK_ACTION_KINDS if self.marks else COORDINATE_ACTION_KINDS), *self.extra_actions))
         )

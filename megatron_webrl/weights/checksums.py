@@ -21,10 +21,7 @@ _MULTIPLIER_2 = _signed(0x94D049BB133111EB)
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """64-bit checksum (0..2**64-1) of the tensor's bytes in row-major order, independent of its shape.
-
-    Every word of eight bytes is mixed with its position, so swapped values change the checksum.
-    """
+    """64-bit checksum of the tensor's bytes in row-major order, of any shape. Swapped values change it."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     size = data.numel()
     words, rest = divmod(size, _WORD)

@@ -4,8 +4,7 @@ Pure data and functions on shapes; vLLM is not imported. The shapes are vLLM 0.3
 parameter for its kernels. An engine rank is stage * tensor + tensor rank.
 
 One of `tensor` vLLM ranks holds:
-- qkv_proj: its query heads, then its key heads, then its value heads. With more ranks than key heads, several ranks
-  hold the same key head.
+- qkv_proj: its query heads, then its key heads, then its value heads; ranks share a key head if there are too few.
 - gate_up_proj and an expert's w13: its rows of the gate, then its rows of the up projection.
 - the vision tower's qkv: the rows of its heads in each third.
 - the vocabulary: an equal part after padding to a multiple of 64; padding is not transferred.
@@ -21,9 +20,7 @@ from megatron_webrl.model.layout import check_divides
 from megatron_webrl.model.parameter_map import ParameterMapping, is_sparse, padded_vocab_size, parameter_mappings
 from megatron_webrl.weights.slices import Shard
 
-MAP_VERSION = 1
-"""Version of the parameter map and the engine map. Changes when the location of a tensor changes on either side."""
-
+MAP_VERSION = 1  # of both maps; changes when the location of a tensor changes on either side
 VOCAB_PADDING_MULTIPLE = 64
 
 _TEXT = "model.language_model."
@@ -41,7 +38,6 @@ class EngineSizes:
 
     @property
     def ranks(self) -> int:
-        """Worker processes of one engine."""
         return self.tensor * self.pipeline
 
 
@@ -179,14 +175,8 @@ class EngineMap:
         if not first <= mapping.expert < first + count:
             return ()
         down = mapping.layout.kind == "row"
-        shard = _equal_part(
-            mapping, engine_parameter_name(mapping), int(down), size, rank, mapping.layout.gate_up_index
-        )
-        return (
-            Shard(
-                shard.engine_param, shard.tensor_offset, shard.size, (mapping.expert - first, *shard.parameter_offset)
-            ),
-        )
+        box = _equal_part(mapping, engine_parameter_name(mapping), int(down), size, rank, mapping.layout.gate_up_index)
+        return (Shard(box.engine_param, box.tensor_offset, box.size, (mapping.expert - first, *box.parameter_offset)),)
 
 
 def engine_parameter_shapes(hf_config: Any, sizes: EngineSizes, rank: int) -> dict[str, tuple[int, ...]]:

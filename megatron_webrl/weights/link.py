@@ -88,41 +88,38 @@ class TransferLink:
 def join_link(
     store: dist.Store, name: str, rank: int, size: int, timeout_seconds: float, backend: Literal["gloo", "nccl"]
 ) -> TransferLink:
-    """Form the link `name` of `size` ranks; blocks until all have joined.
+    """Form the link `name` of `size` ranks; blocks until all have joined. A restarted engine needs a new name.
 
-    A name is used once: a restarted engine gets a new one. Raises TransferError naming the ranks that did not join
-    within `timeout_seconds`, or at once with the reason if an engine rejects the link.
+    Raises TransferError naming ranks that did not join within `timeout_seconds`, or at once if an engine rejects it.
     """
     if not 0 <= rank < size:
         raise ValueError(f"rank={rank} is outside 0..{size - 1} (link {name})")
-    prefixed = dist.PrefixStore(f"link/{name}", store)
-    prefixed.set(f"done/{rank}", "-1")  # last completed transfer
-    prefixed.set(f"member/{rank}", f"{socket.gethostname()}:{os.getpid()}")
-    missing = _missing_keys(prefixed, [f"member/{other}" for other in range(size)], timeout_seconds)
-    if missing and prefixed.check([_REFUSED]):
-        raise TransferError(f"link {name} was refused: {prefixed.get(_REFUSED).decode()}")
+    scoped = dist.PrefixStore(f"link/{name}", store)
+    scoped.set(f"done/{rank}", "-1")  # last completed transfer
+    scoped.set(f"member/{rank}", f"{socket.gethostname()}:{os.getpid()}")
+    missing = _missing_keys(scoped, [f"member/{other}" for other in range(size)], timeout_seconds)
+    if missing and scoped.check([_REFUSED]):
+        raise TransferError(f"link {name} was refused: {scoped.get(_REFUSED).decode()}")
     if missing:
         ranks = ", ".join(key.rpartition("/")[2] for key in missing)
         raise TransferError(f"link {name}: rank {ranks} of {size} did not join within {timeout_seconds:g} s")
-    members = [prefixed.get(f"member/{other}").decode() for other in range(size)]
-    group: Any
+    members = [scoped.get(f"member/{other}").decode() for other in range(size)]
+    pg: Any
     channel: GlooChannel | NcclChannel
     try:
         if backend == "nccl":
             device = torch.device("cuda", torch.cuda.current_device())
-            group = _nccl(prefixed, rank, size, timeout_seconds, device)
-            channel = NcclChannel(group)
+            pg = _nccl(scoped, rank, size, timeout_seconds, device)
+            channel = NcclChannel(pg)
         else:
             device = torch.device("cpu")
-            group = dist.ProcessGroupGloo(
-                dist.PrefixStore("gloo", prefixed), rank, size, timedelta(seconds=timeout_seconds)
-            )
-            channel = GlooChannel(group, [other for other in range(size) if other != rank])
+            pg = dist.ProcessGroupGloo(dist.PrefixStore("gloo", scoped), rank, size, timedelta(seconds=timeout_seconds))
+            channel = GlooChannel(pg, [other for other in range(size) if other != rank])
     except RuntimeError as error:
         raise TransferError(
             f"link {name}: rank {rank} could not connect to {', '.join(members)}: {error_summary(error)}"
         ) from error
-    return TransferLink(name, rank, size, timeout_seconds, device, prefixed, group, channel, members)
+    return TransferLink(name, rank, size, timeout_seconds, device, scoped, pg, channel, members)
 
 
 def reject_link(store: dist.Store, name: str, reason: str) -> None:
@@ -144,8 +141,7 @@ def _nccl(store: Any, rank: int, size: int, seconds: float, device: torch.device
             del os.environ[variable]
         else:
             os.environ[variable] = before
-    # Create one communicator for the whole link now. Communicators per pair would be created during a transfer, where
-    # a dead peer would block every other link of this rank.
+    # One communicator for the whole link: pairs would create theirs later, and a dead peer would block all links here.
     group.eager_connect_single_device(device)
     return group
 
@@ -153,8 +149,7 @@ def _nccl(store: Any, rank: int, size: int, seconds: float, device: torch.device
 class GlooChannel:
     """Messages in flight on a gloo link. A thread waits for them in order and sets an event.
 
-    Gloo's point-to-point operations have no completion test, and a timed-out wait breaks the whole group, so they
-    cannot be polled.
+    They cannot be polled: gloo has no completion test, and a timed-out wait breaks the whole group.
     """
 
     poll_seconds = 0.25  # longest wait for the event
@@ -189,7 +184,6 @@ class GlooChannel:
         return self._complete, self._error
 
     def close(self) -> None:
-        """Abort operations in flight and stop the thread."""
         if self._posted > self._complete:
             self._abort()
         if self._thread is not None:
@@ -256,7 +250,6 @@ class NcclChannel:
         return self._complete, None
 
     def close(self) -> None:
-        """Abort operations in flight."""
         self._group.abort()
         self._works.clear()
         self._group = None

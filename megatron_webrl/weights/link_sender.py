@@ -69,7 +69,6 @@ class LinkSender(LinkTransfer):
             return True
 
     def announce(self) -> bool:
-        """Announce the transfer to the receivers."""
         if self.link.process_group is None:
             self.finished, self.failure = True, f"link {self.link.name} cannot be used: {self.link.close_reason}"
             return True
@@ -125,10 +124,8 @@ class LinkSender(LinkTransfer):
             link.last_completed = self.transfer
             self.finished = True
             return True
-        least, most = _CONFIRMATION_POLL_SECONDS
-        self.next_confirmation_check = now + min(
-            max((now - self.started_at) * _CONFIRMATION_POLL_FRACTION, least), most
-        )
+        low, high = _CONFIRMATION_POLL_SECONDS
+        self.next_confirmation_check = now + min(max((now - self.started_at) * _CONFIRMATION_POLL_FRACTION, low), high)
         self._check_peer(missing[0], "the confirmation of " + ", ".join(map(link.describe_rank, missing)))
         return False
 
@@ -179,10 +176,8 @@ class LinkSender(LinkTransfer):
 
     def _publish_checksums(self) -> None:
         if self.verify:
-            for peer, sums in self.checksums.items():
-                self.link.store.set(
-                    f"sums/{self.transfer}/{self.link.rank}/{peer}", struct.pack(f"<{len(sums)}Q", *sums)
-                )
+            for to, sums in self.checksums.items():
+                self.link.store.set(f"sums/{self.transfer}/{self.link.rank}/{to}", struct.pack(f"<{len(sums)}Q", *sums))
 
     def _delete_checksums(self) -> None:
         if self.verify:

@@ -13,12 +13,9 @@ import torch
 from megatron_webrl.weights.link import TransferLink
 from megatron_webrl.weights.slices import Slice, TransferMessage
 
-_SEPARATE_BYTES = 2**21
-"""Runs of slices of at least this size are sent alone, so that a contiguous run needs no copy."""
-STAGING_SLOTS = (2, 8)
-"""Least and most staging buffers per link and rank, as staging memory allows."""
-MAX_IN_FLIGHT = 32
-"""Most messages in flight per link and rank; their bytes are also limited to those of all staging buffers."""
+_SEPARATE_BYTES = 2**21  # runs of slices from this size are sent alone, so that a contiguous run needs no copy
+STAGING_SLOTS = (2, 8)  # least and most staging buffers per link and rank, as staging memory allows
+MAX_IN_FLIGHT = 32  # messages per link and rank; their bytes are also limited to those of all staging buffers
 FAILURE_CHECK_SECONDS = 0.25
 _TAG_BITS = 20  # of the message number; the higher bits hold the transfer number
 _TAG_TRANSFERS = 2**10
@@ -59,7 +56,6 @@ class LinkTransfer:
         return in_flight * self.dtype.itemsize <= self.max_in_flight_bytes
 
     def mark_posted(self) -> None:
-        """Count the next message as in flight."""
         self.in_flight_elements += self.messages[self.posted].elements
         self.posted += 1
 

@@ -1,8 +1,7 @@
 """Transfer plan: which rank sends which slice to which rank, computed without communication.
 
 Every rank computes the same plan from the model's shapes and the layouts of both sides:
-- Slices are the overlaps of the parameter map and the engine map (weights.slice_overlaps), computed once for engines of
-  equal sizes.
+- Slices are the overlaps of the parameter map and the engine map (weights.slice_overlaps), once per engine size.
 - Senders of a slice are its replicas on the receiver's node, or all replicas if there are none there. Each set of
   possible senders divides its elements so that the largest load of a trainer rank over all engines is minimal; its
   senders take consecutive parts, so that each of them sends to few engines.
@@ -29,8 +28,7 @@ from megatron_webrl.weights.slices import Slice, TransferMessage
 
 TensorShapes = tuple[tuple[str, tuple[int, ...]], ...]
 
-MAX_MESSAGE_BYTES = 32 * 2**20
-"""Larger messages are not faster, and packing overlaps with sending only if there are several messages."""
+MAX_MESSAGE_BYTES = 32 * 2**20  # larger ones are not faster, and packing overlaps with sending only among several
 _RULE_VERSION = 1  # of the choice of senders and the message order
 _MAX_SWEEPS = 100
 
@@ -53,7 +51,6 @@ class EngineTopology:
 
     @classmethod
     def uniform(cls, sizes: EngineSizes, nodes: Sequence[tuple[str, ...]]) -> EngineTopology:
-        """Engines of equal sizes."""
         return cls((sizes,) * len(nodes), tuple(nodes))
 
 
@@ -69,9 +66,8 @@ class _RunPart(NamedTuple):
 class TransferPlan:
     """Plan of a model's transfer from a trainer to all its engines.
 
-    `hf_config`: of transformers. `item_bytes`: size of an element during the transfer. `staging_bytes`: limit of a
-    rank's staging memory; a sender stages two messages per engine, a receiver two in total.
-    Raises ValueError for layouts that do not match the model or each other, and for too little staging memory.
+    `item_bytes`: size of an element in transfer. `staging_bytes`: limit of a rank's staging memory; a sender stages two
+    messages per engine, a receiver two in total. Raises ValueError for mismatched layouts or too little staging memory.
     """
 
     digest: str  # 64 hexadecimal digits; equal if and only if the plans are
@@ -83,9 +79,7 @@ class TransferPlan:
         _check_ranks(hf_config, trainer, engines)
         self.trainer, self.engines, self.item_bytes, self.staging_bytes = trainer, engines, item_bytes, staging_bytes
         mappings = parameter_mappings(hf_config)
-        self._tensors: TensorShapes = tuple(
-            dict.fromkeys((mapping.hf_param, mapping.tensor_shape) for mapping in mappings)
-        )
+        self._tensors: TensorShapes = tuple(dict.fromkeys((entry.hf_param, entry.tensor_shape) for entry in mappings))
         runs_by_sizes = {
             sizes: slice_runs(mappings, hf_config, trainer.sizes, trainer.ranks, sizes) for sizes in set(engines.sizes)
         }
@@ -248,9 +242,8 @@ def _take(run: SliceRun, left: list[tuple[int, int]]) -> Iterable[_RunPart]:
 def balance_load(demands: Mapping[tuple[int, ...], int]) -> dict[tuple[int, ...], list[int]]:
     """Divide each set's demand over the ranks of the set so that the total loads are as even as possible.
 
-    Each sweep distributes one set after the other over its least loaded ranks, until almost nothing moves. Every step
-    reduces the sum of squares, whose minimum also has the smallest maximum. Integer arithmetic gives every machine the
-    same result.
+    Each sweep fills the least loaded ranks of one set after the other, until almost nothing moves. A step reduces the
+    sum of squares, whose minimum also has the smallest maximum. Integer arithmetic gives every machine the same result.
     """
     load: dict[int, int] = defaultdict(int)
     shares = {ranks: [0] * len(ranks) for ranks in demands}
@@ -326,15 +319,13 @@ def _digest(
         "message_bytes": message_bytes,
     }
     state = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
-    for mapping in mappings:
+    for entry in mappings:
         layout = (
-            mapping.layout.kind,
-            mapping.layout.gate_up_index,
-            mapping.layout.num_query_groups,
-            mapping.layout.group_stride,
-            mapping.layout.group_offset,
+            entry.layout.kind,
+            entry.layout.gate_up_index,
+            entry.layout.num_query_groups,
+            entry.layout.group_stride,
+            entry.layout.group_offset,
         )
-        state.update(
-            f"{mapping.hf_param} {mapping.tensor_shape} {mapping.shape} {mapping.megatron_param} {layout}\n".encode()
-        )
+        state.update(f"{entry.hf_param} {entry.tensor_shape} {entry.shape} {entry.megatron_param} {layout}\n".encode())
     return state.hexdigest()

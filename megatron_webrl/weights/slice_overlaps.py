@@ -1,7 +1,4 @@
-"""Overlaps of the trainer's shards with an engine's shards, equal for engines of equal sizes.
-
-Pure functions on shapes. weights.plan chooses which replica sends a slice.
-"""
+"""Overlaps of the trainer's shards with an engine's, equal for engines of equal sizes. Pure functions on shapes."""
 
 from __future__ import annotations
 
@@ -29,7 +26,6 @@ class SliceRun:
     num_elements: int = 0
 
     def add(self, mapping_index: int, piece: Slice, elements: int) -> None:
-        """Append a slice of `elements` elements."""
         self.slices.append(piece)
         self.mapping_indices.append(mapping_index)
         self.element_offsets.append(self.num_elements)

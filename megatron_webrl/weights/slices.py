@@ -27,7 +27,6 @@ class Slice(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
         return math.prod(self.size)
 
 

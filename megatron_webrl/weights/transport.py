@@ -1,11 +1,9 @@
 """Weight transfer over links: a trainer rank sends to all its engines at once, an engine rank receives its slices.
 
-Each side processes its own messages of a link in link order, several in flight: packing and unpacking overlap with
-sending. Contiguous data of the transfer's dtype are sent and received without a copy, which is why large slices are
-sent as separate messages; other data pass through staging buffers that the link keeps.
+A link's messages are processed in order, several in flight: packing and unpacking overlap with sending. Contiguous
+data of the transfer's dtype are not copied, so large slices are sent alone; other data pass through staging buffers.
 
-A failing rank publishes its error in the link's store and closes the link, so the other ranks fail at once instead of
-at their timeout and can report the first failure.
+A failing rank publishes its error in the link's store and closes the link, so the other ranks fail at once.
 """
 
 from __future__ import annotations
@@ -47,10 +45,9 @@ def send(
 ) -> dict[str, str | None]:
     """Send over all links at once; a failed link does not delay the others.
 
-    The first messages are packed before the receivers are ready. Slices are sent as `dtype`; staging buffers take at
-    most `staging_bytes` over all links. `transfer` increases from call to call. `timeout_seconds` limits each wait for
-    a peer; `peer_failure(link name)` may report a dead peer earlier. With `verify` the receivers compare checksums of
-    every slice.
+    Slices are sent as `dtype`; staging buffers take at most `staging_bytes` over all links. `transfer` increases from
+    call to call. `timeout_seconds` limits each wait for a peer; `peer_failure(link name)` may report a dead peer
+    earlier. The first messages are packed before the receivers are ready. With `verify` receivers compare checksums.
 
     Returns the error of each link by name, None for success; a failed link is closed. After the return nothing reads
     the source. Raises ValueError for messages that do not fit, and exceptions of `source` (all links are closed then),
@@ -90,9 +87,8 @@ def receive(
 ) -> None:
     """Receive this rank's messages of a link, in link order, into `target`.
 
-    `timeout_seconds` limits each wait for a peer. With `verify` every slice is read back from the target before it is
-    marked as written, and its checksum is compared with the sender's at the end. Raises ValueError for messages that
-    do not fit, and TransferError for other errors, including those of the target; the link is closed then.
+    `timeout_seconds` limits each wait for a peer. With `verify` slices are read back and their checksums compared.
+    Raises ValueError for messages that do not fit, and TransferError for other errors; the link is closed then.
     """
     (units,) = split_into_units([messages], dtype, staging_bytes)
     if link.process_group is None:

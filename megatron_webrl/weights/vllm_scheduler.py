@@ -1,8 +1,7 @@
 """vLLM schedulers for engines whose weights change while requests run.
 
-After an update every running request is recomputed from its first token, including images. vLLM 0.32 does not send a
-worker the pixels of an image whose tokens were in the prefix cache when the request started; the worker then cannot
-recompute the image, and the engine dies. These schedulers always send the pixels.
+An update recomputes running requests, including images. vLLM 0.32 does not send pixels of an image whose tokens were
+in the prefix cache; the worker cannot recompute it, and the engine dies. These schedulers always send the pixels.
 """
 
 from __future__ import annotations

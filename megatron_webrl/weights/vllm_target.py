@@ -10,8 +10,7 @@ Each layer has one of two load paths:
   When all elements have arrived, vLLM processes the layer as at load, copies the result into the kernel's memory and
   frees the loading form. Only partially received layers hold one.
 
-The reload path uses vLLM's layer-wise reload, an internal API that changes between minor versions; hence
-SUPPORTED_VLLM_VERSIONS.
+The reload path uses vLLM's layer-wise reload, which changes between minor versions: see SUPPORTED_VLLM_VERSIONS.
 """
 
 from __future__ import annotations
@@ -39,9 +38,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materiali
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
 from vllm.platforms import current_platform
 
-SUPPORTED_VLLM_VERSIONS = ("0.32",)
-"""Minor versions of vLLM whose layer-wise reload, record of loading forms and choice of kernels were reviewed and
-tested. These internals may change in any minor version without notice."""
+SUPPORTED_VLLM_VERSIONS = ("0.32",)  # minor versions whose internals used here were reviewed and tested
 
 LoadPath = Literal["in_place", "reload"]
 
@@ -70,10 +67,7 @@ class ModelTarget:
     def __init__(
         self, model: nn.Module, vllm_config: VllmConfig, device: torch.device, expected: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """`expected`: loading-form shape of every parameter of this rank (engine_map.engine_parameter_shapes).
-
-        Raises ValueError if the model's parameters differ, RuntimeError for an unsupported version of vLLM.
-        """
+        """`expected`: loading-form shapes. Raises ValueError if the model's differ, RuntimeError: unsupported vLLM."""
         check_vllm_version(vllm.__version__)
         self.partially_updated = False
         self._config, self._device = vllm_config, torch.device(device)
@@ -84,7 +78,6 @@ class ModelTarget:
         self._arrived: dict[str, int] | None = None
 
     def load_paths(self) -> dict[str, LoadPath]:
-        """Load path of each parameter."""
         return {name: "in_place" if p.layer is None else "reload" for name, p in self._parameters.items()}
 
     def bytes_by_load_path(self) -> dict[LoadPath, int]:
@@ -101,10 +94,7 @@ class ModelTarget:
         self._arrived = dict.fromkeys(self._parameters, 0)
 
     def tensor(self, parameter: str) -> Tensor:
-        """Tensor to write slices of a parameter into, in loading form and vLLM's dtype.
-
-        Raises RuntimeError outside an update or if the parameter is already complete.
-        """
+        """Tensor to write slices into, in loading form and vLLM's dtype. Raises RuntimeError: no update, or full."""
         loadable, arrived = self._lookup(parameter)
         if arrived == loadable.elements:
             raise RuntimeError(f"parameter {parameter} is complete with {loadable.elements} elements; more were sent")
@@ -115,10 +105,7 @@ class ModelTarget:
         return getattr(loadable.module, loadable.attribute).data
 
     def mark_written(self, parameter: str, elements: int) -> None:
-        """Count written elements of a parameter. A reloaded layer is processed when it is complete.
-
-        Raises RuntimeError outside an update or for more elements than the parameter has.
-        """
+        """Count written elements; processes a complete layer. Raises RuntimeError: no update, or too many elements."""
         loadable, arrived = self._lookup(parameter)
         if arrived + elements > loadable.elements:
             sent = arrived + elements
@@ -132,11 +119,9 @@ class ModelTarget:
     def finish_update(self) -> None:
         """Finish an update. Raises RuntimeError naming the first incomplete parameter."""
         for name, parameter in self._parameters.items():
-            _, arrived = self._lookup(name)
-            if arrived != parameter.elements:
-                raise RuntimeError(
-                    f"parameter {name}: {arrived} of {parameter.elements} elements arrived; send them all"
-                )
+            _, count = self._lookup(name)
+            if count != parameter.elements:
+                raise RuntimeError(f"parameter {name}: {count} of {parameter.elements} elements arrived; send them all")
         with self._context():
             for head in self._heads:
                 head.quant_method.process_weights_after_loading(head)
@@ -337,7 +322,5 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 def head_shares_embedding(model: nn.Module) -> bool:
     """Whether the output head shares the embedding's weight."""
-    weights = [
-        (isinstance(m, ParallelLMHead), m.weight) for m in model.modules() if isinstance(m, VocabParallelEmbedding)
-    ]
-    return any(head is embedding for is_head, head in weights if is_head for other, embedding in weights if not other)
+    uses = [(isinstance(m, ParallelLMHead), m.weight) for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
+    return any(head is embedding for is_head, head in uses if is_head for other, embedding in uses if not other)

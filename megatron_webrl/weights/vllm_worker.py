@@ -4,9 +4,8 @@ Importing this module registers the weight-transfer engine "webrl" with vLLM; vL
 `worker_extension_cls`. An engine selects it with WeightTransferConfig(backend="webrl").
 
 Phases of vLLM's protocol: init (once per link, again after a failure), then any number of [start, update, finish].
-WeightReceiver.webrl_weight_update runs a phase and returns errors as values, which engines of several ranks need: when
-a rank raises, vLLM's multi-process executor leaves the other ranks' results in their queues and returns them as the
-results of later calls, including those that compute tokens.
+WeightReceiver.webrl_weight_update returns errors as values: when a rank raises, vLLM's multi-process executor leaves
+the other ranks' results in their queues and returns them as the results of later calls, even those for tokens.
 """
 
 from __future__ import annotations
@@ -25,11 +24,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from megatron_webrl.model.layout import ParallelSizes
@@ -83,8 +78,7 @@ class _AgreedPlan:
 class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
     """Receives the slices of one vLLM worker from the trainer ranks.
 
-    After a failed update the link is closed and the model may be partially updated; a later init and a complete update
-    repair it. Errors of links and transfers are transport.TransferError.
+    A failed update closes the link, and the model may be partially updated until a later init and complete update.
     """
 
     init_info_cls = LinkInfo
@@ -101,8 +95,7 @@ class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: LinkInfo) -> None:
         """Verify the trainer's plan and join a link, leaving an earlier one.
 
-        Raises ValueError if the plans differ, which also rejects the link for the trainer, and TransferError if the
-        link is not formed within join_timeout_seconds.
+        Raises ValueError, rejecting the link, if the plans differ, TransferError after join_timeout_seconds.
         """
         self._leave("another link is joined")
         store = _store(init_info)
@@ -149,10 +142,7 @@ class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
             torch.accelerator.synchronize()
 
     def finish_weight_update(self) -> None:
-        """Finish the update; all ranks have received their slices by now.
-
-        Raises RuntimeError naming an incomplete parameter; the link is closed then.
-        """
+        """Finish the update on all ranks. Raises RuntimeError, closing the link, if a parameter is incomplete."""
         _, _, target = self._joined()
         try:
             target.finish_update()
@@ -167,7 +157,6 @@ class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
         self._leave(reason)
 
     def shutdown(self) -> None:
-        """Leave the link."""
         self._leave("the engine ends")
 
     def live_checksums(self) -> list[int | None]:

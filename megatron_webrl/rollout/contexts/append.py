@@ -32,9 +32,8 @@ class _Latest:
 class AppendContext(PromptContext):
     """A segment has at most `rounds` screenshots.
 
-    It ends earlier if the next turn would exceed the token limit, if its page text would exceed
-    prompts.MAX_ELEMENT_LIST_CHARS characters, or after a response with special tokens: in a prompt the engine would
-    treat them as images or ends of turns.
+    It ends earlier if the next turn would exceed the token limit or MAX_ELEMENT_LIST_CHARS of page text, or after a
+    response with special tokens: in a prompt the engine would treat them as images or ends of turns.
     """
 
     _latest: _Latest | None = None

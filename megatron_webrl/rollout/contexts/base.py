@@ -46,10 +46,7 @@ class PastStep:
 
 
 class PromptContext(ABC):
-    """The context of one episode. Steps refer to screenshots by index into `screenshots`.
-
-    Call `start_episode`, then `build_prompt` and `add_step` in turns.
-    """
+    """The context of one episode: call `start_episode`, then `build_prompt` and `add_step` in turns."""
 
     def __init__(
         self,
@@ -58,7 +55,6 @@ class PromptContext(ABC):
         max_prompt_tokens: int,
         toolset: Toolset = COORDINATE_TOOLSET,
     ) -> None:
-        """`max_prompt_tokens` counts expanded image placeholders."""
         self._processor, self._settings, self._max_tokens = processor, settings, max_prompt_tokens
         self._system = {"role": "system", "content": prompts.system_message(settings, toolset)}
         self.screenshots: list[bytes] = []
@@ -69,7 +65,6 @@ class PromptContext(ABC):
         self._page = ""  # text about the current screenshot
 
     def start_episode(self, instruction: str, observation: Observation) -> None:
-        """Set the task and the first observation."""
         self._instruction = self._processor.escape_special_tokens(instruction)
         self._title = self._short(observation.title)
         self._start_page = f"[{self._title}] {self._short(observation.url)}"
@@ -107,7 +102,7 @@ class PromptContext(ABC):
         return self._limited(self._processor.encode_chat([self._system, *messages]), images)
 
     def _limited(self, token_ids: np.ndarray, images: Sequence[int]) -> Prompt | None:
-        """The prompt, or None if it exceeds the limit."""
+        """The prompt, or None if it exceeds the limit, which counts expanded image placeholders."""
         grids = np.array([self._grids[index] for index in images], np.int32).reshape(-1, 3)
         if len(self._processor.expand_image_tokens(token_ids, grids)) > self._max_tokens:
             return None

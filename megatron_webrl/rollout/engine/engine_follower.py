@@ -1,9 +1,7 @@
 """A follower of an engine over several nodes: the process `webrl rollout --follower`.
 
-It runs until the job ends. For each instance of the engine's worker it runs vLLM's ranks of this node in a child
-process (follower_engine.py), until the worker's next start. If the child ends, the follower reports the failure; the
-worker then ends and is restarted. engine_leader.py has the worker's side and the keys.
-
+For each instance of the engine's worker it runs vLLM's ranks of this node in a child process (follower_engine.py). If
+the child ends, it reports the failure; the worker then ends and is restarted. engine_leader.py has the worker's side.
 On a node without a worker it also creates the ring, which stays empty, for the trainer ranks there.
 """
 
@@ -36,10 +34,7 @@ log = logging.getLogger(__name__)
 def run(
     config: Config, control: ControlClient, worker: int, follower: int, node_count: int, node_ring: NodeRing
 ) -> None:
-    """Serve as follower `follower`, from 1, of a worker's engine over `node_count` nodes until the job ends.
-
-    Must be called from the main thread. Raises JobEnded, or JobFailed if the job failed.
-    """
+    """Serve as follower `follower`, from 1, until the job ends. Main thread only. Raises JobEnded or JobFailed."""
     control.start_heartbeat()
     number = control.register_instance()
     supervisor = _FollowerSupervisor(config, control, worker, follower, node_count)
@@ -87,13 +82,11 @@ class _FollowerSupervisor:
             self.control.report_status(f"waiting for rollout-{self.worker}")
 
     def close(self) -> None:
-        """Kill the child process, and remove its files."""
         self._kill()
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def _follow(self, start: dict[str, Any]) -> None:
-        # The ranks of one instance rendezvous only once. If an earlier instance of this follower has already replied,
-        # the engine cannot start any more.
+        # The ranks rendezvous only once: after a reply of this follower's earlier instance the engine cannot start.
         reply = json.dumps(
             {"host": socket.gethostname(), "instance_number": self.control.instance_count(self.control.role)}
         )

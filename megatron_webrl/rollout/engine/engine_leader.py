@@ -40,17 +40,14 @@ class NodeSpan:
 
 
 def start_key(worker: int) -> str:
-    """The key of a worker's newest start."""
     return f"engine_followers/rollout-{worker}"
 
 
 def reply_key(worker: int, number: int, follower: int) -> str:
-    """The key of a follower's reply to instance `number` of the worker."""
     return f"{start_key(worker)}/{number}/{follower}"
 
 
 def failure_key(worker: int, number: int) -> str:
-    """The key of a follower's failure in instance `number` of the worker."""
     return f"{start_key(worker)}/{number}/failed"
 
 
@@ -69,10 +66,9 @@ class EngineFollowers:
     async def start(
         cls, config: Config, control: ControlClient, worker: int, number: int, nodes: Sequence[int]
     ) -> EngineFollowers:
-        """Start the followers on `nodes` after the first, which is the worker's, and wait for their replies.
+        """Start the followers on nodes[1:] and wait for their replies.
 
-        Raises EngineDeadError naming a follower that did not reply within run.startup_timeout_seconds, JobEnded,
-        JobFailed.
+        Raises EngineDeadError naming one that does not reply within run.startup_timeout_seconds, JobEnded, JobFailed.
         """
         address = own_address(control.host, control.port)
         span = NodeSpan(0, len(nodes), address, _free_port(address), address)

@@ -17,7 +17,6 @@ class TimeWeightedGauge:
 
     @contextmanager
     def track(self) -> Iterator[None]:
-        """Increase the count within the context."""
         self._add(1)
         try:
             yield

@@ -1,9 +1,8 @@
 """The vLLM engine of one rollout worker: prompts are tokens and images, weights are updated in flight.
 
-Order of calls: `start`, `join_weight_link`, any number of `generate` (concurrent) and `update_weights` (one at a
-time), `close`. An update pauses running requests, which then continue with the new weights; each token records
-the version that produced it. After a failed update the engine is partially updated: it stays paused and keeps
-its requests until a complete update over another link.
+Order of calls: `start`, `join_weight_link`, any number of `generate` (concurrent) and `update_weights` (one at a time),
+`close`. An update pauses requests, which continue with the new weights; each token records its version. After a failed
+update the engine is partially updated: it stays paused with its requests until a complete update over another link.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHUTDOWN_TIMEOUT_SECONDS = 20.0
-_CONTROL_SECONDS = 30.0
-"""Limit of control calls such as pausing and resuming, in addition to the transfer."""
+_CONTROL_SECONDS = 30.0  # limit of control calls such as pausing and resuming, in addition to the transfer
 FOLLOWER_POLL_SECONDS = 0.5  # between two checks of the followers
 
 
@@ -79,10 +77,7 @@ class VLLMEngine:
     async def start(
         cls, config: Config, worker: int, number: int = 1, followers: EngineFollowers | None = None
     ) -> VLLMEngine:
-        """Start vLLM for instance `number` of a worker. `followers`: of an engine over several nodes.
-
-        Raises EngineDeadError if it is not ready within run.startup_timeout_seconds, or if a follower fails.
-        """
+        """Start vLLM for instance `number` of a worker. Raises EngineDeadError: not ready in time, follower failed."""
         # This thread must outlive the engine (vllm_environment.start_engine), and keeps the event loop free.
         thread = ThreadPoolExecutor(1, thread_name_prefix=f"engine-{worker}")
         loop = asyncio.get_running_loop()
@@ -127,9 +122,7 @@ class VLLMEngine:
     ) -> Generation:
         """Generate one response. `token_ids`: int32 with one placeholder per image; `session` is ignored.
 
-        `temperature` replaces rollout.temperature; 0 is greedy.
-
-        Raises GenerationError for an invalid prompt, or a response that takes longer than
+        `temperature` replaces rollout.temperature; 0 is greedy. Raises GenerationError for an invalid prompt or after
         rollout.operation_timeout_seconds (without pauses for updates), EngineDeadError if the engine is dead.
         """
         self.check_alive()
@@ -152,11 +145,7 @@ class VLLMEngine:
         return vllm_requests.to_generation(output, self.processor, expanded, grids, self._worker)
 
     async def join_weight_link(self, host: str, port: int, name: str, description: dict[str, Any]) -> None:
-        """Join the trainer's link `name` through the store on host:port; `description` is the trainer's.
-
-        Raises WeightUpdateError if joining takes longer than weights.timeout_seconds, or if the two sides' plans
-        differ.
-        """
+        """Join the trainer's link `name`, given its `description`. Raises WeightUpdateError: timeout, plans differ."""
         self.check_alive()
         seconds = self._config.weights.timeout_seconds
         info = description | {
@@ -174,8 +163,7 @@ class VLLMEngine:
     async def update_weights(self, version: int, transfer: int) -> float:
         """Receive the weights of a transfer and serve them as `version`; returns the seconds of the pause.
 
-        Running requests are paused and continue afterwards. Raises WeightUpdateError if the transfer fails: the engine
-        stays paused. Raises EngineDeadError if the engine is lost.
+        Raises WeightUpdateError if the transfer fails: the engine stays paused. Raises EngineDeadError if it is lost.
         """
         self.check_alive()
         info = {"transfer": transfer, "version": version, "verify": self._config.weights.verify}
@@ -305,10 +293,8 @@ class VLLMEngine:
             raise
         except Exception as error:
             self.check_alive()
-            cause = error.__cause__ or error
-            raise GenerationError(
-                f"engine {self._worker} failed on a request: {cause or type(cause).__name__}"
-            ) from error
+            why = error.__cause__ or error
+            raise GenerationError(f"engine {self._worker} failed on a request: {why or type(why).__name__}") from error
         finally:
             task.cancel()  # aborts the request within vLLM
 

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
     from megatron_webrl.rollout.engine.engine_leader import NodeSpan
 
-CPU_KV_CACHE_MIB = 512
-"""By default vLLM's CPU build takes nearly all memory of the machine for its KV cache."""
+CPU_KV_CACHE_MIB = 512  # by default vLLM's CPU build takes nearly all memory of the machine
 _SEED_STRIDE = 1_000_003  # a restarted engine samples with another seed
 SCHEDULER_MODULE = "megatron_webrl.weights.vllm_scheduler"
 WORKER_EXTENSION_CLASS = "megatron_webrl.weights.vllm_worker.WeightReceiver"
@@ -30,10 +29,7 @@ def on_cuda(config: Config) -> bool:
 
 
 def engine_environment(config: Config, span: NodeSpan | None = None) -> dict[str, str]:
-    """Environment variables of this process and its engine, to be set before vLLM is imported.
-
-    `span`: for an engine over several nodes.
-    """
+    """Environment variables of this process and its engine (over `span`), to be set before vLLM is imported."""
     path = [
         str(torchvision_shim.SITECUSTOMIZE_FOLDER),
         *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
@@ -107,10 +103,9 @@ def engine_arguments(config: Config, worker: int, number: int = 1, span: NodeSpa
 
 
 def start_engine(config: Config, worker: int, number: int = 1, span: NodeSpan | None = None) -> AsyncLLM:
-    """Start vLLM; blocks until it can serve. The calling thread must outlive the engine.
+    """Start vLLM; blocks until it can serve, which over several nodes requires `run_follower` on the others.
 
-    The engine's processes request to die with their parent, which for the kernel is the thread that started them.
-    An engine over several nodes can serve once `run_follower` runs on the other nodes.
+    The calling thread must outlive the engine, whose processes request to die with the thread that started them.
     """
     torchvision_shim.install()
     os.environ.update(engine_environment(config, span))
@@ -135,19 +130,13 @@ def start_engine(config: Config, worker: int, number: int = 1, span: NodeSpan | 
 
 
 async def warm_up_pipeline(config: Config, llm: AsyncLLM) -> None:
-    """Make later pipeline stages allocate the buffers that they receive into.
-
-    A dummy batch allocates them. On a CPU vLLM runs none at its start, and the first request would crash the engine.
-    """
+    """Run a dummy batch: without it vLLM's CPU pipeline has no receive buffers and dies at the first request."""
     if config.rollout.pipeline_parallel > 1 and not on_cuda(config):
         await llm.collective_rpc("execute_dummy_batch")
 
 
 def run_follower(config: Config, worker: int, number: int, span: NodeSpan) -> None:
-    """Run vLLM's ranks of a follower's node, as `vllm serve --headless` does. Returns when one of them ends.
-
-    The ranks wait without limit for the other nodes and for the worker's calls: the parent process kills this one.
-    """
+    """Run vLLM's ranks of a follower's node, as `vllm serve --headless`, until one ends or the parent kills it."""
     torchvision_shim.install()
     os.environ.update(engine_environment(config, span))
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor

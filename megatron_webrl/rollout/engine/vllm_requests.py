@@ -54,10 +54,7 @@ def vllm_prompt(
 def to_generation(
     output: RequestOutput, processor: Processor, expanded: np.ndarray, grids: np.ndarray, engine: int
 ) -> Generation:
-    """The response of a finished request. `expanded`: the prompt as the processor expands it, int32 [prompt].
-
-    Raises GenerationError if vLLM expanded the prompt differently, or if the response is unusable.
-    """
+    """A finished response. Raises GenerationError: it is unusable, or the prompt is not `expanded` (int32 [prompt])."""
     prompt = np.asarray(output.prompt_token_ids, np.int32)
     if not np.array_equal(prompt, expanded):
         raise GenerationError(
@@ -66,18 +63,16 @@ def to_generation(
             f"{processor.image_token_counts(expanded).tolist()}"
         )
     response = output.outputs[0]
-    tokens = np.asarray(response.token_ids, np.int32)
-    if response.finish_reason not in ("stop", "length") or not len(tokens):
-        raise GenerationError(
-            f"engine {engine} ended a response of {len(tokens)} tokens with {response.finish_reason!r}"
-        )
+    ids = np.asarray(response.token_ids, np.int32)
+    if response.finish_reason not in ("stop", "length") or not len(ids):
+        raise GenerationError(f"engine {engine} ended a response of {len(ids)} tokens with {response.finish_reason!r}")
     return Generation(
         prompt_token_ids=prompt,
-        response_token_ids=tokens,
+        response_token_ids=ids,
         logprobs=_logprobs(response),
         versions=_versions(response),
         image_grids=grids,
-        text=processor.decode(tokens),
+        text=processor.decode(ids),
         finish_reason=response.finish_reason,
         cached_prompt_tokens=output.num_cached_tokens or 0,
     )

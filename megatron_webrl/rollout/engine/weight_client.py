@@ -29,9 +29,8 @@ class WeightClient:
     def __init__(
         self, config: Config, control: ControlClient, engine: VLLMEngine, worker: int, instance_id: str
     ) -> None:
-        """`instance_id`: <role>.<number> of the worker."""
         self.config, self.control, self.engine = config, control, engine
-        self._worker, self._instance_id = worker, instance_id
+        self._worker, self._instance_id = worker, instance_id  # <role>.<number>
         self._links = 0
         self._current_trainer: object = None  # at the last poll
         self._announced_to: object = None  # the trainer that knows this engine; None: no trainer
