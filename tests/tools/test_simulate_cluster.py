@@ -24,7 +24,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
 
 
 def a_synchronous_run(folder: Path, idle_seconds: float = 0.0) -> Path:
-    """Five updates, 25 s apart: 16 s of episodes, 8 s of training, 1 s of weight sync; `idle_seconds` are unexplained."""
+    """Five updates, 25 s apart: 16 s of episodes, 8 s of training, 1 s of sync; `idle_seconds` are unexplained."""
     folder.mkdir(exist_ok=True)
     log, updates = EpisodeLog(folder, 0), []
     for version in range(5):

@@ -272,7 +272,7 @@ def test_an_image_that_cannot_be_decoded_is_named(make: Make) -> None:
     bench, (whole,) = make(), shots(1)
     row = bench.schedule(whole, screenshot(1, SIDE, SIDE)[:-2000])
     with pytest.raises(
-        ImagePreparationError, match=r"a screenshot of ticket 7, episode 1 cannot be trained on: .*cut off or dam"
+        ImagePreparationError, match=r"a screenshot of ticket 7, episode 1 cannot be trained on: .*truncated or dam"
     ):
         row()
     (sample,) = episode(bench.processor, 3, (4,), images=1)
