@@ -129,7 +129,7 @@ def test_the_checkpoints_run_gives_the_configuration_and_overrides_replace_it(ru
     folder = EvaluatedCheckpoint.resolve(tiny_model)
     assert (folder.is_megatron, folder.version) == (False, 0)
     assert evaluation_config(folder, [str(run_folder / "config.yaml")]).model.path == str(tiny_model)
-    with pytest.raises(ConfigError, match="lies in no run's checkpoints; name a configuration after it"):
+    with pytest.raises(ConfigError, match="is not in a run's checkpoints folder; name a configuration after it"):
         evaluation_config(folder, ["evaluation.episodes=5"])
 
 
