@@ -32,7 +32,7 @@ def role(name: str, node: int, doing: str, **other: object) -> RoleState:
 
 
 def cluster() -> list[RoleState]:
-    """The processes of 32 nodes with 256 GPUs: one worker was started again, one rank is silent."""
+    """The processes of 32 nodes with 256 GPUs: one worker was restarted, one rank is silent."""
     ranks = [role(f"trainer-{n}", n // 4, "update 7: training on 512 groups") for n in range(128)]
     workers = [
         role(f"rollout-{n}", n // 4, f"version 6: {n % 3 + 2} groups running, {100 + n} episodes done")
