@@ -13,7 +13,7 @@ from megatron_webrl.system import torchvision_shim
 from megatron_webrl.trainer.data.flops import FlopsEstimator
 from megatron_webrl.trainer.data.merging import MergedSequence, unmerged_sequence
 from tests.model import tiny
-from tests.trainer.growing_prompts import step, words
+from tests.trainer.growing_prompts import random_tokens, step
 
 torchvision_shim.install()
 
@@ -25,7 +25,7 @@ DENSE = tiny.configuration(tiny.Shape(deepstack=(0, 1)))
 def chain(prompt: int, response: int, grids: tuple[tuple[int, int, int], ...] = ()) -> MergedSequence:
     images = tuple(str(grid).encode() for grid in grids)
     array = np.array(grids, np.int32).reshape(-1, 3)
-    return unmerged_sequence(step(words(0, prompt), words(1, response), images=images, grids=array))
+    return unmerged_sequence(step(random_tokens(0, prompt), random_tokens(1, response), images=images, grids=array))
 
 
 def counted(shape: tiny.Shape, sample: tiny.Sample) -> int:

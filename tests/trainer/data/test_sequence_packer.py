@@ -18,7 +18,7 @@ from megatron_webrl.model.qwen3_vl.rope import mrope_position_ids
 from megatron_webrl.trainer.data.batching import TrainingSample
 from megatron_webrl.trainer.data.flops import FlopsEstimator
 from megatron_webrl.trainer.data.sequence_packer import ImageGridMismatch, Microbatch, SequencePacker
-from tests.trainer.growing_prompts import episode, step, words
+from tests.trainer.growing_prompts import episode, random_tokens, step
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +207,9 @@ def test_empty_microbatches_are_padded_with_the_shortest_sample_at_weight_zero(
 
 
 def test_temperatures_share_no_microbatch(processor: Processor, cost: FlopsEstimator) -> None:
-    samples = [step(words(i, 9), words(i, 3), temperature=1.0 - i % 2 / 4, trajectory=(i, 0)) for i in range(6)]
+    samples = [
+        step(random_tokens(i, 9), random_tokens(i, 3), temperature=1.0 - i % 2 / 4, trajectory=(i, 0)) for i in range(6)
+    ]
     rows = build(processor, cost, samples)
     assert sorted((row.temperature, len(row.targets)) for row in rows) == [(0.75, 9), (1.0, 9)]
     assert rows[0].inputs.pixels.shape[0] == 0
