@@ -280,16 +280,20 @@ def _control(options: argparse.Namespace) -> int:
 
 def _trainer(options: argparse.Namespace) -> int:
     from megatron_webrl.cluster.placement import check_node_number
-    from megatron_webrl.trainer.parallel import RankInfo
+    from megatron_webrl.cluster.rank_info import RankInfo
 
     rank = RankInfo.from_environment()
     name = f"trainer-{rank.rank}"
     config = _role(options, name)
     check_node_number(config, options.node)
-    from megatron_webrl.trainer import main as training
-    from megatron_webrl.trainer import weight_sync_check
 
     def run(control: ControlClient, ring: NodeRing) -> None:
+        from megatron_webrl.model import platform
+
+        platform.activate(config.model.platform)  # before Megatron is imported
+        from megatron_webrl.trainer import main as training
+        from megatron_webrl.trainer import weight_sync_check
+
         if options.weights_only:
             weight_sync_check.run(config, control, rank, ring)
         else:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -193,9 +194,11 @@ def _redirect_random_states() -> None:
 
 
 def _redirect_megatron() -> None:
-    from megatron.core import jit
+    # Megatron compiles small fusions: on the CPU, seconds of imports in each rank and minutes at the first call.
+    with mock.patch.object(torch, "compile", lambda function: function):
+        from megatron.core import jit  # imports most of Megatron
 
-    jit.disable_jit_fuser()  # compiling small fusions takes minutes at their first call, without any gain on the CPU
+    jit.disable_jit_fuser()
     from megatron.core.transformer.moe import moe_utils
 
     moe_utils.te_general_gemm = None  # undefined without Transformer Engine, but referenced when experts route tokens

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -70,12 +69,3 @@ class MLflowTracker:
         local = uri.startswith("sqlite:")
         artifacts = (Path(self.config.run.directory).absolute() / "mlartifacts").as_uri() if local else None
         return self.client.create_experiment(name, artifact_location=artifacts)
-
-
-def sample_across_outcomes(trajectories: Sequence[Trajectory], count: int) -> list[Trajectory]:
-    """At most `count` trajectories, alternating between outcomes."""
-    by_outcome: dict[str, list[Trajectory]] = {}
-    for trajectory in trajectories:
-        by_outcome.setdefault(trajectory.outcome, []).append(trajectory)
-    turns = zip_longest(*by_outcome.values())
-    return [t for turn in turns for t in turn if t is not None][:count]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -57,3 +58,12 @@ def _mark(step: Step) -> str:
         return ""
     x, y = (value * 100 / COORDINATE_RANGE for value in step.action.coordinate)
     return f'<span class="mark" style="left:{x:.1f}%;top:{y:.1f}%"></span>'
+
+
+def sample_across_outcomes(trajectories: Sequence[Trajectory], count: int) -> list[Trajectory]:
+    """At most `count` trajectories, alternating between outcomes."""
+    by_outcome: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        by_outcome.setdefault(trajectory.outcome, []).append(trajectory)
+    turns = zip_longest(*by_outcome.values())
+    return [t for turn in turns for t in turn if t is not None][:count]

@@ -6,7 +6,9 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,7 +17,7 @@ from megatron_webrl.control.control_plane import ControlClient, JobFailed
 from megatron_webrl.tracking import summary
 from megatron_webrl.tracking.episode_log import EpisodeLog
 from megatron_webrl.tracking.metrics import UpdateMetrics, UpdateSeconds, episode_metrics, mean, mean_response_tokens
-from megatron_webrl.tracking.mlflow_run import MLflowTracker, sample_across_outcomes
+from megatron_webrl.tracking.trajectory_page import sample_across_outcomes
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
@@ -30,6 +32,9 @@ from megatron_webrl.trainer.logprob_mismatch import LogprobMismatch
 from megatron_webrl.trainer.rewards import has_penalties, reward_function
 from megatron_webrl.types import Group, Trajectory
 
+if TYPE_CHECKING:
+    from megatron_webrl.tracking.mlflow_run import MLflowTracker
+
 log = logging.getLogger(__name__)
 
 FINAL_REPORT_TIMEOUT_SECONDS = 60.0
@@ -41,6 +46,18 @@ PER_TOKEN_METRICS = (
     "approx_kl",
     "reference_kl",
 )
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What the loop knows of the update that made policy `version`."""
+
+    version: int
+    groups: Sequence[Group]
+    metrics: Metrics
+    mismatch: LogprobMismatch
+    seconds: UpdateSeconds
+    weight_sync_metrics: dict[str, float]
 
 
 class Coordinator:
@@ -59,7 +76,10 @@ class Coordinator:
         tracker: MLflowTracker | None,
         on_ready: Callable[[Group], None] = lambda group: None,
     ) -> None:
-        """`tracker`: None except on the first rank, which calls `on_ready` for each group that waits to be trained."""
+        """`state`: that of the checkpoint to go on from, or a new one. `tracker`: None except on the first rank.
+
+        The first rank calls `on_ready` for each group that waits to be trained.
+        """
         self.config, self.control, self.exchange, self.tracker = config, control, exchange, tracker
         self.accounting = Accounting.from_state_dict(state.accounting)
         self.resume_point, self.ticket_epoch = resume_point, resume_point.ticket_epoch
@@ -128,16 +148,9 @@ class Coordinator:
         self.control.report_status(f"update {version + 1}: training on {len(groups)} groups{self._checkpoint_error()}")
         return groups
 
-    def log_update(
-        self,
-        version: int,
-        groups: Sequence[Group],
-        metrics: Metrics,
-        mismatch: LogprobMismatch,
-        seconds: UpdateSeconds,
-        weight_sync_metrics: dict[str, float],
-    ) -> None:
-        """Log the update that made `version`, sampled trajectories and, with keep_records, its groups. Collective."""
+    def log_update(self, result: UpdateResult) -> None:
+        """Log an update, sampled trajectories and, with keep_records, its groups. Collective."""
+        version, groups = result.version, result.groups
         trajectories = [t for group in groups for t in group.trajectories if t.steps]
         sampled = sample_across_outcomes(trajectories, self.config.tracking.sample_trajectories)
         pages = self.exchange.gather_with_images(sampled)
@@ -146,20 +159,13 @@ class Coordinator:
             group_files.write_trajectories(path, self.exchange.trajectories_to_store(groups))
         if self.tracker is None:
             return
-        update = self._update_metrics(version, groups, metrics, mismatch, seconds, weight_sync_metrics)
+        update = self._update_metrics(result)
         self.updates.append(update.to_json())
         summary.write_updates(self.config.run_folder, self.updates)
         self.tracker.log_update(update, pages)
 
-    def _update_metrics(
-        self,
-        version: int,
-        groups: Sequence[Group],
-        metrics: Metrics,
-        mismatch: LogprobMismatch,
-        seconds: UpdateSeconds,
-        weight_sync_metrics: dict[str, float],
-    ) -> UpdateMetrics:
+    def _update_metrics(self, result: UpdateResult) -> UpdateMetrics:
+        version, groups, metrics, seconds = result.version, result.groups, result.metrics, result.seconds
         trajectories = [t for group in groups for t in group.trajectories if t.trainable]
         oldest_versions = map(self.group_source.oldest_version, trajectories)
         staleness = [version - 1 - oldest for oldest in oldest_versions if oldest is not None]
@@ -172,15 +178,15 @@ class Coordinator:
             staleness_mean=mean(staleness),
             staleness_max=max(staleness, default=0),
             clip_fraction=metrics.get("clipped", 0.0) / max(1.0, metrics["response_tokens"]),
-            logprob_mismatch_max=mismatch.largest,
-            logprob_mismatch_tokens=mismatch.tokens,
+            logprob_mismatch_max=result.mismatch.largest,
+            logprob_mismatch_tokens=result.mismatch.tokens,
             tokens_per_second=metrics["tokens"] / (seconds.wait + seconds.train + seconds.sync),
             seconds=seconds,
             finished_at=time.time(),
             extra=self._learner_metrics(metrics, trajectories)
             | episode_metrics(groups)
             | self.checkpoints.pop_metrics()
-            | weight_sync_metrics
+            | result.weight_sync_metrics
             | self.exchange.pop_metrics()
             | self.group_source.pop_metrics()
             | self.task_sampler.metrics()

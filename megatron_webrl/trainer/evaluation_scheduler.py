@@ -9,15 +9,18 @@ from __future__ import annotations
 import logging
 import time
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.control_plane import ControlClient
 from megatron_webrl.evaluation import evaluation_queue, result_files
 from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, ResultCollector
 from megatron_webrl.evaluation.results import aggregate_results, mlflow_metrics
-from megatron_webrl.tracking.mlflow_run import MLflowTracker
 from megatron_webrl.trainer.parallel import broadcast_object
 from megatron_webrl.trainer.weight_sync import WeightSyncer
+
+if TYPE_CHECKING:
+    from megatron_webrl.tracking.mlflow_run import MLflowTracker
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.tracking.metrics import UpdateSeconds, rollout_seconds
-from megatron_webrl.trainer.coordinator import Coordinator
+from megatron_webrl.trainer.coordinator import Coordinator, UpdateResult
 from megatron_webrl.trainer.data import batching
 from megatron_webrl.trainer.data.replay_buffer import ReplayBuffer
 from megatron_webrl.trainer.data.sequence_packer import SequencePacker
@@ -57,13 +57,15 @@ def train(context: TrainingContext) -> None:
         metrics, mismatch = train_batch(context.learner, context.sequence_packer, config, [*new, *old], context.version)
         context.replay.add(new, context.version)
         train_seconds = time.monotonic() - started
+        image_wait_seconds = _longest_image_wait(context.sequence_packer)
         context.version += 1
         if not one_step_off:
             sync_seconds = weight_syncer.sync(context.version)
         metrics |= {"learning_rate": context.learner.optimizer.learning_rate, "replayed": len(old)}
-        seconds = _update_seconds(context, groups, train_seconds, sync_seconds, wait_seconds)
-        weight_sync_metrics = weight_syncer.last_transfer_metrics()
-        coordinator.log_update(context.version, groups, metrics, mismatch, seconds, weight_sync_metrics)
+        rollout = rollout_seconds([t for group in groups for t in group.trajectories])
+        seconds = UpdateSeconds(rollout, train_seconds, sync_seconds, wait_seconds, image_wait_seconds)
+        transfer = weight_syncer.last_transfer_metrics()
+        coordinator.log_update(UpdateResult(context.version, groups, metrics, mismatch, seconds, transfer))
         coordinator.close_update(groups, context.version)
         coordinator.checkpoint_if_due(context.learner, context.version)
         context.evaluation_scheduler.poll_during_training(context.version)
@@ -123,11 +125,6 @@ def _sync_before_training(context: TrainingContext) -> float:
     return seconds
 
 
-def _update_seconds(
-    context: TrainingContext, groups: Sequence[Group], train: float, sync: float, wait: float
-) -> UpdateSeconds:
-    """Durations of one update. Collective: the wait for images is that of the rank that waited longest."""
-    packer = context.sequence_packer
-    image_wait = all_reduce_max(packer.wait_timer.pop_seconds(), packer.device)
-    rollout = rollout_seconds([t for group in groups for t in group.trajectories])
-    return UpdateSeconds(rollout, train, sync, wait, image_wait)
+def _longest_image_wait(packer: SequencePacker) -> float:
+    """Seconds that the rank that waited longest for images spent on it in this update. Collective."""
+    return all_reduce_max(packer.wait_timer.pop_seconds(), packer.device)

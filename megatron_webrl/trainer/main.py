@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from megatron_webrl.cluster.rank_info import RankInfo
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.control_plane import ControlClient
 from megatron_webrl.ring.node_ring import NodeRing
 from megatron_webrl.system import torchvision_shim
 from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
-from megatron_webrl.tracking.mlflow_run import MLflowTracker
 from megatron_webrl.trainer import parallel
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.checkpoint_files import latest_checkpoint
@@ -28,9 +29,11 @@ from megatron_webrl.trainer.exchange.multi_node_exchange import MultiNodeExchang
 from megatron_webrl.trainer.exchange.node_topology import NodeTopology
 from megatron_webrl.trainer.factory import make_learner, make_sequence_packer, with_image_prefetcher
 from megatron_webrl.trainer.loop import TrainingContext, train
-from megatron_webrl.trainer.parallel import RankInfo
 from megatron_webrl.trainer.warm_start import warm_start
 from megatron_webrl.trainer.weight_sync import WeightSyncer
+
+if TYPE_CHECKING:
+    from megatron_webrl.tracking.mlflow_run import MLflowTracker
 
 _MLFLOW_RUN = "tracking/mlflow_run"
 
@@ -100,6 +103,8 @@ def _make_tracker(
     config: Config, control: ControlClient, state: TrainerState, sequence_packer: SequencePacker
 ) -> MLflowTracker:
     """The tracker of the run. All attempts of a job write to one MLflow run, also before its first checkpoint."""
+    from megatron_webrl.tracking.mlflow_run import MLflowTracker  # takes seconds, which other ranks save
+
     run_id = control.get_json(_MLFLOW_RUN) or state.mlflow_run_id
     tracker = MLflowTracker(config, run_id if isinstance(run_id, str) else None, sequence_packer.processor.decode)
     control.put_json(_MLFLOW_RUN, tracker.run_id)

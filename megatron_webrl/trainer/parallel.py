@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -11,31 +9,13 @@ import torch
 from megatron.core import parallel_state
 from torch.distributed import PrefixStore, TCPStore
 
+from megatron_webrl.cluster.rank_info import RankInfo
 from megatron_webrl.config.schema import Config
 from megatron_webrl.model import platform as platforms
 from megatron_webrl.model import process_groups
 from megatron_webrl.model.layout import ParallelSizes
 
 Value = TypeVar("Value")
-
-
-@dataclass(frozen=True)
-class RankInfo:
-    """Rank of this process among the trainer's processes, from the launcher's environment."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-
-    @classmethod
-    def from_environment(cls) -> RankInfo:
-        """RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them, or their Slurm counterparts. Raises KeyError."""
-        if "RANK" in os.environ:
-            names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-        else:
-            names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
-        rank, world_size, local_rank = (int(os.environ[name]) for name in names)
-        return cls(rank, world_size, local_rank)
 
 
 def initialize(config: Config, rank: RankInfo, store: TCPStore, store_prefix: str) -> platforms.Platform:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from megatron_webrl.cluster.rank_info import RankInfo
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.control_plane import ControlClient, JobFailed
 from megatron_webrl.ring.node_ring import NodeRing
 from megatron_webrl.system import torchvision_shim
 from megatron_webrl.trainer import parallel
 from megatron_webrl.trainer.factory import make_learner
-from megatron_webrl.trainer.parallel import RankInfo, all_gather_object
+from megatron_webrl.trainer.parallel import all_gather_object
 from megatron_webrl.trainer.weight_sync import WeightSyncer
 
 TRANSFER_COUNT = 4  # the first transfer includes one-time set-up; the later ones show the speed

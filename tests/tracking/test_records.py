@@ -15,8 +15,7 @@ from megatron_webrl.tracking import events, summary
 from megatron_webrl.tracking.dashboard import UPDATE_COLUMNS, TerminalDashboard, accounting_line, updates_table
 from megatron_webrl.tracking.events import EventLog
 from megatron_webrl.tracking.metrics import UpdateMetrics, UpdateSeconds, episode_metrics, rollout_seconds
-from megatron_webrl.tracking.mlflow_run import sample_across_outcomes
-from megatron_webrl.tracking.trajectory_page import write_trajectory_page
+from megatron_webrl.tracking.trajectory_page import sample_across_outcomes, write_trajectory_page
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.types import Group, Trajectory
 from tests.trajectories import screenshot, trajectory

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
+from megatron_webrl.cluster.rank_info import RankInfo
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.control.control_plane import ControlClient
 from megatron_webrl.model.convert.hf_metadata import copy_metadata
@@ -22,7 +23,6 @@ from megatron_webrl.system import torchvision_shim
 from megatron_webrl.system.child_process import die_with_parent
 from megatron_webrl.trainer import parallel
 from megatron_webrl.trainer.factory import make_learner
-from megatron_webrl.trainer.parallel import RankInfo
 from megatron_webrl.trainer.weight_sync import WeightSyncer
 from tests.model.hf_export import hf_tensors
 

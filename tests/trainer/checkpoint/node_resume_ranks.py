@@ -47,7 +47,7 @@ def trainer_rank(rank: int, folder: str, address: tuple[str, int], names: list[s
     from megatron_webrl.trainer.accounting import Accounting
     from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState, read_trainer_state
     from megatron_webrl.trainer.checkpoint.recovery import make_resume_point
-    from megatron_webrl.trainer.coordinator import Coordinator
+    from megatron_webrl.trainer.coordinator import Coordinator, UpdateResult
     from megatron_webrl.trainer.logprob_mismatch import LogprobMismatch
 
     config, control = make_config(folder), connect(address, f"trainer-{rank}")
@@ -67,7 +67,9 @@ def trainer_rank(rank: int, folder: str, address: tuple[str, int], names: list[s
         workers = {trajectory.worker for each in groups for trajectory in each.trajectories}
         if rank == 1 and version >= KILLED and len(workers) == 2 and not resumed:
             os.kill(os.getpid(), signal.SIGKILL)
-        coordinator.log_update(version + 1, groups, METRICS, LogprobMismatch(None, 0), UpdateSeconds(1, 1, 1, 1, 0), {})
+        coordinator.log_update(
+            UpdateResult(version + 1, groups, METRICS, LogprobMismatch(None, 0), UpdateSeconds(1, 1, 1, 1, 0), {})
+        )
         coordinator.close_update(groups, version + 1)
         if rank == 0:
             control.put_json("test/version", version + 1)

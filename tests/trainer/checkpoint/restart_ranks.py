@@ -111,7 +111,7 @@ class _Trainer:
         from megatron_webrl.trainer.accounting import Accounting
         from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState, read_trainer_state
         from megatron_webrl.trainer.checkpoint.recovery import make_resume_point
-        from megatron_webrl.trainer.coordinator import Coordinator
+        from megatron_webrl.trainer.coordinator import Coordinator, UpdateResult
         from megatron_webrl.trainer.exchange.record_exchange import SingleNodeExchange
         from megatron_webrl.trainer.logprob_mismatch import LogprobMismatch
 
@@ -137,7 +137,7 @@ class _Trainer:
                     coordinator.close_update(groups, version + 1)
                 return resume_point
             coordinator.log_update(
-                version + 1, groups, METRICS, LogprobMismatch(None, 0), UpdateSeconds(1, 1, 1, 1, 0), {}
+                UpdateResult(version + 1, groups, METRICS, LogprobMismatch(None, 0), UpdateSeconds(1, 1, 1, 1, 0), {})
             )
             version += 1
             coordinator.close_update(groups, version)

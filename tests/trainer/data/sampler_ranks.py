@@ -100,7 +100,7 @@ class _Run:
         from megatron_webrl.tracking.metrics import UpdateSeconds
         from megatron_webrl.tracking.mlflow_run import MLflowTracker
         from megatron_webrl.trainer.checkpoint.recovery import make_resume_point
-        from megatron_webrl.trainer.coordinator import Coordinator
+        from megatron_webrl.trainer.coordinator import Coordinator, UpdateResult
         from megatron_webrl.trainer.data import group_files
         from megatron_webrl.trainer.exchange.record_exchange import SingleNodeExchange
         from megatron_webrl.trainer.logprob_mismatch import LogprobMismatch
@@ -132,7 +132,9 @@ class _Run:
                 version += 1
                 if version == end:
                     coordinator.log_update(
-                        version, groups, METRICS, LogprobMismatch(None, 0), UpdateSeconds(1, 1, 1, 1, 0), {}
+                        UpdateResult(
+                            version, groups, METRICS, LogprobMismatch(None, 0), UpdateSeconds(1, 1, 1, 1, 0), {}
+                        )
                     )
                     trained = [(g.ticket, [t.index for t in g.trajectories]) for g in groups]
                 coordinator.close_update(groups, version)
