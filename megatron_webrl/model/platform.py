@@ -8,6 +8,7 @@ generator's. Call `activate` once, in the main thread, before any model is built
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,9 +16,14 @@ from typing import Any, Literal
 from unittest import mock
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
+_CONSTRUCTORS = (
+    *("arange", "as_tensor", "asarray", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace"),
+    *("ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm"),
+    *("scalar_tensor", "tensor", "zeros", "zeros_like"),
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ def _use_cpu() -> Platform:
     _redirect_megatron()
     _redirect_random_states()
     _redirect_cuda_functions()
-    _CudaToCpu().__enter__()
+    _redirect_devices()
     return Platform("cpu", CPU, "gloo")
 
 
@@ -81,20 +87,40 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, int) and not isinstance(device, bool)
 
 
-class _CudaToCpu(TorchFunctionMode):
-    """Redirects torch calls with a CUDA device to the CPU."""
+def _redirect_devices() -> None:
+    """Create tensors on the CPU, and leave them there, where a call names a CUDA device.
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.", 1)  # Megatron's optimisers sort by this string
-        if _is_cuda(kwargs.get("device")):
-            kwargs = {**kwargs, "device": CPU}
-        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], CPU, *args[2:])
-        return func(*args, **kwargs)
+    Functions are replaced one by one: a TorchFunctionMode would cost microseconds in each call of torch.
+    """
+    _device_constructors()  # torch keeps a set of the functions that its `with torch.device(...)` is for
+
+    def redirect(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def redirected(*args: Any, **kwargs: Any) -> Any:
+            if _is_cuda(kwargs.get("device")):
+                kwargs["device"] = CPU
+            return function(*args, **kwargs)
+
+        setattr(owner, name, redirected)
+
+    for name in _CONSTRUCTORS:
+        redirect(torch, name)
+    for name in ("to", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"):
+        redirect(torch.Tensor, name)
+    tensor_to, tensor_type = torch.Tensor.to, torch.Tensor.type
+
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor_to(self, *((CPU, *args[1:]) if args and _is_cuda(args[0]) else args), **kwargs)
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return tensor_type(self, *args, **kwargs)
+        return tensor_type(self).replace("torch.", "torch.cuda.", 1)  # Megatron's optimisers sort by this string
+
+    for name, method in {"to": to, "type": type_, "cuda": lambda self, *args, **kwargs: self}.items():
+        setattr(torch.Tensor, name, method)
 
 
 class _Stream:
