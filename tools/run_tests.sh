@@ -10,7 +10,7 @@ NONE=5  # pytest's exit code for no tests
 
 run() { "${PYTHON:-.venv/bin/python}" -m pytest "$@"; }
 
-run -m "($selected) and not alone" -n "${TEST_PROCESSES:-2}" --dist loadfile "$@"
+run -m "($selected) and not alone" -n "${TEST_PROCESSES:-2}" --dist loadfile --no-loadscope-reorder "$@"
 parallel=$?
 if [ $parallel -gt 1 ] && [ $parallel != $NONE ]; then exit $parallel; fi  # interrupted, or a usage error
 run -m "($selected) and alone" "$@"

@@ -15,6 +15,4 @@ from tests.launch.whole_jobs import Job
 def job(tmp_path: Path, tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
     job = Job(tmp_path, tiny_model, name=f"t{os.getpid()}-{abs(hash(request.node.name)) % 10_000}")
     yield job
-    if job.process is not None and job.process.poll() is None:
-        job.process.kill()
-        job.process.wait()
+    job.close()

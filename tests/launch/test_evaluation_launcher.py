@@ -74,7 +74,6 @@ def left_by(process: subprocess.Popen[bytes]) -> list[str]:
     return found + [name for name in os.listdir("/dev/shm") if name.startswith("webrl-trained")]
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_a_runs_checkpoint_is_evaluated_and_an_interrupt_leaves_no_process(run_folder: Path, tmp_path: Path):
     report, output = tmp_path / "report.json", tmp_path / "out.log"

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from tests.launch.whole_jobs import Job, assert_nothing_left
 
-pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_a_job_trains_with_tensor_parallel_ranks_after_a_warm_start(job: Job):

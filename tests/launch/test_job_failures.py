@@ -14,7 +14,7 @@ from mlflow.tracking import MlflowClient
 
 from megatron_webrl.tracking import episode_log, events
 from tests.finished_runs import run_problems
-from tests.launch.whole_jobs import Job, assert_nothing_left, owned, rings
+from tests.launch.whole_jobs import Job, assert_nothing_left
 
 WITH_CONTROL_PORT = """
 import sys
@@ -24,7 +24,7 @@ local_launcher.CONTROL_PORT = {port}
 sys.exit(main())
 """
 
-pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize(
@@ -117,15 +117,15 @@ def test_a_killed_trainer_is_restarted_in_its_job_and_adopts_finished_groups(job
 
 def test_roles_die_with_a_killed_launcher_and_the_next_launch_removes_the_ring(job: Job):
     job.start()
-    job.until(lambda: rings(job) and job.role("trainer-0"), "a ring and a trainer")
+    job.until(lambda: job.rings() and job.role("trainer-0"), "a ring and a trainer")
     assert job.process is not None
     job.process.kill()
     job.wait(10)
     deadline = time.monotonic() + 30
-    while owned(job.process.pid):
-        assert time.monotonic() < deadline, f"left: {owned(job.process.pid)}"
+    while job.processes():
+        assert time.monotonic() < deadline, f"left: {job.processes()}"
         time.sleep(0.1)
-    left, killed = rings(job), job.process.pid
+    left, killed = job.rings(), job.process.pid
     assert left
     code, report = job.status()
     assert (code, report["state"], report["ended_at"]) == (1, "silent", None)
@@ -156,4 +156,4 @@ def test_a_control_plane_that_cannot_start_is_named_in_the_outcome(job: Job):
     assert (code, f"{report['state']}: {report['reason']}") == (1, outcome)
     assert [(role["name"], role["state"]) for role in report["roles"]] == [("control", "failed")]
     assert job.process is not None
-    assert not owned(job.process.pid)
+    assert not job.processes()

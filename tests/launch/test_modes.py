@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.launch.whole_jobs import Job, owned, rings
+from tests.launch.whole_jobs import Job
 
-pytestmark = [pytest.mark.alone, pytest.mark.soak, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize(
@@ -39,5 +39,5 @@ def test_each_batch_is_generated_by_one_version_with_the_staleness_of_the_mode(
     assert accounting["matches"], accounting
     assert accounting["tokens"]["trained"] > 0
     assert job.process is not None
-    assert not owned(job.process.pid)
-    assert not rings(job)
+    assert not job.processes()
+    assert not job.rings()

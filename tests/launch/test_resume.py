@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.finished_runs import run_problems
-from tests.launch.whole_jobs import Job, assert_nothing_left, owned
+from tests.launch.whole_jobs import Job, assert_nothing_left
 
 KILLS, UPDATES, GROUPS, GROUP_SIZE, STALENESS = 20, 100, 2, 2, 1
 LIMIT = 300.0
@@ -37,12 +37,11 @@ def kill_at_random(job: Job, choose: random.Random) -> None:
             victim.kill()
     job.wait(90)
     gone = time.monotonic() + 60
-    while owned(job.process.pid):
-        assert time.monotonic() < gone, f"left: {owned(job.process.pid)}"
+    while job.processes():
+        assert time.monotonic() < gone, f"left: {job.processes()}"
         time.sleep(0.1)
 
 
-@pytest.mark.alone
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_twenty_kills_lose_no_group_train_none_twice_and_skip_no_task(job: Job) -> None:

@@ -9,27 +9,55 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import yaml
 
-from megatron_webrl.system.child_process import OWNER_VARIABLE
+from megatron_webrl.system.child_process import OWNER_VARIABLE, die_with_parent
 from tests.tiny_settings import SETTINGS
+
+HOLDER = "mount -t tmpfs tmpfs /dev/shm && echo made && exec sleep infinity"
 
 
 @dataclass
 class Job:
-    """One `webrl train` in a folder of its own."""
+    """One `webrl train` in a folder of its own.
+
+    Where the user may create namespaces, it also has a mount namespace and a /dev/shm of its own: all of its processes
+    and shared memory are known, and tests of jobs may run side by side. A holder keeps both until `close`. Elsewhere
+    only what carries the job's mark or name is known.
+    """
 
     folder: Path
     model: Path
     name: str = "job"
     process: subprocess.Popen[bytes] | None = None
-    started: float = field(default_factory=time.time)
-    shared_memory: set[str] = field(default_factory=lambda: set(os.listdir("/dev/shm")))
+    holder: subprocess.Popen[bytes] | None = None
+
+    def __post_init__(self) -> None:
+        holder = subprocess.Popen(
+            ["unshare", "--mount", "sh", "-c", HOLDER],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=die_with_parent,
+        )
+        assert holder.stdout is not None
+        self.holder = holder if holder.stdout.readline() else None
+
+    def close(self) -> None:
+        for process in (self.process, self.holder):
+            if process is not None and process.poll() is None:
+                process.kill()
+                process.wait()
+
+    @property
+    def memory(self) -> Path:
+        """The job's /dev/shm."""
+        return Path(f"/proc/{self.holder.pid}/root" if self.holder else "/", "dev", "shm")
 
     @property
     def run_folder(self) -> Path:
@@ -41,7 +69,7 @@ class Job:
         settings = {**SETTINGS, "model": {"path": str(self.model)}}
         settings["run"] = {"name": self.name, "directory": str(self.folder / "runs")}
         path.write_text(yaml.safe_dump(settings))
-        command = [sys.executable, *program, "train", str(path), *overrides]
+        command = self._command(*program, "train", str(path), *overrides)
         environment = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
         with (self.folder / "out.log").open("wb") as output:
             self.process = subprocess.Popen(
@@ -73,51 +101,65 @@ class Job:
 
     def status(self) -> tuple[int, dict[str, Any]]:
         """Exit code and report of `webrl status`."""
-        command = [sys.executable, "-m", "megatron_webrl.cli", "status", str(self.run_folder), "--json"]
+        command = self._command("-m", "megatron_webrl.cli", "status", str(self.run_folder), "--json")
         done = subprocess.run(command, stdout=subprocess.PIPE, timeout=120, check=False)
         return done.returncode, json.loads(done.stdout)
 
+    def processes(self) -> list[psutil.Process]:
+        """What runs of the job: every process in its namespace, else those with the mark of its launcher."""
+        if self.holder is not None:
+            space = _mount_namespace(self.holder.pid)
+            mine = [p for p in psutil.process_iter() if _mount_namespace(p.pid) == space and p.pid != self.holder.pid]
+        else:
+            launcher = self.process.pid if self.process else 0
+            mine = [p for p in psutil.process_iter() if _mark(p).startswith(f"{launcher}:")]
+        return [process for process in mine if _alive(process)]
+
+    def shared_memory(self) -> list[Path]:
+        """Everything in the job's /dev/shm, else its rings."""
+        return self.rings() if self.holder is None else list(self.memory.iterdir())
+
+    def rings(self) -> list[Path]:
+        return list(self.memory.glob(f"webrl-{self.name}-*"))
+
     def role(self, name: str) -> psutil.Process | None:
         """The process of a role, by what its launcher called it."""
-        for process in owned(self.process.pid if self.process else 0):
-            try:
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 if process.environ().get("WEBRL_ROLE") == name and "megatron_webrl.cli" in " ".join(process.cmdline()):
                     return process
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
         return None
 
-
-def owned(launcher: int) -> list[psutil.Process]:
-    """Processes that carry the launcher's mark in their environment, zombies left out."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            marked = process.environ().get(OWNER_VARIABLE, "").startswith(f"{launcher}:")
-            if marked and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return found
-
-
-def rings(job: Job) -> list[Path]:
-    return list(Path("/dev/shm").glob(f"webrl-{job.name}-*"))
-
-
-def browsers(since: float) -> list[psutil.Process]:
-    """Chromium's processes started later than `since`; most of them hide their environment."""
-    found = psutil.process_iter(["name", "create_time", "status"])
-    return [
-        p
-        for p in found
-        if "chrom" in p.info["name"] and p.info["create_time"] > since and p.info["status"] != psutil.STATUS_ZOMBIE
-    ]
+    def _command(self, *arguments: str) -> list[str]:
+        """A command of Python in the job's namespace."""
+        inside = ["nsenter", f"--mount=/proc/{self.holder.pid}/ns/mnt", f"--wd={os.getcwd()}"] if self.holder else []
+        return [*inside, sys.executable, *arguments]
 
 
 def assert_nothing_left(job: Job) -> None:
     assert job.process is not None
-    assert not owned(job.process.pid)
-    assert not browsers(job.started)
-    assert not set(os.listdir("/dev/shm")) - job.shared_memory
+    assert not job.processes()
+    assert not job.shared_memory()
     assert not list(Path(tempfile.gettempdir()).glob(f"webrl-{job.process.pid}-*"))
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _mount_namespace(pid: int) -> int:
+    """What names the mount namespace of a process; 0 if it is gone or of another user."""
+    try:
+        return os.stat(f"/proc/{pid}/ns/mnt").st_ino
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return 0
+
+
+def _mark(process: psutil.Process) -> str:
+    """The mark of its owner in a process's environment."""
+    with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        return process.environ().get(OWNER_VARIABLE, "")
+    return ""

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from megatron_webrl.browser.chromium import find_chromium
 from megatron_webrl.cluster.placement import place_processes
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
@@ -33,8 +32,6 @@ from megatron_webrl.preflight.network_checks import (
 from megatron_webrl.preflight.node_check import NodeCheck
 from megatron_webrl.preflight.node_report import bad_nodes
 from megatron_webrl.slurm.prepare import choose_nodes
-from tests.slurm.slurm_jobs import PAYLOAD, ROOT, log, overrides, submit
-from tests.slurm.virtual_slurm import virtual_slurm, why_not
 
 pytestmark = pytest.mark.alone  # it needs free ports and measures speeds
 
@@ -258,26 +255,3 @@ def test_good_nodes_are_chosen_in_their_order() -> None:
     refusal = r"1 of 3 nodes passed the check, .* n1: clock: off; n3: ports: .*--exclude=n1,n3"
     with pytest.raises(ConfigError, match=refusal):
         choose_nodes(config, ["n1", "n2", "n3"], {"n1": "clock: off", "n3": "ports: taken"})
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
-def test_a_job_excludes_a_bad_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No browser starts on n2. With a third node the job runs without n2; with two nodes it fails with the reason."""
-    monkeypatch.chdir(ROOT)
-    chromium = find_chromium()
-    program = script(tmp_path, f'[ "$SLURMD_NODENAME" != n2 ] || exit 9\nexec {chromium} "$@"')
-    sizes = ("cluster.nodes=2", "trainer.data_parallel=2", "rollout.engines=2", f"browser.executable={program}")
-    with virtual_slurm(3) as cluster:
-        for nodes, state in ((3, "COMPLETED"), (2, "FAILED")):
-            folder = tmp_path / str(nodes)
-            folder.mkdir()
-            job = submit(
-                cluster, folder, "train_cpu.sh", *overrides(folder, f"checked{os.getpid()}"), *sizes,
-                "ring.capacity_mib=16", "trainer.image_workers=0", options=(f"--nodes={nodes}",), STUB_COMMAND=PAYLOAD,
-            )  # fmt: skip
-            assert cluster.wait(job, 240) == state, log(folder)
-            assert f"job: excluding n2: browser: {program} loads no page: exit code 9" in log(folder)
-    assert "job: nodes: n1 n3" in log(tmp_path / "3")
-    assert "1 of 2 nodes passed the check" in log(tmp_path / "2")
-    assert "--exclude=n2" in log(tmp_path / "2")

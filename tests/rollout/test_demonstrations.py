@@ -20,6 +20,7 @@ from megatron_webrl.ring.record import decode_trajectory
 from megatron_webrl.ring.record_file import read_record_file
 from megatron_webrl.rollout import demonstrations as module
 from megatron_webrl.rollout.demonstrations import FIRST_DEMONSTRATION_TICKET, write_demonstrations
+from tests.waiting import started
 
 
 def config_for(model: Path, folder: Path, environments: list[str], max_new_tokens: int = 64) -> Config:
@@ -126,16 +127,14 @@ def test_a_signal_ends_the_command_and_leaves_no_partial_file(
     save_config(config, tmp_path / "config.yaml")
     folder.mkdir()
     command = [sys.executable, "-m", "megatron_webrl.cli", "demonstrate", str(tmp_path / "config.yaml")]
-    process = subprocess.Popen(
-        [*command, "--out", str(folder / "made.records")], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    deadline = time.monotonic() + 120
-    while not any(path.stat().st_size > 16 for path in folder.glob(".*.part")):  # more than its head: episodes
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    process.send_signal(number)
-    output, _ = process.communicate(timeout=60)
+    with started([*command, "--out", str(folder / "made.records")], stderr=subprocess.STDOUT) as process:
+        deadline = time.monotonic() + 120
+        while not any(path.stat().st_size > 16 for path in folder.glob(".*.part")):  # more than its head: episodes
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert "interrupted; nothing was written" in output
     assert not list(folder.iterdir())

@@ -25,7 +25,6 @@ from tests.waiting import until
 from tools.drills.run import leftovers_on
 
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.slow,
     pytest.mark.skipif(bool(why_not(namespaces=True)), reason=why_not(namespaces=True) or "-"),
 ]

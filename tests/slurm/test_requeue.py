@@ -24,7 +24,6 @@ from tests.slurm.slurm_jobs import ROOT, log, overrides, submit
 from tests.slurm.virtual_slurm import Cluster, virtual_slurm, why_not
 from tests.waiting import until
 
-pytestmark = pytest.mark.alone
 on_slurm = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 WAITING = f"{sys.executable} -I -S {Path(__file__).with_name('slurm_waiting.py')}"
 

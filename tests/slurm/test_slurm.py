@@ -17,6 +17,7 @@ import psutil
 import pytest
 import yaml
 
+from megatron_webrl.browser.chromium import find_chromium
 from megatron_webrl.cluster.cores import parse_cores
 from megatron_webrl.cluster.placement import place_processes
 from megatron_webrl.config.load import parse_config
@@ -25,7 +26,7 @@ from tests.slurm.virtual_slurm import Cluster, free_ports, virtual_slurm, why_no
 from tests.tiny_settings import SETTINGS
 from tests.waiting import until
 
-pytestmark = [pytest.mark.alone, pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")]
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 
 REHEARSAL_SECONDS = 180.0
 
@@ -243,3 +244,26 @@ def test_modules_and_an_apptainer_image_are_used_for_every_command(tmp_path: Pat
         f"exec --nv --bind {ROOT},/data:/data --pwd {ROOT} my.sif {sys.executable} -m megatron_webrl"
     )
     assert call.endswith("run.name=contained")
+
+
+@pytest.mark.slow
+def test_a_job_excludes_a_bad_node(tmp_path: Path) -> None:
+    """No browser starts on n2. With a third node the job runs without n2; with two nodes it fails with the reason."""
+    chromium = find_chromium()
+    program = tmp_path / "program"
+    program.write_text(f'#!/bin/sh\n[ "$SLURMD_NODENAME" != n2 ] || exit 9\nexec {chromium} "$@"\n')
+    program.chmod(0o755)
+    sizes = ("cluster.nodes=2", "trainer.data_parallel=2", "rollout.engines=2", f"browser.executable={program}")
+    with virtual_slurm(3) as cluster:
+        for nodes, state in ((3, "COMPLETED"), (2, "FAILED")):
+            folder = tmp_path / str(nodes)
+            folder.mkdir()
+            job = submit(
+                cluster, folder, "train_cpu.sh", *overrides(folder, f"checked{os.getpid()}"), *sizes,
+                "ring.capacity_mib=16", "trainer.image_workers=0", options=(f"--nodes={nodes}",), STUB_COMMAND=PAYLOAD,
+            )  # fmt: skip
+            assert cluster.wait(job, 240) == state, log(folder)
+            assert f"job: excluding n2: browser: {program} loads no page: exit code 9" in log(folder)
+    assert "job: nodes: n1 n3" in log(tmp_path / "3")
+    assert "1 of 2 nodes passed the check" in log(tmp_path / "2")
+    assert "--exclude=n2" in log(tmp_path / "2")

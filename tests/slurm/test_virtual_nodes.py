@@ -15,10 +15,7 @@ from tests.slurm.virtual_nodes import address
 from tests.slurm.virtual_slurm import Cluster, virtual_slurm, why_not
 from tests.waiting import until
 
-pytestmark = [
-    pytest.mark.alone,
-    pytest.mark.skipif(bool(why_not(namespaces=True)), reason=why_not(namespaces=True) or "-"),
-]
+pytestmark = pytest.mark.skipif(bool(why_not(namespaces=True)), reason=why_not(namespaces=True) or "-")
 
 PORT = 21099  # of a network of its own, where nobody else can have it
 

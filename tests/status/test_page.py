@@ -21,6 +21,7 @@ from megatron_webrl.status.role_status import ProcessRestart, RoleState
 from megatron_webrl.tracking import events, summary
 from megatron_webrl.tracking.events import EventLog
 from tests.status.made_runs import begin_job, make_run, train
+from tests.waiting import started
 
 ROOT = Path(__file__).parents[2]
 WIDTHS = [80, 120, 200]
@@ -183,14 +184,12 @@ def test_the_exit_code_tells_a_healthy_run_from_others(
 
 def test_ctrl_c_ends_a_watch_cleanly(tmp_path: Path) -> None:
     made = make_run(tmp_path)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "megatron_webrl.cli", "status", str(made.run_folder), "--watch", "0.1", "--json"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    lines = [process.stdout.readline() for _ in range(2)]
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
+    command = [sys.executable, "-m", "megatron_webrl.cli", "status", str(made.run_folder), "--watch", "0.1", "--json"]
+    with started(command, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(2)]
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
     assert all('"state": "starting"' in line for line in lines)
     assert (process.returncode, error) == (0, "")
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from megatron_webrl.cluster.rank_info import RankInfo
 from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control import control_plane
@@ -28,7 +27,9 @@ from megatron_webrl.model.convert.hf_metadata import copy_metadata
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
 from megatron_webrl.rollout.engine.weight_client import WeightClient
 from megatron_webrl.rollout.generator import Generation
+from tests import forks
 from tests.rollout.engine.engines import expected, picture, prompt, scorable
+from tests.weights import trainer_rank
 
 SECONDS = 20.0  # timeout of one transfer
 TOLERANCE = 1e-4  # of log-probabilities
@@ -71,7 +72,7 @@ class Stage:
 
     folder: Path
     config: Config
-    trainers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    trainers: list[BaseProcess] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         address = self.folder / "control.json"
@@ -95,20 +96,15 @@ class Stage:
     def start_trainer(self, folders: Sequence[Path]) -> None:
         size = self.config.trainer_world_size
         for rank in range(size):
-            place = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-            command = [sys.executable, "-m", "tests.weights.trainer_rank", str(self.path), f"{self.host}:{self.port}"]
-            log = (self.folder / f"trainer-{rank}.log").open("ab")
-            self.trainers.append(
-                subprocess.Popen(
-                    [*command, *map(str, folders)], env={**os.environ, **place}, stdout=log, stderr=subprocess.STDOUT
-                )
-            )
-            log.close()
+            arguments = (RankInfo(rank, size, rank), self.path, self.host, self.port, list(folders), self.folder)
+            process = forks.context().Process(target=trainer_rank.run, args=arguments)
+            process.start()
+            self.trainers.append(process)
 
     def kill_trainer(self) -> None:
         for process in self.trainers:
             process.kill()
-            process.wait()
+            process.join()
         self.trainers.clear()
 
     def logs(self) -> str:
@@ -117,7 +113,7 @@ class Stage:
     async def until(self, condition: Callable[[], Any], what: str, seconds: float = 120.0) -> Any:
         deadline = time.monotonic() + seconds
         while not (found := condition()):
-            ended = [process.poll() for process in self.trainers if process.poll() not in (None, 0)]
+            ended = [process.exitcode for process in self.trainers if process.exitcode]
             assert not ended, f"a trainer ended before {what}:\n{self.logs()}"
             assert time.monotonic() < deadline, f"no {what} within {seconds} s:\n{self.logs()}"
             await asyncio.sleep(0.02)

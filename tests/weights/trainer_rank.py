@@ -1,6 +1,5 @@
 """One rank of a real trainer that only sends weights: one version after the other, each from its own folder.
 
-Usage: RANK=r WORLD_SIZE=w LOCAL_RANK=r python -m tests.weights.trainer_rank CONFIG HOST:PORT FOLDER...
 Version 0 is the configuration's model, version n the n-th folder's weights, sent when `go/<n>` is in the store; the
 first rank sets `sent/<n>` to the result. After the last one the model is written to <run folder>/exported.
 With `go/forever` it sends the folders' weights in a loop without waiting.
@@ -9,7 +8,8 @@ With `go/forever` it sends the folders' weights in a loop without waiting.
 from __future__ import annotations
 
 import itertools
-import sys
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -18,22 +18,24 @@ from megatron_webrl.cluster.rank_info import RankInfo
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.control.control_plane import ControlClient
 from megatron_webrl.model.convert.hf_metadata import copy_metadata
-from megatron_webrl.model.load import load_hf
-from megatron_webrl.system import torchvision_shim
 from megatron_webrl.system.child_process import die_with_parent
-from megatron_webrl.trainer import parallel
-from megatron_webrl.trainer.factory import make_learner
-from megatron_webrl.trainer.weight_sync import WeightSyncer
-from tests.model.hf_export import hf_tensors
 
 
-def main() -> None:
+def run(rank: RankInfo, config_file: Path, host: str, port: int, folders: Sequence[Path], logs: Path) -> None:
+    """Send the weights of `folders`. Output goes to `logs`/trainer-RANK.log."""
     die_with_parent()
-    torchvision_shim.install()
-    config, folders = parse_config(sys.argv[1]), sys.argv[3:]
-    host, _, port = sys.argv[2].rpartition(":")
-    rank = RankInfo.from_environment()
-    control = ControlClient(host, int(port), f"trainer-{rank.rank}", config.run.heartbeat_timeout_seconds)
+    with (logs / f"trainer-{rank.rank}.log").open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    # Imported already in the server that forks this process, and not to be imported beside vLLM.
+    from megatron_webrl.model.load import load_hf
+    from megatron_webrl.trainer import parallel
+    from megatron_webrl.trainer.factory import make_learner
+    from megatron_webrl.trainer.weight_sync import WeightSyncer
+    from tests.model.hf_export import hf_tensors
+
+    config = parse_config(config_file)
+    control = ControlClient(host, port, f"trainer-{rank.rank}", config.run.heartbeat_timeout_seconds)
     control.start_heartbeat()
     platform = parallel.initialize(config, rank, control.store, f"test/{control.register_instance()}")
     learner = make_learner(config, platform)
@@ -58,7 +60,3 @@ def main() -> None:
         save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
         control.put_json("exported", str(target))
     parallel.shutdown()
-
-
-if __name__ == "__main__":
-    main()
