@@ -1,4 +1,8 @@
-"""Data types shared by all packages. Imports no other module of the package. Glossary: docs/architecture.md."""
+"""Data types shared by all packages. Imports no other module of the package.
+
+A task is run as an episode, whose data is a trajectory: a list of steps. The trajectories of one ticket form a group
+and share a baseline. Glossary: docs/architecture.md.
+"""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.system.text import first_line
 
 
 def parse_config(path: str | Path | None, overrides: list[str] | None = None) -> Config:
@@ -78,7 +79,7 @@ def flatten_config(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _one_line(error: OmegaConfBaseException, path: Path | None) -> str:
-    message = str(error).splitlines()[0]
+    message = first_line(error)
     key = error.full_key or error.key
     if "not in" in message and key is not None:
         place = f"{path} or an override" if path is not None else "an override"
