@@ -172,14 +172,18 @@ def _step(options: argparse.Namespace) -> int:
 
 
 def _stop(options: argparse.Namespace) -> int:
-    from megatron_webrl.control.control_plane import ControlClient
-    from megatron_webrl.launch.role_process import control_address_path, wait_for_control_address
+    from megatron_webrl.control.control_plane import ControlClient, JobFailed
+    from megatron_webrl.launch.role_process import RoleStartError, control_address_path, wait_for_control_address
     from megatron_webrl.types import PREEMPTED, STOPPED
 
     config = parse_config(options.config)
     seconds = config.run.startup_timeout_seconds if options.preempted else 1.0  # may be pre-empted while starting
-    address = wait_for_control_address(control_address_path(config), seconds)
-    control = ControlClient(*address, "stop", config.run.heartbeat_timeout_seconds, connect_seconds=10.0)
+    try:
+        address = wait_for_control_address(control_address_path(config), seconds)
+        control = ControlClient(*address, "stop", config.run.heartbeat_timeout_seconds, connect_seconds=10.0)
+    except (RoleStartError, JobFailed) as error:
+        sys.stderr.write(f"webrl node stop: {error}\n")
+        return 1
     if options.failed:
         control.end_job(f"failed: {options.failed}")
     else:

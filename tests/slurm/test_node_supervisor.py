@@ -356,6 +356,8 @@ def test_a_job_is_stopped_cleanly_or_as_failed(tmp_path: Path) -> None:
     config.run_folder.mkdir()
     save_config(config, role_process.config_path(config))
     command = [sys.executable, "-m", "megatron_webrl.cli", "node", "stop", str(role_process.config_path(config))]
+    early = subprocess.run(command, cwd=ROOT, timeout=60, check=False, stderr=subprocess.PIPE, text=True)
+    assert (early.returncode, early.stderr) == (1, "webrl node stop: the control plane did not start within 1 s\n")
     with control_plane(config.run_folder) as address:
         control = connect(address, "test")
         assert not control.stop_requested()

@@ -12,14 +12,16 @@ can be lost and return. Without, they differ only in their ports, and a node's p
 from __future__ import annotations
 
 import argparse
+import fcntl
+import functools
 import os
-import random
 import shutil
 import signal
 import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -35,8 +37,11 @@ from tests.slurm import virtual_nodes
 
 PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "squeue")
 START_SECONDS = 60.0
+PORT_BLOCK = 40
 SCRATCH = "virtual-slurm-"
 END_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+
+_taken_ports: set[int] = set()  # blocks of free_ports, by their first port
 
 
 def why_not(namespaces: bool = False) -> str:
@@ -315,17 +320,29 @@ def _await_nodes(cluster: Cluster, ended: threading.Event) -> None:
 
 
 def free_ports(count: int) -> int:
-    """The first of `count` consecutive free ports outside the range of outgoing connections."""
-    starts = list(range(21000, 32000, count))
-    random.SystemRandom().shuffle(starts)  # others may be looking, too
-    for first in starts:
+    """The first of `count` consecutive free ports outside the range of outgoing connections.
+
+    This process keeps them by a lock, so that nobody else draws them before something listens there.
+    """
+    assert count <= PORT_BLOCK
+    for first in range(21000, 32000, PORT_BLOCK):
+        if first in _taken_ports:
+            continue
         try:
+            fcntl.lockf(_port_locks(), fcntl.LOCK_EX | fcntl.LOCK_NB, PORT_BLOCK, first)
             for port in range(first, first + count):
                 socket.create_server(("", port)).close()
         except OSError:
             continue
+        _taken_ports.add(first)
         return first
     raise AssertionError(f"no {count} free ports")
+
+
+@functools.cache
+def _port_locks() -> int:
+    """The file whose locks show all processes which blocks of ports are taken."""
+    return os.open(Path(tempfile.gettempdir(), "webrl-test-ports"), os.O_CREAT | os.O_RDWR)
 
 
 def _path() -> str:
