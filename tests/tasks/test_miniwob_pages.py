@@ -64,6 +64,7 @@ async def view(session: Session, environment: str) -> tuple[object, ...]:
     return seen.instruction, await session.page.evaluate(DOCUMENT), pixels, extent
 
 
+@pytest.mark.slow
 async def test_every_environment_opens_to_the_same_page_twice() -> None:
     environments = all_environments()
     async with pool_of(environments, *SIZE) as fleet:

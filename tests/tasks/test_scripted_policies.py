@@ -95,6 +95,7 @@ async def blunder(session: Session, environment: str) -> Observation | None:
     return seen
 
 
+@pytest.mark.slow
 async def test_each_scripted_policy_earns_the_full_reward_and_each_mistake_none() -> None:
     async def tried(
         session: Session, environment: str

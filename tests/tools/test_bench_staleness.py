@@ -143,6 +143,7 @@ def test_the_mean_of_the_groups_gradients_is_that_of_the_batch(folder: Path) -> 
         assert each["trace"] > 0
 
 
+@pytest.mark.slow
 def test_a_run_is_measured_offline(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

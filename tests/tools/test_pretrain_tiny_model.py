@@ -44,6 +44,7 @@ def demonstrations(path: Path, processor: Processor) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_model_learns_what_was_shown_and_its_folder_is_whole(tiny_model: Path, tmp_path: Path):
     processor = Processor.load(str(tiny_model))
     samples = pretraining.read_samples(demonstrations(tmp_path / "shown", processor), processor)

@@ -87,6 +87,7 @@ async def record(site: MoodySite, folder: Path, task: Task, *steps: Action) -> l
         return await episode(session, task, *steps)
 
 
+@pytest.mark.slow
 async def test_an_episode_is_replayed_identically_without_its_server(tmp_path: Path) -> None:
     site = MoodySite()
     first = await record(site, tmp_path, TASK, *STEPS)

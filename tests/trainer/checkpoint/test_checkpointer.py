@@ -167,6 +167,7 @@ def curves(memory: Path, tiny_model: Path) -> dict[Any, Any]:
     return torch.load(folder / "curves-0.pt", weights_only=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", QWEN_LAYOUTS)
 @pytest.mark.parametrize("name", QWEN_LAYOUTS)
 def test_the_loss_curve_continues_in_every_layout(curves: dict[Any, Any], name: str, other: str):

@@ -22,6 +22,8 @@ from tests.trainer.exchange import node_ranks
 from tests.trainer.learner_ranks import make_config, make_groups
 from tools.bench import recorded_groups
 
+pytestmark = pytest.mark.slow
+
 Found = dict[str, list[dict[str, Any]]]
 
 
