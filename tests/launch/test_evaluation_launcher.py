@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 from mlflow.tracking import MlflowClient
@@ -22,7 +21,7 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.evaluation_launcher import EvaluatedCheckpoint, evaluation_config
 from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_megatron
 from megatron_webrl.model.layout import ParallelSizes
-from megatron_webrl.system.child_process import OWNER_VARIABLE
+from tests.launch.whole_jobs import owned
 
 SETTINGS: dict[str, Any] = {
     "rollout": {
@@ -65,12 +64,7 @@ def start(output: Path, *arguments: object) -> subprocess.Popen[bytes]:
 def left_by(process: subprocess.Popen[bytes]) -> list[str]:
     """Processes, folders and shared memory of a command that has ended."""
     found = [str(path) for path in Path(tempfile.gettempdir()).glob(f"webrl-{process.pid}-*")]
-    for other in psutil.process_iter():
-        try:
-            if other.environ().get(OWNER_VARIABLE, "").startswith(f"{process.pid}:"):
-                found.append(str(other))
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue
+    found += map(str, owned(process.pid))
     return found + [name for name in os.listdir("/dev/shm") if name.startswith("webrl-trained")]
 
 

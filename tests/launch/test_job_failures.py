@@ -43,8 +43,9 @@ def test_a_role_that_is_killed_too_often_ends_the_job_with_its_name(
     job: Job, role: str, overrides: list[str], outcome: str
 ):
     job.start("trainer.updates=1000", *overrides)
-    first = job.until(lambda: job.role(role), "the role")
+    job.until(job.updates, "a first update")
     if role == "trainer-0":
+        first = job.until(lambda: job.role(role), "a trainer")
         first.kill()
         job.until(lambda: (again := job.role(role)) is not None and again != first, "another trainer")
     process = job.role(role)

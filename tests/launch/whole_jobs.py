@@ -18,6 +18,7 @@ import psutil
 import yaml
 
 from megatron_webrl.system.child_process import OWNER_VARIABLE, die_with_parent
+from tests.slurm.virtual_nodes import space_of
 from tests.tiny_settings import SETTINGS
 
 HOLDER = "mount -t tmpfs tmpfs /dev/shm && echo made && exec sleep infinity"
@@ -108,12 +109,10 @@ class Job:
     def processes(self) -> list[psutil.Process]:
         """What runs of the job: every process in its namespace, else those with the mark of its launcher."""
         if self.holder is not None:
-            space = _mount_namespace(self.holder.pid)
-            mine = [p for p in psutil.process_iter() if _mount_namespace(p.pid) == space and p.pid != self.holder.pid]
-        else:
-            launcher = self.process.pid if self.process else 0
-            mine = [p for p in psutil.process_iter() if _mark(p).startswith(f"{launcher}:")]
-        return [process for process in mine if _alive(process)]
+            space = space_of(self.holder.pid, "mnt")
+            mine = [p for p in psutil.process_iter() if space_of(p.pid, "mnt") == space and p.pid != self.holder.pid]
+            return [process for process in mine if _alive(process)]
+        return owned(self.process.pid if self.process else 0)
 
     def shared_memory(self) -> list[Path]:
         """Everything in the job's /dev/shm, else its rings."""
@@ -136,6 +135,11 @@ class Job:
         return [*inside, sys.executable, *arguments]
 
 
+def owned(launcher: int) -> list[psutil.Process]:
+    """Processes that carry the launcher's mark in their environment, zombies left out."""
+    return [p for p in psutil.process_iter() if _mark(p).startswith(f"{launcher}:") and _alive(p)]
+
+
 def assert_nothing_left(job: Job) -> None:
     assert job.process is not None
     assert not job.processes()
@@ -148,14 +152,6 @@ def _alive(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def _mount_namespace(pid: int) -> int:
-    """What names the mount namespace of a process; 0 if it is gone or of another user."""
-    try:
-        return os.stat(f"/proc/{pid}/ns/mnt").st_ino
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return 0
 
 
 def _mark(process: psutil.Process) -> str:

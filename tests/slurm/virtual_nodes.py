@@ -115,10 +115,10 @@ def set_link(network_of: int, name: str, up: bool) -> None:
     _ip(f"link set {_port(name)} {'up' if up else 'down'}", *within(network_of))
 
 
-def space_of(pid: int) -> int:
-    """What names the process numbers of the node that a process is on; 0 if there is no such process."""
+def space_of(pid: int, kind: str = "pid") -> int:
+    """What names a process's namespace; by default that of its node's process numbers. 0: there is no such process."""
     try:
-        return os.stat(f"/proc/{pid}/ns/pid").st_ino
+        return os.stat(f"/proc/{pid}/ns/{kind}").st_ino
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return 0  # gone, or of another user of this machine
 

@@ -64,7 +64,7 @@ def run(rank: int, folder: str, models: dict[str, str]) -> None:
 
 
 def _updates(config: Any, platform: Any) -> dict[str, Any]:
-    """One update of several optimiser steps; returns metrics and weights."""
+    """Two updates of several optimiser steps each; returns metrics and weights."""
     from megatron_webrl.trainer.checkpoint.reference_files import attach_reference_policy
     from megatron_webrl.trainer.factory import make_sequence_packer, with_image_prefetcher
     from megatron_webrl.trainer.loop import train_batch
@@ -72,7 +72,7 @@ def _updates(config: Any, platform: Any) -> dict[str, Any]:
 
     learner = attach_reference_policy(make_learner(config, platform), config)
     builder = with_image_prefetcher(make_sequence_packer(config, platform), config, torch.distributed.get_rank())
-    figures = train_batch(learner, builder, config, make_groups(config), VERSION)
+    figures = [train_batch(learner, builder, config, make_groups(config), VERSION) for _ in range(2)]
     held = None if builder.prefetcher is None else builder.prefetcher.allocator.used_bytes
     builder.close()
     weights = {name: tensor.clone() for name, tensor in hf_tensors(learner.models)}

@@ -38,12 +38,12 @@ PAIRS = [
 def test_an_update_does_not_depend_on_the_layout(found: Found, model: str, layout: str) -> None:
     replicas = REPLICAS[layout.startswith(layout_ranks.GSPO)]
     two_replicas, laid_out = found[model, replicas][0], found[model, layout][0]
-    (metrics, gap), (expected, expected_gap) = laid_out["figures"], two_replicas["figures"]
-    assert metrics["gradient_norm"] > 0
-    assert 0 < metrics["clipped"] < metrics["response_tokens"] < metrics["tokens"]
-    assert metrics == {name: pytest.approx(value, rel=1e-3, abs=1e-6) for name, value in expected.items()}
-    assert gap.tokens == expected_gap.tokens > 0
-    assert gap.largest == pytest.approx(expected_gap.largest, rel=1e-3)
+    for (metrics, gap), (expected, expected_gap) in zip(laid_out["figures"], two_replicas["figures"], strict=True):
+        assert metrics["gradient_norm"] > 0
+        assert 0 < metrics["clipped"] < metrics["response_tokens"] < metrics["tokens"]
+        assert metrics == {name: pytest.approx(value, rel=1e-3, abs=1e-6) for name, value in expected.items()}
+        assert gap.tokens == expected_gap.tokens > 0
+        assert gap.largest == pytest.approx(expected_gap.largest, rel=1e-3)
     assert laid_out["weights"].keys() == two_replicas["weights"].keys()
     for name, tensor in laid_out["weights"].items():
         assert float((tensor - two_replicas["weights"][name]).abs().max()) < 1e-5, name

@@ -235,7 +235,7 @@ def test_a_stopped_engine_rank_is_named_at_the_timeout_and_blocks_no_other_engin
 
 def test_an_engine_rank_that_resumes_after_the_timeout_reports_the_failure(ranks: Ranks) -> None:
     victim: Rank = ("engine", 1, 1)
-    ranks.run(ranks.case(seconds=3.0), {victim: Fault(after=5, signal=signal.SIGSTOP)})
+    ranks.run(ranks.case(seconds=1.0), {victim: Fault(after=5, signal=signal.SIGSTOP)})
     ranks.collect(victim)
     os.kill(ranks.pid(victim), signal.SIGCONT)
     text = ranks.answers.pop(victim).recv()
