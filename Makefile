@@ -3,11 +3,12 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
+PYTHON ?= $(or $(wildcard $(BIN)/python),$(shell command -v python3.11 || command -v python3.12 || command -v python3))
 MODEL := runs/models/tiny
-# Where pip has a folder of wheels, torch's CPU build is in it; elsewhere uv finds it by name.
+# Where pip has a folder of wheels, torch is taken from it, or as a CUDA build from the index; elsewhere uv finds the
+# CPU build by name (make install TORCH_BACKEND=--torch-backend=cpu).
 ifdef PIP_FIND_LINKS
 export UV_FIND_LINKS := $(PIP_FIND_LINKS)
 TORCH_BACKEND :=
@@ -15,14 +16,14 @@ else
 TORCH_BACKEND := --torch-backend=cpu
 endif
 
-.PHONY: help install system slurm quickstart warm-start test test-fast soak lint format docs doctor clean
+.PHONY: help install system slurm quickstart warm-start test test-fast soak lint format docs locks doctor clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-install: system $(VENV)/.installed ## create .venv with everything; find or install Chromium and two libraries
+install: $(VENV)/.installed system ## create .venv with everything; find or install Chromium and two libraries
 
-$(VENV)/.installed: setup.py requirements/cpu.txt requirements/overrides.txt tools/install.sh
+$(VENV)/.installed: setup.py $(wildcard requirements/*.txt) tools/install.sh
 	PYTHON="$(PYTHON)" TORCH_BACKEND="$(TORCH_BACKEND)" tools/install.sh $(VENV)
 	touch $@
 
@@ -61,9 +62,13 @@ format: $(VENV)/.installed ## let ruff put the code in shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.installed ## write docs/configuration.md from config.py, and draw the picture of a plan
+docs: $(VENV)/.installed ## write the pages of settings and metrics, and draw the picture of a plan
 	$(BIN)/python -m tools.write_configuration_page docs/configuration.md
+	$(BIN)/python -m tools.write_metrics_page docs/metrics.md
 	$(BIN)/python -m tools.draw_plan docs/images/plan.svg
+
+locks: $(VENV)/.installed ## rewrite requirements/ from setup.py, for both Pythons; ARGS=--upgrade for the newest versions
+	PYTHON=$(BIN)/python tools/lock_requirements.sh $(ARGS)
 
 doctor: install ## say what is installed and which roles can run
 	$(BIN)/webrl doctor

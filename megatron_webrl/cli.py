@@ -18,13 +18,18 @@ from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.farm.commands import add_browsers
-from megatron_webrl.launch.task_validation import check_tasks_and_browser
+from megatron_webrl.gpu_check.command import add_gpu_check
+from megatron_webrl.judge.command import add_judge
+from megatron_webrl.launch.elsewhere import load_config_elsewhere
+from megatron_webrl.launch.evaluation_command import add_eval
+from megatron_webrl.launch.task_validation import check_evaluators, check_tasks_and_browser
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.parity.command import add_parity
 from megatron_webrl.slurm.commands import add_node
 from megatron_webrl.status.command import add_status
 from megatron_webrl.system import stack_dump
 from megatron_webrl.system.text import first_line
+from megatron_webrl.tasks.command import add_tasks
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -39,7 +44,7 @@ LOG_FORMAT = "%(asctime)s {role} %(levelname)s %(name)s: %(message)s"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options = _parse(arguments)
     stack_dump.register_dump_signal()
     try:
         return options.run(options)
@@ -53,6 +58,17 @@ def entry() -> None:
     sys.exit(main())
 
 
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse, with settings allowed after options, which argparse does not recognize."""
+    parser = _parser()
+    options, others = parser.parse_known_args(arguments)
+    if others and (not hasattr(options, "overrides") or any(each.startswith("-") for each in others)):
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    if others:
+        options.overrides += others
+    return options
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="webrl", description="Train visual web agents with reinforcement learning.")
     parser.add_argument("--version", action="version", version=__version__)
@@ -60,11 +76,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(commands)
     _add_doctor(commands)
     _add_demonstrate(commands)
-    _add_eval(commands)
+    add_eval(commands)
+    add_judge(commands)
     add_parity(commands)
+    add_gpu_check(commands)
     add_browsers(commands)
     add_placement(commands)
     add_status(commands)
+    add_tasks(commands)
     add_node(commands)
     _add_control(commands)
     _add_roles(commands)
@@ -78,6 +97,12 @@ def _add_train(commands: Any) -> None:
     train.add_argument(
         "--check", action="store_true", help="check the configuration, print all settings, and start nothing"
     )
+    train.add_argument(
+        "--elsewhere",
+        action="store_true",
+        help="with --check: the job runs on other machines; list what this one lacks (model, packages, files, keys, "
+        "shared memory) instead of failing",
+    )
     train.set_defaults(run=_train)
 
 
@@ -87,14 +112,14 @@ def _add_doctor(commands: Any) -> None:
         "--role", choices=("all", "trainer", "rollout"), default="all", help="exit non-zero if this role cannot run"
     )
     doctor.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    doctor.add_argument(
+    what = doctor.add_mutually_exclusive_group()
+    what.add_argument("--config", metavar="CONFIG", help="list also the packages that this configuration names")
+    what.add_argument(
         "--weights",
         metavar="CONFIG",
         help="start the engines and the trainer of a configuration, and verify the weights that the engines receive",
     )
-    doctor.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="with --weights: settings that replace those of CONFIG"
-    )
+    doctor.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of CONFIG")
     doctor.set_defaults(run=_doctor)
 
 
@@ -153,35 +178,7 @@ def _add_roles(commands: Any) -> None:
                 metavar="N",
                 help="run follower N, from 1, of the worker's engine, which spans several nodes",
             )
-            only.add_argument("--evaluation-only", action="store_true", help="only evaluate the weights of model.path")
         role.set_defaults(run=run)
-
-
-def _add_eval(commands: Any) -> None:
-    evaluation = commands.add_parser(
-        "eval",
-        help="success rate of a checkpoint on held-out tasks",
-        description="Run the agent with the weights of a checkpoint on held-out tasks, on this machine. "
-        "Exit code 1: failed; 2: bad input; 130: Ctrl-C. docs/evaluation.md",
-        epilog="example: webrl eval runs/quickstart/checkpoints evaluation.episodes=50 --json result.json",
-    )
-    evaluation.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT", help="Hugging Face folder, checkpoint of a run, or the run"
-    )
-    evaluation.add_argument(
-        "config_and_overrides",
-        nargs="*",
-        metavar="CONFIG key=value",
-        help="YAML file (default: config.yaml of the checkpoint's run), and settings that replace those of the file",
-    )
-    for option, key, text in (
-        ("--episodes", "episodes", "held-out tasks of each environment"),
-        ("--samples", "samples", "episodes of each task, for pass@k"),
-        ("--temperature", "temperature", "sampling temperature; 0: greedy"),
-    ):
-        evaluation.add_argument(option, metavar="N", help=f"{text} (evaluation.{key})")
-    evaluation.add_argument("--json", type=Path, metavar="FILE", help="write results and episodes to FILE, too")
-    evaluation.set_defaults(run=_eval)
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
@@ -190,8 +187,16 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    config = load_config(options.config, options.overrides)
-    check_tasks_and_browser(config)
+    if options.elsewhere and not options.check:
+        raise ConfigError("--elsewhere only checks; add --check, or leave it out to start the run here")
+    if options.elsewhere:
+        config, lacking = load_config_elsewhere(options.config, options.overrides)
+        for message in lacking:
+            sys.stderr.write(f"left to the job's nodes: {message}\n")
+    else:
+        config = load_config(options.config, options.overrides)
+        check_tasks_and_browser(config)
+        check_evaluators(config)
     if options.check:
         import dataclasses
 
@@ -242,19 +247,6 @@ def _demonstrate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _eval(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from megatron_webrl.launch.evaluation_launcher import EvaluatedCheckpoint, evaluation_config, run_evaluation
-
-    checkpoint = EvaluatedCheckpoint.resolve(options.checkpoint)
-    chosen = {key: getattr(options, key) for key in ("episodes", "samples", "temperature")}
-    overrides = [f"evaluation.{key}={value}" for key, value in chosen.items() if value is not None]
-    config = evaluation_config(checkpoint, [*options.config_and_overrides, *overrides])
-    check_tasks_and_browser(config)
-    return run_evaluation(checkpoint, config, Console(), options.json)
-
-
 def _doctor(options: argparse.Namespace) -> int:
     if options.weights:
         from rich.console import Console
@@ -262,11 +254,12 @@ def _doctor(options: argparse.Namespace) -> int:
         from megatron_webrl.doctor.weights import check_weight_sync
 
         return check_weight_sync(load_config(options.weights, options.overrides), Console(), as_json=options.json)
-    if options.overrides:
-        raise ConfigError(f"{options.overrides[0]!r} has no effect without --weights CONFIG")
+    if options.overrides and not options.config:
+        raise ConfigError(f"{options.overrides[0]!r} has no effect without --config CONFIG or --weights CONFIG")
     from megatron_webrl.doctor.installation import run_doctor
 
-    return run_doctor(options.role, as_json=options.json)
+    config = parse_config(options.config, options.overrides) if options.config else None
+    return run_doctor(options.role, as_json=options.json, config=config)
 
 
 def _control(options: argparse.Namespace) -> int:
@@ -320,8 +313,7 @@ def _rollout(options: argparse.Namespace) -> int:
         if number:
             engine_follower.run(config, control, worker, number, len(nodes), ring)
         else:
-            only = "weights" if options.weights_only else "evaluation" if options.evaluation_only else None
-            working.run(config, control, worker, ring, only, nodes)
+            working.run(config, control, worker, ring, nodes, options.weights_only)
 
     return _run_role(options, config, name, run, restartable=True)
 

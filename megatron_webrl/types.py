@@ -42,14 +42,31 @@ OPTIONAL_ACTION_KINDS: tuple[ActionKind, ...] = (
 """Actions that either tool offers if browser.actions names them."""
 
 DIFFICULTIES = ("easy", "medium", "hard")
-STOPPED, PREEMPTED = "stopped", "preempted"
-CLEAN_JOB_OUTCOMES = ("finished", STOPPED, PREEMPTED)
-"""Outcomes of a job without a failure: all updates made, or ended early with a checkpoint, by its user or by Slurm."""
+STOPPED, PREEMPTED, BUDGET_SPENT = "stopped", "preempted", "judge_budget_spent"
+CLEAN_JOB_OUTCOMES = ("finished", STOPPED, PREEMPTED, BUDGET_SPENT)
+"""Outcomes of a job without a failure: all updates made, or ended early with a checkpoint: by its user, by Slurm, or
+because the judge's budget was spent."""
 
 TRAINABLE_OUTCOMES = frozenset({"success", "failure"})
 """Outcomes that measure the policy. Every other outcome masks the episode and names the reason."""
 
+FAULT_OUTCOMES = frozenset(
+    {"browser_error", "browser_crashed", "browser_timeout", "page_crashed", "lease_lost", "engine_error"}
+)
+"""Outcomes of episodes that a fault of the infrastructure masks; the others depend on the page or the policy."""
+
+BLOCKED = "blocked"  # masks an episode in which the website refused the agent, such as by a CAPTCHA
+JUDGE_ERROR = "judge_error"  # masks an episode without a usable verdict
 ABORTED = "aborted"  # masks an episode ended because its group can no longer be trained; the whole group is dropped
+
+
+@dataclass(frozen=True)
+class RubricFact:
+    """One fact that an answer must establish. Facts of a group share its id and description."""
+
+    group: str
+    description: str
+    fact: str
 
 
 @dataclass(frozen=True)
@@ -65,6 +82,12 @@ class Task:
     difficulty: str = "easy"  # one of DIFFICULTIES
     answer: str | None = None  # required text of the `answer` action; None: only the page decides
     url: str | None = None  # start page of a task of the source "web"; other sources know theirs
+    website: str = ""  # host of the start page, lower case; the unit of block list and of website sampling
+    benchmark: str = ""
+    domain: str = ""
+    subdomain: str = ""
+    fact_count: int = 0  # difficulty as task files give it: the number of facts; 0: not given
+    facts: tuple[RubricFact, ...] = ()  # of the rubric judge
 
 
 @dataclass(frozen=True)
@@ -138,6 +161,7 @@ class Observation:
     elements: tuple[Element, ...] | None = None  # None: the screenshot has no numbers
     tabs: tuple[OpenTab, ...] = ()  # if tabs are enabled
     scroll: Scroll | None = None
+    not_recorded_requests: int = 0  # of the episode so far: requests of its pages that no recording answered (replay)
     seconds: StepSeconds | None = field(default=None, compare=False)
 
 
@@ -154,10 +178,47 @@ class Step:
     finish_reason: str  # "stop" or "length"
     action: Action | None  # None: the response had no valid action
     format_error: str | None = None
+    url: str = ""  # of the page that the response acted on, as is the title
+    title: str = ""
     page_changed: bool = False
+    response_characters: int = 0  # of the decoded response, special tokens excluded
+    memory_characters: int = -1  # of the Memory in the response; 0: it is empty, -1: there is none
     seconds_generation: float = 0.0
     seconds_browser: float = 0.0
+    not_recorded_requests: int = 0  # of the episode, after the action: see Observation
     cached_prompt_tokens: int = 0  # prompt tokens found in the engine's prefix cache at the start of the request
+    leniencies: tuple[str, ...] = ()  # names of the deviations that a lenient parser accepted, each once
+
+
+@dataclass(frozen=True)
+class JudgeStage:
+    """One question to a judge model, and the reply that decided it."""
+
+    name: str  # "relevance", "blocked", "supported", "rubric" or "reference"; other protocols have their own
+    subject: str  # what was judged: "screenshot 3", a fact's number; empty for the whole episode
+    decision: str  # "yes", "no", or "none" without a usable reply
+    text: str  # the last reply, shortened
+    digest: str  # of the request: prompts, images, model and sampling
+    model: str
+    attempts: int = 1
+    errors: tuple[str, ...] = ()  # names of failed attempts, such as "truncated", in order
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How the outcome of an episode was decided."""
+
+    outcome: str  # "success", "failure", or the reason that masks the episode
+    evaluator: str  # such as "page", "judge", "all(page, judge)"
+    protocol: str = ""  # of the judge: "rubric", "webjudge" or "webvoyager"
+    prompts: str = ""  # digest of the protocol's prompt files
+    reason: str = ""  # one line
+    stages: tuple[JudgeStage, ...] = ()
+    calls: int = 0  # requests sent to judge models, failed ones included
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+    dollars: float = 0.0
+    seconds: float = 0.0  # wall clock, waiting for other verdicts included
 
 
 @dataclass(frozen=True)
@@ -171,7 +232,7 @@ class Trajectory:
     task: Task
     instruction: str
     steps: tuple[Step, ...]
-    images: tuple[bytes, ...]  # encoded screenshots, each once
+    images: tuple[bytes, ...]  # encoded screenshots, each once; the last may follow the last step
     reward: float  # 1.0 success, 0.0 otherwise
     outcome: str
     temperature: float
@@ -180,6 +241,15 @@ class Trajectory:
     worker: str = ""  # instance id of the rollout worker
     tries: int = 1  # the last one completed the episode; infrastructure faults ended the earlier ones
     discarded_tokens: int = 0  # response tokens of the earlier tries
+    end_reason: str = ""  # how the episode ended: judge.outcome names the regular ends; else the reason of its mask
+    page_reward: float | None = None  # the page's, if it gave one
+    verdict: Verdict | None = None  # None: the episode has not been evaluated
+
+    @property
+    def answer(self) -> str | None:
+        """The text of the final `answer` action; None without one."""
+        action = self.steps[-1].action if self.steps else None
+        return action.text if action is not None and action.kind == "answer" else None
 
     @property
     def trainable(self) -> bool:
@@ -210,7 +280,7 @@ class TaskSite(Protocol):
 
     @property
     def origins(self) -> frozenset[str]:
-        """Origins that pages may reach, such as http://shop.localhost."""
+        """Origins that pages may reach, such as http://shop.localhost, or http://shop-*.localhost for many hosts."""
         ...
 
     @property

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "megatron_webrl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     {"cli"},
-    {"slurm", "doctor", "parity"},
+    {"slurm", "doctor", "parity", "gpu_check"},
     {"preflight"},
     {"launch"},
     {"status"},
@@ -32,6 +32,7 @@ LAYERS = (
 """From top to bottom. A module imports from its own package and from the layers below it."""
 ONLY = {
     "vllm": {
+        "weights/vllm_loader.py",
         "weights/vllm_target.py",
         "weights/vllm_worker.py",
         "weights/vllm_scheduler.py",
@@ -151,3 +152,32 @@ def test_no_folder_is_too_full_to_find_a_module_in():
         folder = str(path.parent.relative_to(ROOT))
         counts[folder] = counts.get(folder, 0) + 1
     assert not {folder: count for folder, count in counts.items() if count > MOST_MODULES}
+
+
+GROUP_CONSTRUCTORS = {"init_process_group", "ProcessGroupGloo", "ProcessGroupNCCL"}
+
+
+def stores_of_process_groups(text: str) -> list[str]:
+    """The expression that each process group formed in a file has as its store; empty for an init_method."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in GROUP_CONSTRUCTORS:
+            named = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            by_name = "init_process_group" in ast.unparse(node.func)
+            found.append(named.get("store", "") if by_name else ast.unparse(node.args[0]))
+    return found
+
+
+def test_no_process_group_is_formed_over_the_control_planes_store():
+    # A failed NCCL group sets a key of its store that ends every process of every group on that store.
+    stores = {str(p.relative_to(PACKAGE)): stores_of_process_groups(p.read_text()) for p in FILES}
+    assert {path: found for path, found in stores.items() if found} == {
+        "parity/megatron_scores.py": [""],
+        "gpu_check/link_ranks.py": ["dist.HashStore()"],
+        "gpu_check/model_section.py": ["torch.distributed.HashStore()"],
+        "preflight/exchange.py": ["store", "store"],  # of the check alone, on node 0
+        "trainer/parallel.py": ["_attempt_store(config, rank, control, attempt)"],
+        "weights/link.py": ["own"],  # of the link alone, on its rank 0
+        "weights/link_nccl.py": ["store"],  # the same
+    }
+    assert stores_of_process_groups("dist.init_process_group('gloo', store=control.store)") == ["control.store"]

@@ -1,12 +1,21 @@
 #!/usr/bin/env bash
 # Create or update the virtual environment $1 with every pinned package and this project.
-# PYTHON: the interpreter to use. TORCH_BACKEND: uv's option that picks torch's CPU build.
+# PYTHON: the interpreter to use, 3.11 or 3.12. TORCH_BACKEND: uv's option that picks torch's CPU build.
 set -euo pipefail
 venv=${1:?usage: install.sh VENV}
 python=${PYTHON:-python3}
 
-if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
-    echo "install: Python 3.11 is needed; '$python' is $("$python" --version 2>&1 || echo missing). Set PYTHON=/path/to/python3.11" >&2
+version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
+found=$(version "$python") || found=missing
+case $found in
+    3.11 | 3.12) lock=requirements/cpu-py${found/./}.txt ;;
+    *)
+        echo "install: Python 3.11 or 3.12 is needed; '$python' is $found. Set PYTHON=/path/to/python3.12" >&2
+        exit 1
+        ;;
+esac
+if [ -x "$venv/bin/python" ] && [ "$(version "$venv/bin/python")" != "$found" ]; then
+    echo "install: $venv has Python $(version "$venv/bin/python"), '$python' is $found; remove $venv first: make clean" >&2
     exit 1
 fi
 if ! "$python" -c 'import ensurepip' 2>/dev/null; then
@@ -22,5 +31,5 @@ fi
 # Compile bytecode once: where Python may not write it, each process would compile torch and vLLM again.
 # shellcheck disable=SC2086  # the option may be empty
 "$venv/bin/uv" pip install -q --compile-bytecode --python "$venv/bin/python" ${TORCH_BACKEND:-} \
-    --override requirements/overrides.txt -r requirements/cpu.txt
+    --override requirements/overrides.txt -r "$lock"
 "$venv/bin/uv" pip install -q --python "$venv/bin/python" --no-deps -e .

@@ -103,6 +103,22 @@ _ACTIONS = (
     Action("answer", text="555"),
 )
 
+_FORMS = (
+    ("Answer with exactly one tool call and nothing else:\n", ""),
+    (
+        "Answer in this form, with exactly one tool call:\nThought: what you see and what follows from it\n"
+        "Action: what you do, in a few words\n",
+        "Thought: The next step is {}.\nAction: {}\n",
+    ),
+    (
+        "Answer in this form, with exactly one tool call:\n"
+        'Progress: {"done": [what is achieved], "open": [what is left]}\n'
+        "Intention: what the next step is for\nAction: what you do, in a few words\n",
+        'Progress: {{"done": [], "open": []}}\nIntention: Do the task.\nAction: {}\n',
+    ),
+)
+"""Samples of instructions and fields of responses. They are fixed: models/quickstart has the vocabulary they give."""
+
 
 def action_texts() -> list[str]:
     """A tool call of each kind of action, with a number for each value that varies."""
@@ -117,16 +133,20 @@ def corpus() -> list[str]:
         texts.append(
             prompts.step_result_text("page changed", "Click Test Task", "http://127.0.0.1/click-test.html", compact)
         )
-        for settings in (
-            ContextConfig(response_format=form, compact=compact) for form in ("bare", "vanilla", "progress")
-        ):
-            texts.append(prompts.system_message(settings))
-            texts += [prompts.format_response(action, settings) for action in _ACTIONS]
+        system = prompts.system_message(ContextConfig(response_format="bare", compact=compact))
+        for form, fields in _FORMS:
+            texts.append(system if compact else system.replace(_FORMS[0][0], form))
+            texts += [("" if compact else _fields(fields, action)) + format_tool_call(action) for action in _ACTIONS]
     for effect in ("page changed", "page unchanged", "executed", "failed: no page to go back to"):
         for action in _ACTIONS:
             texts.append(prompts.history_line(1, "Enter Text Task", describe_action(action), effect))
             texts.append(prompts.compact_history_line(2, describe_action(action), effect))
     return texts
+
+
+def _fields(sample: str, action: Action) -> str:
+    described = describe_action(action)
+    return sample.format(described, described)
 
 
 def whole_pieces(actions: Iterable[str]) -> list[str]:

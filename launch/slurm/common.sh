@@ -10,6 +10,7 @@
 # STEP_EXIT_SECONDS   limit for both steps to exit after the end of the job (default: 120)
 # GRACE_SECONDS       limit for the checkpoint after a signal (default: until 45 s before Slurm ends the job, at most 3600)
 # FARM_PORT           train_split.sh: port of the browsers' router; the browser servers use the next one (default: 8700)
+# GPU_CHECK_OPTIONS   gpu_check.sh: options of `webrl gpu-check`, such as "--section links"
 # DRY_RUN             1: print each process with its node and command, and start nothing; needs no Slurm
 # STUB_COMMAND        command that replaces every trainer rank and rollout worker, on the same cores and devices
 if [ -n "${MODULES:-}" ] && ! type module >/dev/null 2>&1; then
@@ -37,6 +38,17 @@ run_on() {
         --nodelist="$(IFS=,; echo "${nodes[*]}")" --cpu-bind=none --mem-bind=none --mpi=none --unbuffered \
         ${SRUN_OPTIONS:---kill-on-bad-exit=1} "${CONTAINER_OPTIONS[@]}" \
         "${CONTAINER_COMMAND[@]}" "$PYTHON" -m megatron_webrl.cli "$@"
+}
+
+# create_containers "NODES": with pyxis, creates the container of the job on these nodes, which all later steps use. Two
+# steps that start at once on a node without it would both create it, and one of them would fail.
+create_containers() {
+    local nodes
+    [ "${#CONTAINER_OPTIONS[@]}" != 0 ] || return 0
+    read -ra nodes <<<"$1"
+    srun --overlap ${GROUP:+--het-group="$GROUP"} --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 \
+        --nodelist="$(IFS=,; echo "${nodes[*]}")" --mpi=none --kill-on-bad-exit=0 "${CONTAINER_OPTIONS[@]}" true ||
+        log "the container was not created on every node; the next step tries again"
 }
 
 # start_step ROLE: runs a step of the job; if it fails, the job ends with that reason, unless it has ended before.
@@ -68,6 +80,7 @@ start_browser_farm() {
     address=$(address_of "${nodes[0]}")
     FARM=http://$address:$port
     log "browsers on ${#nodes[@]} nodes: $SLURM_JOB_NODELIST_HET_GROUP_1, router $FARM"
+    GROUP=1 create_containers "${nodes[*]}"
     GROUP=1 run_on "${nodes[0]}" browsers route --die-with-parent --host "$address" --port "$port" &
     GROUP=1 run_on "${nodes[*]}" node browsers "$@" --router "$FARM" --port $((port + 1)) --nodes "${#nodes[@]}" &
 }
@@ -100,11 +113,11 @@ handle_signal() {
     fi
     seconds=${GRACE_SECONDS:-$seconds}
     DEADLINE=$((SECONDS + seconds))
-    log "$NOTICE: the job will end; $seconds s left for a checkpoint"
+    log "$NOTICE: the job will end$([ -z "${SAVES:-}" ] || echo "; $seconds s left for a checkpoint")"
     [ -z "${CONTROL:-}" ] || run_on "$FIRST" node stop "$SETTINGS" --preempted &
 }
 
-# requeue REASON: requeues the job, which will resume from its newest checkpoint; Slurm ends what still runs.
+# requeue REASON: requeues the job, which resumes from its newest checkpoint, if any; Slurm ends what still runs.
 requeue() {
     trap '' USR1 TERM
     [ "$(job_field JobState)" = RUNNING ] || exit 1 # it was cancelled
@@ -131,47 +144,53 @@ exit_without_nodes() {
     exit "$1"
 }
 
-# run_job CONFIG OVERRIDES: runs the job on the nodes that Slurm allocated.
-run_job() {
-    local allocated restarts=${SLURM_RESTART_COUNT:-0}
-    STUB_ARGUMENTS=(${STUB_COMMAND:+--stub-command "$STUB_COMMAND"})
-    if [ -n "${DRY_RUN:-}" ]; then
-        webrl node commands "$@" "${STUB_ARGUMENTS[@]}"
-        return
-    fi
-    mapfile -t allocated < <(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}")
+# begin_job: sets ALLOCATED to the nodes that Slurm allocated, and handles its signals from here on.
+begin_job() {
+    local restarts=${SLURM_RESTART_COUNT:-0}
+    mapfile -t ALLOCATED < <(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}")
     NOTICE="" DEADLINE=0
     trap 'handle_signal USR1' USR1
     trap 'handle_signal TERM' TERM
-    log "${SLURM_JOB_ID} on ${#allocated[@]} nodes: ${SLURM_JOB_NODELIST}$( ((restarts == 0)) || echo ", restart $restarts")"
-    SETTINGS=$(run_on "${allocated[0]}" node prepare "$@" "${STUB_ARGUMENTS[@]}" ${FARM:+--farm "$FARM"} | tail -n 1)
-    log "configuration: $SETTINGS"
+    log "${SLURM_JOB_ID} on ${#ALLOCATED[@]} nodes: ${SLURM_JOB_NODELIST}$( ((restarts == 0)) || echo ", restart $restarts")"
+    create_containers "${ALLOCATED[*]}"
+}
+
+# check_nodes: checks the nodes, each by itself and with the others; the reports are in the folder of the run.
+check_nodes() {
+    # A check that hangs or crashes must not end the checks of the other nodes.
+    SRUN_OPTIONS="--kill-on-bad-exit=0 --time=20" run_on "${ALLOCATED[*]}" node check "$SETTINGS" "${ALLOCATED[@]}" \
+        --first-address "$(address_of "${ALLOCATED[0]}")" --min-gib-per-second "${MIN_GIB_PER_SECOND:-0}" ||
+        log "the check did not finish on every node"
+}
+
+# choose_nodes: checks the nodes, and sets NODES to those that the job uses, FIRST to the first of them.
+choose_nodes() {
     local unchecked=()
-    if [ "${PREFLIGHT:-1}" = 0 ]; then
-        unchecked=(--unchecked)
-    else
-        # A check that hangs or crashes must not end the checks of the other nodes.
-        SRUN_OPTIONS="--kill-on-bad-exit=0 --time=20" run_on "${allocated[*]}" node check "$SETTINGS" "${allocated[@]}" \
-            --first-address "$(address_of "${allocated[0]}")" --min-gib-per-second "${MIN_GIB_PER_SECOND:-0}" ||
-            log "the check did not finish on every node"
-    fi
-    NODES=$(run_on "${allocated[0]}" node choose "$SETTINGS" "${allocated[@]}" "${unchecked[@]}") || exit_without_nodes "$?"
+    log "configuration: $SETTINGS"
+    if [ "${PREFLIGHT:-1}" = 0 ]; then unchecked=(--unchecked); else check_nodes; fi
+    NODES=$(run_on "${ALLOCATED[0]}" node choose "$SETTINGS" "${ALLOCATED[@]}" "${unchecked[@]}") || exit_without_nodes "$?"
     FIRST=${NODES%% *}
     log "nodes: $NODES"
+}
+
+# run_processes HOST ROLES: runs `webrl node HOST` on the first node and a step for each role, until the job ends.
+run_processes() {
+    local host=$1 role steps=() outcome=0
+    shift
     [ -z "$NOTICE" ] || requeue "$NOTICE before the start"
-    run_on "$FIRST" node control "$SETTINGS" --host "$(address_of "$FIRST")" &
+    run_on "$FIRST" node "$host" "$SETTINGS" --host "$(address_of "$FIRST")" &
     CONTROL=$!
-    start_step rollout &
-    local rollout=$!
-    start_step trainer &
-    local trainer=$! outcome=0
+    for role in "$@"; do
+        start_step "$role" &
+        steps+=($!)
+    done
     while kill -0 "$CONTROL" 2>/dev/null; do # a signal would interrupt `wait`
         [ -z "$NOTICE" ] || ((SECONDS < DEADLINE)) || deadline_passed
         sleep 1
     done
     wait "$CONTROL" || outcome=$?
     local since=$SECONDS
-    while { kill -0 "$rollout" || kill -0 "$trainer"; } 2>/dev/null; do
+    while any_runs "${steps[@]}"; do
         if ((SECONDS - since > STEP_EXIT_SECONDS)) || { [ -n "$NOTICE" ] && ((SECONDS >= DEADLINE)); }; then
             log "killing a step that did not exit within $((SECONDS - since)) s"
             break
@@ -180,10 +199,60 @@ run_job() {
     done
     case $outcome in
         0) ;;
-        75) requeue "pre-empted, with a checkpoint" ;;
+        75) requeue "pre-empted${SAVES:+, with a checkpoint}" ;;
         *) if [ -n "$NOTICE" ] || preempted; then requeue "the job failed after a notice of its end"; fi ;;
     esac
     return "$outcome" # Slurm ends what still runs with the script
+}
+
+# any_runs PROCESSES: whether any of these processes of the script runs.
+any_runs() {
+    local process
+    for process in "$@"; do
+        if kill -0 "$process" 2>/dev/null; then return 0; fi
+    done
+    return 1
+}
+
+# run_job CONFIG OVERRIDES: trains on the nodes that Slurm allocated.
+run_job() {
+    STUB_ARGUMENTS=(${STUB_COMMAND:+--stub-command "$STUB_COMMAND"}) SAVES=1
+    if [ -n "${DRY_RUN:-}" ]; then
+        webrl node commands "$@" "${STUB_ARGUMENTS[@]}"
+        return
+    fi
+    begin_job
+    SETTINGS=$(run_on "${ALLOCATED[0]}" node prepare "$@" "${STUB_ARGUMENTS[@]}" ${FARM:+--farm "$FARM"} | tail -n 1)
+    choose_nodes
+    run_processes control rollout trainer
+}
+
+# run_evaluation CHECKPOINT [CONFIG] [OVERRIDES]: evaluates on the nodes that Slurm allocated, all of them by default.
+run_evaluation() {
+    local size=(--nodes "${SLURM_JOB_NUM_NODES:-1}")
+    STUB_ARGUMENTS=(${STUB_COMMAND:+--stub-command "$STUB_COMMAND"})
+    if [ -n "${DRY_RUN:-}" ]; then
+        webrl node prepare-eval "$@" "${size[@]}" --dry-run "${STUB_ARGUMENTS[@]}"
+        return
+    fi
+    begin_job
+    SETTINGS=$(run_on "${ALLOCATED[0]}" node prepare-eval "$@" "${size[@]}" "${STUB_ARGUMENTS[@]}" | tail -n 1)
+    choose_nodes
+    run_on "$FIRST" node convert "$SETTINGS"
+    run_processes eval rollout
+}
+
+# run_gpu_check CONFIG OVERRIDES: checks all nodes with each other, and the first one whole.
+run_gpu_check() {
+    local node reports=()
+    begin_job
+    SETTINGS=$(run_on "${ALLOCATED[0]}" node prepare "$@" run.name="gpu-check-$SLURM_JOB_ID" | tail -n 1)
+    log "configuration: $SETTINGS"
+    check_nodes
+    for node in "${ALLOCATED[@]}"; do reports+=(--node-report "$(dirname "$SETTINGS")/nodes/$node.json"); done
+    # shellcheck disable=SC2086  # several options
+    run_on "${ALLOCATED[0]}" gpu-check "$SETTINGS" "${reports[@]}" --json "$(dirname "$SETTINGS")/gpu-check.json" \
+        ${GPU_CHECK_OPTIONS:-}
 }
 
 case ${CONTAINER:-} in
@@ -193,7 +262,13 @@ case ${CONTAINER:-} in
         CONTAINER_OPTIONS=()
         ;;
     *)
+        # A named container is created by the first step of a node and used by the others, or each `srun` would unpack
+        # the image again. no_exec (pyxis 0.14 and later): a step starts in namespaces of its own, with its own mounts;
+        # without it, it would join those of a step that runs, and fail if that step ends meanwhile.
         CONTAINER_COMMAND=()
-        CONTAINER_OPTIONS=(--container-image="$CONTAINER" --container-mounts="$PWD:$PWD${MOUNTS:+,$MOUNTS}" --container-workdir="$PWD")
+        CONTAINER_OPTIONS=(
+            --container-image="$CONTAINER" --container-name="webrl-${SLURM_JOB_ID:-0}:no_exec"
+            --container-mounts="$PWD:$PWD${MOUNTS:+,$MOUNTS}" --container-workdir="$PWD"
+        )
         ;;
 esac

@@ -4,13 +4,12 @@
 #SBATCH --exclusive
 #SBATCH --mem=0
 #SBATCH --output=webrl-eval-%j.log
-# Evaluates a checkpoint on held-out tasks, on one node; takes the arguments of `webrl eval`:
-#   sbatch --gpus-per-node=8 launch/slurm/eval.sh runs/8b_32node --episodes 50 --json result.json
-# A configuration of several nodes needs these overrides: cluster.nodes=1 rollout.engines=0 trainer.data_parallel=0
+#SBATCH --open-mode=append
+#SBATCH --requeue
+# Evaluates a checkpoint on held-out tasks, with engines on all GPUs of any number of nodes; takes the arguments of
+# `webrl eval`:
+#   sbatch --nodes=4 --gpus-per-node=8 launch/slurm/eval.sh runs/8b_32node --episodes 50 --json result.json
+# The configuration of a training job needs no overrides: cluster.nodes becomes the number of nodes of this job.
 cd "${SLURM_SUBMIT_DIR:-.}"
 source launch/slurm/common.sh
-if [ -n "${DRY_RUN:-}" ]; then
-    echo "$PYTHON -m megatron_webrl.cli eval $*"
-    exit
-fi
-run_on "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)" eval "$@"
+run_evaluation "$@"

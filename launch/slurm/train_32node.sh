@@ -10,8 +10,7 @@
 #SBATCH --signal=B:USR1@300
 # Qwen3-VL-8B on 32 nodes of 8 GPUs, from the root of the repository:
 #   sbatch launch/slurm/train_32node.sh run.name=mine trainer.updates=100
-#   CONFIG=configs/32b_4node.yaml sbatch --nodes=4 launch/slurm/train_32node.sh
-# Ask for one or two spare nodes (sbatch --nodes=34), so that a bad node does not end the job.
+# Other sizes: train_nodes.sh. Ask for one or two spare nodes (sbatch --nodes=34), so that a bad node does not end the job.
 cd "${SLURM_SUBMIT_DIR:-.}"
 source launch/slurm/common.sh
 run_job "${CONFIG:-configs/8b_32node.yaml}" "$@"

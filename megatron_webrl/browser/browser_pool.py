@@ -10,11 +10,11 @@ from functools import partial
 
 from megatron_webrl.browser.browser_instance import BrowserInstance
 from megatron_webrl.browser.browser_supervisor import BrowserSupervisor
-from megatron_webrl.browser.chromium import find_chromium, proxy_settings
+from megatron_webrl.browser.chromium import find_chromium, launch_arguments, proxy_settings
 from megatron_webrl.browser.chromium_process import Chromium
-from megatron_webrl.browser.egress.egress_policy import Endpoint, declared_endpoints, direct_endpoints
+from megatron_webrl.browser.egress.egress_policy import DeclaredEndpoints, declared_endpoints, direct_endpoints
 from megatron_webrl.browser.egress.egress_proxy import EgressProxy
-from megatron_webrl.browser.egress.har import check_har_settings
+from megatron_webrl.browser.egress.har_archive import check_har_settings
 from megatron_webrl.browser.errors import BrowserCrashed, BrowserError, BrowserTimeout, PageCrashed
 from megatron_webrl.browser.pool_counters import BrowserPoolCounters
 from megatron_webrl.browser.session import Session
@@ -48,7 +48,7 @@ class BrowserPool:
         self._limit = asyncio.Semaphore(sessions)
         self._cache = SessionCache(settings.reuse_pages)
         self.egress_proxy = EgressProxy(settings)
-        self._declared: dict[Endpoint, Endpoint] = {}
+        self._declared = DeclaredEndpoints({})
         for site in sites.values():
             self._declared |= declared_endpoints(site.origins, site.addresses)
         # During replay nothing bypasses the proxy: it alone keeps pages off the network.
@@ -56,8 +56,10 @@ class BrowserPool:
         self.counters = BrowserPoolCounters()
         browsers = -(-sessions // SESSIONS_PER_BROWSER)
         warm_each = -(-sessions // (SESSIONS_PER_WARM_CONTEXT * browsers))
+        still_images = bool(settings.record or settings.replay)
+        arguments = partial(launch_arguments, self._direct, still_images=still_images)
         self._browsers = BrowserSupervisor(
-            executable, self._direct, browsers, warm_each, self._prepare, self._release_cached, self.counters
+            executable, arguments, browsers, warm_each, self._prepare, self._release_cached, self.counters
         )
 
     async def start(self) -> None:
@@ -200,6 +202,9 @@ class BrowserPool:
     async def _release(self, browser: BrowserInstance, session: Session) -> None:
         if not await browser.release(session):  # its renderers end only with the browser
             await self._browsers.replace_stuck(browser, "a context did not close")
+        if session.recording_saved is not None:
+            self.counters.recordings += session.recording_saved
+            self.counters.failed_recordings += not session.recording_saved
         self._browsers.close_if_drained(browser)
 
     def _release_cached(self, browser: BrowserInstance) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
 from megatron_webrl.browser.browser_instance import BrowserInstance
-from megatron_webrl.browser.chromium import launch_arguments
 from megatron_webrl.browser.chromium_process import Chromium
-from megatron_webrl.browser.egress.egress_policy import Endpoint
 from megatron_webrl.browser.errors import BrowserCrashed
 from megatron_webrl.browser.pool_counters import BrowserPoolCounters
 from megatron_webrl.browser.process_memory import pids_by_process_group
@@ -36,16 +34,16 @@ class BrowserSupervisor:
     """
 
     def __init__(
-        self, executable: str, direct: Mapping[Endpoint, Endpoint], count: int, warm_each: int,
+        self, executable: str, arguments: Callable[[int], list[str]], count: int, warm_each: int,
         prepare: Callable[[Chromium], Awaitable[Session]], release_cached: Callable[[BrowserInstance], None],
         counters: BrowserPoolCounters,
     ) -> None:  # fmt: skip
-        """`direct`: endpoints that browsers reach without the proxy. `prepare` opens a session, `warm_each` are kept
-        ready on each browser; `release_cached` releases the idle sessions of a browser that is about to end.
+        """`arguments`: launch arguments, by a local port where nothing listens. `prepare` opens a session, `warm_each`
+        are kept ready on each browser; `release_cached` releases the idle sessions of a browser that is about to end.
         """
         self.serving: list[BrowserInstance] = []
         self.draining: set[BrowserInstance] = set()  # each ends with its last session
-        self._executable, self._direct, self._count, self._warm_each = executable, direct, count, warm_each
+        self._executable, self._arguments, self._count, self._warm_each = executable, arguments, count, warm_each
         self._prepare, self._release_cached, self._counters = prepare, release_cached, counters
         self._launching: set[asyncio.Task[None]] = set()
         self._background: set[asyncio.Task[Any]] = set()
@@ -162,7 +160,7 @@ class BrowserSupervisor:
     async def _launch(self, predecessor: BrowserInstance | None) -> None:
         """Launch a browser, then drain its predecessor. Raises BrowserCrashed."""
         assert self._closed_port is not None, "start() must come before session()"
-        arguments = launch_arguments(self._direct, self._closed_port.getsockname()[1])
+        arguments = self._arguments(self._closed_port.getsockname()[1])
         for attempt in range(LAUNCH_ATTEMPTS):
             try:
                 self._counters.launches += 1

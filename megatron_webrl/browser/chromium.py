@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from playwright.async_api import ProxySettings
 
@@ -13,6 +14,9 @@ from megatron_webrl.browser.errors import BrowserMissing
 
 EXECUTABLE_NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 """In order of preference: the headless shell starts three times as fast and uses a third of the memory."""
+
+PLAYWRIGHT_BUILDS = ("chromium_headless_shell-*/*/chrome-headless-shell", "chromium-*/*/chrome")
+"""Where `playwright install` puts its own builds, in the same order."""
 
 _FEATURES_OFF = (
     # It replaces a frame before the old document ends: a dialog in between has no answer and blocks the navigation.
@@ -36,34 +40,61 @@ _ARGUMENTS = (
     "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",  # peer connections must not bypass the proxy
 )
 
+# Animated images show their first picture. The flag replaces Playwright's own, whose other entries are copied from it.
+_STILL_IMAGES = (
+    "--blink-settings=primaryHoverType=2,availableHoverTypes=2,primaryPointerType=4,availablePointerTypes=4,"
+    "imageAnimationPolicy=2"
+)
+
 
 def find_chromium(executable: str = "") -> str:
-    """Path of `executable` (browser.executable), else the first of EXECUTABLE_NAMES on PATH. Raises BrowserMissing."""
+    """Path of `executable` (browser.executable), else of the first Chromium that this machine has.
+
+    That is Playwright's own build in PLAYWRIGHT_BROWSERS_PATH, if the variable is set; else the first of
+    EXECUTABLE_NAMES on PATH; else Playwright's own build in its default folder. Raises BrowserMissing.
+    """
     if executable:
         path = shutil.which(executable)
         if not path:
             raise BrowserMissing(
-                f"browser.executable={executable} is not an executable file; leave it empty to search PATH"
+                f"browser.executable={executable} is not an executable file; leave it empty to search for Chromium"
             )
+        return path
+    folder = os.environ.get("PLAYWRIGHT_BROWSERS_PATH", "")
+    if folder and (path := _playwright_build(Path(folder))):
         return path
     for name in EXECUTABLE_NAMES:
         if path := shutil.which(name):
             return path
+    default = Path("~/.cache/ms-playwright").expanduser()
+    if path := _playwright_build(default):
+        return path
     raise BrowserMissing(
-        f"no Chromium on PATH (looked for {', '.join(EXECUTABLE_NAMES)}); install Debian's package "
-        "chromium-headless-shell, or set browser.executable"
+        f"no Chromium on PATH ({', '.join(EXECUTABLE_NAMES)}) or in {folder or default}; install Debian's package "
+        "chromium-headless-shell, run `playwright install chromium-headless-shell`, or set browser.executable"
     )
 
 
-def launch_arguments(direct: Mapping[Endpoint, Endpoint], closed_port: int) -> list[str]:
+def _playwright_build(folder: Path) -> str | None:
+    """The newest of Playwright's Chromium builds in `folder`, by the revision in their names; None without one."""
+    for pattern in PLAYWRIGHT_BUILDS:
+        builds = [path for path in folder.glob(pattern) if os.access(path, os.X_OK)]
+        if builds:
+            return str(max(builds, key=lambda path: int(path.parents[1].name.rsplit("-", 1)[1])))
+    return None
+
+
+def launch_arguments(direct: Mapping[Endpoint, Endpoint], closed_port: int, still_images: bool = False) -> list[str]:
     """Launch arguments for a small machine or a container, with the network blocked.
 
     Each context reaches the network through its `proxy_settings`; traffic outside any context goes to a proxy at the
-    local port `closed_port`, where nothing listens. Chromium itself resolves only the hosts of `direct`.
+    local port `closed_port`, where nothing listens. Chromium itself resolves only the hosts of `direct`. With
+    `still_images` animated images do not move.
     """
     rules = [f"MAP {endpoint} {target}" for endpoint, target in sorted(direct.items())]
     return [
         *_ARGUMENTS,
+        *([_STILL_IMAGES] if still_images else []),
         f"--host-resolver-rules={', '.join([*rules, 'MAP * ~NOTFOUND', 'EXCLUDE 127.0.0.1'])}",
         f"--proxy-server=http://127.0.0.1:{closed_port}",
         "--proxy-bypass-list=<-loopback>",

@@ -19,4 +19,6 @@ class BrowserPoolCounters:
     sessions: int = 0  # handed out
     sessions_reused: int = 0  # begun in the page of an earlier episode
     sessions_lost: int = 0  # ended by a crash, a hang or a time limit
+    recordings: int = 0  # episodes whose recording was saved
+    failed_recordings: int = 0  # episodes whose recording could not be saved
     retries: int = 0  # sessions replaced before their episode began, because preparing or resetting them failed

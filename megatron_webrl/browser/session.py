@@ -8,16 +8,19 @@ import time
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urldefrag
 
 from playwright.async_api import Browser, BrowserContext, Page, ProxySettings
 from playwright.async_api import Error as PlaywrightError
 
-from megatron_webrl.browser.egress.har import HARRecorder, HARReplayer
+from megatron_webrl.browser.egress.har_recorder import HARRecorder
+from megatron_webrl.browser.egress.har_replayer import HARReplayer
 from megatron_webrl.browser.egress.network_access import NetworkAccess
-from megatron_webrl.browser.errors import BrowserCrashed, BrowserError, BrowserTimeout
+from megatron_webrl.browser.errors import BrowserCrashed, BrowserError, BrowserTimeout, NotRecorded
 from megatron_webrl.browser.page import settle
 from megatron_webrl.browser.page.action_executor import ActionExecutor
 from megatron_webrl.browser.page.observer import PageObserver, retry_if_replaced
+from megatron_webrl.browser.page.page_clock import repeatable_page_script
 from megatron_webrl.browser.page.popup_handler import PopupHandler
 from megatron_webrl.browser.page.script_watchdog import terminate_endless_scripts
 from megatron_webrl.browser.page.step_messages import StepMessages
@@ -29,6 +32,7 @@ from megatron_webrl.types import Action, Observation, Task, TaskSite
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 10.0
+SAVE_SECONDS = 60.0  # to write the recording of an episode
 SCRIPT_TIMEOUT_FRACTION = 0.25  # of step_seconds, between two pings of the page and for the answer to one
 ERROR_GRACE_SECONDS = 1.0  # for the reason of a failure to arrive
 T = TypeVar("T")
@@ -47,6 +51,7 @@ class Session:
         self.network = network
         self.task: Task | None = None
         self._context, self._settings, self._sites, self._step_seconds = context, settings, sites, step_seconds
+        self.recording_saved: bool | None = None  # once closed; None: there was no episode to record
         self._recording: HARRecorder | None = None
         self._messages = StepMessages()
         self._completed = True  # the last operation was not interrupted
@@ -94,6 +99,8 @@ class Session:
                     service_workers="block",
                     accept_downloads=False,
                     proxy=proxy,
+                    ignore_https_errors=bool(settings.replay),  # the proxy has one certificate for all hosts
+                    reduced_motion="reduce" if settings.record or settings.replay else None,
                 )
                 await context.add_init_script(settle.DISABLE_CARET_BLINK)
                 await context.grant_permissions([])  # denies all permissions without a prompt
@@ -135,8 +142,8 @@ class Session:
         self._popups.close()
         self._tabs.close()
         try:
+            await self._save_recording()
             async with asyncio.timeout(CLOSE_SECONDS):
-                await self._save_recording()
                 await self._context.close()
         except TimeoutError:
             self.mark_lost(BrowserError(f"a context did not close within {CLOSE_SECONDS} s"))
@@ -156,12 +163,10 @@ class Session:
         started = time.monotonic()
         if reused:
             await self._reset_state()
-        if self._settings.replay:
-            await HARReplayer.start(self._context, Path(self._settings.replay), task, self.network)
-        elif self._settings.record:
-            self._recording = HARRecorder(self._context, Path(self._settings.record), task)
-            await self._recording.start()
-        instruction = await site.open(self.page, task)
+        if self._settings.record or self._settings.replay:
+            instruction = await self._open_repeatably(site, task)
+        else:
+            instruction = await site.open(self.page, task)
         self._messages.clear()
         cdp = self._tabs.active.cdp
         await retry_if_replaced(lambda: cdp.send("Page.resetNavigationHistory"))  # no way back to the empty page
@@ -172,13 +177,40 @@ class Session:
         await self._executor.execute(action, self._observer.marks)
         return await self._observer.observe(site, task, time.monotonic() - started, None)
 
+    async def _open_repeatably(self, site: TaskSite, task: Task) -> str:
+        """Open the task's page while its requests are recorded, or answered from recordings. Raises NotRecorded."""
+        settings = self._settings
+        if settings.replay:
+            replayer = await HARReplayer.open(Path(settings.replay), task, settings.replay_ignore)
+            self.network.replayer = replayer
+            clock_ms = replayer.clock_ms
+        else:
+            self._recording = HARRecorder(self._context, Path(settings.record), task)
+            clock_ms = self._recording.clock_ms
+            await self._recording.start()
+        await self._context.add_init_script(repeatable_page_script(task.id, clock_ms))
+        try:
+            instruction = await site.open(self.page, task)
+        except BaseException:
+            if self._recording is not None:
+                self._recording.void = True
+            raise
+        if urldefrag(self.page.url).url in self.network.unrecorded_urls:
+            raise NotRecorded(f"the first page of {task.id}, {self.page.url}, was not recorded (browser.replay)")
+        return instruction
+
     async def _save_recording(self) -> None:
         if self._recording is None:
             return
         recording, self._recording = self._recording, None
+        self.recording_saved = None if recording.void else False
         try:
-            log.debug("recorded %s", await recording.save())
-        except (PlaywrightError, OSError) as error:
+            async with asyncio.timeout(SAVE_SECONDS):
+                path = await recording.save()
+            self.recording_saved = None if path is None else True
+        except TimeoutError:
+            log.warning("an episode was not recorded: its file was not complete within %g s", SAVE_SECONDS)
+        except (PlaywrightError, OSError, NotRecorded) as error:
             log.warning("an episode was not recorded: %s", first_line(error))
 
     async def _bounded(self, name: str, work: Coroutine[Any, Any, T]) -> T:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megatron_webrl.config.setting import ConfigError
 
 Cores = tuple[int, ...]
+RANK_THREADS = 6  # busy threads of a rank on a GPU: main, autograd, three of NCCL's proxies, writer of checkpoints
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class CoreRequest:
     gpus_per_node: int
     cores_per_trainer_rank: int  # 0: default
     image_workers: int  # processes of each rank
+    shared_gpus: bool = False  # ranks and engines use the same GPUs
 
 
 def assign_cores(
@@ -33,14 +35,14 @@ def assign_cores(
     free = [list(parse_cores(text)) for text in numa]
     _check_disjoint(free)
     total = sum(map(len, free))
-    cores = request.cores_per_trainer_rank or _default_request(request, total, ranks + sum(engines))
+    cores = request.cores_per_trainer_rank or _default_request(request, total, ranks, ranks + sum(engines))
     if ranks * cores + len(engines) > total:
         raise ConfigError(
             f"cluster.numa_cores gives a node {total} cores, but its {ranks} trainer ranks take {cores} each and its "
             f"{len(engines)} workers at least one; set cluster.trainer_cores to at most "
             f"{max((total - len(engines)) // max(ranks, 1), 0)}, or leave cluster.numa_cores out"
         )
-    homes = _homes(gpu_numa, request.gpus_per_node, len(free), ranks, engines)
+    homes = _homes(gpu_numa, request, len(free), ranks, engines)
     assigned = [_take(free, home, cores) for home in homes[:ranks]] + _share(free, homes[ranks:])
     return tuple(tuple(sorted(each)) for each in assigned)
 
@@ -75,22 +77,24 @@ def _check_disjoint(numa: Sequence[Sequence[int]]) -> None:
         seen.add(core)
 
 
-def _default_request(request: CoreRequest, total: int, processes: int) -> int:
-    if request.gpus_per_node:
-        return 1 + request.image_workers
-    return max(1, total // processes)
+def _default_request(request: CoreRequest, total: int, ranks: int, processes: int) -> int:
+    """Cores of a rank: with GPUs all that it keeps busy, if ranks then take at most half of the `total`."""
+    if not request.gpus_per_node:
+        return max(1, total // processes)
+    room = total // (2 * max(ranks, 1))
+    return request.image_workers + max(1, min(RANK_THREADS, room - request.image_workers))
 
 
-def _homes(gpu_numa: Sequence[int], gpus: int, numa: int, ranks: int, engines: Sequence[int]) -> list[int]:
+def _homes(gpu_numa: Sequence[int], request: CoreRequest, numa: int, ranks: int, engines: Sequence[int]) -> list[int]:
     """The NUMA node of each process: that of its first GPU; without GPUs the processes are spread evenly."""
     first = [*range(ranks)]
-    position = ranks
+    position = 0 if request.shared_gpus else ranks
     for size in engines:
         first.append(position)
         position += size
     if gpu_numa:
         return [gpu_numa[gpu] for gpu in first]
-    return [gpu * numa // (gpus or position) for gpu in first]
+    return [gpu * numa // (request.gpus_per_node or position) for gpu in first]
 
 
 def _take(free: list[list[int]], home: int, count: int) -> list[int]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from megatron_webrl.cluster.gpu_sharing import gpu_memory_share
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.model.layer_split import split_layers
@@ -24,6 +25,7 @@ TRAINER_RESERVE_BYTES = 4 * GIB  # CUDA context, communicators, workspaces, frag
 ENGINE_RESERVE_BYTES = 4 * GIB  # the same, plus vLLM's captured graphs and activations
 LOGIT_CHUNK_BYTES = 4 * 2**26  # float32 copies of a chunk of logits (model/logprobs.py)
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+OPTIMIZER_BYTES = {"float32": 8, "bfloat16": 12}  # of a parameter: two moments, plus a main weight for bfloat16
 
 REMEDIES = {
     "parameters": "raise a parallel size of the model",
@@ -33,7 +35,7 @@ REMEDIES = {
     "images": "lower trainer.tokens_per_microbatch, raise trainer.tensor_parallel, or set trainer.train_vision=false",
     "logits": "lower trainer.tokens_per_microbatch or rollout.max_new_tokens",
     "kv_cache": "lower rollout.kv_cache_mib or rollout.gpu_memory_utilization",
-    "buffers": "lower weights.bucket_mib",
+    "buffers": "lower weights.bucket_mib, or take GPUs with more memory",
 }
 
 
@@ -67,7 +69,7 @@ class MemoryEstimate:
     """Memory that a configuration needs."""
 
     parameters: int  # of the whole model
-    trainer: tuple[MemoryUse, ...]  # of a rank of each pipeline stage
+    trainer: tuple[MemoryUse, ...]  # of a rank of each pipeline stage; empty without a trainer
     engine: MemoryUse  # of the largest rank
     kv_cache_tokens: int  # capacity of an engine's KV cache
 
@@ -76,9 +78,9 @@ def estimate_memory(config: Config, description: Mapping[str, Any]) -> MemoryEst
     """Estimate the memory of every role. `description`: the model's config.json."""
     counts, shape = count_parameters(description), TextDimensions.from_text_config(description["text_config"])
     trainer = _TrainerEstimate(config, counts, shape, description["vision_config"])
-    stages = tuple(trainer.use(stage) for stage in range(config.trainer.pipeline_parallel))
+    stages = range(config.trainer.pipeline_parallel if config.trainer_world_size else 0)
     engine, tokens = _engine(config, counts, shape)
-    return MemoryEstimate(counts.total, stages, engine, tokens)
+    return MemoryEstimate(counts.total, tuple(map(trainer.use, stages)), engine, tokens)
 
 
 def check_memory(config: Config, estimate: MemoryEstimate) -> None:
@@ -86,6 +88,11 @@ def check_memory(config: Config, estimate: MemoryEstimate) -> None:
     cluster, rollout = config.cluster, config.rollout
     if not cluster.gpus_per_node:
         return
+    if rollout.kv_cache_mib and estimate.kv_cache_tokens < rollout.max_model_len:
+        raise ConfigError(
+            f"rollout.kv_cache_mib={rollout.kv_cache_mib} holds {estimate.kv_cache_tokens} tokens, less than "
+            f"rollout.max_model_len={rollout.max_model_len}; raise it"
+        )
     if estimate.kv_cache_tokens < rollout.max_model_len:
         raise ConfigError(
             f"engine: weights of {estimate.engine.parameters / GIB:.1f} GiB on each GPU leave a KV cache of "
@@ -95,12 +102,49 @@ def check_memory(config: Config, estimate: MemoryEstimate) -> None:
         )
     for use in (*estimate.trainer, estimate.engine):
         if use.total > cluster.gpu_gib * GIB:
-            largest = sorted(use.components, key=lambda name: -use.components[name])
-            sizes = ", ".join(f"{name} {use.components[name] / GIB:.1f}" for name in largest[:3])
             raise ConfigError(
                 f"{use.role} needs {use.total / GIB:.1f} GiB of a GPU, more than cluster.gpu_gib={cluster.gpu_gib:g} "
-                f"({sizes}); {REMEDIES[largest[0]]}"
+                f"({_largest_components(use)}); {_remedy(use)}"
             )
+    if cluster.shared_gpus and estimate.trainer:
+        _check_shared_memory(config, max(estimate.trainer, key=lambda use: use.total), estimate.engine)
+
+
+def _check_shared_memory(config: Config, trainer: MemoryUse, engine: MemoryUse) -> None:
+    """Check that a trainer rank and an engine rank fit one GPU, and that each fits its share of the memory."""
+    gib, share = config.cluster.gpu_gib, config.rollout.gpu_memory_utilization
+    if trainer.total + engine.total > gib * GIB:
+        raise ConfigError(
+            f"{trainer.role} needs {trainer.total / GIB:.1f} GiB ({_largest_components(trainer)}) and engine "
+            f"{engine.total / GIB:.1f} GiB ({_largest_components(engine)}) of the same GPU (cluster.shared_gpus), more "
+            f"than cluster.gpu_gib={gib:g}; {_remedy(max(trainer, engine, key=lambda use: use.total))}"
+        )
+    low, high = engine.total / GIB / gib, 1 - trainer.total / GIB / gib
+    if not low <= share <= high:
+        use = trainer if share > high else engine
+        raise ConfigError(
+            f"rollout.gpu_memory_utilization={share:g} leaves the {use.role.partition(',')[0]} "
+            f"{gpu_memory_share(config, use.role) * gib:.1f} of cluster.gpu_gib={gib:g}, but it needs "
+            f"{use.total / GIB:.1f} GiB (cluster.shared_gpus); set it to about {(low + high) / 2:.3g}"
+        )
+
+
+def _largest_components(use: MemoryUse) -> str:
+    return ", ".join(f"{name} {use.components[name] / GIB:.1f}" for name in _by_size(use)[:3])
+
+
+def _remedy(use: MemoryUse) -> str:
+    return REMEDIES[_by_size(use)[0]]
+
+
+def _by_size(use: MemoryUse) -> list[str]:
+    return sorted(use.components, key=lambda name: -use.components[name])
+
+
+def _staging_bytes(config: Config) -> int:
+    """Staging memory of weight transfers that the table counts: on the GPU if there is one, else of the process."""
+    on_host = config.cluster.gpus_per_node and config.weights_through_host
+    return 0 if on_host else config.weights.bucket_mib * 2**20
 
 
 class _TrainerEstimate:
@@ -123,7 +167,7 @@ class _TrainerEstimate:
         replicas = trainer.data_parallel * trainer.context_parallel
         share = self.config.trainer_world_size // trainer.pipeline_parallel
         copies = share // (trainer.expert_parallel * trainer.expert_tensor_parallel)
-        state = 12 if self.size == 2 else 8  # float32: two moments, plus a main weight for bfloat16
+        state = OPTIMIZER_BYTES[self.config.model.dtype]
         return MemoryUse(
             role=f"trainer, stage {stage}" if self.last else "trainer",
             parameters=(dense + experts) * self.size,
@@ -132,8 +176,7 @@ class _TrainerEstimate:
             activations=self._activations(stage),
             images=self._images() if stage == 0 else 0,
             logits=self._logits() if stage == self.last else 0,
-            buffers=self.config.weights.bucket_mib * 2**20
-            + (TRAINER_RESERVE_BYTES if self.config.cluster.gpus_per_node else 0),
+            buffers=_staging_bytes(self.config) + (TRAINER_RESERVE_BYTES if self.config.cluster.gpus_per_node else 0),
         )
 
     def _layers(self, stage: int) -> list[int]:
@@ -239,5 +282,5 @@ def _engine(config: Config, counts: ParameterCounts, shape: TextDimensions) -> t
     cache = rollout.kv_cache_mib * 2**20
     if not cache and cluster.gpus_per_node:
         cache = max(int(rollout.gpu_memory_utilization * cluster.gpu_gib * GIB) - weights - reserve, 0)
-    buffers = reserve + config.weights.bucket_mib * 2**20
+    buffers = reserve + _staging_bytes(config)
     return MemoryUse("engine", parameters=weights, kv_cache=cache, buffers=buffers), cache // token

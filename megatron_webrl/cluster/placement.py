@@ -16,6 +16,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from megatron_webrl.cluster.cores import CoreRequest, Cores, assign_cores
+from megatron_webrl.cluster.gpu_sharing import check_gpu_sharing
 from megatron_webrl.config.cluster import ClusterConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
@@ -81,7 +82,7 @@ class Placement:
     nodes: int
     control_port: int  # of the control plane, on the first node
     processes: tuple[ProcessPlacement, ...]
-    rings: tuple[RingPlacement, ...]  # of each node
+    rings: tuple[RingPlacement, ...]  # of each node; none without a trainer
     blocks: RankBlocks
 
     def on_node(self, node: int) -> tuple[ProcessPlacement, ...]:
@@ -111,13 +112,10 @@ def place_processes(config: Config) -> Placement:
     _check_cluster_settings(config)
     training, serving = _ranks_per_node(config)
     blocks = RankBlocks.from_config(config)
-    ranks = _distribute(
-        _ranks_by_copy(config, blocks), (blocks.model_copy, blocks.stage, blocks.context), blocks.tensor, training
-    )
-    sizes = (config.ranks_per_engine,)
-    engines = _distribute(
-        range(config.rollout.engines * config.ranks_per_engine), sizes, config.rollout.tensor_parallel, serving
-    )
+    copies = (blocks.model_copy, blocks.stage, blocks.context)
+    ranks = _distribute(_ranks_by_copy(config, blocks), copies, blocks.tensor, training, cluster.nodes)
+    slots = range(config.rollout.engines * config.ranks_per_engine)
+    engines = _distribute(slots, (config.ranks_per_engine,), config.rollout.tensor_parallel, serving, cluster.nodes)
     engine_shares = [_engine_shares(slots, config.ranks_per_engine) for slots in engines]
     node_counts: dict[int, int] = {}  # nodes of each engine so far
     processes: list[ProcessPlacement] = []
@@ -128,13 +126,16 @@ def place_processes(config: Config) -> Placement:
         raise ConfigError(
             f"cluster.base_port={cluster.base_port} and the processes of a node need ports up to {last}; lower it"
         )
-    return Placement(cluster.nodes, cluster.base_port, tuple(processes), tuple(_rings(config, processes)), blocks)
+    rings = () if config.evaluation.only else tuple(_rings(config, processes))
+    return Placement(cluster.nodes, cluster.base_port, tuple(processes), rings, blocks)
 
 
 def check_cluster(config: Config) -> None:
     """Raise ConfigError if the configuration cannot be placed on the machines that it describes."""
     if config.cluster.is_configured:
         place_processes(config)
+    else:
+        check_gpu_sharing(config)
 
 
 def visible_devices_by_process(config: Config) -> dict[str, str]:
@@ -185,6 +186,7 @@ def check_node_number(config: Config, node: int) -> None:
 
 def _check_cluster_settings(config: Config) -> None:
     cluster = config.cluster
+    check_gpu_sharing(config)
     if cluster.trainer_cores and not cluster.numa_cores:
         raise ConfigError(
             f"cluster.trainer_cores={cluster.trainer_cores} has no effect without cluster.numa_cores; "
@@ -197,12 +199,13 @@ def _check_cluster_settings(config: Config) -> None:
                     f"cluster.{name}={value} has no effect with cluster.gpus_per_node=0; set cluster.gpus_per_node too"
                 )
         return
-    if config.model.platform == "cpu":
+    if config.model.platform == "cpu" and not cluster.shared_gpus:  # roles that share GPUs may share the CPU as well
         raise ConfigError(
             f"cluster.gpus_per_node={cluster.gpus_per_node} with model.platform=cpu: set cluster.gpus_per_node=0, "
             "or platform to auto"
         )
-    if not 1 <= cluster.engine_gpus_per_node < cluster.gpus_per_node:
+    shared = config.evaluation.only or cluster.shared_gpus
+    if not shared and not 1 <= cluster.engine_gpus_per_node < cluster.gpus_per_node:
         raise ConfigError(
             f"cluster.engine_gpus_per_node={cluster.engine_gpus_per_node} of "
             f"cluster.gpus_per_node={cluster.gpus_per_node} must leave each role at least one GPU of a node; "
@@ -236,14 +239,16 @@ def _ranks_per_node(config: Config) -> tuple[int, int]:
             "trainer.data_parallel",
             config.trainer_world_size,
             replica,
-            cluster.gpus_per_node - cluster.engine_gpus_per_node,
+            config.trainer_gpus_per_node,
             dp,
         ),
-        ("rollout.engines", serving, config.ranks_per_engine, cluster.engine_gpus_per_node, rollout.engines),
+        ("rollout.engines", serving, config.ranks_per_engine, config.engine_gpus_per_node, rollout.engines),
     ):
         if cluster.gpus_per_node and ranks != cluster.nodes * share:
             n, left = divmod(cluster.nodes * share, size)
-            way = f"set it to {n}" if n and not left else "change cluster.engine_gpus_per_node or the parallel sizes"
+            every = config.evaluation.only or cluster.shared_gpus
+            gpus = "cluster.nodes" if every else "cluster.engine_gpus_per_node"
+            way = f"set it to {n}" if n and not left else f"change {gpus} or the parallel sizes"
             raise ConfigError(
                 f"{name}={value} makes {ranks} ranks, but {cluster.nodes} nodes have {share} GPUs each for them, "
                 f"{cluster.nodes * share} in all (cluster.*); {way}"
@@ -282,12 +287,12 @@ def _ranks_by_copy(config: Config, blocks: RankBlocks) -> list[int]:
     ]  # fmt: skip
 
 
-def _distribute(order: Sequence[int], blocks: Sequence[int], smallest: int, room: int) -> list[list[int]]:
+def _distribute(order: Sequence[int], blocks: Sequence[int], smallest: int, room: int, nodes: int) -> list[list[int]]:
     """Distribute `order` over nodes, `room` items each: large blocks whole where they fit, the rest in smaller blocks.
 
     Each block size is a multiple of the next, and `smallest` divides `room`.
     """
-    assigned: list[list[int]] = [[] for _ in range(len(order) // room)]
+    assigned: list[list[int]] = [[] for _ in range(nodes)]
     left = list(order)
     for block in (*blocks, smallest):
         node, rest = 0, []
@@ -327,7 +332,7 @@ def _processes(
 
     for local, rank in enumerate(ranks):
         yield process("trainer", rank, local, local, 1)
-    first = len(ranks)
+    first = 0 if cluster.shared_gpus else len(ranks)
     for local, (engine, size) in enumerate(engines):
         follower = node_counts.get(engine, 0)
         node_counts[engine] = follower + 1
@@ -336,7 +341,8 @@ def _processes(
 
 
 def _core_request(config: Config) -> CoreRequest:
-    return CoreRequest(config.cluster.gpus_per_node, config.cluster.trainer_cores, config.trainer.image_workers)
+    cluster, shared = config.cluster, config.cluster.shared_gpus and not config.evaluation.only
+    return CoreRequest(cluster.gpus_per_node, cluster.trainer_cores, config.trainer.image_workers, shared)
 
 
 @dataclass(frozen=True)

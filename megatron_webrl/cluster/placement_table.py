@@ -13,8 +13,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megatron_webrl.cluster import memory_estimate
+from megatron_webrl.cluster import memory_estimate, start_estimate
 from megatron_webrl.cluster.cores import format_cores
+from megatron_webrl.cluster.gpu_sharing import gpu_memory_share
 from megatron_webrl.cluster.memory_estimate import GIB, MemoryEstimate
 from megatron_webrl.cluster.parallel_layout import check_parallel_layout
 from megatron_webrl.cluster.placement import Placement, ProcessPlacement, place_processes
@@ -48,7 +49,9 @@ def show_placement(path: str, overrides: list[str], file: Path | None, with_memo
             )
         estimate = memory_estimate.estimate_memory(config, description)
         print_memory(config, estimate, console)
-        content = {"memory": asdict(estimate)}
+        start = start_estimate.estimate_start(config, estimate.parameters)
+        console.print(start_estimate.describe_start(config, start), highlight=False, soft_wrap=True)
+        content = {"memory": asdict(estimate), "start": asdict(start)}
     if file is not None:
         try:
             file.write_text(json.dumps(placement.to_json() | content, indent=1) + "\n")
@@ -71,7 +74,8 @@ def print_placement(config: Config, placement: Placement, console: Console) -> N
     """Print the processes by node, equal nodes in one block, then rings and process groups."""
     trainers, workers = placement.of_role("trainer"), [p for p in placement.of_role("rollout") if not p.follower]
     console.print(f"{config.run.name}: {_describe_nodes(config)}", markup=False, highlight=False)
-    console.print(f"trainer: {count_noun(len(trainers), 'rank')}, {_sizes(config)}", highlight=False)
+    if trainers:
+        console.print(f"trainer: {count_noun(len(trainers), 'rank')}, {_sizes(config)}", highlight=False)
     console.print(f"rollout: {count_noun(len(workers), 'engine')}, {_engine_sizes(config)}", highlight=False)
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0, collapse_padding=False)
     for name in ("nodes", "process", "number", "GPUs", "NICs", "cores", "port"):
@@ -101,14 +105,21 @@ def print_memory(config: Config, estimate: MemoryEstimate, console: Console) -> 
     columns = [name for name in uses[0].components if any(use.components[name] for use in uses)]
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0, collapse_padding=False)
     digits = 1 if config.cluster.gpus_per_node else 3
-    limit = f"of {config.cluster.gpu_gib:g}" if config.cluster.gpus_per_node else ""
+    gib, shared = config.cluster.gpu_gib, config.cluster.shared_gpus and len(uses) > 1
+    limit = f"of {gib:g}" if config.cluster.gpus_per_node else ""
     for name in ("GiB of a GPU" if limit else "GiB of a process", *(name.replace("_", " ") for name in columns), "sum"):
         table.add_column(name, justify="left" if name.startswith("GiB") else "right")
     table.add_column(limit)
     for use in uses:
         row = [f"{use.components[name] / GIB:.{digits}f}" if use.components[name] else "" for name in columns]
-        ok = use.total <= config.cluster.gpu_gib * GIB
-        table.add_row(use.role, *row, f"{use.total / GIB:.{digits}f}", ("fits" if ok else "too much") if limit else "")
+        share = gpu_memory_share(config, use.role)
+        verdict = ("fits" if use.total <= share * gib * GIB else "too much") if limit else ""
+        verdict += f" its {share * gib:.1f}" if shared else ""
+        table.add_row(use.role, *row, f"{use.total / GIB:.{digits}f}", verdict)
+    if shared:
+        total = max(use.total for use in estimate.trainer) + estimate.engine.total
+        fits = "fits" if total <= gib * GIB else "too much"
+        table.add_row("both on one GPU", *[""] * len(columns), f"{total / GIB:.{digits}f}", fits)
     console.print(table)
     rollout = config.rollout
     console.print(f"model: {estimate.parameters:,} parameters", highlight=False)
@@ -124,12 +135,12 @@ def print_memory(config: Config, estimate: MemoryEstimate, console: Console) -> 
 
 def _describe_nodes(config: Config) -> str:
     cluster = config.cluster
-    nodes = count_noun(cluster.nodes, "node")
-    return (
-        f"{nodes} of {cluster.gpus_per_node} GPUs, {cluster.engine_gpus_per_node} for engines"
-        if cluster.gpus_per_node
-        else f"{nodes} without GPUs"
-    )
+    nodes, whole = count_noun(cluster.nodes, "node"), config.evaluation.only
+    if not cluster.gpus_per_node:
+        return f"{nodes} without GPUs"
+    engines = "all" if whole else cluster.engine_gpus_per_node
+    use = "shared by trainer and engines" if cluster.shared_gpus and not whole else f"{engines} for engines"
+    return f"{nodes} of {count_noun(cluster.gpus_per_node, 'GPU')}, {use}"
 
 
 def _sizes(config: Config) -> str:
@@ -167,6 +178,8 @@ def _numbers(numbers: Sequence[int]) -> str:
 
 
 def _ring_lines(placement: Placement) -> list[str]:
+    if not placement.rings:
+        return []
     first = placement.rings[0]
     lines = [f"ring of node 0: {first.name}, written by workers {format_cores(first.workers)}"]
     if unused := [ring.node for ring in placement.rings if not ring.workers]:
@@ -176,7 +189,17 @@ def _ring_lines(placement: Placement) -> list[str]:
 
 def _group_lines(config: Config, placement: Placement) -> list[str]:
     """One line per kind of process group: over how many nodes it spreads."""
+    engines: dict[int, list[ProcessPlacement]] = {}
+    for process in placement.of_role("rollout"):
+        engines.setdefault(process.index, []).append(process)
+    line = f"engines of {config.ranks_per_engine}: {_over_nodes(list(engines.values()))}"
+    return [*_trainer_group_lines(config, placement), line]
+
+
+def _trainer_group_lines(config: Config, placement: Placement) -> list[str]:
     by_rank = placement.of_role("trainer")
+    if not by_rank:
+        return []
     share = len(by_rank) // config.trainer.pipeline_parallel
     blocks = placement.blocks
     lines = [f"tensor-parallel groups of {blocks.tensor}: each inside a node"]
@@ -190,10 +213,6 @@ def _group_lines(config: Config, placement: Placement) -> list[str]:
         for first in range(0, share, blocks.stage)
     ]
     lines.append(f"copies of the model of {blocks.model_copy}: {_over_nodes(copies)}")
-    engines: dict[int, list[ProcessPlacement]] = {}
-    for process in placement.of_role("rollout"):
-        engines.setdefault(process.index, []).append(process)
-    lines.append(f"engines of {config.ranks_per_engine}: {_over_nodes(list(engines.values()))}")
     return lines
 
 

@@ -15,7 +15,7 @@ class BrowserConfig:
         "browser servers of their own.",
     )
     processes: int = setting(1, "Browser servers that each worker starts, processes with their own Chromium.", low=1)
-    executable: str = setting("", "Chromium executable; empty: the first one found on PATH.")
+    executable: str = setting("", "Chromium executable; empty: the first one on PATH, or Playwright's own build.")
     width: int = setting(1280, "Viewport width, pixels.", low=32)
     height: int = setting(768, "Viewport height, pixels.", low=32)
     screenshot: str = setting("jpeg", "Encoding of screenshots.", choices=("jpeg", "png", "webp"))
@@ -42,6 +42,11 @@ class BrowserConfig:
     ports: list[int] = setting([80, 443], "Ports of public hosts that pages may reach.")
     record: str = setting("", "Folder in which the HTTP responses of every episode are recorded; empty: none.")
     replay: str = setting("", "Folder of recorded episodes that answer requests instead of the network; empty: none.")
+    replay_ignore: list[str] = setting(
+        [],
+        "Query parameters left out of the comparison of a request with recorded ones where nothing matches with "
+        "them, such as _ or utm_*.",
+    )
     max_requests: int = setting(5000, "Requests of one episode; a TLS connection counts as one.", low=1)
     max_network_mib: int = setting(512, "Network traffic of one episode, both directions together.", low=1)
     reuse_pages: int = setting(

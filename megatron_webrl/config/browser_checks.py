@@ -15,6 +15,7 @@ from megatron_webrl.types import OPTIONAL_ACTION_KINDS, TAB_ACTION_KINDS
 # Settings of browser.* that only the process with the browsers reads.
 BROWSER_SERVER_SETTINGS = (
     "processes", "executable", "reuse_pages", "open_web", "allow", "deny", "ports", "max_requests", "max_network_mib",
+    "record", "replay", "replay_ignore",
 )  # fmt: skip
 
 
@@ -36,6 +37,7 @@ def check_browser_settings(config: Config) -> None:
             f"trainer.warm_start.demonstrations={config.trainer.warm_start.demonstrations}, but scripts act by "
             "coordinates; set demonstrations to 0, or browser.marks=false"
         )
+    check_recording_settings(browser)
     if browser.reuse_pages and (browser.record or browser.replay):
         name = "record" if browser.record else "replay"
         raise ConfigError(
@@ -47,6 +49,19 @@ def check_browser_settings(config: Config) -> None:
     if executable and not shutil.which(executable):
         raise ConfigError(
             f"browser.executable={executable} is not an executable file; leave it empty to search for Chromium"
+        )
+
+
+def check_recording_settings(browser: BrowserConfig) -> None:
+    """Raises ConfigError for settings of recording and replay that contradict each other."""
+    if browser.record and browser.replay:
+        raise ConfigError(
+            f"browser.record={browser.record} and browser.replay={browser.replay} are both set; leave one of them empty"
+        )
+    if browser.replay_ignore and not browser.replay:
+        raise ConfigError(
+            f"browser.replay_ignore={','.join(browser.replay_ignore)} has no effect without browser.replay; set that, "
+            "or leave it out"
         )
 
 
@@ -80,4 +95,9 @@ def _check_farm_settings(config: Config) -> None:
     if config.tasks.latency != LatencyConfig():
         raise ConfigError(
             f"tasks.latency has no effect with browser.farm={config.browser.farm}: give it to the nodes instead"
+        )
+    if config.tasks.offline_websites:
+        raise ConfigError(
+            f"tasks.offline_websites has no effect with browser.farm={config.browser.farm}: give it to the nodes "
+            "instead"
         )

@@ -14,6 +14,11 @@ class ClusterConfig:
     engine_gpus_per_node: int = setting(
         0, "GPUs of each node for engines, the last ones; the trainer uses the others.", low=0
     )
+    shared_gpus: bool = setting(
+        False,
+        "Trainer ranks and engines use the same GPUs: engines take rollout.gpu_memory_utilization of their memory, the "
+        "trainer the rest (docs/one_gpu.md).",
+    )
     gpu_gib: float = setting(80.0, "Memory of one GPU, GiB.", above=0)
     numa_cores: list[str] = setting(
         [],
@@ -22,8 +27,8 @@ class ClusterConfig:
     )
     trainer_cores: int = setting(
         0,
-        "Cores of one trainer rank; workers share the others. 0: one, and one for each of "
-        "trainer.image_workers; without GPUs as many as a process of an engine.",
+        "Cores of one trainer rank; workers share the others. 0: six, and one for each of trainer.image_workers, or "
+        "fewer so that ranks take at most half of the cores; without GPUs as many as a process of an engine.",
         low=0,
     )
     gpu_numa: list[int] = setting(
@@ -31,6 +36,11 @@ class ClusterConfig:
     )
     nics: list[str] = setting(
         [], "Network card nearest to each GPU, such as [mlx5_0, mlx5_1]; empty: the libraries choose."
+    )
+    storage_gb_per_second: float = setting(
+        2.0,
+        "Speed at which all nodes together read the shared folder, GB/s; only `webrl placement --memory` uses it.",
+        above=0,
     )
     base_port: int = setting(
         29500, "First port: the control plane's, followed by one for each process of a node.", low=1, high=65535

@@ -40,12 +40,19 @@ def parse_config(path: str | Path | None, overrides: list[str] | None = None) ->
 
 
 def resolve_cluster_sizes(config: Config) -> None:
-    """Replace trainer.data_parallel=0 and rollout.engines=0 by what fills the GPUs. Raises ConfigError."""
+    """Replace trainer.data_parallel=0 and rollout.engines=0 by what fills the GPUs. Raises ConfigError.
+
+    Without a trainer (evaluation.only) and without GPUs, each node gets the ranks of one tensor-parallel group.
+    """
     cluster, trainer, rollout = config.cluster, config.trainer, config.rollout
     replica = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.context_parallel
+    if config.evaluation.only:
+        trainer.data_parallel = trainer.data_parallel or 1  # of no rank
+        if not cluster.gpus_per_node and not rollout.engines:
+            rollout.engines = max(1, cluster.nodes // max(1, rollout.pipeline_parallel))
     for section, name, gpus, size in (
-        (trainer, "data_parallel", cluster.gpus_per_node - cluster.engine_gpus_per_node, replica),
-        (rollout, "engines", cluster.engine_gpus_per_node, config.ranks_per_engine),
+        (trainer, "data_parallel", config.trainer_gpus_per_node, replica),
+        (rollout, "engines", config.engine_gpus_per_node, config.ranks_per_engine),
     ):
         if getattr(section, name) != 0:
             continue
@@ -57,11 +64,17 @@ def resolve_cluster_sizes(config: Config) -> None:
         found, left = divmod(cluster.nodes * gpus, size) if size > 0 else (0, 0)
         if found < 1 or left:
             raise ConfigError(
-                f"{key}=0: {cluster.nodes} x {gpus} GPUs (cluster.nodes, and cluster.engine_gpus_per_node="
-                f"{cluster.engine_gpus_per_node} of cluster.gpus_per_node={cluster.gpus_per_node}) cannot be shared "
-                f"out by {size}; change these or the parallel sizes"
+                f"{key}=0: {cluster.nodes} x {gpus} GPUs (cluster.nodes, and {_gpu_settings(config)}) cannot be "
+                f"shared out by {size}; change these or the parallel sizes"
             )
         setattr(section, name, found)
+
+
+def _gpu_settings(config: Config) -> str:
+    """The settings that decide how many GPUs of a node a role has."""
+    whole = f"cluster.gpus_per_node={config.cluster.gpus_per_node}"
+    part = f"cluster.engine_gpus_per_node={config.cluster.engine_gpus_per_node}"
+    return whole if config.evaluation.only or config.cluster.shared_gpus else f"{part} of {whole}"
 
 
 def save_config(config: Config, path: Path) -> None:

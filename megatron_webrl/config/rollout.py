@@ -15,11 +15,24 @@ class ContextConfig:
         "answer and a new turn, until the window is full.",
         choices=("sliding", "append"),
     )
-    rounds: int = setting(4, "Rounds with screenshots in a prompt, at most; older ones become summary lines.", low=1)
+    rounds: int = setting(
+        4,
+        "Rounds with screenshots in a prompt, at most: past rounds plus the current one. Older rounds become summary "
+        "lines.",
+        low=1,
+    )
     response_format: str = setting(
         "vanilla",
-        "Fields before the tool call: none, Thought and Action, or Progress, Intention and Action.",
-        choices=("bare", "vanilla", "progress"),
+        "Fields before the tool call. bare: none; vanilla: Action; progress: Progress, Action; memory_additive: "
+        "Memory (facts are only added), Progress, Intention, Action; memory_compressive: the same, Memory rewritten at "
+        "each step (docs/context.md).",
+        choices=("bare", "vanilla", "progress", "memory_additive", "memory_compressive"),
+    )
+    image_position: str = setting(
+        "after", "Place of the screenshot in a user turn: after or before its text.", choices=("after", "before")
+    )
+    keep_thinking: bool = setting(
+        False, "Keep the thoughts of past rounds in the prompts of the sliding policy; append always keeps them."
     )
     compact: bool = setting(False, "Short tool schema for models with a small window.")
     scroll_position: bool = setting(False, "Say with each screenshot which part of the page it shows.")
@@ -61,9 +74,26 @@ class RolloutConfig:
     max_new_tokens: int = setting(4096, "Response tokens of one step.", low=1)
     max_model_len: int = setting(16384, "Tokens of prompt and response together.", low=16)
     kv_cache_mib: int = setting(0, "Memory of the engine's KV cache; 0: vLLM decides.", low=0)
+    max_num_seqs: int = setting(
+        0, "Requests that an engine computes at a time, at most; 0: vLLM's default for a server.", low=0
+    )
+    max_num_batched_tokens: int = setting(
+        0,
+        "Tokens that an engine computes in one step, at most: a longer prompt takes several steps, between those of "
+        "other requests; 0: vLLM's default for a server.",
+        low=0,
+    )
     gpu_memory_utilization: float = setting(0.9, "Fraction of a GPU that vLLM may use.", above=0, high=1)
+    lenient_actions: bool = setting(
+        False,
+        "Also accept tool calls with digit strings or integral floats for integers, extra arguments, URLs without "
+        "https:// and long answers; each is counted as leniency/... (docs/tasks.md).",
+    )
     operation_timeout_seconds: float = setting(
         120.0, "Limit of one operation: a generation, a reset, an action.", above=0
     )
     episode_timeout_seconds: float = setting(2700.0, "Limit of one episode.", above=0)
+    max_go_backs: int = setting(
+        3, "Consecutive go_back actions on the start page that end a training episode as a failure; 0: none do.", low=0
+    )
     context: ContextConfig = field(default_factory=ContextConfig)

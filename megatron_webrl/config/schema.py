@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.cluster import ClusterConfig
+from megatron_webrl.config.judge import JudgeConfig
 from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.config.setting import setting
 from megatron_webrl.config.tasks import TasksConfig
@@ -56,7 +57,9 @@ class ModelConfig:
 
 @dataclass
 class EvaluationConfig:
-    episodes: int = setting(30, "Held-out tasks of each environment.", low=1)
+    episodes: int = setting(
+        30, "Held-out tasks of each environment; of task files: rows of the test file, 0 for all of them.", low=0
+    )
     samples: int = setting(1, "Episodes of each task; more than one for pass@k.", low=1)
     temperature: float = setting(0.0, "Sampling temperature of evaluations; 0: greedy.", low=0)
     before: bool = setting(False, "Evaluate the initial policy.")
@@ -66,6 +69,11 @@ class EvaluationConfig:
     )
     every: int = setting(0, "Updates between evaluations during training; 0: none.", low=0)
     concurrency: int = setting(4, "Evaluation episodes that one worker runs at a time during training.", low=1)
+    only: bool = setting(
+        False,
+        "Run no trainer: engines use every GPU of every node, and workers only evaluate model.path. `webrl eval`"
+        " sets it.",
+    )
 
 
 @dataclass
@@ -76,6 +84,12 @@ class RingConfig:
 @dataclass
 class WeightsConfig:
     bucket_mib: int = setting(512, "Staging memory of one rank during a transfer.", low=1)
+    transport: str = setting(
+        "auto",
+        "Path of the weights between GPUs. nccl: from GPU to GPU; host: through the memory of the hosts, by gloo; "
+        "auto: nccl where every process has GPUs of its own, else host.",
+        choices=("auto", "nccl", "host"),
+    )
     timeout_seconds: float = setting(300.0, "Limit of one weight transfer, and of joining a link.", above=0)
     cache_invalidation: str = setting(
         "reset",
@@ -104,6 +118,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     tasks: TasksConfig = field(default_factory=TasksConfig)
     browser: BrowserConfig = field(default_factory=BrowserConfig)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     ring: RingConfig = field(default_factory=RingConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
@@ -151,8 +166,32 @@ class Config:
         return self.run.startup_timeout_seconds if self.run.max_trainer_restarts else 0.0
 
     @property
+    def weights_through_host(self) -> bool:
+        """Whether weights travel through the memory of the hosts; without GPUs they are nowhere else."""
+        transport, cluster = self.weights.transport, self.cluster
+        return transport == "host" or (transport == "auto" and (cluster.shared_gpus or not cluster.gpus_per_node))
+
+    @property
     def ranks_per_engine(self) -> int:
         return self.rollout.tensor_parallel * self.rollout.pipeline_parallel
+
+    @property
+    def engine_gpus_per_node(self) -> int:
+        """GPUs of each node for engines; all of them if no trainer runs, or if it shares them."""
+        every = self.evaluation.only or self.cluster.shared_gpus
+        return self.cluster.gpus_per_node if every else self.cluster.engine_gpus_per_node
+
+    @property
+    def trainer_gpus_per_node(self) -> int:
+        """GPUs of each node for trainer ranks; none if no trainer runs."""
+        cluster = self.cluster
+        own = cluster.gpus_per_node - (0 if cluster.shared_gpus else cluster.engine_gpus_per_node)
+        return 0 if self.evaluation.only else own
+
+    @property
+    def trainer_feeds_engines(self) -> bool:
+        """Whether a trainer sends engines their first weights; otherwise they read those of model.path."""
+        return not self.evaluation.only
 
     @property
     def engine_dtype(self) -> str:
@@ -161,6 +200,9 @@ class Config:
 
     @property
     def trainer_world_size(self) -> int:
+        """Number of trainer ranks; 0 if no trainer runs."""
         trainer = self.trainer
+        if self.evaluation.only:
+            return 0
         replica = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.context_parallel
         return replica * trainer.data_parallel

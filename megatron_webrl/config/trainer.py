@@ -36,6 +36,13 @@ class CheckpointConfig:
     every: int = setting(0, "Updates between checkpoints; 0: only at the end.", low=0)
     keep: int = setting(2, "Number of newest checkpoints to keep.", low=1)
     keep_every: int = setting(0, "Versions that are a multiple of this are kept as well; 0: none.", low=0)
+    optimizer_shards: str = setting(
+        "whole",
+        "whole: the optimizer's state is gathered on one rank of each data-parallel group, and resumes in any parallel "
+        "layout. ranks: each rank writes its own part, without waiting for others, and the run resumes with the same "
+        "tensor, pipeline, context and expert sizes and any number of replicas.",
+        choices=("whole", "ranks"),
+    )
 
 
 @dataclass
@@ -77,7 +84,10 @@ class TrainerConfig:
         choices=("local", "transformer_engine"),
     )
     attention: str = setting(
-        "sdpa", "Attention kernel: PyTorch's, or flash-attn's for packed sequences.", choices=("sdpa", "flash")
+        "auto",
+        "Attention kernel: PyTorch's for each sample (sdpa) or for variable lengths (varlen: half precision on CUDA), "
+        "flash-attn's; auto: varlen where it exists, else sdpa.",
+        choices=("auto", "sdpa", "varlen", "flash"),
     )
     updates: int = setting(
         5, "Updates of the whole run, those before a resume included; 0: the warm start alone.", low=0

@@ -208,7 +208,7 @@ class ControlClient:
         return self.instance_count(role) != int(number) or self.is_lost(role)
 
     def request_stop(self, outcome: str = STOPPED) -> None:
-        """Request the end after the current update, with a checkpoint. STOPPED replaces PREEMPTED, not vice versa."""
+        """Request the end after the current update, with a checkpoint. STOPPED replaces others, not vice versa."""
         if outcome == STOPPED:
             self.store.set("stop", outcome)
         else:

@@ -20,10 +20,13 @@ from rich.table import Table
 
 from megatron_webrl.browser.chromium import find_chromium
 from megatron_webrl.browser.errors import BrowserError
-from megatron_webrl.launch.validation import SHARED_MEMORY
+from megatron_webrl.config.schema import Config
+from megatron_webrl.launch.validation import SHARED_MEMORY, missing_packages
+from megatron_webrl.preflight import cuda_driver
 from megatron_webrl.system import torchvision_shim
 
 ROLES = ("trainer", "rollout")
+PYTHONS = ((3, 11), (3, 12))
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,9 @@ class Dependency:
     note: str = ""
 
 
-def run_doctor(role: str, *, as_json: bool = False) -> int:
-    """Print the dependencies; returns 1 if `role`, or any role for "all", cannot run."""
-    found = find_dependencies()
+def run_doctor(role: str, *, as_json: bool = False, config: Config | None = None) -> int:
+    """Print the dependencies, those of `config` too; returns 1 if `role`, or any role for "all", cannot run."""
+    found = find_dependencies() + (_named_packages(config) if config else [])
     wanted = ROLES if role == "all" else (role,)
     missing = {r: [d.name for d in found if d.found is None and r in d.needed_by] for r in ROLES}
     if as_json:
@@ -54,9 +57,10 @@ def find_dependencies() -> list[Dependency]:
     warnings.simplefilter("ignore")  # the table reports missing dependencies
     both = ROLES
     return [
-        Dependency("Python", _python(), both, "3.11"),
+        Dependency("Python", _python(), both, "3.11 or 3.12"),
         _package("torch", both),
         _cuda(),
+        _driver(),
         _package("transformers", both),
         _package("torchvision", both, importable=True),
         _package("megatron-core", ("trainer",), module="megatron.core"),
@@ -90,7 +94,7 @@ def _print(dependencies: list[Dependency], missing: dict[str, list[str]]) -> Non
 
 
 def _python() -> str | None:
-    return platform.python_version() if sys.version_info[:2] == (3, 11) else None
+    return platform.python_version() if sys.version_info[:2] in PYTHONS else None
 
 
 def _package(
@@ -135,6 +139,27 @@ def _cuda() -> Dependency:
         return Dependency("CUDA", None, (), "without CUDA everything runs on the CPU with gloo")
     count = torch.cuda.device_count()
     return Dependency("CUDA", f"{torch.version.cuda}, {count} x {torch.cuda.get_device_name(0)}", ())
+
+
+def _driver() -> Dependency:
+    """The NVIDIA driver; missing for both roles if it does not serve the CUDA that torch is built for."""
+    name = "NVIDIA driver"
+    try:
+        driver, cuda = cuda_driver.find_driver(), cuda_driver.torch_cuda_version()
+    except cuda_driver.NvidiaSmiError as error:
+        return Dependency(name, None, (), f"{error}; not needed without GPUs")
+    except ImportError:
+        return Dependency(name, None, (), "torch is missing")
+    problem = cuda_driver.driver_problem(cuda, driver)
+    if problem and cuda is not None:
+        return Dependency(name, None, ROLES, problem)
+    return Dependency(name, cuda_driver.describe_driver(driver), (), problem or f"serves CUDA {cuda}")
+
+
+def _named_packages(config: Config) -> list[Dependency]:
+    """Packages that are missing although settings of the configuration name them."""
+    missing = {} if config.evaluation.only else missing_packages(config.trainer)
+    return [Dependency(package, None, ("trainer",), f"{named_by} needs it") for package, named_by in missing.items()]
 
 
 def _apex() -> Dependency:

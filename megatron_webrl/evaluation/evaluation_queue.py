@@ -59,6 +59,8 @@ class EvaluationResult:
     seconds: float
     versions: tuple[int, int] | None  # lowest and highest policy version of its tokens; None without tokens
     worker: str  # instance id
+    evaluator: str = ""  # what decided: the judge's protocol, or the name of another evaluator
+    judge_dollars: float = 0.0
 
     @property
     def has_verdict(self) -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from megatron_webrl.types import BLOCKED
+
 COLUMN_NAMES = {"blank_images": "blank\nimages", "checkpoint": "success"}
 LEGEND = (
     "success of judged episodes with its 95 % interval (Wilson), in percent; masked: episodes that a crash, an error "
@@ -36,6 +38,18 @@ def evaluation_table(lines: Sequence[Mapping[str, Any]]) -> Table:
             cells += [str(entry["episodes"]), str(_no_verdict(entry)), f"{entry['steps_mean']:.2f}"]
         table.add_row(name, *cells)
     return table
+
+
+def format_rates(line: Mapping[str, Any]) -> str:
+    """Both success rates of an evaluation, and who judged, in one line."""
+    requested = line["episodes"] + _no_verdict(line) + line["missing"]
+    blocked = line["no_verdict"].get(BLOCKED, 0)
+    cost = f", {line['judge_dollars']:.2f} dollars" if line["judge_dollars"] else ""
+    return (
+        f"success: {line['success'] or 0:.1%} of {line['episodes']} episodes with a verdict, "
+        f"{line['success_of_all']:.1%} of all {requested}; {blocked} blocked by their website "
+        f"(evaluator: {', '.join(line['evaluators']) or 'none'}{cost})"
+    )
 
 
 def format_success(entry: Mapping[str, Any] | None) -> str:

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 
 from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, EvaluationResult
+from megatron_webrl.system.text import metric_label
 
 Z_95 = 1.959963984540054  # half-width of a two-sided 95 % interval of the normal distribution, in standard deviations
 BOOTSTRAP_RESAMPLES = 10_000
 _RESAMPLES_AT_ONCE = 100  # in memory
+STEP_LIMITS = (5, 8, 10, 15, 20, 30, 50)  # of success_within
 
 
 def wilson_interval(fraction: float, trials: int) -> tuple[float, float] | None:
@@ -40,11 +42,18 @@ def pass_at(k: int, samples: int, successes: int) -> float:
     return 1 - math.comb(samples - successes, k) / math.comb(samples, k)
 
 
+def success_within(success_steps: Iterable[int], episodes: int) -> dict[int, float]:
+    """Share of `episodes` that succeed in at most 5, 8, ... steps, by this limit; `success_steps` of each success."""
+    steps = np.fromiter(success_steps, int)
+    return {limit: float((steps <= limit).sum()) / episodes for limit in STEP_LIMITS} if episodes else {}
+
+
 def aggregate_results(
     request: EvaluationRequest, results: Iterable[EvaluationResult], seconds: float, restart_epoch: int = 0
 ) -> dict[str, Any]:
     """A line of evaluations.jsonl: success with its interval in total, by environment, difficulty and source. Episodes
-    without a result count as missing; `seconds` is the wall-clock time of the evaluation.
+    without a result count as missing; `seconds` is the wall-clock time of the evaluation. `success` is of episodes with
+    a verdict; `success_of_all` of all requested ones: blocked, masked and missing episodes count as no success.
     """
     results = list(results)
     versions = [version for result in results if result.versions for version in result.versions]
@@ -58,7 +67,11 @@ def aggregate_results(
         "temperature": request.temperature,
         **_statistics(results),
         "missing": request.episodes - len(results),
+        "success_of_all": sum(result.outcome == "success" for result in results) / max(1, request.episodes),
+        "evaluators": sorted({result.evaluator for result in results if result.evaluator}),
+        "judge_dollars": sum(result.judge_dollars for result in results),
         "pass_at": _pass_at(results, request.samples),
+        "success_within": _success_within(results),
         "wall_seconds": seconds,
         "environments": _statistics_by(results, lambda result: result.environment),
         "difficulties": _statistics_by(results, lambda result: result.difficulty),
@@ -69,15 +82,17 @@ def aggregate_results(
 def mlflow_metrics(line: Mapping[str, Any]) -> dict[str, float]:
     """MLflow metrics from a line of evaluations.jsonl."""
     prefix = "evaluation/blank_images" if line["kind"] == "blank_images" else "evaluation"
-    names = ("steps_mean", "response_tokens_mean", "seconds_mean")
+    names = ("steps_mean", "response_tokens_mean", "seconds_mean", "success_of_all", "judge_dollars")
     metrics = {name: line[name] for name in (*names, "missing", "wall_seconds")}
     metrics |= {"episodes": line["episodes"], "no_verdict": sum(line["no_verdict"].values())}
     if line["interval"] is not None:
         low, high = line["interval"]
         metrics |= {"success": line["success"], "success_low": low, "success_high": high}
-    metrics |= {f"pass_at/{k}": value for k, value in line["pass_at"].items()}
+    for name in ("pass_at", "success_within"):
+        metrics |= {f"{name}/{number}": value for number, value in line[name].items()}
     for part in (line["environments"], line["difficulties"]):
-        metrics |= {f"success/{name}": entry["success"] for name, entry in part.items() if entry["success"] is not None}
+        with_verdicts = {metric_label(name): entry for name, entry in part.items() if entry["success"] is not None}
+        metrics |= {f"success/{name}": entry["success"] for name, entry in with_verdicts.items()}
     return {f"{prefix}/{name}": float(value) for name, value in metrics.items()}
 
 
@@ -143,3 +158,9 @@ def _pass_at(results: Sequence[EvaluationResult], samples: int) -> dict[str, flo
     ks = sorted({2**power for power in range(samples.bit_length()) if 2**power <= samples} | {samples})
     values_by_k = {k: [pass_at(k, len(each), sum(each)) for each in tasks if len(each) >= k] for k in ks}
     return {str(k): sum(values) / len(values) for k, values in values_by_k.items() if values}
+
+
+def _success_within(results: Sequence[EvaluationResult]) -> dict[str, float]:
+    judged = [result for result in results if result.has_verdict]
+    shares = success_within((result.steps for result in judged if result.outcome == "success"), len(judged))
+    return {str(limit): share for limit, share in shares.items()}

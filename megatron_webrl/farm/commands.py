@@ -15,15 +15,16 @@ def add_browsers(commands: Any) -> None:
         "serve",
         help="browser server: the browsers of this machine",
         description="Serve browser sessions over HTTP until SIGTERM or Ctrl-C: all environments of all task sources, "
-        "and with browser.open_web=true any web page. The address shows a status page.",
+        "with browser.open_web=true any web page, and with tasks.offline_websites=true offline websites. The address "
+        "shows a status page.",
         epilog="example: webrl browsers serve --sessions 16 browser.marks=true tasks.latency.median_seconds=0.3",
     )
     serve.add_argument(
         "settings",
         nargs="*",
         metavar="CONFIG key=value",
-        help="optional configuration file and settings that override it; used are browser, the step limits and latency "
-        "of tasks, and rollout.operation_timeout_seconds",
+        help="optional configuration file and settings that override it; used are browser, the step limits, latency "
+        "and offline_websites of tasks, and rollout.operation_timeout_seconds",
     )
     _add_address(serve, 8700)
     serve.add_argument("--sessions", type=int, default=8, metavar="N", help="maximum number of leases (default: 8)")

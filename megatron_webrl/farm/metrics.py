@@ -91,9 +91,17 @@ class _PoolCollector(Collector):
             yield CounterMetricFamily(f"{SERVER_PREFIX}_pool_{name}", name.replace("_", " "), value=count)
         for name, value in self._pool.gauges().items():
             yield GaugeMetricFamily(f"{SERVER_PREFIX}_pool_{name}", name.replace("_", " "), value=value)
-        refused = CounterMetricFamily(
-            f"{SERVER_PREFIX}_requests_refused", "Page requests that the egress policy refused", labels=["reason"]
+        totals = self._pool.egress_proxy.totals
+        yield CounterMetricFamily(
+            f"{SERVER_PREFIX}_requests_replayed", "Page requests that recordings answered", value=totals.replayed
         )
-        for reason, count in dict(self._pool.egress_proxy.refused).items():
+        yield CounterMetricFamily(
+            f"{SERVER_PREFIX}_connections", "Connections to servers that the egress proxy attempted",
+            value=totals.connections,
+        )  # fmt: skip
+        refused = CounterMetricFamily(
+            f"{SERVER_PREFIX}_requests_refused", "Page requests that were refused", labels=["reason"]
+        )
+        for reason, count in dict(totals.refused).items():
             refused.add_metric([reason], count)
         yield refused

@@ -9,6 +9,8 @@ from megatron_webrl.browser.egress.egress_policy import EgressDenied, split_url
 from megatron_webrl.config.schema import Config
 from megatron_webrl.farm.protocol import InvalidRequest, ResetRequest
 from megatron_webrl.system.text import close_matches
+from megatron_webrl.tasks.offline.hosts import offline_host
+from megatron_webrl.tasks.offline.websites import OfflineWebsites
 from megatron_webrl.tasks.registry import make_all_sources
 from megatron_webrl.tasks.source import TaskSource
 from megatron_webrl.tasks.web import SOURCE_NAME as WEB
@@ -23,17 +25,20 @@ class TaskCatalog:
     """Everything that a browser server can open."""
 
     sources: Mapping[str, TaskSource]
-    web: OpenWeb | None  # None: browser.open_web is off
+    web: OpenWeb | None  # None: browser.open_web and tasks.offline_websites are off
 
     @classmethod
     def from_config(cls, config: Config) -> TaskCatalog:
         """Start all sources; `close` stops them. Raises ConfigError."""
-        return cls(make_all_sources(config.tasks), OpenWeb(config.tasks.max_steps) if config.browser.open_web else None)
+        tasks, open_web = config.tasks, config.browser.open_web
+        offline = OfflineWebsites(tasks.latency) if tasks.offline_websites else None
+        web = OpenWeb(tasks.max_steps, open_web, offline) if open_web or offline is not None else None
+        return cls(make_all_sources(tasks), web)
 
     def close(self) -> None:
         """Stop all sources."""
-        for source in self.sources.values():
-            source.close()
+        for site in self.sites.values():
+            site.close()
 
     @property
     def sites(self) -> dict[str, TaskSource | OpenWeb]:
@@ -53,7 +58,7 @@ class TaskCatalog:
         if request.task is not None:
             return self._validate_task(request.task)
         if request.url is not None:
-            return self._open_web("url").make_task(_web_address("url", request.url), request.instruction)
+            return self._open_web("url", request.url).make_task(request.url, request.instruction)
         assert request.source is not None
         if request.source == WEB:
             raise InvalidRequest(f"source: give url instead, which the source {WEB} opens")
@@ -65,17 +70,23 @@ class TaskCatalog:
 
     def _validate_task(self, task: Task) -> Task:
         if task.source == WEB:
-            self._open_web("task.source")
-            _web_address("task.url", task.url or "")
+            self._open_web("task.url", task.url or "")
             return task
         _check_name("task.source", task.source, sorted(self.sources))
         _check_name("task.environment", task.environment, self.sources[task.source].environments)
         _check_seed("task.seed", task.seed)
         return task
 
-    def _open_web(self, field: str) -> OpenWeb:
+    def _open_web(self, field: str, url: str) -> OpenWeb:
+        """The source that opens a URL."""
         if self.web is None:
-            raise InvalidRequest(f"{field}: this server opens no web pages; start it with browser.open_web=true")
+            setting = "browser.open_web" if offline_host(url) is None else "tasks.offline_websites"
+            raise InvalidRequest(f"{field}: this server opens no web pages; start it with {setting}=true")
+        _check_web_address(field, url)
+        if not self.web.opens(url):
+            raise InvalidRequest(
+                f"{field}: {url[:80]!r} is on none of the offline websites; start the server with browser.open_web=true"
+            )
         return self.web
 
 
@@ -91,11 +102,10 @@ def _check_seed(field: str, seed: int) -> None:
         raise InvalidRequest(f"{field}: {seed} is not within 0..{ALLOWED_SEEDS.stop - 1}")
 
 
-def _web_address(field: str, url: str) -> str:
+def _check_web_address(field: str, url: str) -> None:
     try:
         scheme, _, _ = split_url(url)
     except EgressDenied as refused:
         raise InvalidRequest(f"{field}: {refused}") from None
     if scheme not in ("http", "https"):
         raise InvalidRequest(f"{field}: {scheme}: is not one of http, https")
-    return url

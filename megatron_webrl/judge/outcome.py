@@ -1,15 +1,18 @@
-"""The outcome of an episode, by the page's reward or by the task's reference answer."""
+"""How episodes end, and the outcome by the page's reward or by the task's reference answer."""
 
 from __future__ import annotations
 
 import math
 import re
 import unicodedata
+from dataclasses import replace
 from decimal import Decimal
 
-from megatron_webrl.types import TRAINABLE_OUTCOMES
+from megatron_webrl.types import TRAINABLE_OUTCOMES, Trajectory, Verdict
 
-DONE, ANSWER, STEPS_EXHAUSTED = "done", "answer", "steps_exhausted"  # ends by the page, by the agent, by the last step
+DONE, ANSWER = "done", "answer"  # ends by the page, by the agent
+STEPS_EXHAUSTED, GO_BACKS = "steps_exhausted", "go_backs"  # by the last step, by going back from the start page
+REGULAR_ENDS = (DONE, ANSWER, STEPS_EXHAUSTED, GO_BACKS)
 
 _NUMBER = re.compile(r"[$€£]? ?(-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,30})(?:\.[0-9]{1,30})?)")
 
@@ -17,7 +20,7 @@ _NUMBER = re.compile(r"[$€£]? ?(-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,30})(?:
 def outcome(reward: float | None, end_reason: str, reference: str | None = None, answer: str | None = None) -> str:
     """Return "success" or "failure" for a regular end of the episode, otherwise the reason that masks it.
 
-    `reward` is the page's, None if it gave none. `end_reason` is DONE, ANSWER, STEPS_EXHAUSTED, or the name of a
+    `reward` is the page's, None if it gave none. `end_reason` is one of REGULAR_ENDS, or the name of a
     fault (browser_error, engine_error, episode_timeout, context_overflow, ...), which is returned. Fails closed: a
     page that ends an episode without a reward, or with a reward that is not finite, masks it. A task with a
     `reference` succeeds only by a matching `answer` on a page that gave no reward: there a reward of the page itself
@@ -25,7 +28,7 @@ def outcome(reward: float | None, end_reason: str, reference: str | None = None,
     """
     if not end_reason or end_reason in TRAINABLE_OUTCOMES:
         raise ValueError(f"end_reason={end_reason!r} does not say how the episode ended")
-    if end_reason not in (DONE, ANSWER, STEPS_EXHAUSTED):
+    if end_reason not in REGULAR_ENDS:
         return end_reason
     if reward is None and end_reason == ANSWER and reference is not None:
         return "success" if answer is not None and answers_match(answer, reference) else "failure"
@@ -34,6 +37,20 @@ def outcome(reward: float | None, end_reason: str, reference: str | None = None,
     if not math.isfinite(reward):
         return "bad_reward"
     return "success" if reward > 0 and reference is None else "failure"
+
+
+def page_verdict(trajectory: Trajectory) -> Verdict:
+    """The verdict of an episode by the page's reward, else by the task's answer."""
+    task = trajectory.task
+    decided = outcome(trajectory.page_reward, trajectory.end_reason, task.answer, trajectory.answer)
+    reward = "none" if trajectory.page_reward is None else f"{trajectory.page_reward:g}"
+    return Verdict(decided, "page", reason=f"end: {trajectory.end_reason}; reward of the page: {reward}")
+
+
+def with_verdict(trajectory: Trajectory, verdict: Verdict) -> Trajectory:
+    """The trajectory with the outcome and the reward of a verdict."""
+    reward = float(verdict.outcome == "success")
+    return replace(trajectory, outcome=verdict.outcome, reward=reward, verdict=verdict)
 
 
 def answers_match(answer: str, reference: str) -> bool:

@@ -34,10 +34,11 @@ from megatron_webrl.launch.watchdog import Watchdog
 from megatron_webrl.ring.segment import segment_prefix, sweep_segments
 from megatron_webrl.status.final_report import print_final_report
 from megatron_webrl.system import child_process
+from megatron_webrl.system.gpu import has_gpu
 from megatron_webrl.tracking import events, summary
 from megatron_webrl.tracking.dashboard import TerminalDashboard
 from megatron_webrl.tracking.events import EventLog
-from megatron_webrl.types import CLEAN_JOB_OUTCOMES
+from megatron_webrl.types import BUDGET_SPENT, CLEAN_JOB_OUTCOMES
 
 POLL_SECONDS = 0.25
 CONTROL_HOST = "127.0.0.1"
@@ -82,6 +83,8 @@ class LocalLauncher:
         config = self.config
         if message := role_process.sweep_leftovers():
             self.console.print(message, markup=False, soft_wrap=True)
+        if config.cluster.gpus_per_node and config.model.platform == "auto" and not has_gpu():
+            self._warn("no GPU on this machine: all roles compute on its cores (model.platform=auto)")
         role_process.prepare_run_folder(config, lambda message: self.console.print(message, markup=False))
         self.journal.add(events.JOB, events.STARTED)
         child_process.become_subreaper()
@@ -168,7 +171,9 @@ class LocalLauncher:
         control, only = self._start_control(), ["--weights-only"] if self.weights_only else []
         self._start_workers(control, *only)
         for rank in range(config.trainer_world_size):
-            variables = role_process.rank_environment(rank, config.trainer_world_size, rank, os.environ)
+            variables = role_process.rank_environment(
+                rank, config.trainer_world_size, rank, config.weights.timeout_seconds, os.environ
+            )
             self._start(f"trainer-{rank}", ["trainer", *self._role_arguments(control), *only], variables)
         self.trainer_restarter = (
             None if self.weights_only else TrainerRestarter(config, control, self.journal, self.role_processes)
@@ -197,7 +202,8 @@ class LocalLauncher:
     def _start(self, name: str, arguments: list[str], environment: dict[str, str]) -> RoleProcess:
         path = self.config.run_folder / "logs" / f"{name}.log"
         devices = {"CUDA_VISIBLE_DEVICES": self.visible_devices[name]} if name in self.visible_devices else {}
-        environment = {**role_process.role_environment(self.scratch), **devices, **environment}
+        inherited = role_process.role_environment(self.config, arguments[0], self.scratch)
+        environment = {**inherited, **devices, **environment}
         self.role_processes.append(RoleProcess.start(name, role_process.webrl_command(arguments), environment, path))
         self.journal.add(name, events.STARTED, log=path)
         return self.role_processes[-1]
@@ -221,7 +227,7 @@ class LocalLauncher:
 
     def _print_result(self, outcome: str) -> int:
         print_final_report(self.config.run_folder, self.console, table=True)
-        return 0 if outcome == "finished" else 130 if outcome in ("stopped", "interrupted") else 1
+        return 0 if outcome in ("finished", BUDGET_SPENT) else 130 if outcome in ("stopped", "interrupted") else 1
 
 
 def launch(config: Config, console: Console) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 from megatron_webrl.cluster.placement import worker_name_of
 from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
+from megatron_webrl.launch.gpu_environment import gpu_environment
 from megatron_webrl.ring.segment import sweep_segments
 from megatron_webrl.system import child_process
 
@@ -105,10 +107,22 @@ def role_arguments(config: Config, address: str) -> list[str]:
     return ["--config", str(config_path(config)), "--control", address]
 
 
-def rank_environment(rank: int, world_size: int, local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
-    """RANK, WORLD_SIZE and LOCAL_RANK of a trainer rank; one OpenMP thread unless the inherited environment sets it."""
+def rank_environment(
+    rank: int, world_size: int, local_rank: int, link_timeout_seconds: float, inherited: Mapping[str, str]
+) -> dict[str, str]:
+    """RANK, WORLD_SIZE and LOCAL_RANK of a trainer rank, and variables that the inherited environment does not set.
+
+    Those are one OpenMP thread; 32 hardware queues of the GPU, since a rank has a communicator for each engine that it
+    sends to, and work on one would wait for unrelated work on another in the same queue; and the limit for creating
+    such a communicator, `link_timeout_seconds`, which torch reads only once in a process.
+    """
+    defaults = {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+        "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(math.ceil(link_timeout_seconds)),
+    }
     variables = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(local_rank)}
-    return variables if "OMP_NUM_THREADS" in inherited else variables | {"OMP_NUM_THREADS": "1"}
+    return variables | {name: value for name, value in defaults.items() if name not in inherited}
 
 
 def start_control_process(
@@ -153,9 +167,15 @@ def prepare_run_folder(config: Config, report: Callable[[str], None]) -> None:
     save_config(config, config_path(config))
 
 
-def role_environment(scratch: Path, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of every role: the inherited one, by default this process's, with `scratch` as TMPDIR."""
-    return {**(os.environ if inherited is None else inherited), "TMPDIR": str(scratch)}
+def role_environment(
+    config: Config, role: str, scratch: Path, inherited: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """The environment of a process of `role` ("trainer", "rollout" or another).
+
+    The inherited one, by default this process's, with `scratch` as TMPDIR and the variables of `gpu_environment`.
+    """
+    inherited = os.environ if inherited is None else inherited
+    return {**inherited, **gpu_environment(config, role, inherited), "TMPDIR": str(scratch)}
 
 
 def sweep_leftovers() -> str:

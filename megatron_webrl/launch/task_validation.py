@@ -1,24 +1,71 @@
-"""Validation of what a configuration needs on the machine that runs its tasks: task pages and a browser."""
+"""Validation of what a configuration needs on the machine that runs its tasks: task pages, a browser, evaluators."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 
+if TYPE_CHECKING:
+    from megatron_webrl.tasks.web_pages import WebPageSource
+
 
 def check_tasks_and_browser(config: Config, *, require_browser: bool = True) -> None:
     """Check that the tasks exist, and the browser unless it runs on another machine. Raises ConfigError."""
-    from megatron_webrl.browser.chromium import find_chromium
-    from megatron_webrl.browser.errors import BrowserMissing
-    from megatron_webrl.rollout.demonstrations import check_scripted_policies
     from megatron_webrl.tasks.registry import make_source
+    from megatron_webrl.tasks.web_pages import WebPageSource
 
-    make_source(config.tasks).close()
+    source = make_source(config.tasks)
+    if isinstance(source, WebPageSource):
+        _check_websites(config, source)
+    source.close()
     if config.trainer.warm_start.demonstrations:
+        from megatron_webrl.rollout.demonstrations import check_scripted_policies
+
         check_scripted_policies(config)
     if config.browser.farm or not require_browser:
         return
+    from megatron_webrl.browser.chromium import find_chromium
+    from megatron_webrl.browser.errors import BrowserMissing
+
     try:
         find_chromium(config.browser.executable)
     except BrowserMissing as error:
         raise ConfigError(str(error)) from error
+
+
+def check_evaluators(config: Config) -> None:
+    """Check that evaluators exist, and that a judge has models, endpoints and keys. Raises ConfigError."""
+    import asyncio
+
+    from megatron_webrl.judge.budget import LocalMeter
+    from megatron_webrl.judge.evaluation import open_evaluator
+
+    async def open_and_close() -> None:
+        async with open_evaluator(config.judge, LocalMeter(config.judge.budget)):
+            pass
+
+    asyncio.run(open_and_close())
+
+
+def _check_websites(config: Config, source: WebPageSource) -> None:
+    """Check that pages may reach the websites of the tasks. A farm decides that itself."""
+    from megatron_webrl.tasks.offline.hosts import is_offline_host
+
+    browser, tasks, public = config.browser, config.tasks, source.public_website
+    if browser.farm:
+        return
+    if public and not browser.open_web:
+        raise ConfigError(
+            f"tasks.source={tasks.source} has tasks on {public}, but browser.open_web=false lets no page reach it; set "
+            "browser.open_web=true"
+        )
+    for website in source.local_websites:
+        if not is_offline_host(website):
+            raise ConfigError(f"tasks.source={tasks.source} has tasks on {website}, which is no offline website")
+        if not tasks.offline_websites:
+            raise ConfigError(
+                f"tasks.source={tasks.source} has tasks on the offline website {website}; set "
+                "tasks.offline_websites=true"
+            )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_webrl.cluster.memory_estimate import check_memory, estimate_memory
 from megatron_webrl.cluster.parallel_layout import check_parallel_layout
 from megatron_webrl.cluster.placement import check_cluster
 from megatron_webrl.config.browser_checks import check_browser_settings
@@ -33,27 +35,49 @@ _DIMENSIONS = {
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
-    """Read, override, and check a configuration. Raises ConfigError."""
+    """Read, override, and check a configuration of a run. Raises ConfigError."""
     config = parse_config(path, overrides)
+    if config.evaluation.only:
+        raise ConfigError("evaluation.only=true runs no trainer; evaluate with `webrl eval`, or set it to false")
     check_config(config)
     return config
 
 
 def check_config(config: Config) -> None:
     """Check all limits and combinations of settings, packages and files. Raises ConfigError."""
+    check_settings(config, read_model_config(config.model.path))
+    for check in MACHINE_CHECKS:
+        check(config)
+
+
+def check_settings(config: Config, description: dict[str, Any]) -> None:
+    """Check what needs nothing of this machine. `description`: the model's config.json. Raises ConfigError."""
     check_limits(config, "")
     if not config.run.name or "/" in config.run.name or config.run.name.startswith("."):
         raise ConfigError(f"run.name={config.run.name!r} is not a plain folder name")
-    check_parallel_layout(config, read_model_config(config.model.path))
-    _check_packages(config.trainer)
+    check_parallel_layout(config, description)
+    _check_attention(config)
     check_cluster(config)
-    _check_start(config)
+    if config.cluster.shared_gpus and config.model.platform != "cpu":
+        check_memory(config, estimate_memory(config, description))  # else one role takes the memory of the other
     _check_hang(config)
     _check_warm_start(config)
     _check_rollout(config)
     _check_evaluation(config)
-    _check_ring(config)
-    if config.run.resume and not (config.run_folder / "checkpoints" / "latest").is_file():
+
+
+def _check_resume(config: Config) -> None:
+    """Check that a run that shall be resumed has left what it needs."""
+    if not config.run.resume:
+        return
+    loss, stored = config.trainer.loss, (config.reference_weights_folder / "megatron" / "metadata.json").is_file()
+    if loss.kl_coefficient and config.trainer.warm_start.demonstrations and not stored:
+        raise ConfigError(
+            f"trainer.loss.kl_coefficient={loss.kl_coefficient} refers to the weights after the warm start, but "
+            f"{config.reference_weights_folder} does not hold them: a run stores them only if it begins with the "
+            "penalty; set it to 0"
+        )
+    if not (config.run_folder / "checkpoints" / "latest").is_file():
         raise ConfigError(
             f"run.resume=true but {config.run_folder}/checkpoints holds no complete checkpoint; set run.resume=false"
         )
@@ -73,13 +97,39 @@ def _check_hang(config: Config) -> None:
             )
 
 
-def _check_packages(trainer: TrainerConfig) -> None:
-    for name, value, wanted, package in (
+def _check_packages(config: Config) -> None:
+    check_packages(config.trainer)
+
+
+def missing_packages(trainer: TrainerConfig) -> dict[str, str]:
+    """Packages that settings of the trainer name and that are not installed here: setting by package."""
+    named = (
         ("layers", trainer.layers, "transformer_engine", "transformer_engine"),
         ("attention", trainer.attention, "flash", "flash_attn"),
-    ):
-        if value == wanted and importlib.util.find_spec(package) is None:
-            raise ConfigError(f"trainer.{name}={value} needs the package {package}, which is not installed here")
+    )
+    return {
+        package: f"trainer.{name}={value}"
+        for name, value, wanted, package in named
+        if value == wanted and importlib.util.find_spec(package) is None
+    }
+
+
+def check_packages(trainer: TrainerConfig) -> None:
+    """Check that the packages that settings of the trainer name are installed here. Raises ConfigError."""
+    for package, named_by in missing_packages(trainer).items():
+        raise ConfigError(f"{named_by} needs the package {package}, which is not installed here")
+
+
+def _check_attention(config: Config) -> None:
+    kernel = config.trainer.attention
+    if kernel in ("varlen", "flash"):
+        for name, value, needed in (
+            ("model.dtype", config.model.dtype, "bfloat16"), ("model.platform", config.model.platform, "cuda")
+        ):  # fmt: skip
+            if value not in (needed, "auto"):
+                raise ConfigError(
+                    f"trainer.attention={kernel} needs {name}={needed}, not {value}; set it, or trainer.attention=auto"
+                )
 
 
 def _check_start(config: Config) -> None:
@@ -126,6 +176,12 @@ def _check_rollout(config: Config) -> None:
             f"trainer.tokens_per_microbatch={trainer.tokens_per_microbatch} cannot hold a sample of "
             f"rollout.max_model_len={rollout.max_model_len} tokens; raise it or lower max_model_len"
         )
+    tokens, sequences = rollout.max_num_batched_tokens, rollout.max_num_seqs
+    if 0 < tokens < sequences:
+        raise ConfigError(
+            f"rollout.max_num_batched_tokens={tokens} is less than rollout.max_num_seqs={sequences}, of which each "
+            "needs a token in every step; raise it"
+        )
     if rollout.group_size < 2 and trainer.loss.name != "raft":
         raise ConfigError("rollout.group_size=1 gives no baseline; use at least 2, or trainer.loss.name=raft")
     _check_loss(config)
@@ -134,6 +190,11 @@ def _check_rollout(config: Config) -> None:
         raise ConfigError(
             "rollout.context.rounds=1 leaves no room to append to (rollout.context.policy=append); set rounds to at "
             "least 2, or policy to sliding"
+        )
+    if rollout.context.compact and rollout.context.response_format not in ("bare", "vanilla"):
+        raise ConfigError(
+            f"rollout.context.response_format={rollout.context.response_format} has no effect with "
+            "rollout.context.compact=true, whose responses are bare tool calls; set it to bare, or compact to false"
         )
     if rollout.mode != "async" and rollout.max_staleness not in (config.staleness_limit, RolloutConfig().max_staleness):
         raise ConfigError(
@@ -156,7 +217,11 @@ def _check_warm_start(config: Config) -> None:
         raise ConfigError(
             "trainer.warm_start.demonstrations_file has no effect with trainer.warm_start.demonstrations=0; set both"
         )
-    if not Path(settings.demonstrations_file).is_file():
+
+
+def _check_demonstrations(config: Config) -> None:
+    settings = config.trainer.warm_start
+    if settings.demonstrations_file and not Path(settings.demonstrations_file).is_file():
         raise ConfigError(
             f"trainer.warm_start.demonstrations_file={settings.demonstrations_file} is not a file; write one with "
             "`webrl demonstrate`"
@@ -179,17 +244,22 @@ def _check_loss(config: Config) -> None:
             f"trainer.reward.length_window={reward.length_window} exceeds "
             f"rollout.max_new_tokens={config.rollout.max_new_tokens}; lower it"
         )
-    stored = (config.reference_weights_folder / "megatron" / "metadata.json").is_file()
-    if config.run.resume and loss.kl_coefficient and config.trainer.warm_start.demonstrations and not stored:
-        raise ConfigError(
-            f"trainer.loss.kl_coefficient={loss.kl_coefficient} refers to the weights after the warm start, but "
-            f"{config.reference_weights_folder} does not hold them: a run stores them only if it begins with the "
-            "penalty; set it to 0"
-        )
 
 
 def _check_evaluation(config: Config) -> None:
-    evaluation = config.evaluation
+    evaluation, tasks = config.evaluation, config.tasks
+    if not evaluation.episodes and not (tasks.from_files or tasks.from_import_path):
+        raise ConfigError(
+            f"evaluation.episodes=0 means all rows of a test file, which tasks.source={tasks.source} has not; set it "
+            "to at least 1"
+        )
+    if tasks.from_files and not tasks.train_file and not evaluation.only:
+        raise ConfigError(f"tasks.source={tasks.source} needs tasks.train_file for training; name the file")
+    if tasks.from_files and not tasks.test_file and (evaluation.before or evaluation.after or evaluation.every):
+        raise ConfigError(
+            f"tasks.source={tasks.source} needs tasks.test_file for evaluations; name the file, or turn "
+            "evaluation.before, evaluation.after and evaluation.every off"
+        )
     if evaluation.samples > 1 and evaluation.temperature == 0:
         raise ConfigError(
             f"evaluation.samples={evaluation.samples} with evaluation.temperature=0 repeats the same episode; set "
@@ -211,3 +281,8 @@ def _check_ring(config: Config) -> None:
             f"ring.capacity_mib={config.ring.capacity_mib} exceeds the {size} MiB of {SHARED_MEMORY}; lower it or "
             f"enlarge {SHARED_MEMORY}"
         )
+
+
+MACHINE_CHECKS: tuple[Callable[[Config], None], ...] = (
+    *(_check_packages, _check_start, _check_demonstrations, _check_ring, _check_resume),
+)  # of what this machine has: packages, files, shared memory

@@ -8,7 +8,7 @@ from typing import Literal
 
 Recompute = Literal["none", "selective", "full"]
 LayerImplementation = Literal["local", "transformer_engine"]
-AttentionKernel = Literal["sdpa", "flash"]
+AttentionKernel = Literal["auto", "sdpa", "varlen", "flash"]
 
 
 class MissingLibraryError(RuntimeError):
@@ -22,7 +22,7 @@ class ComputeOptions:
     sequence_parallel: bool = True  # shard tokens over the tensor-parallel ranks between the sharded parts of a layer
     recompute: Recompute = "none"  # activations recomputed: none; selective (attention and MLP); full (layers)
     layers: LayerImplementation = "local"  # linear layers and norms: megatron-core or Transformer Engine
-    attention: AttentionKernel = "sdpa"  # PyTorch's, per sample, or flash-attn's variable-length kernel
+    attention: AttentionKernel = "auto"  # PyTorch's per sample, PyTorch's or flash-attn's for variable lengths
     train_vision: bool = True
 
     def __post_init__(self) -> None:

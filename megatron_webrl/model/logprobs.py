@@ -55,8 +55,9 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         for rows in _chunks(logits):
             softmax = (logits[rows, : ctx.real].float() / ctx.temperature - lse[rows, None]).exp_()
             part = softmax.mul_(-gradient[rows, None])
-            mine = ((local[rows] >= 0) & (local[rows] < ctx.real)).nonzero().squeeze(1)
-            part[mine, local[rows][mine]] += gradient[rows][mine]
+            if ctx.real:
+                mine, column = _own_column(local[rows], ctx.real)
+                part.scatter_add_(1, column, (gradient[rows] * mine)[:, None])
             result[rows, : ctx.real] = part.to(logits.dtype)
         return result, None, None, None, None
 
@@ -72,11 +73,17 @@ def _statistics(scaled: Tensor, local: Tensor, group: ProcessGroup | None) -> tu
     sums = torch.zeros(3, scaled.shape[0], dtype=torch.float32, device=scaled.device)
     sums[0] = weights.sum(dim=1)
     sums[1] = (weights * shifted).sum(dim=1)
-    mine = ((local >= 0) & (local < real)).nonzero().squeeze(1)
-    sums[2, mine] = shifted[mine, local[mine]]
+    if real:
+        mine, column = _own_column(local, real)
+        sums[2] = torch.where(mine, shifted.gather(1, column)[:, 0], 0.0)
     _reduce(sums, ReduceOp.SUM, group)
     log_total = sums[0].log()
     return sums[2] - log_total, log_total - sums[1] / sums[0], peak + log_total
+
+
+def _own_column(local: Tensor, real: int) -> tuple[Tensor, Tensor]:
+    """Whether each target is in this slice, bool [r], and its column, else any one, [r, 1]. Waits for no device."""
+    return (local >= 0) & (local < real), local.clamp(0, real - 1)[:, None]
 
 
 def _reduce(tensor: Tensor, operation: Any, group: ProcessGroup | None) -> None:

@@ -35,6 +35,8 @@ class Platform:
     backend: Literal["gloo", "nccl"]
 
 
+CONTEXT_BYTES = 2**30  # of one process on a GPU, outside of PyTorch's allocator: CUDA context, loaded kernels
+
 _active: Platform | None = None
 
 
@@ -57,6 +59,17 @@ def activate(name: str) -> Platform:
     return _active
 
 
+def limit_memory(platform: Platform, fraction: float) -> None:
+    """Limit PyTorch's allocator to `fraction` of the GPU's memory, less the contexts of two processes. CPU: no effect.
+
+    An allocation beyond the limit raises torch.OutOfMemoryError here instead of taking another process's memory.
+    """
+    if platform.name == "cuda":
+        total = torch.cuda.get_device_properties(platform.device).total_memory
+        allowed = max(fraction * total - 2 * CONTEXT_BYTES, 0)
+        torch.cuda.set_per_process_memory_fraction(allowed / total, platform.device)
+
+
 def _use_cuda() -> Platform:
     if not torch.cuda.is_available():
         raise RuntimeError("platform=cuda was requested, but this process sees no GPU; use platform=cpu")
@@ -67,6 +80,7 @@ def _use_cuda() -> Platform:
             f"local rank {index} has no GPU: this process sees {torch.cuda.device_count()}; start fewer ranks per node"
         )
     torch.cuda.set_device(index)
+    _define_router_gemm()
     return Platform("cuda", torch.device("cuda", index), "nccl")
 
 
@@ -225,16 +239,23 @@ def _redirect_megatron() -> None:
         from megatron.core import jit  # imports most of Megatron
 
     jit.disable_jit_fuser()
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    moe_utils.te_general_gemm = None  # undefined without Transformer Engine, but referenced when experts route tokens
-    from megatron.core.transformer.moe import token_dispatcher
+    moe_utils.te_general_gemm = None  # Transformer Engine's works on CUDA only
 
     def to_array(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = to_array  # Megatron's makes arrays for collectives only on a GPU
     _redirect_uneven_collectives()
+
+
+def _define_router_gemm() -> None:
+    """megatron-core 0.16.1 does not define it without Transformer Engine, but asks for it in the router."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 def _redirect_uneven_collectives() -> None:

@@ -10,11 +10,14 @@ from megatron.core.utils import get_pg_rank, get_pg_size
 
 from megatron_webrl.model.layout import ParallelSizes, RankCoordinates, check_rank_count
 
+TIMEOUT_SECONDS = 1800.0  # Megatron's default
 
-def init_process_groups(sizes: ParallelSizes, seed: int = 0) -> None:
+
+def init_process_groups(sizes: ParallelSizes, seed: int = 0, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
     """Create all groups and seed Megatron's random states. Collective; torch.distributed must be initialised.
 
-    The remaining factor of the ranks is data parallel. Raises ValueError if the sizes do not divide the ranks.
+    The remaining factor of the ranks is data parallel. A collective on the groups raises after `timeout_seconds`.
+    Raises ValueError if the sizes do not divide the ranks.
     """
     check_rank_count(sizes, torch.distributed.get_world_size())
     if sizes.virtual > 1 and sizes.pipeline == 1:
@@ -26,6 +29,7 @@ def init_process_groups(sizes: ParallelSizes, seed: int = 0) -> None:
         context_parallel_size=sizes.context,
         expert_model_parallel_size=sizes.expert,
         expert_tensor_parallel_size=sizes.expert_tensor,
+        distributed_timeout_minutes=timeout_seconds / 60,
     )
     model_parallel_cuda_manual_seed(seed)
 

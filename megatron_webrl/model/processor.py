@@ -6,7 +6,9 @@ Rollout, trainer and engine use the same processor class on the same folder, so 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+import secrets
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ _TAGS = (  # structural tags of a prompt, escaped even if the tokenizer has no e
     "<think>",
     "</think>",
 )
+_SHIELDS = {tag: f"<{secrets.token_hex(8)}>" for tag in ("<think>", "</think>")}
+"""What stands for a tag in a chat template that would interpret it; no page can guess it."""
 
 
 class Processor:
@@ -62,10 +66,22 @@ class Processor:
         """Tokens of a conversation up to the start of the assistant's answer: int32 [n].
 
         A message has "role" and "content": a string, or a list of {"type": "text", "text": ...} and {"type": "image"}.
-        Each image is one placeholder token; `expand_image_tokens` repeats it to its full length.
+        Each image is one placeholder token; `expand_image_tokens` repeats it to its full length. <think> tags of an
+        earlier answer stay, although templates of Thinking models leave thoughts out.
         """
-        text = self._processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        shielded = [_replace_in_answer(message, _SHIELDS) for message in messages]
+        text = self._processor.apply_chat_template(shielded, add_generation_prompt=True, tokenize=False)
+        for tag, shield in _SHIELDS.items():
+            text = text.replace(shield, tag)
         return self._encode(text)
+
+    @cached_property
+    def thought_prefix(self) -> str:
+        """The end of every prompt if it opens a thought, as with Thinking models: "<think>" and a line end; else ""."""
+        message = {"role": "user", "content": "."}
+        text = self._processor.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
+        _, tag, rest = text.rpartition("<think>")
+        return tag + rest if tag and "</think>" not in rest else ""
 
     def encode_turn(self, message: dict[str, Any]) -> np.ndarray:
         """Tokens of a user message up to the start of the next answer: int32 [n].
@@ -189,6 +205,16 @@ class Processor:
             height, width, patch * self.merge_size, min_pixels=limits.shortest_edge, max_pixels=limits.longest_edge
         )
         return 1, rows // patch, columns // patch
+
+
+def _replace_in_answer(message: dict[str, Any], replacements: Mapping[str, str]) -> dict[str, Any]:
+    """The message; if it is an answer, with these parts replaced."""
+    content = message["content"]
+    if message["role"] != "assistant" or not isinstance(content, str):
+        return message
+    for part, replacement in replacements.items():
+        content = content.replace(part, replacement)
+    return message | {"content": content}
 
 
 def _noise(height: int, width: int) -> bytes:

@@ -44,7 +44,7 @@ class ParityRequest:
     samples: Path | None = None  # JSONL; None: built-in samples
     sizes: ParallelSizes = field(default_factory=ParallelSizes)
     layers: str = "local"  # or "transformer_engine"
-    attention: str = "sdpa"  # or "flash"
+    attention: str = "auto"  # or "sdpa", "varlen", "flash"
     dtype: str = "float32"
     platform: str = "auto"
     tolerance: float | None = None  # None: DEFAULT_TOLERANCE of the dtype

@@ -34,7 +34,7 @@ def add_parity(commands: Any) -> None:
         parity.add_argument(option, type=int, default=1, metavar="N", help=f"{text} (default: 1)")
     for option, choices, text in (
         ("--layers", ("local", "transformer_engine"), "library of Megatron's linear layers and norms"),
-        ("--attention", ("sdpa", "flash"), "Megatron's attention"),
+        ("--attention", ("auto", "sdpa", "varlen", "flash"), "Megatron's attention"),
         ("--dtype", ("float32", "bfloat16"), "type of weights and activations"),
         ("--platform", ("auto", "cpu", "cuda"), "device to compute on"),
     ):

@@ -1,27 +1,30 @@
-"""Checks of one node by itself: software, shared memory, browser, ports, cores, GPUs."""
+"""Checks of one node by itself: software, shared memory, browser, ports, cores, limits, GPUs."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from megatron_webrl.browser.chromium import find_chromium, use_sandbox
 from megatron_webrl.browser.errors import BrowserError
 from megatron_webrl.cluster.parallel_layout import image_buffer_mib
 from megatron_webrl.cluster.placement import Placement
 from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch import role_process
-from megatron_webrl.launch.validation import SHARED_MEMORY
+from megatron_webrl.launch.validation import SHARED_MEMORY, check_packages
 from megatron_webrl.model.hf_config import read_model_config
+from megatron_webrl.preflight import cuda_driver, resource_limits
 
 DOCTOR_SECONDS = 180.0
 BROWSER_SECONDS = 60.0
-NVIDIA_SMI_SECONDS = 60.0
+GROUP_SECONDS = 30.0  # limit for forming a group of two nodes and exchanging data in it
+MESSAGE_BYTES = 64 * 2**20  # of an all-reduce
 _TEST_PAGE, _EXPECTED_HTML = "data:text/html,<p>fit</p>", "<p>fit</p>"
 
 
@@ -30,7 +33,12 @@ class CheckFailed(RuntimeError):
 
 
 def check_software(config: Config, placement: Placement) -> None:
-    """Check that the packages of both roles are installed (`webrl doctor`). Raises CheckFailed."""
+    """Check the packages of both roles (`webrl doctor`) and of the trainer's settings. Raises CheckFailed."""
+    if not config.evaluation.only:
+        try:
+            check_packages(config.trainer)
+        except ConfigError as error:
+            raise CheckFailed(str(error)) from error
     command = role_process.webrl_command(["doctor", "--json"])
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DOCTOR_SECONDS, check=False)
@@ -45,7 +53,9 @@ def check_software(config: Config, placement: Placement) -> None:
 
 
 def check_shared_memory(config: Config, placement: Placement) -> None:
-    """Check that the ring and the trainer's image buffers fit in shared memory. Raises CheckFailed."""
+    """Check that the ring and the trainer's image buffers fit in shared memory, if any. Raises CheckFailed."""
+    if config.evaluation.only:
+        return
     ranks = sum(process.role == "trainer" for process in placement.on_node(0))
     vision = read_model_config(config.model.path)["vision_config"]
     images = ranks * image_buffer_mib(config, vision["patch_size"], vision["spatial_merge_size"])
@@ -107,22 +117,19 @@ def check_cores(config: Config, placement: Placement) -> None:
 
 
 def check_gpus(config: Config, placement: Placement) -> None:
-    """Check the number of GPUs and their memory. Raises CheckFailed."""
+    """Check the number of GPUs, their memory, and that the driver fits torch. Raises CheckFailed."""
     cluster = config.cluster
     if not cluster.gpus_per_node:
         return
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    if not shutil.which(command[0]):
-        raise CheckFailed(
-            f"cluster.gpus_per_node={cluster.gpus_per_node}, but nvidia-smi is not installed; install the NVIDIA driver"
-        )
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        raise CheckFailed(f"nvidia-smi did not finish within {NVIDIA_SMI_SECONDS:.0f} s; a GPU hangs") from None
-    if done.returncode:
-        raise CheckFailed(f"nvidia-smi failed: {(done.stdout + done.stderr).strip()[:300]}")
-    check_gpu_memory(config, done.stdout.split())
+        check_gpu_memory(config, [row[0] for row in cuda_driver.query_gpus("memory.total")])
+        problem = cuda_driver.driver_problem(cuda_driver.torch_cuda_version(), cuda_driver.find_driver())
+    except cuda_driver.NvidiaSmiError as error:
+        raise CheckFailed(f"cluster.gpus_per_node={cluster.gpus_per_node}, but {error}") from error
+    except ImportError as error:
+        raise CheckFailed(f"torch does not import: {error}") from error
+    if problem:
+        raise CheckFailed(problem)
 
 
 def check_gpu_memory(config: Config, mib: Sequence[str]) -> None:
@@ -136,8 +143,18 @@ def check_gpu_memory(config: Config, mib: Sequence[str]) -> None:
         raise CheckFailed(f"a GPU has {small[0]} MiB, but cluster.gpu_gib={cluster.gpu_gib:g}")
 
 
+def check_limits(config: Config, placement: Placement, infiniband: Path = resource_limits.INFINIBAND_DEVICES) -> None:
+    """Check the limits of open files and, with devices in `infiniband`, of locked memory. Raises CheckFailed."""
+    problems = [resource_limits.open_files_problem(resource_limits.needed_open_files(config, placement))]
+    if config.cluster.gpus_per_node:
+        problems.append(resource_limits.locked_memory_problem(infiniband))
+    if any(problems):
+        raise CheckFailed("; ".join(filter(None, problems)))
+
+
 CHECKS: dict[str, Callable[[Config, Placement], None]] = {
     "cores": check_cores,
+    "limits": check_limits,
     "gpus": check_gpus,
     "shared memory": check_shared_memory,
     "ports": check_ports,

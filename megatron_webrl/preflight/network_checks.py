@@ -1,7 +1,8 @@
 """Checks that all nodes of a job do together: clocks, links between neighbours, an all-reduce.
 
-The nodes meet at a store on the first one. Members of a stage are those that have passed so far. Each does an
-all-reduce with the next and with the previous one: a node that fails with both is at fault. Then all members do one.
+The nodes meet at a store on the first one. Members of a stage are those that have passed so far. Each GPU does an
+all-reduce with the same GPU of the next node, and with that of the previous one; blame.py decides which nodes are at
+fault. Then all GPUs of all members do one.
 """
 
 from __future__ import annotations
@@ -11,26 +12,24 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
-from megatron_webrl.preflight.local_checks import CheckFailed
+from megatron_webrl.cluster.cores import format_cores
+from megatron_webrl.preflight.blame import LinkResults, blame_group, blame_links
+from megatron_webrl.preflight.exchange import ExchangeRank, ExchangeResult, ExchangeStatus, run_ranks
+from megatron_webrl.preflight.local_checks import GROUP_SECONDS, MESSAGE_BYTES, CheckFailed
 from megatron_webrl.system.text import first_line
 
 CLOCK_SECONDS = 1.0  # largest difference between two clocks
-GROUP_SECONDS = 30.0  # limit for forming a group and exchanging data in it
 GATHER_SECONDS = 300.0  # limit for all nodes to finish their local checks
-LOCAL_STAGE, LINK_STAGE = "local", "link"  # stages: local checks, links with neighbours
-MESSAGE_BYTES = 64 * 2**20
-REPEATS = 3
-INTERFACE_HINT = "with several network cards set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+LOCAL_STAGE, LINK_STAGE, ALL_STAGE = "local", "link", "all"  # local checks, links with neighbours, all-reduce
 
 
 @dataclass
@@ -39,6 +38,7 @@ class NetworkCheckGroup:
 
     node_index: int  # of this node, from 0; node 0 hosts the store
     node_names: Sequence[str]  # of all nodes
+    address: str  # of node 0
     store: TCPStore
 
     @classmethod
@@ -53,39 +53,44 @@ class NetworkCheckGroup:
                 temporary = file.with_suffix(".tmp")
                 temporary.write_text(str(store.port))
                 temporary.rename(file)
-                return cls(number, names, store)
+                return cls(number, names, address, store)
             deadline = time.monotonic() + seconds
             while not file.is_file():
                 if time.monotonic() > deadline:
                     raise CheckFailed(f"{names[0]} did not start the network check within {seconds:.0f} s ({file})")
                 time.sleep(0.1)
             port = int(file.read_text())
-            return cls(number, names, TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit))
+            store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
+            return cls(number, names, address, store)
         except (DistNetworkError, DistStoreError) as error:
             raise CheckFailed(
                 f"no connection to {names[0]} ({address}) within {seconds:.0f} s: {first_line(error)[:200]}"
             ) from error
 
-    def passed_members(self, stage: str, passed: bool, seconds: float = GATHER_SECONDS) -> list[int]:
-        """Indices of the nodes that passed a stage, as node 0 decides; a node that is silent for `seconds` failed.
+    def gather(self, stage: str, value: str, seconds: float = GATHER_SECONDS) -> dict[int, str]:
+        """The values of all nodes at a stage, as node 0 collects them; without a node that is silent for `seconds`.
 
-        Raises CheckFailed if node 0 does not decide.
+        Raises CheckFailed if node 0 does not answer.
         """
-        self.store.set(f"{stage}/{self.node_index}", str(int(passed)))
+        self.store.set(f"{stage}/{self.node_index}", value)
         if self.node_index == 0:
             deadline = time.monotonic() + seconds
             keys = [f"{stage}/{number}" for number in range(len(self.node_names))]
             while (silent := [key for key in keys if not self.store.check([key])]) and time.monotonic() < deadline:
                 time.sleep(0.05)
-            members = [number for number, key in enumerate(keys) if key not in silent and self.store.get(key) == b"1"]
-            self.store.set(f"{stage}/members", json.dumps(members))
+            found = {number: self.store.get(key).decode() for number, key in enumerate(keys) if key not in silent}
+            self.store.set(f"{stage}/all", json.dumps(found))
         try:
-            self.store.wait([f"{stage}/members"], timedelta(seconds=seconds + GROUP_SECONDS))
-            return json.loads(self.store.get(f"{stage}/members"))
+            self.store.wait([f"{stage}/all"], timedelta(seconds=seconds + GROUP_SECONDS))
+            return {int(number): text for number, text in json.loads(self.store.get(f"{stage}/all")).items()}
         except (DistNetworkError, DistStoreError) as error:
             raise CheckFailed(
-                f"{self.node_names[0]} did not list the members of the {stage} stage: {first_line(error)[:200]}"
+                f"{self.node_names[0]} did not collect the results of the {stage} stage: {first_line(error)[:200]}"
             ) from error
+
+    def passed_members(self, stage: str, passed: bool, seconds: float = GATHER_SECONDS) -> list[int]:
+        """Indices of the nodes that passed a stage; a node that is silent for `seconds` failed. Raises CheckFailed."""
+        return [number for number, text in sorted(self.gather(stage, str(int(passed)), seconds).items()) if text == "1"]
 
     def leave(self) -> None:
         """Report this node as done; node 0 waits until all nodes that joined are done, within a limit."""
@@ -149,71 +154,136 @@ def pair_rounds(count: int) -> list[list[tuple[int, int]]]:
     return [pairs for pairs in rounds if pairs]
 
 
-def measure_all_reduce(
-    store: Store,
-    members: Sequence[str],
-    rank: int,
-    cuda: bool,
-    seconds: float = GROUP_SECONDS,
-    size: int = MESSAGE_BYTES,
-) -> float:
-    """Best GiB/s, each way, of REPEATS all-reduces of `size` bytes. Raises CheckFailed naming the other members."""
-    others = ", ".join(name for number, name in enumerate(members) if number != rank)
-    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    values = torch.ones(size // 4, device=device)
-    try:
-        group = _group(store, rank, len(members), cuda, seconds)
-        best = float("inf")
-        for _ in range(REPEATS):
-            values.fill_(1.0)
-            started_at = time.perf_counter()
-            group.allreduce([values]).wait()
-            if cuda:
-                torch.cuda.synchronize()
-            best = min(best, time.perf_counter() - started_at)
-    except RuntimeError as error:  # the base of DistError and of the errors of gloo and NCCL
-        raise CheckFailed(f"all-reduce with {others} failed: {first_line(error)[:200]} ({INTERFACE_HINT})") from error
-    if not bool((values == len(members)).all()):
-        raise CheckFailed(f"all-reduce with {others} gave a wrong sum")
-    return 2 * (len(members) - 1) / len(members) * size / best / 2**30
+@dataclass(frozen=True)
+class NodeDevices:
+    """The GPUs of this node, or processes without GPUs, which take part in exchanges."""
+
+    node: str
+    count: int
+    cuda: bool
+    nics: Sequence[str] = ()  # network card of each GPU; empty: NCCL chooses
+    message_bytes: int = MESSAGE_BYTES
+
+    def run(
+        self, address: str, port: int, prefix: str, rank: int, size: int, seconds: float, *, pairs: bool = False
+    ) -> list[ExchangeResult]:
+        """Exchange as ranks `rank` and following of a group; with `pairs` each device is `rank` of its own group."""
+        return run_ranks(
+            [
+                ExchangeRank(
+                    f"{self.node}.{'gpu' if self.cuda else 'cpu'}{index}",
+                    address,
+                    port,
+                    f"{prefix}/{index}" if pairs else prefix,
+                    rank if pairs else rank + index,
+                    size,
+                    seconds,
+                    self.message_bytes,
+                    index if self.cuda else None,
+                    self.nics[index] if self.nics else "",
+                )
+                for index in range(self.count)
+            ]
+        )
+
+    def names(self, indices: Sequence[int]) -> str:
+        """ "gpu 3", "gpu 0-7", or "process 1" without GPUs; empty if there is only one of those."""
+        if self.count == 1 and not self.cuda:
+            return ""
+        return f"{'gpu' if self.cuda else 'process'} {format_cores(indices)}"
+
+
+def check_devices(devices: NodeDevices, seconds: float = GROUP_SECONDS) -> float:
+    """GiB/s of an all-reduce among the devices of this node. Raises CheckFailed that names those at fault."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    results = devices.run("127.0.0.1", store.port, "node", 0, devices.count, seconds)
+    if faulty := blame_group({index: [result] for index, result in enumerate(results)}):
+        reason = results[faulty[0]].message
+        raise CheckFailed(f"{devices.names(faulty)}: all-reduce among the node's {devices.count} failed: {reason}")
+    return min(result.gib_per_second for result in results)
 
 
 def check_links(
-    store: Store, members: Sequence[str], rank: int, cuda: bool, minimum: float, seconds: float = GROUP_SECONDS
-) -> dict[str, float]:
-    """GiB/s with each neighbour. Raises CheckFailed if all fail or are below `minimum`; of only two nodes, 0 passes."""
-    speeds: dict[str, float] = {}
-    failed: dict[str, str] = {}
+    group: NetworkCheckGroup,
+    members: Sequence[int],
+    devices: NodeDevices,
+    minimum: float,
+    seconds: float = GROUP_SECONDS,
+) -> LinkResults:
+    """All-reduces of this node, one of `members`, with both neighbours; below `minimum` GiB/s they are slow.
+
+    Returns the results of all members that report, for `link_failure` and `good_members`. Raises CheckFailed.
+    """
+    rank = members.index(group.node_index)
+    results: dict[int, list[ExchangeResult]] = {}
     for number, pairs in enumerate(pair_rounds(len(members))):
         for pair in pairs:
             if rank not in pair:
                 continue
-            other = members[pair[1 - pair.index(rank)]]
-            pair_store = PrefixStore(f"link/{number}/{pair[0]}", store)
-            try:
-                limit = seconds * (number + 1)  # the neighbour may have waited for a bad node in each earlier round
-                names = [members[member] for member in pair]
-                speed = measure_all_reduce(pair_store, names, pair.index(rank), cuda, limit)
-                speeds[other] = speed
-                if speed < minimum:
-                    failed[other] = f"{speed:.2f} GiB/s with {other}, below {minimum:g}"
-            except CheckFailed as error:
-                failed[other] = str(error)
-    neighbours = {*speeds, *failed}
-    if neighbours and len(failed) == len(neighbours) and not (len(members) == 2 and rank == 0):
-        raise CheckFailed("; ".join(failed.values()))
-    return speeds
+            limit = seconds * (number + 1)  # the neighbour may have waited for a bad node in an earlier round
+            prefix, place = f"link/{number}/{pair[0]}", pair.index(rank)
+            row = devices.run(group.address, group.store.port, prefix, place, 2, limit, pairs=True)
+            results[members[pair[1 - place]]] = [_judged(result, minimum) for result in row]
+    return gather_links(group, members, results)
 
 
-def all_reduce_store(store: Store) -> Store:
-    """The store of the final all-reduce among all members."""
-    return PrefixStore("all", store)
+def gather_links(
+    group: NetworkCheckGroup, members: Sequence[int], own: Mapping[int, Sequence[ExchangeResult]] | None
+) -> LinkResults:
+    """The link results of all members; `own`: of this node, None if it is no member. Raises CheckFailed."""
+    text = "" if own is None else json.dumps({node: list(map(asdict, row)) for node, row in own.items()})
+    return {
+        node: {int(other): list(map(_read, row)) for other, row in json.loads(text).items()}
+        for node, text in group.gather(LINK_STAGE, text).items()
+        if text and node in members
+    }
 
 
-def _group(store: Store, rank: int, size: int, cuda: bool, seconds: float) -> Any:
-    if cuda:  # a CPU build of torch has no ProcessGroupNCCL, not even for a type annotation
-        torch.cuda.set_device(0)
-        options = torch.distributed.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=seconds)
-        return torch.distributed.ProcessGroupNCCL(store, rank, size, options)
-    return ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
+def good_members(members: Sequence[int], results: LinkResults) -> list[int]:
+    """The members that reported their links and are not at fault."""
+    faulty = blame_links(results)
+    return [member for member in members if member in results and member not in faulty]
+
+
+def link_failure(group: NetworkCheckGroup, results: LinkResults, devices: NodeDevices) -> str:
+    """Why this node's links fail, with the GPUs at fault; empty if they do not."""
+    faulty = blame_links(results).get(group.node_index)
+    if not faulty:
+        return ""
+    reasons = []
+    for other, row in results[group.node_index].items():
+        found = next((row[gpu] for gpu in faulty if row[gpu].status is not ExchangeStatus.OK), None)
+        if found is not None:
+            slow = found.status is ExchangeStatus.SLOW
+            reasons.append(f"{'' if slow else 'all-reduce '}with {group.node_names[other]}: {found.message}")
+    names = devices.names(faulty)
+    return f"{names}{': ' if names else ''}{'; '.join(reasons)}"
+
+
+def check_all_reduce(
+    group: NetworkCheckGroup, members: Sequence[int], devices: NodeDevices, seconds: float = 4 * GROUP_SECONDS
+) -> float:
+    """GiB/s of an all-reduce among all devices of `members`, of which this node is one; 0 if another node failed.
+
+    Raises CheckFailed if it fails because of this node, or for no known reason.
+    """
+    rank, size = members.index(group.node_index) * devices.count, len(members) * devices.count
+    row = devices.run(group.address, group.store.port, "all-reduce", rank, size, seconds)
+    texts = group.gather(ALL_STAGE, json.dumps(list(map(asdict, row))))
+    found = {node: list(map(_read, json.loads(texts[node]))) for node in members if texts.get(node)}
+    if group.node_index in blame_group(found, complete=len(found) == len(members)):
+        failed = [index for index, result in enumerate(row) if result.status is not ExchangeStatus.OK]
+        others = ", ".join(group.node_names[member] for member in members if member != group.node_index)
+        raise CheckFailed(f"{devices.names(failed)} all-reduce with {others} failed: {row[failed[0]].message}".strip())
+    return min(result.gib_per_second for result in row)  # 0 after a failure of another node
+
+
+def _judged(result: ExchangeResult, minimum: float) -> ExchangeResult:
+    if result.status is ExchangeStatus.OK and result.gib_per_second < minimum:
+        message = f"{result.gib_per_second:.2f} GiB/s, below {minimum:g}"
+        return ExchangeResult(ExchangeStatus.SLOW, result.gib_per_second, message)
+    return result
+
+
+def _read(fields: dict[str, Any]) -> ExchangeResult:
+    return ExchangeResult(ExchangeStatus(fields["status"]), fields["gib_per_second"], fields["message"])

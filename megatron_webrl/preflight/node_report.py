@@ -15,6 +15,7 @@ class NodeReport:
     node: str
     failed_checks: dict[str, str] = field(default_factory=dict)  # reason by check
     measurements: dict[str, float] = field(default_factory=dict)  # by name and unit, such as "clock, seconds"
+    warnings: list[str] = field(default_factory=list)  # such as a slow network card; the node passed nevertheless
 
     @property
     def failure_reason(self) -> str:
@@ -32,6 +33,13 @@ def write_report(config: Config, report: NodeReport) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(asdict(report), indent=1) + "\n")
     temporary.rename(path)
+
+
+def slow_nodes(config: Config, nodes: Sequence[str]) -> dict[str, str]:
+    """The nodes with a warning in their report, with it."""
+    paths = {node: report_folder(config) / f"{node}.json" for node in nodes}
+    found = {node: NodeReport(**json.loads(path.read_text())) for node, path in paths.items() if path.is_file()}
+    return {node: "; ".join(report.warnings) for node, report in found.items() if report.warnings}
 
 
 def bad_nodes(config: Config, nodes: Sequence[str]) -> dict[str, str]:

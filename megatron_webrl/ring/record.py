@@ -19,10 +19,10 @@ from typing import Any, cast
 import numpy as np
 
 from megatron_webrl.ring.errors import RecordError
-from megatron_webrl.types import Action, Step, Task, Trajectory
+from megatron_webrl.types import Action, JudgeStage, RubricFact, Step, Task, Trajectory, Verdict
 
 MAGIC = b"WEBRLREC"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 ALIGNMENT = 8
 _HEADER = struct.Struct("<8sIIQQ")
 
@@ -36,7 +36,7 @@ STEP_ARRAYS: tuple[tuple[str, str, int, tuple[int, ...]], ...] = (
     ("images", "<i4", _IMAGES, ()),
     ("image_grids", "<i4", _IMAGES, (3,)),
 )
-_NO_SCALARS = {name for name, *_ in STEP_ARRAYS} | {"action", "task", "steps", "images"}
+_NO_SCALARS = {name for name, *_ in STEP_ARRAYS} | {"action", "task", "steps", "images", "page_reward", "verdict"}
 _STEP_SCALARS = tuple(field.name for field in fields(Step) if field.name not in _NO_SCALARS)
 _KINDS = {"int": int, "float": float, "str": str}
 _SCALARS = {field.name: _KINDS[str(field.type)] for field in fields(Trajectory) if field.name not in _NO_SCALARS}
@@ -50,7 +50,8 @@ def encode_trajectory(trajectory: Trajectory) -> list[Buffer]:
     """
     lengths = [_lengths(step, index, len(trajectory.images)) for index, step in enumerate(trajectory.steps)]
     description: dict[str, Any] = {name: kind(getattr(trajectory, name)) for name, kind in _SCALARS.items()}
-    description["task"] = asdict(trajectory.task)
+    description["task"], description["page_reward"] = asdict(trajectory.task), trajectory.page_reward
+    description["verdict"] = None if trajectory.verdict is None else asdict(trajectory.verdict)
     description["steps"] = [
         {name: getattr(step, name) for name in _STEP_SCALARS}
         | {"action": None if step.action is None else asdict(step.action), "lengths": length}
@@ -101,6 +102,7 @@ def _build(view: memoryview, description: dict[str, Any], position: int, copy: b
             arrays[name] = flat.copy() if copy else flat
             position += _padded(size)
         scalars = {name: described[name] for name in _STEP_SCALARS}
+        scalars["leniencies"] = tuple(scalars["leniencies"])
         steps.append(Step(action=_action(described["action"]), **arrays, **scalars))
     images: list[Buffer] = []
     for size in description["images"]:
@@ -108,8 +110,10 @@ def _build(view: memoryview, description: dict[str, Any], position: int, copy: b
         images.append(bytes(image) if copy else image)
         position += size
     scalars = {name: kind(description[name]) for name, kind in _SCALARS.items()}
-    task = Task(**description["task"])
-    return Trajectory(task=task, steps=tuple(steps), images=cast(tuple[bytes, ...], tuple(images)), **scalars)
+    return Trajectory(
+        task=_task(description["task"]), steps=tuple(steps), images=cast(tuple[bytes, ...], tuple(images)),
+        page_reward=description["page_reward"], verdict=_verdict(description["verdict"]), **scalars,
+    )  # fmt: skip
 
 
 def _description(view: memoryview) -> tuple[dict[str, Any], int]:
@@ -160,6 +164,17 @@ def _action(described: dict[str, Any] | None) -> Action | None:
         return None
     pairs = {name: value for name, value in described.items() if isinstance(value, list)}
     return Action(**described | {name: (value[0], value[1]) for name, value in pairs.items()})
+
+
+def _task(described: dict[str, Any]) -> Task:
+    return Task(**described | {"facts": tuple(RubricFact(**fact) for fact in described.get("facts", ()))})
+
+
+def _verdict(described: dict[str, Any] | None) -> Verdict | None:
+    if described is None:
+        return None
+    stages = tuple(JudgeStage(**stage | {"errors": tuple(stage["errors"])}) for stage in described["stages"])
+    return Verdict(**described | {"stages": stages})
 
 
 def _scalar(value: Any) -> Any:

@@ -10,9 +10,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 from megatron_webrl.browser.page.keys import is_key_chord
+from megatron_webrl.rollout.responses import strip_thinking
 from megatron_webrl.rollout.toolset import ARGUMENT_ORDER, COORDINATE_TOOLSET, Toolset
 from megatron_webrl.system.text import shorten
 from megatron_webrl.types import COORDINATE_RANGE, Action
@@ -20,10 +23,19 @@ from megatron_webrl.types import COORDINATE_RANGE, Action
 TOOL_CALL_OPEN, TOOL_CALL_CLOSE = "<tool_call>", "</tool_call>"
 MAX_RESPONSE_CHARS = 200_000
 MAX_TEXT_CHARS = 4_000
+MAX_LONG_ANSWER_CHARS = 10_000  # accepted by the lenient parser; more could exceed a browser server's request limit
 MAX_URL_CHARS = 2_000
 MAX_WAIT_SECONDS = 60.0
 MAX_INDEX = 100_000  # of an element or a tab
 MAX_DESCRIBED_CHARS = 80  # of an action's text or URL in the history
+
+
+LENIENCIES = ("digit_string", "integral_float", "extra_argument", "url_scheme", "long_answer")
+"""Names of the deviations that a lenient parser accepts: docs/tasks.md."""
+
+_URL_WITHOUT_SCHEME = re.compile(
+    r"(//)?([\w-]+(\.[\w-]+)+\.?|localhost|\[[0-9a-f:.]+\])(:[0-9]{1,5})?([/?#].*)?", re.IGNORECASE
+)
 
 
 class _Malformed(ValueError):
@@ -71,23 +83,42 @@ def describe_action(action: Action) -> str:
     return " ".join(terms)
 
 
-def parse_tool_call(response: str, toolset: Toolset = COORDINATE_TOOLSET) -> tuple[Action | None, str | None]:
-    """The response's action, or else its format error; exactly one is None. Never raises.
+@dataclass(frozen=True)
+class ParsedCall:
+    """The action of a response, or else its format error; exactly one is None."""
 
-    <think> blocks are ignored; other text around the one tool call is allowed.
+    action: Action | None
+    format_error: str | None
+    leniencies: tuple[str, ...] = ()  # of LENIENCIES, each once: what a strict parser would have refused
+
+
+def parse_tool_call(response: str, toolset: Toolset = COORDINATE_TOOLSET, lenient: bool = False) -> ParsedCall:
+    """Parse the one tool call of a response; `lenient` accepts the deviations that LENIENCIES names. Never raises.
+
+    Thoughts are ignored, tool calls in them too; other text around the one tool call is allowed.
     """
+    leniency = _Leniency(lenient)
     try:
-        return _parse(response, toolset), None
+        action = _parse(response, toolset, leniency)
     except _Malformed as error:
-        return None, str(error)
+        return ParsedCall(None, str(error))
+    return ParsedCall(action, None, tuple(leniency.used))
 
 
-def strip_thinking(response: str) -> str:
-    """The response without its <think> blocks; an unclosed one extends to the end."""
-    return re.sub(r"<think>.*?(?:</think>\s*|\Z)", "", response, flags=re.DOTALL)
+class _Leniency:
+    """Accepts deviations if it is enabled, and notes their names."""
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self.used: dict[str, None] = {}  # a set in order of first use
+
+    def accepts(self, name: str) -> bool:
+        if self.enabled:
+            self.used[name] = None
+        return self.enabled
 
 
-def _parse(response: str, toolset: Toolset) -> Action:
+def _parse(response: str, toolset: Toolset, leniency: _Leniency) -> Action:
     if len(response) > MAX_RESPONSE_CHARS:
         raise _Malformed("too_long")
     text = strip_thinking(response)
@@ -103,7 +134,7 @@ def _parse(response: str, toolset: Toolset) -> Action:
         raise _Malformed("bad_call")
     if call["name"] != toolset.tool_name:
         raise _Malformed("unknown_tool")
-    return _action(call["arguments"], toolset)
+    return _action(call["arguments"], toolset, leniency)
 
 
 def _load(text: str) -> Any:
@@ -124,51 +155,56 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _action(arguments: dict[str, Any], toolset: Toolset) -> Action:
+def _action(arguments: dict[str, Any], toolset: Toolset, leniency: _Leniency) -> Action:
     if "action" not in arguments:
         raise _Malformed("missing_argument")
     kind = next((kind for kind in toolset.action_kinds if kind == arguments["action"]), None)
     if kind is None:
         raise _Malformed("unknown_action")
     required, optional = toolset.argument_names(kind)
-    values = {name: value for name, value in arguments.items() if name != "action"}
+    values = {name: value for name, value in arguments.items() if name in required + optional}
     if any(name not in values for name in required):
         raise _Malformed("missing_argument")
-    if any(name not in required + optional for name in values):
+    if len(values) < len(arguments) - 1 and not leniency.accepts("extra_argument"):
         raise _Malformed("unexpected_argument")
     checks: dict[str, Callable[[Any], Any]] = {
-        "coordinate": _coordinate,
-        "end_coordinate": _coordinate,
-        "element_id": _element_id,
-        "end_element_id": _element_id,
-        "text": _key if kind == "key" else _text,
+        "coordinate": partial(_coordinate, leniency),
+        "end_coordinate": partial(_coordinate, leniency),
+        "element_id": partial(_number_from_one, "bad_element_id", leniency),
+        "end_element_id": partial(_number_from_one, "bad_element_id", leniency),
+        "text": _key if kind == "key" else partial(_answer, leniency) if kind == "answer" else _text,
         "direction": _direction,
         "time": _time,
-        "url": _url,
-        "tab": _tab,
+        "url": partial(_url, leniency),
+        "tab": partial(_number_from_one, "bad_tab", leniency),
     }
     return Action(kind, **{name: checks[name](value) for name, value in values.items()})
 
 
-def _coordinate(value: Any) -> tuple[int, int]:
+def _coordinate(leniency: _Leniency, value: Any) -> tuple[int, int]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise _Malformed("bad_coordinate")
+    x, y = (_integer(number, leniency) for number in value)
+    if x is None or y is None or not (0 <= x <= COORDINATE_RANGE and 0 <= y <= COORDINATE_RANGE):
+        raise _Malformed("bad_coordinate")
+    return x, y
+
+
+def _number_from_one(error: str, leniency: _Leniency, value: Any) -> int:
+    """The number of an element or a tab."""
+    if isinstance(value, str) and re.fullmatch("[0-9]{1,6}", value) and leniency.accepts("digit_string"):
+        value = int(value)
+    number = _integer(value, leniency)
+    if number is None or not 1 <= number <= MAX_INDEX:
+        raise _Malformed(error)
+    return number
+
+
+def _integer(value: Any, leniency: _Leniency) -> int | None:
     # type() instead of isinstance: in Python true and false are integers.
-    if not isinstance(value, list) or len(value) != 2 or any(type(number) is not int for number in value):
-        raise _Malformed("bad_coordinate")
-    if not all(0 <= number <= COORDINATE_RANGE for number in value):
-        raise _Malformed("bad_coordinate")
-    return value[0], value[1]
-
-
-def _element_id(value: Any) -> int:
-    if type(value) is not int or not 1 <= value <= MAX_INDEX:
-        raise _Malformed("bad_element_id")
-    return value
-
-
-def _tab(value: Any) -> int:
-    if type(value) is not int or not 1 <= value <= MAX_INDEX:
-        raise _Malformed("bad_tab")
-    return value
+    if type(value) is float and value.is_integer() and leniency.accepts("integral_float"):
+        return int(value)
+    return value if type(value) is int else None
 
 
 def _key(value: Any) -> str:
@@ -177,8 +213,13 @@ def _key(value: Any) -> str:
     return value
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > MAX_TEXT_CHARS or not _is_unicode(value):
+def _answer(leniency: _Leniency, value: Any) -> str:
+    long = isinstance(value, str) and len(value) > MAX_TEXT_CHARS
+    return _text(value, MAX_LONG_ANSWER_CHARS if long and leniency.accepts("long_answer") else MAX_TEXT_CHARS)
+
+
+def _text(value: Any, limit: int = MAX_TEXT_CHARS) -> str:
+    if not isinstance(value, str) or len(value) > limit or not _is_unicode(value):
         raise _Malformed("bad_text")
     return value
 
@@ -195,9 +236,11 @@ def _time(value: Any) -> float:
     return value
 
 
-def _url(value: Any) -> str:
+def _url(leniency: _Leniency, value: Any) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= MAX_URL_CHARS or not _is_unicode(value):
         raise _Malformed("bad_url")
+    if _URL_WITHOUT_SCHEME.fullmatch(value.strip()) and leniency.accepts("url_scheme"):
+        return f"https://{value.strip().removeprefix('//')}"
     return value
 
 

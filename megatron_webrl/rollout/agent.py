@@ -1,27 +1,30 @@
-"""The agent: one episode, from reset to outcome."""
+"""The agent: one episode, from reset to its end. Evaluators decide its outcome later, without the browser."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_webrl.browser.errors import BrowserError
 from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.farm.client import RemoteSession
 from megatron_webrl.judge import outcome as judge
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.rollout.actions import parse_tool_call
+from megatron_webrl.rollout.actions import ParsedCall, parse_tool_call
 from megatron_webrl.rollout.contexts.base import ContextOverflow, Prompt, PromptContext
 from megatron_webrl.rollout.contexts.policies import make_context
 from megatron_webrl.rollout.deadline import Deadline
 from megatron_webrl.rollout.generator import Generation, GenerationError, Generator
+from megatron_webrl.rollout.responses import memory_characters
 from megatron_webrl.rollout.stepping import EpisodeStepper, FreeStepping
 from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
-from megatron_webrl.types import Action, Step, Task, Trajectory
+from megatron_webrl.types import Observation, Step, Task, Trajectory
 
 log = logging.getLogger(__name__)
+
+MAX_PAGE_FIELD_CHARS = 1000  # of a URL and a title in a step
 
 
 @dataclass
@@ -32,18 +35,18 @@ class _Episode:
     instruction: str = ""
     steps: list[Step] = field(default_factory=list)
     reward: float | None = None
-    answer: str | None = None
 
 
 async def run_episode(
     generator: Generator, session: RemoteSession, processor: Processor, task: Task, settings: RolloutConfig,
     *, ticket: int, index: int, group_size: int, restart_epoch: int, toolset: Toolset = COORDINATE_TOOLSET,
-    deadline: Deadline | None = None, stepper: EpisodeStepper | None = None,
+    deadline: Deadline | None = None, stepper: EpisodeStepper | None = None, max_go_backs: int = 0,
 ) -> Trajectory:  # fmt: skip
-    """Run `task` in a fresh session with the actions of `toolset`, and judge it.
+    """Run `task` in a fresh session with the actions of `toolset`; returns the trajectory without outcome and verdict.
 
-    `deadline` may end it early; `stepper` delays generations. A fault of engine or browser, a context overflow or a
-    timeout does not raise: the trajectory keeps the steps so far, and its outcome names the fault.
+    `deadline` may end it early; `stepper` delays generations; `max_go_backs`: consecutive go_back actions on the start
+    page that end it, 0: none do. A fault of engine or browser, a context overflow or a timeout does not raise: the
+    trajectory keeps the steps so far, and its end_reason names the fault.
     """
     started = time.monotonic()
     context = make_context(processor, settings.context, settings.max_model_len - settings.max_new_tokens, toolset)
@@ -53,8 +56,9 @@ async def run_episode(
     try:
         async with deadline.scope(deadline.timeout_seconds) as scope:
             end_reason = await _run_steps(
-                episode, generator, session, processor, task, toolset, settings.operation_timeout_seconds, stepper
-            )
+                episode, generator, session, processor, task, toolset, settings.operation_timeout_seconds, stepper,
+                max_go_backs, settings.lenient_actions,
+            )  # fmt: skip
     except TimeoutError:
         if scope is None or not scope.expired():
             raise
@@ -62,21 +66,22 @@ async def run_episode(
     except (BrowserError, ContextOverflow, GenerationError) as error:
         end_reason = "engine_error" if isinstance(error, GenerationError) else error.outcome
         log.warning("episode %d of ticket %d, %s, is masked as %s: %s", index, ticket, task.id, end_reason, error)
-    outcome = judge.outcome(episode.reward, end_reason, task.answer, episode.answer)
     return Trajectory(
         ticket=ticket, index=index, group_size=group_size, restart_epoch=restart_epoch,
         task=task, instruction=episode.instruction, steps=tuple(episode.steps),
-        images=tuple(_used_screenshots(episode)), reward=float(outcome == "success"), outcome=outcome,
-        temperature=settings.temperature, seconds=time.monotonic() - started, finished_at=time.time(),
+        images=tuple(episode.context.screenshots), reward=0.0, outcome=end_reason,
+        end_reason=end_reason, page_reward=episode.reward, temperature=settings.temperature,
+        seconds=time.monotonic() - started, finished_at=time.time(),
     )  # fmt: skip
 
 
 async def _run_steps(
     episode: _Episode, generator: Generator, session: RemoteSession, processor: Processor, task: Task, toolset: Toolset,
-    timeout_seconds: float, stepper: EpisodeStepper,
+    timeout_seconds: float, stepper: EpisodeStepper, max_go_backs: int, lenient: bool,
 ) -> str:  # fmt: skip
-    """Observe, generate and act until page, agent or step limit end the episode; returns the end reason."""
+    """Observe, generate and act until page, agent or a limit end the episode; returns the end reason."""
     observation = await session.reset(task)
+    start_url, go_backs = observation.url, 0
     episode.instruction = observation.instruction or episode.instruction
     episode.context.start_episode(episode.instruction, observation)
     for _ in range(task.max_steps):
@@ -86,27 +91,33 @@ async def _run_steps(
             generation = await _generate(generator, session, prompt, episode.context, timeout_seconds)
             seconds_generation = time.monotonic() - started
         generated = time.monotonic()
-        action, error = _parse(generation, processor, toolset)
+        call = _parse(generation, processor, toolset, lenient)
+        action, error = call.action, call.format_error
+        before = observation
         if action is not None:
             observation = await session.step(action)
-        seconds_browser = time.monotonic() - generated
+        seconds = seconds_generation, time.monotonic() - generated
         changed = action is not None and observation.page_changed
-        episode.steps.append(_step(prompt, generation, action, error, changed, seconds_generation, seconds_browser))
+        step = _step(prompt, generation, call, before, changed, seconds)
+        episode.steps.append(replace(step, not_recorded_requests=observation.not_recorded_requests))
         episode.context.add_step(generation, action, error, observation)
         episode.reward = observation.reward
         if observation.done:
             return judge.DONE
         if action is not None and action.kind == "answer":
-            episode.answer = action.text
             return judge.ANSWER
+        at_start = action is not None and action.kind == "go_back" and before.url == start_url
+        go_backs = go_backs + 1 if at_start else 0
+        if go_backs and go_backs == max_go_backs:
+            return judge.GO_BACKS
     return judge.STEPS_EXHAUSTED
 
 
-def _parse(generation: Generation, processor: Processor, toolset: Toolset) -> tuple[Action | None, str | None]:
+def _parse(generation: Generation, processor: Processor, toolset: Toolset, lenient: bool) -> ParsedCall:
     """The response's action, or the name of its format error. The decoded text does not show special tokens."""
     if processor.has_special_tokens(generation.response_token_ids):
-        return None, "special_token"
-    return parse_tool_call(generation.text, toolset)
+        return ParsedCall(None, "special_token")
+    return parse_tool_call(generation.text, toolset, lenient)
 
 
 async def _generate(
@@ -121,20 +132,17 @@ async def _generate(
 
 
 def _step(
-    prompt: Prompt, generation: Generation, action: Action | None, format_error: str | None, page_changed: bool,
-    seconds_generation: float, seconds_browser: float,
+    prompt: Prompt, generation: Generation, call: ParsedCall, before: Observation, page_changed: bool,
+    seconds: tuple[float, float],
 ) -> Step:  # fmt: skip
+    """`before`: the observation that the response acted on; `seconds`: of the generation, and in the browser."""
     return Step(
         prompt_token_ids=generation.prompt_token_ids, response_token_ids=generation.response_token_ids,
         logprobs=generation.logprobs, versions=generation.versions, images=prompt.image_indices,
-        image_grids=generation.image_grids, finish_reason=generation.finish_reason, action=action,
-        format_error=format_error, page_changed=page_changed,
-        seconds_generation=seconds_generation, seconds_browser=seconds_browser,
+        image_grids=generation.image_grids, finish_reason=generation.finish_reason, action=call.action,
+        format_error=call.format_error, leniencies=call.leniencies, page_changed=page_changed,
+        url=before.url[:MAX_PAGE_FIELD_CHARS], title=before.title[:MAX_PAGE_FIELD_CHARS],
+        response_characters=len(generation.text), memory_characters=memory_characters(generation.text),
+        seconds_generation=seconds[0], seconds_browser=seconds[1],
         cached_prompt_tokens=generation.cached_prompt_tokens,
     )  # fmt: skip
-
-
-def _used_screenshots(episode: _Episode) -> list[bytes]:
-    """The screenshots that a prompt contains; the last one of an episode is in none."""
-    used = max((int(step.images.max()) for step in episode.steps if len(step.images)), default=-1)
-    return episode.context.screenshots[: used + 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.farm.client import BrowserClient, RemoteSession
+from megatron_webrl.judge.outcome import page_verdict, with_verdict
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.record_file import RecordFileWriter
@@ -20,11 +22,14 @@ from megatron_webrl.rollout.agent import run_episode
 from megatron_webrl.rollout.browsers import open_browsers
 from megatron_webrl.rollout.generator import Generation, GenerationError
 from megatron_webrl.rollout.prompts import format_response
+from megatron_webrl.rollout.responses import THOUGHT_CLOSE
 from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.tasks.registry import make_source, required_actions, scripted_environments
 from megatron_webrl.tasks.source import TaskSource
 from megatron_webrl.types import Trajectory
+
+log = logging.getLogger(__name__)
 
 FIRST_DEMONSTRATION_TICKET = 2**40  # disjoint from training tickets, and so are the page seeds
 MAX_SESSIONS = 8
@@ -40,7 +45,7 @@ def scripted_generation(processor: Processor, token_ids: np.ndarray, images: Seq
         logprobs=np.zeros(len(response), np.float32),
         versions=np.zeros(len(response), np.int32),
         image_grids=grids,
-        text=text,
+        text=processor.thought_prefix + text,
         finish_reason="stop",
     )
 
@@ -63,7 +68,8 @@ class ScriptedGenerator:
             action = await session.demonstration(premature_submit=premature)
         except ScriptedPolicyError as error:
             raise GenerationError(str(error)) from error
-        text = format_response(action, self._settings, self._toolset)
+        closing = f"{THOUGHT_CLOSE}\n\n" if self._processor.thought_prefix else ""
+        text = closing + format_response(action, self._settings, self._toolset)
         generation = scripted_generation(self._processor, token_ids, images, text)
         if len(generation.response_token_ids) > self._max_new_tokens:
             raise GenerationError(
@@ -94,8 +100,15 @@ async def write_demonstrations(
 
 def check_scripted_policies(config: Config) -> None:
     """Raise ConfigError for an environment without a scripted policy, or whose policy needs a disabled action."""
-    known = scripted_environments(config.tasks.source)
     setting = f"trainer.warm_start.demonstrations={config.trainer.warm_start.demonstrations}"
+    if config.tasks.from_files and not config.tasks.offline_websites:
+        raise ConfigError(
+            f"{setting}, but tasks.source={config.tasks.source} has scripted policies on offline websites only; set "
+            "demonstrations to 0, or tasks.offline_websites=true with files of them"
+        )
+    if config.tasks.from_files or config.tasks.from_import_path:
+        return  # whether a task has a script is known when it is opened
+    known = scripted_environments(config.tasks.source)
     missing = [name for name in config.tasks.environments if name not in known]
     if missing:
         raise ConfigError(
@@ -158,13 +171,16 @@ class _Demonstrations:
             f"{seed}/{ticket}",
         )
         async with self._browsers.session() as session:
-            return await run_episode(
+            trajectory = await run_episode(
                 generator, session, self._processor, task, rollout,
                 ticket=ticket, index=0, group_size=1, restart_epoch=0, toolset=self._toolset,
             )  # fmt: skip
+        return with_verdict(trajectory, page_verdict(trajectory))
 
     def _add_failure(self, trajectory: Trajectory) -> None:
-        self._failures.append(f"{trajectory.task.id}: {trajectory.outcome}")
+        failure = f"{trajectory.task.id}: {trajectory.outcome} after {len(trajectory.steps)} steps"
+        log.info("a scripted episode failed: %s", failure)
+        self._failures.append(failure)
         limit = MAX_FAILURES + self._count // 10
         if len(self._failures) > limit:
             raise RuntimeError(

@@ -1,16 +1,20 @@
-"""Run an episode of a ticket: determine the task, lease a browser session, run the agent."""
+"""Run an episode of a ticket: determine the task, lease a browser session, run the agent, evaluate the episode."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 from megatron_webrl.browser.errors import BrowserError
+from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.farm.client import BrowserClient
+from megatron_webrl.judge.budget import UsageMeter
+from megatron_webrl.judge.evaluation import EpisodeEvaluator, open_evaluator
+from megatron_webrl.judge.outcome import with_verdict
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.agent import run_episode
 from megatron_webrl.rollout.browsers import open_browsers, sessions_per_worker
@@ -26,6 +30,16 @@ from megatron_webrl.types import Task, Trajectory
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class EpisodeLabels:
+    """Which episode a trajectory is."""
+
+    ticket: int
+    index: int
+    group_size: int
+    restart_epoch: int
+
+
 @dataclass
 class EpisodeRunner:
     """Resources that all episodes of a worker share."""
@@ -35,66 +49,85 @@ class EpisodeRunner:
     browsers: BrowserClient
     processor: Processor
     stepping: SteppingMode
-    sampler_states: SamplerStateReader | None = None  # None: the sampler's probabilities are constant
+    evaluator: EpisodeEvaluator
+    sampler_states: SamplerStateReader | None = None  # None: no training tickets are run
 
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, config: Config, processor: Processor, name: str, states: SamplerStateReader | None = None
-    ) -> AsyncIterator[EpisodeRunner]:
-        """Open the task source and the browsers of the worker `name`, and close both at the end."""
+        cls, config: Config, processor: Processor, name: str, meter: UsageMeter,
+        states: SamplerStateReader | None = None,
+    ) -> AsyncIterator[EpisodeRunner]:  # fmt: skip
+        """Open the task source, the browsers and the evaluators of the worker `name`, and close all at the end.
+
+        `meter` counts the use of judge models.
+        """
         source = make_source(config.tasks)
         try:
-            async with open_browsers(config, sessions_per_worker(config), name) as browsers:
+            async with (
+                open_browsers(config, sessions_per_worker(config), name) as browsers,
+                open_evaluator(config.judge, meter) as evaluator,
+            ):
                 rollout = config.rollout
                 lockstep = rollout.stepping == "lockstep"
                 stepping: SteppingMode = Lockstep(rollout.operation_timeout_seconds) if lockstep else FreeStepping()
-                yield cls(config, source, browsers, processor, stepping, states)
+                yield cls(config, source, browsers, processor, stepping, evaluator, states)
         finally:
             source.close()
 
     async def run_episode(
-        self, generator: Generator, ticket: int, index: int, restart_epoch: int, deadline: Deadline | None = None
-    ) -> Trajectory:
-        """Run one try at an episode; a missing browser masks it. Raises JobFailed without a sampler state, JobEnded."""
-        probabilities = None if self.sampler_states is None else await self.sampler_states.probabilities(ticket)
-        task, started = self.task_source.training_task(self.config.run.seed, ticket, probabilities), time.monotonic()
-        deadline = deadline or Deadline(self.config.rollout.episode_timeout_seconds)
-        scope = None
+        self, generator: Generator, ticket: int, index: int, restart_epoch: int, deadline: Deadline | None = None,
+        on_acted: Callable[[], None] = lambda: None,
+    ) -> Trajectory:  # fmt: skip
+        """Run one try at an episode; a missing browser masks it. Calls `on_acted` when its browser is released.
+
+        Raises JobFailed without a sampler state, BudgetSpent, JobEnded.
+        """
+        knowledge = None if self.sampler_states is None else await self.sampler_states.knowledge(ticket)
+        task = self.task_source.training_task(self.config.run.seed, ticket, knowledge)
+        rollout = self.config.rollout
+        deadline = deadline or Deadline(rollout.episode_timeout_seconds)
+        labels = EpisodeLabels(ticket, index, rollout.group_size, restart_epoch)
+        trajectory = await self.act(generator, task, labels, rollout, deadline, self.stepping, rollout.max_go_backs)
+        on_acted()
+        return await self.evaluate(trajectory, deadline)
+
+    async def act(
+        self, generator: Generator, task: Task, labels: EpisodeLabels, rollout: RolloutConfig, deadline: Deadline,
+        stepping: SteppingMode, max_go_backs: int,
+    ) -> Trajectory:  # fmt: skip
+        """Run the agent in a session of its own; returns the trajectory without a verdict. Faults do not raise."""
+        started, scope = time.monotonic(), None
         try:
             async with AsyncExitStack() as stack:
                 async with deadline.scope(None) as scope:  # the browser client has its own limit
                     session = await stack.enter_async_context(self.browsers.session())
-                stepper = stack.enter_context(self.stepping.register_episode())
+                stepper = stack.enter_context(stepping.register_episode())
                 return await run_episode(
-                    generator, session, self.processor, task, self.config.rollout,
-                    ticket=ticket, index=index, group_size=self.config.rollout.group_size, restart_epoch=restart_epoch,
+                    generator, session, self.processor, task, rollout, **asdict(labels),
                     toolset=Toolset.from_config(self.config.browser), deadline=deadline, stepper=stepper,
+                    max_go_backs=max_go_backs,
                 )  # fmt: skip
         except BrowserError as error:
-            log.warning("episode %d of ticket %d got no browser: %s", index, ticket, error)
-            outcome = error.outcome
+            log.warning("episode %d of ticket %d got no browser: %s", labels.index, labels.ticket, error)
+            end_reason = error.outcome
         except TimeoutError:
             if scope is None or not scope.expired():
                 raise
-            outcome = deadline.outcome
-        return self._without_session(task, ticket, index, restart_epoch, outcome, time.monotonic() - started)
-
-    def _without_session(
-        self, task: Task, ticket: int, index: int, restart_epoch: int, outcome: str, seconds: float
-    ) -> Trajectory:
+            end_reason = deadline.outcome
         return Trajectory(
-            ticket=ticket,
-            index=index,
-            group_size=self.config.rollout.group_size,
-            restart_epoch=restart_epoch,
-            task=task,
-            instruction=task.instruction or "",
-            steps=(),
-            images=(),
-            reward=0.0,
-            outcome=outcome,
-            temperature=self.config.rollout.temperature,
-            seconds=seconds,
-            finished_at=time.time(),
-        )
+            **asdict(labels), task=task, instruction=task.instruction or "", steps=(), images=(), reward=0.0,
+            outcome=end_reason, end_reason=end_reason, temperature=rollout.temperature,
+            seconds=time.monotonic() - started, finished_at=time.time(),
+        )  # fmt: skip
+
+    async def evaluate(self, trajectory: Trajectory, deadline: Deadline) -> Trajectory:
+        """The trajectory with its verdict; `deadline` ends it early, as masked. Raises BudgetSpent."""
+        scope = None
+        try:
+            async with deadline.scope(None) as scope:  # evaluators have their own limit
+                return with_verdict(trajectory, await self.evaluator.evaluate(trajectory))
+        except TimeoutError:
+            if scope is None or not scope.expired():
+                raise
+            return replace(trajectory, outcome=deadline.outcome, end_reason=deadline.outcome)

@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
-from megatron_webrl.browser.errors import BrowserError
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.control_plane import POLL_SECONDS, ControlClient
 from megatron_webrl.evaluation import evaluation_queue
 from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, EvaluationResult
+from megatron_webrl.judge.budget import BudgetSpent
 from megatron_webrl.model.processor import decode_image
-from megatron_webrl.rollout.agent import run_episode
+from megatron_webrl.rollout.deadline import Deadline
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
-from megatron_webrl.rollout.episode_runner import EpisodeRunner
+from megatron_webrl.rollout.episode_runner import EpisodeLabels, EpisodeRunner
 from megatron_webrl.rollout.generator import Generation, Generator
-from megatron_webrl.rollout.toolset import Toolset
-from megatron_webrl.types import Task, Trajectory
+from megatron_webrl.rollout.judge_budget import JobUsageMeter
+from megatron_webrl.rollout.stepping import FreeStepping
+from megatron_webrl.types import JUDGE_ERROR, Trajectory
 
 if TYPE_CHECKING:
     from megatron_webrl.farm.client import RemoteSession
@@ -71,39 +72,35 @@ async def run_evaluation_episode(
     """Run an episode of an evaluation. A fault becomes its outcome and does not raise."""
     index, sample = request.task_and_sample(episode)
     task, started = runner.task_source.held_out_task(index), time.monotonic()
-    trajectory: Trajectory | None = None
+    rollout = replace(config.rollout, temperature=request.temperature)
+    labels, deadline = EpisodeLabels(index, sample, request.samples, 0), Deadline(rollout.episode_timeout_seconds)
+    trajectory = await runner.act(generator, task, labels, rollout, deadline, FreeStepping(), max_go_backs=0)
     try:
-        async with runner.browsers.session() as session:
-            trajectory = await run_episode(
-                generator, session, runner.processor, task, replace(config.rollout, temperature=request.temperature),
-                ticket=index, index=sample, group_size=request.samples, restart_epoch=0,
-                toolset=Toolset.from_config(config.browser),
-            )  # fmt: skip
-        outcome = trajectory.outcome
-    except BrowserError as error:
-        log.warning("sample %d of held-out task %d got no browser: %s", sample, index, error)
-        outcome = error.outcome
-    return _result(task, index, sample, outcome, trajectory, time.monotonic() - started, instance_id)
+        trajectory = await runner.evaluate(trajectory, deadline)
+    except BudgetSpent as error:
+        log.warning("sample %d of held-out task %d has no verdict: %s", sample, index, error)
+        trajectory = replace(trajectory, outcome=JUDGE_ERROR)
+    return _result(trajectory, time.monotonic() - started, instance_id)
 
 
-def _result(
-    task: Task, index: int, sample: int, outcome: str, trajectory: Trajectory | None, seconds: float, instance_id: str
-) -> EvaluationResult:
-    steps = trajectory.steps if trajectory is not None else ()
+def _result(trajectory: Trajectory, seconds: float, instance_id: str) -> EvaluationResult:
+    task, steps, verdict = trajectory.task, trajectory.steps, trajectory.verdict
     versions = [version for step in steps for version in step.versions.tolist()]
     return EvaluationResult(
-        index=index,
-        sample=sample,
+        index=trajectory.ticket,
+        sample=trajectory.index,
         task=task.id,
         source=task.source,
         environment=task.environment,
         difficulty=task.difficulty,
-        outcome=outcome,
+        outcome=trajectory.outcome,
         steps=len(steps),
         response_tokens=sum(len(step.response_token_ids) for step in steps),
         seconds=seconds,
         versions=(min(versions), max(versions)) if versions else None,
         worker=instance_id,
+        evaluator="" if verdict is None else verdict.protocol or verdict.evaluator,
+        judge_dollars=0.0 if verdict is None else verdict.dollars,
     )
 
 
@@ -172,23 +169,21 @@ class Evaluator:
                 task.result()
 
 
-async def run_evaluation_worker(config: Config, control: ControlClient, worker: int, number: int) -> None:
-    """Evaluate the weights of model.path on request, without training. Raises JobEnded."""
-    control.report_status("starting the engine")
-    engine = await VLLMEngine.start(config, worker, number)
-    try:
-        async with EpisodeRunner.open(config, engine.processor, control.role) as runner:
-            evaluator = Evaluator(config, control, engine, runner, f"{control.role}.{number}")
-            try:
-                while True:
-                    control.check_job()
-                    request = evaluation_queue.current_request(control)
-                    if request is not None and engine.version < 0:
-                        await engine.serve_initial_weights(request.version)
-                    evaluator.poll()
-                    control.report_status(f"ready{evaluator.status()}")
-                    await asyncio.sleep(POLL_SECONDS)
-            finally:
-                await evaluator.close()
-    finally:
-        await engine.close()
+async def run_evaluation_worker(config: Config, control: ControlClient, engine: VLLMEngine, instance_id: str) -> None:
+    """Run episodes of requested evaluations until the job ends. Raises JobEnded or JobFailed."""
+    meter = JobUsageMeter(control, config.judge.budget)
+    async with EpisodeRunner.open(config, engine.processor, control.role, meter) as runner:
+        evaluator = Evaluator(config, control, engine, runner, instance_id)
+        try:
+            while True:
+                control.check_job()
+                request = evaluation_queue.current_request(control)
+                if request is not None and engine.version < 0:
+                    await engine.serve_initial_weights(request.version)
+                    # After that a failure of the worker is no configuration error: its supervisor restarts it.
+                    control.put_json(f"weights/applied/{control.role}", {"version": request.version})
+                evaluator.poll()
+                control.report_status(f"ready{evaluator.status()}")
+                await asyncio.sleep(POLL_SECONDS)
+        finally:
+            await evaluator.close()

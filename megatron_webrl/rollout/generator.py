@@ -25,7 +25,7 @@ class Generation:
     logprobs: np.ndarray  # float32 [response], at the sampling temperature
     versions: np.ndarray  # int32 [response], policy version of each token
     image_grids: np.ndarray  # int32 [images, 3], patches (t, h, w)
-    text: str  # response decoded, special tokens removed
+    text: str  # response decoded, special tokens removed; after the <think> that the prompt ends with, if it does
     finish_reason: str  # "stop" or "length"
     cached_prompt_tokens: int = 0  # prompt tokens from the prefix cache; later recomputation is not subtracted
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -15,22 +17,19 @@ from megatron_webrl.farm.client import RemoteSession
 from megatron_webrl.rollout.deadline import Deadline
 from megatron_webrl.rollout.engine.engine_load import EngineLoad, TimeWeightedGauge
 from megatron_webrl.rollout.generator import Generation, Generator
-from megatron_webrl.types import ABORTED, Trajectory
+from megatron_webrl.types import ABORTED, FAULT_OUTCOMES, Trajectory
 
 log = logging.getLogger(__name__)
-
-RETRYABLE_OUTCOMES = frozenset(  # faults of the infrastructure; other outcomes depend on the page or the policy
-    {"browser_error", "browser_crashed", "browser_timeout", "page_crashed", "lease_lost", "engine_error"}
-)
 
 
 class SupportsRunEpisode(Protocol):
     """Runs one try at an episode, as EpisodeRunner does."""
 
     async def run_episode(
-        self, generator: Generator, ticket: int, index: int, restart_epoch: int, deadline: Deadline | None = None
-    ) -> Trajectory:
-        """The try's trajectory; a fault masks it and does not raise."""
+        self, generator: Generator, ticket: int, index: int, restart_epoch: int, deadline: Deadline | None = None,
+        on_acted: Callable[[], None] = lambda: None,
+    ) -> Trajectory:  # fmt: skip
+        """The try's trajectory; a fault masks it and does not raise. Calls `on_acted` when only its verdict is left."""
         ...
 
 
@@ -66,6 +65,7 @@ class GroupRun:
         load: EngineLoad,
     ) -> None:
         self.ticket, self.aborted, self.finished_episodes = ticket, False, 0
+        self._finished_acting: set[int] = set()  # indices of episodes that need neither engine nor browser any more
         self._runner, self._generator, self._restart_epoch = runner, generator, restart_epoch
         self._settings, self._load = settings, load
         self._tries: dict[int, _Try] = {}  # by episode index: running tries, and finished trainable ones
@@ -73,6 +73,11 @@ class GroupRun:
     @property
     def has_running_episodes(self) -> bool:
         return self.finished_episodes < self._settings.group_size
+
+    @property
+    def is_acting(self) -> bool:
+        """Whether an episode still uses the engine and a browser, or will; otherwise only verdicts are missing."""
+        return len(self._finished_acting) < self._settings.group_size
 
     @property
     def oldest_version(self) -> int | None:
@@ -95,20 +100,34 @@ class GroupRun:
         for each in self._tries.values():
             each.deadline.expire(ABORTED)
 
+    def _stop_acting(self, index: int, acting: ExitStack) -> None:
+        acting.close()
+        self._finished_acting.add(index)
+
     async def _episode(self, index: int) -> Trajectory:
         discarded_tokens = 0
         for number in range(1, self._settings.retries + 2):
             run = _Try(self._generator, self._settings.episode_timeout_seconds, self._load.requests)
             self._tries[index] = run
+            self._finished_acting.discard(index)
             if self.aborted:
                 run.deadline.expire(ABORTED)
-            with self._load.episodes.track():
-                trajectory = await self._runner.run_episode(run, self.ticket, index, self._restart_epoch, run.deadline)
-            if trajectory.outcome not in RETRYABLE_OUTCOMES or number > self._settings.retries:
+            with ExitStack() as acting:  # left early while the episode waits for its verdict
+                acting.enter_context(self._load.episodes.track())
+                trajectory = await self._runner.run_episode(
+                    run,
+                    self.ticket,
+                    index,
+                    self._restart_epoch,
+                    run.deadline,
+                    partial(self._stop_acting, index, acting),
+                )
+            if trajectory.outcome not in FAULT_OUTCOMES or number > self._settings.retries:
                 break
             log.info("retrying episode %d of ticket %d after %s", index, self.ticket, trajectory.outcome)
             discarded_tokens += trajectory.response_tokens
         if not trajectory.trainable:
             del self._tries[index]
+        self._finished_acting.add(index)
         self.finished_episodes += 1
         return replace(trajectory, tries=number, discarded_tokens=discarded_tokens)

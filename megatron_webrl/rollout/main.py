@@ -17,6 +17,7 @@ from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
 from megatron_webrl.rollout.engine.weight_client import WeightClient
 from megatron_webrl.rollout.episode_runner import EpisodeRunner
 from megatron_webrl.rollout.evaluator import Evaluator, run_evaluation_worker
+from megatron_webrl.rollout.judge_budget import JobUsageMeter
 from megatron_webrl.rollout.pool import RolloutPool
 from megatron_webrl.rollout.ring_lifetime import open_node_ring
 from megatron_webrl.sampling.states import SamplerStateReader
@@ -31,21 +32,22 @@ def run(
     control: ControlClient,
     worker: int,
     node_ring: NodeRing,
-    only: str | None = None,
     nodes: Sequence[int] = (0,),
+    weights_only: bool = False,
 ) -> None:
     """Run one worker until the job ends. Raises JobEnded if it ends before the pool has started.
 
-    `nodes`: the engine's, the worker's first. `only`: "weights" or "evaluation", without ring and training episodes.
+    `nodes`: the engine's, the worker's first. There is neither a ring nor training with `weights_only`, for a check of
+    the weight transfer, nor with evaluation.only.
     """
     control.start_heartbeat()
     number = control.register_instance()
     log.info("instance %d of this worker", number)
     try:
-        if only == "weights":
+        if weights_only:
             asyncio.run(_serve_weight_check(config, control, worker, number, nodes))
-        elif only == "evaluation":
-            asyncio.run(run_evaluation_worker(config, control, worker, number))
+        elif config.evaluation.only:
+            asyncio.run(_evaluate(config, control, worker, number, nodes))
         else:
             with open_node_ring(config, control, node_ring, first_instance=number == 1) as ring:
                 asyncio.run(_run(config, control, worker, number, ring, nodes))
@@ -63,7 +65,8 @@ async def _run(
         engine = await _start_engine(config, control, worker, number, nodes)
         await demonstrations
         states = SamplerStateReader.from_config(config, control)
-        async with EpisodeRunner.open(config, engine.processor, control.role, states) as runner:
+        meter = JobUsageMeter(control, config.judge.budget)
+        async with EpisodeRunner.open(config, engine.processor, control.role, meter, states) as runner:
             weights = WeightClient(config, control, engine, worker, instance_id)
             evaluator = Evaluator(config, control, engine, runner, instance_id)
             await RolloutPool(config, control, ring, engine, runner, weights, evaluator, instance_id).run()
@@ -94,6 +97,15 @@ async def _serve_weight_check(
                 reported = True
             control.report_status(f"version {engine.version}" if engine.version >= 0 else "waiting for weights")
             await asyncio.sleep(POLL_SECONDS)
+    finally:
+        await engine.close()
+
+
+async def _evaluate(config: Config, control: ControlClient, worker: int, number: int, nodes: Sequence[int]) -> None:
+    """Evaluate the weights of model.path on request, without training. Raises JobEnded."""
+    engine = await _start_engine(config, control, worker, number, nodes)
+    try:
+        await run_evaluation_worker(config, control, engine, f"{control.role}.{number}")
     finally:
         await engine.close()
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.control_plane import POLL_SECONDS, ControlClient, JobEnded
+from megatron_webrl.judge.budget import BudgetSpent
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.rollout.engine.engine_load import EngineLoad
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
@@ -20,6 +21,7 @@ from megatron_webrl.rollout.evaluator import Evaluator
 from megatron_webrl.rollout.group_run import GroupRun
 from megatron_webrl.rollout.ticket_claims import TicketClaims
 from megatron_webrl.rollout.trajectory_writer import TrajectoryWriter
+from megatron_webrl.types import BUDGET_SPENT
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ class RolloutPool:
     _groups: dict[asyncio.Task[None], GroupRun] = field(default_factory=dict)
     _load: EngineLoad = field(default_factory=EngineLoad)
     _newest_version: int = -1  # that the trainer has offered
+    _budget_spent: bool = False  # of the judge
 
     def __post_init__(self) -> None:
         self.claims = TicketClaims(self.control, self.config.rollout.engines)
@@ -57,7 +60,7 @@ class RolloutPool:
                 self.evaluator.poll()
                 if self.evaluator.exclusive:
                     await self._cancel_groups_for_evaluation()
-                elif polled and not self._needs_weights:
+                elif polled and not self._needs_weights and not self._budget_spent:
                     self._claim_tickets()
                 self._report()
                 await asyncio.sleep(POLL_SECONDS)
@@ -76,7 +79,8 @@ class RolloutPool:
         return self._finished + sum(group.finished_episodes for group in self._groups.values())
 
     def _claim_tickets(self) -> None:
-        room = self.config.rollout.groups_in_flight - len(self._groups)
+        # Groups that only wait for verdicts take no room: judging holds up neither engine nor browsers.
+        room = self.config.rollout.groups_in_flight - sum(group.is_acting for group in self._groups.values())
         for slot, ticket in self.claims.claim(room):
             group = GroupRun(
                 self.episode_runner, self.engine, ticket, self.claims.restart_epoch, self.config.rollout, self._load
@@ -90,7 +94,16 @@ class RolloutPool:
     def _remove_finished_groups(self) -> None:
         for task in [task for task in self._groups if task.done()]:
             self._finished += self._groups.pop(task).finished_episodes
-            task.result()  # raises the error of a failed group
+            try:
+                task.result()  # raises the error of a failed group
+            except BudgetSpent as error:  # its ticket stays open: a resumed job runs it again
+                self._end_job_without_budget(error)
+
+    def _end_job_without_budget(self, error: BudgetSpent) -> None:
+        if not self._budget_spent:
+            log.warning("the job ends after the current update, with a checkpoint: %s", error)
+            self.control.request_stop(BUDGET_SPENT)
+        self._budget_spent = True
 
     async def _poll_weights(self) -> bool:
         """Take offered weights; with fixed weights only once no group is in flight. False if groups are in flight.
@@ -143,7 +156,9 @@ class RolloutPool:
         if self.engine.version < 0:
             return "waiting for weights"
         waiting = ", waiting for new weights" if self._needs_weights else ""
-        groups = f"{len(self._groups)} groups running, {self.finished_episodes} episodes done"
+        acting = sum(group.is_acting for group in self._groups.values())
+        judged = f" and {len(self._groups) - acting} waiting for verdicts" if acting < len(self._groups) else ""
+        groups = f"{acting} groups running{judged}, {self.finished_episodes} episodes done"
         return f"version {self.engine.version}{waiting}: {groups}{self.evaluator.status()}"
 
     def _report_final_counts(self) -> None:

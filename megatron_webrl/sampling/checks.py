@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import SamplerConfig, TasksConfig
+from megatron_webrl.sampling.source_checks import check_source
+from megatron_webrl.sampling.units import draws_environments
 from megatron_webrl.system.text import close_matches
 from megatron_webrl.types import DIFFICULTIES
 
 
 def check_tasks(tasks: TasksConfig) -> None:
     """Raise ConfigError for unknown names and for samplers that cannot draw any environment."""
+    check_source(tasks)
     if not tasks.environments:
         raise ConfigError("tasks.environments is empty; name at least one environment")
     for key in ("max_steps_by_difficulty", "evaluation_max_steps_by_difficulty"):
@@ -21,7 +24,22 @@ def check_tasks(tasks: TasksConfig) -> None:
         for difficulty, steps in limits.items():
             if steps < 1:
                 raise ConfigError(f"tasks.{key}.{difficulty}={steps} must be at least 1")
+    if not draws_environments(tasks):
+        _check_row_sampler(tasks)
     _check_sampler(tasks.sampler, tasks.environments)
+
+
+def _check_row_sampler(tasks: TasksConfig) -> None:
+    sampler, own_source = tasks.sampler, ":" in tasks.source  # a source of one's own may draw as it likes
+    if sampler.weights and not own_source:
+        raise ConfigError(
+            f"tasks.sampler.weights={sampler.weights} are weights of environments, which tasks.source={tasks.source} "
+            "does not have; use tasks.sampler.difficulty_weights"
+        )
+    if sampler.name == "ratio" and sampler.per == "website" and not own_source:
+        raise ConfigError(
+            "tasks.sampler.per=website has no effect on tasks.sampler.name=ratio, which draws difficulties; remove it"
+        )
 
 
 def _check_sampler(sampler: SamplerConfig, environments: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from itertools import accumulate
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import SamplerConfig
+from megatron_webrl.sampling.knowledge import SamplerKnowledge
 
 ADAPTIVE_SAMPLERS = ("curriculum", "near_target")  # probabilities follow the policy's pass rates; others' are constant
 LATEST_GROUP_WEIGHT = 0.3  # of the latest group in the moving average of a pass rate
@@ -39,6 +40,21 @@ def initial_probabilities(
         return _by_difficulty(sampler.difficulty_weights, difficulties)
     weights = sampler.weights if sampler.name == "ratio" else {}
     return _shares([weights.get(name, 1.0) for name in environments])
+
+
+def environment_probabilities(
+    sampler: SamplerConfig,
+    environments: Sequence[str],
+    difficulties: Sequence[str],
+    knowledge: SamplerKnowledge | None = None,
+) -> tuple[float, ...]:
+    """The probabilities by which a ticket of that knowledge draws environments, [environments] like `difficulties`.
+
+    Without knowledge all count as untried. Raises ConfigError if all weights are 0.
+    """
+    if sampler.name not in ADAPTIVE_SAMPLERS or knowledge is None:
+        return initial_probabilities(sampler, environments, difficulties)
+    return adaptive_probabilities(sampler, knowledge.pass_rates(environments, initial_pass_rate(sampler)))
 
 
 def initial_pass_rate(sampler: SamplerConfig) -> float:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.launch.evaluation_command import add_evaluation_arguments, evaluation_arguments
 
 if TYPE_CHECKING:
     from megatron_webrl.cluster.placement import RoleName
@@ -44,6 +45,8 @@ def add_node(commands: Any) -> None:
     browsers.add_argument("--nodes", type=int, default=1, metavar="N", help="browser servers that share the sessions")
     browsers.set_defaults(run=_browsers)
 
+    _add_evaluation(parts)
+
     choose = _add_part(parts, "choose", "print the nodes to use: the first that passed the check", _choose)
     choose.add_argument("nodes", nargs="+", metavar="NODE", help="the nodes of the job, in Slurm's order")
     choose.add_argument("--unchecked", action="store_true", help="use all nodes, without a check")
@@ -55,8 +58,12 @@ def add_node(commands: Any) -> None:
         "--min-gib-per-second", type=float, default=0.0, metavar="G", help="least GiB/s between two nodes (default: 0)"
     )
 
-    control = _add_part(parts, "control", "run the control plane and report the job's progress", _control)
-    control.add_argument("--host", default=socket.gethostname(), help="address of this node (default: its name)")
+    for name, text, run in (
+        ("control", "run the control plane and report the job's progress", _control),
+        ("eval", "run the control plane of an evaluation and collect its results", _evaluate),
+    ):
+        host = _add_part(parts, name, text, run)
+        host.add_argument("--host", default=socket.gethostname(), help="address of this node (default: its name)")
 
     for role, text in (("trainer", "run this node's trainer ranks"), ("rollout", "run this node's rollout workers")):
         part = _add_part(parts, role, text, _step)
@@ -73,6 +80,18 @@ def add_node(commands: Any) -> None:
     mode = stop.add_mutually_exclusive_group()
     mode.add_argument("--failed", metavar="REASON", help="end it at once with the outcome failed")
     mode.add_argument("--preempted", action="store_true", help="end it with the outcome preempted, to be requeued")
+
+
+def _add_evaluation(parts: Any) -> None:
+    prepare = parts.add_parser(
+        "prepare-eval", help="check an evaluation and make the run's folder; prints the path of its config.yaml"
+    )
+    add_evaluation_arguments(prepare)
+    prepare.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes of the job (default: 1)")
+    prepare.add_argument("--dry-run", action="store_true", help="print every process with its command, make nothing")
+    _add_stub_command(prepare)
+    prepare.set_defaults(run=_prepare_evaluation)
+    _add_part(parts, "convert", "convert the checkpoint of an evaluation for the engines, if needed", _convert)
 
 
 def _stacks(options: argparse.Namespace) -> int:
@@ -98,12 +117,9 @@ def _add_stub_command(part: argparse.ArgumentParser) -> None:
 def _prepare(options: argparse.Namespace) -> int:
     from megatron_webrl.slurm.prepare import prepare_job, resume_overrides
 
-    def report(message: str) -> None:
-        sys.stderr.write(f"job: {message}\n")
-
     overrides = _overrides(options)
     overrides += resume_overrides(options.config, overrides, os.environ)
-    sys.stdout.write(f"{prepare_job(options.config, overrides, bool(options.stub_command), report, os.environ)}\n")
+    sys.stdout.write(f"{prepare_job(options.config, overrides, bool(options.stub_command), _report, os.environ)}\n")
     return 0
 
 
@@ -112,6 +128,38 @@ def _commands(options: argparse.Namespace) -> int:
 
     sys.stdout.write("\n".join(describe_commands(options.config, _overrides(options), options.stub_command)) + "\n")
     return 0
+
+
+def _prepare_evaluation(options: argparse.Namespace) -> int:
+    from megatron_webrl.slurm import evaluation_job
+
+    config, job = evaluation_job.plan_evaluation(
+        options.checkpoint, evaluation_arguments(options), options.nodes, options.json
+    )
+    if options.dry_run:
+        lines = evaluation_job.describe_evaluation(config, job, options.stub_command)
+    else:
+        stubbed = bool(options.stub_command)
+        lines = [str(evaluation_job.prepare_evaluation(config, job, stubbed, _report, os.environ))]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from megatron_webrl.slurm.evaluation_job import convert_checkpoint
+
+    convert_checkpoint(parse_config(options.config))
+    return 0
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    from megatron_webrl.slurm.evaluation_host import EvaluationHost
+
+    return EvaluationHost(parse_config(options.config), options.host).run()
+
+
+def _report(message: str) -> None:
+    sys.stderr.write(f"job: {message}\n")
 
 
 def _overrides(options: argparse.Namespace) -> list[str]:
@@ -135,15 +183,16 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _choose(options: argparse.Namespace) -> int:
-    from megatron_webrl.preflight.node_report import bad_nodes
+    from megatron_webrl.preflight.node_report import bad_nodes, slow_nodes
     from megatron_webrl.slurm.prepare import TooFewNodes, choose_nodes
 
     config = parse_config(options.config)
     bad = {} if options.unchecked else bad_nodes(config, options.nodes)
     for node, reason in bad.items():
         sys.stderr.write(f"job: excluding {node}: {reason}\n")
+    slow = {} if options.unchecked else slow_nodes(config, options.nodes)
     try:
-        sys.stdout.write(f"{' '.join(choose_nodes(config, options.nodes, bad))}\n")
+        sys.stdout.write(f"{' '.join(choose_nodes(config, options.nodes, bad, slow))}\n")
     except TooFewNodes as error:
         sys.stderr.write(f"webrl: {error}\n")
         return TOO_FEW_NODES_EXIT_CODE

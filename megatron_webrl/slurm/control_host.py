@@ -28,12 +28,18 @@ PREEMPTED_EXIT_CODE = 75  # asks launch/slurm/common.sh to requeue the job
 
 
 class ControlHost:
+    """Runs the control plane on the first node, watches the job, and reports its progress and its end."""
+
+    effect_of_stop = "the job ends after the current update, with a checkpoint"
+    successful_outcomes: tuple[str, ...] = CLEAN_JOB_OUTCOMES
+
     def __init__(self, config: Config, host: str) -> None:
         """`host`: address of this node, as the other nodes reach it."""
         self.config, self.host = config, host
         self.scratch = child_process.make_scratch_folder()
         self.role_processes: list[RoleProcess] = []
         self.signals = SignalListener()
+        self.watchdog: Watchdog | None = None  # set with the control plane
         self.announced_outcome = ""  # the requested outcome that the log has mentioned
         self.reported_until = time.time()  # updates that finished before are in the log, or belong to an earlier launch
         self.journal = EventLog(config.run_folder)
@@ -48,56 +54,83 @@ class ControlHost:
         try:
             outcome = self._host()
         except (JobFailed, RoleStartError) as error:
-            outcome = f"failed: {error}"
+            self.signals.poll()
+            # scancel ends all processes of the step, the control plane perhaps before this one polls its signals.
+            outcome = self._interruption() or f"failed: {error}"
         finally:
             child_process.kill_descendants(KILL_SECONDS, [role.process for role in self.role_processes])
             shutil.rmtree(self.scratch, ignore_errors=True)
         summary.ensure_written(self.config.run_folder, outcome)
         self.journal.add(events.JOB, events.ENDED, outcome)
-        for line in final_report_lines(self.config.run_folder):
+        for line in self._final_report(outcome):
             self._report(line)
         if outcome == PREEMPTED:
             return PREEMPTED_EXIT_CODE
-        return 0 if outcome in CLEAN_JOB_OUTCOMES else 1
+        return 0 if outcome in self.successful_outcomes else 1
 
     def _host(self) -> str:
         """Run the control plane and watch the job until it ends; returns its outcome."""
-        port = place_processes(self.config).control_port
-        address = role_process.start_control_process(self.config, self._start, self.host, port)
-        control = ControlClient(*address, "host", self.config.run.heartbeat_timeout_seconds)
-        self._report(f"control plane at {self.host}:{port}")
-        watchdog = Watchdog(self.config, control, self.journal, self._report)
-        while (end := control.job_end()) is None:
-            if failure := self.role_processes[0].failure_message():
-                self.journal.add("control", events.FAILED, failure, self.role_processes[0].log)
-                raise JobFailed(failure)
-            self._handle_signals(control)
-            watchdog.poll(self.role_processes)
+        control = self._start_control()
+        while (outcome := self._poll(control)) is None:
             self._report_updates()
             time.sleep(POLL_SECONDS)
         self._handle_signals(control)  # reports a requested end that came after the last poll
         self._report_updates()
-        # The control plane exits once every role has had the time to read the outcome.
+        self._await_control_exit()
+        return outcome
+
+    def _start_control(self) -> ControlClient:
+        port = place_processes(self.config).control_port
+        address = role_process.start_control_process(self.config, self._start, self.host, port)
+        control = ControlClient(*address, "host", self.config.run.heartbeat_timeout_seconds)
+        self._report(f"control plane at {self.host}:{port}")
+        self.watchdog = Watchdog(self.config, control, self.journal, self._report)
+        return control
+
+    def _poll(self, control: ControlClient) -> str | None:
+        """Handle signals and hung roles; returns the outcome of the job if it has ended. Raises JobFailed."""
+        if (end := control.job_end()) is not None:
+            return end["outcome"]
+        if failure := self.role_processes[0].failure_message():
+            self.journal.add("control", events.FAILED, failure, self.role_processes[0].log)
+            raise JobFailed(failure)
+        self._handle_signals(control)
+        if self.watchdog is not None:
+            self.watchdog.poll(self.role_processes)
+        return None
+
+    def _await_control_exit(self) -> None:
+        """Wait for the control plane, which exits once every role has had the time to read the outcome."""
         deadline = time.monotonic() + KEEP_ALIVE_SECONDS + LINGER_SECONDS + KILL_SECONDS
         while self.role_processes[0].process.poll() is None and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
-        return end["outcome"]
+
+    def _final_report(self, outcome: str) -> list[str]:
+        return final_report_lines(self.config.run_folder)
 
     def _handle_signals(self, control: ControlClient) -> None:
         """Turn signals into a requested stop or an end of the job, and report a requested stop."""
         self.signals.poll()
         if self.signals.notice_signal and not control.stop_requested():
             control.request_stop(PREEMPTED)
-        if self.signals.end_signal:
-            control.end_job(f"interrupted by {signal.Signals(self.signals.end_signal).name}")
+        if outcome := self._interruption():
+            control.end_job(outcome)
         elif control.stop_requested() and self.announced_outcome != (outcome := control.requested_outcome()):
             self.announced_outcome = outcome
-            self._report(f"stop requested ({outcome}): the job ends after the current update, with a checkpoint")
+            self._report(f"stop requested ({outcome}): {self.effect_of_stop}")
+
+    def _interruption(self) -> str:
+        """The outcome after a signal that ends the job; empty without one."""
+        number = self.signals.end_signal
+        return f"interrupted by {signal.Signals(number).name}" if number else ""
 
     def _start(self, name: str, arguments: list[str]) -> RoleProcess:
         path: Path = log_folder(self.config, 0) / f"{name}.log"
         role = RoleProcess.start(
-            name, role_process.webrl_command(arguments), role_process.role_environment(self.scratch), path
+            name,
+            role_process.webrl_command(arguments),
+            role_process.role_environment(self.config, arguments[0], self.scratch),
+            path,
         )
         self.role_processes.append(role)
         self.journal.add(name, events.STARTED, log=path)

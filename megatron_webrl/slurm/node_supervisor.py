@@ -85,7 +85,7 @@ class NodeSupervisor:
         return process_specs(self.config, placement, self.node, self.role, self.address, os.environ, self.stub_command)
 
     def _start(self, spec: ProcessSpec) -> None:
-        environment = {**role_process.role_environment(self.scratch), **spec.environment}
+        environment = {**role_process.role_environment(self.config, self.role, self.scratch), **spec.environment}
         cores = self._usable(spec.cores)
         self.role_processes.append(RoleProcess.start(spec.name, list(spec.command), environment, spec.log, cores))
 

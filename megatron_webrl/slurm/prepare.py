@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from megatron_webrl.cluster.parallel_layout import check_parallel_layout
@@ -16,7 +16,7 @@ from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch import role_process
-from megatron_webrl.launch.task_validation import check_tasks_and_browser
+from megatron_webrl.launch.task_validation import check_evaluators, check_tasks_and_browser
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.preflight import node_report
 from megatron_webrl.slurm import requeue
@@ -26,11 +26,16 @@ from megatron_webrl.slurm.process_specs import log_folder, process_specs
 def plan_job(path: str, overrides: list[str]) -> tuple[Config, Placement]:
     """Read a configuration and place its processes, without looking at any machine. Raises ConfigError."""
     config = parse_config(path, overrides)
+    return config, plan_processes(config)
+
+
+def plan_processes(config: Config) -> Placement:
+    """Place the processes of a configuration, without looking at any machine. Raises ConfigError."""
     check_limits(config, "")
     description = find_model_config(config)
     if description is not None:
         check_parallel_layout(config, description)
-    return config, place_processes(config)
+    return place_processes(config)
 
 
 def prepare_job(
@@ -48,7 +53,15 @@ def prepare_job(
     if not stubbed:
         config = load_config(path, overrides)
         check_tasks_and_browser(config, require_browser=False)
-    launches = requeue.record_launch(config, environment or {})
+        check_evaluators(config)
+    return make_job_folder(config, placement, report, environment or {})
+
+
+def make_job_folder(
+    config: Config, placement: Placement, report: Callable[[str], None], environment: Mapping[str, str]
+) -> Path:
+    """Make the run's folder of a job; returns the path of its config.yaml. Raises ConfigError after many requeues."""
+    launches = requeue.record_launch(config, environment)
     if launches and launches[-1].message:
         report(launches[-1].message)
     role_process.prepare_run_folder(config, report)
@@ -81,11 +94,16 @@ def farm_overrides(url: str) -> list[str]:
 
 def describe_commands(path: str, overrides: list[str], stub_command: str) -> list[str]:
     """Every process of a job: node, role, devices, cores, and the full command. Raises ConfigError."""
+    config, placement = plan_job(path, overrides)
+    return describe_processes(config, placement, stub_command)
+
+
+def describe_processes(config: Config, placement: Placement, stub_command: str) -> list[str]:
+    """The placement as a table, and the command of every process on its node."""
     from io import StringIO
 
     from rich.console import Console
 
-    config, placement = plan_job(path, overrides)
     text = StringIO()
     print_placement(config, placement, Console(file=text, width=140))
     lines = text.getvalue().splitlines()
@@ -103,11 +121,17 @@ class TooFewNodes(ConfigError):
     """Too few of a job's nodes passed the check."""
 
 
-def choose_nodes(config: Config, allocated: Sequence[str], bad: dict[str, str]) -> list[str]:
-    """The first cluster.nodes `allocated` nodes not in `bad`; ConfigError: too few, TooFewNodes: too few good ones."""
+def choose_nodes(
+    config: Config, allocated: Sequence[str], bad: Mapping[str, str], slow: Collection[str] = ()
+) -> list[str]:
+    """The first cluster.nodes `allocated` nodes not in `bad`, in their order; `slow` ones only if others are too few.
+
+    Raises ConfigError: too few, TooFewNodes: too few good ones.
+    """
     good = [node for node in allocated if node not in bad]
     if len(good) >= config.cluster.nodes:
-        return good[: config.cluster.nodes]
+        preferred = sorted(good, key=lambda node: node in slow)[: config.cluster.nodes]
+        return [node for node in good if node in preferred]
     if not bad:
         raise ConfigError(
             f"cluster.nodes={config.cluster.nodes}, but the job has {len(allocated)} nodes; ask for as many with "

@@ -73,10 +73,11 @@ def _environment(
     config: Config, placement: Placement, process: ProcessPlacement, address: str, inherited: Mapping[str, str]
 ) -> dict[str, str]:
     # MASTER_PORT is a port of the placement, so that no two process groups of the job meet at the same one.
-    first = next(each for each in placement.processes if each.role == "trainer" and each.index == 0)
     if process.role == "trainer":
-        world_size = config.trainer_world_size
-        environment = role_process.rank_environment(process.index, world_size, process.local_rank, inherited)
+        first = next(each for each in placement.processes if each.role == "trainer" and each.index == 0)
+        environment = role_process.rank_environment(
+            process.index, config.trainer_world_size, process.local_rank, config.weights.timeout_seconds, inherited
+        )
         environment |= {"MASTER_ADDR": address.rpartition(":")[0], "MASTER_PORT": str(first.port)}
     else:
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(process.port)}

@@ -77,5 +77,6 @@ def record_launch(config: Config, environment: Mapping[str, str]) -> list[JobLau
         from megatron_webrl.tracking import summary  # imports torch
 
         summary.write_summary(folder, f"failed: {reason}", None)
-        raise ConfigError(f"{reason}. To resume, submit it again with run.resume=true")
+        way = "Submit it again" if config.evaluation.only else "To resume, submit it again with run.resume=true"
+        raise ConfigError(f"{reason}. {way}")
     return [*earlier, launch]

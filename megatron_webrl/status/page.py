@@ -24,7 +24,7 @@ from megatron_webrl.tracking.events import ProcessEvent
 
 SHOWN_EVENTS = 8
 COLOURS = {"running": "green", "finished": "green", "failed": "bold red", "silent": "bold red", "interrupted": "yellow",
-           "stopped": "yellow", "unknown": "red"}  # fmt: skip
+           "stopped": "yellow", "judge_budget_spent": "yellow", "unknown": "red"}  # fmt: skip
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 LabelledLine = tuple[str, str]
 

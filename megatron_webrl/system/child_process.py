@@ -27,13 +27,18 @@ OWNER_VARIABLE = "WEBRL_OWNER"
 ROLE_VARIABLE = "WEBRL_ROLE"
 SCRATCH_PREFIX = "webrl-"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+MAX_OPEN_FILES = 65_536  # soft limit of roles, where the hard one allows it; some programs slow down with millions
 KILL_SECONDS = 10.0  # limit for killed processes to disappear
 _POLL_SECONDS = 0.02  # between two checks of signalled processes
 
 # Runs in a new interpreter before the role's program: a preexec_fn can block on a lock held by a thread at the fork.
 _BOOTSTRAP = """
-import ctypes, os, signal, sys
-parent, cores, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+import ctypes, os, resource, signal, sys
+parent, cores, files, command = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4:]
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+wanted = files if hard == resource.RLIM_INFINITY else min(hard, files)
+if soft != resource.RLIM_INFINITY and soft < wanted:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 if cores:
     try:
         os.sched_setaffinity(0, map(int, cores.split(",")))
@@ -105,7 +110,8 @@ def start_process(
     """Start a role in a session of its own; the kernel kills it when this process ends.
 
     Output is appended to `log`. `env`: its environment; owner and role name are added. `pass_fds` stay open. `cores`:
-    cores to bind it to (empty: any); it ends at once if the machine has none of them. Raises ProcessError outside the
+    cores to bind it to (empty: any); it ends at once if the machine has none of them. Its soft limit of open files is
+    raised to MAX_OPEN_FILES, or to the hard limit. Raises ProcessError outside the
     main thread (the kernel would kill the role when the calling thread ends) and if the program does not exist.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -114,6 +120,7 @@ def start_process(
         raise ProcessError(f"{name}: {command[0]!r} is not a program in PATH={env.get('PATH', os.defpath)}")
     log.parent.mkdir(parents=True, exist_ok=True)
     bootstrap = [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, str(os.getpid()), ",".join(map(str, cores))]
+    bootstrap.append(str(MAX_OPEN_FILES))
     with log.open("ab") as output:
         return subprocess.Popen(
             [*bootstrap, *command],

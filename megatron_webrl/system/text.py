@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 
 
@@ -14,6 +15,11 @@ def first_line(error: BaseException) -> str:
 def shorten(text: str, limit: int) -> str:
     """The text, cut to `limit` characters with "..." at the end."""
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def metric_label(text: str) -> str:
+    """The text as one part of a metric name: what is no letter, digit, underscore or dot becomes "-"; never empty."""
+    return re.sub(r"[^\w.]+", "-", text).strip("-.") or "unnamed"
 
 
 def close_matches(name: str, known: Sequence[str]) -> str:

@@ -71,6 +71,20 @@ class ScriptedPolicyError(RuntimeError):
     """The page does not allow the action that the scripted policy needs."""
 
 
+async def read_page(page: Page, script: str, arguments: Any = None) -> Any:
+    """Result of a script; repeated for RETRY_SECONDS while the page navigates. Raises Playwright's Error."""
+    from playwright.async_api import Error as PlaywrightError  # clients of a farm import this module without it
+
+    deadline = time.monotonic() + RETRY_SECONDS
+    while True:
+        try:
+            return await page.evaluate(script, arguments)
+        except PlaywrightError as error:
+            if "context was destroyed" not in error.message or time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(RETRY_INTERVAL_SECONDS)
+
+
 async def resolve_target(page: Page, target: str, argument: Any = None) -> Action:
     """An action at the element that `target` names, or a scroll towards it. Raises ScriptedPolicyError.
 
@@ -81,10 +95,10 @@ async def resolve_target(page: Page, target: str, argument: Any = None) -> Actio
     script = _FIND.replace("TARGET", f"({target})")
     arguments = {"range": COORDINATE_RANGE, "step": COORDINATE_STEP, "argument": argument}
     deadline = time.monotonic() + RETRY_SECONDS
-    result: dict[str, Any] = await page.evaluate(script, arguments)
+    result: dict[str, Any] = await read_page(page, script, arguments)
     while "problem" in result and time.monotonic() < deadline:
         await asyncio.sleep(RETRY_INTERVAL_SECONDS)
-        result = await page.evaluate(script, arguments)
+        result = await read_page(page, script, arguments)
     if "problem" in result:
         raise ScriptedPolicyError(str(result["problem"]))
     return Action(

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from playwright.async_api import Page
 
 from megatron_webrl.config.tasks import SamplerConfig
-from megatron_webrl.sampling.samplers import initial_probabilities
 from megatron_webrl.tasks import miniwob_page, scripted_policies
 from megatron_webrl.tasks.server import FolderServer
 from megatron_webrl.tasks.source import LocalTaskSource, StepLimits, check_environments
@@ -34,8 +33,8 @@ class MiniWobTaskSource(LocalTaskSource):
         folder = miniwob_page.pages_folder()
         miniwob_page.check_supported(environments)
         check_environments("MiniWoB++ has", environments, miniwob_page.all_environments(folder))
-        initial = initial_probabilities(sampler or SamplerConfig(), environments, [DIFFICULTY] * len(environments))
-        super().__init__(environments, max_steps, FolderServer(folder), initial, limits or StepLimits())
+        difficulties = [DIFFICULTY] * len(environments)
+        super().__init__(environments, max_steps, FolderServer(folder), difficulties, limits or StepLimits(), sampler)
 
     @property
     def origins(self) -> frozenset[str]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import TasksConfig
+from megatron_webrl.sampling.source_checks import check_source_name
 from megatron_webrl.tasks import miniwob, miniwob_page, scripted_policies
+from megatron_webrl.tasks.files.source import FileTaskSource
+from megatron_webrl.tasks.import_path import load_source
 from megatron_webrl.tasks.miniwob import MiniWobTaskSource
 from megatron_webrl.tasks.sites import site_task_source as sites
 from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS
@@ -22,16 +25,24 @@ def make_source(tasks: TasksConfig) -> TaskSource:
         return MiniWobTaskSource(tasks.environments, tasks.max_steps, limits=limits, sampler=tasks.sampler)
     if tasks.source == "sites":
         return SiteTaskSource(tasks.environments, tasks.max_steps, tasks.latency, limits=limits, sampler=tasks.sampler)
-    raise ConfigError(f"tasks.source={tasks.source!r} is not known; use miniwob or sites")
+    if tasks.from_files:
+        return FileTaskSource(tasks)
+    check_source_name(tasks.source)
+    return load_source(tasks)
 
 
 def make_all_sources(tasks: TasksConfig) -> dict[str, TaskSource]:
-    """Start all sources, each with all of its environments; the caller closes them. Raises ConfigError."""
+    """Start all sources that have pages of their own, each with all of its environments, and that of an import path,
+    whose tasks may be of a source by this path; the caller closes them. Raises ConfigError.
+    """
     limits = StepLimits.from_config(tasks)
-    return {
+    found: dict[str, TaskSource] = {
         miniwob.SOURCE_NAME: MiniWobTaskSource(miniwob_page.all_environments(), tasks.max_steps, limits=limits),
         sites.SOURCE_NAME: SiteTaskSource(tuple(ENVIRONMENTS), tasks.max_steps, tasks.latency, limits=limits),
     }
+    if tasks.from_import_path:
+        found[tasks.source] = load_source(tasks)
+    return found
 
 
 def scripted_environments(source: str) -> tuple[str, ...]:

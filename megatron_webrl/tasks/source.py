@@ -11,8 +11,9 @@ from typing import Protocol, Self
 from playwright.async_api import Page
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.config.tasks import TasksConfig
-from megatron_webrl.sampling.samplers import draw_environment
+from megatron_webrl.config.tasks import SamplerConfig, TasksConfig
+from megatron_webrl.sampling.knowledge import SamplerKnowledge
+from megatron_webrl.sampling.samplers import draw_environment, environment_probabilities
 from megatron_webrl.system.text import close_matches
 from megatron_webrl.tasks.server import LocalServer
 from megatron_webrl.types import Action, Task, TaskSite
@@ -40,15 +41,19 @@ class TaskSource(TaskSite, Protocol):
         """The task of an environment and a page seed; equal on every machine."""
         ...
 
-    def training_task(self, seed: int, ticket: int, probabilities: Sequence[float] | None = None) -> Task:
-        """The task of a training ticket: a pure function of sampler seed, ticket and probabilities.
+    def training_task(self, seed: int, ticket: int, knowledge: SamplerKnowledge | None = None) -> Task:
+        """The task of a training ticket: a pure function of sampler seed, ticket and knowledge.
 
-        probabilities: [environments], of the ticket's sampler state; None: from the settings.
+        `knowledge`: that of the ticket's admission; None: nothing is known, as at the start of a run.
         """
         ...
 
     def held_out_task(self, index: int) -> Task:
         """The index-th evaluation task."""
+        ...
+
+    def evaluation_tasks(self, episodes: int) -> int:
+        """Number of tasks of an evaluation; `episodes` is evaluation.episodes."""
         ...
 
 
@@ -72,12 +77,18 @@ class LocalTaskSource(ABC):
         environments: Sequence[str],
         max_steps: int,
         server: LocalServer,
-        probabilities: Sequence[float],
+        difficulties: Sequence[str],
         limits: StepLimits,
+        sampler: SamplerConfig | None = None,
     ) -> None:
-        """`probabilities`: [environments], used for tickets without a sampler state."""
+        """difficulties: [environments]; `sampler`: None draws environments uniformly. Raises ConfigError."""
         self.environments, self.max_steps, self.limits = tuple(environments), max_steps, limits
-        self._server, self._probabilities = server, probabilities
+        self._server, self._difficulties, self._sampler = server, difficulties, sampler or SamplerConfig()
+        try:
+            self._latest: tuple[SamplerKnowledge | None, tuple[float, ...]] = None, self._probabilities(None)
+        except ConfigError:
+            server.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -99,14 +110,22 @@ class LocalTaskSource(ABC):
     def training_max_steps(self, difficulty: str) -> int:
         return self.limits.training.get(difficulty, self.max_steps)
 
-    def training_task(self, seed: int, ticket: int, probabilities: Sequence[float] | None = None) -> Task:
-        environment = draw_environment(self._probabilities if probabilities is None else probabilities, seed, ticket)
+    def training_task(self, seed: int, ticket: int, knowledge: SamplerKnowledge | None = None) -> Task:
+        if knowledge is not self._latest[0]:  # tickets of one sampler state have the same object
+            self._latest = knowledge, self._probabilities(knowledge)
+        environment = draw_environment(self._latest[1], seed, ticket)
         return self.make_task(self.environments[environment], training_page_seed(seed, ticket))
+
+    def _probabilities(self, knowledge: SamplerKnowledge | None) -> tuple[float, ...]:
+        return environment_probabilities(self._sampler, self.environments, self._difficulties, knowledge)
 
     def held_out_task(self, index: int) -> Task:
         environment, page_seed = held_out_environment_and_seed(index, len(self.environments))
         task = self.make_task(self.environments[environment], page_seed)
         return replace(task, max_steps=self.limits.evaluation.get(task.difficulty, task.max_steps))
+
+    def evaluation_tasks(self, episodes: int) -> int:
+        return episodes * len(self.environments)
 
 
 def training_page_seed(seed: int, ticket: int) -> int:

@@ -1,33 +1,43 @@
-"""Any web page as a task, without reward and scripted policy."""
+"""Any web page as a task: on the web, or on the offline websites of this machine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from playwright.async_api import Page
-
 from megatron_webrl.types import Action, Task
+
+if TYPE_CHECKING:  # tasks of a file are read where there is no browser
+    from playwright.async_api import Page
+
+    from megatron_webrl.tasks.offline.websites import OfflineWebsites
 
 SOURCE_NAME = "web"
 ENVIRONMENT_NAME = "page"
 
 
 class OpenWeb:
-    """Opens `Task.url`. Only the egress policy limits which addresses pages reach."""
+    """Opens `Task.url`. The egress policy limits which addresses pages reach; offline websites are declared to it."""
 
-    def __init__(self, max_steps: int) -> None:
+    def __init__(self, max_steps: int, open_web: bool = True, offline: OfflineWebsites | None = None) -> None:
+        """`open_web`: whether tasks may begin on other hosts than those of `offline`, which `close` closes."""
         self.environments = (ENVIRONMENT_NAME,)
         self.max_steps = max_steps
+        self._open_web, self._offline = open_web, offline
 
     @property
     def origins(self) -> frozenset[str]:
-        """No origins besides public addresses."""
-        return frozenset()
+        """Origins besides public addresses: those of the offline websites."""
+        return self._offline.origins if self._offline is not None else frozenset()
 
     @property
     def addresses(self) -> Mapping[str, str]:
-        return {}
+        return self._offline.addresses if self._offline is not None else {}
+
+    def opens(self, url: str) -> bool:
+        """Whether a task may begin at a URL, as far as the kind of its host decides."""
+        return self._open_web or (self._offline is not None and self._offline.serves(url))
 
     def make_task(self, url: str, instruction: str | None = None) -> Task:
         return Task(
@@ -50,8 +60,15 @@ class OpenWeb:
         return None, False
 
     async def demonstrate(self, page: Page, task: Task, premature_submit: bool = False) -> Action:
-        """Raises KeyError: there is no scripted policy."""
-        raise KeyError(SOURCE_NAME)
+        """The next scripted action of a task of an offline website.
+
+        Raises ScriptedPolicyError, and KeyError for any other task or with `premature_submit`.
+        """
+        if self._offline is None or premature_submit:
+            raise KeyError(SOURCE_NAME)
+        return await self._offline.demonstrate(page, task)
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Stop the offline websites."""
+        if self._offline is not None:
+            self._offline.close()

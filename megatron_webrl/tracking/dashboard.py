@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -69,14 +70,21 @@ def accounting_line(accounting: Mapping[str, Any]) -> str:
     )
 
 
-class TerminalDashboard:
-    """A live table on a terminal; in a log, one line per update and per status change of a role."""
+def _phase(status: str) -> str:
+    return re.split("[:,]", status)[0]
 
-    def __init__(self, console: Console, title: str) -> None:
-        self.console, self.title = console, title
+
+class TerminalDashboard:
+    """A live table on a terminal; in a log, a line per update and per change of a role's phase.
+
+    Counts within a phase change constantly: a role whose status differs has another line after `log_seconds`.
+    """
+
+    def __init__(self, console: Console, title: str, log_seconds: float = 60.0) -> None:
+        self.console, self.title, self.log_seconds = console, title, log_seconds
         self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
         self._shown_updates = 0
-        self._shown_statuses: dict[str, str] = {}
+        self._shown_statuses: dict[str, tuple[str, float]] = {}  # of a role, with the monotonic time of its line
 
     def __enter__(self) -> TerminalDashboard:
         if self._live is not None:
@@ -92,15 +100,20 @@ class TerminalDashboard:
             self._live.update(self._render(statuses, updates))
             return
         for role, status in statuses.items():
-            # Counts within a status change constantly: a log gets a line for a new phase only.
-            phase = re.split("[:,]", status)[0]
-            if phase and self._shown_statuses.get(role) != phase:
-                self._shown_statuses[role] = phase
+            if self._is_due(role, status):
+                self._shown_statuses[role] = status, time.monotonic()
                 self.console.print(f"[{role}] {status}", markup=False, highlight=False, soft_wrap=True)
         for update in updates[self._shown_updates :]:
             cells = "  ".join(f"{name.replace(chr(10), ' ')} {render(update)}" for name, render in UPDATE_COLUMNS)
             self.console.print(f"update {cells}", markup=False, highlight=False, soft_wrap=True)
         self._shown_updates = max(self._shown_updates, len(updates))
+
+    def _is_due(self, role: str, status: str) -> bool:
+        """Whether a log gets a line for a status."""
+        shown, shown_at = self._shown_statuses.get(role, ("", 0.0))
+        if not status or status == shown:
+            return False
+        return _phase(status) != _phase(shown) or time.monotonic() - shown_at >= self.log_seconds
 
     def _render(self, statuses: Mapping[str, str], updates: Sequence[Mapping[str, Any]]) -> RenderableType:
         roles = Table.grid(padding=(0, 2))

@@ -58,6 +58,7 @@ def episode_line(trajectory: Trajectory, reason: str | None, version: int) -> di
         "difficulty": trajectory.task.difficulty,
         "outcome": trajectory.outcome,
         "disposition": reason or TRAINED,
+        "verdict": _verdict(trajectory),
         "version": version,
         "oldest_version": trajectory.oldest_version,
         "tries": trajectory.tries,
@@ -75,6 +76,14 @@ def episode_line(trajectory: Trajectory, reason: str | None, version: int) -> di
             for step in trajectory.steps
         ],
     }
+
+
+def _verdict(trajectory: Trajectory) -> dict[str, Any] | None:
+    """Who decided the outcome, why, and at what cost; the stages are in the trajectory."""
+    if (verdict := trajectory.verdict) is None:
+        return None
+    names = ("evaluator", "protocol", "prompts", "reason", "calls", "prompt_tokens", "response_tokens", "dollars")
+    return {name: getattr(verdict, name) for name in names} | {"seconds": round(verdict.seconds, 4)}
 
 
 EpisodeIdentity = tuple[int, int, str, float]  # of one run of an episode: ticket, index, worker's instance id, end time

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_webrl.system.text import metric_label
 from megatron_webrl.types import COORDINATE_ACTION_KINDS, Group, Step, Trajectory
 
 
@@ -63,6 +64,7 @@ def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "tries_per_episode": mean([t.tries for g in groups for t in g.trajectories]),
         "format_error_rate": mean([s.format_error is not None for s in steps]),
         "truncated_rate": mean([s.finish_reason == "length" for s in steps]),
+        "not_recorded_requests_per_episode": mean([t.steps[-1].not_recorded_requests for t in trajectories if t.steps]),
         "page_unchanged_rate": mean([not s.page_changed for s in steps]),
         "versions_per_step": mean([len(set(s.versions.tolist())) for s in steps]),
         "seconds_generation_per_step": mean([s.seconds_generation for s in steps]),
@@ -75,11 +77,13 @@ def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
         lengths = [len(t.steps) for t in trajectories if (t.outcome == "success") is chosen]
         if lengths:
             metrics[f"steps_mean/{name}"] = mean(lengths)
+    leniencies = Counter(name for step in steps for name in step.leniencies)
+    metrics |= {f"leniency/{name}": count / len(steps) for name, count in sorted(leniencies.items())}
     kinds = {*COORDINATE_ACTION_KINDS, *actions}
     metrics |= {f"action_rate/{kind}": actions[kind] / max(1, len(steps)) for kind in sorted(kinds)}
     by_environment: dict[str, list[bool]] = {}
     for trajectory in trajectories:
-        by_environment.setdefault(trajectory.task.environment, []).append(trajectory.outcome == "success")
+        by_environment.setdefault(metric_label(trajectory.task.environment), []).append(trajectory.outcome == "success")
     return metrics | {f"success_rate/{name}": mean(values) for name, values in by_environment.items()}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_webrl.types import COORDINATE_RANGE, Step, Trajectory
+from megatron_webrl.types import COORDINATE_RANGE, Step, Trajectory, Verdict
 
 STYLE = """
 h1 { font-size: 1.4rem; }
@@ -19,6 +19,7 @@ body { font: 14px/1.4 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem
 .shot { position: relative; flex: none; } .shot img { display: block; max-width: 26rem; border: 1px solid #d5dbe3; }
 .mark { position: absolute; width: 14px; height: 14px; margin: -8px; border: 2px solid #e5322d; border-radius: 50%; }
 pre { white-space: pre-wrap; background: #f4f6f9; padding: .6rem; margin: 0; }
+table { border-collapse: collapse; } td, th { border: 1px solid #d5dbe3; padding: .2rem .5rem; text-align: left; }
 .bad { color: #b3261e; } .muted { color: #64707f; }
 """
 
@@ -33,16 +34,53 @@ def write_trajectory_page(path: Path, trajectory: Trajectory, decode: Callable[[
     )
     path.write_text(
         f'<!doctype html><meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
-        f'<h1>{html.escape(title)}</h1><p class="muted">{html.escape(facts)}</p>\n{steps}\n'
+        f'<h1>{html.escape(title)}</h1><p class="muted">{html.escape(facts)}</p>{_verdict(trajectory.verdict)}\n'
+        f"{steps}\n{_final_screenshot(trajectory)}"
     )
+
+
+def _verdict(verdict: Verdict | None) -> str:
+    """How the outcome was decided, with the stages of the judge."""
+    if verdict is None:
+        return ""
+    name = (
+        f"{verdict.evaluator} ({verdict.protocol}, prompts {verdict.prompts})"
+        if verdict.protocol
+        else verdict.evaluator
+    )
+    cost = f"; {verdict.calls} calls, {verdict.dollars:.4f} dollars, {verdict.seconds:.1f} s" if verdict.calls else ""
+    rows = "".join(
+        f"<tr><td>{html.escape(f'{stage.name} {stage.subject}')}</td><td>{html.escape(stage.decision)}</td>"
+        f"<td>{html.escape(stage.text)}</td><td>{html.escape(', '.join(stage.errors))}</td>"
+        f"<td>{html.escape(stage.model)}</td><td><code>{html.escape(stage.digest[:12])}</code></td></tr>"
+        for stage in verdict.stages
+    )
+    head = "".join(f"<th>{name}</th>" for name in ("stage", "decision", "reply", "failed tries", "model", "request"))
+    table = f"<table><tr>{head}</tr>{rows}</table>" if rows else ""
+    facts = f"Verdict: {verdict.outcome} by {name}: {verdict.reason}{cost}"
+    return f"<details{' open' if rows else ''}><summary>{html.escape(facts)}</summary>{table}</details>"
+
+
+def _final_screenshot(trajectory: Trajectory) -> str:
+    """The page after the last step, if it is stored."""
+    shown = max((int(step.images.max()) for step in trajectory.steps if len(step.images)), default=-1)
+    if len(trajectory.images) <= shown + 1:
+        return ""
+    image = _image(bytes(trajectory.images[-1]))
+    return (
+        f'<div class="step"><div class="shot">{image}</div><div><p class="muted">After the last step</p></div></div>\n'
+    )
+
+
+def _image(data: bytes) -> str:
+    kind = "png" if data.startswith(b"\x89PNG") else "webp" if data.startswith(b"RIFF") else "jpeg"
+    return f'<img src="data:image/{kind};base64,{base64.b64encode(data).decode()}">'
 
 
 def _step(number: int, step: Step, trajectory: Trajectory, decode: Callable[[np.ndarray], str]) -> str:
     image = ""
     if len(step.images):
-        data = bytes(trajectory.images[int(step.images[-1])])
-        kind = "png" if data.startswith(b"\x89PNG") else "webp" if data.startswith(b"RIFF") else "jpeg"
-        image = f'<img src="data:image/{kind};base64,{base64.b64encode(data).decode()}">{_mark(step)}'
+        image = _image(bytes(trajectory.images[int(step.images[-1])])) + _mark(step)
     versions = sorted(set(step.versions.tolist()))
     changed = "changed" if step.page_changed else "unchanged"
     facts = f"{len(step.response_token_ids)} tokens, version {', '.join(map(str, versions))}, page {changed}"

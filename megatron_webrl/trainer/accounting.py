@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_webrl.system.text import metric_label
 from megatron_webrl.types import Trajectory
 
 RETRIED = "retried"
@@ -39,7 +40,10 @@ class Accounting:
     def wasted_token_shares(self) -> dict[str, float]:
         """Fraction of closed episodes' response tokens that were not trained, in total and by reason."""
         total = max(1, self.tokens_trained + sum(self.tokens_dropped.values()))
-        shares = {f"wasted_token_fraction/{name}": count / total for name, count in self.tokens_dropped.items()}
+        shares: dict[str, float] = {}
+        for reason, count in self.tokens_dropped.items():
+            name = f"wasted_token_fraction/{metric_label(reason)}"
+            shares[name] = shares.get(name, 0.0) + count / total
         return shares | {"wasted_token_fraction": sum(shares.values())}
 
     def format_dropped(self) -> str:

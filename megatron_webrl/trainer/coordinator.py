@@ -14,9 +14,11 @@ import torch
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.control_plane import ControlClient, JobFailed
+from megatron_webrl.system.text import metric_label
 from megatron_webrl.tracking import summary
 from megatron_webrl.tracking.episode_log import EpisodeLog
 from megatron_webrl.tracking.metrics import UpdateMetrics, UpdateSeconds, episode_metrics, mean, mean_response_tokens
+from megatron_webrl.tracking.step_metrics import step_metrics
 from megatron_webrl.tracking.trajectory_page import sample_across_outcomes
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
@@ -24,11 +26,12 @@ from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
 from megatron_webrl.trainer.data import group_files
 from megatron_webrl.trainer.data.group_source import GroupSource
 from megatron_webrl.trainer.data.task_sampler import TaskSampler
-from megatron_webrl.trainer.engine_utilization import EngineUtilization
 from megatron_webrl.trainer.exchange.multi_node_exchange import MultiNodeExchange
 from megatron_webrl.trainer.exchange.record_exchange import CollectInterrupt, SelectedGroups, SingleNodeExchange
 from megatron_webrl.trainer.learner import Learner, Metrics
-from megatron_webrl.trainer.logprob_mismatch import LogprobMismatch
+from megatron_webrl.trainer.metrics.engine_utilization import EngineUtilization
+from megatron_webrl.trainer.metrics.logprob_mismatch import LogprobMismatch
+from megatron_webrl.trainer.metrics.loss_metrics import loss_metrics
 from megatron_webrl.trainer.rewards import has_penalties, reward_function
 from megatron_webrl.types import Group, Trajectory
 
@@ -38,14 +41,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FINAL_REPORT_TIMEOUT_SECONDS = 60.0
-PER_TOKEN_METRICS = (
-    "dual_clipped",
-    "importance_weight_capped",
-    "policy_ratio",
-    "behaviour_importance_weight",
-    "approx_kl",
-    "reference_kl",
-)
 
 
 @dataclass(frozen=True)
@@ -86,7 +81,12 @@ class Coordinator:
         self.tickets_dropped_before = state.dropped_tickets
         self.updates = list(state.updates)
         self.task_sampler = TaskSampler(
-            config.tasks, self.ticket_epoch.next_ticket, resume_point.unclosed_tickets, state.task_sampler
+            config.tasks,
+            self.ticket_epoch.next_ticket,
+            resume_point.unclosed_tickets,
+            state.task_sampler,
+            config.run_folder,
+            self.ticket_epoch.version,
         )
         self.episode_log = None
         if self.is_first_rank:
@@ -100,6 +100,7 @@ class Coordinator:
             self.task_sampler.record_group,
             self.episode_log,
             on_ready,
+            self.task_sampler.block_list.record_group,
         )
         self.checkpoints = Checkpointer(
             config.run_folder / "checkpoints",
@@ -184,7 +185,9 @@ class Coordinator:
             seconds=seconds,
             finished_at=time.time(),
             extra=self._learner_metrics(metrics, trajectories)
+            | {"staleness_min": float(min(staleness, default=0))}
             | episode_metrics(groups)
+            | step_metrics(groups, self.config.rollout.context.response_format.startswith("memory_"))
             | self.checkpoints.pop_metrics()
             | result.weight_sync_metrics
             | self.exchange.pop_metrics()
@@ -192,14 +195,11 @@ class Coordinator:
             | self.task_sampler.metrics()
             | self.utilization.pop_metrics()
             | self.accounting.wasted_token_shares()
-            | {f"dropped/{reason}": float(count) for reason, count in self.accounting.dropped.items()},
+            | {f"dropped/{metric_label(reason)}": float(count) for reason, count in self.accounting.dropped.items()},
         )
 
     def _learner_metrics(self, metrics: Metrics, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        tokens = max(1.0, metrics["response_tokens"])
-        named = {name: metrics[name] for name in ("loss", "gradient_norm", "learning_rate")}
-        named["entropy"] = metrics["entropy"] / tokens
-        named |= {name: metrics[name] / tokens for name in PER_TOKEN_METRICS if name in metrics}
+        named = loss_metrics(metrics)
         if self.config.trainer.loss.raft_versions:
             named["replayed_trajectories"] = metrics["replayed"]
         if has_penalties(self.config):
@@ -303,7 +303,7 @@ class Coordinator:
         limit = self._compute_ticket_limit(version, updates_ahead)
         if limit != self._ticket_limit:
             first_ticket = self.ticket_epoch.next_ticket_at(self._ticket_limit)
-            self.task_sampler.publish_adapted_state(self.control, first_ticket)
+            self.task_sampler.publish_adapted_state(first_ticket, version)
             self._ticket_limit = limit
             self.control.set_ticket_limit(limit)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from megatron_webrl.config.schema import Config
@@ -16,6 +17,7 @@ from megatron_webrl.control.control_plane import ControlClient
 from megatron_webrl.evaluation import evaluation_queue, result_files
 from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, ResultCollector
 from megatron_webrl.evaluation.results import aggregate_results, mlflow_metrics
+from megatron_webrl.tasks.evaluation_count import count_evaluation_tasks
 from megatron_webrl.trainer.parallel import broadcast_object
 from megatron_webrl.trainer.weight_sync import WeightSyncer
 
@@ -97,9 +99,9 @@ class EvaluationScheduler:
         lines = [line for line in result_files.read_evaluations(self.config.run_folder) if line["kind"] == "before"]
         return bool(lines) and wanted == (lines[0]["temperature"], lines[0]["samples"], lines[0]["tasks_requested"])
 
-    @property
+    @cached_property
     def _task_count(self) -> int:
-        return self.config.evaluation.episodes * len(self.config.tasks.environments)
+        return count_evaluation_tasks(self.config)
 
     def _submit(self, kind: str, version: int, exclusive: bool = False) -> None:
         spec = self.config.evaluation

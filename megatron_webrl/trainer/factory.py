@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -16,7 +17,7 @@ from megatron_webrl.cluster.parallel_layout import image_buffer_mib
 from megatron_webrl.config.schema import Config
 from megatron_webrl.model.compute_options import AttentionKernel, ComputeOptions, LayerImplementation, Recompute
 from megatron_webrl.model.hf_config import load_hf_config
-from megatron_webrl.model.load import load_hf
+from megatron_webrl.model.load import LoadError, load_hf
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.model.qwen3_vl import model as qwen3_vl
@@ -29,23 +30,42 @@ from megatron_webrl.trainer.images.image_workers import ImageWorkerPool
 from megatron_webrl.trainer.images.shm_allocator import SharedMemoryAllocator
 from megatron_webrl.trainer.learner import Learner
 from megatron_webrl.trainer.optimizer import check_adam_implementation, make_optimizer
+from megatron_webrl.trainer.parallel import all_gather_object
 
 log = logging.getLogger(__name__)
 
 
 def make_learner(config: Config, platform: Platform) -> Learner:
-    """Load the model and make its optimiser. Raises LoadError, CheckpointError or MissingLibraryError. Collective."""
+    """Load the model and make its optimiser. Collective.
+
+    Weights are read from storage by the first data-parallel replica and broadcast to the others. Raises LoadError or
+    CheckpointError on every rank, or MissingLibraryError.
+    """
     check_adam_implementation(config.trainer.optimizer.implementation)
     started, dtype = time.monotonic(), getattr(torch, config.model.dtype)
     chunks = qwen3_vl.build_model(config.model.path, dtype=dtype, platform=platform, options=compute_options(config))
     if not config.model.checkpoint:
-        load_hf(chunks, config.model.path)
-    wrapped = wrap_ddp(chunks)
+        _load_first_replicas(chunks, config.model.path)
+    wrapped = wrap_ddp(chunks)  # broadcasts the parameters
     if config.model.checkpoint:
         load_weights(Path(config.model.checkpoint), wrapped)
     optimizer = make_optimizer(wrapped, config.trainer.optimizer, config.trainer.optimizer_steps, dtype)
     log.info("model loaded in %.1f s", time.monotonic() - started)
     return Learner(wrapped, chunks[0].unpadded_vocab_size, optimizer)
+
+
+def _load_first_replicas(chunks: Sequence[qwen3_vl.Qwen3VL], folder: str) -> None:
+    error: Exception | None = None
+    try:
+        load_hf(chunks, folder, first_replica_only=True)
+    except Exception as found:  # any: the other ranks would wait in the broadcast
+        error = found
+    failures = all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            raise LoadError(f"rank {rank}: {failure}")
 
 
 def compute_options(config: Config) -> ComputeOptions:

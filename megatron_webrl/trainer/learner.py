@@ -15,6 +15,8 @@ from megatron_webrl.model.logprobs import vocab_parallel_logprobs
 from megatron_webrl.model.process_groups import is_last_stage
 from megatron_webrl.trainer.data.sequence_packer import Microbatch
 from megatron_webrl.trainer.loss import Objective, TokenData
+from megatron_webrl.trainer.metrics.moments import is_extreme, is_minimum
+from megatron_webrl.trainer.metrics.token_statistics import token_statistics
 from megatron_webrl.trainer.optimizer import ScheduledOptimizer
 from megatron_webrl.trainer.parallel import broadcast_from_last_stage
 from megatron_webrl.trainer.reference import ReferencePolicy
@@ -85,8 +87,8 @@ class Learner:
 
         `proximal`: log-probabilities per micro-batch, float32 [tokens]; None: the current policy. `reference`: for KL.
         The objective is the sum of the losses on all data-parallel ranks; `Microbatch.weight` normalises it. Returns
-        sums over micro-batches, "loss", "tokens" (prompts included), "response_tokens", "entropy" and the loss's own,
-        and the log-probabilities per micro-batch.
+        totals over micro-batches and ranks, "loss", "tokens" (prompts included), those of `token_statistics` and the
+        loss's own; and the log-probabilities per micro-batch.
         """
         # Megatron averages the loss over micro-batches and the gradient over data-parallel ranks; the objective is a
         # sum. Over context-parallel ranks, each of which has some of a sequence's tokens, Megatron adds up.
@@ -106,9 +108,8 @@ class Learner:
                 reference_logprobs=None if reference is None else reference[index],
             )
             value, sums = loss(current, data)
-            mask = (batch.weight > 0).float()
-            sums |= {"loss": value.detach(), "entropy": (entropy.detach() * mask).sum(), "response_tokens": mask.sum()}
-            sums["tokens"] = mask.new_tensor(batch.token_count)
+            sums |= token_statistics(current, entropy, data, batch.succeeded)
+            sums |= {"loss": value.detach(), "tokens": value.new_full((), batch.token_count)}
             return value * scale, {**sums, "logprobs": current.detach()}
 
         for chunk in self.chunks:
@@ -128,11 +129,17 @@ class Learner:
 
 
 def _reduce(results: list[dict[str, Tensor]]) -> Metrics:
-    """Sums over micro-batches, data- and context-parallel ranks, on every rank."""
+    """Totals over micro-batches, data- and context-parallel ranks, on every rank: sums, minima, maxima by name."""
     totals: Metrics = {}
     if is_last_stage():
-        names = sorted(results[0])
-        sums = torch.stack([torch.stack([r[name].float() for r in results]).sum() for name in names])
-        torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-        totals = dict(zip(names, sums.tolist(), strict=True))
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        stacked = {name: torch.stack([r[name].float() for r in results]) for name in sorted(results[0])}
+        added = [name for name in stacked if not is_extreme(name)]
+        sums = torch.stack([stacked[name].sum() for name in added])
+        torch.distributed.all_reduce(sums, group=group)
+        signs = {name: -1 if is_minimum(name) else 1 for name in stacked if is_extreme(name)}
+        peaks = torch.stack([(sign * stacked[name]).max() for name, sign in signs.items()])
+        torch.distributed.all_reduce(peaks, op=torch.distributed.ReduceOp.MAX, group=group)
+        totals = dict(zip(added, sums.tolist(), strict=True))
+        totals |= {name: sign * peak for (name, sign), peak in zip(signs.items(), peaks.tolist(), strict=True)}
     return broadcast_from_last_stage(totals)

@@ -17,8 +17,9 @@ from megatron_webrl.trainer.data.sequence_packer import SequencePacker
 from megatron_webrl.trainer.evaluation_scheduler import EvaluationScheduler
 from megatron_webrl.trainer.exchange.record_exchange import CollectInterrupt
 from megatron_webrl.trainer.learner import Learner, Metrics
-from megatron_webrl.trainer.logprob_mismatch import LogprobMismatch, measure_logprob_mismatch
 from megatron_webrl.trainer.loss import make_objective
+from megatron_webrl.trainer.metrics.logprob_mismatch import LogprobMismatch, measure_logprob_mismatch
+from megatron_webrl.trainer.metrics.moments import combine
 from megatron_webrl.trainer.parallel import all_reduce_max
 from megatron_webrl.trainer.weight_sync import WeightSyncer
 from megatron_webrl.types import Group
@@ -77,7 +78,7 @@ def train(context: TrainingContext) -> None:
 def train_batch(
     learner: Learner, sequence_packer: SequencePacker, config: Config, groups: Sequence[Group], version: int
 ) -> tuple[Metrics, LogprobMismatch]:
-    """Train policy `version` on one batch; returns sums over passes, but means of loss and gradient norm. Collective.
+    """Train policy `version` on one batch; returns totals over passes, but means of loss and gradient norm. Collective.
 
     The proximal policy is that at the start of the update: with a single step, the one that the step computes anyway.
     """
@@ -98,7 +99,7 @@ def train_batch(
         for _ in range(settings.epochs)
         for microbatches, proximal, reference_logprobs in zip(minibatches, proximal_logprobs, reference, strict=True)
     ]
-    totals = {name: sum(metrics[name] for metrics in steps) for name in steps[0]}
+    totals = combine(steps)
     totals |= {name: totals[name] / len(steps) for name in ("loss", "gradient_norm")}
     microbatches = [microbatch for minibatch in minibatches for microbatch in minibatch]
     logprobs = [each for minibatch in proximal_logprobs for each in minibatch]

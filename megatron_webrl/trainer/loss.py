@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_webrl.config.loss import LossConfig
+from megatron_webrl.trainer.metrics.moments import moments
 
 LOG_RATIO_LIMIT = 20.0  # log-ratios are clamped before exp, whose overflow would turn a zero gradient into NaN
 
@@ -33,7 +34,7 @@ class TokenData:
 
 
 Objective = Callable[[Tensor, TokenData], tuple[Tensor, dict[str, Tensor]]]
-"""Current log-probabilities -> loss, to be summed over micro-batches and ranks, and sums over tokens for metrics."""
+"""Current log-probabilities -> loss, to be summed over micro-batches and ranks, and for metrics sums and `moments`."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +90,13 @@ def clipped_surrogate(
     r_t = sg[r] * pi_theta,t / sg[pi_theta,t] the mean needs no gradient, and sum_t r_t has the gradient of |y| r.
 
     Metrics, summed over tokens of weight above 0: clipped, dual_clipped (no gradient; without tokens masked by cap),
-    importance_weight_capped, policy_ratio (r), behaviour_importance_weight (capped w), approx_kl (k3 of r per token).
+    importance_weight_capped, policy_ratio (r), behaviour_importance_weight (capped w), approx_kl (k3 of r per token);
+    and clipped_logprob, the moments of log pi_theta over the clipped tokens.
     """
     log_ratio = current - (data.proximal_logprobs if config.decoupled else data.behaviour_logprobs)
     with torch.no_grad():
         counted = (data.weight > 0).to(current.dtype)
-        divergence = _k3(log_ratio)
+        divergence = k3(log_ratio)
         log_weight = data.proximal_logprobs - data.behaviour_logprobs if config.decoupled else torch.zeros_like(current)
     if config.name == "gspo":
         means = mean_per_step(torch.stack([log_ratio.detach(), log_weight]), data, group)
@@ -113,13 +115,15 @@ def clipped_surrogate(
         value = torch.where(data.advantage < 0, torch.maximum(value, bound), value)
     loss = -(data.weight * weight * value).sum()
     with torch.no_grad():
+        is_clipped = unmasked * (clipped < unclipped)
         sums = {
-            "clipped": (unmasked * (clipped < unclipped)).sum(),
+            "clipped": is_clipped.sum(),
             "dual_clipped": (unmasked * dual).sum(),
             "importance_weight_capped": (counted * over).sum(),
             "policy_ratio": (counted * ratio).sum(),
             "behaviour_importance_weight": (counted * weight).sum(),
             "approx_kl": (counted * divergence).sum(),
+            **moments("clipped_logprob", current, is_clipped > 0),
         }
     return loss, sums
 
@@ -149,7 +153,7 @@ def reference_kl(current: Tensor, data: TokenData) -> tuple[Tensor, dict[str, Te
         raise ValueError(
             "trainer.loss.kl_coefficient needs the reference's log-probabilities; Learner.reference is None"
         )
-    divergence = _k3(data.reference_logprobs - current)
+    divergence = k3(data.reference_logprobs - current)
     counted = (data.weight > 0).to(current.dtype)
     return (data.weight * divergence).sum(), {"reference_kl": (counted * divergence.detach()).sum()}
 
@@ -162,7 +166,7 @@ def negative_log_likelihood(current: Tensor, data: TokenData) -> tuple[Tensor, d
     return -(data.weight * (data.advantage > 0) * current).sum(), {}
 
 
-def _k3(log_ratio: Tensor) -> Tensor:
+def k3(log_ratio: Tensor) -> Tensor:
     """r - 1 - log r, never negative (Schulman, Approximating KL Divergence, 2020)."""
     bounded = _clamp(log_ratio)
     return torch.exp(bounded) - 1 - bounded

@@ -44,7 +44,7 @@ def run(config: Config, control: ControlClient, rank: RankInfo, node_ring: NodeR
     control.start_heartbeat()
     control.report_status("loading the model" if attempt == 0 else f"loading the model, attempt {attempt + 1}")
     is_first = rank.rank == 0
-    platform = parallel.initialize(config, rank, control.store, f"{node_ring.job_id}/{attempt}")
+    platform = parallel.initialize(config, rank, control, f"{node_ring.job_id}/{attempt}")
     checkpoint = parallel.broadcast_object(_starting_checkpoint(config, attempt) if is_first else None)
     config = replace(config, run=replace(config.run, resume=checkpoint is not None))
     state = _initial_state(checkpoint)

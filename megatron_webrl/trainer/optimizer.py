@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core import optimizer as megatron_optimizer
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import distrib_optimizer, get_megatron_optimizer
@@ -19,10 +20,14 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_webrl.config.trainer import OptimizerConfig
 
-# Gathers the state in host memory on one rank of each data-parallel group: on all, a node would hold it once per GPU.
-SHARDING_METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": True,
+# How checkpoints hold the state, by trainer.checkpoint.optimizer_shards. Whole tensors are gathered in host memory on
+# one rank of each data-parallel group: on all, a node would hold them once per GPU.
+SHARDING_METADATA: dict[str, dict[str, Any]] = {
+    "whole": {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": True,
+    },
+    "ranks": {"distrib_optim_sharding_type": "dp_reshardable"},
 }
 FUSED_ADAM_MODULES = {"transformer_engine": "transformer_engine.pytorch.optimizers", "apex": "apex.optimizers"}
 ADAM_EPSILON = 1e-8
@@ -57,58 +62,70 @@ class ScheduledOptimizer:
     def step_count(self) -> int:
         """Number of Adam steps."""
         counts = [values["step"] for part in self._torch_parts() for values in part.optimizer.state.values()]
-        counts += [group.get("step", 0) for part in self._parts() for group in part.optimizer.param_groups]
+        counts += [group.get("step", 0) for part in self.parts for group in part.optimizer.param_groups]
         return int(counts[0]) if counts else 0
 
-    def sharded_state(self, models: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
-        """Main weights and moments in Megatron's sharded form, keyed by weight names. Collective when saving.
+    def sharded_state(self, models: dict[str, Any], shards: str, *, is_loading: bool) -> dict[str, Any]:
+        """Main weights and moments in Megatron's sharded form. Collective when saving.
 
-        `models`: sharded state of the chunks, made just before. Megatron's own state has the parameter groups too,
-        whose form depends on the layout; their settings follow from the configuration, the schedule and the step count.
+        `models`: sharded state of the chunks, made just before; `shards`: a key of SHARDING_METADATA. Megatron's own
+        state has the parameter groups too, whose form depends on the layout; their settings follow from the
+        configuration, the schedule and the step count.
         """
         self._allocate_state()
         states = {}
-        for number, part in enumerate(self._parts()):
-            state = part.sharded_state_dict(models, is_loading, metadata=SHARDING_METADATA)["param_state"]
+        for number, part in enumerate(self.parts):
+            state = part.sharded_state_dict(models, is_loading, metadata=SHARDING_METADATA[shards])["param_state"]
             if state is not None:  # None: another rank has gathered it
+                if shards == "ranks":  # both optimizers number their buffers from 0
+                    add_prefix_for_sharding(state, f"optimizer.part{number}.")
                 states[f"part{number}"] = state
         return states
 
-    def load_sharded_state(self, states: dict[str, Any], step_count: int) -> None:
+    def load_sharded_state(self, states: dict[str, Any], shards: str, step_count: int) -> None:
         """Restore the state that `sharded_state` described, and the step count.
 
         With torch's Adam, Megatron 0.16 expects the step among the moments, where its checkpoints have none, and then
         gives all parameters one shared step tensor, which each parameter would increment.
         """
-        for number, part in enumerate(self._parts()):
+        sharding_type = SHARDING_METADATA[shards]["distrib_optim_sharding_type"]
+        for number, part in enumerate(self.parts):
             settings = part.state_dict()
             for group in settings["optimizer"]["param_groups"]:
                 group["step"] = step_count
-            state = {"param_state": states[f"part{number}"], "param_state_sharding_type": "fully_reshardable"}
+            state = {"param_state": states[f"part{number}"], "param_state_sharding_type": sharding_type}
             by_torch = part in self._torch_parts()
             if by_torch:
                 part._set_main_param_and_optimizer_states = partial(_restore_with_step, part)
-            part.load_state_dict(settings | state)
+            with torch.no_grad():  # Megatron's own guard covers whole tensors only
+                part.load_state_dict(settings | state)
             if by_torch:
                 del part._set_main_param_and_optimizer_states
                 for values in part.optimizer.state.values():
                     values["step"] = torch.tensor(float(step_count))
 
     def _allocate_state(self) -> None:
-        """Allocate the moments of torch's Adam before its first step: Megatron's checkpoints expect them."""
-        for part in self._torch_parts():
+        """Allocate the moments before the first step, when Adam would: Megatron's checkpoints expect them.
+
+        Megatron's own way is a step with zero gradients, which decays the weights and counts.
+        """
+        for part in self.parts:
+            counts_by_parameter = part in self._torch_parts()
             for parameter in (p for group in part.optimizer.param_groups for p in group["params"]):
                 if not part.optimizer.state[parameter]:
-                    moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                    part.optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32), **moments}
+                    state = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                    if counts_by_parameter:
+                        state["step"] = torch.zeros((), dtype=torch.float32)
+                    part.optimizer.state[parameter] = state
 
-    def _parts(self) -> list[Any]:
-        """The optimisers of dense and of expert parameters that have parameters on this rank."""
+    @property
+    def parts(self) -> list[Any]:
+        """Megatron's optimisers of dense and of expert parameters that have parameters on this rank."""
         parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         return [part for part in parts if part.optimizer is not None]
 
     def _torch_parts(self) -> list[Any]:
-        return [part for part in self._parts() if isinstance(part.optimizer, torch.optim.AdamW)]
+        return [part for part in self.parts if isinstance(part.optimizer, torch.optim.AdamW)]
 
     @property
     def learning_rate(self) -> float:

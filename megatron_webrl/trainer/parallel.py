@@ -1,4 +1,4 @@
-"""The trainer's process groups, formed over the control plane's store, and small collectives on them."""
+"""The trainer's process groups, formed over a store of their own, and small collectives on them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import Any, TypeVar
 
 import torch
 from megatron.core import parallel_state
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import TCPStore
 
+from megatron_webrl.cluster.gpu_sharing import gpu_memory_share
 from megatron_webrl.cluster.rank_info import RankInfo
 from megatron_webrl.config.schema import Config
+from megatron_webrl.control.control_plane import ControlClient
+from megatron_webrl.control.group_store import connect_group_store, host_group_store
 from megatron_webrl.model import platform as platforms
 from megatron_webrl.model import process_groups
 from megatron_webrl.model.layout import ParallelSizes
@@ -18,18 +21,36 @@ from megatron_webrl.model.layout import ParallelSizes
 Value = TypeVar("Value")
 
 
-def initialize(config: Config, rank: RankInfo, store: TCPStore, store_prefix: str) -> platforms.Platform:
-    """Activate the platform, form process groups; collectives raise after collective_timeout_seconds. Collective."""
+def initialize(config: Config, rank: RankInfo, control: ControlClient, attempt: str) -> platforms.Platform:
+    """Activate the platform, form process groups; collectives raise after collective_timeout_seconds. Collective.
+
+    `attempt` names this start of the trainer among all of the job: each has a store of its own, so that no key of a
+    failed attempt reaches the next. Raises JobFailed if rank 0 hosts none within run.startup_timeout_seconds.
+    """
     platform = platforms.activate(config.model.platform)
+    if config.cluster.shared_gpus:
+        platforms.limit_memory(platform, gpu_memory_share(config, "trainer"))
+    seconds = collective_timeout_seconds(config)
     torch.distributed.init_process_group(
         platform.backend,
-        store=PrefixStore(f"trainer/{store_prefix}", store),
+        store=_attempt_store(config, rank, control, attempt),
         rank=rank.rank,
         world_size=rank.world_size,
-        timeout=timedelta(seconds=collective_timeout_seconds(config)),
+        timeout=timedelta(seconds=seconds),
     )
-    process_groups.init_process_groups(parallel_sizes(config), config.run.seed)
+    process_groups.init_process_groups(parallel_sizes(config), config.run.seed, seconds)
     return platform
+
+
+def _attempt_store(config: Config, rank: RankInfo, control: ControlClient, attempt: str) -> TCPStore:
+    """The store of this attempt's process groups, hosted by rank 0 until it destroys them."""
+    key, seconds = f"trainer/{attempt}/store", collective_timeout_seconds(config)
+    if rank.rank == 0:
+        return host_group_store(control.store, key, seconds)
+    control.wait_for_key(
+        key, config.run.startup_timeout_seconds, "the store of trainer-0 (run.startup_timeout_seconds)"
+    )
+    return connect_group_store(control.store, key, seconds)
 
 
 def collective_timeout_seconds(config: Config) -> float:

@@ -57,7 +57,9 @@ class WeightSyncer:
         self._parameters: dict[str, Tensor] = {
             name: parameter.detach() for chunk in chunks for name, parameter in chunk.canonical_parameters().items()
         }
-        self._backend = cast(Literal["gloo", "nccl"], platform.backend)
+        by_nccl = platform.name == "cuda" and not config.weights_through_host
+        self._backend: Literal["gloo", "nccl"] = "nccl" if by_nccl else "gloo"
+        self._device = platform.device
         self._rank = torch.distributed.get_rank()
         self._trainer_id = control.register_instance() if self._rank == 0 else 0  # engines see a new one per attempt
         if self._rank == 0:
@@ -163,8 +165,9 @@ class WeightSyncer:
         started = time.monotonic()
         self._plan = plan = TransferPlan(self._chunks[0].hf_config, trainer, receivers, item_bytes, staging)
         if self._rank == 0:
-            log.info("weights planned in %.2f s", time.monotonic() - started)
-            self.control.put_json("weights/description", plan.to_json() | {"dtype": dtype})
+            path = "from GPU to GPU by NCCL" if self._backend == "nccl" else "through the host's memory by gloo"
+            log.info("weights planned in %.2f s; they travel %s", time.monotonic() - started, path)
+            self.control.put_json("weights/description", plan.to_json() | {"dtype": dtype, "backend": self._backend})
 
     def _join_all(self, pending: Mapping[str, EngineAnnouncement]) -> TransferFailures:
         failures = {}
@@ -192,6 +195,7 @@ class WeightSyncer:
                 len(senders) + plan.engines.sizes[engine].ranks,
                 self.config.weights.timeout_seconds,
                 self._backend,
+                self._device,
             )
 
     def _close_link(self, worker: str) -> None:

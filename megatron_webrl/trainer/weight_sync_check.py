@@ -23,7 +23,7 @@ def run(config: Config, control: ControlClient, rank: RankInfo, node_ring: NodeR
     torchvision_shim.install()
     control.start_heartbeat()
     control.report_status("loading the model")
-    platform = parallel.initialize(config, rank, control.store, f"{node_ring.job_id}/weight_sync_check")
+    platform = parallel.initialize(config, rank, control, f"{node_ring.job_id}/weight_sync_check")
     learner = make_learner(config, platform)
     control.report_status("waiting for the engines")
     weight_syncer = WeightSyncer(learner.models, config, control, platform)

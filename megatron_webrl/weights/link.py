@@ -1,34 +1,32 @@
 """Link: a separate process group of the trainer ranks that send to an engine and the engine's ranks.
 
-It carries only point-to-point operations. The link's store holds the control state: members, announced and completed
-transfers, and the error of the first failed rank.
+It carries only point-to-point operations. The group has a store of its own, hosted by link rank 0, which is closed with
+the link. The control plane's store holds the link's state: members, announced and completed transfers, and the error of
+the first failed rank.
 """
 
 from __future__ import annotations
 
-import math
 import os
-import queue
-import re
 import socket
 import threading
-from collections import deque
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
-import tenacity
 import torch
 import torch.distributed as dist
 
-from megatron_webrl.system.text import first_line
+from megatron_webrl.control.group_store import connect_group_store, host_group_store
+from megatron_webrl.weights.link_channels import GRACE_SECONDS, GlooChannel, NcclChannel, error_summary, poll_until
+from megatron_webrl.weights.link_nccl import make_nccl_group
 
+CPU = torch.device("cpu")
 JOIN_POLL_SECONDS = 0.01
-_GRACE_SECONDS = 10.0  # gloo's own timeout exceeds the transfer's by this, so the transfer's always fires first
-_REFUSED = "refused"  # key
-_ABORT_TAG = 2**31 - 1
-_THREAD_SECONDS = 5.0
+_REFUSED, _FAILED = "refused", "failed"  # keys
+_STORE = "store"  # key of the address of the group's store
 
 
 class TransferError(RuntimeError):
@@ -46,8 +44,10 @@ class TransferLink:
     rank: int
     size: int
     timeout_seconds: float  # timeout of joining
-    device: torch.device  # device of the messages
-    store: Any  # torch.distributed.Store with a prefix
+    message_device: torch.device
+    parameter_device: torch.device  # of this rank; not the messages' if weights travel through the host
+    store: Any  # the control plane's torch.distributed.Store with a prefix
+    group_store: Any  # the process group's own torch.distributed.Store
     process_group: Any
     channel: GlooChannel | NcclChannel
     member_names: list[str] = field(default_factory=list)  # "host:pid" by rank
@@ -61,14 +61,14 @@ class TransferLink:
 
     def first_failure(self) -> str | None:
         """Error of the first failed rank, if any. Raises RuntimeError when the store does not answer."""
-        return self.store.get("failed").decode() if self.store.check(["failed"]) else None
+        return self.store.get(_FAILED).decode() if self.store.check([_FAILED]) else None
 
     def fail(self, reason: str) -> TransferError:
         """Publish this rank's error in the store and close the link; the returned error names the first failure."""
         own_error = f"{self.describe_rank(self.rank)}: {reason}"
         text = f"link {self.name} failed on {own_error}"
         try:
-            first = self.store.compare_set("failed", "", own_error).decode()
+            first = self.store.compare_set(_FAILED, "", own_error).decode()
             if first != own_error:
                 text += f"; first to fail was {first}"
         except RuntimeError as error:
@@ -79,47 +79,57 @@ class TransferLink:
     def close(self, reason: str = "it was closed") -> None:
         """Leave the link; operations in flight fail here and at the peers. Idempotent."""
         if self.process_group is not None:
-            self.process_group = None
+            self.process_group = self.group_store = None
             self.channel.close()
             self.staging_buffers.clear()
         self.close_reason = self.close_reason or reason
 
 
 def join_link(
-    store: dist.Store, name: str, rank: int, size: int, timeout_seconds: float, backend: Literal["gloo", "nccl"]
+    store: dist.TCPStore,
+    name: str,
+    rank: int,
+    size: int,
+    timeout_seconds: float,
+    backend: Literal["gloo", "nccl"],
+    parameter_device: torch.device = CPU,
 ) -> TransferLink:
     """Form the link `name` of `size` ranks; blocks until all have joined. A restarted engine needs a new name.
 
-    Raises TransferError naming ranks that did not join within `timeout_seconds`, or at once if an engine rejects it.
+    `store`: the control plane's. Messages of gloo are in host memory, wherever this rank's parameters are; with NCCL
+    both are on the current GPU. Raises TransferError naming ranks that did not join within `timeout_seconds`, at once
+    if an engine rejects the link or another rank fails, and GRACE_SECONDS later if a rank stops after it has joined.
     """
     if not 0 <= rank < size:
         raise ValueError(f"rank={rank} is outside 0..{size - 1} (link {name})")
-    scoped = dist.PrefixStore(f"link/{name}", store)
-    scoped.set(f"done/{rank}", "-1")  # last completed transfer
-    scoped.set(f"member/{rank}", f"{socket.gethostname()}:{os.getpid()}")
-    missing = _missing_keys(scoped, [f"member/{other}" for other in range(size)], timeout_seconds)
-    if missing and scoped.check([_REFUSED]):
-        raise TransferError(f"link {name} was refused: {scoped.get(_REFUSED).decode()}")
-    if missing:
-        ranks = ", ".join(key.rpartition("/")[2] for key in missing)
-        raise TransferError(f"link {name}: rank {ranks} of {size} did not join within {timeout_seconds:g} s")
-    members = [scoped.get(f"member/{other}").decode() for other in range(size)]
-    pg: Any
-    channel: GlooChannel | NcclChannel
+    deadline = time.monotonic() + timeout_seconds
+    scoped, address_key = dist.PrefixStore(f"link/{name}", store), f"link/{name}/{_STORE}"
+    own_name = f"{socket.gethostname()}:{os.getpid()}"
     try:
-        if backend == "nccl":
-            device = torch.device("cuda", torch.cuda.current_device())
-            pg = _nccl(scoped, rank, size, timeout_seconds, device)
-            channel = NcclChannel(pg)
-        else:
-            device = torch.device("cpu")
-            pg = dist.ProcessGroupGloo(dist.PrefixStore("gloo", scoped), rank, size, timedelta(seconds=timeout_seconds))
-            channel = GlooChannel(pg, [other for other in range(size) if other != rank])
+        hosted = host_group_store(store, address_key, timeout_seconds + GRACE_SECONDS) if rank == 0 else None
+    except (OSError, RuntimeError) as error:
+        raise TransferError(f"link {name}: rank 0 ({own_name}) cannot host a store: {error_summary(error)}") from error
+    members = _await_members(scoped, name, rank, size, own_name, timeout_seconds)
+    seconds = max(deadline - time.monotonic(), GRACE_SECONDS)
+    gpu = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
+
+    def form() -> tuple[Any, Any]:
+        own = hosted or connect_group_store(store, address_key, seconds)
+        if gpu is not None:
+            return own, make_nccl_group(own, rank, size, seconds, gpu)
+        return own, dist.ProcessGroupGloo(own, rank, size, timedelta(seconds=seconds))
+
+    try:
+        group_store, group = _run_limited(form, seconds, lambda: scoped.check([_FAILED]))
     except RuntimeError as error:
-        raise TransferError(
-            f"link {name}: rank {rank} could not connect to {', '.join(members)}: {error_summary(error)}"
-        ) from error
-    return TransferLink(name, rank, size, timeout_seconds, device, scoped, pg, channel, members)
+        reason = f"rank {rank} ({own_name}) could not connect to {', '.join(members)}: {error_summary(error)}"
+        first = scoped.compare_set(_FAILED, "", reason).decode()
+        text = f"link {name}: {reason}"
+        raise TransferError(text if first == reason else f"{text}; first to fail was {first}") from error
+    peers = [other for other in range(size) if other != rank]
+    channel = GlooChannel(group, peers) if gpu is None else NcclChannel(group)
+    devices = (CPU, parameter_device) if gpu is None else (gpu, gpu)
+    return TransferLink(name, rank, size, timeout_seconds, *devices, scoped, group_store, group, channel, members)
 
 
 def reject_link(store: dist.Store, name: str, reason: str) -> None:
@@ -127,151 +137,45 @@ def reject_link(store: dist.Store, name: str, reason: str) -> None:
     dist.PrefixStore(f"link/{name}", store).set(_REFUSED, reason)
 
 
-def _nccl(store: Any, rank: int, size: int, seconds: float, device: torch.device) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=seconds)
-    # By default torch ends the process when a peer dies or times out; here only the link may fail.
-    variable = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(variable)
-    os.environ[variable] = "0"
-    try:
-        group = dist.ProcessGroupNCCL(store, rank, size, options)
-    finally:
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
-    # One communicator for the whole link: pairs would create theirs later, and a dead peer would block all links here.
-    group.eager_connect_single_device(device)
-    return group
-
-
-class GlooChannel:
-    """Messages in flight on a gloo link. A thread waits for them in order and sets an event.
-
-    They cannot be polled: gloo has no completion test, and a timed-out wait breaks the whole group.
-    """
-
-    poll_seconds = 0.25  # longest wait for the event
-
-    def __init__(self, group: Any, peers: list[int]) -> None:
-        self._group, self._peers = group, peers
-        self._works: queue.SimpleQueue[tuple[Any, torch.Tensor] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._timeout = timedelta()
-        self._wakeup = threading.Event()
-        self._posted = self._complete = 0
-        self._error: str | None = None
-
-    def start_transfer(self, wakeup: threading.Event, seconds: float) -> None:
-        """Start a transfer whose completions set `wakeup`."""
-        self._wakeup, self._timeout = wakeup, timedelta(seconds=seconds + _GRACE_SECONDS)
-        self._posted = self._complete = 0
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._wait, name="webrl-link", daemon=True)
-            self._thread.start()
-
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
-        """Send a contiguous tensor. Raises RuntimeError when the connection is broken."""
-        self._post(self._group.send([tensor], peer, tag), tensor)
-
-    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
-        """Post a receive into a contiguous tensor. Raises RuntimeError when the connection is broken."""
-        self._post(self._group.recv([tensor], peer, tag), tensor)
-
-    def completed(self) -> tuple[int, str | None]:
-        """Number of completed operations of this transfer, in order, and the error of the next one."""
-        return self._complete, self._error
-
-    def close(self) -> None:
-        if self._posted > self._complete:
-            self._abort()
-        if self._thread is not None:
-            self._works.put(None)
-            self._thread.join(_THREAD_SECONDS)
-        self._group = None
-
-    def _post(self, work: Any, tensor: torch.Tensor) -> None:
-        self._posted += 1
-        self._works.put((work, tensor))  # keeps the memory alive until the operation ends
-
-    def _wait(self) -> None:
-        while (item := self._works.get()) is not None:
-            try:
-                item[0].wait(self._timeout)
-            except RuntimeError as error:
-                self._error = self._error or error_summary(error)
-            else:
-                self._complete += 1
-            del item
-            self._wakeup.set()
-
-    def _abort(self) -> None:
-        # Gloo has no abort, but a timed-out wait ends all operations of the group and closes its connections. If the
-        # connection to one peer is already broken, the next peer is tried.
-        for peer in self._peers:
-            try:
-                self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
-            except RuntimeError:
-                continue
-
-
-class NcclChannel:
-    """Messages in flight on an NCCL link, in call order on the group's stream."""
-
-    poll_seconds = 0.0005  # between polls
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self._works: deque[tuple[Any, torch.Tensor]] = deque()
-        self._complete = 0
-
-    def start_transfer(self, wakeup: threading.Event, seconds: float) -> None:
-        """Start a transfer. NCCL completions are polled and do not set `wakeup`."""
-        self._complete = 0
-
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
-        """Send a contiguous tensor after the work of the current stream. Raises RuntimeError."""
-        self._works.append((self._group.send([tensor], peer, tag), tensor))
-
-    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
-        """Post a receive into a contiguous tensor after the work of the current stream. Raises RuntimeError."""
-        self._works.append((self._group.recv([tensor], peer, tag), tensor))
-
-    def completed(self) -> tuple[int, str | None]:
-        """Number of completed operations of this transfer, in order, and the error of the next one."""
-        try:
-            while self._works and self._works[0][0].is_completed():
-                self._works[0][0].wait()  # raises the error of a failed operation
-                self._works.popleft()
-                self._complete += 1
-        except RuntimeError as error:
-            return self._complete, error_summary(error)
-        return self._complete, None
-
-    def close(self) -> None:
-        self._group.abort()
-        self._works.clear()
-        self._group = None
-
-
-def error_summary(error: BaseException) -> str:
-    """First line of an error message without source location and generic advice."""
-    return re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", first_line(error)).split(". This is typically")[0]
-
-
-def poll_until(ready: Callable[[], bool], seconds: float = math.inf, max_pause: float = 0.05) -> bool:
-    """Call `ready` with pauses that double from 1 ms until it returns true; False after `seconds`."""
-    polling = tenacity.Retrying(
-        retry=tenacity.retry_if_result(lambda done: not done),
-        wait=tenacity.wait_exponential(multiplier=0.001, max=max_pause),
-        stop=tenacity.stop_after_delay(seconds),
-        retry_error_callback=lambda _: False,
-    )
-    return polling(ready)
+def _await_members(
+    scoped: dist.Store, name: str, rank: int, size: int, own_name: str, timeout_seconds: float
+) -> list[str]:
+    """Announce this rank and wait for the others; returns the names of all by rank. Raises TransferError."""
+    scoped.set(f"done/{rank}", "-1")  # last completed transfer
+    scoped.set(f"member/{rank}", own_name)
+    missing = _missing_keys(scoped, [f"member/{other}" for other in range(size)], timeout_seconds)
+    if missing and scoped.check([_REFUSED]):
+        raise TransferError(f"link {name} was refused: {scoped.get(_REFUSED).decode()}")
+    if missing:
+        ranks = ", ".join(key.rpartition("/")[2] for key in missing)
+        raise TransferError(f"link {name}: rank {ranks} of {size} did not join within {timeout_seconds:g} s")
+    return [scoped.get(f"member/{other}").decode() for other in range(size)]
 
 
 def _missing_keys(store: Any, keys: list[str], seconds: float) -> list[str]:
     """Wait for keys of the store; returns those missing after `seconds` or when a rank rejects the link."""
     poll_until(lambda: store.check(keys) or store.check([_REFUSED]), seconds, JOIN_POLL_SECONDS)
     return [] if store.check(keys) else [key for key in keys if not store.check([key])]
+
+
+def _run_limited(make: Callable[[], Any], seconds: float, cancelled: Callable[[], bool]) -> Any:
+    """Result of `make`. It runs in a thread, because torch waits for ever for a store whose host is stopped.
+
+    Raises RuntimeError after `seconds` or once `cancelled` returns true; the thread is left behind and its result is
+    dropped. Raises the exception of `make`.
+    """
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(make())
+        except Exception as error:  # raised again below
+            outcome.append(error)
+
+    threading.Thread(target=run, name="webrl-link-join", daemon=True).start()
+    poll_until(lambda: bool(outcome) or cancelled(), seconds, JOIN_POLL_SECONDS)
+    if not outcome:
+        raise RuntimeError("another rank failed" if cancelled() else f"a rank did not answer within {seconds:g} s")
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]

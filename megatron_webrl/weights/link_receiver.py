@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 
 from megatron_webrl.weights.checksums import checksum
-from megatron_webrl.weights.link import TransferLink, error_summary, poll_until
+from megatron_webrl.weights.link import TransferLink
+from megatron_webrl.weights.link_channels import error_summary, poll_until
 from megatron_webrl.weights.link_transfer import LinkTransfer, TransferAborted, TransferUnits, message_tags
 from megatron_webrl.weights.slices import Slice, TransferMessage, box_index
 
@@ -57,8 +58,8 @@ class LinkReceiver(LinkTransfer):
             self.wakeup.clear()
             if not self._step():
                 self.wakeup.wait(self.link.channel.poll_seconds)
-        if self.link.device.type == "cuda":
-            torch.cuda.current_stream(self.link.device).synchronize()
+        if self.link.parameter_device.type == "cuda":  # the engine may read its weights on another stream
+            torch.cuda.current_stream(self.link.parameter_device).synchronize()
         if self.verify:
             self._compare_checksums()
         self.link.store.set(f"done/{self.link.rank}", str(self.transfer))

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from megatron_webrl.weights.checksums import checksum
-from megatron_webrl.weights.link import TransferLink, error_summary
+from megatron_webrl.weights.link import TransferLink
+from megatron_webrl.weights.link_channels import error_summary
 from megatron_webrl.weights.link_transfer import (
     FAILURE_CHECK_SECONDS,
     LinkTransfer,

@@ -66,7 +66,9 @@ class LinkTransfer:
         slot, buffers = self.free_slots.pop(), self.link.staging_buffers
         if slot not in buffers or buffers[slot].nbytes < self.slot_bytes:
             buffers.pop(slot, None)  # free it before allocating the larger one
-            buffers[slot] = torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.link.device)
+            device, parameters = self.link.message_device, self.link.parameter_device
+            pinned = (device.type, parameters.type) == ("cpu", "cuda")  # for the full speed of the GPU's bus
+            buffers[slot] = torch.empty(self.slot_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
         self.slot_of_message[number] = slot
         elements = self.messages[number].elements
         return buffers[slot][: elements * self.dtype.itemsize].view(self.dtype)
@@ -78,9 +80,9 @@ class LinkTransfer:
             self.free_slots.append(self.slot_of_message.pop(number))
 
     def contiguous_view(self, boxes: list[torch.Tensor]) -> torch.Tensor | None:
-        """Flat view of the boxes if they are adjacent in memory and have the transfer's dtype and device, else None."""
-        first = boxes[0]
-        if first.dtype != self.dtype or first.device != self.link.device:
+        """Flat view of the boxes if they are adjacent in memory and have the messages' dtype and device, else None."""
+        first, device = boxes[0], self.link.message_device
+        if first.dtype != self.dtype or first.device != device or self.link.parameter_device != device:
             return None
         end = first.data_ptr()
         for box in boxes:

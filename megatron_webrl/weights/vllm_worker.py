@@ -1,7 +1,7 @@
 """Receiving side of weight transfers in each vLLM worker process.
 
-Importing this module registers the weight-transfer engine "webrl" with vLLM; vLLM's workers import it as their
-`worker_extension_cls`. An engine selects it with WeightTransferConfig(backend="webrl").
+Importing this module registers the weight-transfer engine "webrl", and vllm_loader.py's loader, with vLLM; vLLM's
+workers import it as their `worker_extension_cls`. An engine selects it with WeightTransferConfig(backend="webrl").
 
 Phases of vLLM's protocol: init (once per link, again after a failure), then any number of [start, update, finish].
 WeightReceiver.webrl_weight_update returns errors as values: when a rank raises, vLLM's multi-process executor leaves
@@ -28,7 +28,10 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from megatron_webrl.model.layout import ParallelSizes
-from megatron_webrl.weights import transport
+from megatron_webrl.weights import (
+    transport,
+    vllm_loader,  # noqa: F401  registers the loader of engines without weights
+)
 from megatron_webrl.weights.engine_map import EngineSizes, engine_parameter_shapes
 from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan, first_difference
 from megatron_webrl.weights.slices import TransferMessage, box_index
@@ -51,6 +54,7 @@ class LinkInfo(WeightTransferInitInfo):
     engines: dict[str, Any]  # fields of EngineTopology
     staging_bytes: int
     dtype: str  # of the transferred data, such as "bfloat16"
+    backend: Literal["gloo", "nccl"]  # of the link; gloo: through the host's memory
     timeout_seconds: float  # of every wait of a transfer
     join_timeout_seconds: float  # of joining
 
@@ -100,14 +104,15 @@ class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
         self._leave("another link is joined")
         store = _store(init_info)
         try:
+            self._check_backend(init_info)
             agreed = self._agree(init_info)
         except (ValueError, RuntimeError) as error:
             transport.reject_link(store, init_info.name, str(error))
             raise
         rank = agreed.senders + self.parallel_config.rank
         size = agreed.senders + self.parallel_config.world_size
-        backend: Literal["gloo", "nccl"] = "nccl" if self.device.type == "cuda" else "gloo"
-        self._link = transport.join_link(store, init_info.name, rank, size, init_info.join_timeout_seconds, backend)
+        seconds, backend = init_info.join_timeout_seconds, init_info.backend
+        self._link = transport.join_link(store, init_info.name, rank, size, seconds, backend, self.device)
         self._agreed, self._seconds = agreed, init_info.timeout_seconds
 
     def start_weight_update(self) -> None:
@@ -179,6 +184,13 @@ class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
         if self._link is not None:
             self._link.close(reason)
             self._link = None
+
+    def _check_backend(self, info: LinkInfo) -> None:
+        if info.backend == "nccl" and self.device.type != "cuda":
+            raise ValueError(
+                f"link {info.name}: the trainer sends by NCCL, but engine {info.engine} computes on {self.device}; "
+                "give both the same model.platform, or set weights.transport=host"
+            )
 
     def _agree(self, info: LinkInfo) -> _AgreedPlan:
         """Compute the plan; raise ValueError unless it equals the trainer's and matches the model."""

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
+import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
+from playwright.async_api import async_playwright
 
 from megatron_webrl.browser import browser_supervisor
-from megatron_webrl.browser.chromium import find_chromium
+from megatron_webrl.browser.chromium import find_chromium, use_sandbox
 from megatron_webrl.browser.errors import BrowserCrashed, BrowserMissing
 from megatron_webrl.types import Action
 from tests.browser.browser_processes import browser_pids
@@ -36,6 +41,38 @@ def test_the_headless_shell_is_preferred_over_other_browsers(monkeypatch: pytest
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
         assert find_chromium() == str(tmp_path / name)
+
+
+async def test_playwrights_own_build_is_found_where_playwright_looks_for_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    system = find_chromium()
+    shared, cache = tmp_path / "shared", tmp_path / ".cache" / "ms-playwright"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PLAYWRIGHT_BROWSERS_PATH", str(shared))
+    plan = subprocess.check_output(
+        [sys.executable, "-m", "playwright", "install", "--dry-run", "chromium-headless-shell"], text=True, timeout=60
+    )
+    folder = Path(re.findall(r"Install location: +(.+)", plan)[0])
+    assert folder.parent == shared
+    machine = {"x86_64": "linux64", "aarch64": "linux-arm64"}[platform.machine()]
+    build = folder / f"chrome-headless-shell-{machine}" / "chrome-headless-shell"
+    assert find_chromium() == system  # the variable is set, but nothing is installed
+    for path in (build, shared / "chromium_headless_shell-999" / build.parent.name / build.name):
+        path.parent.mkdir(parents=True)
+        path.write_text(f'#!/bin/sh\nexec {system} "$@"\n')
+        path.chmod(0o755)
+    assert find_chromium() == str(build)  # 999 is older than the revision of this Playwright
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(headless=True, chromium_sandbox=use_sandbox())
+        assert browser.version
+        await browser.close()
+    cache.parent.mkdir()
+    shared.rename(cache)
+    monkeypatch.delenv("PLAYWRIGHT_BROWSERS_PATH")
+    assert find_chromium() == system  # the system's comes before the default folder
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_chromium() == str(cache / build.relative_to(shared))
 
 
 async def test_each_session_has_a_context_of_its_own(site: FolderSite) -> None:

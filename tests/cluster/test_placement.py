@@ -152,16 +152,29 @@ def test_cores_are_taken_near_a_processs_gpu_first() -> None:
     numa = [set(parse_cores(text)) for text in ("0-15,32-47", "16-31,48-63")]
     for process, home in zip(found.on_node(0), (1, 1, 0, 0, 1, 1, 0, 0), strict=True):
         assert set(process.cores) <= numa[home]
-        assert len(process.cores) == (2 if process.role == "trainer" else 14)
+        assert len(process.cores) == (7 if process.role == "trainer" else 9)
         assert process.nics == ("aabbccdd"[process.devices[0]],)
 
 
 def test_workers_share_equally_what_the_ranks_of_another_numa_node_leave() -> None:
     found = place_processes(made(*EIGHT, "cluster.numa_cores=['0-55','56-111']"))
     ranks, workers = found.on_node(0)[:4], found.on_node(0)[4:]
-    assert [format_cores(process.cores) for process in ranks] == ["0-2", "3-5", "6-8", "9-11"]
-    assert {len(process.cores) for process in workers} == {25}
+    assert [format_cores(process.cores) for process in ranks] == ["0-7", "8-15", "16-23", "24-31"]
+    assert {len(process.cores) for process in workers} == {20}
     assert all(sum(core >= 56 for core in process.cores) == 14 for process in workers)
+
+
+@pytest.mark.parametrize(
+    ("cores", "image_workers", "expected"),
+    [(112, 2, 8), (112, 4, 10), (224, 2, 8), (48, 2, 6), (24, 2, 3), (16, 2, 3), (112, 0, 6)],
+)
+def test_a_rank_on_a_gpu_gets_the_cores_that_it_keeps_busy_where_there_is_room(
+    cores: int, image_workers: int, expected: int
+) -> None:
+    found = place_processes(
+        made(*EIGHT, f"cluster.numa_cores=[0-{cores - 1}]", f"trainer.image_workers={image_workers}")
+    )
+    assert {len(process.cores) for process in found.of_role("trainer")} == {expected}
 
 
 def test_machines_without_gpus_share_their_cores_by_process() -> None:
@@ -258,7 +271,7 @@ def test_the_table_folds_nodes_that_are_alike(capsys: pytest.CaptureFixture[str]
     lines = capsys.readouterr().out.splitlines()
     assert "8b_32node: 32 nodes of 8 GPUs, 4 for engines" in lines
     [first] = [line.split() for line in lines if "trainer rank 0 " in line]
-    assert first == ["0-31", "trainer", "rank", "0", "4", "..", "124", "by", "4", "0", "-", "0-2", "29501"]
+    assert first == ["0-31", "trainer", "rank", "0", "4", "..", "124", "by", "4", "0", "-", "0-7", "29501"]
     assert len([line for line in lines if "worker" in line and "295" in line]) == 4
 
 

@@ -70,6 +70,10 @@ def test_a_saved_configuration_reads_back_the_same(config_file: Path, tmp_path: 
         ("trainer.loss.raft_versions=3", "raft_versions=3 has no effect with trainer.loss.name=grpo"),
         ("rollout.context.policy=growing", "rollout.context.policy='growing' is not one of sliding, append"),
         ("rollout.context={policy: append, rounds: 1}", "rollout.context.rounds=1 leaves no room to append to"),
+        (
+            "rollout.context={compact: true, response_format: progress}",
+            "rollout.context.response_format=progress has no effect with rollout.context.compact=true",
+        ),
         ("tasks.environments=[]", "tasks.environments is empty"),
         ("tasks.sampler.name=random", "tasks.sampler.name='random' is not one of uniform, ratio, curriculum"),
         ("tasks.sampler.target=1.5", "tasks.sampler.target=1.5 must be at most 1"),
@@ -95,7 +99,8 @@ def test_a_saved_configuration_reads_back_the_same(config_file: Path, tmp_path: 
         ("evaluation.samples=4", "evaluation.samples=4 with evaluation.temperature=0 repeats the same episode"),
         ("evaluation.blank_images=true", "set evaluation.after=true as well"),
         ("evaluation.temperature=-1", "evaluation.temperature=-1.0 must be at least 0"),
-        ("trainer.attention=flash", "needs the package flash_attn, which is not installed here"),
+        ("trainer.attention=flash", "trainer.attention=flash needs model.dtype=bfloat16, not float32"),
+        ("trainer.attention=varlen", "trainer.attention=varlen needs model.dtype=bfloat16, not float32; set it, or "),
         ("trainer.data_parallel=0", "trainer.data_parallel=0 asks cluster.* for a number, but cluster.gpus_per_node=0"),
         ("rollout.engines=-1", "rollout.engines=-1 must be at least 0"),
         ("cluster.nodes=2", "trainer.data_parallel=1 makes 1 ranks, which cluster.nodes=2 do not divide"),
@@ -153,13 +158,30 @@ def test_what_does_not_fit_a_mixture_of_experts_is_named(
 
 
 @pytest.mark.parametrize(
-    "setting", ["browser.processes=2", "browser.open_web=true", "tasks.latency.median_seconds=0.5"]
+    "setting",
+    [
+        "browser.processes=2",
+        "browser.open_web=true",
+        "browser.replay=.",
+        "tasks.latency.median_seconds=0.5",
+        "tasks.offline_websites=true",
+    ],
 )
 def test_settings_of_a_farms_nodes_have_no_effect_here_and_are_refused(config_file: Path, setting: str) -> None:
     farm = "browser.farm=http://node7:8700"
     with pytest.raises(ConfigError, match=r"has no effect with browser.farm=http://node7:8700"):
         load_config(config_file, ["tasks.source=sites", "tasks.environments=[forms-vote]", farm, setting])
     assert load_config(config_file, [farm, "browser.width=640"]).browser.farm == "http://node7:8700"
+
+
+def test_recording_and_replay_exclude_each_other(config_file: Path) -> None:
+    assert "browser.record=a and browser.replay=b are both set" in error(
+        config_file, "browser.record=a", "browser.replay=b"
+    )
+    assert "browser.replay_ignore=_ has no effect without browser.replay" in error(
+        config_file, "browser.replay_ignore=[_]"
+    )
+    assert load_config(config_file, ["browser.replay=.", "browser.replay_ignore=[_]"]).browser.replay_ignore == ["_"]
 
 
 def test_the_image_buffer_holds_the_largest_screenshot_of_a_prompt(config_file: Path) -> None:

@@ -109,6 +109,17 @@ def test_episodes_without_a_verdict_and_missing_ones_count_neither_way():
     assert line["pass_at"] == {"1": 0.5}
 
 
+def test_both_rates_are_stated_of_episodes_with_a_verdict_and_of_all():
+    results = [replace(result(0), evaluator="rubric", judge_dollars=0.25), result(1, "failure"), result(2, "blocked")]
+    line = aggregate_results(REQUEST, results, seconds=1.0)
+    assert (line["success"], line["success_of_all"], line["evaluators"]) == (0.5, 0.25, ["rubric"])
+    assert mlflow_metrics(line)["evaluation/success_of_all"] == 0.25
+    assert result_table.format_rates(line) == (
+        "success: 50.0% of 2 episodes with a verdict, 25.0% of all 4; 1 blocked by their website "
+        "(evaluator: rubric, 0.25 dollars)"
+    )
+
+
 def test_without_verdicts_there_is_no_success_rate():
     line = aggregate_results(REQUEST, [result(0, "engine_error")], seconds=1.0)
     assert (line["success"], line["interval"], line["episodes"], line["pass_at"]) == (None, None, 0, {})
@@ -126,6 +137,18 @@ def test_samples_of_a_task_do_not_make_the_interval_narrower():
     assert interval is not None
     assert line["interval"] == list(interval)
     assert line["pass_at"] == pytest.approx({"1": 0.5, "2": (2 / 3 + 1) / 2, "3": 1.0})
+
+
+def test_success_within_a_number_of_steps_is_a_share_of_episodes_with_a_verdict():
+    steps = {"success": (4, 5, 12, 51), "failure": (3,), "engine_error": (1,)}
+    results = [replace(result(index, outcome), steps=count) for outcome, counts in steps.items()
+               for index, count in enumerate(counts)]  # fmt: skip
+    line = aggregate_results(replace(REQUEST, samples=2), results, seconds=1.0)
+    assert line["success_within"] == {
+        "5": 0.4, "8": 0.4, "10": 0.4, "15": 0.6, "20": 0.6, "30": 0.6, "50": 0.6,
+    }  # fmt: skip
+    assert mlflow_metrics(line)["evaluation/success_within/15"] == 0.6
+    assert aggregate_results(REQUEST, [], seconds=1.0)["success_within"] == {}
 
 
 def test_mlflow_metrics_of_blank_images_have_a_prefix_of_their_own():

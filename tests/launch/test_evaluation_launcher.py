@@ -18,7 +18,7 @@ from mlflow.tracking import MlflowClient
 
 from megatron_webrl.cli import main
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.launch.evaluation_launcher import EvaluatedCheckpoint, evaluation_config
+from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint, evaluation_config
 from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_megatron
 from megatron_webrl.model.layout import ParallelSizes
 from tests.launch.whole_jobs import owned

@@ -64,13 +64,15 @@ class Job:
     def run_folder(self) -> Path:
         return self.folder / "runs" / self.name
 
-    def start(self, *overrides: str, program: Sequence[str] = ("-m", "megatron_webrl.cli")) -> None:
-        """Start `webrl train`; `program`: arguments of Python that take its place."""
-        path = self.folder / "config.yaml"
-        settings = {**SETTINGS, "model": {"path": str(self.model)}}
-        settings["run"] = {"name": self.name, "directory": str(self.folder / "runs")}
-        path.write_text(yaml.safe_dump(settings))
-        command = self._command(*program, "train", str(path), *overrides)
+    def start(
+        self, *overrides: str, program: Sequence[str] = ("-m", "megatron_webrl.cli"), config: Path | None = None
+    ) -> None:
+        """Start `webrl train`; `program`: arguments of Python that take its place; `config`: another configuration."""
+        path = config or self.folder / "config.yaml"
+        if config is None:
+            path.write_text(yaml.safe_dump({**SETTINGS, "model": {"path": str(self.model)}}))
+        run = (f"run.name={self.name}", f"run.directory={self.folder / 'runs'}")
+        command = self._command(*program, "train", str(path), *run, *overrides)
         environment = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
         with (self.folder / "out.log").open("wb") as output:
             self.process = subprocess.Popen(

@@ -77,7 +77,10 @@ def test_one_changed_weight_in_megatron_is_caught(tiny_model: Path, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "dtype"),
-    [(ParallelSizes(pipeline=2, virtual=2), "bfloat16"), (ParallelSizes(tensor=2, expert=2), "float32")],
+    [
+        pytest.param(ParallelSizes(pipeline=2, virtual=2), "bfloat16", marks=pytest.mark.soak),
+        (ParallelSizes(tensor=2, expert=2), "float32"),
+    ],
     ids=["pp2-vpp2-bfloat16", "tp2-ep2-float32"],
 )
 def test_megatron_agrees_with_transformers_in_a_layout(

@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 from megatron_webrl.ring import record
 from megatron_webrl.ring.errors import RecordError
 from megatron_webrl.ring.ring import Ring
-from megatron_webrl.types import COORDINATE_ACTION_KINDS, Action, Step, Task, Trajectory
+from megatron_webrl.types import (
+    COORDINATE_ACTION_KINDS,
+    Action,
+    JudgeStage,
+    RubricFact,
+    Step,
+    Task,
+    Trajectory,
+    Verdict,
+)
 from tests.ring.support import RUN
 
 ARRAYS = [name for name, *_ in record.STEP_ARRAYS]
@@ -56,10 +65,24 @@ def steps(draw: st.DrawFn, images: int) -> Step:
         action=draw(st.none() | actions),
         format_error=draw(st.none() | texts),
         page_changed=draw(st.booleans()),
+        response_characters=draw(st.integers(0, 2**31)),
+        memory_characters=draw(st.integers(-1, 2**31)),
         seconds_generation=draw(seconds),
         seconds_browser=draw(seconds),
         cached_prompt_tokens=draw(st.integers(0, prompt)),
+        leniencies=draw(st.lists(texts, max_size=2).map(tuple)),
     )
+
+
+facts = st.lists(st.builds(RubricFact, group=texts, description=texts, fact=texts), max_size=2).map(tuple)
+stages = st.builds(
+    JudgeStage, name=texts, subject=texts, decision=texts, text=texts, digest=texts, model=texts,
+    errors=st.lists(texts, max_size=2).map(tuple),
+)  # fmt: skip
+verdicts = st.builds(
+    Verdict, outcome=texts, evaluator=texts, reason=texts, dollars=seconds,
+    stages=st.lists(stages, max_size=2).map(tuple),
+)  # fmt: skip
 
 
 @st.composite
@@ -70,7 +93,16 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         index=draw(st.integers(0, 7)),
         group_size=8,
         restart_epoch=draw(st.integers(0, 9)),
-        task=Task("id", draw(texts), draw(texts), draw(st.integers()), 5, draw(st.none() | texts), draw(texts)),
+        task=Task(
+            "id",
+            draw(texts),
+            draw(texts),
+            draw(st.integers()),
+            5,
+            draw(st.none() | texts),
+            draw(texts),
+            facts=draw(facts),
+        ),
         instruction=draw(texts),
         steps=tuple(draw(st.lists(steps(len(images)), max_size=4))),
         images=images,
@@ -79,6 +111,8 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         temperature=draw(st.floats(0.1, 2)),
         seconds=draw(seconds),
         finished_at=draw(seconds),
+        page_reward=draw(st.none() | seconds),
+        verdict=draw(st.none() | verdicts),
     )
 
 
@@ -195,7 +229,7 @@ def test_foreign_bytes_and_other_formats_are_refused() -> None:
     whole = joined(example())
     with pytest.raises(RecordError, match="not a record: it begins with b'PNG"):
         record.decode_trajectory(b"PNG" + whole[3:])
-    with pytest.raises(RecordError, match="format 9, this program reads 4"):
+    with pytest.raises(RecordError, match=f"format 9, this program reads {record.FORMAT_VERSION}"):
         record.decode_trajectory(whole[:8] + struct.pack("<I", 9) + whole[12:])
     with pytest.raises(RecordError, match="followed by foreign bytes"):
         record.decode_trajectory(whole + b"x")

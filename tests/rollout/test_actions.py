@@ -53,6 +53,13 @@ def toolsets_and_actions(draw: st.DrawFn) -> tuple[Toolset, Action]:
     return toolset, Action(kind, **chosen)
 
 
+def strict(response: str, toolset: Toolset = COORDINATE_TOOLSET) -> tuple[Action | None, str | None]:
+    """Action and format error of the strict parser."""
+    parsed = parse_tool_call(response, toolset)
+    assert parsed.leniencies == ()
+    return parsed.action, parsed.format_error
+
+
 def wrapped(body: str) -> str:
     return f"<tool_call>\n{body}\n</tool_call>"
 
@@ -66,13 +73,13 @@ def call(name: str = "computer_use", **arguments: object) -> str:
 def test_every_action_survives_formatting_and_parsing(action: Action) -> None:
     if "<think>" in (action.text or ""):
         return  # an unclosed thinking block removes the rest of the text
-    assert parse_tool_call(f"Thought: so be it.\n{format_tool_call(action)}") == (action, None)
+    assert strict(f"Thought: so be it.\n{format_tool_call(action)}") == (action, None)
 
 
 @given(toolsets_and_actions())
 def test_every_action_of_either_tool_survives_formatting_and_parsing(drawn: tuple[Toolset, Action]) -> None:
     toolset, action = drawn
-    assert parse_tool_call(format_tool_call(action, toolset), toolset) == (action, None)
+    assert strict(format_tool_call(action, toolset), toolset) == (action, None)
     assert describe_action(action).startswith(action.kind)
 
 
@@ -81,30 +88,30 @@ def test_a_toolset_accepts_only_its_own_name_places_and_enabled_actions() -> Non
     assert format_tool_call(click, MARKS) == wrapped(
         '{"name": "web_interaction", "arguments": {"action": "click", "element_id": 7}}'
     )
-    assert parse_tool_call(format_tool_call(click, MARKS)) == (None, "unknown_tool")
-    assert parse_tool_call(call("web_interaction", action="left_click", coordinate=[1, 2]), MARKS) == (
+    assert strict(format_tool_call(click, MARKS)) == (None, "unknown_tool")
+    assert strict(call("web_interaction", action="left_click", coordinate=[1, 2]), MARKS) == (
         None,
         "unknown_action",
     )
-    assert parse_tool_call(call("web_interaction", action="click", coordinate=[1, 2]), MARKS) == (
+    assert strict(call("web_interaction", action="click", coordinate=[1, 2]), MARKS) == (
         None,
         "missing_argument",
     )
-    assert parse_tool_call(call(action="hover", coordinate=[1, 2])) == (None, "unknown_action")
-    assert parse_tool_call(call(action="hover", coordinate=[1, 2]), EVERYTHING) == (Action("hover", (1, 2)), None)
+    assert strict(call(action="hover", coordinate=[1, 2])) == (None, "unknown_action")
+    assert strict(call(action="hover", coordinate=[1, 2]), EVERYTHING) == (Action("hover", (1, 2)), None)
     with pytest.raises(ValueError, match="computer_use has no click"):
         format_tool_call(click)
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.0, True, "7", [7], None, 10**6])
 def test_an_element_is_a_whole_number_from_one(number: object) -> None:
-    assert parse_tool_call(call("web_interaction", action="click", element_id=number), MARKS) == (
+    assert strict(call("web_interaction", action="click", element_id=number), MARKS) == (
         None,
         "bad_element_id",
     )
     drag = call("web_interaction", action="drag", element_id=1, end_element_id=number)
-    assert parse_tool_call(drag, MARKS) == (None, "bad_element_id")
-    assert parse_tool_call(call(action="switch_tab", tab=number), EVERYTHING) == (None, "bad_tab")
+    assert strict(drag, MARKS) == (None, "bad_element_id")
+    assert strict(call(action="switch_tab", tab=number), EVERYTHING) == (None, "bad_tab")
 
 
 @pytest.mark.parametrize("text", ["Enter", "Control+a", "Control+Shift+Tab", "+", "Control++", "ArrowUp", "F1"])
@@ -115,7 +122,7 @@ def test_keys_are_names_and_modifiers(text: str) -> None:
 @pytest.mark.parametrize("text", ["", "ab", "enter", "Ctrl+a", "a+Control", "Control+Control+a", "Control+", "é"])
 def test_unknown_key_names_are_a_format_error(text: str) -> None:
     assert not is_key_chord(text)
-    assert parse_tool_call(call(action="key", text=text), EVERYTHING) == (None, "bad_key")
+    assert strict(call(action="key", text=text), EVERYTHING) == (None, "bad_key")
 
 
 GARBAGE = st.text() | st.text(alphabet=list('<>tol_ca/{}[]":,0123456789-+.eE \n\\unamrgsidc'))
@@ -129,7 +136,7 @@ def test_no_text_makes_the_parser_raise(text: str) -> None:
         f"<tool_call>{text}",
         wrapped('{"name": "computer_use", "arguments": ' + text),
     ):
-        action, error = parse_tool_call(response)
+        action, error = strict(response)
         assert (action is None) != (error is None)
 
 
@@ -146,10 +153,10 @@ VALUES = st.recursive(
 
 @given(st.dictionaries(st.sampled_from(["action", "coordinate", "text", "direction", "time", "url", "x"]), VALUES))
 def test_no_arguments_make_the_parser_raise_and_accepted_ones_can_be_formatted(arguments: dict[str, object]) -> None:
-    action, error = parse_tool_call(call(**arguments))
+    action, error = strict(call(**arguments))
     assert (action is None) != (error is None)
     if action is not None:
-        assert parse_tool_call(format_tool_call(action)) == (action, None)
+        assert strict(format_tool_call(action)) == (action, None)
         assert describe_action(action).startswith(action.kind)
 
 
@@ -172,6 +179,7 @@ def test_arguments_have_a_fixed_order() -> None:
         ("I would click.", "no_tool_call"),
         (f"<think>{call(action='go_back')}</think>", "no_tool_call"),
         (f"<think>{call(action='go_back')}", "no_tool_call"),
+        (f"{call(action='go_back')}</think>I would go back.", "no_tool_call"),
         (call(action="go_back") * 2, "several_tool_calls"),
         (wrapped(call(action="go_back")), "several_tool_calls"),
         (call(action="go_back") + "</tool_call>", "several_tool_calls"),
@@ -208,7 +216,7 @@ def test_arguments_have_a_fixed_order() -> None:
     ],
 )
 def test_each_format_error_has_its_name(response: str, error: str) -> None:
-    assert parse_tool_call(response) == (None, error)
+    assert strict(response) == (None, error)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +238,7 @@ def test_each_format_error_has_its_name(response: str, error: str) -> None:
     ],
 )
 def test_a_coordinate_is_two_integers_in_range(coordinate: object) -> None:
-    assert parse_tool_call(call(action="left_click", coordinate=coordinate)) == (None, "bad_coordinate")
+    assert strict(call(action="left_click", coordinate=coordinate)) == (None, "bad_coordinate")
 
 
 @pytest.mark.parametrize(

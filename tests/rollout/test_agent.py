@@ -15,6 +15,7 @@ import pytest_asyncio
 from megatron_webrl.config.rollout import ContextConfig, RolloutConfig
 from megatron_webrl.farm.client import BrowserClient, RemoteSession
 from megatron_webrl.farm.local_servers import local_servers
+from megatron_webrl.judge.outcome import page_verdict, with_verdict
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.ring.record import decode_trajectory, encode_trajectory
 from megatron_webrl.rollout.actions import format_tool_call
@@ -83,9 +84,11 @@ async def episode(
     browsers: BrowserClient, processor: Processor, generator: Generator, task: Task, settings: RolloutConfig = SETTINGS
 ) -> Trajectory:
     async with browsers.session() as session:
-        return await run_episode(
-            generator, session, processor, task, settings, ticket=7, index=1, group_size=4, restart_epoch=2
-        )
+        trajectory = await run_episode(
+            generator, session, processor, task, settings, ticket=7, index=1, group_size=4, restart_epoch=2,
+            max_go_backs=settings.max_go_backs,
+        )  # fmt: skip
+    return with_verdict(trajectory, page_verdict(trajectory))
 
 
 async def test_a_solved_task_is_a_success_with_all_data_for_training(
@@ -97,7 +100,8 @@ async def test_a_solved_task_is_a_success_with_all_data_for_training(
     assert trajectory.instruction.startswith('Enter "')
     assert [step.action.kind for step in trajectory.steps if step.action] == ["type", "left_click"]
     assert [step.page_changed for step in trajectory.steps] == [True, True]
-    assert len(trajectory.images) == 2
+    assert len(trajectory.images) == 3  # the last one follows the last step
+    assert {(step.url, step.title) for step in trajectory.steps} == {(trajectory.steps[0].url, "Enter Text Task")}
     for number, step in enumerate(trajectory.steps):
         assert step.images.tolist() == [number]
         image_tokens = int((step.prompt_token_ids == processor.image_token_id).sum())
@@ -106,6 +110,7 @@ async def test_a_solved_task_is_a_success_with_all_data_for_training(
         assert step.response_token_ids[-1] == processor.eos_token_id
         assert step.action is not None
         assert processor.decode(step.response_token_ids) == format_tool_call(step.action)
+        assert (step.response_characters, step.memory_characters) == (len(format_tool_call(step.action)), -1)
         assert step.seconds_browser > 0
     assert decode_trajectory(b"".join(encode_trajectory(trajectory))).instruction == trajectory.instruction
 
@@ -130,10 +135,23 @@ async def test_an_agent_acts_by_numbered_elements(processor: Processor) -> None:
             answers, session, processor, task(), SETTINGS,
             ticket=7, index=1, group_size=4, restart_epoch=2, toolset=toolset,
         )  # fmt: skip
+    trajectory = with_verdict(trajectory, page_verdict(trajectory))
     assert (trajectory.outcome, len(trajectory.steps)) == ("success", 1)
     assert "<tools>web_interaction: click, type, hover" in answers.prompts[0]
     assert trajectory.images[0].startswith(b"RIFF")
     assert decode_trajectory(b"".join(encode_trajectory(trajectory))).steps[0].action == trajectory.steps[0].action
+
+
+async def test_going_back_from_the_start_page_ends_the_episode_as_a_failure(
+    browsers: BrowserClient, processor: Processor
+) -> None:
+    back = format_tool_call(Action("go_back"))
+    for answers, ends, steps in (
+        ([back, back, back], "go_backs", 3),
+        ([back, back, WAIT, back, back], "steps_exhausted", 5),
+    ):
+        trajectory = await episode(browsers, processor, Answers(processor, list(answers)), task(max_steps=5))
+        assert (trajectory.end_reason, len(trajectory.steps), trajectory.outcome) == (ends, steps, "failure")
 
 
 async def test_special_tokens_in_a_response_are_a_format_error(browsers: BrowserClient, processor: Processor) -> None:
@@ -153,7 +171,7 @@ async def test_a_format_error_is_reported_and_the_episode_continues(
     assert [step.action is None for step in trajectory.steps] == [True, True, False]
     assert [step.page_changed for step in trajectory.steps] == [False, False, True]
     assert [step.images.tolist() for step in trajectory.steps] == [[0], [0], [0]]
-    assert len(trajectory.images) == 1
+    assert len(trajectory.images) == 2
     assert "Step 1: no valid tool call -> format error: no_tool_call" in answers.prompts[2]
     assert "Step 2: no valid tool call -> format error: bad_call" in answers.prompts[2]
     assert trajectory.outcome == "success"
@@ -183,6 +201,18 @@ async def test_no_malformed_response_ends_an_episode(browsers: BrowserClient, pr
     assert (trajectory.outcome, trajectory.trainable) == ("failure", True)
     assert episode_metrics([Group(7, (trajectory,))])["format_error_rate"] == 1.0
     assert len(decode_trajectory(b"".join(encode_trajectory(trajectory))).steps) == len(bad)
+
+
+@pytest.mark.parametrize("lenient", [True, False])
+async def test_leniencies_are_in_the_step_if_they_are_enabled(
+    browsers: BrowserClient, processor: Processor, lenient: bool
+) -> None:
+    response = WAIT.replace('"time": 0', '"time": 0, "reason": "none"')
+    settings = replace(SETTINGS, lenient_actions=lenient)
+    trajectory = await episode(browsers, processor, Answers(processor, [response]), task(max_steps=1), settings)
+    decoded = decode_trajectory(b"".join(encode_trajectory(trajectory)))
+    found = [(step.format_error, step.leniencies) for step in decoded.steps]
+    assert found == [(None, ("extra_argument",)) if lenient else ("unexpected_argument", ())]
 
 
 async def test_the_last_step_ends_an_episode_as_a_failure(browsers: BrowserClient, processor: Processor) -> None:
@@ -251,7 +281,7 @@ async def test_an_episode_over_its_time_limit_is_masked(browsers: BrowserClient,
 async def test_a_prompt_that_cannot_fit_masks_the_episode(browsers: BrowserClient, processor: Processor) -> None:
     settings = replace(SETTINGS, max_model_len=100)
     trajectory = await episode(browsers, processor, Answers(processor, []), task(), settings)
-    assert (trajectory.outcome, trajectory.steps, trajectory.images) == ("context_overflow", (), ())
+    assert (trajectory.outcome, trajectory.steps, len(trajectory.images)) == ("context_overflow", (), 1)
 
 
 async def test_under_append_a_segment_of_an_episode_is_one_training_sequence(
@@ -274,4 +304,4 @@ async def test_prompts_share_screenshots_of_earlier_steps(browsers: BrowserClien
     answers = Answers(processor, [WAIT, WAIT])
     trajectory = await episode(browsers, processor, answers, task(), settings)
     assert [step.images.tolist() for step in trajectory.steps] == [[0], [0, 1], [0, 1, 2]]
-    assert len(trajectory.images) == 3
+    assert len(trajectory.images) == 4

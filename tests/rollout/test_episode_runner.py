@@ -12,6 +12,7 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import TasksConfig
 from megatron_webrl.farm.local_servers import local_servers
 from megatron_webrl.farm.protocol import TOKEN_VARIABLE
+from megatron_webrl.judge.budget import LocalMeter
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.demonstrations import ScriptedGenerator
 from megatron_webrl.rollout.episode_runner import EpisodeRunner
@@ -33,7 +34,7 @@ async def play(config: Config, tickets: range) -> list[Trajectory]:
     """A scripted episode of each ticket."""
     processor = Processor.load(config.model.path)
     generator = ScriptedGenerator(processor, config.rollout.context, config.rollout.max_new_tokens)
-    async with EpisodeRunner.open(config, processor, "rollout-0") as episodes:
+    async with EpisodeRunner.open(config, processor, "rollout-0", LocalMeter(config.judge.budget)) as episodes:
         return [await episodes.run_episode(generator, ticket, 0, 0) for ticket in tickets]
 
 

@@ -20,6 +20,7 @@ from megatron_webrl.control.control_plane import ControlClient, serve
 from megatron_webrl.evaluation import evaluation_queue
 from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, ResultCollector
 from megatron_webrl.farm.client import RemoteSession
+from megatron_webrl.judge.budget import LocalMeter
 from megatron_webrl.model.processor import Processor, decode_image
 from megatron_webrl.rollout.demonstrations import ScriptedGenerator
 from megatron_webrl.rollout.episode_runner import EpisodeRunner
@@ -80,7 +81,7 @@ async def test_a_worker_runs_held_out_tasks_and_cancels_those_of_a_withdrawn_req
     assert control.register_instance() == 1
     processor = Processor.load(config.model.path)
     engine: Any = ScriptedEngine(config, processor)
-    async with EpisodeRunner.open(config, processor, "rollout-0") as episodes:
+    async with EpisodeRunner.open(config, processor, "rollout-0", LocalMeter(config.judge.budget)) as episodes:
         evaluator = Evaluator(config, control, engine, episodes, "rollout-0.1")
 
         async def collect(request: EvaluationRequest) -> ResultCollector:

@@ -14,8 +14,8 @@ from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.rollout.deadline import Deadline
 from megatron_webrl.rollout.engine.engine_load import EngineLoad, TimeWeightedGauge
 from megatron_webrl.rollout.generator import Generation, Generator
-from megatron_webrl.rollout.group_run import RETRYABLE_OUTCOMES, GroupRun
-from megatron_webrl.types import ABORTED, Trajectory
+from megatron_webrl.rollout.group_run import GroupRun
+from megatron_webrl.types import ABORTED, FAULT_OUTCOMES, Trajectory
 from tests.trajectories import trajectory
 
 LIMIT = 30.0  # seconds; CI machines are slow
@@ -26,16 +26,21 @@ class ScriptedRunner:
     """Runs the test's function as an episode, and ends it at its deadline, as the agent does."""
 
     def __init__(self, play: Play) -> None:
-        self.play, self.begun = play, 0
+        self.play, self.begun, self.judged = play, 0, asyncio.Event()
+        self.judged.set()
 
     async def run_episode(
-        self, generator: Generator, ticket: int, index: int, restart_epoch: int, deadline: Deadline | None = None
-    ) -> Trajectory:
+        self, generator: Generator, ticket: int, index: int, restart_epoch: int, deadline: Deadline | None = None,
+        on_acted: Callable[[], None] = lambda: None,
+    ) -> Trajectory:  # fmt: skip
         assert deadline is not None
         self.begun += 1
         try:
             async with deadline.scope(deadline.timeout_seconds):
-                return await self.play(generator, index, deadline)
+                played = await self.play(generator, index, deadline)
+            on_acted()
+            await self.judged.wait()
+            return played
         except TimeoutError:
             return trajectory(ticket, index, outcome=deadline.outcome, group_size=SETTINGS.group_size)
 
@@ -64,7 +69,25 @@ async def result(group: GroupRun) -> list[Trajectory]:
         return await group.run()
 
 
-@pytest.mark.parametrize("outcome", sorted(RETRYABLE_OUTCOMES))
+async def test_a_group_that_waits_for_verdicts_acts_no_more() -> None:
+    async def play(generator: Generator, index: int, deadline: Deadline) -> Trajectory:
+        return trajectory(7, index, reward=1.0)
+
+    load, runner = EngineLoad(), ScriptedRunner(play)
+    runner.judged.clear()
+    group = GroupRun(runner, NONE, 7, 0, SETTINGS, load)
+    running = asyncio.create_task(result(group))
+    assert group.is_acting
+    async with asyncio.timeout(LIMIT):
+        while group.is_acting:
+            await asyncio.sleep(0)
+    assert (group.has_running_episodes, load.episodes.count, running.done()) == (True, 0, False)
+    runner.judged.set()
+    assert len(await running) == 3
+    assert (group.has_running_episodes, group.is_acting) == (False, False)
+
+
+@pytest.mark.parametrize("outcome", sorted(FAULT_OUTCOMES))
 async def test_an_infrastructure_fault_is_retried_and_is_one_episode(outcome: str) -> None:
     failed: set[int] = set()
 

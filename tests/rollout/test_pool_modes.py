@@ -21,6 +21,7 @@ from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
 from megatron_webrl.config.tasks import TasksConfig
 from megatron_webrl.control.control_plane import ControlClient, TicketEpoch
 from megatron_webrl.farm.client import RemoteSession
+from megatron_webrl.judge.budget import BudgetSpent, LocalMeter
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.ring.record import decode_trajectory
 from megatron_webrl.ring.ring import Ring
@@ -34,7 +35,9 @@ from megatron_webrl.rollout.stepping import Lockstep
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
 from megatron_webrl.trainer.data.group_source import GroupSource
-from megatron_webrl.trainer.engine_utilization import EngineUtilization
+from megatron_webrl.trainer.metrics.engine_utilization import EngineUtilization
+from megatron_webrl.types import BUDGET_SPENT
+from tests.rollout.held_evaluator import HeldEvaluator
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 LIMIT = 60.0  # seconds; CI machines are slow
@@ -101,7 +104,7 @@ async def episodes(
         operation_timeout_seconds=30,
     )
     config.browser.width, config.browser.height, config.browser.screenshot = 160, 210, "png"
-    async with EpisodeRunner.open(config, processor, "rollout-0") as episodes:
+    async with EpisodeRunner.open(config, processor, "rollout-0", LocalMeter(config.judge.budget)) as episodes:
         yield episodes
 
 
@@ -240,6 +243,41 @@ async def test_with_fixed_weights_no_group_is_in_flight_when_they_change(
         figures = EngineUtilization(job.trainer, ["rollout-0"]).pop_metrics()
         assert 0 < figures["engine/idle_fraction"] < 1
         assert 0 < figures["engine/running_requests"] <= figures["engine/running_episodes"] <= 4
+    assert job.account()["matches"]
+
+
+async def test_groups_that_wait_for_verdicts_hold_neither_browsers_nor_tickets(
+    episodes: EpisodeRunner, processor: Processor, ring: Ring
+) -> None:
+    engine, evaluator = DelayedEngine(processor, episodes.config), HeldEvaluator()
+    slow: Any = evaluator
+    async with job_of(replace(episodes, evaluator=slow), ring, engine, groups_in_flight=1) as job:
+        await job.offer(0)
+        job.open(limit=6)  # 12 episodes; the fixture has browsers for 8
+        await job.until(lambda: evaluator.waiting == 12)
+        assert job.pools[0]._status().endswith("0 groups running and 6 waiting for verdicts, 0 episodes done")
+        assert job.pools[0].writer.written_episodes == 0
+        evaluator.permitted.set()
+        await job.until(lambda: job.pools[0].writer.written_episodes == 12)
+    account = job.account()
+    assert (account["matches"], account["finished"]) == (True, 12)
+
+
+async def test_a_spent_budget_stops_the_job_and_loses_no_episode(
+    episodes: EpisodeRunner, processor: Processor, ring: Ring
+) -> None:
+    engine, evaluator = DelayedEngine(processor, episodes.config), HeldEvaluator(BudgetSpent("4 calls this hour"))
+    spent: Any = evaluator
+    async with job_of(replace(episodes, evaluator=spent), ring, engine, groups_in_flight=2) as job:
+        await job.offer(0)
+        job.open(limit=8)
+        await job.until(lambda: evaluator.waiting == 4)
+        evaluator.permitted.set()
+        await job.until(job.trainer.stop_requested)
+        assert job.trainer.requested_outcome() == BUDGET_SPENT
+        job.trainer.report_progress()
+    owners = job.trainer.claims(0, job.trainer.claimed_slots())
+    assert set(owners) == {"rollout-0"}  # every claimed ticket is still open: a resumed job runs it again
     assert job.account()["matches"]
 
 

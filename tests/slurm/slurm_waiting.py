@@ -2,7 +2,7 @@
 
 `trainer-0` makes no update. It ends the job when a stop is requested, after writing a checkpoint's marker as a trainer
 would, and with the outcome finished in a requeued job. --ignore-stop: the first launch ignores the request;
---no-checkpoint: every launch is pre-empted at once, without a checkpoint.
+--no-checkpoint: every launch is pre-empted at once, without a checkpoint. --fail-NAME: the process NAME fails.
 """
 
 import json
@@ -17,8 +17,10 @@ from slurm_payload import POLL_SECONDS, SECONDS, Store
 
 
 def main(arguments: list[str]) -> None:
-    """[--ignore-stop | --no-checkpoint] ROLE, and the options of that role."""
+    """[--ignore-stop | --no-checkpoint | --fail-NAME] ROLE, and the options of that role."""
     kind = arguments.pop(0) if arguments[0].startswith("--") else ""
+    if kind == f"--fail-{os.environ['WEBRL_ROLE']}":
+        sys.exit("it fails on purpose")
     options = dict(zip(arguments[1::2], arguments[2::2], strict=True))
     host, _, port = options["--control"].rpartition(":")
     store, requeued = Store(host, int(port)), os.environ.get("SLURM_RESTART_COUNT", "0") != "0"

@@ -31,13 +31,13 @@ pytestmark = [
 UPDATES, GROUPS, STALENESS = 6, 2, 1
 QUICKSTART = (
     f"trainer.updates={UPDATES}", f"trainer.groups_per_update={GROUPS}", "trainer.minibatches=1",
-    "trainer.tensor_parallel=2", "rollout.group_size=4", "rollout.groups_in_flight=2",
+    "rollout.group_size=4", "rollout.groups_in_flight=2",
     f"rollout.max_staleness={STALENESS}", "evaluation.before=false", "evaluation.after=false",
     "evaluation.blank_images=false",
 )  # fmt: skip
-"""configs/quickstart.yaml in small: two replicas of two ranks, a replica and an engine on each of two nodes."""
+"""configs/quickstart.yaml in small: two trainer ranks, one and an engine on each of two nodes."""
 NODES = ("n1", "n2", "n3", "n4")
-NAMES = (("control", "trainer-0", "trainer-1", "rollout-0"), ("trainer-2", "trainer-3", "rollout-1"))
+NAMES = (("control", "trainer-0", "rollout-0"), ("trainer-1", "rollout-1"))
 
 
 @pytest.mark.timeout(900)

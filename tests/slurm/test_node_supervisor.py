@@ -20,6 +20,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch import role_process, watchdog
 from megatron_webrl.launch.validation import load_config
+from megatron_webrl.rollout.engine.vllm_environment import engine_environment
 from megatron_webrl.slurm.browser_farm import local_address_towards, sessions_per_server
 from megatron_webrl.slurm.commands import node_number
 from megatron_webrl.slurm.prepare import farm_overrides, plan_job, prepare_job, resume_overrides
@@ -85,9 +86,16 @@ def test_inherited_settings_of_threads_and_network_cards_are_kept() -> None:
     cards = parse_config(FOUR, ["cluster.nics=[a,b,c,d,e,f,g,h]"])
     assert of(cards, 0, "trainer")[1].environment["NCCL_IB_HCA"] == "=b"
     assert of(cards, 0, "trainer")[1].environment["OMP_NUM_THREADS"] == "1"
-    given = of(cards, 0, "trainer", {"NCCL_IB_HCA": "=all", "OMP_NUM_THREADS": "4"})[1].environment
-    assert not given.keys() & {"NCCL_IB_HCA", "OMP_NUM_THREADS"}
+    assert of(cards, 0, "trainer")[1].environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    own = {"NCCL_IB_HCA": "=all", "OMP_NUM_THREADS": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert not of(cards, 0, "trainer", own)[1].environment.keys() & own.keys()
     assert "NCCL_IB_HCA" not in of(parse_config(FOUR), 0, "trainer")[0].environment
+
+
+def test_the_limit_of_a_link_holds_for_the_creation_of_its_communicator() -> None:
+    config = parse_config(FOUR, ["weights.timeout_seconds=12.5"])
+    assert of(config, 0, "trainer")[0].environment["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "13"
+    assert engine_environment(config)["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "13"
 
 
 def test_devices_are_counted_among_those_that_slurm_allocated() -> None:

@@ -90,7 +90,7 @@ def _check_all(found: list[dict[str, Any]], settings: Path) -> None:
 def test_a_role_that_fails_ends_the_job_with_its_name(four: Cluster, tmp_path: Path) -> None:
     name = f"failing{os.getpid()}"
     job = submit(
-        four, tmp_path, "train_32node.sh", *overrides(tmp_path, name), "cluster.nodes=4", "run.max_trainer_restarts=0",
+        four, tmp_path, "train_nodes.sh", *overrides(tmp_path, name), "cluster.nodes=4", "run.max_trainer_restarts=0",
         options=("--nodes=4",),
         STUB_COMMAND=f"{PAYLOAD} --fail trainer-9", PREFLIGHT="0",
     )  # fmt: skip
@@ -104,21 +104,21 @@ def test_a_role_that_fails_ends_the_job_with_its_name(four: Cluster, tmp_path: P
 
 def test_a_bad_configuration_is_refused_before_anything_starts(four: Cluster, tmp_path: Path) -> None:
     job = submit(
-        four, tmp_path, "train_32node.sh", *overrides(tmp_path, "bad"), "trainer.tensor_parallel=3",
+        four, tmp_path, "train_nodes.sh", *overrides(tmp_path, "bad"), "trainer.tensor_parallel=3",
         options=("--nodes=4",), STUB_COMMAND=PAYLOAD,
     )  # fmt: skip
     assert four.wait(job, 60) == "FAILED"
-    assert "webrl: trainer.data_parallel=0: 32 x 4 GPUs" in log(tmp_path)
+    assert "webrl: trainer.data_parallel=0: 4 x 4 GPUs" in log(tmp_path)
     assert not (tmp_path / "bad").exists()
 
 
 def test_a_job_with_too_few_nodes_says_so(four: Cluster, tmp_path: Path) -> None:
     job = submit(
-        four, tmp_path, "train_32node.sh", *overrides(tmp_path, "few"), options=("--nodes=2",), STUB_COMMAND=PAYLOAD,
+        four, tmp_path, "train_nodes.sh", *overrides(tmp_path, "few"), options=("--nodes=2",), STUB_COMMAND=PAYLOAD,
         PREFLIGHT="0",
     )  # fmt: skip
     assert four.wait(job, 60) == "FAILED"
-    assert "cluster.nodes=32, but the job has 2 nodes" in log(tmp_path)
+    assert "cluster.nodes=4, but the job has 2 nodes" in log(tmp_path)
 
 
 @pytest.mark.slow
@@ -140,6 +140,21 @@ def test_a_job_trains_with_browsers_on_nodes_of_their_own(four: Cluster, tmp_pat
 
 
 @pytest.mark.slow
+def test_two_nodes_are_checked_with_each_other_and_reported(four: Cluster, tmp_path: Path) -> None:
+    job = submit(
+        four, tmp_path, "gpu_check.sh", *overrides(tmp_path, "checked"), options=("--nodes=2", "--gpus-per-node=0"),
+        CONFIG="configs/quickstart.yaml", GPU_CHECK_OPTIONS="--section nodes",
+    )  # fmt: skip
+    assert four.wait(job, 240) == "COMPLETED", log(tmp_path)
+    report = json.loads((tmp_path / f"gpu-check-{job}" / "gpu-check.json").read_text())
+    assert report["sections"] == ["nodes"]
+    found = {each["name"]: each for each in report["results"]}
+    assert found["n1: link n2"]["value"] > 0
+    assert found["n2: link n1"]["unit"] == "GiB/s"
+    assert not [each for each in report["results"] if each["status"] != "passed"]
+
+
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_model_is_evaluated_on_a_node(four: Cluster, tmp_path: Path, tiny_model: Path) -> None:
     path, result = tmp_path / "config.yaml", tmp_path / "result.json"
@@ -152,7 +167,7 @@ def test_a_model_is_evaluated_on_a_node(four: Cluster, tmp_path: Path, tiny_mode
     assert len(json.loads(result.read_text())["episodes"]) == 2  # of two environments
 
 
-@pytest.mark.parametrize("script", ["train_32node.sh", "train_1node.sh", "train_cpu.sh"])
+@pytest.mark.parametrize("script", ["train_32node.sh", "train_nodes.sh", "train_1node.sh", "train_cpu.sh"])
 def test_a_dry_run_shows_every_process_without_a_cluster(script: str) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
     done = subprocess.run(
@@ -160,8 +175,8 @@ def test_a_dry_run_shows_every_process_without_a_cluster(script: str) -> None:
         env={**environment, "DRY_RUN": "1", "PYTHON": sys.executable},
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
-    config = parse_config({"train_32node.sh": "configs/8b_32node.yaml", "train_1node.sh": "configs/8b_1node.yaml"}.get(
-        script, "configs/quickstart.yaml"))  # fmt: skip
+    defaults = {"train_32node.sh": "8b_32node", "train_nodes.sh": "8b_4node", "train_1node.sh": "8b_1node"}
+    config = parse_config(f"configs/{defaults.get(script, 'quickstart')}.yaml")
     lines = [line for line in done.stdout.splitlines() if line.startswith("node ")]
     assert len(lines) == len(place_processes(config).processes)
     for process in place_processes(config).processes:

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import SamplerConfig, TasksConfig
+from megatron_webrl.sampling.knowledge import PASS, SamplerLog
 from megatron_webrl.tasks.registry import make_source
 
 
@@ -24,13 +25,28 @@ def test_difficulties_have_step_limits_and_shares_of_the_tickets() -> None:
         counts = Counter(task.environment for task in training)
         expected = {"forms-vote": 25, "wiki-watch": 25, "forms-apply": 30, "forms-renew": 20}
         assert all(abs(counts[name] - wanted) <= 3 for name, wanted in expected.items()), counts
-        always = [source.training_task(0, ticket, (0.0, 0.0, 1.0, 0.0)) for ticket in range(20)]
-        assert {task.environment for task in always} == {"forms-renew"}
-        assert [task.seed for task in always] == [task.seed for task in training[:20]]
         held_out = [source.held_out_task(index) for index in range(8)]
         assert [task.max_steps for task in held_out] == [50, 20, 70, 50] * 2
     finally:
         source.close()
-    easy = TasksConfig(sampler=SamplerConfig("ratio", difficulty_weights={"hard": 2.0}))
+    one_difficulty = TasksConfig(sampler=SamplerConfig("ratio", difficulty_weights={"hard": 2.0}))
     with pytest.raises(ConfigError, match=r"difficulty_weights.hard: none of tasks.environments is hard"):
-        make_source(easy)
+        make_source(one_difficulty)
+
+
+def test_a_ticket_draws_by_the_knowledge_of_its_admission_and_keeps_its_page_seed() -> None:
+    names = ["forms-vote", "forms-apply", "forms-renew", "wiki-watch"]
+    source = make_source(TasksConfig(source="sites", environments=names, sampler=SamplerConfig("curriculum")))
+    log = SamplerLog()
+    for name in (*names[:2], names[3]):
+        log.append(PASS, name, [1.0, 5])
+    try:
+        training = [source.training_task(0, ticket) for ticket in range(100)]
+        assert {task.environment for task in training} == set(names)
+        learned = [source.training_task(0, ticket, log.at(3)) for ticket in range(100)]
+        counts = Counter(task.environment for task in learned)
+        assert counts["forms-renew"] == pytest.approx(92.5, abs=3)  # a tenth is shared by all
+        assert [task.seed for task in learned] == [task.seed for task in training]
+        assert [source.training_task(0, ticket, log.at(0)) for ticket in range(100)] == training
+    finally:
+        source.close()

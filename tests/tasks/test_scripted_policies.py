@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
+from playwright.async_api import Error as PlaywrightError
 
 from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.session import Session
 from megatron_webrl.config.browser import BrowserConfig
-from megatron_webrl.tasks.click_target import COORDINATE_STEP, ScriptedPolicyError
+from megatron_webrl.tasks.click_target import COORDINATE_STEP, ScriptedPolicyError, read_page
 from megatron_webrl.tasks.miniwob import MiniWobTaskSource
 from megatron_webrl.tasks.scripted_policies import (
     next_scripted_action,
@@ -142,3 +144,17 @@ async def test_an_unexpected_page_is_a_scripted_policy_error() -> None:
                 await next_scripted_action(session.page, "click-dialog")
             with pytest.raises(ScriptedPolicyError, match="the page is not as expected: TypeError"):
                 await resolve_target_with_helpers(session.page, "{element: $('#nothing').firstChild}")
+
+
+async def test_a_page_that_navigates_while_it_is_read_is_read_again():
+    script = "() => window.next ? 'read' : new Promise(() => {})"
+    with MiniWobTaskSource(["click-dialog"], 4) as source:
+        async with BrowserPool(BrowserConfig(), {"miniwob": source}, 1, 20.0) as fleet, fleet.session() as session:
+            await session.reset(source.held_out_task(0))
+            reading = asyncio.create_task(read_page(session.page, script))
+            await asyncio.sleep(0.2)
+            await session.page.add_init_script("window.next = true")
+            await session.page.reload()
+            assert await asyncio.wait_for(reading, 10) == "read"
+            with pytest.raises(PlaywrightError, match="no such thing"):
+                await read_page(session.page, "() => { throw new Error('no such thing') }")

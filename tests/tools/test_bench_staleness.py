@@ -19,7 +19,7 @@ from tests.gloo import spawn
 from tests.tools import staleness_ranks
 from tests.trajectories import trajectory
 from tools.bench import staleness
-from tools.bench.staleness_rank import ObjectiveComparison, UpdateStats, mean_and_covariance_trace
+from tools.bench.ranks.staleness_rank import ObjectiveComparison, UpdateStats, mean_and_covariance_trace
 
 ARM = UpdateStats(clipped=0.01, capped=0.0, gradient_norm=2.0, trace=6.0, signal=3.0)
 FRESH = ObjectiveComparison(2, 0, 8, 1e-5, ARM, ARM, 0.0)

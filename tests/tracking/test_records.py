@@ -17,7 +17,7 @@ from megatron_webrl.tracking.events import EventLog
 from megatron_webrl.tracking.metrics import UpdateMetrics, UpdateSeconds, episode_metrics, rollout_seconds
 from megatron_webrl.tracking.trajectory_page import sample_across_outcomes, write_trajectory_page
 from megatron_webrl.trainer.accounting import Accounting
-from megatron_webrl.types import Group, Trajectory
+from megatron_webrl.types import Group, JudgeStage, Trajectory, Verdict
 from tests.trajectories import screenshot, trajectory
 
 
@@ -60,6 +60,14 @@ def test_a_log_gets_one_line_per_update_and_per_phase():
         board.show({"trainer-0": "update 2: waiting for groups, 0 of 8"}, [make_update(1).to_json()])
     lines = out.getvalue().splitlines()
     assert [line.split()[0] for line in lines] == ["[trainer-0]", "update", "[trainer-0]"]
+
+
+def test_a_log_repeats_a_long_phase_whose_counts_change():
+    out = io.StringIO()
+    with TerminalDashboard(Console(file=out, width=80), "run x", log_seconds=0) as board:
+        for count in (0, 3, 3):
+            board.show({"rollout-0": f"version 0: {count} episodes done"}, [])
+    assert out.getvalue().splitlines() == [f"[rollout-0] version 0: {count} episodes done" for count in (0, 3)]
 
 
 def test_mlflow_metrics_include_every_number_of_the_table():
@@ -144,7 +152,34 @@ def test_a_trajectory_page_shows_screenshot_click_and_response(tmp_path: Path):
     assert "<b>here</b>" not in text
 
 
+def test_a_trajectory_page_shows_every_stage_of_the_verdict_and_the_final_screenshot(tmp_path: Path):
+    stage = JudgeStage(
+        "rubric", "fact 2", "no", "The <price> is not shown.", "0123456789abcdef", "m", 2, ("truncated",)
+    )
+    verdict = Verdict("failure", "judge", "rubric", "feed", "fact 2 is not met", (stage,), calls=4, dollars=0.01)
+    plain = with_image("Find the price")
+    judged = replace(plain, images=(*plain.images, screenshot(1)), verdict=verdict)
+    write_trajectory_page(tmp_path / "page.html", judged, str)
+    text = (tmp_path / "page.html").read_text()
+    assert "Verdict: failure by judge (rubric, prompts feed): fact 2 is not met; 4 calls, 0.0100 dollars" in text
+    for part in ("rubric fact 2", "<td>no</td>", "The &lt;price&gt; is not shown.", "truncated", "0123456789ab<"):
+        assert part in text
+    assert text.count("data:image/png;base64,") == 2
+    assert "After the last step" in text
+
+
 def test_sampled_trajectories_differ_in_outcome():
     failures = [trajectory(0, i) for i in range(5)]
     success = trajectory(1, 0, reward=1.0)
     assert [t.outcome for t in sample_across_outcomes([*failures, success], 3)] == ["failure", "success", "failure"]
+
+
+def test_each_leniency_is_a_share_of_the_trainable_steps():
+    first, second = (trajectory(index=index, steps=2, reward=float(index)) for index in (0, 1))
+    masked = trajectory(index=2, steps=2, outcome="browser_error")
+    lenient = replace(first.steps[0], leniencies=("digit_string", "url_scheme"))
+    first, masked = (replace(episode, steps=(lenient, episode.steps[1])) for episode in (first, masked))
+    second = replace(second, steps=(replace(lenient, leniencies=("url_scheme",)), second.steps[1]))
+    metrics = episode_metrics([Group(0, (first, second, masked))])
+    shares = {name: value for name, value in metrics.items() if name.startswith("leniency/")}
+    assert shares == {"leniency/digit_string": 0.25, "leniency/url_scheme": 0.5}

@@ -156,6 +156,15 @@ def _update_ahead(
     return result, {"held": held, "waited": waited}
 
 
+def _tokens(learner: Any, microbatches: list[Any], objective: Any) -> dict[str, Any]:
+    """Metrics of a pass far enough from its proximal policy for some tokens to be clipped, and this rank's tokens."""
+    proximal = [logprobs - 0.5 for logprobs in learner.compute_logprobs(microbatches)]
+    metrics, current = learner.forward_backward(microbatches, proximal, objective)
+    fields = ("behaviour_logprobs", "advantage", "weight", "succeeded")
+    arrays = {name: torch.cat([getattr(each, name) for each in microbatches]).numpy() for name in fields}
+    return {"metrics": metrics, **arrays, "current": torch.cat(current).numpy()}
+
+
 def _single_step(config: Config, platform: Any, groups: list[Group]) -> dict[str, Any]:
     """One minibatch, one epoch; then a replica without samples, and a gradient that is not finite."""
     from megatron_webrl.trainer.data import batching
@@ -171,6 +180,7 @@ def _single_step(config: Config, platform: Any, groups: list[Group]) -> dict[str
     sample = batching.make_samples(groups)[:1]
     metrics, _ = learner.train_step(builder.build(sample, "token_mean", 10), None, objective)
     found["one sample"] = metrics
+    found["tokens"] = _tokens(learner, builder.build(batching.make_samples(groups), "token_mean", 10), objective)
     before = {name: tensor.clone() for name, tensor in hf_tensors(learner.models)}
     broken = builder.build(batching.make_samples(groups), "token_mean", 10)
     for row in broken:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from megatron_webrl.tracking.metric_reference.registry import undefined
+from megatron_webrl.trainer.metrics.loss_metrics import loss_metrics
 from tests.gloo import spawn
 from tests.trainer import learner_ranks
 
@@ -89,6 +93,47 @@ def test_a_single_step_has_nothing_to_clip(found: Found, size: int):
     assert metrics["clipped"] == 0
     assert metrics["approx_kl"] == pytest.approx(0, abs=1e-6)
     assert gap.tokens == metrics["response_tokens"]
+
+
+@SIZES
+def test_statistics_of_tokens_are_those_of_all_ranks_and_micro_batches(found: Found, size: int):
+    ranks = [found[size, rank]["single"]["tokens"] for rank in ((0, 1) if size == 1 else (0,))]
+    metrics = ranks[0]["metrics"]
+    names = ("current", "behaviour_logprobs", "advantage", "weight", "succeeded")
+    current, behaviour, advantage, weight, succeeded = (np.concatenate([r[name] for r in ranks]) for name in names)
+    counted = weight > 0
+    assert metrics["response_tokens"] == counted.sum()
+    assert 0 < metrics["success_tokens"] == succeeded[counted].sum() < metrics["response_tokens"]
+    assert 0 < metrics["success_entropy"] < metrics["entropy"]
+    moved = (current - behaviour)[counted]
+    assert metrics["behaviour_kl_k1"] == pytest.approx(-moved.sum(), rel=1e-4)
+    assert metrics["behaviour_kl_k3"] == pytest.approx((np.exp(moved) - 1 - moved).sum(), rel=1e-4)
+    clipped = counted & (advantage > 0)  # the ratio is exp(0.5) everywhere
+    chosen = {"current_logprob": (current, counted), "behaviour_logprob": (behaviour, counted),
+              "advantage": (advantage, counted), "clipped_logprob": (current, clipped)}  # fmt: skip
+    for name, (values, mask) in chosen.items():
+        values = values[mask].astype(float)
+        wanted = {"count": len(values), "sum": values.sum(), "squares": (values**2).sum(), "min": values.min(),
+                  "max": values.max()}  # fmt: skip
+        assert {key: metrics[f"{name}/{key}"] for key in wanted} == pytest.approx(wanted, rel=1e-5, abs=1e-4)
+
+
+@SIZES
+def test_without_a_clipped_token_there_is_no_smallest_one(found: Found, size: int):
+    metrics, _ = found[size, 0]["single"]["all"]
+    assert (metrics["clipped_logprob/min"], metrics["clipped_logprob/max"]) == (math.inf, -math.inf)
+    assert metrics["clipped_logprob/count"] == 0
+
+
+@SIZES
+@pytest.mark.parametrize("part", ["first", "second"])
+def test_the_metrics_of_an_update_are_finite_and_defined(found: Found, size: int, part: str):
+    totals, _ = found[size, 0][part]
+    metrics = loss_metrics(totals | {"learning_rate": found[size, 0]["rate"]})
+    assert undefined(metrics) == []
+    assert np.isfinite([*metrics.values()]).all()
+    assert metrics["advantage_min"] < 0 < metrics["advantage_max"]
+    assert metrics["behaviour_logprob_mean"] == pytest.approx(-6)  # of every token of the groups
 
 
 def test_a_replica_without_samples_adds_nothing(found: Found):

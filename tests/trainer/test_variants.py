@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_webrl.tracking.metric_reference.registry import undefined
+from megatron_webrl.trainer.metrics.loss_metrics import loss_metrics
 from tests.gloo import spawn
 from tests.trainer import variant_ranks
 
@@ -55,6 +57,14 @@ def test_on_policy_nothing_is_clipped_with_any_kind_of_ratio(found: dict[str, An
     # GSPO averages behaviour weights over a response, so the gradient norms differ.
     assert variants["gspo"]["gradient_norm"] != variants["grpo"]["gradient_norm"]
     assert variants["gspo"]["behaviour_importance_weight"] != variants["grpo"]["behaviour_importance_weight"]
+
+
+def test_every_loss_has_defined_metrics(found: dict[str, Any]) -> None:
+    updates = [*found["reference"]["figures"], *found["variants"]["raft"]]
+    updates += [found["variants"][name] for name in ("grpo", "gspo", "coupled", "shuffled")]
+    for totals in updates:
+        assert undefined(loss_metrics(totals | {"learning_rate": 0.1})) == []
+    assert "reference_kl" in loss_metrics(updates[0] | {"learning_rate": 0.1})
 
 
 def test_without_decoupling_the_same_tokens_are_clipped(found: dict[str, Any]) -> None:

@@ -128,6 +128,7 @@ class Case:
     wire: str = "bfloat16"
     trainer: str = "float32"
     engine: str = "float32"
+    device: str = "cpu"  # of the parameters on both sides
     staging: int = 2**16
     seconds: float = 20.0
     numbers: tuple[int, ...] = (1,)  # consecutive transfers
@@ -159,7 +160,7 @@ class Parameters:
     def __init__(self, case: Case, rank: int, ranks: int, fault: Fault) -> None:
         self.tensors = {
             name: torch.full_like(shard_of(full(name, part, 0), part, part.engine, rank, ranks), float("nan")).to(
-                getattr(torch, case.engine)
+                case.device, getattr(torch, case.engine)
             )
             for name, part in case.model.items()
         }
@@ -181,7 +182,8 @@ class Parameters:
 
 def _join(case: Case, engine: int, rank: int) -> transport.TransferLink:
     store = dist.TCPStore("127.0.0.1", case.port, is_master=False, timeout=timedelta(seconds=30))
-    return transport.join_link(store, f"engine-{engine}", rank, SENDERS + case.receivers[engine], case.seconds, "gloo")
+    size, device = SENDERS + case.receivers[engine], torch.device(case.device)
+    return transport.join_link(store, f"engine-{engine}", rank, size, case.seconds, "gloo", device)
 
 
 def staging_bytes(link: transport.TransferLink) -> int:
@@ -204,7 +206,7 @@ def trainer_rank(answer: Connection, case: Case, rank: int, fault: Fault) -> Non
         for number in fault.numbers or case.numbers:
             parameters = {
                 name: shard_of(full(name, part, number), part, part.trainer, rank, SENDERS).to(
-                    getattr(torch, case.trainer)
+                    case.device, getattr(torch, case.trainer)
                 )
                 for name, part in case.model.items()
             }
@@ -245,7 +247,7 @@ def engine_rank(answer: Connection, case: Case, engine: int, rank: int, fault: F
             growth = max(growth, peak() - before)
             for name, part in case.model.items():
                 whole = shard_of(full(name, part, number), part, part.engine, rank, ranks)
-                if not torch.equal(target.tensors[name].float(), whole) or target.left[name] != whole.numel():
+                if not torch.equal(target.tensors[name].float().cpu(), whole) or target.left[name] != whole.numel():
                     wrong.append(f"{number}: {name}")
         answer.send((wrong, time.monotonic() - began, staging_bytes(link), growth))
         link.close()

@@ -89,7 +89,8 @@ async def test_an_engine_whose_trainer_is_killed_is_complete_or_paused_and_joins
     assert partial_updates
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.soak)])
+@pytest.mark.soak  # tests/rollout/engine/test_followers.py kills one, tests/launch/test_job_failures.py in a job
+@pytest.mark.parametrize("kills", [1, 20])
 async def test_a_killed_engine_blocks_no_one_and_restarts_with_complete_weights(
     tmp_path: Path, model: Path, kills: int
 ) -> None:

@@ -33,8 +33,10 @@ from tests.weights.ranks import (
 )
 
 ENGINES = (1, 2)
+CONTIGUOUS = {"stack": Part((4, 6), None, None, stacked=3), "large": MODEL["large"]}  # every slice, on both sides
 SLACK = 15.0  # seconds that a busy machine may exceed a timeout
 NONE = Fault()
+needs_gpu = pytest.mark.skipif(not os.path.exists("/dev/nvidiactl"), reason="needs a GPU")
 Rank = tuple[str, int, int]  # "trainer" or "engine", which engine (0 for the trainer), rank
 
 
@@ -133,11 +135,21 @@ def test_large_slices_in_messages_with_small_ones_arrive(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("trainer", ["bfloat16", "float32"])
 def test_contiguous_data_of_the_transfer_dtype_need_no_staging(ranks: Ranks, trainer: str) -> None:
-    model = {"stack": Part((4, 6), None, None, stacked=3), "large": MODEL["large"]}
-    ranks.run(ranks.case(model=model, elements=72, trainer=trainer, engine="bfloat16", numbers=(1, 2)))
+    ranks.run(ranks.case(model=CONTIGUOUS, elements=72, trainer=trainer, engine="bfloat16", numbers=(1, 2)))
     for key, answer in ranks.collect().items():
         assert not isinstance(answer, str), answer
         assert (answer[2] > 0) == (key[0] == "trainer" and trainer == "float32"), f"{key}: {answer[2]} bytes"
+
+
+@pytest.mark.parametrize("device", ["cpu:0", pytest.param("cuda:0", marks=needs_gpu)])
+def test_parameters_on_another_device_than_the_messages_are_copied_through_staging(ranks: Ranks, device: str) -> None:
+    # "cpu:0" is "cpu" to a kernel, but another device to a link.
+    case = ranks.case(model=CONTIGUOUS, device=device, trainer="bfloat16", engine="bfloat16", numbers=(1, 2, 3))
+    ranks.run(case)
+    for key, answer in ranks.collect(seconds=90.0).items():
+        expected = [] if key[0] == "engine" else [{"engine-0": None, "engine-1": None}] * 3
+        assert answer[0] == expected, f"{key}: {answer}"
+        assert 0 < answer[2] <= case.staging, f"{key}: {answer[2]} bytes"
 
 
 @pytest.mark.parametrize("model", [{"norm": Part((7,), None, None)}, {}])

@@ -74,6 +74,7 @@ async def test_a_2x2_trainer_updates_engines_of_one_and_two_ranks_under_load(
         stage.close()
 
 
+@pytest.mark.soak  # tests/rollout/engine/test_followers.py updates one over two nodes
 async def test_an_engine_of_two_pipeline_stages_serves_before_and_after_updates(
     tmp_path: Path, tiny_model: Path
 ) -> None:

@@ -69,13 +69,14 @@ def test_a_trainer_with_another_plan_is_refused_on_both_sides(report: Any) -> No
     difference = "linear_fc1.weight has shape [256, 128] here and [512, 128] there"
     assert all(difference in error for error in refusals["model"])
     assert difference in refusals["stored_reason"]
+    assert all("the trainer sends by NCCL, but engine 0 computes on cpu" in error for error in refusals["backend"])
     assert all("EngineSizes(tensor=" in error and "pipeline=2" in error for error in refusals["layout"])
 
 
 def test_a_missing_store_fields_or_link_are_errors(report: Any) -> None:
     refusals = report["refusals"]
     assert all("no store answers at 127.0.0.1:1 within 1 s" in error for error in refusals["store"])
-    assert all("missing 9 required" in error for error in refusals["field"])
+    assert all("missing 10 required" in error for error in refusals["field"])
     assert all(
         error == "TransferError: no link to the trainer is joined; join one first (init)" for error in refusals["start"]
     )

@@ -37,7 +37,7 @@ def run(rank: RankInfo, config_file: Path, host: str, port: int, folders: Sequen
     config = parse_config(config_file)
     control = ControlClient(host, port, f"trainer-{rank.rank}", config.run.heartbeat_timeout_seconds)
     control.start_heartbeat()
-    platform = parallel.initialize(config, rank, control.store, f"test/{control.register_instance()}")
+    platform = parallel.initialize(config, rank, control, f"test/{control.register_instance()}")
     learner = make_learner(config, platform)
     weight_syncer = WeightSyncer(learner.models, config, control, platform)
     forever = control.get_json("go/forever")

@@ -61,6 +61,7 @@ class Sender:
             "name": name,
             "engine": 0,
             "dtype": "float32",
+            "backend": "gloo",
             "timeout_seconds": SECONDS,
             "join_timeout_seconds": SECONDS,
         }
@@ -174,6 +175,7 @@ async def refusals(harness: LinkHarness) -> dict[str, Any]:
     layout = sender.info("layout")
     layout["engines"]["sizes"][0]["pipeline"] = 2
     found["layout"] = await harness.run_phase("init", layout)
+    found["backend"] = await harness.run_phase("init", sender.info("backend") | {"backend": "nccl"})
     found["store"] = await harness.run_phase("init", sender.info("nowhere") | {"port": 1, "join_timeout_seconds": 1.0})
     found["field"] = await harness.run_phase("init", {"host": "127.0.0.1"})
     found["start"] = await harness.run_phase("start")

@@ -18,7 +18,7 @@ import platform as machine
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -188,7 +188,8 @@ async def _replay(engine: VLLMEngine, settings: ContextConfig, episode: Recorded
 async def measure(config: Config, count: int) -> dict[str, list[ContextResult]]:
     """Measure all policies on the same episodes, one after the other."""
     episodes = await record_episodes(config, count)
-    engine = await VLLMEngine.start(config, 0)
+    alone = replace(config, evaluation=replace(config.evaluation, only=True))
+    engine = await VLLMEngine.start(alone, 0)  # no trainer sends it weights
     found = {}
     try:
         for salt, (name, settings) in enumerate(CONTESTANTS.items()):

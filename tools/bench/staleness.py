@@ -33,10 +33,11 @@ from megatron_webrl.tracking import summary
 from megatron_webrl.tracking.plot import BLUE, GREY, add_legend, add_titles, render_svg
 from megatron_webrl.trainer.data import group_files
 from tools.arguments import make_bench_parser, write_json
-from tools.bench import recorded_groups, staleness_rank
+from tools.bench import recorded_groups
 from tools.bench.jobs import run_job
 from tools.bench.learning import ARMS, CONFIG
-from tools.bench.staleness_rank import ObjectiveComparison, UpdateStats, checkpoint_path
+from tools.bench.ranks import staleness_rank
+from tools.bench.ranks.staleness_rank import ObjectiveComparison, UpdateStats, checkpoint_path
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from urllib.parse import unquote_to_bytes
@@ -66,6 +66,7 @@ _GLOBAL_IPV6 = ip_network("2000::/3")
 _EMBEDDING = tuple(ip_network(text) for text in ("::ffff:0:0/96", "64:ff9b::/96"))  # IPv4-mapped, NAT64
 
 _LABEL = re.compile(r"[a-z0-9_-]{1,63}")
+_WILDCARD_LABEL = "_any_"  # takes the place of `*` while a declared host is parsed
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?#\\]*)([^\\]*)", re.IGNORECASE | re.DOTALL)
 
@@ -138,21 +139,64 @@ def split_url(url: str) -> tuple[str, Endpoint, str]:
     return scheme, parse_endpoint(authority, DEFAULT_PORTS[scheme]), rest if rest.startswith("/") else f"/{rest}"
 
 
-def declared_endpoints(origins: Iterable[str], addresses: Mapping[str, str]) -> dict[Endpoint, Endpoint]:
-    """Map origins to the endpoints to use, which `addresses` may override. Raises EgressDenied (bad_host, scheme)."""
-    targets = {normalize_host(host): address for host, address in addresses.items()}
+class DeclaredEndpoints(Mapping[Endpoint, Endpoint]):
+    """Endpoints that sources declare, with the endpoints to use in their place.
+
+    A `*` in a declared host stands for one or more characters of a label: a look-up of shop-17.localhost:80 finds
+    shop-*.localhost:80. Iteration yields the endpoints as declared.
+    """
+
+    def __init__(self, targets: Mapping[Endpoint, Endpoint]) -> None:
+        self._targets = dict(targets)
+        self._patterns = [
+            (re.compile(re.escape(endpoint.host).replace(r"\*", "[a-z0-9_-]+")), endpoint.port, target)
+            for endpoint, target in targets.items()
+            if "*" in endpoint.host
+        ]
+
+    def __getitem__(self, endpoint: Endpoint) -> Endpoint:
+        if endpoint in self._targets:
+            return self._targets[endpoint]
+        for pattern, port, target in self._patterns:
+            if port == endpoint.port and pattern.fullmatch(endpoint.host):
+                return target
+        raise KeyError(endpoint)
+
+    def __iter__(self) -> Iterator[Endpoint]:
+        return iter(self._targets)
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def __or__(self, other: Mapping[Endpoint, Endpoint]) -> DeclaredEndpoints:
+        return DeclaredEndpoints({**self, **other})
+
+
+def declared_endpoints(origins: Iterable[str], addresses: Mapping[str, str]) -> DeclaredEndpoints:
+    """Map origins to the endpoints to use, which `addresses` may override. Raises EgressDenied (bad_host, scheme).
+
+    The first label of a host may contain one `*`, as in http://shop-*.localhost.
+    """
+    targets = {_declared_host(host): address for host, address in addresses.items()}
     declared = {}
     for origin in origins:
-        _, endpoint, _ = split_url(origin)
+        _, endpoint, _ = split_url(origin.replace("*", _WILDCARD_LABEL, 1))
+        endpoint = Endpoint(endpoint.host.replace(_WILDCARD_LABEL, "*", 1), endpoint.port)
         target = targets.get(endpoint.host)
         declared[endpoint] = endpoint if target is None else parse_endpoint(target, endpoint.port)
-    return declared
+    return DeclaredEndpoints(declared)
+
+
+def _declared_host(host: str) -> str:
+    return normalize_host(host.replace("*", _WILDCARD_LABEL, 1)).replace(_WILDCARD_LABEL, "*", 1)
 
 
 def direct_endpoints(declared: Mapping[Endpoint, Endpoint], policy: EgressPolicy) -> dict[Endpoint, Endpoint]:
     """Declared endpoints that are plain HTTP servers at a loopback address; browsers reach them without the proxy."""
     direct = {}
     for endpoint, target in declared.items():
+        if "*" in endpoint.host and policy.deny:
+            continue  # the proxy refuses the denied ones among its hosts
         address = _literal(target.host)
         if endpoint.port != 443 and address is not None and address.is_loopback:
             try:

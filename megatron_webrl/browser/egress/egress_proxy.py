@@ -15,10 +15,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
-from megatron_webrl.browser.egress.egress_policy import EgressDenied, EgressPolicy, Endpoint
+from megatron_webrl.browser.egress.egress_policy import EgressPolicy, Endpoint
 from megatron_webrl.browser.egress.http1 import MAX_HEAD_BYTES
-from megatron_webrl.browser.egress.network_access import NetworkAccess
+from megatron_webrl.browser.egress.network_access import EgressTotals, NetworkAccess
 from megatron_webrl.browser.egress.proxy_connection import ProxyConnection, UpstreamConnection
+from megatron_webrl.browser.egress.replay_certificate import server_context
+from megatron_webrl.browser.egress.replay_connection import ReplayConnection
 from megatron_webrl.browser.errors import HostUnreachable
 from megatron_webrl.config.browser import BrowserConfig
 
@@ -39,20 +41,29 @@ class EgressProxy:
     def __init__(self, settings: BrowserConfig, resolve: Resolver | None = None) -> None:
         """`resolve` replaces the system's resolver. Raises ConfigError."""
         self.egress_policy = EgressPolicy.from_config(settings)
-        self.refused: Counter[str] = Counter()
+        self.totals = EgressTotals()
+        self._tls = server_context() if settings.replay else None
         self._settings = settings
         self._threads = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="lookup")
         self._resolve = resolve or self._look_up
 
+    @property
+    def refused(self) -> Counter[str]:
+        """Refused requests of all episodes, by reason."""
+        return self.totals.refused
+
     async def open_port(self, declared: Mapping[Endpoint, Endpoint]) -> NetworkAccess:
         """Open a port for one episode; `declared` as returned by `declared_endpoints` for its task source."""
-        network = NetworkAccess(self.egress_policy, declared, self._settings, self.refused)
+        network = NetworkAccess(self.egress_policy, declared, self._settings, self.totals)
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             if not server.is_serving():  # accepted while the episode was ending
                 writer.transport.abort()
                 return
-            await ProxyConnection(network, self.connect, reader, writer).run()
+            if self._tls is not None:
+                await ReplayConnection(network, self._tls, reader, writer).run()
+            else:
+                await ProxyConnection(network, self.connect, reader, writer).run()
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=MAX_HEAD_BYTES, backlog=BACKLOG)
         network.server, network.port = server, server.sockets[0].getsockname()[1]
@@ -64,9 +75,8 @@ class EgressProxy:
 
     async def connect(self, network: NetworkAccess, endpoint: Endpoint) -> UpstreamConnection:
         """Connect to an address that the policy permits. Raises EgressDenied, HostUnreachable."""
-        if self._settings.replay:
-            raise EgressDenied("replay", f"{endpoint} is not reached: pages come from archives (browser.replay)")
         network.egress_policy.check_endpoint(endpoint, network.declared)
+        self.totals.connections += 1
         target = network.declared.get(endpoint, endpoint)
         try:
             async with asyncio.timeout(CONNECT_SECONDS):

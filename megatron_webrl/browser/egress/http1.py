@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -85,6 +86,15 @@ async def read_head(reader: asyncio.StreamReader, strict: bool = True) -> HTTPHe
 def encode_head(start_line: str, headers: list[tuple[str, str]]) -> bytes:
     lines = [start_line, *(f"{name}: {value}" for name, value in headers), "", ""]
     return "\r\n".join(lines).encode("latin-1")
+
+
+def encode_error_page(code: int, reason: str, sentence: str, headers: list[tuple[str, str]] | None = None) -> bytes:
+    """A response with a short page that says why there is no other. `headers` are added."""
+    text = f"<!DOCTYPE html><title>Not reachable</title><p>Not reachable: {html.escape(sentence)}.</p>".encode()
+    fields = [
+        ("Content-Type", "text/html; charset=utf-8"), ("Content-Length", str(len(text))), ("Cache-Control", "no-store"),
+    ]  # fmt: skip
+    return encode_head(f"HTTP/1.1 {code} {reason}", [*fields, *(headers or [])]) + text
 
 
 def request_body_length(head: HTTPHead) -> int:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_webrl.browser.egress.egress_policy import EgressDenied, EgressPolicy, Endpoint, split_url
+from megatron_webrl.browser.egress.har_replayer import HARReplayer
 from megatron_webrl.config.browser import BrowserConfig
 
+NOT_RECORDED = "not_recorded"  # reason of a refusal during replay
 MAX_CONNECTIONS = 128  # at a time; Chromium opens at most 32 through one proxy, and as many WebSockets
 MAX_LOOKUPS = 8  # at a time: slow names of one episode must not delay other episodes
 MAX_ERRORS = 50
@@ -24,16 +26,27 @@ class NetworkError:
     message: str
 
 
+@dataclass
+class EgressTotals:
+    """Counts over all episodes of a pool."""
+
+    refused: Counter[str] = field(default_factory=Counter)  # by reason
+    replayed: int = 0  # requests that recordings answered
+    connections: int = 0  # to servers, attempts included; name look-ups belong to them
+
+
 class NetworkAccess:
     """One episode's port of the egress proxy, with its request and byte counts."""
 
     def __init__(
-        self, policy: EgressPolicy, declared: Mapping[Endpoint, Endpoint], settings: BrowserConfig, totals: Counter[str]
+        self, policy: EgressPolicy, declared: Mapping[Endpoint, Endpoint], settings: BrowserConfig, totals: EgressTotals
     ) -> None:
-        """`declared`: endpoints of the task source. `totals` counts refusals by reason over all episodes."""
+        """`declared`: endpoints of the task source. `totals` counts over all episodes."""
         self.egress_policy, self.declared = policy, declared
         self.port = 0
-        self.requests = self.bytes = 0
+        self.requests = self.bytes = self.replayed = 0
+        self.replayer: HARReplayer | None = None  # during replay, from the reset on
+        self.unrecorded_urls: set[str] = set()  # requested during replay
         self.refused: Counter[str] = Counter()
         self.errors: deque[NetworkError] = deque(maxlen=MAX_ERRORS)  # not yet reported
         self.lookup_semaphore = asyncio.Semaphore(MAX_LOOKUPS)
@@ -71,10 +84,15 @@ class NetworkAccess:
         if len(self.connections) > MAX_CONNECTIONS:
             raise EgressDenied("connections", f"the episode has {MAX_CONNECTIONS} connections open")
 
+    def count_replayed(self) -> None:
+        """Count a request that a recording answered."""
+        self.replayed += 1
+        self._totals.replayed += 1
+
     def record_refusal(self, host: str, refused: EgressDenied) -> None:
         """Count a refusal and keep its message for the agent."""
         self.refused[refused.reason] += 1
-        self._totals[refused.reason] += 1
+        self._totals.refused[refused.reason] += 1
         self.record_error(host, str(refused))
 
     def record_error(self, host: str, message: str) -> None:
@@ -93,7 +111,7 @@ class NetworkAccess:
 
     def reset(self) -> None:
         """Clear counts and messages for another episode."""
-        self.requests = self.bytes = 0
+        self.requests = self.bytes = self.replayed = 0
         self.refused.clear()
         self.errors.clear()
 
@@ -104,3 +122,5 @@ class NetworkAccess:
         for connection in self.connections:
             connection.cancel()
         await asyncio.gather(*self.connections, return_exceptions=True)
+        if self.replayer is not None:
+            self.replayer.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import html
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ from megatron_webrl.browser.egress.http1 import (
     UNTIL_CLOSE,
     HTTPHead,
     MalformedHTTP,
+    encode_error_page,
     encode_head,
     iter_body,
     read_head,
@@ -235,12 +235,7 @@ class ProxyConnection:
         if self._responding:
             self._writer.transport.abort()
             return
-        text = f"<!DOCTYPE html><title>Not reachable</title><p>Not reachable: {html.escape(sentence)}.</p>".encode()
-        headers = [
-            ("Content-Type", "text/html; charset=utf-8"), ("Content-Length", str(len(text))),
-            ("Cache-Control", "no-store"), ("Connection", "close"),
-        ]  # fmt: skip
-        self._writer.write(encode_head(f"HTTP/1.1 {code} {reason}", headers) + text)
+        self._writer.write(encode_error_page(code, reason, sentence, [("Connection", "close")]))
         try:
             self._writer.write_eof()
         except OSError:

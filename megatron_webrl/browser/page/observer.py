@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from playwright.async_api import Error as PlaywrightError
 
-from megatron_webrl.browser.egress.network_access import NetworkAccess
+from megatron_webrl.browser.egress.network_access import NOT_RECORDED, NetworkAccess
 from megatron_webrl.browser.page import settle
 from megatron_webrl.browser.page.hit_testing import PageTooLarge
 from megatron_webrl.browser.page.marks import Marks, find_marks
@@ -33,6 +33,7 @@ class PageObserver:
         self.marks: Marks | None = None
         self._tabs, self._settings, self._messages, self._network = tabs, settings, messages, network
         self._digest: ScreenshotDigest | None = None  # of the latest screenshot, without numbers
+        self._still = bool(settings.record or settings.replay)
 
     async def reset(self) -> None:
         """Forget the latest observation."""
@@ -68,7 +69,8 @@ class PageObserver:
         return Observation(
             screenshot=image, url=settled.url, title=settled.title, page_changed=changed,
             instruction=instruction, error=self._messages.pop_text(), reward=reward, done=done, elements=elements,
-            tabs=tabs, scroll=settled.scroll, seconds=seconds,
+            tabs=tabs, scroll=settled.scroll, not_recorded_requests=self._network.refused[NOT_RECORDED],
+            seconds=seconds,
         )  # fmt: skip
 
     async def _settle(self, until: float) -> settle.SettledPage:
@@ -76,7 +78,7 @@ class PageObserver:
         while True:
             tab = self._tabs.active
             try:
-                settled = await settle.wait_until_idle(tab, until)
+                settled = await settle.wait_until_idle(tab, until, self._still)
             except PlaywrightError:
                 if not await self._tabs.was_closed(tab):
                     raise

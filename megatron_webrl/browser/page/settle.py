@@ -10,6 +10,7 @@ from megatron_webrl.types import Scroll
 
 QUIET_LIMIT_MS = 1000  # for a page that never stops changing, such as an endless animation
 READY_LIMIT_MS = 10_000  # for a document to load; for one whose loading was aborted it is QUIET_LIMIT_MS
+BUBBLE_MS = 1300  # for Chromium's message about an invalid field to appear, which is no part of the document
 NETWORK_IDLE_SECONDS = 3.0  # limit for all pending requests together, once nothing else changes
 SETTLE_SECONDS = 15.0  # limit for a page that is replaced over and over
 MAX_TITLE = 2000  # characters
@@ -25,11 +26,26 @@ DISABLE_CARET_BLINK = """
 # A form named "title" shadows document.title; the getters of the prototype cannot be shadowed.
 _NATIVE = "const native = (name) => Object.getOwnPropertyDescriptor(Document.prototype, name).get.call(document);"
 
+# Shows the end of an animation that has one, and the beginning of an endless one; returns whether that was a change.
+_END_ANIMATION = """const endAnimation = (animation) => {
+    if (animation.timeline !== document.timeline || !animation.effect || !animation.playbackRate) return false;
+    if (animation.effect.getComputedTiming().endTime !== Infinity) {
+      if (animation.playState === "finished") return false;
+      animation.finish();
+      return true;
+    }
+    if (animation.playState === "paused" && animation.currentTime === 0) return false;
+    animation.pause();
+    animation.currentTime = 0;
+    return true;
+  };"""
+
 # Resolves to [title, URL, scrollX, scrollY, page height] once the document is complete and two animation frames in a
 # row have passed without a change of the document or a scroll: the first frame lets handlers run, the second has
 # painted their changes. Timers replace animation frames that never come, as in a page that is being replaced.
-_SETTLE = f"""(quietLimit, readyLimit) => new Promise((resolve) => {{
+_SETTLE = f"""(quietLimit, readyLimit, still) => new Promise((resolve) => {{
   {_NATIVE}
+  {_END_ANIMATION}
   const start = performance.now();
   let moved = false, quiet = 0;
   const mark = () => {{ moved = true; }};
@@ -52,9 +68,12 @@ _SETTLE = f"""(quietLimit, readyLimit) => new Promise((resolve) => {{
   const frame = () => {{
     const ready = native("readyState") === "complete";
     const waited = performance.now() - start;
-    quiet = ready && !moved ? quiet + 1 : 0;
+    if (still && document.getAnimations().filter(endAnimation).length) moved = true;
+    const field = native("activeElement");
+    const bubble = still && waited < {BUBBLE_MS} && field && field.matches(":invalid");
+    quiet = ready && !moved && !bubble ? quiet + 1 : 0;
     moved = false;
-    if (quiet >= 2 || waited > (ready ? quietLimit : readyLimit)) finish(); else next();
+    if (quiet >= 2 || !bubble && waited > (ready ? quietLimit : readyLimit)) finish(); else next();
   }};
   next();
 }})"""
@@ -84,10 +103,11 @@ class SettledPage:
     loading: bool = False  # still loading at the limit
 
 
-async def wait_until_idle(tab: Tab, until: float | None = None) -> SettledPage:
+async def wait_until_idle(tab: Tab, until: float | None = None, still: bool = False) -> SettledPage:
     """Wait until nothing loads and nothing changes, each within its limit. Raises PlaywrightError.
 
     `until`: deadline on the event loop's clock for a page replaced over and over; None: SETTLE_SECONDS from now.
+    `still`: end the animations of the page's styles, so that the same page looks the same at any time.
     """
     clock = asyncio.get_running_loop().time
     limit, network_seconds = clock() + SETTLE_SECONDS if until is None else until, NETWORK_IDLE_SECONDS
@@ -95,7 +115,9 @@ async def wait_until_idle(tab: Tab, until: float | None = None) -> SettledPage:
         loaded = await _loaded(tab, min(READY_LIMIT_MS / 1000, max(0.0, limit - clock())))
         try:
             ready_limit = QUIET_LIMIT_MS if loaded else READY_LIMIT_MS
-            title, url, *scroll = await tab.evaluate(f"() => ({_SETTLE})({QUIET_LIMIT_MS}, {ready_limit})")
+            title, url, *scroll = await tab.evaluate(
+                f"() => ({_SETTLE})({QUIET_LIMIT_MS}, {ready_limit}, {str(still).lower()})"
+            )
         except DocumentReplaced:
             if clock() < limit:
                 continue  # with the next document

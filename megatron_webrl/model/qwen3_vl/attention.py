@@ -6,6 +6,7 @@ with all heads; inside, between two all-to-alls, it has all tokens with its shar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -17,7 +18,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatron_webrl.model.compute_options import AttentionKernel
 from megatron_webrl.model.qwen3_vl.text_config import MultimodalPackedSeqParams, TextConfig
+
+CAUSAL_WINDOW = (-1, 0)  # all tokens before a token, none after it
 
 
 class PackedAttention(torch.nn.Module):
@@ -37,7 +41,7 @@ class PackedAttention(torch.nn.Module):
         assert pg_collection is not None
         self.cp_group = pg_collection.cp
         self.scale = softmax_scale
-        self.kernel = _flash if config.attention_kernel == "flash" else _per_sample
+        self.kernel: AttentionKernel = config.attention_kernel
 
     def forward(
         self,
@@ -54,7 +58,7 @@ class PackedAttention(torch.nn.Module):
         tokens = query.shape[0]
         if get_pg_size(self.cp_group) > 1:
             query, key, value = (_all_tokens(x, self.cp_group) for x in (query, key, value))
-        output = self.kernel(query, key, value, packed_seq_params, self.scale)
+        output = select_kernel(self.kernel, query)(query, key, value, packed_seq_params, self.scale)
         if get_pg_size(self.cp_group) > 1:
             output = _all_heads(output.reshape(query.shape), self.cp_group)
         return output.reshape(tokens, 1, -1)
@@ -74,7 +78,14 @@ def _all_heads(mine: Tensor, group: ProcessGroup) -> Tensor:
     return all_to_all(group, by_rank).transpose(0, 1).reshape(tokens // ranks, 1, ranks * heads, dim)
 
 
-def _per_sample(
+def select_kernel(name: AttentionKernel, query: Tensor) -> Callable[..., Tensor]:
+    """The function of a kernel; `auto` is the variable-length one where it exists, for half precision on CUDA."""
+    if name == "auto":
+        name = "varlen" if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else "sdpa"
+    return {"sdpa": per_sample, "varlen": varlen, "flash": flash}[name]
+
+
+def per_sample(
     query: Tensor, key: Tensor, value: Tensor, params: MultimodalPackedSeqParams, scale: float | None
 ) -> Tensor:
     """[T, 1, heads, dim], by one call of PyTorch's attention per sample."""
@@ -89,11 +100,28 @@ def _per_sample(
     return torch.cat(parts, dim=2).permute(2, 0, 1, 3)
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, params: MultimodalPackedSeqParams, scale: float | None) -> Tensor:
+def varlen(query: Tensor, key: Tensor, value: Tensor, params: MultimodalPackedSeqParams, scale: float | None) -> Tensor:
+    """[T, heads, dim], by one call of PyTorch's variable-length kernel for all samples."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    longest = _longest_sample(params)
+    output = varlen_attn(
+        query.squeeze(1), key.squeeze(1), value.squeeze(1), params.cu_seqlens_q, params.cu_seqlens_kv, longest, longest,
+        scale=scale, window_size=CAUSAL_WINDOW, enable_gqa=query.shape[2] != key.shape[2],
+    )  # fmt: skip
+    assert isinstance(output, Tensor)  # a tuple only if more was asked for
+    return output
+
+
+def _longest_sample(params: MultimodalPackedSeqParams) -> int:
+    return max(end - start for start, end in pairwise(params.sample_boundaries))
+
+
+def flash(query: Tensor, key: Tensor, value: Tensor, params: MultimodalPackedSeqParams, scale: float | None) -> Tensor:
     """[T, heads, dim], by one call of flash-attn's variable-length kernel for all samples."""
     from flash_attn import flash_attn_varlen_func
 
-    longest = max(end - start for start, end in pairwise(params.sample_boundaries))
+    longest = _longest_sample(params)
     return flash_attn_varlen_func(
         query.squeeze(1),
         key.squeeze(1),

@@ -31,7 +31,7 @@ class DeepStackLayer(TransformerLayer):
         """Output [T, 1, hidden] and context, as in TransformerLayer."""
         layer = super().forward
         if self.config.recompute_layers and self.training:
-            output, context = checkpoint(layer, *args, use_reentrant=False, **kwargs)
+            output, context = checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
         else:
             output, context = layer(*args, **kwargs)
         params: MultimodalPackedSeqParams = kwargs["packed_seq_params"]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_webrl.model.compute_options import ComputeOptions
 from megatron_webrl.model.hf_config import load_hf_config
+from megatron_webrl.model.host_copy import copy_to_device
 from megatron_webrl.model.layer_split import split_layers
 from megatron_webrl.model.parameter_map import ParameterMapping, is_sparse, padded_vocab_size, parameter_mappings
 from megatron_webrl.model.parameter_names import canonical_name
@@ -99,15 +100,16 @@ class Qwen3VL(GPTModel):
         context-parallel ranks. Raises ValueError if samples, placeholders and images do not match.
         """
         packed = pad_to_multiple(packed, self._token_shards)
-        boundaries, mine = _boundaries(packed), self._context_shard(packed)
-        positions = self._local(self._placeholders(packed), packed.tokens.numel())
-        hidden, deepstack = self._embed(packed) if self.pre_process else self._unpack(positions.numel())
+        boundaries, mine, device = _boundaries(packed), self._context_shard(packed), packed.tokens.device
+        placeholders, cu_seqlens = self._placeholders(packed), copy_to_device(packed.cu_seqlens, device)
+        positions = self._local(placeholders, packed.tokens.numel())
+        hidden, deepstack = self._embed(packed, placeholders) if self.pre_process else self._unpack(positions.numel())
         params = MultimodalPackedSeqParams(
             qkv_format="sbhd",
-            cu_seqlens_q=packed.cu_seqlens,
-            cu_seqlens_kv=packed.cu_seqlens,
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
             sample_boundaries=boundaries,
-            image_token_positions=positions,
+            image_token_positions=copy_to_device(positions, device),
             deepstack_features=deepstack,
         )
         self.decoder.set_input_tensor(hidden)
@@ -127,9 +129,9 @@ class Qwen3VL(GPTModel):
         logits, _ = self.output_layer(hidden.index_select(0, packed.scored_positions - mine.start), weight=weight)
         return logits.squeeze(1)
 
-    def _embed(self, packed: PackedInput) -> tuple[Tensor, dict[int, Tensor]]:
-        """Input activations of the first layer, and DeepStack features by layer."""
-        group, positions = self.pg_collection.tp, self._placeholders(packed)
+    def _embed(self, packed: PackedInput, positions: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
+        """Input activations of the first layer, and DeepStack features by layer. `positions`: of all placeholders."""
+        group, device = self.pg_collection.tp, packed.tokens.device
         features = vision.encode_images(
             self.visual, packed, self.merge_size, self.pg_collection.tp_cp, self.pg_collection.cp
         )
@@ -142,7 +144,8 @@ class Qwen3VL(GPTModel):
         hidden = self.embedding(input_ids=packed.tokens[None], position_ids=None)
         deepstack: tuple[Tensor, ...] = ()
         if features is not None:
-            hidden = hidden.index_copy(0, positions, features.embeddings[:, None].to(hidden.dtype))
+            embeddings = features.embeddings[:, None].to(hidden.dtype)
+            hidden = hidden.index_copy(0, copy_to_device(positions, device), embeddings)
             deepstack = features.deepstack
         hidden = hidden[self._context_shard(packed)]
         if self.config.sequence_parallel:
@@ -150,8 +153,8 @@ class Qwen3VL(GPTModel):
             # Each rank uses different features: the backward pass sums their gradients.
             deepstack = tuple(copy_to_tensor_model_parallel_region(f, group=group) for f in deepstack)
         if self._token_shards > 1:
-            is_local = self._is_local(positions, packed.tokens.numel())
-            deepstack = tuple(features[is_local] for features in deepstack)
+            local = self._is_local(positions, packed.tokens.numel()).nonzero().squeeze(1)
+            deepstack = tuple(features.index_select(0, copy_to_device(local, device)) for features in deepstack)
         return hidden, dict(enumerate(deepstack))
 
     def _unpack(self, visual: int) -> tuple[Tensor, dict[int, Tensor]]:
@@ -165,10 +168,10 @@ class Qwen3VL(GPTModel):
         return hidden, {layer: part.squeeze(1) for layer, part in zip(layers, features, strict=True)}
 
     def _placeholders(self, packed: PackedInput) -> Tensor:
-        """int64 [V], positions of the image placeholders in the packed sequence."""
+        """int64 [V] on the host, positions of the image placeholders in the packed sequence."""
         if packed.image_token_positions is not None:
             return packed.image_token_positions
-        return (packed.tokens == self.hf_config.image_token_id).nonzero().squeeze(1)
+        return (packed.tokens == self.hf_config.image_token_id).nonzero().squeeze(1).cpu()
 
     @property
     def _token_shards(self) -> int:
@@ -231,7 +234,8 @@ def build_model(
     for number in range(sizes.virtual):
         if sizes.virtual > 1:
             parallel_state.set_virtual_pipeline_model_parallel_rank(number)
-        model = Qwen3VL(hf_config, config, options, platform, groups, number * sizes.pipeline + stage)
+        with torch.device(platform.device):  # Megatron names no device for the weights of routers
+            model = Qwen3VL(hf_config, config, options, platform, groups, number * sizes.pipeline + stage)
         _mark_tensor_parallel(model)
         if model.pre_process and not options.train_vision:
             model.visual.requires_grad_(False)

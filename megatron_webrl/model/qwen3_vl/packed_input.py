@@ -9,10 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+HOST_FIELDS = ("cu_seqlens", "grids", "image_indices", "local_images", "image_token_positions")
+
 
 @dataclass(frozen=True)
 class PackedInput:
-    """Packed samples, each of which attends only to itself, on one device. Raises ValueError for inconsistent shapes.
+    """Packed samples, each of which attends only to itself. Raises ValueError for inconsistent shapes.
+
+    The tensors of HOST_FIELDS lie in host memory: they determine shapes, which the host would wait for. The others lie
+    on one device.
 
     `pixels`: patches of all images, or of `local_images` in that order: the images that this rank encodes by
     `partition_images` (none on later pipeline stages). Ranks that encode images call a callable once per pass.
@@ -54,8 +59,9 @@ class PackedInput:
         return self.pixels if isinstance(self.pixels, Tensor) else self.pixels()
 
     def to(self, device: torch.device) -> PackedInput:
-        """Copy all tensors to a device."""
-        moved: dict[str, Any] = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in vars(self).items()}
+        """Copy all tensors but those of HOST_FIELDS to a device."""
+        tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor) and name not in HOST_FIELDS}
+        moved: dict[str, Any] = {name: x.to(device) for name, x in tensors.items()}
         return replace(self, **moved)
 
 

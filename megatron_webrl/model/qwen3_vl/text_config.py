@@ -25,7 +25,7 @@ class TextConfig(TransformerConfig):
     """Megatron's TransformerConfig with additional fields."""
 
     recompute_layers: bool = False
-    attention_kernel: AttentionKernel = "sdpa"
+    attention_kernel: AttentionKernel = "auto"
 
 
 @dataclass

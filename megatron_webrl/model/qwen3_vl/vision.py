@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.functional import linear
 
+from megatron_webrl.model.host_copy import copy_to_device
 from megatron_webrl.model.qwen3_vl.packed_input import PackedInput, partition_images
 from megatron_webrl.system import torchvision_shim
 
@@ -66,14 +67,30 @@ def encode_images(
         features = _gather(features, [sum(tokens[i] for i in share) for share in shares], group, context)
     order = [image for share in shares for image in share]
     images = range(len(tokens)) if packed.image_indices is None else packed.image_indices.tolist()
-    features = features.index_select(0, _token_order(tokens, order, images).to(features.device))
+    features = features.index_select(0, copy_to_device(_token_order(tokens, order, images), features.device))
     embeddings, *deepstack = features.chunk(1 + len(tower.deepstack_visual_indexes), dim=1)
     return VisualFeatures(embeddings, tuple(deepstack))
 
 
 def _encode(tower: Any, grids: Tensor, pixels: Tensor) -> Tensor:
-    """Encode images: [tokens, (1 + DeepStack features) * hidden]."""
-    output = tower(pixels.to(tower.patch_embed.proj.weight.dtype), grid_thw=grids, return_dict=True)
+    """Encode images: [tokens, (1 + DeepStack features) * hidden]. `grids` are on the host, `pixels` on the device."""
+    from transformers import vision_utils
+
+    # From grids on the device the tower would compute these itself and wait for the device 3 times in each block.
+    size = {"num_grid_per_side": tower.num_grid_per_side, "spatial_merge_size": tower.spatial_merge_size}
+    kind = {"mode": tower.interpolation_mode, "align_corners": tower.interpolation_align_corners}
+    indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(grids, **size, **kind)
+    output = tower(
+        pixels.to(tower.patch_embed.proj.weight.dtype),
+        grid_thw=grids,
+        cu_seqlens=vision_utils.get_vision_cu_seqlens(grids),
+        position_ids=copy_to_device(
+            vision_utils.get_vision_position_ids(grids, tower.spatial_merge_size), pixels.device
+        ),
+        interp_indices=copy_to_device(indices, pixels.device),
+        interp_weights=copy_to_device(weights, pixels.device),
+        return_dict=True,
+    )
     return torch.cat([output.pooler_output, *output.deepstack_features], dim=1)
 
 

@@ -1,7 +1,7 @@
 """Append: each prompt is the previous prompt, its response and a new turn, token for token, until the window is full.
 
 system     tool and response format
-user       task, start page, one line for each step before the segment, the segment's first screenshot
+user       task, start page, one line for each step before the segment, latest Memory, the segment's first screenshot
 assistant  the response as it was generated, thinking included
 user       result of the step, numbered elements, next screenshot
 ...        up to the current screenshot
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_webrl.rollout.contexts.base import Prompt, PromptContext, user_message
+from megatron_webrl.rollout.contexts.base import Prompt, PromptContext
 from megatron_webrl.rollout.prompts import MAX_ELEMENT_LIST_CHARS
 
 
@@ -57,7 +57,7 @@ class AppendContext(PromptContext):
             or self._processor.has_special_tokens(response)
         ):
             return None
-        turn = self._processor.encode_turn(user_message(self._past[-1].result_text + self._page))
+        turn = self._processor.encode_turn(self._user_message(self._past[-1].result_text + self._page))
         end = [] if response[-1] == self._processor.eos_token_id else [self._processor.eos_token_id]
         ids = np.concatenate([latest.prompt.token_ids, response, end, turn]).astype(np.int32)
         prompt = self._limited(ids, [*latest.prompt.image_indices, self._image])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,11 +14,14 @@ from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout import prompts
 from megatron_webrl.rollout.actions import describe_action
 from megatron_webrl.rollout.generator import Generation
+from megatron_webrl.rollout.responses import split_fields, strip_thinking
 from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
 from megatron_webrl.system.text import shorten
 from megatron_webrl.types import Action, Observation
 
 MAX_PAGE_FIELD_CHARS = 200  # of a title, an error or a URL
+MAX_ACTION_SENTENCE_CHARS = 200  # of the Action field in a line of the summary
+MAX_CARRIED_FIELD_CHARS = 4_000  # of Memory or Progress outside its own round
 
 
 class ContextOverflow(RuntimeError):
@@ -43,6 +46,7 @@ class PastStep:
     generation: Generation
     summary_line: str
     result_text: str  # precedes the next screenshot
+    carried_fields: Mapping[str, str]  # Memory or Progress, if the response has them and the form carries them
 
 
 class PromptContext(ABC):
@@ -57,6 +61,7 @@ class PromptContext(ABC):
     ) -> None:
         self._processor, self._settings, self._max_tokens = processor, settings, max_prompt_tokens
         self._system = {"role": "system", "content": prompts.system_message(settings, toolset)}
+        self._form = prompts.response_form(settings)
         self.screenshots: list[bytes] = []
         self._grids: list[np.ndarray] = []  # of each screenshot, int32 [3]
         self._past: list[PastStep] = []
@@ -74,7 +79,8 @@ class PromptContext(ABC):
         self, generation: Generation, action: Action | None, format_error: str | None, observation: Observation
     ) -> None:
         """Add a step: the response to the last prompt, its action or format error, and the next observation."""
-        did = self._processor.escape_special_tokens(describe_action(action)) if action else "no valid tool call"
+        fields = split_fields(strip_thinking(generation.text))
+        did = self._did(action, fields)
         effect = f"format error: {format_error}" if format_error else self._effect(observation)
         step, compact = len(self._past) + 1, self._settings.compact
         line = (
@@ -84,7 +90,8 @@ class PromptContext(ABC):
         )
         self._title = self._short(observation.title)
         result = prompts.step_result_text(effect, self._title, self._short(observation.url), compact)
-        self._past.append(PastStep(self._image, generation, line, result))
+        carried = {name: self._carried_text(fields[name]) for name in self._form.carried if name in fields}
+        self._past.append(PastStep(self._image, generation, line, result, carried))
         if action is not None:
             self._add_observation(observation)
 
@@ -92,10 +99,23 @@ class PromptContext(ABC):
     def build_prompt(self) -> Prompt:
         """The prompt of the next step; the current screenshot comes last. Raises ContextOverflow."""
 
-    def _task_text(self, steps: int, omitted: int) -> str:
-        """Task, start page and the summary of the first `steps` steps, of which `omitted` are only counted."""
+    def _task_text(self, steps: int, omitted: int, carry: bool = True) -> str:
+        """Task, start page, the summary of the first `steps` steps, of which `omitted` are only counted, and Memory.
+
+        The latest Memory and Progress are in it, unless a later step than these wrote them: its round shows them.
+        """
         lines = [past.summary_line for past in self._past[omitted:steps]]
-        return prompts.task_text(self._instruction, self._start_page, omitted, lines, self._settings.compact)
+        carried = self._carried_lines(steps) if carry else ()
+        return prompts.task_text(self._instruction, self._start_page, omitted, lines, self._settings.compact, carried)
+
+    def _carried_lines(self, steps: int) -> list[str]:
+        """The latest text of each carried field, if one of the first `steps` steps wrote it."""
+        lines = []
+        for name in self._form.carried:
+            latest = next((n for n in range(len(self._past), 0, -1) if name in self._past[n - 1].carried_fields), None)
+            if latest is not None and latest <= steps:
+                lines.append(prompts.carried_line(name, latest, self._past[latest - 1].carried_fields[name]))
+        return lines
 
     def _render(self, messages: Sequence[dict[str, Any]], images: Sequence[int]) -> Prompt | None:
         """A prompt of the system message and these messages; None if it exceeds the limit."""
@@ -114,6 +134,8 @@ class PromptContext(ABC):
             return complete
         low, high = 1, len(self._past)
         best = self._current_only(high)
+        if best is None and (without_fields := self._current_only(high, carry=False)):
+            return without_fields
         if best is None:
             raise ContextOverflow(
                 f"the shortest prompt exceeds {self._max_tokens} tokens "
@@ -127,9 +149,14 @@ class PromptContext(ABC):
                 low = middle + 1
         return best
 
-    def _current_only(self, omitted: int) -> Prompt | None:
-        text = self._task_text(len(self._past), omitted)
-        return self._render([user_message(text + self._page)], [self._image])
+    def _current_only(self, omitted: int, carry: bool = True) -> Prompt | None:
+        text = self._task_text(len(self._past), omitted, carry)
+        return self._render([self._user_message(text + self._page)], [self._image])
+
+    def _user_message(self, text: str) -> dict[str, Any]:
+        """A user turn: text and screenshot, in the order of `rollout.context.image_position`."""
+        content: list[dict[str, str]] = [{"type": "text", "text": text}, {"type": "image"}]
+        return {"role": "user", "content": content[:: -1 if self._settings.image_position == "before" else 1]}
 
     def _add_observation(self, observation: Observation) -> None:
         self.screenshots.append(observation.screenshot)
@@ -151,11 +178,22 @@ class PromptContext(ABC):
         effect = "page changed" if observation.page_changed else "page unchanged"
         return f"{effect}, {self._short(observation.error)}" if observation.error else effect
 
+    def _did(self, action: Action | None, fields: Mapping[str, str]) -> str:
+        """The action of a line of the summary: the sentence of the Action field, if the form has one."""
+        sentence = fields.get("Action", "") if "Action" in self._form.fields else ""
+        if sentence:
+            text = shorten(" ".join(sentence.splitlines()[0].split()), MAX_ACTION_SENTENCE_CHARS)
+        else:
+            text = describe_action(action) if action else "no valid tool call"
+        return self._processor.escape_special_tokens(text)
+
+    def _carried_text(self, text: str) -> str:
+        """A field on one line, escaped; the middle of a long one is left out."""
+        line, half = " ".join(text.split()), MAX_CARRIED_FIELD_CHARS // 2
+        if len(line) > MAX_CARRIED_FIELD_CHARS:
+            line = f"{line[:half]} ... {line[-half:]}"
+        return self._processor.escape_special_tokens(line)
+
     def _short(self, text: str) -> str:
         """Page text on one line, shortened and escaped."""
         return self._processor.escape_special_tokens(shorten(" ".join(text.split()), MAX_PAGE_FIELD_CHARS))
-
-
-def user_message(text: str) -> dict[str, Any]:
-    """A user turn: text, then the screenshot."""
-    return {"role": "user", "content": [{"type": "text", "text": text}, {"type": "image"}]}

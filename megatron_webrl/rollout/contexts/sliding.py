@@ -1,8 +1,9 @@
 """Sliding: the latest steps with their screenshots, and a summary of the earlier steps.
 
 system     tool and response format
-user       task, start page, one line for each step before the window, oldest screenshot of the window
-assistant  its response, without thinking
+user       task, start page, one line for each step before the window, latest Memory if a step before the window wrote
+           it, oldest screenshot of the window
+assistant  its response, without thinking unless rollout.context.keep_thinking
 user       result of the step, next screenshot
 ...        up to the current screenshot, which comes last, after its numbered elements
 """
@@ -11,8 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_webrl.rollout.actions import TOOL_CALL_CLOSE, TOOL_CALL_OPEN, strip_thinking
-from megatron_webrl.rollout.contexts.base import Prompt, PromptContext, user_message
+from megatron_webrl.rollout.actions import TOOL_CALL_CLOSE, TOOL_CALL_OPEN
+from megatron_webrl.rollout.contexts.base import Prompt, PromptContext
+from megatron_webrl.rollout.responses import THOUGHT_CLOSE, THOUGHT_OPEN, split_thinking
 
 
 class SlidingContext(PromptContext):
@@ -30,15 +32,21 @@ class SlidingContext(PromptContext):
         split = len(self._past) - kept
         text, messages, images = self._task_text(split, 0), list[dict[str, Any]](), list[int]()
         for past in self._past[split:]:
-            messages += [user_message(text), {"role": "assistant", "content": self._quoted(past.generation.text)}]
+            messages += [self._user_message(text), {"role": "assistant", "content": self._quoted(past.generation.text)}]
             images.append(past.image_index)
             text = past.result_text
-        return self._render([*messages, user_message(text + self._page)], [*images, self._image])
+        return self._render([*messages, self._user_message(text + self._page)], [*images, self._image])
 
     def _quoted(self, response: str) -> str:
-        """An earlier response, escaped except for its tool-call tags, because it may quote a page."""
-        pieces = strip_thinking(response).replace(TOOL_CALL_CLOSE, TOOL_CALL_OPEN).split(TOOL_CALL_OPEN)
-        if len(pieces) != 3:  # not exactly one call: escape the tags, too
-            return self._processor.escape_special_tokens(strip_thinking(response))
-        before, call, after = map(self._processor.escape_special_tokens, pieces)
-        return f"{before}{TOOL_CALL_OPEN}{call}{TOOL_CALL_CLOSE}{after}"
+        """An earlier response, escaped except for its tags of thoughts and of the call, because it may quote a page."""
+        thoughts, answer = split_thinking(response)
+        escape = self._processor.escape_special_tokens
+        pieces = answer.replace(TOOL_CALL_CLOSE, TOOL_CALL_OPEN).split(TOOL_CALL_OPEN)
+        if len(pieces) == 3:
+            before, call, after = map(escape, pieces)
+            answer = f"{before}{TOOL_CALL_OPEN}{call}{TOOL_CALL_CLOSE}{after}"
+        else:  # not exactly one call: escape the tags, too
+            answer = escape(answer)
+        if not self._settings.keep_thinking or not thoughts:
+            return answer
+        return f"{THOUGHT_OPEN}\n{escape(thoughts)}\n{THOUGHT_CLOSE}\n\n{answer}"

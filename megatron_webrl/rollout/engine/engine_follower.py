@@ -2,7 +2,7 @@
 
 For each instance of the engine's worker it runs vLLM's ranks of this node in a child process (follower_engine.py). If
 the child ends, it reports the failure; the worker then ends and is restarted. engine_leader.py has the worker's side.
-On a node without a worker it also creates the ring, which stays empty, for the trainer ranks there.
+On a node without a worker it also creates the ring, which stays empty, for the trainer ranks there, if any.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,10 @@ def run(
     control.start_heartbeat()
     number = control.register_instance()
     supervisor = _FollowerSupervisor(config, control, worker, follower, node_count)
+    needs_ring = not config.evaluation.only
+    ring = open_node_ring(config, control, node_ring, first_instance=number == 1) if needs_ring else nullcontext()
     try:
-        with open_node_ring(config, control, node_ring, first_instance=number == 1):
+        with ring:
             while True:
                 control.check_job()
                 supervisor.poll()

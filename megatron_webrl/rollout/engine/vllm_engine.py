@@ -93,7 +93,7 @@ class VLLMEngine:
                 llm = await asyncio.shield(starting)
                 await vllm_environment.warm_up_pipeline(config, llm)
             engine = cls(config, worker, llm, thread, processor, followers)
-            await engine._llm.engine_core.set_weight_version_async("0")  # of the weights in model.path
+            await engine._llm.engine_core.set_weight_version_async("0")  # of the weights that vLLM has loaded
         except BaseException as error:
             _kill_cores()
             thread.shutdown(wait=False)
@@ -126,6 +126,8 @@ class VLLMEngine:
         rollout.operation_timeout_seconds (without pauses for updates), EngineDeadError if the engine is dead.
         """
         self.check_alive()
+        if self.version < 0 and self._config.trainer_feeds_engines:
+            raise GenerationError(f"engine {self._worker} has no weights yet; the trainer sends them")
         try:
             grids = self.processor.grids(images)
             expanded = self.processor.expand_image_tokens(token_ids, grids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.system import torchvision_shim
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 CPU_KV_CACHE_MIB = 512  # by default vLLM's CPU build takes nearly all memory of the machine
 _SEED_STRIDE = 1_000_003  # a restarted engine samples with another seed
 SCHEDULER_MODULE = "megatron_webrl.weights.vllm_scheduler"
+NO_WEIGHTS = "webrl"  # load format that weights/vllm_loader.py registers in the workers
 WORKER_EXTENSION_CLASS = "megatron_webrl.weights.vllm_worker.WeightReceiver"
 
 
@@ -40,6 +43,12 @@ def engine_environment(config: Config, span: NodeSpan | None = None) -> dict[str
         "VLLM_ENGINE_READY_TIMEOUT_S": str(int(config.run.startup_timeout_seconds) + 1),
         # A forked child would share this process's locks, ring and browsers, and skip sitecustomize.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        # The one that every test ran with: on GPUs vLLM 0.32 takes the other, which needs Triton.
+        "VLLM_USE_V2_MODEL_RUNNER": os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0"),
+        # Limit for creating the communicator of a weight-transfer link; torch reads it once in a process.
+        "TORCH_NCCL_NONBLOCKING_TIMEOUT": os.environ.get(
+            "TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(config.weights.timeout_seconds))
+        ),
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
         "WEBRL_ENGINE_PARENT": str(os.getpid()),
@@ -72,6 +81,8 @@ def engine_arguments(config: Config, worker: int, number: int = 1, span: NodeSpa
     cache = rollout.kv_cache_mib or (0 if cuda else CPU_KV_CACHE_MIB)
     limits: Any = {"image": rollout.context.rounds, "video": 0}
     extra: dict[str, Any] = {"kv_cache_memory_bytes": cache * 2**20} if cache else {}
+    limits_of_a_batch = {"max_num_seqs": rollout.max_num_seqs, "max_num_batched_tokens": rollout.max_num_batched_tokens}
+    extra |= {name: value for name, value in limits_of_a_batch.items() if value}
     if cuda:
         extra["gpu_memory_utilization"] = rollout.gpu_memory_utilization
     if span is not None:
@@ -84,6 +95,7 @@ def engine_arguments(config: Config, worker: int, number: int = 1, span: NodeSpa
     return AsyncEngineArgs(
         model=config.model.path,
         dtype=config.engine_dtype,
+        load_format=NO_WEIGHTS if config.trainer_feeds_engines else "auto",  # the first update brings all of them
         seed=(config.run.seed + worker + _SEED_STRIDE * (number - 1)) % 2**32,
         tensor_parallel_size=rollout.tensor_parallel,
         pipeline_parallel_size=rollout.pipeline_parallel,
@@ -102,6 +114,15 @@ def engine_arguments(config: Config, worker: int, number: int = 1, span: NodeSpa
     )
 
 
+def engine_config(config: Config, worker: int, number: int = 1, span: NodeSpan | None = None) -> VllmConfig:
+    """vLLM's configuration from `engine_arguments`, with the limits of a batch that it gives a server."""
+    from vllm.usage.usage_lib import UsageContext
+
+    headless = span is not None and span.node_rank > 0
+    arguments = engine_arguments(config, worker, number, span)
+    return arguments.create_engine_config(UsageContext.OPENAI_API_SERVER, headless=headless)
+
+
 def start_engine(config: Config, worker: int, number: int = 1, span: NodeSpan | None = None) -> AsyncLLM:
     """Start vLLM; blocks until it can serve, which over several nodes requires `run_follower` on the others.
 
@@ -117,7 +138,7 @@ def start_engine(config: Config, worker: int, number: int = 1, span: NodeSpan | 
         def __del__(self) -> None:
             """No effect: VLLMEngine.close ends the engine; vLLM's destructor fails during interpreter shutdown."""
 
-    vllm_config = engine_arguments(config, worker, number, span).create_engine_config()
+    vllm_config = engine_config(config, worker, number, span)
     scheduling = "Async" if vllm_config.scheduler_config.async_scheduling else ""
     vllm_config.scheduler_config.scheduler_cls = f"{SCHEDULER_MODULE}.Recomputing{scheduling}Scheduler"
     executor: type[Executor] = Executor.get_class(vllm_config)
@@ -141,6 +162,5 @@ def run_follower(config: Config, worker: int, number: int, span: NodeSpan) -> No
     os.environ.update(engine_environment(config, span))
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-    vllm_config = engine_arguments(config, worker, number, span).create_engine_config(headless=True)
-    executor = MultiprocExecutor(vllm_config, monitor_workers=False)
+    executor = MultiprocExecutor(engine_config(config, worker, number, span), monitor_workers=False)
     executor.start_worker_monitor(inline=True)

@@ -72,7 +72,7 @@ def to_generation(
         logprobs=_logprobs(response),
         versions=_versions(response),
         image_grids=grids,
-        text=processor.decode(ids),
+        text=processor.thought_prefix + processor.decode(ids),
         finish_reason=response.finish_reason,
         cached_prompt_tokens=output.num_cached_tokens or 0,
     )

@@ -251,6 +251,11 @@ def matches_query(request: PageRequest, title: str) -> bool:
     return bool(words) and all(word in title.lower() for word in words)
 
 
+def search_paths(title: str) -> tuple[str, ...]:
+    """Paths of searches that find a title: by all of its words, or by one of them."""
+    return tuple(build_path("/search", q=words) for words in dict.fromkeys((title, *title.split())))
+
+
 def paginate(
     request: PageRequest, items: Sequence[V], per_page: int, path: str, /, **query: str
 ) -> tuple[Sequence[V], Html]:

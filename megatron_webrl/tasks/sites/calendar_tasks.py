@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from datetime import date, timedelta
 
+from megatron_webrl.tasks.sites.app import search_paths
 from megatron_webrl.tasks.sites.calendar import (
     CLOSING_HOUR,
     OPENING_HOUR,
@@ -16,7 +17,7 @@ from megatron_webrl.tasks.sites.calendar import (
     week_path,
     week_start,
 )
-from megatron_webrl.tasks.sites.goal import Goal, make_environments
+from megatron_webrl.tasks.sites.goal import Fact, Goal, make_environments
 from megatron_webrl.tasks.sites.high_level_actions import GiveAnswer, SubmitForm, next_link, next_unvisited
 
 _TITLES = ("Dentist", "Bicycle repair", "Parents' evening", "Boiler service", "Choir rehearsal", "Eye test")
@@ -29,6 +30,7 @@ def find_time(rng: random.Random, data: CalendarData) -> Goal:
         week_path(event.start.date()),
         lambda app, view: GiveAnswer(f"{event.start:%H:%M}"),
         answer=f"{event.start:%H:%M}",
+        facts=(Fact(f'The "{event.title}" begins at {event.start:%H:%M}.', _pages_showing(data, event)),),
         signed_in=True,
     )
 
@@ -41,6 +43,7 @@ def cancel(rng: random.Random, data: CalendarData) -> Goal:
         page,
         lambda app, view: next_link(view, page, f"{page}/cancel") or SubmitForm(f"{page}/cancel"),
         effects=(("cancel", str(event.id)),),
+        facts=(Fact(f'The calendar confirms that the "{event.title}" has been cancelled.'),),
         signed_in=True,
     )
 
@@ -55,6 +58,13 @@ def create(rng: random.Random, data: CalendarData) -> Goal:
         "/",
         lambda app, view: next_link(view, "/new") or SubmitForm("/new", values),
         effects=(("create", title, day.isoformat(), start, minutes),),
+        facts=(
+            Fact("The calendar confirms that one appointment has been saved."),
+            Fact(f'Its title is "{title}".'),
+            Fact(f"It is on {day.isoformat()}."),
+            Fact(f"It begins at {start}."),
+            Fact(f"It lasts {minutes} minutes."),
+        ),
         signed_in=True,
     )
 
@@ -77,6 +87,13 @@ def fullest_day(rng: random.Random, data: CalendarData) -> Goal | None:
         ),
         answer=days[0].isoformat(),
         signed_in=True,
+        facts=(
+            *(
+                Fact(f"The appointments on {day.isoformat()} last {total} minutes.", _weeks_showing(data, day))
+                for day, total in planned.items()
+            ),
+            Fact(f"They last longest on {days[0].isoformat()}."),
+        ),
     )
 
 
@@ -98,6 +115,13 @@ def move(rng: random.Random, data: CalendarData) -> Goal:
             or SubmitForm(f"{page}/move", values)
         ),
         effects=(("move", str(event.id), values["day"], values["time"]),),
+        facts=(
+            Fact(f'The calendar confirms that the "{event.title}" has been moved.'),
+            Fact(f"It takes place on {day.isoformat()}."),
+            Fact(f"It begins at {hour:02d}:00."),
+            Fact("No earlier full hour of that day's working hours was free."),
+            Fact("No other appointment has been changed."),
+        ),
     )
 
 
@@ -116,7 +140,28 @@ def person_minutes(rng: random.Random, data: CalendarData) -> Goal:
             (SubmitForm("/search", {"q": person}) if found not in app.visited_paths else None) or GiveAnswer(minutes)
         ),
         answer=minutes,
+        facts=(
+            *(
+                Fact(
+                    f'The "{event.title}" with {person} lasts {event.minutes} minutes.',
+                    (f"/event/{event.id}", *search_paths(event.title), *search_paths(person)),
+                )
+                for event in theirs
+            ),
+            Fact(f"The appointments with {person} are {len(theirs)}."),
+            Fact(f"Together they last {minutes} minutes."),
+        ),
     )
+
+
+def _weeks_showing(data: CalendarData, day: date) -> tuple[str, ...]:
+    """The pages that show the week of a day."""
+    return (week_path(day), *(("/",) if week_start(day) == week_start(data.today) else ()))
+
+
+def _pages_showing(data: CalendarData, event: Appointment) -> tuple[str, ...]:
+    """The pages that show when an appointment begins."""
+    return (*_weeks_showing(data, event.start.date()), f"/event/{event.id}", *search_paths(event.title))
 
 
 def _free_hours(data: CalendarData, day: date) -> list[int]:

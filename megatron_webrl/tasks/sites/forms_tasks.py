@@ -23,7 +23,7 @@ from megatron_webrl.tasks.sites.forms import (
     service_list_page,
     service_list_path,
 )
-from megatron_webrl.tasks.sites.goal import Goal, make_environments
+from megatron_webrl.tasks.sites.goal import Fact, Goal, make_environments
 from megatron_webrl.tasks.sites.high_level_actions import GiveAnswer, HighLevelAction, PageLinks, SubmitForm, next_link
 from megatron_webrl.tasks.sites.markup import build_path
 
@@ -35,6 +35,7 @@ def find_fee(rng: random.Random, data: FormsData) -> Goal:
         f"/service/{service.slug}",
         lambda app, view: GiveAnswer(f"${service.fee}"),
         answer=f"${service.fee}",
+        facts=(Fact(f'The fee of the service "{service.title}" is ${service.fee}.', (f"/service/{service.slug}",)),),
     )
 
 
@@ -46,6 +47,7 @@ def vote(rng: random.Random, data: FormsData) -> Goal:
         "/poll",
         lambda app, view: next_link(view, "/poll") or SubmitForm("/vote", {"option": option}),
         effects=(("vote", option),),
+        facts=(Fact(f'The desk confirms a vote for "{option}" in the poll "{question}".'),),
     )
 
 
@@ -64,6 +66,16 @@ def fastest_service(rng: random.Random, data: FormsData) -> Goal:
             or GiveAnswer(best.title)
         ),
         answer=best.title,
+        facts=(
+            *(
+                Fact(
+                    f'The service "{service.title}" of the {office} is decided within {service.days} days.',
+                    (f"/service/{service.slug}",),
+                )
+                for service in services
+            ),
+            Fact(f'The service decided within the fewest days is "{best.title}".'),
+        ),
     )  # fmt: skip
 
 
@@ -76,6 +88,7 @@ def apply(rng: random.Random, data: FormsData) -> Goal:
         "/",
         lambda app, view: _apply(app, view, service, values),
         effects=(send_effect(service, values),),
+        facts=_application_facts(service, values),
     )
 
 
@@ -90,6 +103,12 @@ def withdraw(rng: random.Random, data: FormsData) -> Goal:
             next_link(view, *_path_to(data, application), f"{page}/withdraw") or SubmitForm(f"{page}/withdraw")
         ),
         effects=(("withdraw", str(application.id)),),
+        facts=(
+            Fact("The desk confirms that an application has been withdrawn."),
+            Fact(f'It was for the service "{application.service.title}".'),
+            Fact(f"It was sent on {format_date(application.day)}."),
+            Fact("No other application has been withdrawn."),
+        ),
     )
 
 
@@ -108,7 +127,13 @@ def renew(rng: random.Random, data: FormsData) -> Goal:
             or _apply(app, view, service, values)
         ),
         effects=(send_effect(service, values),),
+        facts=_application_facts(service, values),
     )
+
+
+def _application_facts(service: Service, values: Mapping[str, str]) -> tuple[Fact, ...]:
+    sent = Fact(f'The desk confirms that one application for the service "{service.title}" has been sent.')
+    return (sent, *(Fact(f'{entry.label} is "{values[entry.name]}".') for entry in service.fields))
 
 
 def _apply(app: Forms, view: PageLinks, service: Service, values: Mapping[str, str]) -> HighLevelAction:

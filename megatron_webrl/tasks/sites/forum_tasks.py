@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+from megatron_webrl.tasks.sites.app import search_paths
+from megatron_webrl.tasks.sites.content_generator import format_date
 from megatron_webrl.tasks.sites.forum import (
     LOUNGE,
     POSTS_PER_PAGE,
@@ -18,7 +20,7 @@ from megatron_webrl.tasks.sites.forum import (
     post_path,
     thread_path,
 )
-from megatron_webrl.tasks.sites.goal import Goal, make_environments
+from megatron_webrl.tasks.sites.goal import Fact, Goal, make_environments
 from megatron_webrl.tasks.sites.high_level_actions import GiveAnswer, SubmitForm, next_link, next_unvisited
 from megatron_webrl.tasks.sites.markup import page_count
 
@@ -36,6 +38,7 @@ def count_replies(rng: random.Random, data: ForumData) -> Goal:
         _listing(data, thread)[-1],
         lambda app, view: GiveAnswer(str(len(thread.posts) - 1)),
         answer=str(len(thread.posts) - 1),
+        facts=(Fact(f'The thread "{thread.title}" has {len(thread.posts) - 1} replies.', pages_listing(data, thread)),),
     )
 
 
@@ -46,6 +49,7 @@ def follow_thread(rng: random.Random, data: ForumData) -> Goal:
         _listing(data, thread)[-1],
         lambda app, view: next_link(view, *_path_to(data, thread)) or SubmitForm(f"/follow/{thread.id}"),
         effects=(("follow", str(thread.id)),),
+        facts=(Fact(f'The forum confirms that {data.account.name} follows the thread "{thread.title}".'),),
         signed_in=True,
     )
 
@@ -54,12 +58,19 @@ def last_word(rng: random.Random, data: ForumData) -> Goal:
     thread = rng.choice([t for t in _open_threads(data) if len(t.posts) > POSTS_PER_PAGE])
     last = thread.posts[-1]
     path = (*_path_to(data, thread), post_path(thread, last.id))
+    board = data.board_of(thread)
     return Goal(
         f'Who wrote the last post of the thread "{thread.title}" on the board {data.board_of(thread)}? '
         "Answer with the name.",
         "/",
         lambda app, view: next_link(view, *path) or GiveAnswer(last.author),
         answer=last.author,
+        facts=(
+            Fact(f'The thread "{thread.title}" is on the board {board}.', (_listing(data, thread)[-1], path[-1])),
+            Fact(f"Its last post is of {format_date(last.day)}.", path[-1:]),
+            Fact(f"{last.author} wrote that post.", path[-1:]),
+            Fact(f"The answer is {last.author}."),
+        ),
     )
 
 
@@ -72,6 +83,12 @@ def like_post(rng: random.Random, data: ForumData) -> Goal:
         "/",
         lambda app, view: next_link(view, *path) or SubmitForm(f"/like/{post.id}"),
         effects=(("like", str(post.id)),),
+        facts=(
+            Fact("The forum confirms that a post is liked."),
+            Fact(f"{post.author} wrote that post."),
+            Fact(f'It is in the thread "{thread.title}".'),
+            Fact("No other post was liked."),
+        ),
         signed_in=True,
     )
 
@@ -85,6 +102,13 @@ def reply(rng: random.Random, data: ForumData) -> Goal:
             next_link(view, *_path_to(data, thread)) or SubmitForm(f"/reply/{thread.id}", {"words": words})
         ),
         effects=(("reply", str(thread.id), words),),
+        facts=(
+            Fact("The forum confirms that a reply has been posted."),
+            Fact(f'It is in the thread "{thread.title}".'),
+            Fact(f'It says exactly "{words}".'),
+            Fact(f"Its author is {data.account.name}."),
+            Fact("It was posted once."),
+        ),
     )
 
 
@@ -102,7 +126,19 @@ def lounge_tally(rng: random.Random, data: ForumData) -> Goal | None:
         "/",
         lambda app, view: next_unvisited(app.visited_paths, view, *path) or GiveAnswer(author),
         answer=author,
+        facts=(
+            *(
+                Fact(f"Post {number} of the thread is by {post.author}.", (post_path(thread, post.id),))
+                for number, post in enumerate(thread.posts, 1)
+            ),
+            Fact(f"{author} wrote the most posts."),
+        ),
     )
+
+
+def pages_listing(data: ForumData, thread: Thread) -> tuple[str, ...]:
+    """The pages that show who started an open thread, and its number of replies."""
+    return (_listing(data, thread)[-1], *search_paths(thread.title))
 
 
 def _open_threads(data: ForumData) -> list[Thread]:

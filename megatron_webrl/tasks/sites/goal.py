@@ -16,6 +16,14 @@ from megatron_webrl.tasks.sites.high_level_actions import HighLevelAction, PageL
 
 
 @dataclass(frozen=True)
+class Fact:
+    """One thing that a right answer establishes, or one property of the wanted effects."""
+
+    text: str
+    shown_on: tuple[str, ...] = ()  # paths of pages, each of which shows it; empty: it follows from the other facts
+
+
+@dataclass(frozen=True)
 class Goal:
     """The goal of one task: either exactly `effects` must happen, or `answer` must be given."""
 
@@ -26,6 +34,7 @@ class Goal:
     answer: str | None = None
     signed_in: bool = False  # at the start of an easy or medium task
     app_options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the App
+    facts: tuple[Fact, ...] = ()  # of a rubric; empty: the task cannot be written into a task file
     make_app: Callable[[], App] | None = None  # makes a new copy of the site; set by Environment.make_goal
 
     def __post_init__(self) -> None:
@@ -57,12 +66,12 @@ class Environment:
         return replace(
             goal,
             instruction=f"{sign_in_instruction(data.account)} {goal.instruction}" if hard else goal.instruction,
-            scripted_policy=partial(_act_unobstructed, goal.scripted_policy, hard),
+            scripted_policy=partial(act_unobstructed, goal.scripted_policy, hard),
             make_app=partial(self.app_class, data, start, **goal.app_options),
         )
 
 
-def _act_unobstructed(policy: ScriptedPolicy, needs_login: bool, app: App, view: PageLinks) -> HighLevelAction:
+def act_unobstructed(policy: ScriptedPolicy, needs_login: bool, app: App, view: PageLinks) -> HighLevelAction:
     """Close popup and banner and sign in before the policy acts."""
     return close_overlay(app) or (sign_in(app, view) if needs_login else None) or policy(app, view)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from playwright.async_api import Page
 
-from megatron_webrl.tasks.click_target import ScriptedPolicyError, resolve_target
+from megatron_webrl.tasks.click_target import ScriptedPolicyError, read_page, resolve_target
 from megatron_webrl.types import Action
 
 
@@ -94,7 +94,7 @@ _READ_LINKS = """() => [location.pathname + location.search,
 
 
 async def read_page_links(page: Page) -> PageLinks:
-    path, links = await page.evaluate(_READ_LINKS)
+    path, links = await read_page(page, _READ_LINKS)
     return PageLinks(path, frozenset(links))
 
 

@@ -85,6 +85,11 @@ class ShopData:
     def categories(self) -> list[str]:
         return sorted({item.category for item in self.items})
 
+    @property
+    def popular_items(self) -> list[Item]:
+        """The items on the start page."""
+        return sorted(self.items, key=lambda item: -item.reviews)[:4]
+
     def items_in_category(self, category: str, sort: str = "") -> list[Item]:
         """The items of a category in the order of its pages."""
         found = [item for item in self.items if item.category == category]
@@ -142,13 +147,12 @@ class Shop(App):
             tag("div", link(category_path(name), name), tag("div", text(count), css="muted"), css="card")
             for name, count in counts
         )
-        popular = sorted(self.data.items, key=lambda item: -item.reviews)[:4]
         return self.render_page(
             "Home",
             tag("h1", text("Good things for every day")),
             tag("div", categories, css="grid"),
             tag("h2", text("Popular this week")),
-            _cards(popular),
+            _cards(self.data.popular_items),
         )
 
     @route("GET", r"/category/([a-z]+)")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from itertools import groupby
 
-from megatron_webrl.tasks.sites.goal import Goal, make_environments
+from megatron_webrl.tasks.sites.app import search_paths
+from megatron_webrl.tasks.sites.content_generator import format_date
+from megatron_webrl.tasks.sites.goal import Fact, Goal, make_environments
 from megatron_webrl.tasks.sites.high_level_actions import (
     GiveAnswer,
     HighLevelAction,
@@ -19,6 +21,7 @@ from megatron_webrl.tasks.sites.shop import (
     DELIVERY_OPTIONS,
     ITEMS_PER_PAGE,
     ORDERS_PER_PAGE,
+    SORT_OPTIONS,
     Item,
     Shop,
     ShopData,
@@ -36,6 +39,7 @@ def find_price(rng: random.Random, data: ShopData) -> Goal:
         _listing(data, item),
         lambda app, view: GiveAnswer(format_price(item.price)),
         answer=format_price(item.price),
+        facts=(Fact(f'The "{item.name}" costs {format_price(item.price)}.', pages_showing(data, item)),),
     )
 
 
@@ -46,6 +50,7 @@ def save_item(rng: random.Random, data: ShopData) -> Goal:
         _listing(data, item),
         lambda app, view: next_link(view, *_path_to(data, item)) or SubmitForm(f"/save/{item.id}"),
         effects=(("save", str(item.id)),),
+        facts=(Fact(f'The shop confirms that the "{item.name}" is on the wish list.'),),
     )
 
 
@@ -56,12 +61,21 @@ def best_offer(rng: random.Random, data: ShopData) -> Goal:
     best = next(item for item in listed if item.in_stock and item.rating >= rating)
     page = listed.index(best) // ITEMS_PER_PAGE + 1
     path = ("/", category_path(category), *(category_path(category, "price", n) for n in range(1, page + 1)))
+    compared = (
+        Fact(
+            f'The "{item.name}" costs {format_price(item.price)}, is rated {item.rating / 10:.1f} and is '
+            f"{'in stock' if item.in_stock else 'sold out'}.",
+            pages_showing(data, item),
+        )
+        for item in listed[: listed.index(best) + 1]
+    )
     return Goal(
         f"Of the items in the category {category} that are in stock and rated {rating / 10:.1f} or better, "
         "which one is the cheapest? Answer with its name.",
         "/",
         lambda app, view: next_unvisited(app.visited_paths, view, *path) or GiveAnswer(best.name),
         answer=best.name,
+        facts=(*compared, Fact(f'The cheapest of those in stock and rated {rating / 10:.1f} is the "{best.name}".')),
     )
 
 
@@ -73,6 +87,13 @@ def buy_item(rng: random.Random, data: ShopData) -> Goal:
         "/",
         lambda app, view: _shop(app, view, {item.id: count}, delivery),
         effects=(order_effect("guest", delivery, {item.id: count}),),
+        facts=(
+            Fact(f'The "{item.name}" was ordered.'),
+            Fact(f"{count} of it were ordered."),
+            Fact(f"The delivery is {label}."),
+            Fact("The order was placed as a guest."),
+            Fact("Nothing else was ordered."),
+        ),
     )
 
 
@@ -86,6 +107,13 @@ def order_list(rng: random.Random, data: ShopData) -> Goal:
         "/",
         lambda app, view: _shop(app, view, wanted, delivery),
         effects=(order_effect(data.account.user, delivery, wanted),),
+        facts=(
+            *(Fact(f'{wanted[item.id]} of the "{item.name}" were ordered.') for item in chosen[1:]),
+            Fact(f"The delivery is {label}."),
+            Fact(f"The order was placed by {data.account.name}."),
+            Fact("Nothing else was ordered."),
+            Fact("There was one order."),
+        ),
         app_options={"cart": {forgotten.id: 1}},
     )
 
@@ -103,6 +131,17 @@ def month_total(rng: random.Random, data: ShopData) -> Goal:
         "/",
         lambda app, view: next_unvisited(app.visited_paths, view, *path) or GiveAnswer(total),
         answer=total,
+        facts=(
+            *(
+                Fact(
+                    f"Order {order.id} of {format_date(order.day)} cost {format_price(order.total)}.",
+                    (build_path("/orders", page=data.orders.index(order) // ORDERS_PER_PAGE + 1),),
+                )
+                for order in orders
+            ),
+            Fact(f"{orders[0].day:%B %Y} has {len(orders)} orders."),
+            Fact(f"Together they cost {total}."),
+        ),
     )
 
 
@@ -118,6 +157,16 @@ def _shop(app: Shop, view: PageLinks, wanted: dict[int, int], delivery: str) -> 
                 f"/cart/add/{id}", {"quantity": str(missing)}
             )
     return next_link(view, "/cart", "/checkout") or SubmitForm("/order", {"delivery": delivery})
+
+
+def pages_showing(data: ShopData, item: Item) -> tuple[str, ...]:
+    """The pages that show price, rating and availability of an item."""
+    listings = []
+    for sort, _ in SORT_OPTIONS:
+        page = data.items_in_category(item.category, sort).index(item) // ITEMS_PER_PAGE + 1
+        listings.append(category_path(item.category, sort, page))
+    home = ("/",) if item in data.popular_items else ()
+    return (*listings, f"/item/{item.id}", *home, *search_paths(item.name))
 
 
 def _page(data: ShopData, item: Item) -> int:

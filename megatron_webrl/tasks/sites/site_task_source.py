@@ -8,10 +8,9 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from playwright.async_api import BrowserContext, Page
+from playwright.async_api import BrowserContext, Page, Response
 
 from megatron_webrl.config.tasks import LatencyConfig, SamplerConfig
-from megatron_webrl.sampling.samplers import initial_probabilities
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.tasks.server import LocalServer, PageRequest, PageResponse
 from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS, get_goal
@@ -24,6 +23,7 @@ from megatron_webrl.types import Action, Task
 SOURCE_NAME = "sites"
 SESSION_COOKIE = "session"
 MAX_COUNTED_TASKS = 1024
+RESULT_HEADER = "webrl-result"  # reward of an episode that has ended, in the response that ended it and later ones
 
 
 class SiteEpisode:
@@ -38,6 +38,7 @@ class SiteEpisode:
         self._number, self._latency = number, latency
         self._requests = 0
         self._failed = False
+        self._replayed_reward: float | None = None
         self._lock = threading.Lock()
 
     def handle_request(self, request: PageRequest) -> PageResponse:
@@ -48,12 +49,22 @@ class SiteEpisode:
             self._failed = True  # unless the site answers
             response = self._app.handle_request(request)
             self._failed = False
-        return PageResponse(response.status, response.body, response.content_type, response.headers, delay)
+            reward, done = reward_and_done(self.goal, self._app.effects)
+        headers = {**response.headers, RESULT_HEADER: str(reward)} if done else response.headers
+        return PageResponse(response.status, response.body, response.content_type, headers, delay)
 
     def result(self) -> tuple[float | None, bool]:
-        """Reward and end, from the effects so far."""
+        """Reward and end, from the effects so far. A replay has none: then from the recorded responses."""
         with self._lock:
-            return SITE_ERROR_RESULT if self._failed else reward_and_done(self.goal, self._app.effects)
+            if self._failed:
+                return SITE_ERROR_RESULT
+            reward, done = reward_and_done(self.goal, self._app.effects)
+        return (self._replayed_reward, True) if not done and self._replayed_reward is not None else (reward, done)
+
+    def see_response(self, response: Response) -> None:
+        """Take the result from a response that the page received."""
+        if (reward := response.headers.get(RESULT_HEADER)) is not None:
+            self._replayed_reward = float(reward)
 
     def next_scripted_action(self, view: PageLinks) -> HighLevelAction:
         """The next action of the scripted policy on a page. Raises ScriptedPolicyError."""
@@ -76,9 +87,8 @@ class SiteTaskSource(LocalTaskSource):
         """Raises ConfigError for an unknown environment."""
         check_environments("the sites have", environments, list(ENVIRONMENTS))
         difficulties = [ENVIRONMENTS[name].difficulty for name in environments]
-        probabilities = initial_probabilities(sampler or SamplerConfig(), environments, difficulties)
         server = LocalServer(self._respond, "sites-server")
-        super().__init__(environments, max_steps, server, probabilities, limits or StepLimits())
+        super().__init__(environments, max_steps, server, difficulties, limits or StepLimits(), sampler)
         self._latency = latency or LatencyConfig()
         self._lock = threading.Lock()
         # An episode is kept as long as its browser context, or any other reference to it, exists.
@@ -121,6 +131,7 @@ class SiteTaskSource(LocalTaskSource):
         """Start an episode and load its first page; returns the instruction."""
         episode = self.start_episode(task)
         self._open[page.context] = episode
+        page.context.on("response", episode.see_response)
         origin = f"http://{site_host(episode.site)}"
         await page.context.add_cookies(
             [{"name": SESSION_COOKIE, "value": episode.secret, "url": origin, "httpOnly": True}]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 
-from megatron_webrl.tasks.sites.goal import Goal, make_environments
+from megatron_webrl.tasks.sites.goal import Fact, Goal, make_environments
 from megatron_webrl.tasks.sites.high_level_actions import GiveAnswer, SubmitForm, next_link, next_unvisited
 from megatron_webrl.tasks.sites.markup import page_count
 from megatron_webrl.tasks.sites.wiki import (
     NUMERIC_FACTS,
     REVISIONS_PER_PAGE,
     Article,
+    Revision,
     Wiki,
     WikiData,
     article_path,
@@ -27,6 +28,7 @@ def look_up(rng: random.Random, data: WikiData) -> Goal:
         article_path(town),
         lambda app, view: GiveAnswer(town.fact(label)),
         answer=town.fact(label),
+        facts=(Fact(f"The article on {town.title} gives {town.fact(label)} under {label}.", (article_path(town),)),),
     )
 
 
@@ -38,6 +40,7 @@ def watch(rng: random.Random, data: WikiData) -> Goal:
         listing,
         lambda app, view: next_link(view, listing, article_path(article)) or SubmitForm(f"/watch/{article.slug}"),
         effects=(("watch", article.slug),),
+        facts=(Fact(f"The wiki confirms that the article on {article.title} is on the watchlist."),),
         signed_in=True,
     )
 
@@ -61,6 +64,10 @@ def compare_towns(rng: random.Random, data: WikiData) -> Goal:
             or GiveAnswer(best.title)
         ),
         answer=best.title,
+        facts=(
+            *(Fact(f"{town.title}: {label} {town.fact(label)}.", (article_path(town),)) for town in towns),
+            Fact(f"{best.title} has {words}."),
+        ),
     )  # fmt: skip
 
 
@@ -74,6 +81,12 @@ def birthplace(rng: random.Random, data: WikiData) -> Goal:
         "/",
         lambda app, view: next_unvisited(app.visited_paths, view, *path) or GiveAnswer(mayor.fact("Birthplace")),
         answer=mayor.fact("Birthplace"),
+        facts=(
+            Fact(f"The mouth of the {river.title} is at {town.title}.", (article_path(river),)),
+            Fact(f"The mayor of {town.title} is {mayor.title}.", (article_path(town), article_path(mayor))),
+            Fact(f"{mayor.title} was born in {mayor.fact('Birthplace')}.", (article_path(mayor),)),
+            Fact(f"The answer is {mayor.fact('Birthplace')}."),
+        ),
     )
 
 
@@ -89,6 +102,13 @@ def correct_fact(rng: random.Random, data: WikiData) -> Goal:
         "/",
         lambda app, view: next_link(view, *path) or SubmitForm(page, {"value": value, "summary": summary}),
         effects=(("edit", town.slug, label, value, summary),),
+        facts=(
+            Fact(f"The wiki confirms a change of the article on {town.title}."),
+            Fact(f"The change is of {label}."),
+            Fact(f'The value is "{value}".'),
+            Fact(f'The summary is "{summary}".'),
+            Fact("Nothing else has been changed."),
+        ),
     )
 
 
@@ -97,13 +117,25 @@ def count_edits(rng: random.Random, data: WikiData) -> Goal:
     editor = rng.choice(article.history).editor
     count = str(sum(revision.editor == editor for revision in article.history))
     pages = page_count(len(article.history), REVISIONS_PER_PAGE)
-    path = (*_path_to(article), *(history_path(article, page) for page in range(1, pages + 1)))
+    history = tuple(history_path(article, page) for page in range(1, pages + 1))
+    path = (*_path_to(article), *history)
+    found = [(page, revision.number) for page, revision in _paged(article, history) if revision.editor == editor]
     return Goal(
         f"How many revisions of the article on {article.title} are by {editor}? Answer with the number.",
         "/",
         lambda app, view: next_unvisited(app.visited_paths, view, *path) or GiveAnswer(count),
         answer=count,
+        facts=(
+            *(Fact(f"Revision {number} of {article.title} is by {editor}.", (page,)) for page, number in found),
+            *(Fact(f"{page} lists no revision by {editor}.", (page,)) for page in history if page not in dict(found)),
+            Fact(f"The revisions by {editor} are {count}."),
+        ),
     )
+
+
+def _paged(article: Article, pages: tuple[str, ...]) -> list[tuple[str, Revision]]:
+    """The page that lists each revision."""
+    return [(pages[index // REVISIONS_PER_PAGE], revision) for index, revision in enumerate(article.history)]
 
 
 def _path_to(article: Article) -> tuple[str, ...]:

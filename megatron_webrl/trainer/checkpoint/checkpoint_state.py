@@ -17,10 +17,16 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
+from megatron_webrl.model.load import is_first_replica
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
 from megatron_webrl.trainer.checkpoint.forked_task import one_line_error
 from megatron_webrl.trainer.learner import Learner
@@ -31,8 +37,10 @@ log = logging.getLogger(__name__)
 _NOT_WEIGHTS = ("optimizer.", "random_states")
 
 
-def sharded_learner_state(learner: Learner, *, is_loading: bool, with_rng_states: bool = True) -> dict[str, Any]:
-    """The learner's state in Megatron's sharded form. Collective when saving."""
+def sharded_learner_state(
+    learner: Learner, shards: str, *, is_loading: bool, with_rng_states: bool = True
+) -> dict[str, Any]:
+    """The learner's state in Megatron's sharded form; `shards`: the optimizer's. Collective when saving."""
     # The optimiser's state refers to tensors of `models`: both must come from one call.
     models = sharded_weights(learner.chunks)
     state: dict[str, Any] = {
@@ -40,9 +48,10 @@ def sharded_learner_state(learner: Learner, *, is_loading: bool, with_rng_states
         "scheduler": learner.optimizer.scheduler.state_dict(),
         "adam_steps": learner.optimizer.step_count,
         "layout": parallel_layout(),
+        "optimizer_shards": shards,
     }
     # Megatron would store an empty dict as state that all ranks have in common.
-    if optimizer := learner.optimizer.sharded_state(models, is_loading=is_loading):
+    if optimizer := learner.optimizer.sharded_state(models, shards, is_loading=is_loading):
         state["optimizer"] = optimizer
     if with_rng_states:
         ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
@@ -52,17 +61,22 @@ def sharded_learner_state(learner: Learner, *, is_loading: bool, with_rng_states
 
 
 def load_learner(checkpoint: Path, learner: Learner) -> None:
-    """Load weights, optimiser, schedule and RNG states in place. Collective. Raises CheckpointError on every rank."""
+    """Load weights, optimiser, schedule and RNG states in place. Collective. Raises CheckpointError on every rank.
+
+    The first replica of a weight is read from storage and broadcast to the others.
+    """
     folder = checkpoint / "megatron"
     with _checkpoint_errors(folder):
         common = _read_common(folder)
-        same_layout = common["layout"] == parallel_layout()
-        wanted = sharded_learner_state(learner, is_loading=True, with_rng_states=same_layout)
+        same_layout, shards = common["layout"] == parallel_layout(), common.get("optimizer_shards", "whole")
+        if shards == "ranks":
+            _check_same_model_parallel(common["layout"], folder)
+        wanted = sharded_learner_state(learner, shards, is_loading=True, with_rng_states=same_layout)
         _check_tensors(wanted["models"], _stored_shapes(folder), folder)
+        wanted["models"] = _of_first_replicas(wanted["models"], learner.chunks)
         loaded = dist_checkpointing.load(wanted, str(folder))
-    for name, chunk in zip(_chunk_names(learner.chunks), learner.chunks, strict=True):
-        chunk.module.load_state_dict(loaded["models"][name])
-    learner.optimizer.load_sharded_state(loaded.get("optimizer", {}), loaded["adam_steps"])
+    _set_weights(loaded.get("models", {}), learner.chunks)  # nothing was read on a rank without first replicas
+    learner.optimizer.load_sharded_state(loaded.get("optimizer", {}), shards, loaded["adam_steps"])
     learner.optimizer.scheduler.num_steps = 0  # load_state_dict adds the checkpoint's steps
     learner.optimizer.scheduler.load_state_dict(loaded["scheduler"])
     if same_layout:
@@ -74,6 +88,7 @@ def load_learner(checkpoint: Path, learner: Learner) -> None:
 def load_weights(path: Path, chunks: list[Any]) -> None:
     """Load the model's weights from the subfolder megatron/ of a checkpoint or a converted model. Collective.
 
+    The first replica of a weight is read from storage and broadcast to the others.
     `chunks`: DistributedDataParallel around this rank's model chunks. Make the optimiser afterwards: one that exists
     already keeps its old main weights. Raises CheckpointError on every rank, before a weight changes.
     """
@@ -81,9 +96,8 @@ def load_weights(path: Path, chunks: list[Any]) -> None:
     with _checkpoint_errors(folder):
         wanted = sharded_weights(chunks)
         _check_tensors(wanted, _stored_shapes(folder), folder)
-        loaded = dist_checkpointing.load(wanted, str(folder))
-    for name, chunk in zip(_chunk_names(chunks), chunks, strict=True):
-        chunk.module.load_state_dict(loaded[name])
+        loaded = dist_checkpointing.load(_of_first_replicas(wanted, chunks), str(folder))
+    _set_weights(loaded, chunks)
 
 
 def parallel_layout() -> dict[str, int]:
@@ -145,6 +159,30 @@ def sharded_weights(chunks: list[Any]) -> dict[str, Any]:
     return dict(zip(_chunk_names(chunks), states, strict=True))
 
 
+def _of_first_replicas(models: dict[str, Any], chunks: list[Any]) -> dict[str, Any]:
+    """The sharded weights that this rank reads from storage; the broadcast brings parameters to the other replicas."""
+
+    def is_read(chunk: Any, parameter: torch.Tensor | None, sharded: Any) -> bool:
+        if parameter is not None:
+            return is_first_replica(parameter, chunk.dp_cp_group, chunk.expt_dp_group)
+        # Extra state of modules is empty without fp8; buffers are not broadcast.
+        return not isinstance(sharded, ShardedObject) or is_main_replica(sharded.replica_id)
+
+    wanted: dict[str, Any] = {}
+    for name, chunk in zip(_chunk_names(chunks), chunks, strict=True):
+        parameters = dict(chunk.module.named_parameters())
+        wanted[name] = {key: each for key, each in models[name].items() if is_read(chunk, parameters.get(key), each)}
+    return wanted
+
+
+def _set_weights(loaded: dict[str, Any], chunks: list[Any]) -> None:
+    """Copy the weights that this rank has read into the model, and broadcast them to the other replicas. Collective."""
+    for name, chunk in zip(_chunk_names(chunks), chunks, strict=True):
+        # A strict load wants every key; those that this rank has not read keep their values until the broadcast.
+        chunk.module.load_state_dict(chunk.module.state_dict() | loaded.get(name, {}))
+        chunk.broadcast_params()
+
+
 def _read_common(folder: Path) -> dict[str, Any]:
     common = dist_checkpointing.load_common_state_dict(str(folder))
     if "layout" not in common:
@@ -153,6 +191,17 @@ def _read_common(folder: Path) -> dict[str, Any]:
             "model.checkpoint starts a run from its weights"
         )
     return common
+
+
+def _check_same_model_parallel(stored: dict[str, int], folder: Path) -> None:
+    """Raises CheckpointError unless only the number of replicas differs from the checkpoint's layout."""
+    for name, size in parallel_layout().items():
+        if name != "ranks" and stored[name] != size:
+            raise CheckpointError(
+                f"{folder} was saved with trainer.checkpoint.optimizer_shards=ranks and {name} size {stored[name]}, "
+                f"not {size}: resume with the same sizes and any number of replicas, or start a run from its weights "
+                "(model.checkpoint)"
+            )
 
 
 def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -50,7 +50,7 @@ class TrainerState:
     dropped_tickets: int
     mlflow_run_id: str | None = None
     updates: list[dict[str, Any]] = field(default_factory=list)
-    task_sampler: dict[str, Any] | None = None  # of an adaptive sampler: TaskSampler.state_dict
+    task_sampler: dict[str, Any] | None = None  # TaskSampler.state_dict
 
 
 def read_trainer_state(checkpoint: Path) -> TrainerState:
@@ -113,7 +113,8 @@ class Checkpointer:
         folder = files.temporary_folder(self.folder, state.version)
         if self._run_on_first_rank(state.version, lambda: files.make_empty_folder(folder)) is None:
             return
-        plan = plan_checkpoint(sharded_learner_state(learner, is_loading=False), folder, validate=not self._validated)
+        sharded_state = sharded_learner_state(learner, self.settings.optimizer_shards, is_loading=False)
+        plan = plan_checkpoint(sharded_state, folder, validate=not self._validated)
         self._validated = True  # the distribution over the ranks does not change within a run
         size = torch.tensor(plan.bytes, device=next(learner.chunks[0].parameters()).device)
         torch.distributed.all_reduce(size)

@@ -32,6 +32,7 @@ class TrainingSample:
     advantage: float
     trajectory_steps: int  # steps of the trajectory
     trajectory_id: tuple[int, int]  # ticket, index
+    succeeded: bool = False  # whether the episode is a success
 
     @property
     def length(self) -> int:
@@ -87,6 +88,7 @@ def _sample(trajectory: Trajectory, step: Step, advantage: float) -> TrainingSam
         advantage=advantage,
         trajectory_steps=len(trajectory.steps),
         trajectory_id=(trajectory.ticket, trajectory.index),
+        succeeded=trajectory.outcome == "success",
     )
 
 

@@ -14,8 +14,8 @@ from megatron_webrl.tracking.episode_log import EpisodeLog
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.advantages import common_outcome, has_variance
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
-from megatron_webrl.trainer.data.group_statistics import GroupStatistics
 from megatron_webrl.trainer.exchange.record_exchange import RecordSource
+from megatron_webrl.trainer.metrics.group_statistics import GroupStatistics, mask_name
 from megatron_webrl.trainer.rewards import reward_function
 from megatron_webrl.types import ABORTED, Group, Trajectory
 
@@ -47,9 +47,13 @@ class GroupSource:
         on_close: Callable[[Group], None] = lambda group: None,
         episode_log: EpisodeLog | None = None,
         on_ready: Callable[[Group], None] = lambda group: None,
+        on_complete: Callable[[Group], None] = lambda group: None,
     ) -> None:
-        """`on_close` gets trained and dropped groups, `on_ready` ready ones, `episode_log` closed episodes."""
+        """`on_complete` gets all complete groups, `on_ready` those that may be trained, `on_close` trained and dropped
+        ones, `episode_log` closed episodes.
+        """
         self._on_close, self._episode_log, self._on_ready = on_close, episode_log, on_ready
+        self._on_complete = on_complete
         self._version = 0  # policy version at the last poll
         self.records, self.config, self.resume_point, self.accounting = records, config, resume_point, accounting
         self.closed_tickets: set[int] = set()  # tickets trained or dropped in this restart epoch
@@ -98,7 +102,7 @@ class GroupSource:
     def close_group(self, group: Group, sequences: list[int]) -> None:
         """Count a trained group and free its records."""
         for trajectory in group.trajectories:
-            self._count(trajectory, None if trajectory.trainable else _mask_name(trajectory))
+            self._count(trajectory, None if trajectory.trainable else mask_name(trajectory))
         self.closed_tickets.add(group.ticket)
         self._in_use.discard(group.ticket)
         self._acknowledge(sequences)
@@ -141,6 +145,7 @@ class GroupSource:
     def _complete_group(self, ticket: int, sequences: list[int], version: int) -> None:
         group = Group(ticket, tuple(decode_trajectory(self.records.read(s, verify=False)) for s in sequences))
         self._statistics.add(group)
+        self._on_complete(group)
         reason = self._reason_to_drop(group, version)
         if reason is not None:
             self._drop(group, sequences, reason)
@@ -174,9 +179,10 @@ class GroupSource:
 
     def _drop(self, group: Group, sequences: list[int], reason: str) -> None:
         for trajectory in group.trajectories:
-            self._count(trajectory, reason if trajectory.trainable else _mask_name(trajectory))
+            self._count(trajectory, reason if trajectory.trainable else mask_name(trajectory))
         self.closed_tickets.add(group.ticket)
         self.dropped_tickets += 1
+        self._statistics.add_dropped(group, reason)
         self._acknowledge(sequences)
         self._on_close(group)
         log.info("ticket %d dropped: %s", group.ticket, reason)
@@ -190,7 +196,3 @@ class GroupSource:
     def _acknowledge(self, sequences: list[int]) -> None:
         self.records.acknowledge(sequences)
         self._unacknowledged.difference_update(sequences)
-
-
-def _mask_name(trajectory: Trajectory) -> str:
-    return "no_tokens" if trajectory.outcome in ("success", "failure") else trajectory.outcome

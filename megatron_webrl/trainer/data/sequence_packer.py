@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from megatron_webrl.model.host_copy import copy_to_device
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.model.qwen3_vl.packed_input import PackedInput, partition_images, token_range
 from megatron_webrl.model.qwen3_vl.rope import mrope_position_ids
@@ -41,6 +42,7 @@ class Microbatch:
     versions: torch.Tensor  # int32 [tokens]
     advantage: torch.Tensor  # float32 [tokens]
     weight: torch.Tensor  # float32 [tokens]
+    succeeded: torch.Tensor  # bool [tokens], whether the token's episode is a success
     step_index: torch.Tensor  # int64 [tokens], index of the token's step in the micro-batch
     step_lengths: torch.Tensor  # float32 [steps], response tokens of each step, other ranks' tokens included
     temperature: float
@@ -186,6 +188,7 @@ class SequencePacker:
             versions=concatenated([step.versions for step in steps], np.int32),
             advantage=per_token([step.advantage for step in steps]),
             weight=per_token(step_weights),
+            succeeded=per_token([step.succeeded for step in steps]).bool(),
             step_index=self._tensor(np.repeat(np.arange(len(steps)), counts)[local]),
             step_lengths=self._tensor(np.array(counts, np.float32)),
             temperature=sequences[0].temperature,
@@ -215,14 +218,14 @@ class SequencePacker:
         image_indices = [index_of[image] for sequence in sequences for image in sequence_images(sequence)]
         return PackedInput(
             tokens=self._tensor(tokens),
-            position_ids=torch.cat(position_ids, dim=1).to(self.device),
-            cu_seqlens=self._tensor(starts.astype(np.int32)),
+            position_ids=copy_to_device(torch.cat(position_ids, dim=1), self.device),
+            cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
             pixels=self._pixels([unique[i] for i in local], episodes, passes),
-            grids=self._tensor(grids),
+            grids=torch.from_numpy(grids),
             scored_positions=self._tensor(scored_positions),
-            image_indices=self._tensor(np.array(image_indices, dtype=np.int64)),
-            local_images=self._tensor(np.array(local, dtype=np.int64)),
-            image_token_positions=self._tensor(np.flatnonzero(content == self.processor.image_token_id)),
+            image_indices=torch.from_numpy(np.array(image_indices, dtype=np.int64)),
+            local_images=torch.from_numpy(np.array(local, dtype=np.int64)),
+            image_token_positions=torch.from_numpy(np.flatnonzero(content == self.processor.image_token_id)),
         )
 
     def _position_ids(self, sequence: MergedSequence, content: np.ndarray) -> torch.Tensor:
@@ -253,7 +256,7 @@ class SequencePacker:
             return self.prefetcher.schedule(images, episodes, passes)
         with self.wait_timer.measure():
             pixels, _ = self.processor.pixels([data for data, _ in images])
-        return pixels.to(self.device)
+        return copy_to_device(pixels, self.device)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return copy_to_device(torch.from_numpy(array), self.device)

@@ -13,6 +13,7 @@ from itertools import count
 import numpy as np
 import torch
 
+from megatron_webrl.model.host_copy import copy_to_device
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.trainer.images.image_workers import ImageJob, ImageWorkerPool
 from megatron_webrl.trainer.images.shm_allocator import SharedMemoryAllocator, aligned_size
@@ -139,7 +140,7 @@ class ImagePrefetcher:
         patch_counts = [image.size // self._patchifier.patch_bytes for image in pixels.images]
         result = torch.empty(sum(patch_counts), self._dim, device=self.device)
         for image, part in zip(pixels.images, result.split(patch_counts), strict=True):
-            patches = torch.from_numpy(self._patches(image)).to(self.device)
+            patches = copy_to_device(torch.from_numpy(self._patches(image)), self.device)
             self.processor.normalize_patches(patches, part)
             self._release_use(image)
         if pixels in self._order:

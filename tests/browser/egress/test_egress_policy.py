@@ -300,6 +300,28 @@ def test_only_plain_loopback_servers_are_reached_without_the_proxy() -> None:
     assert direct_endpoints(declared, policy(deny=["shop.localhost"])) == {}
 
 
+def test_a_star_in_a_declared_host_stands_for_part_of_its_label() -> None:
+    shops = declared_endpoints(["http://shop-*.localhost"], {"shop-*.localhost": "127.0.0.1:8000"}) | SHOP
+    rules = EgressPolicy.from_config(BrowserConfig())
+    for host in ("shop-1.localhost", "SHOP-abc.localhost.", "shop.localhost"):
+        assert reason(rules, f"http://{host}/", shops) is None
+        assert shops[split_url(f"http://{host}/")[1]] == Endpoint("127.0.0.1", 8000)
+    for host in ("shop-.localhost", "shop-1.a.localhost", "a.shop-1.localhost", "shop-1.localhost:81",
+                 "wiki-1.localhost", "shop-1.localhost.example", "shop-1-localhost", "shop-1"):  # fmt: skip
+        assert reason(rules, f"http://{host}/", shops) == "not_declared"
+    assert reason(rules, "http://shop-*.localhost/", {}) == "bad_host"
+    assert list(declared_endpoints(["http://shop-*.localhost"], {})) == [Endpoint("shop-*.localhost", 80)]
+
+
+def test_a_denied_host_is_denied_among_declared_ones_too() -> None:
+    shops = declared_endpoints(["http://shop-*.localhost"], {"shop-*.localhost": "127.0.0.1:8000"})
+    assert direct_endpoints(shops, policy()) == {Endpoint("shop-*.localhost", 80): Endpoint("127.0.0.1", 8000)}
+    rules = policy(deny=["shop-5.localhost"])
+    assert direct_endpoints(shops, rules) == {}  # the proxy tells them apart
+    assert reason(rules, "http://shop-5.localhost/", shops) == "denied"
+    assert reason(rules, "http://shop-6.localhost/", shops) is None
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -12,7 +12,7 @@ import pytest
 from playwright.async_api import Page
 
 from megatron_webrl.browser.browser_pool import BrowserPool
-from megatron_webrl.browser.egress.har import har_name, request_key
+from megatron_webrl.browser.egress.har_archive import har_name, request_key
 from megatron_webrl.browser.errors import NotRecorded
 from megatron_webrl.browser.session import Session
 from megatron_webrl.config.browser import BrowserConfig
@@ -93,12 +93,12 @@ async def test_an_episode_is_replayed_identically_without_its_server(tmp_path: P
     first = await record(site, tmp_path, TASK, *STEPS)
     assert len({text for text, _ in first}) == len(first)  # no page came twice
     assert "one" in first[1][0]
-    assert [file.name for file in tmp_path.iterdir()] == [f"{har_name(TASK)}.0.har"]
+    assert [file.name for file in tmp_path.iterdir()] == [f"{har_name(TASK)}.0.zip"]
     site.close()
     for _ in range(2):
         async with pool_on(site, replay=str(tmp_path)) as pool, pool.session() as session:
             assert await episode(session, TASK, *STEPS) == first
-            assert session.network.requests == 0
+            assert pool.egress_proxy.totals.connections == 0
 
 
 async def test_an_unrecorded_request_is_reported_and_refused(tmp_path: Path) -> None:
@@ -139,7 +139,9 @@ async def test_requests_with_different_bodies_are_different(tmp_path: Path) -> N
 
 
 async def test_contradictory_settings_and_missing_folders_are_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"browser.record and browser.replay are both set"):
+    with pytest.raises(
+        ConfigError, match=r"browser.record=a and browser.replay=b are both set; leave one of them empty"
+    ):
         BrowserPool(BrowserConfig(record="a", replay="b"), {}, 1)
     with pytest.raises(ConfigError, match=r"is not a folder; record one with browser.record"):
         BrowserPool(BrowserConfig(replay=str(tmp_path / "none")), {}, 1)

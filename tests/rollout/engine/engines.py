@@ -63,7 +63,7 @@ class Sender:
     ) -> tuple[transport.TransferLink | BaseException, BaseException | None]:
         """Join a link from both sides; what each side returns or raises."""
         joining = asyncio.to_thread(transport.join_link, self.store, name, 0, 2, 30.0, "gloo")
-        description = self.plan.to_json() | {"dtype": "float32"}
+        description = self.plan.to_json() | {"dtype": "float32", "backend": "gloo"}
         joined = engine.join_weight_link("127.0.0.1", self.store.port, name, description)
         return await asyncio.gather(joining, joined, return_exceptions=True)
 

@@ -112,10 +112,10 @@ async def test_an_engine_over_two_nodes_updates_fails_with_a_follower_and_restar
         async with follower_process(stage) as role:
             async with started(stage, control) as (engine, followers, instance_id):
                 assert followers.hosts == (socket.gethostname(),) * 2
-                assert await gap(engine, tiny_model) < TOLERANCE
                 stage.start_trainer([first, second])
                 weights = WeightClient(stage.config, control, engine, 0, instance_id)
                 await take(0, weights, stage)
+                assert await gap(engine, tiny_model) < TOLERANCE
                 stage.control.put_json("go/1", True)
                 await take(1, weights, stage)
                 assert await gap(engine, first) < TOLERANCE
@@ -144,10 +144,15 @@ async def test_an_engine_over_two_nodes_restarts_as_a_whole_when_either_side_was
 ) -> None:
     stage = Stage(tmp_path, spanning(tmp_path, tiny_model))
     control = stage.connect("rollout-0")
+    stage.start_trainer([tiny_model] * 3)
     try:
         async with follower_process(stage) as role:
-            for how in ("vLLM's rank", "the follower", "the worker's vLLM", "nobody"):
-                async with started(stage, control) as (engine, followers, _):
+            for version, how in enumerate(("vLLM's rank", "the follower", "the worker's vLLM", "nobody")):
+                async with started(stage, control) as (engine, followers, instance_id):
+                    weights = WeightClient(stage.config, control, engine, 0, instance_id)
+                    await weights.poll()  # announces the engine
+                    stage.control.put_json(f"go/{version}", True)
+                    await take(version, weights, stage)
                     assert await gap(engine, tiny_model) < TOLERANCE, how
                     if how == "vLLM's rank":
                         rank_of(role).kill()
@@ -163,6 +168,7 @@ async def test_an_engine_over_two_nodes_restarts_as_a_whole_when_either_side_was
                         assert FOLLOWER in await failure_of(followers)
                         with pytest.raises(EngineDeadError, match=FOLLOWER):
                             await engine.generate(None, prompt(engine, 0), [])
+            stage.kill_trainer()
     finally:
         control.close()
         stage.close()

@@ -64,7 +64,9 @@ def shared_memory() -> set[str]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tiny_model: Path, shared_memory: set[str]) -> AsyncIterator[VLLMEngine]:
-    engine = await VLLMEngine.start(configuration(tiny_model), 0)
+    config = configuration(tiny_model)
+    config.evaluation.only = True  # it serves the weights of the model's folder until the first update
+    engine = await VLLMEngine.start(config, 0)
     yield engine
     await engine.close()
 

@@ -48,7 +48,7 @@ def trainer_rank(rank: int, folder: str, address: tuple[str, int], names: list[s
     from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState, read_trainer_state
     from megatron_webrl.trainer.checkpoint.recovery import make_resume_point
     from megatron_webrl.trainer.coordinator import Coordinator, UpdateResult
-    from megatron_webrl.trainer.logprob_mismatch import LogprobMismatch
+    from megatron_webrl.trainer.metrics.logprob_mismatch import LogprobMismatch
 
     config, control = make_config(folder), connect(address, f"trainer-{rank}")
     state = TrainerState(0, 0, 0, (), Accounting().state_dict(), 0)

@@ -113,7 +113,7 @@ class _Trainer:
         from megatron_webrl.trainer.checkpoint.recovery import make_resume_point
         from megatron_webrl.trainer.coordinator import Coordinator, UpdateResult
         from megatron_webrl.trainer.exchange.record_exchange import SingleNodeExchange
-        from megatron_webrl.trainer.logprob_mismatch import LogprobMismatch
+        from megatron_webrl.trainer.metrics.logprob_mismatch import LogprobMismatch
 
         control, exchange = connect(self.address, "trainer-0"), SingleNodeExchange(self.ring)
         folder = self.config.run_folder

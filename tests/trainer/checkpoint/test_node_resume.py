@@ -20,6 +20,7 @@ import pytest
 
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.tracking import episode_log
+from megatron_webrl.tracking.metric_reference.registry import undefined
 from megatron_webrl.trainer.data import group_files
 from tests import forks
 from tests.planes import connect, control_plane
@@ -162,6 +163,7 @@ def test_each_node_stores_the_records_of_its_ring_byte_for_byte(found: dict[str,
 
 def test_the_summary_has_the_traffic_between_nodes(found: dict[str, Any]) -> None:
     nodes, updates = found["summary"]["node_traffic"], found["summary"]["updates"]
+    assert undefined({name for update in updates for name in update["extra"]}) == []
     assert nodes["other_mib"] == pytest.approx(sum(update["extra"]["nodes/other_mib"] for update in updates))
     assert nodes["other_mib"] > 0
     assert nodes["images_mib"] == 0  # nothing made pixels: there is no model

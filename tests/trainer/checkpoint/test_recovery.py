@@ -46,7 +46,7 @@ def test_no_worker_claims_a_slot_above_a_fence_until_the_job_is_opened_again(con
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + 60
-    while control.claimed_slots() < 50:
+    while control.claimed_slots() < 50 or not all(taken):
         assert time.monotonic() < deadline
     fences.append(control.fence_tickets())
     for thread in threads:

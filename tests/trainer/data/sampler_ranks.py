@@ -28,7 +28,8 @@ from tests.trajectories import trajectory
 
 SKILL = {"click-test": 0.98, "click-tab": 0.5, "enter-text": 0.1, "focus-text": 0.8, "click-link": 0.02}
 UPDATES, GROUP, IN_FLIGHT = 12, 4, 8
-METRICS = dict.fromkeys(("response_tokens", "loss", "gradient_norm", "learning_rate", "entropy", "tokens"), 1.0)
+TOKEN_TOTALS = ("response_tokens", "success_tokens", "entropy", "success_entropy", "tokens")
+METRICS = dict.fromkeys((*TOKEN_TOTALS, "loss", "gradient_norm", "learning_rate"), 1.0)
 
 
 def run(rank: int, folder: str) -> None:
@@ -61,7 +62,7 @@ class _Run:
         self.config.run_folder.mkdir()
         (self.config.run_folder / "config.yaml").touch()
         self.folder = folder
-        self.source = MiniWobTaskSource(list(SKILL), 4)
+        self.source = MiniWobTaskSource(list(SKILL), 4, sampler=self.config.tasks.sampler)
         self.tasks: dict[int, set[str]] = {}  # ticket -> its task ids
         self.expected = torch.zeros(len(SKILL), dtype=torch.float64)  # expected draws of each environment
         self.raises: list[tuple[int, int, list[int]]] = []  # rises of the ticket limit: from, to, published states
@@ -83,7 +84,7 @@ class _Run:
         updates = [json.loads(line) for line in (self.config.run_folder / "updates.jsonl").read_text().splitlines()]
         return found | {
             "tasks": self.tasks, "expected": self.expected, "open": self.open, "raises": self.raises,
-            "base": state.closed_tickets, "rates": state.task_sampler["rates"], "figures": updates[-1]["extra"],
+            "base": state.closed_tickets, "rates": found["rates"], "figures": updates[-1]["extra"],
         }  # fmt: skip
 
     def _stored(self, state: Any) -> Any:
@@ -103,7 +104,7 @@ class _Run:
         from megatron_webrl.trainer.coordinator import Coordinator, UpdateResult
         from megatron_webrl.trainer.data import group_files
         from megatron_webrl.trainer.exchange.record_exchange import SingleNodeExchange
-        from megatron_webrl.trainer.logprob_mismatch import LogprobMismatch
+        from megatron_webrl.trainer.metrics.logprob_mismatch import LogprobMismatch
         from tools.bench import recorded_groups
 
         ring_name = f"webrl-test-{secrets.token_hex(4)}"
@@ -139,12 +140,15 @@ class _Run:
                     trained = [(g.ticket, [t.index for t in g.trajectories]) for g in groups]
                 coordinator.close_update(groups, version)
                 most = max(most, len(coordinator.task_sampler.states))
-            keys = [first for first in range(worker.latest) if control.get_json(f"sampler/{first}") is not None]
-            states = [s.first_ticket for s in coordinator.task_sampler.states]
+            sampler = coordinator.task_sampler
+            states = [state.first_ticket for state in sampler.states]
+            index: Any = control.get_json("sampler/index")
             stored = recorded_groups.read_groups(group_files.group_file_path(self.config.records_folder, end - 1))
             kept = [(g.ticket, [t.index for t in g.trajectories]) for g in stored]
             return coordinator.trainer_state(version), {
-                "keys": keys, "states": states, "most": most, "trained": trained, "kept": kept,
+                "rates": {name: sampler.pass_rate(name) for name in SKILL}, "versions": worker.versions,
+                "states": states, "published": [first for first, _, _ in index["states"]], "most": most,
+                "trained": trained, "kept": kept,
             }  # fmt: skip
 
 
@@ -154,9 +158,9 @@ class _RecordingControlClient(ControlClient):
     raises: list[tuple[int, int, list[int]]]
 
     def set_ticket_limit(self, limit: int) -> None:
-        index = self.get_json("sampler/index")
-        assert isinstance(index, list)
-        self.raises.append((int(self.store.get("tickets/limit")), limit, index))
+        index: Any = self.get_json("sampler/index")
+        firsts = [first for first, _, _ in index["states"]]
+        self.raises.append((int(self.store.get("tickets/limit")), limit, firsts))
         super().set_ticket_limit(limit)
 
 
@@ -170,7 +174,7 @@ class _Worker:
         self.control = connect(address, "rollout-0")
         self.states = SamplerStateReader.from_config(run.config, self.control)
         self.start = self.control.ticket_epochs()[-1]
-        self.latest = 0
+        self.versions: list[int] = []  # of the policy, at the admission of each ticket
         self.in_flight: deque[list[Any]] = deque()
 
     def step(self, version: int) -> bool:
@@ -186,12 +190,15 @@ class _Worker:
         return False
 
     def _run_ticket(self, ticket: int, version: int) -> list[Any]:
-        probabilities = asyncio.run(self.states.probabilities(ticket))
-        task = self.run.source.training_task(self.run.config.run.seed, ticket, probabilities)
+        knowledge = asyncio.run(self.states.knowledge(ticket))
+        task = self.run.source.training_task(self.run.config.run.seed, ticket, knowledge)
         if ticket not in self.run.tasks:
+            probabilities = samplers.environment_probabilities(
+                self.run.config.tasks.sampler, list(SKILL), [], knowledge
+            )
             self.run.expected += torch.tensor(probabilities, dtype=torch.float64)
         self.run.tasks.setdefault(ticket, set()).add(task.id)
-        self.latest = max(self.latest, ticket)
+        self.versions.append(knowledge.version)
         chance = random.Random(task.id)
         rewards = [float(chance.random() < SKILL[task.environment]) for _ in range(GROUP)]
         made = [

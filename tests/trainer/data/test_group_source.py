@@ -17,7 +17,7 @@ from megatron_webrl.tracking.episode_log import EpisodeLog
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
 from megatron_webrl.trainer.data.group_source import GroupSource, GroupTimeout
-from megatron_webrl.trainer.data.group_statistics import GROUP_KINDS
+from megatron_webrl.trainer.metrics.group_statistics import GROUP_KINDS
 from tests.trajectories import trajectory
 
 
@@ -179,10 +179,13 @@ def test_group_rates_include_dropped_groups_and_reset(ring: Ring, source: GroupS
     assert {name: figures.pop(f"group_rate/{name}") for name in GROUP_KINDS} == {
         "all_succeeded": 0.25, "all_failed": 0.5, "zero_variance": 0.75,
     }  # fmt: skip
-    environment = trajectory(0, 0).task.environment
-    assert figures == {
-        "rollout_success_rate": 3 / 8, f"rollout_success_rate/{environment}": 3 / 8, "rollout_episodes": 8,
+    wanted = {
+        "rollout_success_rate": 3 / 8, f"rollout_success_rate/{trajectory().task.environment}": 3 / 8,
+        "rollout_episodes": 8, "finished_episodes": 10, "masked_rate/engine_error": 2 / 10,
+        "filtered_steps": 8, "filtered_steps/all_failed": 4, "filtered_steps/all_succeeded": 2,
+        "filtered_steps/masked": 2,
     }  # fmt: skip
+    assert {name: figures[name] for name in wanted} == wanted
     assert source.pop_metrics() == {}
 
 
@@ -251,3 +254,21 @@ def test_on_ready_is_called_when_a_group_becomes_trainable(ring: Ring):
     ring.write(encode_trajectory(trajectory(2, 1, reward=1.0)), 1.0)
     source.poll(0)
     assert ready == [0, 2]
+
+
+def test_on_complete_is_called_for_every_complete_group_and_before_its_drop(ring: Ring):
+    seen: list[tuple[int, int]] = []
+    source = GroupSource(
+        ring,
+        Config(),
+        ResumePoint.for_new_job(),
+        Accounting(),
+        on_complete=lambda group: seen.append((group.ticket, source.dropped_tickets)),
+    )
+    for index in range(2):
+        ring.write(encode_trajectory(trajectory(0, index, outcome="blocked")), 1.0)  # dropped as masked
+    put(ring, 1, [1.0, 0.0])
+    ring.write(encode_trajectory(trajectory(2, 0)), 1.0)  # not whole
+    source.poll(0)
+    assert seen == [(0, 0), (1, 1)]
+    assert source.accounting.dropped == {"blocked": 2}

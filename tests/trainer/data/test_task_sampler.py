@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from megatron_webrl.config.tasks import SamplerConfig, TasksConfig
 from megatron_webrl.control.control_plane import ControlClient
 from megatron_webrl.sampling import samplers
+from megatron_webrl.sampling.states import SamplerState, read_published
 from megatron_webrl.trainer.data.task_sampler import TaskSampler
 from megatron_webrl.types import Group
 from tests.gloo import spawn
@@ -72,7 +74,14 @@ def test_states_of_closed_tickets_are_forgotten(found, sampler: str) -> None:
         run = found[sampler, label]
         assert 1 < run["most"] < 20
         assert run["states"][0] > 0
-        assert run["keys"] == [first for first in run["states"] if first < max(run["tasks"])]
+        assert run["published"] == run["states"]
+
+
+@BOTH
+def test_tickets_know_the_policy_version_of_their_admission(found, sampler: str) -> None:
+    versions = found[sampler, "whole"]["versions"]
+    assert versions == sorted(versions)
+    assert set(versions) == set(range(sampler_ranks.UPDATES))
 
 
 @BOTH
@@ -110,67 +119,96 @@ def group(ticket: int, environment: str, *outcomes: str) -> Group:
     return Group(ticket, tuple(replace(each, task=replace(each.task, environment=environment)) for each in made))
 
 
-def test_groups_count_in_the_order_of_their_tickets_and_masked_episodes_do_not(control: ControlClient) -> None:
-    sampler = TaskSampler(TWO, 0, (), None)
+def started(
+    control: ControlClient,
+    folder: Path,
+    fresh: int = 0,
+    open_tickets: Sequence[int] = (),
+    saved: Any = None,
+    tasks: TasksConfig = TWO,
+) -> TaskSampler:
+    """A sampler that has published its first states; `saved` as a checkpoint stores it."""
+    sampler = TaskSampler(tasks, fresh, open_tickets, json.loads(json.dumps(saved)), folder)
     sampler.publish_initial_states(control)
+    return sampler
+
+
+def rates(sampler: TaskSampler, state: int = -1, units: Sequence[str] = ("a", "b")) -> list[float]:
+    """Pass rates that the tickets of a state know."""
+    return sampler.log.at(sampler.states[state].learned).pass_rates(units, 0.5)
+
+
+def firsts(sampler: TaskSampler) -> list[int]:
+    return [state.first_ticket for state in sampler.states]
+
+
+def test_groups_count_in_the_order_of_their_tickets_and_masked_episodes_do_not(
+    control: ControlClient, tmp_path: Path
+) -> None:
+    sampler = started(control, tmp_path)
     sampler.record_group(group(2, "a", "failure", "failure"))
     sampler.record_group(group(0, "a", "success", "browser_crashed", "failure", "success", "success"))
     sampler.record_group(group(1, "b", "browser_crashed"))
-    sampler.publish_adapted_state(control, 6)
-    assert sampler.pass_rates == {"a": 0.3125, "b": 0.5}  # 0.5, then half-way to 0.75, then half-way to 0
+    sampler.publish_adapted_state(6, 1)
+    assert rates(sampler) == [0.3125, 0.5]  # 0.5, then half-way to 0.75, then half-way to 0
+    assert rates(sampler, 0) == [0.5, 0.5]
     assert sampler.closed_tickets == {"a": 2, "b": 1}
-    assert [state.first_ticket for state in sampler.states] == [0, 6]  # tickets 3 to 5 are open
-    assert (
-        control.get_json("sampler/6") == list(sampler.states[1].probabilities) == pytest.approx([0.4622, 0.5378], 1e-3)
-    )
+    assert sampler.states == [SamplerState(0, 0, 0), SamplerState(6, 2, 1)]  # tickets 3 to 5 are open
+    assert read_published(control)[1] == tuple(sampler.states)
+    assert [sampler.metrics()[f"sampler/probability/{name}"] for name in "ab"] == pytest.approx([0.4622, 0.5378], 1e-3)
 
 
-def test_a_state_stays_as_long_as_one_of_its_tickets_is_open(control: ControlClient) -> None:
-    sampler = TaskSampler(TWO, 0, (), None)
-    sampler.publish_initial_states(control)
+def test_a_state_stays_as_long_as_one_of_its_tickets_is_open(control: ControlClient, tmp_path: Path) -> None:
+    sampler = started(control, tmp_path)
     for limit, ticket in ((4, 1), (5, 3), (6, 2), (7, 4)):
         sampler.record_group(group(ticket, "a", "success"))
-        sampler.publish_adapted_state(control, limit)
-    assert [state.first_ticket for state in sampler.states] == [0, 4, 5, 6, 7]
+        sampler.publish_adapted_state(limit, 0)
+    assert firsts(sampler) == [0, 4, 5, 6, 7]
     sampler.record_group(group(0, "b", "failure"))
-    sampler.publish_adapted_state(control, 8)
-    assert [state.first_ticket for state in sampler.states] == [5, 6, 7, 8]
-    assert control.get_json("sampler/index") == [5, 6, 7, 8]
-    assert control.get_json("sampler/4") is None
+    sampler.publish_adapted_state(8, 0)
+    assert firsts(sampler) == [5, 6, 7, 8]
+    assert read_published(control)[1] == tuple(sampler.states)
 
 
-def test_a_limit_that_is_lower_after_a_resume_redefines_only_what_was_never_issued(control: ControlClient) -> None:
-    sampler = TaskSampler(TWO, 0, (), None)
-    sampler.publish_initial_states(control)
+def test_a_limit_that_rises_without_anything_learned_needs_no_state(control: ControlClient, tmp_path: Path) -> None:
+    sampler = started(control, tmp_path)
+    sampler.record_group(group(0, "a", "browser_crashed"))
+    sampler.publish_adapted_state(5, 0)
+    assert firsts(sampler) == [0]
+    sampler.publish_adapted_state(6, 1)  # the policy has changed
+    assert sampler.states == [SamplerState(0, 0, 0), SamplerState(6, 0, 1)]
+
+
+def test_a_limit_that_is_lower_after_a_resume_redefines_only_what_was_never_issued(
+    control: ControlClient, tmp_path: Path
+) -> None:
+    sampler = started(control, tmp_path)
     for ticket, limit in enumerate((6, 9)):
         sampler.record_group(group(ticket, "a", "success"))
-        sampler.publish_adapted_state(control, limit)
-    resumed = TaskSampler(TWO, 7, (2, 3, 4, 5, 6), sampler.state_dict())
+        sampler.publish_adapted_state(limit, 0)
+    resumed = started(control, tmp_path, 7, (2, 3, 4, 5, 6), sampler.state_dict())
     assert resumed.states == sampler.states
-    resumed.publish_initial_states(control)
     resumed.record_group(group(2, "b", "failure"))
-    resumed.publish_adapted_state(control, 4)  # a limit below the tickets in flight
-    assert [state.first_ticket for state in resumed.states] == [0, 6, 7]
+    resumed.publish_adapted_state(4, 0)  # a limit below the tickets in flight
+    assert firsts(resumed) == [0, 6, 7]
 
 
-def test_other_environments_after_a_resume_keep_what_is_known_and_draw_anew(control: ControlClient) -> None:
-    sampler = TaskSampler(TWO, 0, (), None)
-    sampler.publish_initial_states(control)
+def test_other_environments_after_a_resume_keep_what_is_known(control: ControlClient, tmp_path: Path) -> None:
+    sampler = started(control, tmp_path)
     sampler.record_group(group(0, "a", "success"))
-    sampler.publish_adapted_state(control, 4)
+    sampler.publish_adapted_state(4, 0)
     three = replace(TWO, environments=["c", "a", "b"])
-    resumed = TaskSampler(three, 1, (), sampler.state_dict())
-    assert resumed.pass_rates == {"c": 0.5, "a": 0.75, "b": 0.5}
-    assert resumed.states[0].first_ticket == 0
-    assert resumed.states[0].probabilities == pytest.approx((0.25 / 0.6875, 0.1875 / 0.6875, 0.25 / 0.6875))
+    resumed = started(control, tmp_path, 1, (), sampler.state_dict(), three)
+    assert rates(resumed, units="cab") == [0.5, 0.75, 0.5]
+    resumed.record_group(group(1, "d", "success"))
+    assert resumed.state_dict()["closed_tickets"] == {"a": 1}
 
 
 @pytest.mark.parametrize("name", ["uniform", "ratio"])
-def test_a_sampler_without_a_state_publishes_nothing(control: ControlClient, name: str) -> None:
-    sampler = TaskSampler(TasksConfig(sampler=SamplerConfig(name)), 0, (), None)
-    sampler.publish_initial_states(control)
+def test_a_sampler_that_does_not_adapt_learns_no_pass_rates(control: ControlClient, tmp_path: Path, name: str) -> None:
+    sampler = started(control, tmp_path, tasks=TasksConfig(sampler=SamplerConfig(name)))
     sampler.record_group(group(0, "click-test", "success"))
-    sampler.publish_adapted_state(control, 4)
-    assert control.get_json("sampler/index") is None
-    assert sampler.state_dict() is None
+    sampler.publish_adapted_state(4, 1)
+    assert sampler.states == [SamplerState(0, 0, 0), SamplerState(4, 0, 1)]
+    assert sampler.log.end == 0
     assert sampler.metrics() == {}

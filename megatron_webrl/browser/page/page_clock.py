@@ -1,0 +1,83 @@
+"""Script that makes time and chance of a page repeatable, in recorded and in replayed episodes.
+
+Pages put both into what they show and into the URLs they request. Each document begins at the time of the visit, and
+its clock advances with its own timers and animation frames, not with the machine: a timer of 300 ms finds the clock
+300 ms later, whenever it runs. So that loops that wait for the clock end, it also advances with the number of times
+that it is read. Random numbers follow from a seed. `performance.now()`, CSS and workers keep the machine's clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+READS_PER_MS = 100
+
+# Random numbers: xorshift32 (G. Marsaglia, Xorshift RNGs, 2003); its state must not be 0.
+_SCRIPT = f"""(seed, start) => {{
+  let state = seed | 0;
+  const bits = () => {{ state ^= state << 13; state ^= state >>> 17; state ^= state << 5; return state >>> 0; }};
+  for (let i = 0; i < 8; i++) bits();
+  Math.random = () => ((bits() >>> 5) * 67108864 + (bits() >>> 6)) / 9007199254740992;
+  const fill = (bytes) => {{ for (let i = 0; i < bytes.length; i++) bytes[i] = bits() >>> 24; return bytes; }};
+  const nativeFill = Crypto.prototype.getRandomValues;
+  Crypto.prototype.getRandomValues = function getRandomValues(array) {{
+    nativeFill.call(this, array);  // refuses what is no array of integers, or too long
+    fill(new Uint8Array(array.buffer, array.byteOffset, array.byteLength));
+    return array;
+  }};
+  if (Crypto.prototype.randomUUID) Crypto.prototype.randomUUID = function randomUUID() {{
+    const bytes = fill(new Uint8Array(16));
+    bytes[6] = bytes[6] & 15 | 64;
+    bytes[8] = bytes[8] & 63 | 128;
+    const hex = Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
+    return hex.replace(/^(.{{8}})(.{{4}})(.{{4}})(.{{4}})/, "$1-$2-$3-$4-");
+  }};
+
+  let now = start, reads = 0;
+  const clock = () => {{ if (++reads % {READS_PER_MS} === 0) now += 1; return Math.floor(now); }};
+  const NativeDate = Date;
+  NativeDate.now = clock;
+  globalThis.Date = NativeDate.prototype.constructor = new Proxy(NativeDate, {{
+    construct: (target, given, made) => Reflect.construct(target, given.length ? given : [clock()], made),
+    apply: () => new NativeDate(clock()).toString(),
+  }});
+  for (const [name, repeats] of [["setTimeout", false], ["setInterval", true]]) {{
+    const native = globalThis[name];
+    globalThis[name] = function (callback, delay, ...given) {{
+      if (typeof callback !== "function") return native.call(globalThis, callback, delay, ...given);
+      const wait = Math.max(0, Number(delay) || 0);
+      let due = now + wait;
+      const run = function (...passed) {{
+        now = Math.max(now, due);
+        if (repeats) due += wait;
+        return callback.apply(this, passed);
+      }};
+      return native.call(globalThis, run, delay, ...given);
+    }};
+  }}
+  const nativeFrame = requestAnimationFrame;
+  let latest = -1;
+  globalThis.requestAnimationFrame = (callback) => nativeFrame.call(globalThis, (time) => {{
+    if (time !== latest) now += 1000 / 60;
+    latest = time;
+    callback(time);
+  }});
+
+  // The browser's own clock decides when a cookie expires: a date of the page's clock may have passed.
+  const cookie = Object.getOwnPropertyDescriptor(Document.prototype, "cookie");
+  Object.defineProperty(Document.prototype, "cookie", {{...cookie, set(text) {{
+    cookie.set.call(this, String(text).replace(/;\\s*expires\\s*=([^;]*)/i, (whole, date) => {{
+      const left = (NativeDate.parse(date) - clock()) / 1000;
+      return isNaN(left) || /;\\s*max-age\\s*=/i.test(text) ? whole : "; max-age=" + Math.round(left);
+    }}));
+  }}}});
+}}"""
+
+
+def repeatable_page_script(task_id: str, clock_ms: int) -> str:
+    """The init script for the documents of an episode. `clock_ms`: unix time of the visit, milliseconds.
+
+    The seed follows from the task: visits of one task make the same random choices.
+    """
+    seed = int.from_bytes(hashlib.blake2b(task_id.encode(), digest_size=4).digest(), "big") | 1
+    return f"({_SCRIPT})({seed}, {clock_ms})"

@@ -1,0 +1,76 @@
+"""Settings of verdicts: evaluators, and the models of the judge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron_webrl.config.setting import setting
+
+
+@dataclass
+class JudgeModelConfig:
+    name: str = setting("", "Model name at the endpoint; empty: that of judge.verdict.")
+    url: str = setting("", "OpenAI-compatible endpoint, such as http://node7:8000/v1; empty: that of judge.verdict.")
+    key_variable: str = setting(
+        "", "Environment variable with the key of the endpoint; empty: that of judge.verdict if url is empty, too."
+    )
+    input_price: float = setting(
+        0.0, "US dollars for a million prompt tokens; without a name of its own, the prices of judge.verdict.", low=0
+    )
+    output_price: float = setting(0.0, "US dollars for a million response tokens.", low=0)
+
+
+@dataclass
+class BudgetConfig:
+    calls_per_hour: int = setting(0, "Requests to judge models of the whole job in one hour; 0: no limit.", low=0)
+    tokens_per_hour: int = setting(0, "Prompt and response tokens of the whole job in one hour; 0: no limit.", low=0)
+    dollars_per_hour: float = setting(0.0, "Cost of the whole job in one hour, by the prices; 0: no limit.", low=0)
+
+
+@dataclass
+class JudgeConfig:
+    evaluators: list[str] = setting(
+        ["page"],
+        "What decides the outcome of an episode: page (the page's reward, else the task's answer), exact_answer, "
+        "normalized_answer, judge (a judge model), or the import path of a function, such as my_package.my_module:f.",
+    )
+    combine: str = setting(
+        "first",
+        "How several evaluators make one verdict: the first that decides, success by all of them, or by any.",
+        choices=("first", "all", "any"),
+    )
+    protocol: str = setting(
+        "rubric", "Protocol of the judge; every result names it.", choices=("rubric", "webjudge", "webvoyager")
+    )
+    prompts: str = setting("configs/judge", "Folder with the prompt files of the protocols.")
+    verdict: JudgeModelConfig = field(default_factory=JudgeModelConfig)
+    blocked: JudgeModelConfig = field(default_factory=JudgeModelConfig)
+    relevance: JudgeModelConfig = field(default_factory=JudgeModelConfig)
+    structured: str = setting(
+        "auto",
+        "How replies are constrained: a JSON schema, or an exact final line; auto: a schema until the endpoint "
+        "refuses it.",
+        choices=("auto", "schema", "line"),
+    )
+    max_reason_chars: int = setting(
+        0,
+        "Characters of the reason in a JSON reply (maxLength of its schema), for small models that never end one; "
+        "0: no limit. vLLM enforces it, some endpoints refuse the word.",
+        low=0,
+    )
+    temperature: float = setting(0.7, "Sampling temperature of the judge models.", low=0)
+    top_p: float = setting(0.95, "Nucleus sampling of the judge models.", above=0, high=1)
+    max_screenshots: int = setting(48, "Latest relevant screenshots shown to the verdict stages.", low=1)
+    blocked_screenshots: int = setting(20, "Screenshots, evenly sampled, shown to the blocked stage.", low=1)
+    concurrency: int = setting(64, "Requests that one worker has in flight.", low=1)
+    attempts: int = setting(3, "Replies to one question until one is usable; then the episode is masked.", low=1)
+    timeout_seconds: float = setting(120.0, "Limit of one request.", above=0)
+    deadline_seconds: float = setting(900.0, "Limit of one verdict, retries included; then the episode is masked.",
+                                      above=0)  # fmt: skip
+    cache: str = setting("", "Folder in which usable replies are kept, by the digest of their request; empty: none.")
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+
+    @property
+    def uses_models(self) -> bool:
+        """Whether a judge model is among the evaluators."""
+        return "judge" in self.evaluators

@@ -1,0 +1,94 @@
+"""Section "engine": a short whole job of the configuration, with its own model, engine, browsers and trainer.
+
+A few updates with checksums of every slice on both sides; the engine serves episodes with screenshots while it is
+updated, and the trainer compares the log-probabilities of the engine's tokens with its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.gpu_check.request import GpuCheckRequest
+from megatron_webrl.gpu_check.results import CheckResult, at_least, at_most, failed, measured, skipped
+from megatron_webrl.launch.local_launcher import LocalLauncher
+from megatron_webrl.launch.validation import check_config
+
+SECTION = "engine"
+UPDATES = 3
+LOGPROB_GAP = {"float32": 1e-3, "bfloat16": 0.25}  # as in `webrl parity`: bfloat16 near 16 are 0.06 to 0.125 apart
+
+
+def check(request: GpuCheckRequest) -> Iterator[CheckResult]:
+    """Run the job in a temporary folder and read what it wrote."""
+    with tempfile.TemporaryDirectory(prefix="webrl-gpu-check-") as folder:
+        config = short_job(request.config, Path(folder))
+        output = io.StringIO()
+        try:
+            check_config(config)
+            launcher = LocalLauncher(config, Console(file=output, width=200))
+        except ConfigError as error:
+            yield skipped(SECTION, "a whole job", f"{error}; give a CONFIG that can run here")
+            return
+        if launcher.run():
+            yield failed(SECTION, "a whole job", _last_line(config, output.getvalue()))
+            return
+        yield from _results(config)
+
+
+def short_job(config: Config, folder: Path) -> Config:
+    """The configuration with few, short episodes on pages of this machine and every transfer verified."""
+    job = copy.deepcopy(config)
+    job.run.name, job.run.directory, job.run.resume = "gpu-check", str(folder), False
+    job.tracking.uri = f"sqlite:///{folder}/mlflow.db"
+    job.weights.verify = True
+    job.evaluation.before = job.evaluation.after = job.evaluation.blank_images = False
+    job.evaluation.every = job.trainer.checkpoint.every = 0
+    job.trainer.updates, job.trainer.groups_per_update = UPDATES, max(2, job.trainer.data_parallel)
+    job.trainer.minibatches = job.trainer.epochs = 1
+    job.trainer.zero_variance_groups = "keep"  # a model without training may never succeed
+    job.trainer.warm_start.demonstrations = 0
+    job.rollout.group_size, job.rollout.groups_in_flight = 2, 4
+    job.rollout.max_new_tokens = min(job.rollout.max_new_tokens, 64)
+    job.judge = type(job.judge)()
+    job.tasks = type(job.tasks)(environments=["click-test", "focus-text"], max_steps=3)
+    return job
+
+
+def _results(config: Config) -> Iterator[CheckResult]:
+    summary = json.loads((config.run_folder / "summary.json").read_text())
+    updates = [json.loads(line) for line in (config.run_folder / "updates.jsonl").read_text().splitlines()]
+    yield at_least(SECTION, "updates of a whole job", len(updates), UPDATES)
+    if not summary["accounting"]["matches"]:
+        yield failed(SECTION, "accounting", f"episodes were lost: {summary['accounting']}")
+    gaps = [each["logprob_mismatch_max"] for each in updates if each["logprob_mismatch_max"] is not None]
+    if gaps:
+        yield at_most(SECTION, "log-probability gap to the trainer", max(gaps), LOGPROB_GAP[config.model.dtype])
+    else:
+        yield failed(SECTION, "log-probability gap to the trainer", "no token was scored by both under equal weights")
+    extra = [each["extra"] for each in updates]
+    lost = sum(each["weights/failed_transfers"] for each in extra)
+    yield at_most(SECTION, "transfers that failed or whose checksums differed", lost, 0)
+    crossed = max(each["updates_within_step_max"] + each["updates_across_steps_max"] for each in extra)
+    yield measured(SECTION, "updates during an episode, at most", crossed)
+    for name, key, unit in (
+        ("weight transfer, verified", "weights/gib_per_second", "GiB/s"),
+        ("pause of generation for an update", "weights/pause_seconds", "s"),
+    ):
+        yield measured(SECTION, name, extra[-1][key], unit)
+    yield measured(SECTION, "trained tokens", max(each["tokens_per_second"] for each in updates), "tokens/s")
+
+
+def _last_line(config: Config, output: str) -> str:
+    summary = config.run_folder / "summary.json"
+    if summary.is_file():
+        return str(json.loads(summary.read_text())["outcome"])[:400]
+    return (output.strip().splitlines() or ["it failed without a word"])[-1][:400]

@@ -1,0 +1,252 @@
+"""Section "speed": forward and backward pass of layers of a real size, against the device's own matrix product.
+
+On CUDA: four layers of Qwen3-VL-8B and its vision tower, 16,384 tokens of which half belong to images, in bfloat16. On
+the CPU: small layers in float32. The peak memory is compared with the estimate of `webrl placement --memory`; on the
+CPU the peak is what the pass keeps for the backward pass.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_webrl.cluster.memory_estimate import GIB, LOGIT_CHUNK_BYTES, MemoryUse, estimate_memory
+from megatron_webrl.config.schema import Config
+from megatron_webrl.gpu_check import small_models
+from megatron_webrl.gpu_check.model_section import start_process_groups
+from megatron_webrl.gpu_check.request import GpuCheckRequest
+from megatron_webrl.gpu_check.results import CheckResult, at_most, measured
+from megatron_webrl.model import platform as platforms
+from megatron_webrl.model.compute_options import ComputeOptions, Recompute
+
+SECTION = "speed"
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+MEMORY_TOLERANCE = 1.1  # times the estimate
+REPEATS = 3  # timed passes on CUDA, after one that is not; one on the CPU
+RESPONSE = 32  # scored tokens of a sample
+# Dense bfloat16 of the data sheets, TFLOP/s.
+PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0, "GH200": 989.0}
+
+
+@dataclass(frozen=True)
+class SpeedShape:
+    """Layers and batch that are measured."""
+
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    samples: int
+    tokens: int  # of a sample, half of which belong to an image
+    matrix: int  # rows of the square matrices of the product
+
+
+GPU = SpeedShape(
+    text={
+        "vocab_size": 32768, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 4,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "mrope_section": [24, 20, 20],
+    },
+    vision={
+        "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "patch_size": 16,
+        "out_hidden_size": 4096, "num_position_embeddings": 2304, "deepstack_visual_indexes": [0, 1, 2],
+    },
+    samples=8, tokens=2048, matrix=8192,
+)  # fmt: skip
+CPU = SpeedShape(
+    text={
+        "vocab_size": 512, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "mrope_section": [12, 10, 10],
+    },
+    vision={
+        "depth": 2, "hidden_size": 128, "intermediate_size": 256, "num_heads": 4, "patch_size": 16,
+        "out_hidden_size": 256, "num_position_embeddings": 256, "deepstack_visual_indexes": [0, 1],
+    },
+    samples=2, tokens=512, matrix=1024,
+)  # fmt: skip
+
+
+def check(request: GpuCheckRequest) -> Iterator[CheckResult]:
+    """Time and peak memory of a pass for every recomputation, and the share of the device's product that it reaches."""
+    platform = start_process_groups(request.platform)
+    cuda = platform.name == "cuda"
+    shape, dtype = (GPU, torch.bfloat16) if cuda else (CPU, torch.float32)
+    product = matrix_product_tflops(shape.matrix, dtype, platform.device)
+    name = torch.cuda.get_device_name() if cuda else "CPU"
+    peak = next((value for key, value in PEAK_TFLOPS.items() if key in name), None)
+    yield measured(SECTION, f"matrix product of {shape.matrix} rows", product, "TFLOP/s", peak)
+    with tempfile.TemporaryDirectory(prefix="webrl-gpu-check-") as folder:
+        description = _write_config(Path(folder), shape)
+        flops = _flops(description, shape)
+        for recompute in RECOMPUTE:
+            seconds, used = _measure(Path(folder), shape, recompute, dtype, platform)
+            label = f"{shape.samples * shape.tokens} tokens, recompute {recompute}"
+            yield measured(SECTION, f"pass of {label}", 1000 * seconds, "ms")
+            yield measured(SECTION, f"arithmetic of {label}", flops / seconds / 1e12, "TFLOP/s", product)
+            if peak:
+                yield measured(SECTION, f"MFU of {label}", 100 * flops / seconds / 1e12 / peak, "%", 100.0)
+            estimate = _estimate(shape, recompute, dtype, description.to_dict())
+            yield check_peak(label, used / GIB, estimated_bytes(estimate, cuda) / GIB)
+
+
+def check_peak(label: str, used: float, estimate: float) -> CheckResult:
+    """Compare the memory that was used with the estimate, GiB."""
+    note = ""
+    if used > MEMORY_TOLERANCE * estimate:
+        note = "more than 10 % above the estimate: `webrl placement --memory` promises too much here"
+    return at_most(SECTION, f"peak memory of {label}", used, MEMORY_TOLERANCE * estimate, "GiB", note)
+
+
+def matrix_product_tflops(rows: int, dtype: torch.dtype, device: torch.device) -> float:
+    """The fastest of a few products of square matrices, TFLOP/s."""
+    a, b = (torch.randn(rows, rows, dtype=dtype, device=device) for _ in range(2))
+    return 2 * rows**3 / min(_seconds(lambda: a @ b, device) for _ in range(2 * REPEATS)) / 1e12
+
+
+def estimated_bytes(estimate: MemoryUse, cuda: bool) -> int:
+    """The parts of the estimate that a pass uses: on the CPU those that it keeps for the backward pass."""
+    if not cuda:
+        return estimate.activations + estimate.images + estimate.logits - LOGIT_CHUNK_BYTES
+    return estimate.total - estimate.buffers
+
+
+def _seconds(work: Any, device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def _write_config(folder: Path, shape: SpeedShape) -> Any:
+    """Write config.json; returns the transformers configuration."""
+    from transformers import Qwen3VLConfig
+
+    text = {key: value for key, value in shape.text.items() if key != "mrope_section"}
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": shape.text["mrope_section"]}
+    config = Qwen3VLConfig(
+        text_config={**text, "max_position_embeddings": 32768, "rope_parameters": rope},
+        vision_config={**shape.vision, "spatial_merge_size": small_models.MERGE, "temporal_patch_size": 2},
+        image_token_id=small_models.IMAGE,
+        video_token_id=small_models.VIDEO,
+        vision_start_token_id=small_models.VISION_START,
+        vision_end_token_id=small_models.VISION_END,
+        tie_word_embeddings=False,
+    )
+    config.save_pretrained(folder)
+    return config
+
+
+def _grid(shape: SpeedShape) -> list[int]:
+    """Patches (t, h, w) of an image that makes half of a sample's tokens."""
+    rows = 2 ** ((shape.tokens.bit_length() - 1) // 2)
+    return [1, rows, shape.tokens // 2 * small_models.MERGE**2 // rows]
+
+
+def _samples(shape: SpeedShape) -> list[small_models.Sample]:
+    grid = _grid(shape)
+    words = shape.tokens - shape.tokens // 2 - RESPONSE - 5  # around an image there are five more tokens
+    values = 3 * 2 * shape.vision["patch_size"] ** 2
+    return [
+        small_models.make_sample([grid], text=words, response=RESPONSE, seed=number, patch_values=values)
+        for number in range(shape.samples)
+    ]
+
+
+def _flops(hf_config: Any, shape: SpeedShape) -> float:
+    """Floating-point operations of forward and backward pass."""
+    from megatron_webrl.trainer.data.flops import FlopsEstimator
+
+    estimator = FlopsEstimator.from_hf_config(hf_config)
+    text = shape.tokens * estimator.per_token + shape.tokens * (shape.tokens + 1) / 2 * estimator.per_token_pair
+    return 3 * shape.samples * (text + RESPONSE * estimator.per_scored_token + estimator.image_flops(_grid(shape)))
+
+
+def _estimate(shape: SpeedShape, recompute: str, dtype: torch.dtype, description: dict[str, Any]) -> MemoryUse:
+    """What `webrl placement --memory` estimates for a rank that trains these layers alone."""
+    config = Config()
+    config.model.dtype = str(dtype).removeprefix("torch.")
+    config.trainer.recompute = recompute
+    config.trainer.tokens_per_microbatch = shape.samples * shape.tokens
+    config.rollout.max_new_tokens, config.rollout.max_model_len = RESPONSE, shape.tokens
+    [use] = estimate_memory(config, description).trainer
+    return use
+
+
+def _measure(
+    folder: Path, shape: SpeedShape, recompute: Recompute, dtype: torch.dtype, platform: platforms.Platform
+) -> tuple[float, int]:
+    """Median seconds of forward and backward pass, and peak bytes: on the CPU those kept for the backward pass."""
+    from megatron_webrl.model import schedule
+    from megatron_webrl.model.qwen3_vl.model import build_model
+    from megatron_webrl.trainer.distributed import wrap_ddp
+
+    cuda = platform.name == "cuda"
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if cuda else 0
+    options = ComputeOptions(recompute=recompute)
+    chunks = build_model(folder, dtype=str(dtype).removeprefix("torch."), platform=platform, options=options)
+    with torch.no_grad():
+        for parameter in chunks[0].parameters():
+            parameter.normal_(std=0.02)
+    wrapped = wrap_ddp(chunks)
+    packed, _ = small_models.pack(_samples(shape))
+    packed = packed.to(platform.device)
+
+    def loss(index: int, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return logits.float().logsumexp(dim=1).sum(), {}
+
+    def run() -> None:
+        wrapped[0].zero_grad_buffer()
+        schedule.forward_backward(wrapped, [packed], loss, forward_only=False)
+
+    kept = 0 if cuda else _kept_bytes(run, wrapped[0])
+    if cuda:
+        _seconds(run, platform.device)
+    seconds = statistics.median(_seconds(run, platform.device) for _ in range(REPEATS if cuda else 1))
+    return seconds, torch.cuda.max_memory_allocated() - before if cuda else kept
+
+
+def _kept_bytes(run: Any, model: torch.nn.Module) -> int:
+    """Most bytes that are kept for the backward pass at a time, each storage once, without weights."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    alive: dict[int, tuple[int, int]] = {}  # uses and bytes by address
+    now = most = 0
+
+    class Kept:
+        """A saved tensor; its end is that of its use."""
+
+        def __init__(self, tensor: Tensor) -> None:
+            nonlocal now, most
+            self.tensor, self.address = tensor, tensor.untyped_storage().data_ptr()
+            uses, size = alive.get(self.address, (0, tensor.untyped_storage().nbytes()))
+            alive[self.address] = (uses + 1, size)
+            now += 0 if uses else size
+            most = max(most, now)
+
+        def __del__(self) -> None:
+            nonlocal now
+            uses, size = alive.pop(self.address)
+            if uses > 1:
+                alive[self.address] = (uses - 1, size)
+            else:
+                now -= size
+
+    def pack(tensor: Tensor) -> Any:
+        return tensor if tensor.untyped_storage().data_ptr() in weights else Kept(tensor)
+
+    def unpack(saved: Any) -> Tensor:
+        return saved.tensor if isinstance(saved, Kept) else saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        run()
+    return most

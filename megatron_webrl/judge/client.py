@@ -1,0 +1,319 @@
+"""Requests to judge models: concurrency limit, back-off, budget. A key is only ever in the client of its endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import os
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from time import time
+from typing import Any
+
+import openai
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
+
+from megatron_webrl.config.judge import JudgeConfig, JudgeModelConfig
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.judge.budget import Usage, UsageMeter
+from megatron_webrl.judge.replies import UnusableReply
+from megatron_webrl.system.text import shorten
+
+log = logging.getLogger(__name__)
+
+SLOTS = ("verdict", "blocked", "relevance")
+FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS = 0.25, 15.0
+IMAGE_TOKENS = 1_500  # estimate, for reservations; an endpoint reports what it counted
+CHARS_PER_TOKEN = 3  # estimate, for reservations
+TRANSIENT_STATUS = frozenset({408, 409, 425, 429})  # and all of 500 and above
+_QUIET_LOGGERS = ("openai", "httpx", "httpx2", "httpcore", "httpcore2")  # at DEBUG they name URLs, headers and bodies
+_BACKOFF = wait_exponential(FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS)
+
+
+class RequestFailed(Exception):
+    """The endpoint gave no reply and never will within the deadline, or refused the request. `name` in a word."""
+
+    def __init__(self, name: str, text: str = "") -> None:
+        super().__init__(f"{name}: {text}" if text else name)
+        self.name, self.text = name, text
+
+
+class SchemaRefused(Exception):
+    """The endpoint does not know response_format."""
+
+
+class _Transient(Exception):
+    """A fault of the endpoint that may pass."""
+
+    def __init__(self, name: str, retry_after: float | None = None) -> None:
+        super().__init__(name)
+        self.name, self.retry_after = name, retry_after
+
+
+@dataclass(frozen=True)
+class JudgeModel:
+    """A model slot with what it does not name taken from judge.verdict."""
+
+    name: str
+    url: str
+    key_variable: str
+    input_price: float  # US dollars for a million tokens
+    output_price: float
+
+    @classmethod
+    def resolve(cls, settings: JudgeConfig, slot: str) -> JudgeModel:
+        """The model of a slot. Raises ConfigError without a name or an endpoint.
+
+        Prices follow the name, and the key variable the endpoint: those of another one would be wrong.
+        """
+        own: JudgeModelConfig = getattr(settings, slot)
+        base = settings.verdict
+        for key in ("name", "url"):
+            if not getattr(own, key) and not getattr(base, key):
+                raise ConfigError(f"judge.verdict.{key} is empty; the evaluator judge needs the model's {key}")
+        prices = own if own.name else base
+        return cls(
+            own.name or base.name, own.url or base.url, own.key_variable or ("" if own.url else base.key_variable),
+            prices.input_price, prices.output_price,
+        )  # fmt: skip
+
+    def usage(self, calls: int, prompt_tokens: int, response_tokens: int) -> Usage:
+        dollars = (prompt_tokens * self.input_price + response_tokens * self.output_price) / 1e6
+        return Usage(calls, prompt_tokens + response_tokens, dollars)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A reply as the endpoint sent it."""
+
+    content: str
+    finish_reason: str | None
+    prompt_tokens: int
+    response_tokens: int
+
+
+@dataclass
+class Spending:
+    """What the requests of one verdict have cost so far, and the faults they met."""
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+    dollars: float = 0.0
+
+
+@dataclass
+class _Endpoint:
+    client: openai.AsyncOpenAI
+    key: str
+    mode: str  # one of replies.MODES
+    not_before: float = 0.0  # loop time before which it asked for no requests
+    reported: set[str] = field(default_factory=set)  # faults that have been logged
+
+
+class JudgeClient:
+    """Sends requests of all verdicts of a process. An async context manager."""
+
+    def __init__(self, settings: JudgeConfig, meter: UsageMeter) -> None:
+        """Raises ConfigError for a missing model, endpoint or key."""
+        for name in _QUIET_LOGGERS:
+            logger = logging.getLogger(name)
+            logger.setLevel(max(logger.level, logging.WARNING))
+        self._settings, self._meter = settings, meter
+        self.models = {slot: JudgeModel.resolve(settings, slot) for slot in SLOTS}
+        self._slots = asyncio.Semaphore(settings.concurrency)
+        self._endpoints: dict[tuple[str, str], _Endpoint] = {}
+        for model in self.models.values():
+            if (model.url, model.key_variable) not in self._endpoints:
+                self._endpoints[model.url, model.key_variable] = _open_endpoint(model, settings)
+
+    async def __aenter__(self) -> JudgeClient:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        for endpoint in self._endpoints.values():
+            await endpoint.client.close()
+
+    def mode(self, slot: str) -> str:
+        """How replies of a slot's endpoint are constrained: one of replies.MODES."""
+        return self._endpoint(slot).mode
+
+    async def complete(
+        self, slot: str, body: Mapping[str, Any], images: int, deadline: float, spending: Spending, faults: list[str]
+    ) -> Completion:
+        """Send a request until the endpoint replies, but not beyond `deadline` (loop time).
+
+        `body`: arguments of chat.completions, without the model; `images`: how many it contains. Appends the name of
+        each fault to `faults`. Raises RequestFailed (named after the last fault, if there was one), UnusableReply (a
+        reply that is no chat completion), SchemaRefused and BudgetSpent.
+        """
+        endpoint, known = self._endpoint(slot), len(faults)
+
+        def after(state: RetryCallState) -> None:
+            fault = state.outcome.exception() if state.outcome else None
+            if isinstance(fault, _Transient):
+                faults.append(fault.name)
+                self._report(endpoint, fault.name)
+
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type(_Transient), wait=_delay, after=after, reraise=True,
+            stop=lambda state: asyncio.get_running_loop().time() + state.upcoming_sleep >= deadline,
+        )  # fmt: skip
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await retrying(self._send, slot, endpoint, body, images, spending)
+        except _Transient as fault:
+            raise RequestFailed(fault.name, "until the deadline") from None
+        except TimeoutError:
+            raise RequestFailed(faults[-1] if len(faults) > known else "deadline", "until the deadline") from None
+
+    def _endpoint(self, slot: str) -> _Endpoint:
+        return self._endpoints[self.models[slot].url, self.models[slot].key_variable]
+
+    async def _send(
+        self, slot: str, endpoint: _Endpoint, body: Mapping[str, Any], images: int, spending: Spending
+    ) -> Completion:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(max(0.0, endpoint.not_before - loop.time()))
+            async with self._slots:
+                if loop.time() >= endpoint.not_before:
+                    return await self._send_counted(slot, endpoint, body, images, spending)
+
+    async def _send_counted(
+        self, slot: str, endpoint: _Endpoint, body: Mapping[str, Any], images: int, spending: Spending
+    ) -> Completion:
+        """Send once, within the budget; a request without a known cost keeps its estimate in the budget."""
+        model = self.models[slot]
+        prompt = _text_chars(body) // CHARS_PER_TOKEN + IMAGE_TOKENS * images
+        estimate = model.usage(1, prompt, int(body["max_tokens"]))
+        hour = await self._meter.reserve(estimate)
+        actual = estimate
+        spending.calls += 1
+        try:
+            content = await self._post(endpoint, {**body, "model": model.name})
+            completion, actual = _read(content, model, estimate)
+            if completion is None:
+                raise UnusableReply("unparsable_response", content[:1000].decode("utf-8", "replace"))
+            spending.prompt_tokens += completion.prompt_tokens
+            spending.response_tokens += completion.response_tokens
+            spending.dollars += actual.dollars
+            return completion
+        except (_Transient, RequestFailed, SchemaRefused) as fault:
+            if getattr(fault, "name", "") != "timeout":
+                actual = Usage(calls=1)
+            raise
+        finally:
+            await self._meter.settle(hour, estimate, actual)
+
+    async def _post(self, endpoint: _Endpoint, body: Mapping[str, Any]) -> bytes:
+        """The body of the response. Faults are raised without their cause, which holds the request and its key."""
+        try:
+            async with asyncio.timeout(self._settings.timeout_seconds):
+                # Not chat.completions.create: its copy of a body with many screenshots costs more than all else here.
+                return await endpoint.client.post("/chat/completions", cast_to=bytes, body=body)
+        except (TimeoutError, openai.APITimeoutError):
+            raise _Transient("timeout") from None
+        except openai.APIConnectionError:
+            raise _Transient("connection") from None
+        except openai.APIStatusError as error:
+            raise self._refusal(endpoint, error, "response_format" in body) from None
+        except openai.OpenAIError as error:
+            raise UnusableReply("unparsable_response", type(error).__name__) from None
+
+    def _refusal(self, endpoint: _Endpoint, error: openai.APIStatusError, schema: bool) -> Exception:
+        status, loop = error.status_code, asyncio.get_running_loop()
+        if status in TRANSIENT_STATUS or status >= 500:
+            retry_after = _retry_after(error.response.headers)
+            if status == 429 and retry_after:
+                endpoint.not_before = max(endpoint.not_before, loop.time() + retry_after)
+            return _Transient("rate_limited" if status == 429 else "server_error", retry_after)
+        text = shorten(" ".join(error.response.text.split()), 300)
+        text = text.replace(endpoint.key, "***") if endpoint.key else text
+        if status in (400, 422) and schema and self._settings.structured == "auto" and "response_format" in text:
+            endpoint.mode = "line"
+            log.warning("the judge's endpoint %s refuses response_format; replies end with an exact line instead",
+                        endpoint.client.base_url)  # fmt: skip
+            return SchemaRefused()
+        self._report(endpoint, f"status {status}: {text}")
+        return RequestFailed("refused_request", f"status {status}: {text}")
+
+    def _report(self, endpoint: _Endpoint, fault: str) -> None:
+        """Log each kind of fault of an endpoint once."""
+        if fault not in endpoint.reported:
+            endpoint.reported.add(fault)
+            log.warning("the judge's endpoint %s: %s (logged once)", endpoint.client.base_url, fault)
+
+
+def _open_endpoint(model: JudgeModel, settings: JudgeConfig) -> _Endpoint:
+    key = os.environ.get(model.key_variable, "") if model.key_variable else ""
+    if model.key_variable and not key:
+        raise ConfigError(
+            f"{model.key_variable} is not set; it must hold the key of {model.url} (judge.*.key_variable)"
+        )
+    if not re.match(r"https?://[^/\s]", model.url):
+        raise ConfigError(
+            f"judge.*.url={model.url} is not an endpoint; expected an address such as http://host:8000/v1"
+        )
+    try:
+        client = openai.AsyncOpenAI(
+            api_key=key or "none", base_url=model.url, max_retries=0, timeout=settings.timeout_seconds
+        )
+    except Exception as error:
+        raise ConfigError(f"judge.*.url={model.url} is not an endpoint: {type(error).__name__}") from None
+    return _Endpoint(client, key, "line" if settings.structured == "line" else "schema")
+
+
+def _delay(state: RetryCallState) -> float:
+    """Retry-After and a random second, or an exponential delay of which half is random."""
+    fault = state.outcome.exception() if state.outcome else None
+    asked = fault.retry_after if isinstance(fault, _Transient) else None
+    if asked is not None:
+        return asked + random.random() * min(1.0, max(0.1, asked))
+    return _BACKOFF(state) * (0.5 + random.random() / 2)
+
+
+def _retry_after(headers: Mapping[str, str]) -> float | None:
+    """Seconds of Retry-After, which is a number or a date; None without a valid one."""
+    text = headers.get("retry-after", "")
+    try:
+        seconds = float(text)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(text).timestamp() - time()
+        except ValueError:
+            return None
+    return max(0.0, seconds) if math.isfinite(seconds) else None
+
+
+def _text_chars(body: Mapping[str, Any]) -> int:
+    parts = [part for message in body["messages"] for part in _parts(message["content"])]
+    return sum(len(part.get("text", "")) for part in parts)
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    return [{"text": content}] if isinstance(content, str) else content
+
+
+def _read(content: bytes, model: JudgeModel, estimate: Usage) -> tuple[Completion | None, Usage]:
+    """The reply and what it cost; None for a response that is no chat completion with one choice."""
+    try:
+        found = json.loads(content)
+        (choice,) = found["choices"]
+        text, reason = choice["message"]["content"], choice["finish_reason"]
+        if choice["message"].get("refusal"):
+            text, reason = str(choice["message"]["refusal"]), "content_filter"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None, estimate
+    usage = found.get("usage")
+    counts = [usage.get(key) for key in ("prompt_tokens", "completion_tokens")] if isinstance(usage, dict) else [None]
+    known = len(counts) == 2 and all(type(count) is int and count >= 0 for count in counts)
+    prompt, response = (counts[0], counts[1]) if known else (0, 0)
+    completion = Completion(text if isinstance(text, str) else "", reason if isinstance(reason, str) else None,
+                            prompt or 0, response or 0)  # fmt: skip
+    return completion, model.usage(1, completion.prompt_tokens, completion.response_tokens) if known else estimate

@@ -1,0 +1,1 @@
+"""Protocols of the judge: which questions make a verdict."""

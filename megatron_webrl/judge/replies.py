@@ -1,0 +1,139 @@
+"""Read a judge model's reply. Strict: a reply that does not have exactly the asked form decides nothing.
+
+Two modes. "schema": the whole reply is one JSON object with exactly the fields of the form. "line": free text whose
+last line is exactly the form's line, such as `VERDICT: yes`. No other text of a reply is ever searched for a decision.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+MODES = ("schema", "line")
+MAX_REPLY_CHARS = 50_000
+MAX_KEY_POINTS = 20
+SCORES = (1, 2, 3, 4, 5)
+
+Value = bool | int | str
+_VERDICT_LINE = re.compile(r"VERDICT: (yes|no)")
+_SCORE_LINE = re.compile(r"SCORE: ([1-5])")
+_KEY_POINTS_LINE = re.compile(r"(END OF KEY POINTS)")
+
+
+class UnusableReply(Exception):
+    """A reply that decides nothing. `name` says why in a word, such as "truncated"; `text` is the reply, if any."""
+
+    def __init__(self, name: str, text: str = "") -> None:
+        super().__init__(name)
+        self.name, self.text = name, text
+
+
+@dataclass(frozen=True)
+class ReplyForm:
+    """What a reply consists of: a text and one value."""
+
+    name: str  # of the prompt files that ask for the form
+    text_field: str  # "" for none
+    value_field: str
+    value_schema: dict[str, Any]
+    line: re.Pattern[str]  # the last line in line mode; its group is the value
+    read_value: Callable[[Any], Value | None]  # of the JSON value; None: invalid
+    read_line: Callable[[str, str], Value | None]  # of the line's group and the text before it
+
+    def schema(self, max_reason_chars: int = 0) -> dict[str, Any]:
+        """The JSON schema, text first: a reason that precedes the decision can inform it. 0: a text of any length."""
+        text = {"type": "string"} | ({"maxLength": max_reason_chars} if max_reason_chars else {})
+        properties: dict[str, Any] = {self.text_field: text} if self.text_field else {}
+        properties[self.value_field] = self.value_schema
+        return {
+            "type": "object", "properties": properties, "required": list(properties), "additionalProperties": False,
+        }  # fmt: skip
+
+
+def _key_points(found: Any) -> str | None:
+    texts = [text.strip() for text in found if isinstance(text, str)] if isinstance(found, list) else []
+    if not 0 < len(texts) <= MAX_KEY_POINTS or len(texts) != len(found) or not all(texts):
+        return None
+    return "\n".join(f"{number}. {' '.join(text.split())}" for number, text in enumerate(texts, 1))
+
+
+VERDICT = ReplyForm(
+    "verdict", "reason", "verdict", {"type": "string", "enum": ["yes", "no"]}, _VERDICT_LINE,
+    lambda value: {"yes": True, "no": False}.get(value) if isinstance(value, str) else None,
+    lambda word, text: word == "yes",
+)  # fmt: skip
+SCORE = ReplyForm(
+    "score", "reason", "score", {"type": "integer", "enum": list(SCORES)}, _SCORE_LINE,
+    lambda value: value if type(value) is int and value in SCORES else None,
+    lambda word, text: int(word),
+)  # fmt: skip
+KEY_POINTS = ReplyForm(
+    "key_points", "", "key_points", {"type": "array", "items": {"type": "string"}}, _KEY_POINTS_LINE, _key_points,
+    lambda word, text: _key_points([line for line in text.split("\n") if line.strip()]),
+)  # fmt: skip
+FORMS = {form.name: form for form in (VERDICT, SCORE, KEY_POINTS)}
+
+
+def parse_reply(form: ReplyForm, mode: str, content: str, finish_reason: str | None) -> tuple[Value, str]:
+    """The value of a reply, and its text. Raises UnusableReply: refusal, truncated, empty, too_long, unparsable,
+    wrong_schema or contradictory.
+
+    `finish_reason`: the endpoint's; a reply that did not end by itself decides nothing, whatever it says.
+    """
+    if finish_reason != "stop":
+        raise UnusableReply("refusal" if finish_reason == "content_filter" else "truncated", content)
+    if not content.strip():
+        raise UnusableReply("empty", content)
+    if len(content) > MAX_REPLY_CHARS:
+        raise UnusableReply("too_long", content)
+    value, text = (_parse_object if mode == "schema" else _parse_lines)(form, content)
+    for line in _lines(text):
+        match = form.line.fullmatch(line.strip())
+        if match and form.read_line(match[1], text) not in (value, None):
+            raise UnusableReply("contradictory", content)
+    return value, text
+
+
+def _parse_object(form: ReplyForm, content: str) -> tuple[Value, str]:
+    try:
+        found = json.loads(content, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except UnusableReply as error:
+        raise UnusableReply(error.name, content) from None
+    except (ValueError, RecursionError):
+        raise UnusableReply("unparsable", content) from None
+    names = [name for name in (form.text_field, form.value_field) if name]
+    if not isinstance(found, dict) or sorted(found) != sorted(names):
+        raise UnusableReply("wrong_schema", content)
+    text, value = found.get(form.text_field, ""), form.read_value(found[form.value_field])
+    if value is None or not isinstance(text, str):
+        raise UnusableReply("wrong_schema", content)
+    return value, text
+
+
+def _parse_lines(form: ReplyForm, content: str) -> tuple[Value, str]:
+    *before, last = _lines(content.rstrip())
+    match, text = form.line.fullmatch(last), "\n".join(before).strip()
+    if match is None:
+        raise UnusableReply("unparsable", content)
+    value = form.read_line(match[1], text)
+    if value is None:
+        raise UnusableReply("wrong_schema", content)
+    return value, text
+
+
+def _lines(text: str) -> list[str]:
+    return re.split(r"\r\n|\r|\n", text)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise UnusableReply("contradictory")
+    return found
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")

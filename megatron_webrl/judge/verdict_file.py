@@ -1,0 +1,90 @@
+"""Verdicts on stored episodes: a JSONL file that grows by a line for each verdict, and continues where it ended."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from megatron_webrl.config.judge import JudgeConfig
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.judge.prompts import PromptFiles
+from megatron_webrl.judge.protocols.catalog import PROTOCOLS
+from megatron_webrl.types import JUDGE_ERROR, Trajectory, Verdict
+
+_WITHOUT_EFFECT = ("cache", "budget", "concurrency", "timeout_seconds", "deadline_seconds", "prompts")
+"""Settings that do not change what a verdict means."""
+
+
+def settings_digest(settings: JudgeConfig) -> str:
+    """8 digits that name all settings and prompts on which verdicts depend; endpoints may move."""
+    found: dict[str, Any] = {key: value for key, value in asdict(settings).items() if key not in _WITHOUT_EFFECT}
+    for slot in ("verdict", "blocked", "relevance"):
+        found[slot] = found[slot]["name"]
+    if settings.uses_models:
+        (stages,) = [kind.stages for kind in PROTOCOLS if kind.name == settings.protocol]
+        found["prompts"] = PromptFiles.load(settings.prompts, settings.protocol, stages).digest
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:8]
+
+
+class VerdictFile:
+    """Lines by episode key. Verdicts without a usable reply are not kept: a second run asks again."""
+
+    def __init__(self, path: Path, digest: str) -> None:
+        """Read what is there, and open the file to append. Raises ConfigError: verdicts by other settings, no file."""
+        self.path, self._digest = path, digest
+        self.lines: dict[str, dict[str, Any]] = {}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            complete = self._read(path.read_bytes()) if path.exists() else 0
+            self._file: TextIO = path.open("a", encoding="utf-8", buffering=1)
+            self._file.truncate(complete)  # a line that a crash cut off
+        except OSError as error:
+            raise ConfigError(
+                f"the verdicts cannot be kept in {path}: {error.strerror}; name a file by --out"
+            ) from error
+
+    def __enter__(self) -> VerdictFile:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
+
+    def add(self, key: str, trajectory: Trajectory, verdict: Verdict) -> dict[str, Any]:
+        """Append a verdict; returns its line."""
+        line = {
+            "episode": key, "settings": self._digest, "ticket": trajectory.ticket, "index": trajectory.index,
+            "task": trajectory.task.id, "stored": trajectory.outcome, **asdict(verdict),
+        }  # fmt: skip
+        self._file.write(json.dumps(line) + "\n")
+        self.lines[key] = line
+        return line
+
+    def _read(self, content: bytes) -> int:
+        """Take the complete lines; returns their length in bytes."""
+        complete = content.rfind(b"\n") + 1
+        for number, text in enumerate(content[:complete].splitlines(), 1):
+            line = _parse(self.path, number, text)
+            if line["settings"] != self._digest:
+                raise ConfigError(
+                    f"{self.path}:{number} was judged with other settings ({line['settings']}, not {self._digest}); "
+                    "name another file by --out, or remove it"
+                )
+            if line["outcome"] == JUDGE_ERROR:
+                self.lines.pop(line["episode"], None)
+            else:
+                self.lines[line["episode"]] = line
+        return complete
+
+
+def _parse(path: Path, number: int, text: bytes) -> dict[str, Any]:
+    try:
+        line = json.loads(text)
+        if isinstance(line, Mapping) and {"episode", "settings", "outcome", "stored", "stages"} <= line.keys():
+            return dict(line)
+    except ValueError:
+        pass
+    raise ConfigError(f"{path}:{number} is no line of verdicts; name another file by --out")

@@ -1,0 +1,142 @@
+"""Evaluate a checkpoint with the workers of a job: request its evaluations, collect, store and print the results."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlflow.exceptions import MlflowException
+from rich.console import Console
+from torch.distributed import DistNetworkError, DistStoreError
+
+from megatron_webrl.config.schema import Config
+from megatron_webrl.control.control_plane import ControlClient, JobFailed
+from megatron_webrl.evaluation import evaluation_queue, result_files, result_table
+from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, EvaluationResult, ResultCollector
+from megatron_webrl.evaluation.results import aggregate_results, mlflow_metrics, paired_difference
+from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint
+from megatron_webrl.system.text import first_line
+from megatron_webrl.tasks.evaluation_count import count_evaluation_tasks
+from megatron_webrl.tracking.mlflow_run import MLflowTracker
+
+POLL_SECONDS = 0.25
+
+
+@dataclass(frozen=True)
+class EvaluationProgress:
+    """What a running evaluation has so far."""
+
+    kind: str  # "checkpoint" or "blank images"
+    status: str  # of the first worker, until the first episode of the job has started; then empty
+    results: Mapping[int, EvaluationResult]  # by episode
+    episodes: int  # requested
+
+
+@dataclass
+class CheckpointEvaluation:
+    """The evaluations of a checkpoint, one after the other. Call `run` once, then `print_results` if it finished."""
+
+    config: Config
+    checkpoint: EvaluatedCheckpoint
+    output_file: Path | None = None
+    summaries: list[dict[str, Any]] = field(default_factory=list)
+    results: list[list[EvaluationResult]] = field(default_factory=list)  # by summary
+
+    def run(
+        self, control: ControlClient, poll: Callable[[], str | None], show: Callable[[EvaluationProgress], None]
+    ) -> str:
+        """Run all evaluations and store their results; returns the outcome of the job.
+
+        `poll` watches the job and returns its outcome if it has ended early; `show` receives every POLL_SECONDS what
+        the current evaluation has. Raises JobFailed without a control plane.
+        """
+        try:
+            for number, kind in enumerate(self._kinds(), 1):
+                if (outcome := self._evaluate(control, number, kind, poll, show)) is not None:
+                    return outcome
+        except (DistNetworkError, DistStoreError) as error:
+            raise JobFailed(f"{control.role} lost the control plane at {control.host}:{control.port}") from error
+        return self._store_results()
+
+    def print_results(self, console: Console) -> None:
+        """Print the table of all evaluations, what they measure of the checkpoint, and where the results are."""
+        console.print(result_table.evaluation_table(self.summaries))
+        console.print(result_table.LEGEND, style="dim")
+        console.print(result_table.format_rates(self.summaries[0]), markup=False, highlight=False, soft_wrap=True)
+        for entry in self.summaries[0]["pass_at"].items() if self.config.evaluation.samples > 1 else ():
+            console.print("pass@{}: {:.1%}".format(*entry), highlight=False)
+        if gain := self._image_gain():
+            line = result_table.format_difference("with screenshots over blank images", gain)
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        path = self.output_file or self.config.run_folder / result_files.FILE
+        console.print(f"results: {path}", markup=False, soft_wrap=True)
+
+    def _kinds(self) -> list[str]:
+        return ["checkpoint", *(["blank_images"] if self.config.evaluation.blank_images else [])]
+
+    def _evaluate(
+        self,
+        control: ControlClient,
+        number: int,
+        kind: str,
+        poll: Callable[[], str | None],
+        show: Callable[[EvaluationProgress], None],
+    ) -> str | None:
+        """Run one evaluation; returns the outcome of the job if it ended early."""
+        settings = self.config.evaluation
+        tasks = count_evaluation_tasks(self.config)
+        request = EvaluationRequest(
+            number, kind, tasks, settings.samples, settings.temperature, self.checkpoint.version, exclusive=True
+        )
+        evaluation_queue.submit_request(control, request)
+        collector, started_at, name = ResultCollector(control, request), None, kind.replace("_", " ")
+        while not collector.poll():
+            if (outcome := poll()) is not None:
+                return outcome
+            started_at = started_at or (time.monotonic() if collector.has_started else None)
+            if started_at is not None and time.monotonic() > started_at + evaluation_queue.TIMEOUT_SECONDS:
+                break
+            status = "" if started_at or number > 1 else control.status_of(self.config.worker_names[0]) or "starting"
+            show(EvaluationProgress(name, status, collector.results, request.episodes))
+            time.sleep(POLL_SECONDS)
+        show(EvaluationProgress(name, "", collector.results, request.episodes))
+        evaluation_queue.withdraw_request(control)
+        results = [collector.results[episode] for episode in sorted(collector.results)]
+        now = time.monotonic()
+        summary = aggregate_results(request, results, now - (started_at or now))
+        result_files.append_evaluation(self.config.run_folder, summary, results)
+        self.summaries.append(summary)
+        self.results.append(results)
+        return None
+
+    def _store_results(self) -> str:
+        """Write the results to the output file and to MLflow; returns the outcome of the job."""
+        if self.output_file is not None:
+            try:
+                self.output_file.write_text(json.dumps(self._report(), indent=1) + "\n")
+            except OSError as error:
+                stored = self.config.run_folder / result_files.FILE
+                return f"failed: --json={self.output_file}: {error.strerror}; the results are in {stored}"
+        try:
+            tracker = MLflowTracker(self.config, None, str)  # shows no trajectories
+            tracker.client.set_tag(tracker.run_id, "checkpoint", str(self.checkpoint.path))
+            for summary in self.summaries:
+                tracker.log_metrics(mlflow_metrics(summary), summary["version"])
+            tracker.close("FINISHED")
+        except MlflowException as error:
+            return f"failed: MLflow at {self.config.tracking_uri} stored no metrics: {first_line(error)}"
+        return "finished"
+
+    def _report(self) -> dict[str, Any]:
+        report: dict[str, Any] = {"checkpoint": str(self.checkpoint.path), "evaluation": self.summaries[0]}
+        report["episodes"] = [asdict(result) for result in self.results[0]]
+        if len(self.summaries) > 1:
+            report |= {"blank_images": self.summaries[1], "image_gain": self._image_gain()}
+        return report
+
+    def _image_gain(self) -> dict[str, Any] | None:
+        return paired_difference(self.results[1], self.results[0]) if len(self.results) > 1 else None

@@ -1,0 +1,62 @@
+"""The command line of `webrl eval`, on this machine and as the first part of a job of several nodes."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from megatron_webrl.launch.task_validation import check_evaluators, check_tasks_and_browser
+
+
+def add_eval(commands: Any) -> None:
+    """Add `webrl eval` to the parser."""
+    evaluation = commands.add_parser(
+        "eval",
+        help="success rate of a checkpoint on held-out tasks",
+        description="Run the agent with the weights of a checkpoint on held-out tasks, on this machine; "
+        "launch/slurm/eval.sh does so on several. Exit code 1: failed; 2: bad input; 130: Ctrl-C. docs/evaluation.md",
+        epilog="example: webrl eval runs/quickstart/checkpoints evaluation.episodes=50 --json result.json",
+    )
+    add_evaluation_arguments(evaluation)
+    evaluation.set_defaults(run=_eval)
+
+
+def add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the checkpoint, its configuration, and the options of an evaluation."""
+    parser.add_argument(
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="Hugging Face folder, checkpoint of a run, or the run"
+    )
+    parser.add_argument(
+        "config_and_overrides",
+        nargs="*",
+        metavar="CONFIG key=value",
+        help="YAML file (default: config.yaml of the checkpoint's run), and settings that replace those of the file",
+    )
+    for option, key, text in (
+        ("--episodes", "episodes", "held-out tasks of each environment"),
+        ("--samples", "samples", "episodes of each task, for pass@k"),
+        ("--temperature", "temperature", "sampling temperature; 0: greedy"),
+    ):
+        parser.add_argument(option, metavar="N", help=f"{text} (evaluation.{key})")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and episodes to FILE, too")
+
+
+def evaluation_arguments(options: argparse.Namespace) -> list[str]:
+    """The configuration file, if given, and all overrides."""
+    chosen = {key: getattr(options, key) for key in ("episodes", "samples", "temperature")}
+    overrides = [f"evaluation.{key}={value}" for key, value in chosen.items() if value is not None]
+    return [*options.config_and_overrides, *overrides]
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint, evaluation_config
+    from megatron_webrl.launch.evaluation_launcher import run_evaluation
+
+    checkpoint = EvaluatedCheckpoint.resolve(options.checkpoint)
+    config = evaluation_config(checkpoint, evaluation_arguments(options))
+    check_tasks_and_browser(config)
+    check_evaluators(config)
+    return run_evaluation(checkpoint, config, Console(), options.json)

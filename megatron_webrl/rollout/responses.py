@@ -1,0 +1,119 @@
+"""Response forms: the fields that a model writes before its tool call, and reading them back.
+
+Memory: {"price of the lamp": "12.50"}
+Progress: {"find the price": "finished", "answer": "not finished"}
+Intention: answer
+Action: Give the price as the answer.
+<tool_call>...</tool_call>
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+THOUGHT_OPEN, THOUGHT_CLOSE = "<think>", "</think>"
+FIELDS = ("Memory", "Progress", "Intention", "Action")  # in the order of a response
+_FIELD = re.compile(rf"^[ \t]*(?:\*\*)?({'|'.join(FIELDS)})(?:\*\*)?[ \t]*:(?:\*\*)?", re.MULTILINE)
+_THOUGHT = re.compile(rf"{THOUGHT_OPEN}(.*?)(?:{THOUGHT_CLOSE}\s*|\Z)", re.DOTALL)
+_TOOL_CALL = "<tool_call>"
+_EMPTY_JSON = ("", "{}", "[]", '""', "null")
+
+
+@dataclass(frozen=True)
+class ResponseForm:
+    """What a response consists of."""
+
+    lines: tuple[str, ...]  # of the system message: one for each field, in order
+    rules: tuple[str, ...] = ()  # of the system message
+    carried: tuple[str, ...] = ()  # fields of which every later prompt has the latest text
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the fields, in order."""
+        return tuple(line.partition(":")[0] for line in self.lines)
+
+
+_ACTION = "Action: one short sentence that says what you do on the page"
+_PROGRESS = 'Progress: a JSON object, each part of the task with "finished" or "not finished"'
+_MEMORY_FIELDS = (
+    'Memory: a JSON object, each fact that you need later with its name, such as {"price of the lamp": "12.50"}',
+    _PROGRESS,
+    "Intention: the part of the task, as Progress names it, that this step serves",
+    _ACTION,
+)
+_SPLIT_RULE = "You may split or rename the parts of Progress as you learn more."
+_JSON_RULE = "Write the JSON of Memory and Progress on one line each, with what this step has shown you."
+
+FORMS = {
+    "bare": ResponseForm(()),
+    "vanilla": ResponseForm((_ACTION,)),
+    "progress": ResponseForm(
+        (_PROGRESS, _ACTION),
+        (
+            "Write the JSON of Progress on one line, with what this step has shown you.",
+            "Note facts that you need later, such as prices, names and dates, in Progress too.",
+            f"{_SPLIT_RULE} Keep every fact that is still needed.",
+        ),
+        ("Progress",),
+    ),
+    "memory_additive": ResponseForm(
+        _MEMORY_FIELDS,
+        (_JSON_RULE, "Repeat all of your last Memory unchanged and add new facts at its end.", _SPLIT_RULE),
+        ("Memory", "Progress"),
+    ),
+    "memory_compressive": ResponseForm(
+        _MEMORY_FIELDS,
+        (
+            _JSON_RULE,
+            "Rewrite Memory at each step: keep the facts that the rest of the task needs, leave out the others.",
+            _SPLIT_RULE,
+        ),
+        ("Memory", "Progress"),
+    ),
+}
+"""By rollout.context.response_format: docs/context.md."""
+
+
+def split_thinking(response: str) -> tuple[str, str]:
+    """Thoughts and answer of a response.
+
+    A thought ends at </think> or at the end of a response that was cut off. It begins at <think>; without that tag,
+    everything up to the first </think> is a thought.
+    """
+    thoughts = []
+    before, closed, after = response.partition(THOUGHT_CLOSE)
+    if closed and THOUGHT_OPEN not in before:
+        thoughts, response = [before], after.lstrip()
+    thoughts += _THOUGHT.findall(response)
+    return "\n".join(filter(None, map(str.strip, thoughts))), _THOUGHT.sub("", response)
+
+
+def strip_thinking(response: str) -> str:
+    """The answer of a response, without its thoughts."""
+    return split_thinking(response)[1]
+
+
+def split_fields(response: str) -> dict[str, str]:
+    """The text of each field of a response without thoughts; of a field that occurs twice the last.
+
+    A field begins on a line of its own and ends before the next field or the tool call. The last field of a response
+    without a tool call is left out, as it may have been cut off.
+    """
+    call = response.find(_TOOL_CALL)
+    found = list(_FIELD.finditer(response))
+    fields: dict[str, str] = {}
+    for match, following in zip(found, [*(later.start() for later in found[1:]), call], strict=False):
+        end = min(following, call) if call >= 0 else following
+        if text := response[match.end() : max(end, 0)].strip():
+            fields[match[1]] = text
+    return fields
+
+
+def memory_characters(response: str) -> int:
+    """Characters of the Memory that a response writes outside of thoughts: 0 if it is empty, -1 if it is missing."""
+    answer = strip_thinking(response)
+    if not any(match[1] == "Memory" for match in _FIELD.finditer(answer)):
+        return -1
+    text = split_fields(answer).get("Memory", "")
+    return 0 if "".join(text.split()) in _EMPTY_JSON else len(text)

@@ -1,0 +1,121 @@
+"""An evaluation as a job of several nodes: preparation, and conversion of the checkpoint for the engines.
+
+The engines use every GPU of the job's nodes. The first node prepares the run's folder, converts a Megatron checkpoint
+into it, which all nodes read, and collects the results (evaluation_host.py).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import FrameType
+
+from megatron_webrl.config.load import save_config
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.launch import role_process
+from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint, check_output_file, parse_evaluation_config
+from megatron_webrl.launch.task_validation import check_evaluators, check_tasks_and_browser
+from megatron_webrl.launch.validation import check_config
+from megatron_webrl.slurm.prepare import describe_processes, make_job_folder, plan_processes
+
+JOB_FILE = "evaluation_job.json"
+MODEL_FOLDER = "converted_model"  # in the run's folder, until the end of the job
+
+
+@dataclass(frozen=True)
+class EvaluationJob:
+    """What the preparation decided, for the later commands of the job."""
+
+    checkpoint: EvaluatedCheckpoint
+    output_file: Path | None
+
+    def save(self, folder: Path) -> None:
+        """Write it to the run's folder."""
+        fields = {"checkpoint": asdict(self.checkpoint), "output_file": self.output_file}
+        (folder / JOB_FILE).write_text(json.dumps(fields, indent=1, default=str) + "\n")
+
+    @classmethod
+    def load(cls, folder: Path) -> EvaluationJob:
+        """Read it from the run's folder. Raises ConfigError for the folder of another job."""
+        path = folder / JOB_FILE
+        if not path.is_file():
+            raise ConfigError(
+                f"{path} does not exist; prepare the evaluation first: webrl node prepare-eval CHECKPOINT"
+            )
+        fields = json.loads(path.read_text())
+        checkpoint = EvaluatedCheckpoint(**{**fields["checkpoint"], "path": Path(fields["checkpoint"]["path"])})
+        return cls(checkpoint, Path(fields["output_file"]) if fields["output_file"] else None)
+
+
+def plan_evaluation(
+    path: Path, arguments: Sequence[str], nodes: int, output_file: Path | None
+) -> tuple[Config, EvaluationJob]:
+    """The configuration of an evaluation on `nodes` nodes, without looking at any machine. Raises ConfigError.
+
+    `path`: of the checkpoint; `arguments`: a configuration file and overrides, as of `webrl eval`.
+    """
+    checkpoint = EvaluatedCheckpoint.resolve(path)
+    config = parse_evaluation_config(checkpoint, arguments, nodes)
+    check_output_file(output_file)
+    return config, EvaluationJob(checkpoint, output_file and output_file.absolute())
+
+
+def prepare_evaluation(
+    config: Config, job: EvaluationJob, stubbed: bool, report: Callable[[str], None], environment: Mapping[str, str]
+) -> Path:
+    """Make the run's folder of an evaluation; returns the path of its config.yaml.
+
+    `stubbed`: no worker will run, so model and packages are not checked. Raises ConfigError before anything is made.
+    """
+    placement = plan_processes(config)
+    if not stubbed:
+        check_config(config)
+        check_tasks_and_browser(config, require_browser=False)
+        check_evaluators(config)
+    shutil.rmtree(config.run_folder / MODEL_FOLDER, ignore_errors=True)  # left by a job that was killed
+    path = make_job_folder(config, placement, report, environment)
+    job.save(config.run_folder)
+    return path
+
+
+def describe_evaluation(config: Config, job: EvaluationJob, stub_command: str) -> list[str]:
+    """Every process of an evaluation: node, devices, cores, and the full command. Raises ConfigError."""
+    placement = plan_processes(config)
+    lines = describe_processes(config, placement, stub_command)
+    settings = str(role_process.config_path(config))
+    if job.checkpoint.is_megatron:
+        lines.append(f"node 0 conversion: {_command('convert', settings)}")
+    return [*lines, f"node 0 evaluation: {_command('eval', settings, '--host', 'FIRST_NODE')}"]
+
+
+def convert_checkpoint(config: Config) -> None:
+    """Convert the job's Megatron checkpoint, if it is one, and let config.yaml name the result as the model.
+
+    Raises ConfigError for incomplete weights, and writes it to summary.json. SIGTERM ends it and leaves no weights.
+    """
+    job, folder = EvaluationJob.load(config.run_folder), config.run_folder / MODEL_FOLDER
+    if not job.checkpoint.is_megatron:
+        return
+    signal.signal(signal.SIGTERM, _exit)
+    try:
+        job.checkpoint.convert(folder)
+    except ConfigError as error:
+        from megatron_webrl.tracking import summary
+
+        summary.write_summary(config.run_folder, f"failed: {error}", None)
+        raise
+    config.model = replace(config.model, path=str(folder))
+    save_config(config, role_process.config_path(config))
+
+
+def _command(*arguments: str) -> str:
+    return " ".join(role_process.webrl_command(["node", *arguments]))
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)  # unlike the signal's default, it removes the incomplete folder

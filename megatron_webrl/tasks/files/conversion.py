@@ -1,0 +1,149 @@
+"""Task files of every kind as JSONL: what is not JSONL is converted once, into the cache folder, one row a line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.system.text import first_line
+from megatron_webrl.tasks.files import cache
+from megatron_webrl.tasks.files.cache import Fingerprint
+from megatron_webrl.tasks.files.field_map import FieldMap
+
+log = logging.getLogger(__name__)
+
+VERSION = 1  # of what conversion writes: another one makes every file be converted again
+_BATCH_ROWS = 1000
+_HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # with or without an organisation
+_INSTALL = "pip install 'megatron_webrl[datasets]'"
+
+
+@dataclass(frozen=True)
+class TaskFile:
+    """A task file as JSONL."""
+
+    name: str  # as the configuration gives it; messages call it so. Line numbers are numbers of rows if converted
+    path: Path
+
+
+def resolve_task_file(text: str, setting: str, fields: FieldMap) -> TaskFile:
+    """The JSONL of a JSONL, JSON or Parquet file, of a folder of a dataset (FOLDER or FOLDER:SPLIT), or of a dataset of
+    the Hugging Face hub (NAME:SPLIT). `setting` names it in errors. Raises ConfigError.
+    """
+    path = Path(text)
+    try:
+        if path.is_file():
+            return _resolve_file(text, path, fields)
+        name, _, split = text.rpartition(":")
+        folder = path if path.is_dir() else Path(name) if name and Path(name).is_dir() else None
+        if folder is not None:
+            return _convert_dataset(text, folder, "" if folder == path else split, fields)
+        if split and _HUB_NAME.fullmatch(name):
+            return _convert(text, ("hub", name, split), fields, _hub_rows(name, split, fields.columns))
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{setting}={text} cannot be read: {first_line(error)}") from error
+    raise ConfigError(
+        f"{setting}={text} is neither a file nor a folder here; give a JSONL or Parquet file, the folder of a dataset, "
+        "or NAME:SPLIT of the Hugging Face hub"
+    )
+
+
+def _resolve_file(text: str, path: Path, fields: FieldMap) -> TaskFile:
+    with path.open("rb") as file:
+        beginning = file.read(4096)
+    key = (str(path.resolve()), Fingerprint.of(path))
+    if beginning.startswith(b"PAR1"):
+        return _convert(text, ("parquet", *key), fields, _parquet_rows(path, fields.columns))
+    if beginning.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        return _convert(text, ("json", *key), fields, _array_rows(path))
+    return TaskFile(text, path)
+
+
+def _convert_dataset(text: str, folder: Path, split: str, fields: FieldMap) -> TaskFile:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    content = [(str(path.relative_to(folder)), *(_size_and_time(path))) for path in files]
+    key = ("folder", str(folder.resolve()), split, content)
+    return _convert(text, key, fields, _folder_rows(folder, split, fields.columns))
+
+
+def _size_and_time(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _convert(text: str, key: tuple[Any, ...], fields: FieldMap, rows: Iterable[Any]) -> TaskFile:
+    """Write the rows to the cache folder, unless they are there. Nothing is read of `rows` before that is known."""
+    name = f"{Path(text).name.replace(':', '-')}.jsonl"
+    path = cache.cache_folder() / cache.name_in_cache((VERSION, key, fields.columns), name)
+    if path.is_file():
+        return TaskFile(text, path)
+    cache.make_cache_folder()
+    with cache.exclusive(path):
+        if not path.is_file():
+            log.info("converting %s to %s", text, path)
+            with cache.replaced_atomically(path) as file:
+                for row in rows:
+                    file.write(json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n")
+    return TaskFile(text, path)
+
+
+def _array_rows(path: Path) -> Iterator[Any]:
+    try:
+        yield from json.loads(path.read_bytes())
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}:{error.lineno}: expected a JSON array, found invalid JSON: {error.msg}") from None
+
+
+def _parquet_rows(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise ConfigError(f"{path} needs the package pyarrow; {_INSTALL}") from None
+    with parquet.ParquetFile(path) as file:
+        present = [name for name in columns if name in file.schema_arrow.names]
+        for batch in file.iter_batches(_BATCH_ROWS, columns=present):
+            yield from batch.to_pylist()
+
+
+def _folder_rows(folder: Path, split: str, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Rows of what `save_to_disk` wrote, or of a folder of data files as the hub has them."""
+    datasets = _import_datasets(folder)
+    saved = [name for name in ("dataset_dict.json", "state.json") if (folder / name).is_file()]
+    if not saved:
+        if not split:
+            raise ConfigError(f"{folder} is a folder of data files; name its split, such as {folder}:train")
+        yield from _hub_rows(str(folder), split, columns)
+        return
+    dataset = datasets.load_from_disk(str(folder))
+    if isinstance(dataset, datasets.DatasetDict):
+        if split not in dataset:
+            chosen = f"no split {split}" if split else "several splits"
+            raise ConfigError(f"{folder} has {chosen}; name one, such as {folder}:{next(iter(dataset))}")
+        dataset = dataset[split]
+    elif split and split != str(dataset.split):
+        raise ConfigError(f"{folder} has no splits; leave :{split} out")
+    present = [name for name in columns if name in dataset.column_names]
+    for batch in dataset.select_columns(present).iter(_BATCH_ROWS):
+        yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
+
+
+def _hub_rows(name: str, split: str, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    datasets = _import_datasets(name)
+    for row in datasets.load_dataset(name, split=split, streaming=True):
+        yield {column: row[column] for column in columns if column in row}
+
+
+def _import_datasets(name: object) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(f"{name} needs the package datasets; {_INSTALL}") from None
+    return datasets

@@ -1,0 +1,228 @@
+"""Rows of a task file: one line becomes a task, or an error that names the field, what was expected and what is there.
+
+A row is never half-read: a field that a task has and a row gives must fit, whichever field it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from megatron_webrl.system.text import shorten
+from megatron_webrl.tasks.files import website
+from megatron_webrl.tasks.files.field_map import FieldMap
+from megatron_webrl.tasks.web import ENVIRONMENT_NAME, SOURCE_NAME
+from megatron_webrl.types import DIFFICULTIES, RubricFact, Task
+
+MOST_FACTS = {"easy": 3, "medium": 6}  # of a difficulty; hard has more
+DEFAULT_DIFFICULTY = "medium"  # of rows with neither difficulty nor facts
+MAX_DIFFICULTY = 1000
+MAX_LINE_BYTES = 16 * 2**20
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_MISSING = object()
+_FOUND_CHARACTERS = 60
+_NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")
+
+
+class RowError(ValueError):
+    """A row that does not fit. The message says what was expected and found, without file and line."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a file that is not blank."""
+
+    number: int  # from 1
+    offset: int  # bytes
+    data: bytes  # without the line's end
+
+
+def read_lines(file: BinaryIO) -> Iterator[Line]:
+    """The lines of a file; one that is longer than MAX_LINE_BYTES is cut right after the limit."""
+    number = offset = 0
+    while data := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        length, ended = len(data), data.endswith(b"\n")
+        while not ended and (rest := file.readline(MAX_LINE_BYTES)):
+            length, ended = length + len(rest), rest.endswith(b"\n")
+        skipped = len(BYTE_ORDER_MARK) if offset == 0 and data.startswith(BYTE_ORDER_MARK) else 0
+        if (text := data[skipped:].rstrip(b"\r\n")) and not text.isspace():
+            yield Line(number, offset + skipped, text)
+        offset += length
+
+
+def parse_line(data: bytes) -> dict[str, Any]:
+    """The object of a line. Raises RowError."""
+    if len(data) > MAX_LINE_BYTES:
+        raise RowError(f"expected a line of at most {MAX_LINE_BYTES} bytes, found a longer one")
+    try:
+        row = json.loads(data.decode())
+    except UnicodeDecodeError as error:
+        raise RowError(f"expected UTF-8, found byte 0x{data[error.start]:02x} at column {error.start + 1}") from None
+    except json.JSONDecodeError as error:
+        raise RowError(f"expected a JSON object, found invalid JSON at column {error.colno}: {error.msg}") from None
+    except (ValueError, RecursionError) as error:  # a number or a nesting beyond Python's limits
+        raise RowError(f"expected a JSON object, found invalid JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise RowError(f"expected a JSON object, found {_describe(row)}")
+    return row
+
+
+def parse_task(row: Mapping[str, Any], fields: FieldMap) -> Task:
+    """The task of a row, with a step limit of 0. Raises RowError."""
+    values = _Values(row, fields)
+    facts = values.facts()
+    difficulty, fact_count = values.difficulty(len(facts))
+    start = values.start_page()
+    domain = values.text("domain")
+    return Task(
+        id=values.identifier(),
+        source=SOURCE_NAME,
+        environment=environment_name(domain),
+        seed=0,
+        max_steps=0,
+        instruction=values.text("instruction"),
+        difficulty=difficulty,
+        answer=values.answer(),
+        url=start.url,
+        website=start.website,
+        benchmark=values.text("benchmark") or fields.benchmark,
+        domain=domain,
+        subdomain=values.text("subdomain"),
+        fact_count=fact_count,
+        facts=facts,
+    )
+
+
+def environment_name(domain: str) -> str:
+    """The name of a domain in metrics: lower case letters and digits, with hyphens between."""
+    return _NOT_IN_NAMES.sub("-", domain.lower()).strip("-") or ENVIRONMENT_NAME
+
+
+def difficulty_of(fact_count: int) -> str:
+    """The level of an integer difficulty, which is the number of facts."""
+    return next((name for name, most in MOST_FACTS.items() if fact_count <= most), DIFFICULTIES[-1])
+
+
+class _Values:
+    """The fields of one row, checked as they are read. Methods raise RowError."""
+
+    def __init__(self, row: Mapping[str, Any], fields: FieldMap) -> None:
+        self._row, self._fields = row, fields
+
+    def identifier(self) -> str:
+        """Text, or an integer, which some benchmarks count by."""
+        name, value = self._get("id")
+        if isinstance(value, int) and not isinstance(value, bool):
+            return str(value)
+        return _checked_text(name, value, required=True)
+
+    def text(self, field: str) -> str:
+        """Text without surrounding space; empty for a row without it."""
+        name, value = self._get(field)
+        return _checked_text(name, value, field in self._fields.required)
+
+    def start_page(self) -> website.StartPage:
+        name, value = self._get("website")
+        try:
+            return website.parse_website(_checked_text(name, value, required=True))
+        except RowError:
+            raise
+        except ValueError:
+            raise _unexpected(name, website.EXPECTED, value) from None
+
+    def answer(self) -> str | None:
+        """Text, or a number as the file spells it; None without one."""
+        name, value = self._get("answer")
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return json.dumps(value)
+        return _checked_text(name, value, required=False) or None
+
+    def difficulty(self, facts: int) -> tuple[str, int]:
+        """Level, and number of facts (0: not given). By the facts of a row that names no difficulty."""
+        name, value = self._get("difficulty")
+        if value in (None, _MISSING) and "difficulty" not in self._fields.required:
+            return (difficulty_of(facts), facts) if facts else (DEFAULT_DIFFICULTY, 0)
+        if isinstance(value, str) and value.strip().lower() in DIFFICULTIES:
+            return value.strip().lower(), 0
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_DIFFICULTY:
+            expected = f"an integer from 0 to {MAX_DIFFICULTY}, or one of {', '.join(DIFFICULTIES)}"
+            raise _unexpected(name, expected, value)
+        return difficulty_of(value), value
+
+    def facts(self) -> tuple[RubricFact, ...]:
+        """The facts of all groups. Legacy rows hold texts, or a description, in place of groups with facts."""
+        name, value = self._get("facts")
+        if value in (None, _MISSING, "", []) and "facts" not in self._fields.required:
+            return ()
+        groups = [value] if isinstance(value, str) and value else value
+        if not isinstance(groups, list) or not groups:
+            raise _unexpected(name, "a list of {id, description, facts}, not empty", value)
+        return tuple(fact for number, group in enumerate(groups, 1) for fact in _facts_of_group(name, number, group))
+
+    def _get(self, field: str) -> tuple[str, Any]:
+        """Name and value of the first field of the row that holds a field of the task."""
+        names = self._fields.names.get(field, ())
+        for name in names:
+            if self._row.get(name) is not None:
+                return name, self._row[name]
+        name = names[0] if names else field
+        if any(other in self._row for other in names):
+            return name, None
+        if field in self._fields.named:
+            raise _unexpected(name, "a value or null, because tasks.fields names it", _MISSING)
+        return name, _MISSING
+
+
+def _facts_of_group(name: str, number: int, group: Any) -> Iterator[RubricFact]:
+    place = f"{name}[{number - 1}]"
+    if isinstance(group, str):
+        yield RubricFact(str(number), "", _checked_text(place, group, required=True))
+        return
+    if not isinstance(group, dict):
+        raise _unexpected(place, "{id, description, facts} or text", group)
+    identifier = group.get("id")
+    if not isinstance(identifier, str | int | None) or isinstance(identifier, bool):
+        raise _unexpected(f"{place}.id", "text or an integer", identifier)
+    key = str(number) if identifier is None or identifier == "" else str(identifier)
+    facts = group.get("facts")
+    description = _checked_text(f"{place}.description", group.get("description", _MISSING), required=facts is None)
+    if facts is None:
+        yield RubricFact(key, "", description)
+        return
+    if not isinstance(facts, list) or not facts:
+        raise _unexpected(f"{place}.facts", "a list of texts, not empty", facts)
+    for index, fact in enumerate(facts):
+        yield RubricFact(key, description, _checked_text(f"{place}.facts[{index}]", fact, required=True))
+
+
+def _checked_text(name: str, value: Any, required: bool) -> str:
+    """The text without surrounding space. Raises RowError."""
+    if isinstance(value, str) and value.isascii() and (text := value.strip()):
+        return text  # as nearly all are
+    if value in (None, _MISSING) and not required:
+        return ""
+    if not isinstance(value, str):
+        raise _unexpected(name, "text", value)
+    text = value.strip()
+    if required and not text:
+        raise _unexpected(name, "text that is not empty", value)
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RowError(
+                f"field {name}: expected text, found half of a surrogate pair at character {error.start + 1}"
+            ) from None
+    return text
+
+
+def _unexpected(name: str, expected: str, value: Any) -> RowError:
+    return RowError(f"field {name}: expected {expected}, found {_describe(value)}")
+
+
+def _describe(value: Any) -> str:
+    return "nothing" if value is _MISSING else shorten(json.dumps(value), _FOUND_CHARACTERS)

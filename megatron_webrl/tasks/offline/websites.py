@@ -1,0 +1,171 @@
+"""Server of the offline websites: each visitor, a browser context, has a copy of a website's state."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from megatron_webrl.config.tasks import LatencyConfig
+from megatron_webrl.tasks.click_target import ScriptedPolicyError
+from megatron_webrl.tasks.offline.bar_code import BarCode, draw_bar_code, effects_digest, page_digest
+from megatron_webrl.tasks.offline.goals import website_goal
+from megatron_webrl.tasks.offline.hosts import Website, get_website, is_offline_host, offline_host, page_key
+from megatron_webrl.tasks.server import LocalServer, PageRequest, PageResponse
+from megatron_webrl.tasks.sites.app import Effect
+from megatron_webrl.tasks.sites.catalog import SITE_APPS
+from megatron_webrl.tasks.sites.goal import Goal
+from megatron_webrl.tasks.sites.high_level_actions import HighLevelAction, PageLinks, first_action, read_page_links
+from megatron_webrl.tasks.sites.latency import response_delay
+from megatron_webrl.types import Action, Task
+
+if TYPE_CHECKING:
+    from playwright.async_api import Page
+
+VISITOR_COOKIE = "visitor"
+MAX_VISITORS = 1024  # the one that has been idle longest is forgotten first
+MAX_COUNTED_HOSTS = 4096
+_DENIED = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Access denied</title>
+<link rel="icon" href="data:,"><style>body{font:16px/1.5 "DejaVu Sans",Arial,sans-serif;margin:40px auto;
+max-width:560px;padding:0 20px}.check{border:1px solid #b9c1c7;padding:14px 18px;border-radius:4px}</style></head>
+<body><h1>Access denied</h1><p>Our systems have detected unusual traffic from your network. Confirm that you are not a
+robot to continue.</p><p class="check">&#9744; I am not a robot</p><p>The CAPTCHA could not be loaded.</p></body></html>
+"""
+
+
+class Visitor:
+    """One browser context's copy of a website. Thread-safe."""
+
+    def __init__(self, website: Website, number: int, latency: LatencyConfig) -> None:
+        """`number`: of earlier visitors of the website; refusals and delays are a function of it."""
+        self.website = website
+        self.denied = _uniform(f"{website.host}/{number}") < website.denial_probability
+        self.secret = secrets.token_urlsafe(18)
+        self._app = website.app_class(website.data, website.start)
+        self._name, self._latency, self._requests = f"{website.host}/{number}", latency, 0
+        self._lock = threading.Lock()
+
+    def handle_request(self, request: PageRequest) -> PageResponse:
+        """Answer a request; pages carry a bar code."""
+        with self._lock:
+            delay = response_delay(self._latency, self._name, self._requests)
+            self._requests += 1
+            response = PageResponse(403, _DENIED.encode()) if self.denied else self._app.handle_request(request)
+            page = page_key(self.website.host, request.path, request.query)
+            code = BarCode(page_digest(page), effects_digest(self._app.effects), self.denied)
+        body = _with_bar_code(response.body, code)
+        return PageResponse(response.status, body, response.content_type, response.headers, delay)
+
+    def next_move(self, goal: Goal, view: PageLinks) -> HighLevelAction:
+        """The next action of the goal's scripted policy on a page. Raises ScriptedPolicyError."""
+        if self.denied:
+            raise ScriptedPolicyError(f"{self.website.host} denies access")
+        with self._lock:
+            return goal.scripted_policy(self._app, view)
+
+    @property
+    def effects(self) -> list[Effect]:
+        """The visitor's lasting changes, in order."""
+        with self._lock:
+            return list(self._app.effects)
+
+
+class OfflineWebsites:
+    """All offline websites behind one local server, which starts when `addresses` is first read; `close` stops it."""
+
+    def __init__(self, latency: LatencyConfig | None = None) -> None:
+        self._server = LocalServer(self._respond, "offline-websites")
+        self._latency = latency or LatencyConfig()
+        self._lock = threading.Lock()
+        self._visitors: OrderedDict[str, Visitor] = OrderedDict()  # by secret, longest idle first
+        self._visitor_counts: OrderedDict[str, int] = OrderedDict()  # by host
+
+    @property
+    def origins(self) -> frozenset[str]:
+        """The origins of all websites, with `*` in place of their numbers."""
+        return frozenset(f"http://{site}-*.localhost" for site in SITE_APPS)
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        return {f"{site}-*.localhost": self._server.address for site in SITE_APPS}
+
+    def serves(self, url: str) -> bool:
+        """Whether a URL is of one of these websites."""
+        return offline_host(url) is not None
+
+    def close(self) -> None:
+        """Stop the server."""
+        self._server.close()
+
+    async def demonstrate(self, page: Page, task: Task) -> Action:
+        """The next scripted action. Raises ScriptedPolicyError, and KeyError if the task is none of these websites."""
+        return await first_action(page, await self.next_move(page, task))
+
+    async def next_move(self, page: Page, task: Task) -> HighLevelAction:
+        """The next high-level action of the task's script; errors as for `demonstrate`."""
+        host = offline_host(task.url)
+        if host is None:
+            raise KeyError(task.environment)
+        goal = website_goal(host, task.instruction or "").goal
+        visitor = await self.visitor_of(page, host)
+        if offline_host(page.url) != host or visitor is None:
+            raise ScriptedPolicyError(f"{task.id}: {page.url[:200]} is not a page of {host}")
+        try:
+            return visitor.next_move(goal, await read_page_links(page))
+        except ScriptedPolicyError as error:
+            raise ScriptedPolicyError(f"{task.id}: {error}") from error
+
+    async def visitor_of(self, page: Page, host: str) -> Visitor | None:
+        """The visitor of a host that a page's browser context is; None if it has not been there."""
+        for cookie in await page.context.cookies(f"http://{host}/"):
+            if cookie.get("name") == VISITOR_COOKIE:
+                with self._lock:
+                    return self._visitors.get(cookie.get("value", ""))
+        return None
+
+    def _respond(self, request: PageRequest) -> PageResponse:
+        if not is_offline_host(request.host):
+            return PageResponse(404, b"There is no website here.", "text/plain; charset=utf-8")
+        visitor = self._find_visitor(request)
+        if visitor is not None:
+            return visitor.handle_request(request)
+        visitor = self._new_visitor(request.host)
+        response = visitor.handle_request(request)
+        cookie = {"Set-Cookie": f"{VISITOR_COOKIE}={visitor.secret}; Path=/; HttpOnly"}
+        return PageResponse(
+            response.status, response.body, response.content_type, {**response.headers, **cookie}, response.delay
+        )
+
+    def _find_visitor(self, request: PageRequest) -> Visitor | None:
+        with self._lock:
+            visitor = self._visitors.get(request.cookies.get(VISITOR_COOKIE, ""))
+            if visitor is None or visitor.website.host != request.host:
+                return None
+            self._visitors.move_to_end(visitor.secret)
+            return visitor
+
+    def _new_visitor(self, host: str) -> Visitor:
+        website = get_website(host)
+        with self._lock:
+            number = self._visitor_counts.pop(host, 0)
+            self._visitor_counts[host] = number + 1
+            visitor = Visitor(website, number, self._latency)
+            self._visitors[visitor.secret] = visitor
+            if len(self._visitors) > MAX_VISITORS:
+                self._visitors.popitem(last=False)
+            if len(self._visitor_counts) > MAX_COUNTED_HOSTS:
+                self._visitor_counts.popitem(last=False)
+        return visitor
+
+
+def _with_bar_code(body: bytes, code: BarCode) -> bytes:
+    """A page with the bar code at its end; a response without a page stays as it is."""
+    before, end, after = body.rpartition(b"</body>")
+    return b"".join((before, draw_bar_code(code).encode(), end, after)) if end else body
+
+
+def _uniform(text: str) -> float:
+    """A number in [0, 1) by hash."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big") / 2**56

@@ -1,0 +1,46 @@
+"""Definitions of the metrics of the loss and the optimiser."""
+
+from __future__ import annotations
+
+from megatron_webrl.tracking.metric_reference.definition import section
+
+_DISTRIBUTIONS = {
+    "behaviour_logprob": ("nats", "Log-probability of a response token under the policy that produced it"),
+    "current_logprob": ("nats", "Log-probability of a response token under the current policy"),
+    "clipped_logprob": ("nats", "`current_logprob` of the tokens whose gradient the clip stopped"),
+    "advantage": ("", "Advantage of a response token, that of its episode"),
+}
+_STATISTICS = {"mean": "mean", "std": "population standard deviation", "min": "smallest", "max": "largest"}
+
+SECTIONS = (
+    section(
+        "Loss and optimiser",
+        "trainer/metrics/loss_metrics.py",
+        "Over the response tokens of all passes (epochs and minibatches), on all data-parallel and context-parallel "
+        "ranks. theta is the policy at the pass, prox that at the start of the update, behave the one that produced "
+        "the token; all at the sampling temperature. [algorithm.md](algorithm.md) has the equations.",
+        ("loss", "", "The objective that is minimised, mean over optimiser steps."),
+        ("gradient_norm", "", "Norm of the gradient before clipping, mean over optimiser steps."),
+        ("learning_rate", "", "Learning rate of the next optimiser step."),
+        ("entropy", "nats", "Entropy of theta, mean."),
+        ("entropy/success", "nats", "Entropy of theta in successes, mean."),
+        ("entropy/failure", "nats", "Entropy of theta in failures, mean."),
+        ("dual_clipped", "share", "Tokens whose gradient the dual clip stopped."),
+        ("importance_weight_capped", "share", "Tokens whose importance weight exceeded `importance_weight_cap`."),
+        ("policy_ratio", "ratio", "r = theta / prox (theta / behave if not decoupled), mean."),
+        ("behaviour_importance_weight", "ratio", "w = prox / behave as used, after the cap, mean."),
+        ("approx_kl", "nats", "r - 1 - log r, mean: distance of theta from prox (from behave if not decoupled)."),
+        ("reference_kl", "nats", "q - 1 - log q, q = reference / theta, mean; with `kl_coefficient` only."),
+        ("behaviour_kl_k1", "nats", "log behave - log theta, mean: unbiased estimate of KL(behave, theta)."),
+        (
+            "behaviour_kl_k3",
+            "nats",
+            "r - 1 - log r, r = theta / behave, mean: the same with less variance, never negative.",
+        ),
+        *(
+            (f"{name}_{statistic}", unit, f"{meaning}, {which}.")
+            for name, (unit, meaning) in _DISTRIBUTIONS.items()
+            for statistic, which in _STATISTICS.items()
+        ),
+    ),
+)

@@ -1,0 +1,78 @@
+"""Definitions of the metrics of engines, weight sync, checkpoints and traffic between nodes, and of evaluations."""
+
+from __future__ import annotations
+
+from megatron_webrl.tracking.metric_reference.definition import section
+
+SECTIONS = (
+    section(
+        "Engines",
+        "trainer/metrics/engine_utilization.py",
+        "Since the last update, over all workers.",
+        ("engine/idle_fraction", "share", "Time in which an engine had no request; see [rollout.md](rollout.md)."),
+        ("engine/running_requests", "requests", "Requests in an engine, mean over time."),
+        ("engine/running_episodes", "episodes", "Running episodes of a worker, mean over time."),
+    ),
+    section(
+        "Weight sync",
+        "trainer/weight_sync.py",
+        "Of the last transfer; [weights.md](weights.md).",
+        ("weights/gib", "GiB", "Size of the transfer to all engines."),
+        ("weights/gib_per_second", "GiB/s", "Size by the duration of the transfer."),
+        ("weights/pause_seconds", "s", "Longest pause of an engine."),
+        ("weights/engines", "engines", "Engines that were updated."),
+        ("weights/failed_transfers", "transfers", "Failed transfers since the trainer started."),
+    ),
+    section(
+        "Checkpoints",
+        "trainer/checkpoint/checkpointer.py",
+        "Of the checkpoint completed since the last update, if any; [checkpoints.md](checkpoints.md).",
+        ("checkpoint/blocking_seconds", "s", "Time for which training waited."),
+        ("checkpoint/write_seconds", "s", "Time from the start to the end of writing."),
+        ("checkpoint/size_mib", "MiB", "Size over all ranks."),
+        ("checkpoint/failures", "checkpoints", "Failed checkpoints since the trainer started; missing without one."),
+    ),
+    section(
+        "Nodes",
+        "trainer/exchange/multi_node_exchange.py",
+        "Since the last update, with trainer ranks on several nodes; [packing.md](packing.md#across-nodes).",
+        ("nodes/images_mib", "MiB", "Screenshots that the ranks encoded."),
+        ("nodes/remote_images_mib", "MiB", "Of these, screenshots from another node."),
+        ("nodes/local_fraction", "share", "Share of the screenshots, by size, that were on the node."),
+        ("nodes/other_mib", "MiB", "Other traffic of records between nodes."),
+    ),
+    *(
+        section(
+            title,
+            "evaluation/results.py",
+            f"{scope} The MLflow step is the evaluated version; [evaluation.md](evaluation.md).",
+            (f"{prefix}/success", "share", "Successes among episodes with a verdict."),
+            (f"{prefix}/success_low", "share", "Lower end of the 95 % interval of `success`."),
+            (f"{prefix}/success_high", "share", "Upper end of the 95 % interval of `success`."),
+            (f"{prefix}/success_of_all", "share", "Successes among all requested episodes."),
+            (
+                f"{prefix}/success_within/<steps>",
+                "share",
+                "Episodes with a verdict that succeed in at most 5 to 50 steps.",
+            ),
+            (f"{prefix}/success/<part>", "share", "Successes in one environment, or at one difficulty."),
+            (f"{prefix}/pass_at/<k>", "share", "Probability that k samples of a task include a success."),
+            (f"{prefix}/episodes", "episodes", "Episodes with a verdict."),
+            (f"{prefix}/no_verdict", "episodes", "Episodes without a verdict, such as crashed ones."),
+            (f"{prefix}/missing", "episodes", "Episodes without a result."),
+            (f"{prefix}/judge_dollars", "US dollars", "Cost of all verdicts, by the configured prices."),
+            (f"{prefix}/steps_mean", "steps", "Steps of an episode, mean."),
+            (f"{prefix}/response_tokens_mean", "tokens", "Response tokens of a step, mean."),
+            (f"{prefix}/seconds_mean", "s", "Wall clock of an episode, mean."),
+            (f"{prefix}/wall_seconds", "s", "Wall clock of the evaluation."),
+        )
+        for prefix, title, scope in (
+            ("evaluation", "Evaluation", "Over the tasks of an evaluation before, during or after training."),
+            (
+                "evaluation/blank_images",
+                "Evaluation without images",
+                "Over the tasks of the control with blank images.",
+            ),
+        )
+    ),
+)

@@ -1,0 +1,58 @@
+"""Websites that blocked the agent: training draws none of their tasks for tasks.block_hours."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_webrl.sampling.knowledge import BLOCK, SamplerLog
+from megatron_webrl.types import BLOCKED, Group
+
+FILE = "blocklist.jsonl"
+
+
+class BlockList:
+    """Blocks websites in a sampler log: it applies to the tickets that are admitted from the next state on.
+
+    A website is blocked by the first group with a blocked episode; later groups do not prolong it. Wall-clock time
+    counts, so that a block also expires while no job runs.
+    """
+
+    def __init__(
+        self, sampler_log: SamplerLog, hours: float, path: Path, clock: Callable[[], float] = time.time
+    ) -> None:
+        """`hours`: of a block; 0: none, and those of a checkpoint end. `path`: every event is appended as a line."""
+        self._log, self._seconds, self._path, self._clock = sampler_log, 3600 * hours, path, clock
+        self._added = 0
+
+    def record_group(self, group: Group) -> None:
+        """Block the website of a complete group, trained or dropped, if it blocked any of its episodes."""
+        website = group.trajectories[0].task.website
+        if not website or not self._seconds or all(each.outcome != BLOCKED for each in group.trajectories):
+            return
+        if self._log.blocks.get(website, self._log.end) is None:
+            until = self._clock() + self._seconds
+            self._log.append(BLOCK, website, until)
+            self._added += 1
+            self._write(website, "blocked", until=round(until, 3), ticket=group.ticket)
+
+    def remove_expired(self) -> None:
+        """Unblock the websites whose time is over."""
+        for website, until in self._log.blocks.all(self._log.end).items():
+            if until <= self._clock() or not self._seconds:
+                self._log.append(BLOCK, website, None)
+                self._write(website, "unblocked", until=round(until, 3), ticket=None)
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Websites blocked at present, and those added since the last call."""
+        added, self._added = self._added, 0
+        blocked = len(self._log.blocks.all(self._log.end))
+        return {"blocked_websites": float(blocked), "block_list/added": float(added)}
+
+    def _write(self, website: str, event: str, **fields: Any) -> None:
+        line = {"time": round(self._clock(), 3), "website": website, "event": event, **fields}
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")

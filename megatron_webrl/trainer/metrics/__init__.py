@@ -1,0 +1,1 @@
+"""Metrics that the trainer measures: over tokens, groups, episodes and verdicts."""

@@ -1,0 +1,133 @@
+"""Metrics of complete groups before selection, trained and dropped ones alike."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_webrl.evaluation.results import pass_at, success_within
+from megatron_webrl.system.text import metric_label
+from megatron_webrl.trainer.advantages import common_outcome, has_variance
+from megatron_webrl.trainer.metrics.verdict_statistics import VerdictStatistics
+from megatron_webrl.types import BLOCKED, FAULT_OUTCOMES, JUDGE_ERROR, Group, Trajectory
+
+GROUP_KINDS = ("all_succeeded", "all_failed", "zero_variance")
+ALWAYS_NAMED_MASKS = (BLOCKED, JUDGE_ERROR)  # have a rate even if it is 0
+
+
+@dataclass
+class _Totals:
+    """Counts since the last call of `pop_metrics`. Holds no trajectory: their arrays are views of the ring."""
+
+    groups: Counter[str] = field(default_factory=Counter)
+    episodes: Counter[str] = field(default_factory=Counter)  # trainable, by environment
+    successes: Counter[str] = field(default_factory=Counter)  # by environment
+    success_steps: Counter[int] = field(default_factory=Counter)  # successes by their number of steps
+    reward_variances: list[float] = field(default_factory=list)  # of groups
+    pass_at: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # by k, of groups
+    finished: int = 0  # episodes, masked ones included
+    masks: Counter[str] = field(default_factory=Counter)  # masked episodes by reason
+    difficulties: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    dropped_steps: Counter[str] = field(default_factory=Counter)  # steps of dropped groups, by reason
+
+
+class GroupStatistics:
+    """Counts complete groups and their episodes, masked ones included, and the verdicts on them.
+
+    A training batch is a biased sample: it lacks groups without variance. These metrics estimate the policy itself.
+    """
+
+    def __init__(self, reward: Callable[[Trajectory], float]) -> None:
+        """`reward`: the reward function that decides whether a group has variance."""
+        self._reward = reward
+        self._totals, self._verdicts = _Totals(), VerdictStatistics()
+
+    def add(self, group: Group) -> None:
+        """Count a complete group."""
+        for trajectory in group.trajectories:
+            self._add_finished(trajectory)
+        trainable = [trajectory for trajectory in group.trajectories if trajectory.trainable]
+        if not trainable:
+            return
+        totals, common, varied = self._totals, common_outcome(group), has_variance(group, self._reward)
+        totals.groups.update(["all", *([common] if common else []), *([] if varied else ["zero_variance"])])
+        totals.reward_variances.append(float(np.var([self._reward(trajectory) for trajectory in trainable])))
+        for trajectory in trainable:
+            environment, succeeded = metric_label(trajectory.task.environment), trajectory.outcome == "success"
+            totals.episodes[environment] += 1
+            totals.successes[environment] += succeeded
+            totals.success_steps[len(trajectory.steps)] += succeeded
+        successes, size = sum(t.outcome == "success" for t in trainable), len(group.trajectories)
+        for k in {size, size // 2} - {0}:
+            if len(trainable) >= k:
+                totals.pass_at[k].append(pass_at(k, len(trainable), successes))
+
+    def add_dropped(self, group: Group, reason: str) -> None:
+        """Count the steps of a group that is dropped for `reason`."""
+        self._totals.dropped_steps[metric_label(reason)] += sum(len(t.steps) for t in group.trajectories)
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Metrics since the last call, by MLflow name; none without a complete or a dropped group."""
+        totals, self._totals = self._totals, _Totals()
+        return (
+            _finished_metrics(totals) | _group_metrics(totals) | _dropped_metrics(totals) | self._verdicts.pop_metrics()
+        )
+
+    def _add_finished(self, trajectory: Trajectory) -> None:
+        totals, difficulty = self._totals, self._totals.difficulties[metric_label(trajectory.task.difficulty)]
+        totals.finished += 1
+        difficulty["episodes"] += 1
+        difficulty["crashes"] += trajectory.outcome in FAULT_OUTCOMES
+        if trajectory.trainable:
+            difficulty["trainable"] += 1
+            difficulty["successes"] += trajectory.outcome == "success"
+        else:
+            totals.masks[metric_label(mask_name(trajectory))] += 1
+        if trajectory.verdict is not None:
+            self._verdicts.add(trajectory.verdict)
+
+
+def mask_name(trajectory: Trajectory) -> str:
+    """Why an episode that is not trainable is masked."""
+    return "no_tokens" if trajectory.outcome in ("success", "failure") else trajectory.outcome
+
+
+def _group_metrics(totals: _Totals) -> dict[str, float]:
+    """Rates of kinds of groups, success over all and by environment: over groups with a trainable episode."""
+    groups, episodes, successes = totals.groups, totals.episodes, totals.successes
+    if not groups:
+        return {}
+    metrics = {f"group_rate/{name}": groups[name] / groups["all"] for name in GROUP_KINDS}
+    metrics |= {f"rollout_success_rate/{name}": successes[name] / count for name, count in episodes.items()}
+    total = episodes.total()
+    metrics |= {"rollout_success_rate": successes.total() / total, "rollout_episodes": float(total)}
+    within = success_within(totals.success_steps.elements(), total)
+    metrics |= {f"success_within/{limit}": share for limit, share in within.items()}
+    metrics |= {f"rollout_pass_at/{k}": float(np.mean(values)) for k, values in sorted(totals.pass_at.items())}
+    return metrics | {"group_reward_variance": float(np.mean(totals.reward_variances))}
+
+
+def _finished_metrics(totals: _Totals) -> dict[str, float]:
+    """Rates of masked episodes by reason and of crashes by difficulty: over all episodes of complete groups."""
+    if not totals.finished:
+        return {}
+    metrics = {"finished_episodes": float(totals.finished), "masked_rate": totals.masks.total() / totals.finished}
+    reasons = sorted({*totals.masks, *ALWAYS_NAMED_MASKS})
+    metrics |= {f"masked_rate/{reason}": totals.masks[reason] / totals.finished for reason in reasons}
+    for name, counts in sorted(totals.difficulties.items()):
+        metrics[f"difficulty/{name}/episodes"] = float(counts["episodes"])
+        metrics[f"difficulty/{name}/crash_rate"] = counts["crashes"] / counts["episodes"]
+        if counts["trainable"]:
+            metrics[f"difficulty/{name}/success_rate"] = counts["successes"] / counts["trainable"]
+    return metrics
+
+
+def _dropped_metrics(totals: _Totals) -> dict[str, float]:
+    """Steps of dropped groups, in total and by reason."""
+    if not (totals.finished or totals.dropped_steps):
+        return {}
+    by_reason = {f"filtered_steps/{name}": float(count) for name, count in sorted(totals.dropped_steps.items())}
+    return by_reason | {"filtered_steps": float(totals.dropped_steps.total())}

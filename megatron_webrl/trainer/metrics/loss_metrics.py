@@ -1,0 +1,37 @@
+"""Metrics of an update from the sums and extremes over its tokens. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron_webrl.trainer.metrics.moments import summarise
+
+PER_TOKEN_METRICS = (
+    "dual_clipped",
+    "importance_weight_capped",
+    "policy_ratio",
+    "behaviour_importance_weight",
+    "approx_kl",
+    "reference_kl",
+    "behaviour_kl_k1",
+    "behaviour_kl_k3",
+    "entropy",
+)
+"""Sums that are reported as means over the response tokens of all passes."""
+
+TOKEN_DISTRIBUTIONS = ("behaviour_logprob", "current_logprob", "clipped_logprob", "advantage")
+
+
+def loss_metrics(totals: Mapping[str, float]) -> dict[str, float]:
+    """Metrics by MLflow name from the totals of `train_batch`; those without tokens are left out."""
+    tokens = totals["response_tokens"]
+    metrics = {name: totals[name] for name in ("loss", "gradient_norm", "learning_rate")}
+    metrics |= {name: totals[name] / max(1.0, tokens) for name in PER_TOKEN_METRICS if name in totals}
+    success = totals["success_tokens"]
+    if success:
+        metrics["entropy/success"] = totals["success_entropy"] / success
+    if tokens > success:
+        metrics["entropy/failure"] = (totals["entropy"] - totals["success_entropy"]) / (tokens - success)
+    for name in TOKEN_DISTRIBUTIONS:
+        metrics |= summarise(name, totals)
+    return metrics

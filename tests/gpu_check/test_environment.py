@@ -1,0 +1,83 @@
+"""The machine against what the packages and cluster.* ask for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_webrl.config.cluster import ClusterConfig
+from megatron_webrl.gpu_check.environment_section import check_cache, check_driver
+from megatron_webrl.gpu_check.topology import read_topology, topology_problems
+from megatron_webrl.preflight.cuda_driver import CudaDriver
+
+MOUNTS = "/dev/sda / ext4 rw 0 0\nserver:/home /home nfs4 rw 0 0\ntmpfs /home/me/local tmpfs rw 0 0\n"
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A sysfs of two NUMA nodes of four cores, two GPUs and a network card, and the nvidia-smi of this machine."""
+    for node, cores in enumerate(("0-3", "4-7")):
+        folder = tmp_path / "sys/devices/system/node" / f"node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{cores}\n")
+    for gpu, node in enumerate((0, 1)):
+        folder = tmp_path / "sys/bus/pci/devices" / f"0000:0{gpu}:00.0"
+        folder.mkdir(parents=True)
+        (folder / "numa_node").write_text(f"{node}\n")
+    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\nprintf '00000000:00:00.0\\n00000000:01:00.0\\n'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent))
+    return tmp_path / "sys"
+
+
+def test_the_topology_is_read_from_kernel_and_driver(machine: Path) -> None:
+    found = read_topology(machine)
+    assert found.numa_cores == (frozenset(range(4)), frozenset(range(4, 8)))
+    assert found.gpu_numa == (0, 1)
+    assert found.nics == {"mlx5_0"}
+
+
+def test_a_configuration_that_describes_the_machine_has_no_problem(machine: Path) -> None:
+    cluster = ClusterConfig(gpus_per_node=2, numa_cores=["0-3", "4-7"], gpu_numa=[0, 1], nics=["mlx5_0", "mlx5_0"])
+    assert topology_problems(cluster, read_topology(machine)) == []
+
+
+@pytest.mark.parametrize(
+    ("cluster", "problem"),
+    [
+        (ClusterConfig(numa_cores=["0-55"]), r"numa_cores\[0\]=0-55: the machine has no core 8"),
+        (ClusterConfig(numa_cores=["0-7"]), r"numa_cores\[0\]=0-7 spans NUMA nodes, which are 0-3; 4-7"),
+        (ClusterConfig(gpus_per_node=8), "cluster.gpus_per_node=8, but the machine has 2 GPUs"),
+        (
+            ClusterConfig(gpus_per_node=2, numa_cores=["4-7", "0-3"]),
+            "GPU 0 is at NUMA node 0, but cluster.gpu_numa puts it at the cores 4-7",
+        ),
+        (ClusterConfig(gpus_per_node=2, nics=["mlx5_0", "mlx5_7"]), "cluster.nics names mlx5_7, but the machine has"),
+    ],
+)
+def test_a_mismatched_topology_is_named(machine: Path, cluster: ClusterConfig, problem: str) -> None:
+    found = topology_problems(cluster, read_topology(machine))
+    assert found
+    assert re.search(problem, found[0]), found
+
+
+def test_a_driver_that_is_too_old_for_torch_fails_on_cuda_only() -> None:
+    old = CudaDriver("570.86.15", 12080)
+    result = check_driver("cuda", "13.0", old)
+    assert result.status == "failed"
+    assert "driver 570.86.15 is too old for CUDA 13.0" in result.note
+    assert check_driver("cuda", "12.8", old).value == "570.86.15"
+    assert check_driver("cpu", "13.0", old).status == "passed"
+
+
+def test_a_cache_on_a_shared_file_system_fails() -> None:
+    shared = check_cache("TRITON_CACHE_DIR", "/home/me/.triton", MOUNTS)
+    assert shared.status == "failed"
+    assert "is on nfs4" in shared.note
+    assert check_cache("TRITON_CACHE_DIR", "/home/me/local/triton", MOUNTS).status == "passed"
+    assert check_cache("TRITON_CACHE_DIR", "/scratch/triton", MOUNTS).value == "/scratch/triton (ext4)"

@@ -1,0 +1,59 @@
+"""The benchmark of the judge: its oracle, its short form, its arithmetic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.judge.support import judging
+from tools.bench.judge import correctness
+from tools.bench.judge.__main__ import QUICK
+from tools.bench.judge.episodes import KINDS, NumberOracle, make_episode, truth_of
+from tools.bench.judge.throughput import GroupTimes, measure_throughput, summarise
+
+
+async def test_the_truth_of_every_kind_of_episode_is_what_a_faultless_judge_says():
+    async with judging(NumberOracle()) as (evaluator, _):
+        for number in range(2 * len(KINDS)):
+            assert (await evaluator.evaluate(make_episode(number, 3))).outcome == truth_of(number)
+
+
+def test_the_oracle_refuses_a_question_about_several_episodes():
+    fields = {"TASK": "Task 3 of the benchmark", "FACT": "Fact 1 of 4"}
+    with pytest.raises(ValueError, match="several episodes"):
+        NumberOracle().decide("supported", fields, list(make_episode(4, 2).images))
+    with pytest.raises(ValueError, match="of another episode"):
+        NumberOracle().decide("rubric", fields, [])
+
+
+@pytest.mark.parametrize("structured", ["schema", "line"])
+def test_the_short_form_judges_nothing_wrong_and_loses_nothing(
+    structured: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(correctness, "TIMEOUT_SECONDS", 1.0)
+    found = correctness.measure_correctness(tmp_path, 24, 3, "0.3", structured)
+    assert (found.wrong, found.lost) == (0, 0)
+    assert found.right + sum(found.masked.values()) == 24
+    assert found.right >= 18
+    assert 0.15 < found.fault_rate < 0.45
+    assert len(found.faults) > 8
+
+
+def test_agents_do_not_wait_for_verdicts(tmp_path: Path):
+    found = measure_throughput(tmp_path, QUICK)
+    assert found.episodes >= QUICK.agents
+    assert found.lag_seconds > 4 * QUICK.latency  # of questions one after another
+
+
+def test_held_up_is_the_growth_of_the_lag_and_the_slowness_of_agents():
+    steady = [GroupTimes(n, n + 10, n + 24, 10) for n in range(100)]
+    found = summarise(steady, QUICK, 0.0, 1000, 7)
+    assert (found.lag_seconds, found.lag_growth, found.agents_slowed, found.held_up) == (14, 0, 0, 0)
+    assert found.if_agents_waited == pytest.approx(14 / 24)
+    growing = [GroupTimes(n, n + 10, n + 24 + n / 10, 10) for n in range(100)]
+    assert summarise(growing, QUICK, 0.0, 1000, 7).lag_growth == pytest.approx(0.1)
+    slow = [GroupTimes(n, n + 11, n + 24, 10) for n in range(100)]
+    assert summarise(slow, QUICK, 0.0, 1000, 7).agents_slowed == pytest.approx(0.1)
+    assert summarise(slow, QUICK, 0.04, 1000, 7).held_up == pytest.approx(0.06)
+    assert summarise(slow, QUICK, 0.2, 1000, 7).held_up == 0

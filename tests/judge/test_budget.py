@@ -1,0 +1,130 @@
+"""The budget of an hour, and the cache."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_webrl.config.judge import BudgetConfig
+from megatron_webrl.judge.budget import BudgetSpent, LocalMeter, Usage
+from megatron_webrl.judge.cache import CachedReply, ReplyCache
+from tests.judge.support import ScriptedOracle, episode, judging
+
+USAGE = st.builds(Usage, st.integers(0, 3), st.integers(0, 500), st.floats(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("limits", "name"),
+    [({"calls_per_hour": 2}, "calls"), ({"tokens_per_hour": 100}, "tokens"), ({"dollars_per_hour": 0.5}, "dollars")],
+)
+async def test_a_reservation_beyond_a_limit_is_refused_and_counts_nothing(limits: dict[str, Any], name: str):
+    meter = LocalMeter(BudgetConfig(**limits))
+    await meter.reserve(Usage(1, 50, 0.25))
+    await meter.reserve(Usage(1, 50, 0.25))
+    with pytest.raises(BudgetSpent, match=rf"{name} this hour, the limit is .* \(judge.budget.{name}_per_hour\)"):
+        await meter.reserve(Usage(1, 50, 0.25))
+    assert meter.used == Usage(2, 100, 0.5)
+
+
+async def test_the_budget_starts_afresh_with_each_hour():
+    now = [3599.0]
+    meter = LocalMeter(BudgetConfig(calls_per_hour=1), lambda: now[0])
+    hour = await meter.reserve(Usage(1, 10))
+    now[0] = 3600.0
+    await meter.reserve(Usage(1, 20))
+    await meter.settle(hour, Usage(1, 10), Usage(1, 500))  # of the last hour
+    assert meter.used == Usage(1, 20)
+
+
+@settings(deadline=None, max_examples=30)
+@given(pairs=st.lists(st.tuples(USAGE, USAGE)))
+def test_what_is_settled_is_what_was_used(pairs: list[tuple[Usage, Usage]]):
+    async def run() -> LocalMeter:
+        meter = LocalMeter(BudgetConfig(), lambda: 0.0)
+        for estimate, actual in pairs:
+            await meter.settle(await meter.reserve(estimate), estimate, actual)
+        return meter
+
+    used = asyncio.run(run()).used
+    assert (used.calls, used.tokens) == (sum(a.calls for _, a in pairs), sum(a.tokens for _, a in pairs))
+    assert used.dollars == pytest.approx(sum(actual.dollars for _, actual in pairs))
+
+
+async def test_requests_in_flight_cannot_exceed_the_budget_together():
+    meter = LocalMeter(BudgetConfig(calls_per_hour=10))
+    async with judging(ScriptedOracle(), {"concurrency": 32}, meter, latency=0.1) as (evaluator, endpoint):
+        found = await asyncio.gather(
+            *(evaluator.evaluate(episode(ticket=n)) for n in range(20)), return_exceptions=True
+        )
+        assert {type(each) for each in found} == {BudgetSpent}
+        assert endpoint.requests <= 10
+
+
+async def test_a_spent_budget_is_raised_and_not_masked():
+    meter = LocalMeter(BudgetConfig(tokens_per_hour=20_000))
+    async with judging(ScriptedOracle(), meter=meter) as (evaluator, _):
+        judged = [evaluator.evaluate(episode(ticket=n)) for n in range(9)]
+        with pytest.raises(BudgetSpent, match=r"judge\.budget\.tokens_per_hour"):
+            await asyncio.gather(*judged)
+    assert meter.used.tokens <= 20_000
+
+
+async def test_the_meter_counts_what_the_verdicts_report():
+    meter = LocalMeter(BudgetConfig())
+    faults = {"truncated": 0.2, "rate_limited": 0.2, "server_error": 0.2}
+    async with judging(ScriptedOracle(), {"attempts": 9}, meter, faults=faults, retry_after=0.01) as (evaluator, end):
+        verdicts = [await evaluator.evaluate(episode(ticket=n)) for n in range(3)]
+    assert meter.used.calls == end.requests == sum(verdict.calls for verdict in verdicts)
+    assert meter.used.tokens == sum(verdict.prompt_tokens + verdict.response_tokens for verdict in verdicts)
+    assert meter.used.dollars == pytest.approx(sum(verdict.dollars for verdict in verdicts))
+
+
+async def test_equal_questions_are_answered_from_the_cache(tmp_path: Path):
+    cache = {"cache": str(tmp_path / "cache")}
+    async with judging(ScriptedOracle(), cache) as (evaluator, endpoint):
+        first = await evaluator.evaluate(episode())
+        second = await evaluator.evaluate(episode(ticket=5))
+        assert (first.outcome, first.calls, endpoint.requests) == ("success", 7, 7)
+        assert (second.outcome, second.calls, second.dollars) == ("success", 0, 0.0)
+        assert [stage.attempts for stage in second.stages] == [0] * 7
+        assert [s.digest for s in first.stages] == [s.digest for s in second.stages]
+        assert (await evaluator.evaluate(episode("It is red."))).calls == 4  # blocked and relevance are the same
+    async with judging(ScriptedOracle(), cache | {"temperature": 0.0}) as (evaluator, _):
+        assert (await evaluator.evaluate(episode())).calls == 7
+
+
+async def test_unusable_replies_are_not_kept(tmp_path: Path):
+    faulty = {"cache": str(tmp_path), "attempts": 1}
+    async with judging(ScriptedOracle(), faulty, faults={"truncated": 0.5, "contradictory": 0.5}) as (evaluator, _):
+        assert (await evaluator.evaluate(episode())).outcome == "judge_error"
+    assert not list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"content": "x"}', '{"content": 5, "prompt_tokens": 0, "response_tokens": 0}',
+                '{"content": "yes", "prompt_tokens": 0, "response_tokens": 0, "format": 1}',
+                '{"content": "yes", "prompt_tokens": 0, "response_tokens": 0, "format": 9}'],
+)  # fmt: skip
+async def test_a_damaged_entry_of_the_cache_is_asked_for_again(tmp_path: Path, content: str):
+    cache = {"cache": str(tmp_path)}
+    async with judging(ScriptedOracle(), cache) as (evaluator, endpoint):
+        await evaluator.evaluate(episode())
+        for path in tmp_path.rglob("*.json"):
+            path.write_text(content)
+        assert (await evaluator.evaluate(episode())).outcome == "success"
+        assert endpoint.requests == 14
+    assert not list(tmp_path.rglob(".*"))
+    assert all(json.loads(path.read_text())["content"] for path in tmp_path.rglob("*.json"))
+
+
+def test_a_cache_that_cannot_be_written_keeps_nothing(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    cache = ReplyCache(tmp_path / "file")
+    cache.put("a" * 64, CachedReply("x", 1, 1))
+    assert cache.get("a" * 64) is None

@@ -1,0 +1,264 @@
+"""Requests to a real endpoint that fails in every way."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from megatron_webrl.config.judge import BudgetConfig, JudgeConfig, JudgeModelConfig
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.judge import client as judge_client
+from megatron_webrl.judge.budget import LocalMeter
+from megatron_webrl.judge.evaluation import open_evaluator
+from megatron_webrl.types import Verdict
+from tests.judge.support import KEY_VARIABLE, ScriptedOracle, endpoint_of, episode, judging, settings
+from tools.judge_endpoint.faults import FAULTS, TRANSPORT, FaultPlan
+from tools.judge_endpoint.server import EndpointOptions, serve_endpoint
+
+
+class FaultScript(FaultPlan):
+    """Faults in the order of requests, then none."""
+
+    def __init__(self, *faults: str) -> None:
+        super().__init__({})
+        self.left = list(faults)
+
+    def draw(self, digest: str) -> str | None:
+        fault = self.left.pop(0) if self.left else None
+        self.counts.update([fault] if fault else [])
+        return fault
+
+
+@pytest.fixture(autouse=True)
+def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge_client, "_BACKOFF", lambda state: 0.02)
+
+
+async def after(*faults: str, answer: str | None = None, **chosen: Any) -> tuple[Verdict, int]:
+    """The verdict on an episode without an answer, which takes one question, and the number of requests."""
+    async with judging(ScriptedOracle(), chosen, retry_after=0.1) as (evaluator, endpoint):
+        endpoint.plan = FaultScript(*faults)
+        verdict = await evaluator.evaluate(episode(answer))
+        return verdict, endpoint.requests
+
+
+@pytest.mark.parametrize("structured", ["schema", "line"])
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [("truncated", "truncated"), ("invalid_json", "unparsable_response"), ("no_choices", "unparsable_response"),
+     ("contradictory", "contradictory"), ("empty", "empty"), ("refusal", "refusal"), ("wrong_schema", None)],
+)  # fmt: skip
+async def test_an_unusable_reply_is_asked_again(fault: str, name: str | None, structured: str):
+    verdict, requests = await after(fault, fault, structured=structured)
+    (stage,) = verdict.stages
+    assert verdict.reason == "the agent gave no answer"  # blocked: no
+    name = name or {"schema": "wrong_schema", "line": "unparsable"}[structured]
+    assert (stage.decision, stage.attempts, stage.errors) == ("no", 3, (name, name))
+    assert verdict.calls == requests == 3
+
+
+@pytest.mark.parametrize("fault", ["truncated", "contradictory", "empty", "refusal", "wrong_schema", "no_choices"])
+async def test_an_episode_without_a_usable_reply_is_masked(fault: str):
+    verdict, requests = await after(*[fault] * 9, attempts=2)
+    (stage,) = verdict.stages
+    assert (verdict.outcome, verdict.evaluator, verdict.protocol) == ("judge_error", "judge", "rubric")
+    assert (stage.decision, stage.attempts, requests) == ("none", 2, 2)
+    assert verdict.reason == f"blocked: {stage.errors[-1]}"
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [("rate_limited", "rate_limited"), ("server_error", "server_error"), ("dropped", "connection"),
+     ("hang", "timeout")],
+)  # fmt: skip
+async def test_a_fault_of_the_transport_costs_no_attempt(fault: str, name: str):
+    verdict, requests = await after(*[fault] * 2, attempts=1, timeout_seconds=1.0)
+    (stage,) = verdict.stages
+    assert (verdict.outcome, verdict.reason) == ("failure", "the agent gave no answer")
+    assert (stage.attempts, stage.errors, requests) == (1, (name,) * 2, 3)
+
+
+async def test_a_slow_reply_is_waited_for():
+    verdict, requests = await after("slow", attempts=1)
+    assert (verdict.stages[0].decision, requests) == ("no", 1)
+
+
+async def test_retry_after_holds_back_all_requests_to_the_endpoint():
+    async with judging(ScriptedOracle(), {"concurrency": 8}, retry_after=0.5) as (evaluator, endpoint):
+        endpoint.plan = FaultScript("rate_limited")
+        started = time.monotonic()
+        first = asyncio.create_task(evaluator.evaluate(episode(None)))
+        while not endpoint.plan.counts:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)  # the status has arrived
+        await asyncio.gather(first, *(evaluator.evaluate(episode(None, ticket=n)) for n in range(1, 9)))
+        assert time.monotonic() - started >= 0.5
+        assert endpoint.requests == 10
+
+
+async def test_a_dead_endpoint_loses_no_episode_when_it_returns():
+    oracle = ScriptedOracle()
+    async with endpoint_of(oracle) as (url, _):
+        port = int(url.split(":")[2].removesuffix("/v1"))
+    async with open_evaluator(settings(url, attempts=1), LocalMeter(BudgetConfig())) as evaluator:
+        waiting = [asyncio.create_task(evaluator.evaluate(episode(ticket=n))) for n in range(4)]
+        await asyncio.sleep(0.5)
+        assert not any(task.done() for task in waiting)
+        async with serve_endpoint(EndpointOptions(oracle), port=port):
+            assert [(await task).outcome for task in waiting] == ["success"] * 4
+
+
+async def test_the_deadline_masks_the_episode_and_names_the_fault():
+    verdict, requests = await after(*["server_error"] * 999, deadline_seconds=3.0)
+    assert (verdict.outcome, verdict.reason) == ("judge_error", "blocked: server_error")
+    assert verdict.seconds < 10
+    assert requests > 1
+    verdict, _ = await after(*["hang"] * 9, deadline_seconds=0.5, timeout_seconds=60)
+    assert (verdict.outcome, verdict.reason) == ("judge_error", "blocked: deadline")
+
+
+async def test_a_retry_after_beyond_the_deadline_is_not_waited_for():
+    async with judging(ScriptedOracle(), {"deadline_seconds": 60.0}, retry_after=3600) as (evaluator, endpoint):
+        endpoint.plan = FaultScript("rate_limited")
+        verdict = await evaluator.evaluate(episode(None))
+    assert (verdict.outcome, verdict.reason) == ("judge_error", "blocked: rate_limited")
+    assert verdict.seconds < 30
+
+
+async def test_requests_in_flight_are_limited():
+    async with judging(ScriptedOracle(), {"concurrency": 3}, latency=0.05) as (evaluator, endpoint):
+        verdicts = await asyncio.gather(*(evaluator.evaluate(episode(ticket=n)) for n in range(4)))
+    assert [verdict.outcome for verdict in verdicts] == ["success"] * 4
+    assert endpoint.most_in_flight == 3
+
+
+@pytest.mark.parametrize("structured", ["auto", "schema"])
+async def test_an_endpoint_without_schemas_gets_exact_lines_only_with_auto(structured: str):
+    async with judging(ScriptedOracle(), {"structured": structured}, schemas=False) as (evaluator, endpoint):
+        verdicts = [await evaluator.evaluate(episode(None)) for _ in range(3)]
+    if structured == "auto":
+        assert {(v.outcome, v.stages[0].attempts, v.stages[0].errors) for v in verdicts} == {("failure", 1, ())}
+        assert endpoint.requests == 4  # the refusal is remembered
+    else:
+        assert {(v.outcome, v.reason) for v in verdicts} == {("judge_error", "blocked: refused_request")}
+
+
+async def test_each_slot_has_its_model_at_its_endpoint():
+    first, second = ScriptedOracle(), ScriptedOracle()
+    async with endpoint_of(first) as (url, _), endpoint_of(second) as (other, _):
+        chosen = settings(url, relevance=JudgeModelConfig("small", other), blocked=JudgeModelConfig("middle"))
+        async with open_evaluator(chosen, LocalMeter(BudgetConfig())) as evaluator:
+            verdict = await evaluator.evaluate(episode())
+    assert Counter(second.stages) == {"relevance": 2}
+    models = {stage.name: stage.model for stage in verdict.stages}
+    assert (models["relevance"], models["blocked"], models["rubric"]) == ("small", "middle", "oracle")
+    assert judge_client.JudgeModel.resolve(chosen, "relevance").output_price == 0.0
+    assert judge_client.JudgeModel.resolve(chosen, "verdict").output_price == 2.0
+
+
+@asynccontextmanager
+async def answering(status: int, body: str, kind: str = "application/json", **headers: str) -> AsyncIterator[str]:
+    """An endpoint that always answers the same."""
+
+    async def handle(request: web.Request) -> web.Response:
+        return web.Response(status=status, text=body, content_type=kind, headers=headers)
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind", "reason"),
+    [
+        (200, "<html>success</html>", "text/html", "unparsable_response"),
+        (200, "", "application/json", "unparsable_response"),
+        (200, '{"choices": [{"message": {"content": "VERDICT: no"}}]}', "application/json", "unparsable_response"),
+        (200, '{"choices": [{"message": {"content": 5}, "finish_reason": "stop"}]}', "application/json", "empty"),
+        (200, '{"choices": [{"message": {"content": "a", "refusal": "no"}, "finish_reason": "stop"}]}',
+         "application/json", "refusal"),
+        (200, '{"error": {"message": "out of credits"}}', "application/json", "unparsable_response"),
+        (401, '{"error": {"message": "Incorrect API key"}}', "application/json", "refused_request"),
+        (404, "no such model", "text/plain", "refused_request"),
+        (413, "too large", "text/plain", "refused_request"),
+    ],
+)  # fmt: skip
+async def test_odd_responses_mask_the_episode(status: int, body: str, kind: str, reason: str):
+    async with (
+        answering(status, body, kind) as url,
+        open_evaluator(settings(url), LocalMeter(BudgetConfig())) as evaluator,
+    ):
+        verdict = await evaluator.evaluate(episode(None))
+    assert (verdict.outcome, verdict.reason) == ("judge_error", f"blocked: {reason}")
+    assert verdict.calls == (1 if status >= 400 else 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "low", "high"),
+    [("2", 2, 2), ("0.5", 0.5, 0.5), ("-3", 0, 0), ("Wed, 21 Oct 2065 07:28:00 GMT", 1e9, 2e9),
+     ("Wed, 21 Oct 2015 07:28:00 GMT", 0, 0)],
+)  # fmt: skip
+def test_retry_after_is_a_number_or_a_date(text: str, low: float, high: float):
+    assert low <= (judge_client._retry_after({"retry-after": text}) or 0) <= high
+
+
+@pytest.mark.parametrize("text", ["", "soon", "nan", "inf"])
+def test_an_invalid_retry_after_is_ignored(text: str):
+    assert judge_client._retry_after({"retry-after": text}) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (JudgeModelConfig("", "http://x/v1"), "judge.verdict.name is empty"),
+        (JudgeModelConfig("m", ""), "judge.verdict.url is empty"),
+        (JudgeModelConfig("m", "http://x/v1", KEY_VARIABLE), f"{KEY_VARIABLE} is not set"),
+    ],
+)
+async def test_an_incomplete_model_is_refused(model: JudgeModelConfig, message: str):
+    with pytest.raises(ConfigError, match=message):
+        async with open_evaluator(JudgeConfig(evaluators=["judge"], verdict=model), LocalMeter(BudgetConfig())):
+            pass
+
+
+async def test_every_fault_at_once_judges_nothing_wrong():
+    rates = {fault: 0.5 / len(FAULTS) for fault in FAULTS}
+    oracle = ScriptedOracle({"supported": lambda fields, images: "right" in fields["ANSWER"]})
+    chosen = {"timeout_seconds": 2.0, "deadline_seconds": 300.0, "attempts": 4, "concurrency": 8}
+    async with judging(oracle, chosen, faults=rates, retry_after=0.05, seed=3) as (evaluator, endpoint):
+        verdicts = await asyncio.gather(
+            *(evaluator.evaluate(episode(f"{'right' if n % 2 else 'wrong'} {n}", ticket=n)) for n in range(40))
+        )
+    expected = ["success" if n % 2 else "failure" for n in range(40)]
+    wrong = [v for v, e in zip(verdicts, expected, strict=True) if v.outcome not in (e, "judge_error")]
+    assert not wrong
+    assert sum(v.outcome == "judge_error" for v in verdicts) <= 20
+    assert set(endpoint.plan.counts) == set(FAULTS)
+    assert {e for v in verdicts for s in v.stages for e in s.errors} >= {"timeout", "truncated", "contradictory"}
+    assert set(TRANSPORT) < set(FAULTS)
+
+
+@pytest.mark.parametrize("limit", [0, 40])
+async def test_a_limit_of_the_reason_is_in_the_schema_of_every_request(limit: int, monkeypatch: pytest.MonkeyPatch):
+    async with judging(ScriptedOracle(), {"max_reason_chars": limit}) as (evaluator, endpoint):
+        bodies: list[Any] = []
+        read = endpoint._reader.read
+        monkeypatch.setattr(endpoint._reader, "read", lambda body: bodies.append(body) or read(body))
+        assert (await evaluator.evaluate(episode())).outcome == "success"
+    reasons = [body["response_format"]["json_schema"]["schema"]["properties"]["reason"] for body in bodies]
+    assert reasons == [{"type": "string"} | ({"maxLength": limit} if limit else {})] * len(bodies)
+    assert len(reasons) == 7

@@ -1,0 +1,168 @@
+"""Evaluators and their combinations."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from megatron_webrl.config.judge import BudgetConfig, JudgeConfig
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.judge.budget import LocalMeter
+from megatron_webrl.judge.evaluation import open_evaluator
+from megatron_webrl.types import Trajectory, Verdict
+from tests.judge.support import ScriptedOracle, episode, judging
+
+
+async def verdict_of(trajectory: Trajectory, *evaluators: str, combine: str = "first") -> Verdict:
+    settings = JudgeConfig(evaluators=list(evaluators), combine=combine)
+    async with open_evaluator(settings, LocalMeter(BudgetConfig())) as evaluator:
+        return await evaluator.evaluate(trajectory)
+
+
+def here(name: str) -> str:
+    return f"{__name__}:{name}"
+
+
+def says_yes(trajectory: Trajectory) -> bool:
+    return True
+
+
+def says_no(trajectory: Trajectory) -> bool:
+    return False
+
+
+def says_nothing(trajectory: Trajectory) -> None:
+    return None
+
+
+def says_masked(trajectory: Trajectory) -> str:
+    return "odd_site"
+
+
+def raises(trajectory: Trajectory) -> bool:
+    raise RuntimeError("broken\nmore")
+
+
+def says_seven(trajectory: Trajectory) -> int:
+    return 7
+
+
+async def says_yes_later(trajectory: Trajectory) -> bool:
+    await asyncio.sleep(0)
+    return True
+
+
+def says_verdict(trajectory: Trajectory) -> Verdict:
+    return Verdict("failure", "mine", reason="because", dollars=0.5)
+
+
+@pytest.mark.parametrize("end", ["browser_error", "engine_error", "episode_timeout", "context_overflow", "aborted"])
+async def test_an_episode_with_a_fault_is_never_judged(end: str):
+    verdict = await verdict_of(episode(end_reason=end, page_reward=1.0), "page", here("says_yes"), combine="any")
+    assert (verdict.outcome, verdict.evaluator) == (end, "none")
+
+
+@pytest.mark.parametrize(
+    ("reward", "answer", "reference", "expected"),
+    [(1.0, None, None, "success"), (0.0, None, None, "failure"), (None, None, None, "failure"),
+     (None, "12", "12.0", "success"), (None, "13", "12", "failure"), (float("nan"), None, None, "bad_reward")],
+)  # fmt: skip
+async def test_page_decides_by_reward_or_reference(
+    reward: float | None, answer: str | None, reference: str | None, expected: str
+):
+    verdict = await verdict_of(episode(answer, reference=reference, page_reward=reward), "page")
+    assert (verdict.outcome, verdict.evaluator) == (expected, "page")
+
+
+@pytest.mark.parametrize(
+    ("evaluator", "answer", "reference", "expected"),
+    [("exact_answer", " 12 euros ", "12 euros", "success"), ("exact_answer", "12 Euros", "12 euros", "failure"),
+     ("normalized_answer", "12 Euros.", "12 euros", "success"), ("normalized_answer", "13", "12", "failure"),
+     ("exact_answer", None, "12", "failure"), ("exact_answer", "12", None, "no_reference"),
+     ("normalized_answer", "", "", "no_reference")],
+)  # fmt: skip
+async def test_answers_are_compared_with_the_reference(
+    evaluator: str, answer: str | None, reference: str | None, expected: str
+):
+    assert (await verdict_of(episode(answer, reference=reference), evaluator)).outcome == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("says_yes", "success"), ("says_no", "failure"), ("says_yes_later", "success"), ("says_nothing", "no_decision"),
+     ("says_masked", "odd_site"), ("raises", "judge_error"), ("says_seven", "judge_error")],
+)  # fmt: skip
+async def test_a_function_by_import_path_decides(name: str, expected: str):
+    verdict = await verdict_of(episode(), here(name))
+    assert (verdict.outcome, verdict.evaluator) == (expected, here(name))
+
+
+async def test_a_function_may_return_a_verdict():
+    verdict = await verdict_of(episode(), here("says_verdict"))
+    assert (verdict.outcome, verdict.reason, verdict.dollars) == ("failure", "because", 0.5)
+    assert verdict.evaluator == here("says_verdict")
+
+
+@pytest.mark.parametrize(
+    ("combine", "names", "expected", "by"),
+    [
+        ("first", "says_nothing says_no says_yes", "failure", "says_no"),
+        ("first", "raises says_yes", "success", "says_yes"),
+        ("first", "raises says_nothing", "judge_error", "raises"),
+        ("first", "says_masked says_yes", "odd_site", "says_masked"),
+        ("all", "says_yes says_yes_later", "success", None),
+        ("all", "says_yes says_no", "failure", None),
+        ("all", "raises says_no", "failure", None),
+        ("all", "says_yes raises says_masked", "judge_error", None),
+        ("all", "says_yes says_nothing", "no_decision", None),
+        ("any", "says_no says_yes", "success", None),
+        ("any", "raises says_yes", "success", None),
+        ("any", "says_no says_no", "failure", None),
+        ("any", "says_no says_masked raises", "odd_site", None),
+    ],
+)
+async def test_combinations_fail_closed(combine: str, names: str, expected: str, by: str | None):
+    paths = [here(name) for name in names.split()]
+    verdict = await verdict_of(episode(), *paths, combine=combine)
+    assert verdict.outcome == expected
+    assert verdict.evaluator == (here(by) if by else f"{combine}({', '.join(paths)})")
+
+
+async def test_first_asks_the_next_evaluator_only_where_the_page_does_not_decide():
+    undecided = episode(None, reference=None)
+    assert (await verdict_of(undecided, "page", here("says_yes"))).outcome == "success"
+    assert (await verdict_of(undecided, "page", here("says_nothing"))).outcome == "no_decision"
+    rewarded = episode(None, reference=None, page_reward=0.0)
+    assert (await verdict_of(rewarded, "page", here("says_yes"))).outcome == "failure"
+
+
+async def test_a_combination_keeps_stages_and_costs_of_the_judge_and_spares_it_after_a_failure():
+    oracle = ScriptedOracle()
+    chosen = {"evaluators": ["page", "judge"], "combine": "all"}
+    async with judging(oracle, chosen) as (evaluator, endpoint):
+        verdict = await evaluator.evaluate(episode(page_reward=1.0, reference=None))
+        assert (verdict.outcome, verdict.evaluator, verdict.protocol) == ("success", "all(page, judge)", "rubric")
+        assert (verdict.calls, len(verdict.stages)) == (6, 6)
+        verdict = await evaluator.evaluate(episode(page_reward=0.0, reference=None))
+        assert (verdict.outcome, verdict.calls, endpoint.requests) == ("failure", 0, 6)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ({"evaluators": []}, "judge.evaluators is empty"),
+        ({"evaluators": ["pages"]}, "'pages' is none of page, exact_answer, normalized_answer, judge"),
+        ({"evaluators": ["no.such:thing"]}, "no.such:thing: ModuleNotFoundError"),
+        ({"evaluators": [f"{__name__}:nothing"]}, "AttributeError"),
+        ({"evaluators": [f"{__name__}:__name__"]}, "is str, not a function"),
+        ({"evaluators": ["judge"]}, "judge.verdict.name is empty"),
+        ({"evaluators": ["judge"], "prompts": "/nowhere"}, "judge.prompts=/nowhere is not a folder"),
+    ],
+)
+async def test_invalid_evaluators_are_refused_with_one_line(chosen: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message) as error:
+        async with open_evaluator(JudgeConfig(**chosen), LocalMeter(BudgetConfig())):
+            pass
+    assert "\n" not in str(error.value)

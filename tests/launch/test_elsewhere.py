@@ -1,0 +1,75 @@
+"""Validation of cluster configurations on a machine without their models, GPUs and packages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_webrl.cli import main
+from megatron_webrl.config.load import parse_config
+from megatron_webrl.model.model_sizes import size_from_path
+
+ROOT = Path(__file__).resolve().parents[2]
+CLUSTERS = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if size_from_path(parse_config(path).model.path)]
+WITHOUT_PACKAGES = """
+import sys
+for name in ("torch", "vllm", "megatron", "transformers", "playwright"):
+    sys.modules[name] = None
+from megatron_webrl.cli import main
+sys.exit(main(["train", sys.argv[1], "--check", "--elsewhere"]))
+"""
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+def test_every_cluster_configuration_is_valid_elsewhere_and_fits_its_gpus(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(path), "--check", "--elsewhere"]) == 0
+    shown = capsys.readouterr()
+    assert "left to the job's nodes: model.path=" in shown.err
+    assert yaml.safe_load(shown.out)["run"]["name"] == parse_config(path).run.name
+    assert main(["placement", str(path), "--memory"]) == 0
+
+
+def test_a_login_node_without_packages_checks_a_configuration() -> None:
+    command = [sys.executable, "-c", WITHOUT_PACKAGES, str(ROOT / "configs" / "8b_4node.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "the package playwright is not installed here; tasks are not checked" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.tensor_parallel=16", "tensor_parallel"),
+        ("tasks.environments=[shop-find-prices]", "shop-find-prices"),
+        ("model.path=models/unknown", "model.path=models/unknown is not a folder"),
+        ("rollout.max_num_seqs=64 rollout.max_num_batched_tokens=63", "less than rollout.max_num_seqs=64"),
+    ],
+)
+def test_what_is_wrong_everywhere_is_refused_elsewhere(
+    override: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(ROOT / "configs" / "8b_4node.yaml")
+    assert main(["train", config, *override.split(), "--check", "--elsewhere"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_files_and_keys_that_are_missing_here_are_listed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GEMINI_API_KEY", raising=False)
+    config = str(ROOT / "configs" / "webgym_8b_4node.yaml")
+    assert main(["train", config, "--check", "--elsewhere", "tasks.train_file=nowhere/train.jsonl"]) == 0
+    left = [line for line in capsys.readouterr().err.splitlines() if line.startswith("left to the job's nodes: ")]
+    assert any("nowhere/train.jsonl" in line for line in left)
+    assert any("GEMINI_API_KEY" in line for line in left)
+
+
+def test_a_run_is_not_started_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(ROOT / "configs" / "8b_4node.yaml"), "--elsewhere"]) == 2
+    assert "--elsewhere only checks; add --check" in capsys.readouterr().err

@@ -1,0 +1,78 @@
+"""The environment of roles on GPU nodes: of ranks and engines, from the local launcher and from a node's supervisor."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_webrl.cluster.placement import RoleName
+from megatron_webrl.config.load import parse_config
+from megatron_webrl.config.schema import Config
+from megatron_webrl.launch.gpu_environment import CACHE_VARIABLES, gpu_environment, make_cache_folder
+from megatron_webrl.launch.local_launcher import LocalLauncher
+from megatron_webrl.slurm.node_supervisor import NodeSupervisor
+
+GPUS = ("cluster.gpus_per_node=2", "cluster.engine_gpus_per_node=1")
+
+
+def made(*overrides: str) -> Config:
+    return parse_config(None, list(overrides))
+
+
+def test_trainer_ranks_get_expandable_segments_and_engines_do_not(tmp_path: Path) -> None:
+    inherited = {"TMPDIR": str(tmp_path)}
+    trainer, rollout = (gpu_environment(made(*GPUS), role, inherited) for role in ("trainer", "rollout"))
+    assert trainer.pop("PYTORCH_CUDA_ALLOC_CONF") == "expandable_segments:True"
+    caches = tmp_path / f"webrl-cache-{os.getuid()}"
+    assert rollout == trainer == {name: str(caches / part) for name, part in CACHE_VARIABLES.items()}
+    assert gpu_environment(made(*GPUS), "rollout", inherited) == rollout  # kept for the next run
+    assert len(rollout) == len(set(rollout.values())) == 4
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_inherited_variables_are_kept(tmp_path: Path, name: str) -> None:
+    given = {name: "max_split_size_mb:512", "TMPDIR": str(tmp_path), "TRITON_CACHE_DIR": "/raid/triton"}
+    added = gpu_environment(made(*GPUS), "trainer", given)
+    assert sorted(added) == ["FLASHINFER_WORKSPACE_BASE", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT"]
+
+
+def test_roles_without_gpus_get_nothing(tmp_path: Path) -> None:
+    inherited = {"TMPDIR": str(tmp_path)}
+    assert gpu_environment(made(), "trainer", inherited) == {}
+    assert gpu_environment(made(*GPUS), "control", inherited) == {}
+    assert not list(tmp_path.iterdir())
+    assert gpu_environment(made("model.platform=cuda"), "rollout", inherited)
+
+
+def test_a_cache_that_others_can_write_to_is_not_used(tmp_path: Path) -> None:
+    folder = make_cache_folder(tmp_path)
+    assert folder is not None
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    assert make_cache_folder(tmp_path) is None
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    assert make_cache_folder(tmp_path) is None
+    assert make_cache_folder(tmp_path / "missing") is None
+    assert "VLLM_CACHE_ROOT" not in gpu_environment(made(*GPUS), "trainer", {"TMPDIR": str(tmp_path)})
+
+
+@pytest.mark.parametrize("role", ["trainer", "rollout"])
+def test_both_launchers_start_roles_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: RoleName) -> None:
+    for name in (*CACHE_VARIABLES, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    config = made(*GPUS, f"run.directory={tmp_path}", "run.name=run", "model.platform=cuda")
+    launcher = LocalLauncher(config, Console())
+    supervisor = NodeSupervisor(config, role, 0, "127.0.0.1:1", stub_command="true")
+    local = launcher._start(f"{role}-0", [role, "--help"], {})
+    supervisor._start(supervisor._process_specs()[0])
+    remote = supervisor.role_processes[0]
+    for process in (local, remote):
+        assert process.process.wait(60) == 0
+        assert process.environment["VLLM_CACHE_ROOT"] == str(tmp_path / f"webrl-cache-{os.getuid()}" / "vllm")
+        assert process.environment["TMPDIR"] != str(tmp_path)
+        assert ("PYTORCH_CUDA_ALLOC_CONF" in process.environment) == (role == "trainer")

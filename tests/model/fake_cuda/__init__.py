@@ -1,0 +1,1 @@
+"""Training passes on fake CUDA tensors, on a machine without a GPU."""

@@ -1,0 +1,141 @@
+"""One training pass of a tiny model on fake CUDA tensors, as on a GPU; prints the host syncs of the pass as JSON.
+
+Arguments: device.cpp compiled, and a folder for the models' configurations.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    ctypes.CDLL(sys.argv[1])  # before PyTorch looks for devices
+
+import pytest
+import torch
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
+from torch import Tensor
+
+from megatron_webrl.model.qwen3_vl.packed_input import HOST_FIELDS
+from tests.model import tiny
+from tests.model.fake_cuda.host_values import HostValues, fake_cuda
+
+NUMBERS = torch.arange(4)
+SHAPES = {"dense": tiny.Shape(layers=2), "moe": tiny.Shape(layers=2, experts=4)}
+
+
+def main(folder: str) -> None:
+    """Build learners on the CUDA platform, and let each score and train on one micro-batch."""
+    for name, shape in SHAPES.items():
+        tiny.configuration(shape).save_pretrained(Path(folder) / name)
+    real, found = _microbatch(), {}
+    with fake_cuda() as host:
+        from megatron_webrl.model import platform as platforms
+
+        platform = platforms.activate("cuda")
+        found["each kind"] = _every_kind(host)
+        _join()
+        for name in SHAPES:
+            learner, microbatches = _learner(Path(folder) / name, platform), [_on_cuda(real, host)]
+            for kind, run in {"score": _score, "train": _train}.items():
+                host.syncs.clear()
+                run(learner, microbatches)
+                found[f"{name} {kind}"] = dict(host.syncs)
+    sys.stdout.write(json.dumps(found))
+
+
+def _join() -> None:
+    """Form Megatron's groups of one rank."""
+    from megatron_webrl.model import process_groups
+    from megatron_webrl.model.layout import ParallelSizes
+
+    # Objects travel as bytes of a tensor, which a fake tensor has not; of one rank they need not travel.
+    torch.distributed.all_gather_object = lambda objects, value, group=None: objects.__setitem__(0, value)
+    torch.distributed.init_process_group("fake", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    process_groups.init_process_groups(ParallelSizes())
+
+
+def _learner(folder: Path, platform: Any) -> Any:
+    from megatron_webrl.config.trainer import OptimizerConfig
+    from megatron_webrl.model.compute_options import ComputeOptions
+    from megatron_webrl.model.qwen3_vl.model import build_model
+    from megatron_webrl.trainer.distributed import wrap_ddp
+    from megatron_webrl.trainer.learner import Learner
+    from megatron_webrl.trainer.optimizer import make_optimizer
+
+    chunks = build_model(folder, dtype="bfloat16", platform=platform, options=ComputeOptions(recompute="full"))
+    wrapped = wrap_ddp(chunks)
+    optimizer = make_optimizer(wrapped, OptimizerConfig(implementation="torch"), 10, torch.bfloat16)
+    return Learner(wrapped, chunks[0].unpadded_vocab_size, optimizer)
+
+
+def _every_kind(host: HostValues) -> dict[str, int]:
+    """Syncs of known lines of this file, to show that each kind is found, and that a mix of devices is refused."""
+    numbers, on_host = host.fake(NUMBERS, "cuda"), host.fake(NUMBERS, "cpu")
+    host.syncs.clear()
+    assert numbers.tolist() == [0, 1, 2, 3]
+    assert int(numbers.sum()) == 6
+    assert len(numbers[numbers > 1]) == 2
+    torch.tensor([1], device="cuda")
+    on_host.to("cuda")
+    on_host.pin_memory().to("cuda", non_blocking=True)  # no sync
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="to be on the same device"):
+        numbers + on_host
+    return dict(host.syncs)
+
+
+def _microbatch() -> Any:
+    """A micro-batch of real tensors, before Megatron is imported."""
+    from megatron_webrl.trainer.data.sequence_packer import Microbatch
+
+    packed, targets = tiny.pack(list(tiny.samples().values()))
+    images, count, lengths = torch.arange(len(packed.grids)), len(targets), torch.tensor([9, 7, 11])
+    placeholders = (packed.tokens == tiny.IMAGE).nonzero().squeeze(1)
+    return Microbatch(
+        inputs=replace(packed, image_indices=images, local_images=images, image_token_positions=placeholders),
+        targets=targets,
+        behaviour_logprobs=torch.zeros(count),
+        versions=torch.zeros(count, dtype=torch.int32),
+        advantage=torch.ones(count),
+        weight=torch.ones(count),
+        succeeded=torch.ones(count, dtype=torch.bool),
+        step_index=torch.arange(3).repeat_interleave(lengths),
+        step_lengths=lengths.float(),
+        temperature=tiny.TEMPERATURE,
+        token_count=packed.tokens.numel(),
+    )
+
+
+def _on_cuda(microbatch: Any, host: HostValues) -> Any:
+    def device_of(name: str) -> str:
+        return "cpu" if name in HOST_FIELDS else "cuda"
+
+    def moved(record: Any) -> Any:
+        values = {each.name: getattr(record, each.name) for each in fields(record)}
+        tensors = {name: x for name, x in values.items() if isinstance(x, Tensor)}
+        return replace(record, **{name: host.fake(x, device_of(name)) for name, x in tensors.items()})
+
+    return replace(moved(microbatch), inputs=moved(microbatch.inputs))
+
+
+def _score(learner: Any, microbatches: list[Any]) -> None:
+    found = learner.compute_logprobs(microbatches)
+    assert [logprobs.device.type for logprobs in found] == ["cuda"]
+
+
+def _train(learner: Any, microbatches: list[Any]) -> None:
+    from megatron_webrl.config.loss import LossConfig
+    from megatron_webrl.trainer.loss import make_objective
+
+    learner.forward_backward(microbatches, None, make_objective(LossConfig(), None))
+    for parameter in learner.models[0].parameters():
+        assert parameter.main_grad.device.type == "cuda"
+
+
+if __name__ == "__main__":
+    main(*sys.argv[2:])

@@ -1,0 +1,1 @@
+"""Tests of installation, locked requirements and container images."""

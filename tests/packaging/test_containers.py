@@ -1,0 +1,211 @@
+"""The recipes in launch/containers parse, and name the versions that setup.py names. No image is built here."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CONTAINERS = ROOT / "launch" / "containers"
+INSTRUCTIONS = {"ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "FROM", "RUN", "SHELL", "WORKDIR"}
+"""Those that the Dockerfile uses; each is checked below."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction of a Dockerfile, continued lines joined."""
+
+    name: str
+    value: str
+
+
+def dockerfile() -> list[Instruction]:
+    lines = [line for line in (CONTAINERS / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
+    joined = re.sub(r"\\\n", " ", "\n".join(lines))
+    found = [Instruction(*line.split(maxsplit=1)) for line in joined.splitlines() if line.strip()]
+    assert {each.name for each in found} <= INSTRUCTIONS
+    return found
+
+
+def stages() -> list[list[Instruction]]:
+    """The instructions of each stage, from its FROM on."""
+    parts: list[list[Instruction]] = []
+    for each in dockerfile():
+        if each.name == "FROM":
+            parts.append([])
+        if parts:
+            parts[-1].append(each)
+    return parts
+
+
+def shell_parses(script: str, shell: str = "bash") -> None:
+    checked = subprocess.run([shell, "-n"], input=script, capture_output=True, text=True, timeout=20, check=False)
+    assert checked.returncode == 0, f"{script}\n{checked.stderr}"
+
+
+def setup_pin(name: str) -> str:
+    return re.findall(rf'"{name}==([0-9.]+)', (ROOT / "setup.py").read_text())[-1]
+
+
+def test_the_image_is_vllms_of_the_version_that_setup_py_pins() -> None:
+    first, *_ = dockerfile()
+    assert first == Instruction("ARG", f"VLLM_VERSION={setup_pin('vllm')}")
+    bases = [each.value.split()[0] for each in dockerfile() if each.name == "FROM"]
+    assert bases == ["vllm/vllm-openai:v${VLLM_VERSION}"] * 2
+    lock = (ROOT / "requirements" / "gpu-py312.txt").read_text()
+    assert f"\nmegatron-core=={setup_pin('megatron-core')}\n" in lock
+    versions = {each.value for each in dockerfile() if each.value.startswith("TRANSFORMER_ENGINE_VERSION=")}
+    assert len(versions) == 1
+
+
+def test_every_command_of_the_dockerfile_parses_and_its_arguments_are_declared() -> None:
+    for stage in stages():
+        declared: set[str] = set()
+        for each in stage:
+            if each.name == "ARG":
+                assert re.fullmatch(r"[A-Z_]+=\S+", each.value)
+                declared.add(each.value.split("=")[0])
+            elif each.name == "ENV":
+                assert all(re.fullmatch(r"[A-Z_]+=\S*", word) for word in shlex.split(each.value))
+                declared |= {word.split("=")[0] for word in shlex.split(each.value)}
+            elif each.name == "RUN":
+                shell_parses(each.value)
+                assert set(re.findall(r"\$\{?([A-Z_]+)", each.value)) <= declared
+            elif each.name in ("CMD", "ENTRYPOINT", "SHELL"):
+                assert isinstance(json.loads(each.value), list)
+            elif each.name == "WORKDIR":
+                assert each.value.startswith("/")
+
+
+def test_the_dockerfile_copies_what_exists_and_is_in_its_context() -> None:
+    names = {each.value.split(" AS ")[1] for each in dockerfile() if each.name == "FROM" and " AS " in each.value}
+    everything, *exceptions = (CONTAINERS / "Dockerfile.dockerignore").read_text().split()
+    assert everything == "*"
+    kept = [line.removeprefix("!") for line in exceptions if line.startswith("!")]
+    copied = []
+    for each in dockerfile():
+        if each.name != "COPY":
+            continue
+        *sources, target = each.value.split()
+        if sources[0].startswith("--from="):
+            assert sources[0].removeprefix("--from=") in names
+            continue
+        assert len(sources) == 1 or target.endswith("/")
+        assert all((ROOT / source).exists() for source in sources)
+        assert all(any(fnmatch.fnmatch(source, pattern) for pattern in kept) for source in sources)
+        copied += sources
+    assert sorted(copied) == sorted(kept)
+
+
+def test_the_image_ends_with_the_doctor_and_without_vllms_entry_point() -> None:
+    last = stages()[-1]
+    assert last[-1] == Instruction("RUN", "webrl doctor")
+    assert Instruction("ENTRYPOINT", "[]") in last
+
+
+def test_the_apptainer_recipe_parses() -> None:
+    header, *parts = re.split(r"^%", (CONTAINERS / "webrl.def").read_text(), flags=re.MULTILINE)
+    assert re.fullmatch(r"Bootstrap: \S.*\nFrom: \S.*\n+", header)
+    sections = dict(part.split("\n", 1) for part in parts)
+    assert sections.keys() == {"arguments", "help", "environment", "runscript", "test"}
+    arguments = dict(line.strip().split("=", 1) for line in sections["arguments"].splitlines() if line.strip())
+    assert set(re.findall(r"{{ (\w+) }}", header)) == arguments.keys()
+    for name in ("environment", "runscript", "test"):
+        shell_parses(sections[name], "sh")
+    path = next(
+        word for each in stages()[-1] if each.name == "ENV" for word in each.value.split() if "BROWSERS" in word
+    )
+    assert path in sections["environment"]
+
+
+@pytest.fixture
+def enroot(tmp_path: Path) -> Path:
+    """A stand-in for enroot, which is not installed here: it writes its arguments into the image."""
+    program = tmp_path / "bin" / "enroot"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\necho "$@" >"$3"\n[ "$4" != docker://no/such ] || exit 3\n')
+    program.chmod(0o755)
+    return program
+
+
+def import_image(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", CONTAINERS / "enroot.sh", *arguments], cwd=program.parents[1], timeout=20,
+        env={**os.environ, "PATH": f"{program.parent}:/usr/bin:/bin"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_an_enroot_image_appears_only_when_it_is_complete(enroot: Path) -> None:
+    folder = enroot.parents[1]
+    done = import_image(enroot)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "megatron-webrl.sqsh").read_text().split()[3] == "dockerd://megatron-webrl:latest"
+    assert done.stdout.endswith(f"CONTAINER={folder}/megatron-webrl.sqsh PYTHON=python3\n")
+    again = import_image(enroot)
+    assert (again.returncode, again.stdout) == (1, "")
+    assert again.stderr.startswith("enroot.sh: megatron-webrl.sqsh exists")
+    failed = import_image(enroot, "docker://no/such", "other.sqsh")
+    assert failed.returncode == 3
+    assert sorted(path.name for path in folder.iterdir()) == ["bin", "megatron-webrl.sqsh"]
+
+
+def test_a_machine_without_enroot_is_named(tmp_path: Path) -> None:
+    missing = import_image(tmp_path / "bin" / "enroot")
+    assert missing.returncode == 1
+    assert "enroot is not installed" in missing.stderr
+
+
+@pytest.fixture(scope="module")
+def missing_packages() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("missing_packages", CONTAINERS / "missing_packages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_missing_and_refused_packages_are_found_for_the_extras(missing_packages: ModuleType) -> None:
+    requirements = [
+        "numpy",
+        "psutil<1",
+        "No_Such.Package>=2; extra == 'gpu'",
+        "neither; extra == 'dev'",
+        "other; python_version < '3' and extra == 'gpu'",
+    ]
+    refused = missing_packages.refused_packages(requirements, ["trainer", "gpu"])
+    assert refused.keys() == {"psutil", "no-such-package"}
+    assert "needs psutil<1, found 7" in refused["psutil"]
+    assert "found none" in refused["no-such-package"]
+
+
+def test_an_image_without_vllm_is_refused_and_no_cuda_library_is_added(tmp_path: Path) -> None:
+    """The tests' environment has vLLM's CPU build and all else, so it is an image without vLLM."""
+    lock = tmp_path / "lock.txt"
+    lock.write_text("nvidia-nothing==1.0\nnumpy==0.1\nnot-installed-here==1.2\nvllm==0.32.0\n")
+    done = subprocess.run(
+        [sys.executable, CONTAINERS / "missing_packages.py", lock, "--extras", "trainer", "rollout", "gpu"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "vllm: megatron_webrl needs vllm==0.32.0, found none; build on an image that has it" in done.stderr
+    assert done.stdout == "not-installed-here==1.2\nvllm==0.32.0\n"
+
+
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
+@pytest.mark.parametrize("script", ["launch/containers/enroot.sh", "tools/install.sh", "tools/lock_requirements.sh"])
+def test_shellcheck_has_no_objections(script: str) -> None:
+    checked = subprocess.run(["shellcheck", ROOT / script], capture_output=True, text=True, timeout=60, check=False)
+    assert checked.returncode == 0, checked.stdout

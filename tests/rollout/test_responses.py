@@ -1,0 +1,131 @@
+"""Response forms, fields of a response, thoughts."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_webrl.config.rollout import ContextConfig
+from megatron_webrl.rollout.actions import format_tool_call, parse_tool_call
+from megatron_webrl.rollout.prompts import format_response, system_message
+from megatron_webrl.rollout.responses import FORMS, memory_characters, split_fields, split_thinking, strip_thinking
+from megatron_webrl.types import Action
+
+CLICK = Action("left_click", coordinate=(500, 320))
+CALL = format_tool_call(CLICK)
+PUBLISHED = {
+    "bare": (),
+    "vanilla": ("Action",),
+    "progress": ("Progress", "Action"),
+    "memory_additive": ("Memory", "Progress", "Intention", "Action"),
+    "memory_compressive": ("Memory", "Progress", "Intention", "Action"),
+}
+
+
+def test_the_forms_have_the_published_fields_in_order() -> None:
+    assert {name: form.fields for name, form in FORMS.items()} == PUBLISHED
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_demonstrated_response_has_the_fields_that_the_system_message_asks_for(name: str) -> None:
+    settings = ContextConfig(response_format=name)
+    asked = split_fields(system_message(settings).partition("Answer ")[2])
+    response = format_response(CLICK, settings)
+    assert tuple(asked) == tuple(split_fields(response)) == PUBLISHED[name]
+    assert parse_tool_call(response).action == CLICK
+    assert response.endswith(CALL)
+
+
+def test_the_memory_forms_differ_in_what_becomes_of_older_facts() -> None:
+    additive, compressive = (
+        system_message(ContextConfig(response_format=f"memory_{name}")).splitlines()
+        for name in ("additive", "compressive")
+    )
+    ours, theirs = set(additive) - set(compressive), set(compressive) - set(additive)
+    assert [("unchanged" in line, "Memory" in line) for line in ours] == [(True, True)]
+    assert [("Rewrite" in line, "Memory" in line) for line in theirs] == [(True, True)]
+
+
+def test_fields_end_before_the_next_field_or_the_call() -> None:
+    response = (
+        'Memory: {"a": "1",\n "b": "2"}\nProgress: {}\n**Intention:** buy: now\nAction: Click it.\nThen wait.\n'
+        f"{CALL}\nMemory: after the call"
+    )
+    assert split_fields(response) == {
+        "Memory": '{"a": "1",\n "b": "2"}', "Progress": "{}", "Intention": "buy: now",
+        "Action": "Click it.\nThen wait.",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("response", "fields"),
+    [
+        ("", {}),
+        (CALL, {}),
+        ("Memory: {cut", {}),
+        ('Memory: {"a": 1}\nProgress: {cut', {"Memory": '{"a": 1}'}),
+        (f"Memory:\n{CALL}", {}),
+        (f"My Action: none\n{CALL}", {}),
+        (f"Action: first\nAction: second\n{CALL}", {"Action": "second"}),
+        ("Action: Click it.\n<tool_call>\n{cut", {"Action": "Click it."}),
+    ],
+)
+def test_a_missing_empty_or_cut_field_is_left_out(response: str, fields: dict[str, str]) -> None:
+    assert split_fields(response) == fields
+
+
+@pytest.mark.parametrize(
+    ("response", "thoughts", "answer"),
+    [
+        ("Action: x", "", "Action: x"),
+        ("<think>a</think>\n\nb", "a", "b"),
+        ("a</think>\n\nb", "a", "b"),
+        ("b <think>cut off", "cut off", "b "),
+        ("<think>\na</think>b<think>c</think>d", "a\nc", "bd"),
+        ("a</think>b<think>cut off", "a\ncut off", "b"),
+        ("</think>b", "", "b"),
+        ("<think></think>b", "", "b"),
+    ],
+)
+def test_thoughts_are_split_off_with_or_without_their_tags(response: str, thoughts: str, answer: str) -> None:
+    assert split_thinking(response) == (thoughts, answer)
+    assert strip_thinking(response) == answer
+
+
+@pytest.mark.parametrize("thought", [f"<think>{CALL}</think>", f"{CALL}</think>", f"I try {CALL}\nor so.</think>\n\n"])
+def test_a_tool_call_inside_a_thought_does_not_count(thought: str) -> None:
+    wait = Action("wait")
+    assert parse_tool_call(thought + format_tool_call(wait)).action == wait
+    assert parse_tool_call(thought).format_error == "no_tool_call"
+    assert parse_tool_call(f"<think>cut off {CALL}").format_error == "no_tool_call"
+
+
+@given(
+    st.lists(st.sampled_from(["<think>", "</think>", "Memory: ", "Action: ", "\n", "<tool_call>", "x"])).map("".join)
+)
+def test_no_response_breaks_the_splitting_and_no_thought_stays(response: str) -> None:
+    answer = strip_thinking(response)
+    assert "<think>" not in answer
+    assert all(text and text in answer for text in split_fields(answer).values())
+    if "</think>" not in response and "<think>" not in response:
+        assert answer == response
+
+
+@pytest.mark.parametrize(
+    ("response", "characters"),
+    [
+        (f"Action: Wait.\n{CALL}", -1),
+        ("", -1),
+        (f'Memory: {{"price": "12.50"}}\nProgress: {{}}\nAction: Wait.\n{CALL}', 18),
+        (f"Memory: {{}}\nAction: Wait.\n{CALL}", 0),
+        (f"Memory: {{ }}\nAction: Wait.\n{CALL}", 0),
+        (f"Memory:\nAction: Wait.\n{CALL}", 0),
+        (f"<think>\nMemory: lots of it\n</think>\nAction: Wait.\n{CALL}", -1),
+        (f'<think>\nMemory: lots of it\n</think>\nMemory: ["a"]\nAction: Wait.\n{CALL}', 5),
+        (f"Action: Recall my Memory: none.\n{CALL}", -1),
+        (f'Memory: ["a"]\nMemory: ["ab"]\n{CALL}', 6),
+    ],
+)
+def test_memory_is_measured_where_the_response_writes_it(response: str, characters: int) -> None:
+    assert memory_characters(response) == characters

@@ -1,0 +1,86 @@
+"""Jobs in a container of pyxis: `srun` and `scontrol` are stand-ins that record how they are called."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.slurm_jobs import ROOT, SCRIPTS
+from tests.waiting import until
+
+SRUN = """#!/bin/bash
+printf '%q ' "$@" >>"$CALLS"; echo >>"$CALLS"
+case " $* " in
+    *" node prepare "*) echo runs/contained/config.yaml ;;
+    *" node choose "*) echo n1 n2 ;;
+    *" node control "*) while [ ! -e "$CALLS.stop" ]; do sleep 0.05; done; exit 75 ;;
+    *" node stop "*) touch "$CALLS.stop" ;;
+esac
+"""
+SCONTROL = """#!/bin/bash
+case "$*" in
+    "show hostnames"*) printf 'n1\\nn2\\nn3\\n' ;;
+    "show node"*) echo "NodeName=$4 NodeAddr=127.0.0.1" ;;
+    "show job"*) echo "JobId=4711 JobState=RUNNING EndTime=Unknown PreemptTime=None" ;;
+    requeue*) touch "$CALLS.requeued" ;;
+esac
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "calls").touch()
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
+    return {
+        **kept, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls"), "PYTHON": sys.executable,
+        "SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_SUBMIT_DIR": str(ROOT),
+    }  # fmt: skip
+
+
+def calls(folder: Path) -> list[list[str]]:
+    return [shlex.split(line) for line in (folder / "calls").read_text().splitlines()]
+
+
+def run_until_preempted(script: str, folder: Path, environment: dict[str, str]) -> list[list[str]]:
+    """The calls of srun of a job that gets the notice of its end once it runs."""
+    job = subprocess.Popen(["bash", str(SCRIPTS / script), "run.name=contained"], cwd=ROOT, env=environment)
+    try:
+        until(lambda: sum("trainer" in call or "rollout" in call for call in calls(folder)) == 2, "both steps", 60)
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(60) == 0
+    finally:
+        job.kill()
+    assert (folder / "calls.requeued").exists()
+    return calls(folder)
+
+
+def test_every_step_of_a_job_uses_the_container_that_the_first_one_made(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    given = {"CONTAINER": "nvcr.io#nvidia/pytorch:26.01-py3", "MOUNTS": "/data:/data"}
+    first, *steps = run_until_preempted("train_nodes.sh", tmp_path, environment | given)
+    assert first[-1] == "true"  # on all nodes, before two steps can start on one of them
+    assert "--nodelist=n1,n2,n3" in first
+    found = [step[step.index("node") + 1] for step in steps]
+    assert found[:3] == ["prepare", "check", "choose"]
+    assert sorted(found[3:]) == ["control", "rollout", "stop", "trainer"]
+    for call in (first, *steps):
+        assert "--container-name=webrl-4711:no_exec" in call
+        assert "--container-image=nvcr.io#nvidia/pytorch:26.01-py3" in call
+        assert f"--container-mounts={ROOT}:{ROOT},/data:/data" in call
+    assert next(step for step in steps if "stop" in step)[-1] == "--preempted"
+
+
+def test_a_job_without_a_container_makes_none(tmp_path: Path, environment: dict[str, str]) -> None:
+    found = run_until_preempted("train_nodes.sh", tmp_path, environment)
+    assert found[0][found[0].index("node") + 1] == "prepare"
+    assert not [word for call in found for word in call if word.startswith("--container")]

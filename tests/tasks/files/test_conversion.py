@@ -1,0 +1,137 @@
+"""Parquet files, JSON arrays, and datasets of Hugging Face as task files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.tasks import TasksConfig
+from megatron_webrl.tasks.files.conversion import TaskFile, resolve_task_file
+from megatron_webrl.tasks.files.field_map import FORMATS
+from megatron_webrl.tasks.files.indexing import InvalidRows, open_index
+from megatron_webrl.tasks.files.source import FileTaskSource
+from tests.tasks.files.webgym_rows import webgym_row, write_rows
+
+WEBGYM = FORMATS["webgym"]
+ROWS = [webgym_row(number) for number in range(2500)]
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hub"))
+
+
+def resolve(text: str | Path) -> TaskFile:
+    return resolve_task_file(str(text), "tasks.train_file", WEBGYM)
+
+
+def ids_of(text: str | Path) -> list[str]:
+    """The ids of the tasks of a training file, in the order of its rows."""
+    source = FileTaskSource(TasksConfig(source="webgym", train_file=str(text)))
+    assert source.training is not None
+    found = [source.training[row].id for row in range(len(source.training))]
+    assert source.training[3].facts[0].fact == f"It costs {source.training[3].answer}"
+    source.close()
+    return found
+
+
+EXPECTED = [row["task_id"] for row in ROWS]
+
+
+def test_a_parquet_file_is_converted_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    path = tmp_path / "train.parquet"
+    extra = {"screenshot": [b"\x00" * 10] * len(ROWS)}  # of no field of a task: it is not read
+    table = pyarrow.Table.from_pylist(ROWS)
+    parquet.write_table(table.append_column("screenshot", pyarrow.array(extra["screenshot"])), path)
+    assert ids_of(path) == EXPECTED
+    assert ids_of(path) == EXPECTED
+    assert sum(record.message.startswith("converting") for record in caplog.records) == 1
+    converted = resolve(path).path
+    assert converted.parent == tmp_path / "cache" / "megatron_webrl" / "tasks"
+    assert "screenshot" not in json.loads(converted.read_text().splitlines()[0])
+    parquet.write_table(table.slice(0, 10), path)
+    assert ids_of(path) == EXPECTED[:10]
+
+
+def test_rows_of_a_parquet_file_are_named_by_its_name_and_their_number(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    rows = [*ROWS[:4], {**ROWS[4], "website": "Amazon"}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    with pytest.raises(InvalidRows, match=rf"\n{path}:5: field website: expected .* found \"Amazon\"$"):
+        open_index(resolve(path), WEBGYM)
+
+
+def test_a_json_array_is_read_as_rows(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.json"
+    path.write_text(json.dumps(ROWS[:20], indent=2))
+    assert ids_of(path) == EXPECTED[:20]
+    path.write_text("[{}")
+    with pytest.raises(ConfigError, match=r"tasks\.json:1: expected a JSON array, found invalid JSON: Expecting ','"):
+        resolve(path)
+    assert not [each for each in (tmp_path / "cache").rglob("*") if "lock" in each.name or each.name.startswith(".")]
+
+
+def test_a_saved_dataset_is_read_with_or_without_splits(tmp_path: Path) -> None:
+    dataset = datasets.Dataset.from_list(ROWS[:1200])
+    dataset.save_to_disk(tmp_path / "one")
+    assert ids_of(tmp_path / "one") == EXPECTED[:1200]
+    splits = datasets.DatasetDict({"train": dataset, "test": datasets.Dataset.from_list(ROWS[1200:1300])})
+    splits.save_to_disk(tmp_path / "both")
+    assert ids_of(f"{tmp_path / 'both'}:test") == EXPECTED[1200:1300]
+    with pytest.raises(ConfigError, match=r"both has several splits; name one, such as .*both:train$"):
+        resolve(tmp_path / "both")
+    with pytest.raises(ConfigError, match=r"both has no split dev; name one, such as .*both:train$"):
+        resolve(f"{tmp_path / 'both'}:dev")
+
+
+def test_a_folder_of_data_files_is_read_as_the_hub_would_give_it(tmp_path: Path) -> None:
+    folder = tmp_path / "repository"
+    (folder / "data").mkdir(parents=True)
+    write_rows(folder / "data" / "train.jsonl", ROWS[:30])
+    write_rows(folder / "data" / "test.jsonl", ROWS[30:40])
+    assert ids_of(f"{folder}:test") == EXPECTED[30:40]
+    with pytest.raises(ConfigError, match=r"is a folder of data files; name its split, such as .*:train$"):
+        resolve(folder)
+    with pytest.raises(ConfigError, match=r"^tasks\.train_file=.*repository:dev cannot be read: "):
+        resolve(f"{folder}:dev")
+
+
+def test_a_dataset_of_the_hub_is_converted_once_and_needs_no_network_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "org" / "name"
+    folder.mkdir(parents=True)
+    write_rows(folder / "train.jsonl", ROWS[:20])
+    monkeypatch.setattr(Path, "is_dir", lambda path: os.path.isdir(path) and not path.is_relative_to("org"))
+    monkeypatch.chdir(tmp_path)  # where `datasets` finds a repository of that name
+    assert ids_of("org/name:train") == EXPECTED[:20]
+    (folder / "train.jsonl").unlink()
+    assert ids_of("org/name:train") == EXPECTED[:20]
+
+
+def test_a_name_that_is_nothing_is_refused() -> None:
+    for text in ("train.jsn", "/data/train:test", "a/b/c:train"):
+        with pytest.raises(ConfigError, match=rf"^tasks\.train_file={text} is neither a file nor a folder here; give"):
+            resolve(text)
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "train.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS[:3]), path)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"needs the package pyarrow; pip install 'megatron_webrl\[datasets\]'$"):
+        resolve(path)
+    with pytest.raises(ConfigError, match=r"^org/name needs the package datasets; pip install"):
+        resolve("org/name:train")

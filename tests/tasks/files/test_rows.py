@@ -1,0 +1,267 @@
+"""Rows of task files: the task that each becomes, and the message for what does not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.tasks import TasksConfig
+from megatron_webrl.tasks.files.conversion import TaskFile
+from megatron_webrl.tasks.files.field_map import FORMATS, make_field_map
+from megatron_webrl.tasks.files.indexing import InvalidRows, open_index
+from megatron_webrl.tasks.files.rows import RowError, parse_line, parse_task
+from megatron_webrl.tasks.files.website import parse_website
+from megatron_webrl.tasks.registry import make_source
+from megatron_webrl.types import RubricFact, Task
+from tests.tasks.files.webgym_rows import webgym_row, write_rows
+
+WEBGYM = FORMATS["webgym"]
+INTEGER = "an integer from 0 to 1000, or one of easy, medium, hard"
+
+
+def test_a_row_becomes_a_task_with_all_of_its_fields() -> None:
+    row = webgym_row(
+        7, website="https://WWW.Shop.Example.com/start?x=1", difficulty=4, task_name=" Find it. ", task_id=12,
+        evaluator_reference=[
+            {"id": "a", "description": "The price", "facts": ["It is 3", "It is in dollars"]},
+            {"id": 2, "description": "The shop", "facts": ["It is open"]},
+        ],
+    )  # fmt: skip
+    assert parse_task(row, WEBGYM) == Task(
+        id="12", source="web", environment="shopping-food", seed=0, max_steps=0, instruction="Find it.",
+        difficulty="medium", answer="7 dollars", url="https://WWW.Shop.Example.com/start?x=1",
+        website="shop.example.com", benchmark="Bench", domain="Shopping & Food", subdomain="groceries", fact_count=4,
+        facts=(
+            RubricFact("a", "The price", "It is 3"), RubricFact("a", "The price", "It is in dollars"),
+            RubricFact("2", "The shop", "It is open"),
+        ),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("reference", "facts"),
+    [
+        ("One fact", (RubricFact("1", "", "One fact"),)),
+        (["First", "Second"], (RubricFact("1", "", "First"), RubricFact("2", "", "Second"))),
+        ([{"description": "Whole"}, {"id": "", "description": "More", "facts": None}],
+         (RubricFact("1", "", "Whole"), RubricFact("2", "", "More"))),
+        ([{"id": 3, "facts": ["Without description"]}], (RubricFact("3", "", "Without description"),)),
+    ],
+)  # fmt: skip
+def test_legacy_references_become_facts(reference: Any, facts: tuple[RubricFact, ...]) -> None:
+    assert parse_task(webgym_row(0, evaluator_reference=reference), WEBGYM).facts == facts
+
+
+def test_the_number_of_facts_decides_the_difficulty() -> None:
+    levels = [parse_task(webgym_row(0, difficulty=count), WEBGYM) for count in (0, 1, 3, 4, 6, 7, 40)]
+    assert [task.difficulty for task in levels] == ["easy"] * 3 + ["medium"] * 2 + ["hard"] * 2
+    assert [task.fact_count for task in levels] == [0, 1, 3, 4, 6, 7, 40]
+
+
+def test_both_names_of_the_reference_answer_are_read() -> None:
+    row = webgym_row(0)
+    del row["definite_answer"]
+    assert parse_task(row, WEBGYM).answer is None
+    assert parse_task(row | {"reference_answer": "42"}, WEBGYM).answer == "42"
+    assert parse_task(row | {"definite_answer": None, "reference_answer": 4.5}, WEBGYM).answer == "4.5"
+    assert parse_task(row | {"definite_answer": "", "reference_answer": None}, WEBGYM).answer is None
+
+
+@pytest.mark.parametrize(
+    ("text", "url", "website"),
+    [
+        ("example.com", "https://example.com", "example.com"),
+        ("HTTP://Example.com:8080/A?b#c", "HTTP://Example.com:8080/A?b#c", "example.com"),
+        ("www.example.co.uk/", "https://www.example.co.uk/", "example.co.uk"),
+        ("www.com", "https://www.com", "www.com"),
+        ("bücher.de", "https://bücher.de", "xn--bcher-kva.de"),
+        ("example.com.", "https://example.com.", "example.com"),
+        ("shop-3.localhost/items", "http://shop-3.localhost/items", "shop-3.localhost"),
+        ("https://shop-3.localhost", "https://shop-3.localhost", "shop-3.localhost"),
+    ],
+)  # fmt: skip
+def test_websites_compare_by_host_without_www(text: str, url: str, website: str) -> None:
+    assert parse_website(text) == (url, website)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Amazon", "ftp://example.com", "https://", "https://a@example.com", "two words.com", "example.com/a b",
+     "example..com", "example.com:0", "example.com:70000", "javascript:alert(1)", "//example.com", "[::1]",
+     "example.com/\\x", "-.com" * 60, "a.com, b.com"],
+)  # fmt: skip
+def test_what_is_no_web_address_is_refused(text: str) -> None:
+    with pytest.raises(RowError, match=r"^field website: expected a web address such as example\.com or .*, found "):
+        parse_task(webgym_row(0, website=text), WEBGYM)
+
+
+def test_ten_kinds_of_broken_rows_have_ten_messages(tmp_path: Path) -> None:
+    good = json.dumps(webgym_row(0))
+    missing = webgym_row(3)
+    del missing["task_name"]
+    lines = [
+        good.encode(),
+        b'{"task_id": 1 "website": 2}',
+        b"[1, 2]",
+        json.dumps(missing).encode(),
+        json.dumps(webgym_row(4, task_name=17)).encode(),
+        json.dumps(webgym_row(5, task_name=" ")).encode(),
+        json.dumps(webgym_row(6, website="Amazon")).encode(),
+        good.replace("site0", "other").encode(),
+        json.dumps(webgym_row(8, difficulty=-1)).encode(),
+        json.dumps(webgym_row(9, evaluator_reference=[{"id": 1, "description": "d", "facts": ["a", 2]}])).encode(),
+        good.encode().replace(b"Find", b"F\xfcnd"),
+    ]
+    path = tmp_path / "tasks.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    with pytest.raises(InvalidRows) as caught:
+        open_index(TaskFile("tasks.jsonl", path), WEBGYM)
+    column = lines[10].index(b"\xfc") + 1
+    assert str(caught.value).splitlines() == [
+        "tasks.jsonl: 10 of 11 rows do not fit; `webrl tasks check` lists more",
+        "tasks.jsonl:2: expected a JSON object, found invalid JSON at column 15: Expecting ',' delimiter",
+        "tasks.jsonl:3: expected a JSON object, found [1, 2]",
+        "tasks.jsonl:4: field task_name: expected text, found nothing",
+        "tasks.jsonl:5: field task_name: expected text, found 17",
+        'tasks.jsonl:6: field task_name: expected text that is not empty, found " "',
+        "tasks.jsonl:7: field website: expected a web address such as example.com or https://example.com/start, found "
+        '"Amazon"',
+        "tasks.jsonl:8: field task_id: expected an id of its own, found 'task-0' of line 1 again",
+        "tasks.jsonl:9: field difficulty: expected an integer from 0 to 1000, or one of easy, medium, hard, found -1",
+        "tasks.jsonl:10: field evaluator_reference[0].facts[1]: expected text, found 2",
+        f"tasks.jsonl:11: expected UTF-8, found byte 0xfc at column {column}",
+    ]  # fmt: skip
+    assert [each.name for each in tmp_path.iterdir()] == ["tasks.jsonl"]  # no index of a file that does not fit
+
+
+def test_every_start_lists_the_first_ten_rows_that_do_not_fit_and_refuses_the_file(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "tasks.jsonl", [webgym_row(n, task_name=17 if n % 2 else "Go") for n in range(30)])
+    for _ in range(2):
+        with pytest.raises(InvalidRows) as caught:
+            make_source(TasksConfig(source="webgym", train_file=str(path)))
+        assert str(caught.value).splitlines() == [
+            f"{path}: 15 of 30 rows do not fit; `webrl tasks check` lists more",
+            *(f"{path}:{line}: field task_name: expected text, found 17" for line in range(2, 21, 2)),
+            "and 5 more",
+        ]
+    assert [each.name for each in tmp_path.iterdir()] == ["tasks.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"difficulty": 2.5}, f"field difficulty: expected {INTEGER}, found 2.5"),
+        ({"difficulty": True}, f"field difficulty: expected {INTEGER}, found true"),
+        ({"difficulty": None}, f"field difficulty: expected {INTEGER}, found null"),
+        ({"difficulty": 1001}, f"field difficulty: expected {INTEGER}, found 1001"),
+        ({"evaluator_reference": {"id": 1}},
+         'field evaluator_reference: expected a list of {id, description, facts}, not empty, found {"id": 1}'),
+        ({"evaluator_reference": []},
+         "field evaluator_reference: expected a list of {id, description, facts}, not empty, found []"),
+        ({"evaluator_reference": [{"id": 1, "description": "d", "facts": []}]},
+         "field evaluator_reference[0].facts: expected a list of texts, not empty, found []"),
+        ({"evaluator_reference": ["a", {"id": [1], "facts": ["b"]}]},
+         "field evaluator_reference[1].id: expected text or an integer, found [1]"),
+        ({"evaluator_reference": [{"id": 1}]},
+         "field evaluator_reference[0].description: expected text, found nothing"),
+        ({"domain": 5}, "field domain: expected text, found 5"),
+        ({"definite_answer": ["a"]}, 'field definite_answer: expected text, found ["a"]'),
+        ({"task_id": None}, "field task_id: expected text, found null"),
+        ({"task_name": "\ud800"}, "field task_name: expected text, found half of a surrogate pair at character 1"),
+    ],
+)  # fmt: skip
+def test_a_field_that_does_not_fit_is_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RowError) as caught:
+        parse_task(webgym_row(0, **fields), WEBGYM)
+    assert str(caught.value) == message
+
+
+def test_limits_of_lines_are_errors_of_the_row() -> None:
+    for data in (b"[" * 100_000, b'{"difficulty": ' + b"9" * 5000 + b"}"):
+        with pytest.raises(RowError, match=r"^expected a JSON object, found invalid JSON"):
+            parse_line(data)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["id", "description", "facts", "x"]), inner),
+    max_leaves=8,
+)
+
+
+def task_or_message(row: dict[str, Any]) -> Task | str:
+    try:
+        return parse_task(row, WEBGYM)
+    except RowError as error:
+        return str(error)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([name for names in WEBGYM.names.values() for name in names]), json_values)
+def test_any_value_of_a_field_gives_a_task_or_names_the_field(name: str, value: Any) -> None:
+    found = task_or_message(webgym_row(0, **{name: value}))
+    if isinstance(found, str):
+        assert found.startswith(f"field {name}")
+    else:
+        assert all((found.id, found.instruction, found.website, found.facts))
+        assert str(found).encode()
+
+
+def test_benchmarks_of_the_shipped_formats_are_read() -> None:
+    mind2web = {
+        "task_id": "b7258", "confirmed_task": "Find a flight", "website": "https://www.united.com/",
+        "reference_length": 9, "level": "medium",
+    }  # fmt: skip
+    task = parse_task(mind2web, FORMATS["online_mind2web"])
+    assert (task.difficulty, task.fact_count, task.benchmark) == ("medium", 0, "Online-Mind2Web")
+    assert (task.id, task.website, task.environment, task.facts) == ("b7258", "united.com", "page", ())
+    voyager = {
+        "web_name": "Google Map",
+        "id": "Google Map--3",
+        "ques": "Find a park",
+        "web": "https://maps.google.com/",
+    }
+    task = parse_task(voyager, FORMATS["webvoyager"])
+    assert (task.difficulty, task.benchmark, task.environment) == ("medium", "WebVoyager", "google-map")
+    with pytest.raises(RowError, match=r"^field level: expected an integer .* found \"extreme\"$"):
+        parse_task(mind2web | {"level": "extreme"}, FORMATS["online_mind2web"])
+
+
+def test_fields_of_a_file_of_ones_own_are_mapped() -> None:
+    fields = make_field_map("file", {"id": "key", "instruction": "goal", "website": "start", "facts": "must"})
+    task = parse_task({"key": 3, "goal": "Buy a lamp", "start": "lamps.example", "must": ["a", "b", "c", "d"]}, fields)
+    assert (task.id, task.instruction, task.website) == ("3", "Buy a lamp", "lamps.example")
+    assert (task.difficulty, task.fact_count, len(task.facts)) == ("medium", 4, 4)
+    mapped = make_field_map("webgym", {"instruction": "goal"})
+    assert parse_task(webgym_row(0, goal="Another"), mapped).instruction == "Another"
+    assert mapped.digest != WEBGYM.digest
+    named = make_field_map("webgym", {"answer": "gold"})
+    assert parse_task(webgym_row(0, gold=None), named).answer is None
+    with pytest.raises(RowError, match=r"^field gold: expected a value or null, because tasks.fields names it"):
+        parse_task(webgym_row(0), named)
+
+
+@pytest.mark.parametrize(
+    ("source", "fields", "message"),
+    [
+        ("file", {"id": "key"}, "does not know the fields instruction, website of a task; name them in tasks.fields="),
+        ("webgym", {"instructions": "goal"}, "tasks.fields: 'instructions' is not one of .*; near: instruction"),
+        ("webgym", {"id": ""}, "tasks.fields.id is empty"),
+    ],
+)
+def test_an_impossible_field_map_is_refused(source: str, fields: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_field_map(source, fields)
+
+
+def test_blank_lines_and_a_byte_order_mark_are_no_rows(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "tasks.jsonl", [webgym_row(1)])
+    path.write_bytes(b"\xef\xbb\xbf\r\n \n" + path.read_bytes().replace(b"\n", b"\r\n") + b"\n\n")
+    index = open_index(TaskFile("tasks.jsonl", path), WEBGYM)
+    assert (len(index), index.lines.tolist()) == (1, [3])

@@ -1,0 +1,212 @@
+"""Tasks of training and test files: draws, order, step limits, websites apart."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.tasks import GrowingStepsConfig, SamplerConfig, TasksConfig
+from megatron_webrl.farm.protocol import ResetRequest
+from megatron_webrl.farm.request_validation import TaskCatalog
+from megatron_webrl.sampling.knowledge import SamplerKnowledge, SamplerLog
+from megatron_webrl.tasks.evaluation_count import count_evaluation_tasks
+from megatron_webrl.tasks.files.source import FileTaskSource
+from megatron_webrl.tasks.registry import make_source
+from tests.tasks.files.webgym_rows import webgym_row, write_rows
+
+TRAINING_ROWS, TEST_ROWS = 30, 5
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> TasksConfig:
+    training = [webgym_row(number, domain=f"Domain {number % 2}") for number in range(TRAINING_ROWS)]
+    facts = (3, 4, 6, 7, 40)
+    test = [webgym_row(100 + n, domain="Tests & more", difficulty=facts[n]) for n in range(TEST_ROWS)]
+    return TasksConfig(
+        source="webgym", train_file=str(write_rows(tmp_path / "train.jsonl", training)),
+        test_file=str(write_rows(tmp_path / "test.jsonl", test)),
+        max_steps_by_difficulty={"easy": 10, "medium": 20}, max_steps=40,
+        evaluation_max_steps_by_difficulty={"easy": 30, "medium": 50},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def source(tasks: TasksConfig) -> Iterator[FileTaskSource]:
+    source = make_source(tasks)
+    assert isinstance(source, FileTaskSource)
+    yield source
+    source.close()
+
+
+def at_version(version: int) -> SamplerKnowledge:
+    return SamplerLog().at(0, version)
+
+
+def test_tickets_draw_every_row_once_before_one_is_repeated(tasks: TasksConfig, source: FileTaskSource) -> None:
+    drawn = [source.training_task(3, ticket) for ticket in range(TRAINING_ROWS)]
+    assert {task.id for task in drawn} == {f"task-{number}" for number in range(TRAINING_ROWS)}
+    other = FileTaskSource(tasks)
+    assert [other.training_task(3, ticket) for ticket in range(TRAINING_ROWS)] == drawn
+    assert [other.training_task(4, ticket) for ticket in range(TRAINING_ROWS)] != drawn
+    other.close()
+    [first] = [task for task in drawn if task.id == "task-0"]
+    assert (first.source, first.url, first.website) == ("web", "https://site0.example.com", "site0.example.com")
+    assert (first.environment, first.domain, first.answer) == ("domain-0", "Domain 0", "0 dollars")
+
+
+def test_weights_of_difficulties_are_those_of_the_rows(tasks: TasksConfig) -> None:
+    tasks.sampler = SamplerConfig("ratio", difficulty_weights={"easy": 1, "medium": 0, "hard": 0})
+    source = FileTaskSource(tasks)
+    assert {source.training_task(0, ticket).difficulty for ticket in range(50)} == {"easy"}
+    source.close()
+
+
+def test_training_draws_no_task_of_a_blocked_website(source: FileTaskSource) -> None:
+    log = SamplerLog()
+    for number in range(TRAINING_ROWS - 2):
+        log.append("block", f"site{number}.example.com", 1e12)
+    drawn = {source.training_task(0, ticket, log.at(log.end)).website for ticket in range(60)}
+    assert drawn == {f"site{number}.example.com" for number in range(TRAINING_ROWS - 2, TRAINING_ROWS)}
+
+
+def test_evaluation_takes_the_test_rows_in_order(source: FileTaskSource) -> None:
+    held_out = [source.held_out_task(index) for index in range(TEST_ROWS)]
+    assert [task.id for task in held_out] == [f"task-{number}" for number in range(100, 105)]
+    with pytest.raises(IndexError, match=r"test\.jsonl has 5 rows; there is no evaluation task 5$"):
+        source.held_out_task(TEST_ROWS)
+    assert [source.evaluation_tasks(episodes) for episodes in (0, 1, 5, 6)] == [5, 1, 5, 5]
+
+
+def test_step_limits_depend_on_difficulty_and_differ_in_evaluation(source: FileTaskSource) -> None:
+    training = [source.training_task(0, ticket) for ticket in range(TRAINING_ROWS)]
+    assert {(task.difficulty, task.max_steps) for task in training} == {("easy", 10), ("medium", 20), ("hard", 40)}
+    held_out = [source.held_out_task(index) for index in range(TEST_ROWS)]
+    assert [(task.difficulty, task.max_steps) for task in held_out] == [
+        ("easy", 30), ("medium", 50), ("medium", 50), ("hard", 40), ("hard", 40),
+    ]  # fmt: skip
+
+
+def test_a_growing_step_limit_follows_the_version_up_to_that_of_the_difficulty(tasks: TasksConfig) -> None:
+    tasks.growing_steps = GrowingStepsConfig(interval=10, initial=6, max=26, cap_step=40)
+    source = FileTaskSource(tasks)
+
+    def limits(version: int) -> dict[str, int]:
+        drawn = [source.training_task(0, ticket, at_version(version)) for ticket in range(TRAINING_ROWS)]
+        return {task.difficulty: task.max_steps for task in drawn}
+
+    assert limits(9) == {"easy": 6, "medium": 6, "hard": 6}
+    assert limits(10) == {"easy": 10, "medium": 11, "hard": 11}
+    assert limits(39) == {"easy": 10, "medium": 20, "hard": 21}
+    assert limits(40) == limits(1000) == {"easy": 10, "medium": 20, "hard": 26}
+    assert source.held_out_task(4).max_steps == 26  # hard: the last limit of training
+    source.close()
+
+
+def test_files_that_share_a_website_are_refused(tasks: TasksConfig, tmp_path: Path) -> None:
+    rows = [webgym_row(200 + number, website=f"http://www.SITE{number}.example.com/start") for number in range(7)]
+    tasks.test_file = str(write_rows(tmp_path / "shared.jsonl", rows))
+    with pytest.raises(ConfigError) as caught:
+        FileTaskSource(tasks)
+    names = ", ".join(f"site{number}.example.com" for number in range(5))
+    assert str(caught.value) == (
+        f"tasks.train_file={tasks.train_file} and tasks.test_file={tasks.test_file} share 7 websites: {names}, ...; "
+        "remove them from one file, or set tasks.allow_shared_websites=true"
+    )
+    tasks.allow_shared_websites = True
+    FileTaskSource(tasks).close()
+
+
+def test_either_file_may_be_missing(tasks: TasksConfig) -> None:
+    training_only = FileTaskSource(TasksConfig(source="webgym", train_file=tasks.train_file))
+    assert training_only.training_task(0, 0).instruction
+    assert training_only.evaluation_tasks(10) == 0
+    with pytest.raises(ConfigError, match=r"an evaluation needs tasks\.test_file"):
+        training_only.held_out_task(0)
+    training_only.close()
+    test_only = FileTaskSource(TasksConfig(source="webgym", test_file=tasks.test_file))
+    assert test_only.environments == ("tests-more",)
+    with pytest.raises(ConfigError, match=r"training needs tasks\.train_file"):
+        test_only.training_task(0, 0)
+    test_only.close()
+
+
+def test_environments_are_the_domains_and_rows_can_be_made_by_number(source: FileTaskSource) -> None:
+    assert source.environments == ("domain-0", "domain-1", "tests-more")
+    assert source.make_task("domain-1", 7).id == "task-7"
+    with pytest.raises(ValueError, match=r"row 7 of .*train\.jsonl is of domain-1, not of domain-0"):
+        source.make_task("domain-0", 7)
+    with pytest.raises(ValueError, match=r"train\.jsonl has no row 30; it has 30 rows, from 0"):
+        source.make_task("domain-0", 30)
+    with pytest.raises(KeyError):
+        asyncio.run(source.demonstrate(None, source.held_out_task(0)))  # type: ignore[arg-type]
+
+
+def test_a_file_that_is_replaced_keeps_its_tasks_and_one_that_is_overwritten_is_an_error(
+    tasks: TasksConfig, source: FileTaskSource, tmp_path: Path
+) -> None:
+    path, before = Path(tasks.test_file), source.held_out_task(1)
+    replacement = write_rows(tmp_path / "other.jsonl", [webgym_row(number) for number in range(50)])
+    replacement.rename(path)
+    assert source.held_out_task(1) == before
+    training = Path(tasks.train_file)
+    task = source.make_task("domain-1", 1)
+    with training.open("r+b") as file:
+        content = file.read()
+        file.seek(0)
+        file.write(content.replace(b'"task-1"', b'"task-x"'))
+    with pytest.raises(
+        ConfigError, match=r"train\.jsonl:2: the file changed while it was in use \(the task is 'task-x'"
+    ):
+        source.make_task(task.environment, 1)
+
+
+def test_the_number_of_evaluation_tasks_is_known_without_a_source(tasks: TasksConfig) -> None:
+    config = Config(tasks=tasks)
+    counts = []
+    for config.evaluation.episodes in (0, 3, 50):
+        counts.append(count_evaluation_tasks(config))
+    assert counts == [5, 3, 5]
+    environments = Config(tasks=TasksConfig(environments=["click-test", "focus-text"]))
+    environments.evaluation.episodes = 7
+    assert count_evaluation_tasks(environments) == 14
+
+
+def test_a_trainer_without_browser_packages_counts_and_indexes(tasks: TasksConfig) -> None:
+    code = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(('playwright', 'miniwob', 'aiohttp', 'idna')))\n"
+        "from megatron_webrl.config.schema import Config, EvaluationConfig\n"
+        "from megatron_webrl.config.tasks import TasksConfig\n"
+        "from megatron_webrl.tasks.evaluation_count import count_evaluation_tasks\n"
+        "tasks = TasksConfig(source='webgym', test_file=sys.argv[1])\n"
+        "print(count_evaluation_tasks(Config(tasks=tasks, evaluation=EvaluationConfig(episodes=0))))\n"
+    )
+    command = [sys.executable, "-c", code, tasks.test_file]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"{TEST_ROWS}\n"
+
+
+def test_a_browser_server_opens_the_tasks_as_web_pages(source: FileTaskSource) -> None:
+    config = Config()
+    config.browser.open_web = True
+    catalog = TaskCatalog.from_config(config)
+    try:
+        task = source.training_task(0, 0)
+        assert catalog.resolve_task(ResetRequest(task=task)) == task
+    finally:
+        catalog.close()
+
+
+def test_domains_of_a_file_with_too_many_are_one_environment(tmp_path: Path) -> None:
+    rows = [webgym_row(number, domain=f"Domain {number}") for number in range(150)]
+    source = FileTaskSource(TasksConfig(source="webgym", train_file=str(write_rows(tmp_path / "train.jsonl", rows))))
+    assert source.environments == ("page",)
+    assert {source.training_task(0, ticket).environment for ticket in range(20)} == {"page"}
+    assert source.training_task(0, 0).domain.startswith("Domain ")
+    source.close()

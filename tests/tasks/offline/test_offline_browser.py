@@ -1,0 +1,120 @@
+"""Offline websites in a real browser: reached by wildcard, read from screenshots, solved through a browser server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_webrl.browser.browser_pool import BrowserPool
+from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.config.rollout import RolloutConfig
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.tasks import TasksConfig
+from megatron_webrl.farm.client import BrowserClient
+from megatron_webrl.farm.local_servers import local_servers
+from megatron_webrl.farm.protocol import InvalidRequest
+from megatron_webrl.farm.request_validation import TaskCatalog
+from megatron_webrl.judge.outcome import answers_match
+from megatron_webrl.tasks.click_target import ScriptedPolicyError
+from megatron_webrl.tasks.offline.bar_code import BarCode, effects_digest, page_digest, read_bar_code
+from megatron_webrl.tasks.offline.goals import WebsiteGoal, website_goals
+from megatron_webrl.tasks.offline.hosts import DENYING_NUMBERS, page_key_of_path, website_host
+from megatron_webrl.tasks.offline.websites import OfflineWebsites
+from megatron_webrl.tasks.web import OpenWeb
+from megatron_webrl.types import Action, Task
+
+KINDS = ("shop-save-item", "forum-last-word", "calendar-find-time", "wiki-birthplace", "forms-vote")
+MAX_STEPS = 25
+
+
+def goal_of(kind: str, number: int = 0) -> WebsiteGoal:
+    goals = website_goals(website_host(kind.partition("-")[0], number)).values()
+    return next(goal for goal in goals if goal.kind == kind)
+
+
+def task_of(wanted: WebsiteGoal) -> Task:
+    return Task(wanted.kind, "web", "page", 0, MAX_STEPS, wanted.goal.instruction, answer=wanted.answer, url=wanted.url)
+
+
+def code_of(host: str, path: str, *effects: tuple[str, ...], denied: bool = False) -> BarCode:
+    return BarCode(page_digest(page_key_of_path(host, path)), effects_digest(effects), denied)
+
+
+@pytest.mark.parametrize(("kind", "width", "height"), [("wiki-is-mayor", 160, 224), ("wiki-correct-fact", 640, 480)])
+async def test_a_screenshot_says_which_page_it_shows(kind: str, width: int, height: int) -> None:
+    web = OpenWeb(MAX_STEPS, open_web=False, offline=OfflineWebsites())
+    settings = BrowserConfig(width=width, height=height, deny=["wiki-5.localhost"] if width == 640 else [])
+    try:
+        async with BrowserPool(settings, {"web": web}, 1, 60.0) as pool:
+            wanted = goal_of(kind, 1)
+            task = task_of(wanted)
+            async with pool.episode(task) as (session, seen):
+                assert read_bar_code(seen.screenshot) == code_of(wanted.host, wanted.goal.start_path)
+                for _ in range(MAX_STEPS):
+                    action = await web.demonstrate(session.page, task)
+                    if action.kind == "answer":
+                        break
+                    seen = await session.step(action)
+                    assert read_bar_code(seen.screenshot) is not None
+                assert action.text == wanted.answer
+                final = seen.url.removeprefix(f"http://{wanted.host}")
+                assert read_bar_code(seen.screenshot) == code_of(wanted.host, final, *wanted.goal.effects)
+                denying = website_host("forms", DENYING_NUMBERS.start)
+                seen = await session.step(Action("navigate", url=f"http://{denying}/poll"))
+                assert read_bar_code(seen.screenshot) == code_of(denying, "/poll", denied=True)
+                with pytest.raises(ScriptedPolicyError, match=f"is not a page of {wanted.host}"):
+                    await web.demonstrate(session.page, task)
+                for host in ("wiki.localhost", "wiki-x.localhost", "other.example", "wiki-5.localhost"):
+                    seen = await session.step(Action("navigate", url=f"http://{host}/"))
+                    reached = read_bar_code(seen.screenshot) == code_of(host, "/")
+                    assert reached == (host == "wiki-5.localhost" and not settings.deny), (host, seen.error)
+    finally:
+        web.close()
+
+
+def test_a_catalog_opens_what_its_settings_permit() -> None:
+    offline, far = "http://shop-1.localhost/", "http://a.example/"
+    for open_web, websites, opened in ((False, True, (offline,)), (True, True, (offline, far)), (False, False, ())):
+        config = Config(browser=BrowserConfig(open_web=open_web), tasks=TasksConfig(offline_websites=websites))
+        catalog = TaskCatalog.from_config(config)
+        for url in (offline, far):
+            task = Task("x", "web", "page", 0, 1, url=url)
+            if url in opened:
+                assert catalog._validate_task(task) is task
+            else:
+                missing = "tasks.offline_websites" if url == offline else "browser.open_web"
+                with pytest.raises(InvalidRequest, match=rf"^task.url: .*; start (it|the server) with {missing}=true$"):
+                    catalog._validate_task(task)
+        catalog.close()
+        if catalog.web is not None:
+            with pytest.raises(RuntimeError, match="was closed"):
+                _ = catalog.web.addresses
+
+
+async def test_a_browser_server_demonstrates_tasks_of_offline_websites(tmp_path: Path) -> None:
+    config = Config(
+        browser=BrowserConfig(width=640, height=480), tasks=TasksConfig(offline_websites=True),
+        rollout=RolloutConfig(operation_timeout_seconds=30),
+    )  # fmt: skip
+    async with (
+        local_servers(config, 1, tmp_path) as servers,
+        BrowserClient(servers.poll_addresses, servers.token, step_seconds=30) as browsers,
+        browsers.session() as session,
+    ):
+        for kind in KINDS:
+            wanted = goal_of(kind)
+            seen = await session.reset(task_of(wanted))
+            assert seen.instruction == wanted.goal.instruction
+            action = await session.demonstration()
+            while action.kind != "answer":
+                seen = await session.step(action)
+                action = await session.demonstration()
+            assert answers_match(action.text or "", wanted.answer)
+            assert (seen.reward, seen.done) == (None, False)
+            code = read_bar_code(seen.screenshot)
+            assert code is not None
+            assert code.effects == effects_digest(wanted.goal.effects)
+        await session.reset(Task("x", "web", "page", 0, 1, "Another task.", url=goal_of(KINDS[0]).url))
+        with pytest.raises(ScriptedPolicyError, match="has no scripted policy"):
+            await session.demonstration()

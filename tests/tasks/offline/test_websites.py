@@ -1,0 +1,220 @@
+"""Offline websites without a browser: hosts, visitors, refusals, and tasks that their scripts solve."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_webrl.config.tasks import LatencyConfig
+from megatron_webrl.tasks.click_target import ScriptedPolicyError
+from megatron_webrl.tasks.offline import websites as module
+from megatron_webrl.tasks.offline.bar_code import BarCode, draw_bar_code, effects_digest, page_digest
+from megatron_webrl.tasks.offline.goals import DONE_ANSWER, WebsiteGoal, website_goals
+from megatron_webrl.tasks.offline.hosts import (
+    DENYING_NUMBERS,
+    MOODY_NUMBERS,
+    get_website,
+    is_offline_host,
+    offline_host,
+    page_key_of_path,
+    website_host,
+)
+from megatron_webrl.tasks.offline.questions import QUESTIONS
+from megatron_webrl.tasks.offline.websites import OfflineWebsites
+from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS, SITE_APPS
+from megatron_webrl.tasks.sites.site_task_source import SiteTaskSource
+from tests.tasks.offline.visitor_client import VisitorClient
+
+LOOKED_UP = {"shop-find-price", "forum-count-replies", "calendar-find-time", "wiki-look-up", "forms-find-fee"}
+CALENDARS_SIGNED_OUT = [n for n in range(8) if not get_website(website_host("calendar", n)).start.signed_in]
+
+
+@pytest.fixture(scope="module")
+def websites() -> Iterator[OfflineWebsites]:
+    served = OfflineWebsites()
+    yield served
+    served.close()
+
+
+def goal_of(host: str, kind: str) -> WebsiteGoal:
+    return next(goal for goal in website_goals(host).values() if goal.kind == kind)
+
+
+def code_in(html: str) -> str:
+    """The bar code of a page."""
+    return re.findall(r'<svg aria-hidden="true".*?</svg>', html)[-1]
+
+
+def drawn(host: str, path: str, *effects: tuple[str, ...], denied: bool = False) -> str:
+    return draw_bar_code(BarCode(page_digest(page_key_of_path(host, path)), effects_digest(effects), denied))
+
+
+def test_hosts_are_a_site_and_a_number() -> None:
+    assert website_host("wiki", 17) == "wiki-17.localhost"
+    assert all(is_offline_host(website_host(site, number)) for site in SITE_APPS for number in (0, 7, 9999))
+    others = ("shop.localhost", "shop-.localhost", "shop-01.localhost", "shop-10000.localhost", "bank-1.localhost",
+              "shop-1.localhost.example", "a.shop-1.localhost", "shop-1.example", "Shop-1.localhost", "")  # fmt: skip
+    assert not [host for host in others if is_offline_host(host)]
+    assert offline_host("http://SHOP-1.localhost:80/cart?x=1") == "shop-1.localhost"
+    wrong = ("https://shop-1.localhost/", "http://shop-1.localhost:81/", "http://shop-1.localhost:x/",
+             "shop-1.localhost", "http://user@a.example/shop-1.localhost", None)  # fmt: skip
+    assert not [url for url in wrong if offline_host(url)]
+    with pytest.raises(ValueError, match=r"10000 is not within 0\.\.9999"):
+        website_host("wiki", 10_000)
+    with pytest.raises(KeyError):
+        get_website("shop.localhost")
+
+
+def test_a_host_decides_content_and_tasks() -> None:
+    one = get_website("forum-3.localhost")
+    module_cache = website_goals("forum-3.localhost")
+    get_website.__globals__["_make_website"].cache_clear()
+    website_goals.cache_clear()
+    again = get_website("forum-3.localhost")
+    assert again is not one
+    assert (again.data, again.start) == (one.data, one.start)
+    assert list(website_goals("forum-3.localhost")) == list(module_cache)
+    assert get_website("forum-4.localhost").data != one.data
+    instructions = [text for number in range(20) for text in website_goals(f"forum-{number}.localhost")]
+    assert len(set(instructions)) == len(instructions)
+
+
+@pytest.mark.parametrize("host", [website_host(site, number) for site in SITE_APPS for number in (0, 1)])
+def test_the_scripts_of_a_website_see_what_their_facts_need(websites: OfflineWebsites, host: str) -> None:
+    for wanted in website_goals(host).values():
+        client = VisitorClient(websites, wanted)
+        assert client.solve() == wanted.answer
+        goal, visited = wanted.goal, {page_key_of_path(host, path) for path in client.pages}
+        assert goal.facts
+        assert effects_digest(client.visitor.effects) == effects_digest(goal.effects)
+        assert wanted.answer == (goal.answer or DONE_ANSWER)
+        for fact in goal.facts:
+            assert not fact.shown_on or visited & {page_key_of_path(host, path) for path in fact.shown_on}, fact
+
+
+@pytest.mark.parametrize("site", SITE_APPS)
+def test_pages_that_show_a_fact_exist_and_hold_the_answer(websites: OfflineWebsites, site: str) -> None:
+    checked = 0
+    for wanted in website_goals(website_host(site, 2)).values():
+        client = VisitorClient(websites, wanted)
+        client.visitor._app.signed_in = True
+        for fact in wanted.goal.facts:
+            for path in fact.shown_on:
+                client.go(path)
+                assert client.status == 200, (fact, path)
+                if wanted.kind in LOOKED_UP:
+                    assert wanted.answer in client.page.text, (fact, path)
+                    checked += 1
+    assert checked >= 2
+
+
+def test_each_site_has_tasks_of_all_difficulties_and_even_questions() -> None:
+    for site in SITE_APPS:
+        goals = [goal for number in range(12) for goal in website_goals(website_host(site, number)).values()]
+        counts = Counter(min(2, (len(goal.goal.facts) - 1) // 3) for goal in goals)
+        assert set(counts) == {0, 1, 2}, (site, counts)  # up to 3 facts, up to 6, more
+        answers = Counter(goal.answer for goal in goals if goal.answer in ("yes", "no"))
+        assert 0.3 < answers["yes"] / answers.total() < 0.7
+        assert len({goal.kind for goal in goals}) == 6 + len(QUESTIONS[site])
+
+
+def test_visitors_have_copies_of_their_own(websites: OfflineWebsites) -> None:
+    wanted = goal_of("wiki-0.localhost", "wiki-correct-fact")
+    one, other = VisitorClient(websites, wanted), VisitorClient(websites, wanted)
+    assert one._secret != other._secret
+    assert one.solve() == DONE_ANSWER
+    assert other.visitor.effects == []
+    assert code_in(one.html) == drawn(wanted.host, one.path, *wanted.goal.effects)
+    assert code_in(other.html) == drawn(wanted.host, wanted.goal.start_path)
+
+
+def test_a_cookie_counts_only_where_it_was_set(websites: OfflineWebsites) -> None:
+    shop, wiki = goal_of("shop-0.localhost", "shop-find-price"), goal_of("wiki-0.localhost", "wiki-look-up")
+    one, other = VisitorClient(websites, shop), VisitorClient(websites, wiki)
+    other._secret = stolen = one._secret
+    other.go("/")
+    assert other._secret != stolen
+    assert "Island Almanac" in other.html
+    other._host = "nowhere-1.localhost"
+    assert other.fetch("/")[0] == 404
+
+
+def test_the_visitor_that_is_idle_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_VISITORS", 3)
+    served = OfflineWebsites()
+    wanted = goal_of("shop-0.localhost", "shop-save-item")
+    first, second, third = (VisitorClient(served, wanted) for _ in range(3))
+    first.go("/")  # the second is idle longest
+    VisitorClient(served, wanted)
+    assert len(served._visitors) == 3
+    before = second._secret
+    first.go("/")
+    second.go("/")
+    assert second._secret != before
+    assert first._secret in served._visitors
+    assert third._secret not in served._visitors
+    served.close()
+
+
+def test_some_websites_deny_access(websites: OfflineWebsites) -> None:
+    denying = website_host("shop", DENYING_NUMBERS.start)
+    client = VisitorClient(websites, goal_of(denying, "shop-find-price"))
+    for path in ("/", "/cart", "/nothing"):
+        client.go(path)
+        assert client.status == 403
+        assert "Access denied" in client.html
+        assert code_in(client.html) == drawn(denying, path, denied=True)
+    assert client.fetch("/login", {"user": "a"})[0] == 403
+    with pytest.raises(ScriptedPolicyError, match="denies access"):
+        client.next_move()
+
+
+def test_moody_websites_deny_access_to_half_of_their_visitors_for_good() -> None:
+    seen = []
+    for _ in range(2):
+        served = OfflineWebsites()
+        wanted = goal_of(website_host("forms", MOODY_NUMBERS.start), "forms-find-fee")
+        denied = []
+        for _ in range(40):
+            client = VisitorClient(served, wanted)
+            denied.append(client.status == 403)
+            client.go("/")
+            assert (client.status == 403) == denied[-1]
+        seen.append(denied)
+        served.close()
+    assert seen[0] == seen[1]  # by the number of earlier visitors
+    assert 10 <= sum(seen[0]) <= 30
+
+
+def test_the_bar_code_is_on_every_page_of_these_hosts_only(websites: OfflineWebsites) -> None:
+    wanted = goal_of("forms-0.localhost", "forms-find-fee")
+    client = VisitorClient(websites, wanted)
+    for path in ("/", "/poll", "/search?q=permit", "/nothing"):
+        client.go(path)
+        assert code_in(client.html) == drawn(wanted.host, path)
+        assert client.html.endswith("</svg></body></html>")
+    with SiteTaskSource(list(ENVIRONMENTS), 5) as source:
+        episode = source.start_episode(source.make_task("forms-find-fee", 0))
+        page = episode.handle_request(module.PageRequest("GET", "forms.localhost", "/", {}, {}, {}))
+        assert b"<svg" not in page.body
+
+
+def test_a_script_signs_in_where_the_website_does_not(websites: OfflineWebsites) -> None:
+    host = website_host("calendar", CALENDARS_SIGNED_OUT[0])
+    wanted = goal_of(host, "calendar-find-time")
+    assert "Sign in as" in wanted.goal.instruction
+    client = VisitorClient(websites, wanted)
+    assert client.path.startswith("/login")
+    assert client.solve() == wanted.answer
+    assert client.path == wanted.goal.start_path
+
+
+def test_pages_can_be_slow() -> None:
+    served = OfflineWebsites(LatencyConfig(median_seconds=0.01, sigma=0.0))
+    visitor = served._new_visitor("wiki-0.localhost")
+    page = visitor.handle_request(module.PageRequest("GET", "wiki-0.localhost", "/", {}, {}, {}))
+    assert page.delay == pytest.approx(0.01)
+    served.close()

@@ -1,0 +1,138 @@
+"""The examples of docs/tasks.md for task files and for a source of one's own, run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_webrl import cli
+from megatron_webrl.config.load import parse_config
+from megatron_webrl.config.tasks import TasksConfig
+from megatron_webrl.sampling.source_checks import FILE_SETTINGS
+from megatron_webrl.tasks.files.field_map import FORMATS
+from megatron_webrl.tasks.registry import make_source
+from tests.documented_commands import command_environment
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "tasks.md"
+
+
+def section(heading: str) -> str:
+    (text,) = [part for part in re.split(r"\n##+ ", PAGE.read_text()) if part.startswith(f"{heading}\n")]
+    return text
+
+
+def blocks(heading: str, language: str) -> list[str]:
+    """The code blocks of a language; of "": those without one."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", section(heading), re.DOTALL | re.MULTILINE)
+    return [text for name, text in found if name == language]
+
+
+def run_block(block: str) -> str:
+    """Run documented commands, which must succeed, in a shell in the working folder; returns what they print."""
+    commands = block.replace("PYTHONPATH=.", f"PYTHONPATH=.{os.pathsep}{ROOT}")
+    done = subprocess.run(
+        ["bash", "-euc", commands],
+        env=command_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def run(line: str) -> int:
+    """Run a documented command in this process; returns its exit code."""
+    words = shlex.split(line)
+    assert words[0] == "webrl"
+    return cli.main(words[1:])
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working folder with the project's configurations, from which packages can be imported."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "models").symlink_to(ROOT / "models")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in [name for name in sys.modules if name.startswith("my_package")]:
+        del sys.modules[name]
+
+
+def write_files_of_the_example(folder: Path) -> None:
+    """Run the documented program, and write towns.yaml."""
+    (code,) = blocks("Task files", "python")
+    exec(compile(code, str(PAGE), "exec"), {"__name__": "documented"})  # the page is ours
+    (configuration,) = blocks("Task files", "yaml")
+    (folder / "towns.yaml").write_text(configuration)
+
+
+def test_the_example_of_task_files_is_checked_and_can_be_trained_on(folder: Path) -> None:
+    write_files_of_the_example(folder)
+    (commands,) = blocks("Task files", "sh")
+    lines = run_block(commands).splitlines()
+    assert "train.jsonl: 6 tasks on 3 websites, 6 facts, 0 with a reference answer" in lines
+    assert "test.jsonl: 2 tasks on 1 website, 2 facts, 0 with a reference answer" in lines
+    assert "websites in both files: 0" in lines
+    assert lines.index("websites in both files: 0") < lines.index("  source: webgym")  # of --check
+    source = make_source(parse_config(folder / "towns.yaml", []).tasks)
+    assert {source.training_task(0, ticket).website for ticket in range(6)} == {
+        "ashford.example",
+        "brigton.example",
+        "calder.example",
+    }
+    assert [source.held_out_task(index).max_steps for index in range(source.evaluation_tasks(0))] == [30, 30]
+    source.close()
+
+
+def test_the_documented_refusal_is_the_one_that_is_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_files_of_the_example(folder)
+    lines = (folder / "train.jsonl").read_text().splitlines()
+    lines[2] = lines[2].replace('"website": "brigton.example"', '"website": "Brigton"')
+    lines[5] = lines[5].replace('"The answer names the town\'s area"', '"The area", 2')
+    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
+    assert run("webrl train towns.yaml --check") == 2
+    (documented,) = [block for block in blocks("Task files", "") if block.startswith("webrl: ")]
+    assert capsys.readouterr().err == documented
+
+
+def test_the_table_of_formats_is_that_of_the_code() -> None:
+    rows = {
+        cells[0].split("`")[1]: [re.findall(r"`(\w+)`", cell) for cell in cells[1:]]
+        for line in section("Task files").splitlines()
+        if line.startswith("| `") and len(cells := [cell.strip() for cell in line.strip("|").split("|")]) == 4
+    }
+    for column, name in enumerate(("webgym", "online_mind2web", "webvoyager")):
+        documented = {field: tuple(cells[column]) for field, cells in rows.items() if cells[column]}
+        assert documented == FORMATS[name].names
+    assert set(FILE_SETTINGS) <= set(TasksConfig.__dataclass_fields__)
+
+
+def test_the_example_of_an_own_source_makes_tasks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = blocks("A source of your own", "python")
+    (folder / "my_package").mkdir()
+    (folder / "my_package" / "__init__.py").touch()
+    (folder / "my_package" / "my_source.py").write_text(code)
+    (commands,) = blocks("A source of your own", "sh")
+    assert "  source: my_package.my_source:Source" in run_block(commands).splitlines()
+    command = commands.splitlines()[-1]
+    assert run(command.replace("browser.open_web=true ", "")) == 2
+    assert "has tasks on en.wikipedia.org, but browser.open_web=false" in capsys.readouterr().err
+    source = make_source(TasksConfig(source="my_package.my_source:Source", max_steps=9))
+    training = [source.training_task(1, ticket) for ticket in range(50)]
+    assert training == [source.training_task(1, ticket) for ticket in range(50)]
+    towns = {str(task.url).rpartition("/")[2] for task in training}
+    held_out = {str(source.held_out_task(index).url).rpartition("/")[2] for index in range(10)}
+    assert (towns, held_out) == ({"Oslo", "Lima", "Accra"}, {"Quito", "Hanoi"})
+    assert training[0].max_steps == 9
+    source.close()

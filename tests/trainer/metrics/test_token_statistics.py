@@ -1,0 +1,87 @@
+"""Statistics of tokens against NumPy."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_webrl.trainer.loss import TokenData
+from megatron_webrl.trainer.metrics.loss_metrics import loss_metrics
+from megatron_webrl.trainer.metrics.moments import combine, moments, summarise
+from megatron_webrl.trainer.metrics.token_statistics import token_statistics
+
+rng = np.random.default_rng(0)
+PASSES = [
+    {
+        "current": -rng.random(count) * 3,
+        "behaviour": -rng.random(count) * 3,
+        "entropy": rng.random(count),
+        "advantage": rng.normal(0, 1, count),
+        "weight": (rng.random(count) > 0.3).astype(float),
+        "succeeded": rng.random(count) > 0.4,
+    }
+    for count in (40, 1, 0, 25)
+]
+
+
+def totals_of(each: dict[str, np.ndarray]) -> dict[str, float]:
+    tensors = {name: torch.from_numpy(values) for name, values in each.items()}
+    data = TokenData(
+        behaviour_logprobs=tensors["behaviour"], proximal_logprobs=tensors["current"], advantage=tensors["advantage"],
+        weight=tensors["weight"], step_index=torch.zeros(0, dtype=torch.int64), step_lengths=torch.zeros(0),
+    )  # fmt: skip
+    sums = token_statistics(tensors["current"], tensors["entropy"], data, tensors["succeeded"])
+    return {name: value.item() for name, value in sums.items()}
+
+
+def test_metrics_over_several_passes_are_those_of_all_tokens_together():
+    totals = combine([totals_of(each) for each in PASSES])
+    totals |= {"loss": 1.0, "gradient_norm": 2.0, "learning_rate": 3.0, "clipped_logprob/count": 0.0}
+    metrics = loss_metrics(totals)
+    together = {name: np.concatenate([each[name] for each in PASSES]) for name in PASSES[0]}
+    counted = together["weight"] > 0
+    current, behaviour, entropy, advantage, succeeded = (
+        together[name][counted] for name in ("current", "behaviour", "entropy", "advantage", "succeeded")
+    )
+    ratio = np.exp(current - behaviour)
+    wanted = {
+        "loss": 1.0, "gradient_norm": 2.0, "learning_rate": 3.0,
+        "entropy": entropy.mean(),
+        "entropy/success": entropy[succeeded].mean(),
+        "entropy/failure": entropy[~succeeded].mean(),
+        "behaviour_kl_k1": (behaviour - current).mean(),
+        "behaviour_kl_k3": (ratio - 1 - np.log(ratio)).mean(),
+    }  # fmt: skip
+    for name, values in (("current_logprob", current), ("behaviour_logprob", behaviour), ("advantage", advantage)):
+        wanted |= {f"{name}_mean": values.mean(), f"{name}_std": values.std(), f"{name}_min": values.min(),
+                   f"{name}_max": values.max()}  # fmt: skip
+    assert metrics == pytest.approx(wanted, rel=1e-9)
+
+
+def test_no_tokens_give_no_distribution():
+    empty = {name: value.item() for name, value in moments("x", torch.zeros(0), torch.zeros(0).bool()).items()}
+    assert empty == {"x/count": 0, "x/sum": 0.0, "x/squares": 0.0, "x/min": math.inf, "x/max": -math.inf}
+    assert summarise("x", empty) == {}
+
+
+def test_an_infinite_value_that_is_not_counted_leaves_the_sums_finite():
+    values, mask = torch.tensor([math.inf, -1.0, math.nan]), torch.tensor([False, True, False])
+    totals = {name: value.item() for name, value in moments("x", values, mask).items()}
+    assert summarise("x", totals) == {"x_mean": -1.0, "x_std": 0.0, "x_min": -1.0, "x_max": -1.0}
+
+
+def test_the_estimates_of_the_behaviour_divergence_have_its_expectation():
+    """Over all tokens of a small vocabulary, weighted by the behaviour policy, both add up to KL(behave || theta)."""
+    behaviour, current = (values - np.log(np.exp(values).sum()) for values in rng.normal(0, 1, (2, 50)))
+    probability = np.exp(behaviour)
+    expected = float((probability * (behaviour - current)).sum())
+    found = {"behaviour_kl_k1": 0.0, "behaviour_kl_k3": 0.0}
+    for token in range(50):
+        one = {name: np.array([value]) for name, value in {"current": current[token], "behaviour": behaviour[token],
+               "entropy": 0.0, "advantage": 0.0, "weight": 1.0, "succeeded": True}.items()}  # fmt: skip
+        totals = totals_of(one)
+        found = {name: value + probability[token] * totals[name] for name, value in found.items()}
+    assert found == pytest.approx(dict.fromkeys(found, expected), rel=1e-9)

@@ -1,0 +1,1 @@
+"""Ranks of benchmarks: processes that they start."""

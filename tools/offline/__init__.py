@@ -1,0 +1,1 @@
+"""Tasks, truth and labelled episodes of the offline websites."""
