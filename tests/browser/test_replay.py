@@ -145,7 +145,7 @@ async def test_the_result_of_a_site_is_replayed_with_its_responses(tmp_path: Pat
 async def test_pages_at_work_look_the_same_at_any_time(tmp_path: Path) -> None:
     write_pages(tmp_path, {"restless": RESTLESS, "clock": CLOCK})
     site, tasks = FolderSite(tmp_path), (page_task("restless"), page_task("clock"))
-    click, wait = Action("left_click", coordinate=(30, 310)), Action("wait", time=0.7)
+    click, wait = Action("left_click", coordinate=(30, 310)), Action("wait", time=2)
     folder = tmp_path / "recordings"
     async with pool_on("site", site, record=str(folder)) as pool:
         recorded, _ = await play(pool, tasks[0], [wait, click])

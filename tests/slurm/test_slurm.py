@@ -94,7 +94,7 @@ def test_a_role_that_fails_ends_the_job_with_its_name(four: Cluster, tmp_path: P
         options=("--nodes=4",),
         STUB_COMMAND=f"{PAYLOAD} --fail trainer-9", PREFLIGHT="0",
     )  # fmt: skip
-    assert four.wait(job, 120) == "FAILED", log(tmp_path)
+    assert four.wait(job, 300) == "FAILED", log(tmp_path)
     outcome = json.loads((tmp_path / name / "summary.json").read_text())["outcome"]
     assert outcome.startswith("failed: trainer-9 exited with code 1; last log line: it fails on purpose")
     assert outcome in log(tmp_path)
@@ -107,7 +107,7 @@ def test_a_bad_configuration_is_refused_before_anything_starts(four: Cluster, tm
         four, tmp_path, "train_nodes.sh", *overrides(tmp_path, "bad"), "trainer.tensor_parallel=3",
         options=("--nodes=4",), STUB_COMMAND=PAYLOAD,
     )  # fmt: skip
-    assert four.wait(job, 60) == "FAILED"
+    assert four.wait(job, 180) == "FAILED"
     assert "webrl: trainer.data_parallel=0: 4 x 4 GPUs" in log(tmp_path)
     assert not (tmp_path / "bad").exists()
 
@@ -117,7 +117,7 @@ def test_a_job_with_too_few_nodes_says_so(four: Cluster, tmp_path: Path) -> None
         four, tmp_path, "train_nodes.sh", *overrides(tmp_path, "few"), options=("--nodes=2",), STUB_COMMAND=PAYLOAD,
         PREFLIGHT="0",
     )  # fmt: skip
-    assert four.wait(job, 60) == "FAILED"
+    assert four.wait(job, 180) == "FAILED"
     assert "cluster.nodes=4, but the job has 2 nodes" in log(tmp_path)
 
 
@@ -145,7 +145,7 @@ def test_two_nodes_are_checked_with_each_other_and_reported(four: Cluster, tmp_p
         four, tmp_path, "gpu_check.sh", *overrides(tmp_path, "checked"), options=("--nodes=2", "--gpus-per-node=0"),
         CONFIG="configs/quickstart.yaml", GPU_CHECK_OPTIONS="--section nodes",
     )  # fmt: skip
-    assert four.wait(job, 240) == "COMPLETED", log(tmp_path)
+    assert four.wait(job, 400) == "COMPLETED", log(tmp_path)
     report = json.loads((tmp_path / f"gpu-check-{job}" / "gpu-check.json").read_text())
     assert report["sections"] == ["nodes"]
     found = {each["name"]: each for each in report["results"]}

@@ -27,6 +27,7 @@ DISABLE_CARET_BLINK = """
 _NATIVE = "const native = (name) => Object.getOwnPropertyDescriptor(Document.prototype, name).get.call(document);"
 
 # Shows the end of an animation that has one, and the beginning of an endless one; returns whether that was a change.
+# A time that is set while the pause is pending may never be painted.
 _END_ANIMATION = """const endAnimation = (animation) => {
     if (animation.timeline !== document.timeline || !animation.effect || !animation.playbackRate) return false;
     if (animation.effect.getComputedTiming().endTime !== Infinity) {
@@ -34,9 +35,9 @@ _END_ANIMATION = """const endAnimation = (animation) => {
       animation.finish();
       return true;
     }
-    if (animation.playState === "paused" && animation.currentTime === 0) return false;
-    animation.pause();
-    animation.currentTime = 0;
+    if (animation.playState !== "paused") animation.pause();
+    else if (!animation.pending && animation.currentTime === 0) return false;
+    else if (!animation.pending) animation.currentTime = 0;
     return true;
   };"""
 
