@@ -181,9 +181,14 @@ class Parameters:
 
 
 def _join(case: Case, engine: int, rank: int) -> transport.TransferLink:
+    """Join a link, and wait until all its ranks have: no fault is to strike before."""
     store = dist.TCPStore("127.0.0.1", case.port, is_master=False, timeout=timedelta(seconds=30))
     size, device = SENDERS + case.receivers[engine], torch.device(case.device)
-    return transport.join_link(store, f"engine-{engine}", rank, size, case.seconds, "gloo", device)
+    link = transport.join_link(store, f"engine-{engine}", rank, size, case.seconds, "gloo", device)
+    if store.add(f"joined engine-{engine}", 1) == size:
+        store.set(f"complete engine-{engine}", "")
+    store.wait([f"complete engine-{engine}"])
+    return link
 
 
 def staging_bytes(link: transport.TransferLink) -> int:

@@ -212,7 +212,7 @@ def check_engine_died(ranks: Ranks, answers: dict[Rank, Any], victim: Rank, limi
 def test_an_engine_rank_killed_at_any_moment_fails_only_its_own_link(ranks: Ranks, seed: int) -> None:
     chance = random.Random(seed)
     victim: Rank = chance.choice([("engine", 0, 0), ("engine", 1, 0), ("engine", 1, 1)])
-    case = ranks.case(seconds=3.0)
+    case = ranks.case(seconds=6.0)
     after = chance.randrange(writes(case, victim))
     ranks.run(case, {victim: Fault(after=after, signal=signal.SIGKILL)})
     check_engine_died(ranks, ranks.collect(victim), victim, case.seconds)
@@ -222,7 +222,7 @@ def test_an_engine_rank_killed_at_any_moment_fails_only_its_own_link(ranks: Rank
 def test_a_trainer_rank_killed_at_any_moment_leaves_no_engine_waiting(ranks: Ranks, seed: int) -> None:
     chance = random.Random(seed)
     victim: Rank = ("trainer", 0, chance.randrange(SENDERS))
-    case = ranks.case(seconds=3.0)
+    case = ranks.case(seconds=6.0)
     after = chance.randrange(writes(case, victim))
     ranks.run(case, {victim: Fault(after=after, signal=signal.SIGKILL)})
     for key, answer in ranks.collect(victim).items():
@@ -235,7 +235,7 @@ def test_a_trainer_rank_killed_at_any_moment_leaves_no_engine_waiting(ranks: Ran
 
 @pytest.mark.parametrize("victim", [("engine", 0, 0), ("engine", 1, 1)])
 def test_a_stopped_engine_rank_is_named_at_the_timeout_and_blocks_no_other_engine(ranks: Ranks, victim: Rank) -> None:
-    case = ranks.case(seconds=2.0)
+    case = ranks.case(seconds=4.0)
     ranks.run(case, {victim: Fault(after=5, signal=signal.SIGSTOP)})
     answers = ranks.collect(victim)
     check_engine_died(ranks, answers, victim, case.seconds)
@@ -247,7 +247,7 @@ def test_a_stopped_engine_rank_is_named_at_the_timeout_and_blocks_no_other_engin
 
 def test_an_engine_rank_that_resumes_after_the_timeout_reports_the_failure(ranks: Ranks) -> None:
     victim: Rank = ("engine", 1, 1)
-    ranks.run(ranks.case(seconds=1.0), {victim: Fault(after=5, signal=signal.SIGSTOP)})
+    ranks.run(ranks.case(seconds=3.0), {victim: Fault(after=5, signal=signal.SIGSTOP)})
     ranks.collect(victim)
     os.kill(ranks.pid(victim), signal.SIGCONT)
     text = ranks.answers.pop(victim).recv()
@@ -257,7 +257,7 @@ def test_an_engine_rank_that_resumes_after_the_timeout_reports_the_failure(ranks
 
 def test_a_stopped_trainer_rank_is_named_by_every_engine_at_the_timeout(ranks: Ranks) -> None:
     victim: Rank = ("trainer", 0, 1)
-    case = ranks.case(seconds=2.0)
+    case = ranks.case(seconds=4.0)
     ranks.run(case, {victim: Fault(after=9, signal=signal.SIGSTOP)})
     answers = ranks.collect(victim)
     assert all(f":{ranks.pid(victim)}) is silent" in answers[key] for key in answers if key[0] == "engine")
