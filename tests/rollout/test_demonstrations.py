@@ -118,15 +118,17 @@ async def test_with_premature_submits_failed_episodes_are_recorded_too(tiny_mode
     assert all(outcomes.get(t.ticket, t.outcome) == t.outcome for t in again)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("number", "ignored"), [(signal.SIGINT, True), (signal.SIGTERM, True), (signal.SIGINT, False)])
 def test_a_signal_ends_the_command_and_leaves_no_partial_file(
-    tiny_model: Path, tmp_path: Path, number: signal.Signals
+    tiny_model: Path, tmp_path: Path, number: signal.Signals, ignored: bool
 ) -> None:
+    """Also of a command that nohup, cron or a script in the background has started with SIGINT `ignored`."""
     config, folder = config_for(tiny_model, tmp_path, ["click-test"]), tmp_path / "out"
     config.trainer.warm_start.demonstrations = 100_000
     save_config(config, tmp_path / "config.yaml")
     folder.mkdir()
-    command = [sys.executable, "-m", "megatron_webrl.cli", "demonstrate", str(tmp_path / "config.yaml")]
+    start = ["env", "--ignore-signal=INT"] if ignored else []
+    command = [*start, sys.executable, "-m", "megatron_webrl.cli", "demonstrate", str(tmp_path / "config.yaml")]
     with started([*command, "--out", str(folder / "made.records")], stderr=subprocess.STDOUT) as process:
         deadline = time.monotonic() + 120
         while not any(path.stat().st_size > 16 for path in folder.glob(".*.part")):  # more than its head: episodes
