@@ -15,12 +15,11 @@ from functools import partial
 from typing import Any, NoReturn
 
 from megatron_webrl.browser.page.keys import is_key_chord
-from megatron_webrl.rollout.responses import strip_thinking
+from megatron_webrl.rollout.responses import TOOL_CALL_CLOSE, TOOL_CALL_OPEN, split_calls, strip_thinking
 from megatron_webrl.rollout.toolset import ARGUMENT_ORDER, COORDINATE_TOOLSET, Toolset
 from megatron_webrl.system.text import shorten
 from megatron_webrl.types import COORDINATE_RANGE, Action
 
-TOOL_CALL_OPEN, TOOL_CALL_CLOSE = "<tool_call>", "</tool_call>"
 MAX_RESPONSE_CHARS = 200_000
 MAX_TEXT_CHARS = 4_000
 MAX_LONG_ANSWER_CHARS = 10_000  # accepted by the lenient parser; more could exceed a browser server's request limit
@@ -121,15 +120,17 @@ class _Leniency:
 def _parse(response: str, toolset: Toolset, leniency: _Leniency) -> Action:
     if len(response) > MAX_RESPONSE_CHARS:
         raise _Malformed("too_long")
-    text = strip_thinking(response)
-    _, *bodies = text.split(TOOL_CALL_OPEN)
-    if not bodies:
+    pieces = split_calls(strip_thinking(response))
+    tags = pieces[1::2]
+    if TOOL_CALL_OPEN not in tags:
         raise _Malformed("no_tool_call")
-    if len(bodies) > 1 or bodies[0].count(TOOL_CALL_CLOSE) > 1:
+    first = tags.index(TOOL_CALL_OPEN)
+    closings = tags[first + 1 :].count(TOOL_CALL_CLOSE)
+    if tags.count(TOOL_CALL_OPEN) > 1 or closings > 1:
         raise _Malformed("several_tool_calls")
-    if TOOL_CALL_CLOSE not in bodies[0]:
+    if not closings:
         raise _Malformed("unclosed_tool_call")
-    call = _load(bodies[0].split(TOOL_CALL_CLOSE)[0])
+    call = _load(pieces[2 * first + 2])
     if not isinstance(call, dict) or set(call) != {"name", "arguments"} or not isinstance(call["arguments"], dict):
         raise _Malformed("bad_call")
     if call["name"] != toolset.tool_name:

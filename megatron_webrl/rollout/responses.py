@@ -9,14 +9,17 @@ Action: Give the price as the answer.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from dataclasses import dataclass
 
 THOUGHT_OPEN, THOUGHT_CLOSE = "<think>", "</think>"
+TOOL_CALL_OPEN, TOOL_CALL_CLOSE = "<tool_call>", "</tool_call>"
 FIELDS = ("Memory", "Progress", "Intention", "Action")  # in the order of a response
 _FIELD = re.compile(rf"^[ \t]*(?:\*\*)?({'|'.join(FIELDS)})(?:\*\*)?[ \t]*:(?:\*\*)?", re.MULTILINE)
-_THOUGHT = re.compile(rf"{THOUGHT_OPEN}(.*?)(?:{THOUGHT_CLOSE}\s*|\Z)", re.DOTALL)
-_TOOL_CALL = "<tool_call>"
+_TAG = re.compile("|".join((THOUGHT_OPEN, THOUGHT_CLOSE, TOOL_CALL_OPEN, TOOL_CALL_CLOSE)))
+_JSON, _BEFORE_OBJECT = json.JSONDecoder(), re.compile(r"\s*(?={)")
 _EMPTY_JSON = ("", "{}", "[]", '""', "null")
 
 
@@ -78,20 +81,48 @@ FORMS = {
 def split_thinking(response: str) -> tuple[str, str]:
     """Thoughts and answer of a response.
 
-    A thought ends at </think> or at the end of a response that was cut off. It begins at <think>; without that tag,
-    everything up to the first </think> is a thought.
+    The answer begins after the last </think>, and ends at a <think> after it: a thought that was cut off. Tags inside
+    the JSON object of a tool call are data.
     """
-    thoughts = []
-    before, closed, after = response.partition(THOUGHT_CLOSE)
-    if closed and THOUGHT_OPEN not in before:
-        thoughts, response = [before], after.lstrip()
-    thoughts += _THOUGHT.findall(response)
-    return "\n".join(filter(None, map(str.strip, thoughts))), _THOUGHT.sub("", response)
+    tags = _tags(response)
+    start = max((tag.end() for tag in tags if tag[0] == THOUGHT_CLOSE), default=0)
+    end = next((tag.start() for tag in tags if tag[0] == THOUGHT_OPEN and tag.start() >= start), len(response))
+    thoughts = (
+        response[:start].removesuffix(THOUGHT_CLOSE).strip().removeprefix(THOUGHT_OPEN),
+        response[end:].removeprefix(THOUGHT_OPEN),
+    )
+    answer = response[start:end]
+    return "\n".join(filter(None, map(str.strip, thoughts))), answer.lstrip() if start else answer
 
 
 def strip_thinking(response: str) -> str:
     """The answer of a response, without its thoughts."""
     return split_thinking(response)[1]
+
+
+def split_calls(answer: str) -> list[str]:
+    """The tags of tool calls and the text around them, in turns: [before, "<tool_call>", call, "</tool_call>", after].
+
+    Tags inside the JSON object of a call are data.
+    """
+    pieces, start = list[str](), 0
+    for tag in _tags(answer):
+        if tag[0] in (TOOL_CALL_OPEN, TOOL_CALL_CLOSE):
+            pieces += [answer[start : tag.start()], tag[0]]
+            start = tag.end()
+    return [*pieces, answer[start:]]
+
+
+def _tags(text: str) -> list[re.Match[str]]:
+    """The tags of thoughts and tool calls, except those inside the JSON object after a <tool_call>."""
+    tags, start = list[re.Match[str]](), 0
+    while tag := _TAG.search(text, start):
+        tags.append(tag)
+        start = tag.end()
+        if tag[0] == TOOL_CALL_OPEN and (space := _BEFORE_OBJECT.match(text, start)):
+            with contextlib.suppress(ValueError, RecursionError):  # not JSON: its tags count
+                start = _JSON.raw_decode(text, space.end())[1]
+    return tags
 
 
 def split_fields(response: str) -> dict[str, str]:
@@ -100,7 +131,7 @@ def split_fields(response: str) -> dict[str, str]:
     A field begins on a line of its own and ends before the next field or the tool call. The last field of a response
     without a tool call is left out, as it may have been cut off.
     """
-    call = response.find(_TOOL_CALL)
+    call = response.find(TOOL_CALL_OPEN)
     found = list(_FIELD.finditer(response))
     fields: dict[str, str] = {}
     for match, following in zip(found, [*(later.start() for later in found[1:]), call], strict=False):

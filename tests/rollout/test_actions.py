@@ -20,7 +20,7 @@ from megatron_webrl.rollout.toolset import ARGUMENT_ORDER, COORDINATE_TOOLSET, T
 from megatron_webrl.types import COORDINATE_ACTION_KINDS, MARK_ACTION_KINDS, OPTIONAL_ACTION_KINDS, Action
 
 PLACES = st.tuples(st.integers(0, 1000), st.integers(0, 1000))
-TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=50).filter(lambda text: "tool_call>" not in text)
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)
 ACTIONS = st.one_of(
     st.builds(Action, st.just("left_click"), coordinate=PLACES),
     st.builds(Action, st.just("type"), coordinate=st.none() | PLACES, text=TEXTS),
@@ -43,7 +43,7 @@ def toolsets_and_actions(draw: st.DrawFn) -> tuple[Toolset, Action]:
     numbers = st.integers(1, 1000)
     values = {
         "coordinate": PLACES, "end_coordinate": PLACES, "element_id": numbers, "end_element_id": numbers,
-        "text": CHORDS if kind == "key" else TEXTS.filter(lambda text: "<think>" not in text),
+        "text": CHORDS if kind == "key" else TEXTS,
         "direction": st.sampled_from(["up", "down"]), "time": st.integers(0, 60), "url": TEXTS.filter(bool),
         "tab": numbers,
     }  # fmt: skip
@@ -70,9 +70,8 @@ def call(name: str = "computer_use", **arguments: object) -> str:
 
 @given(ACTIONS)
 @example(Action("type", text="<think>not thinking"))
+@example(Action("answer", text="the tag </think> ends <tool_call> and </tool_call>"))
 def test_every_action_survives_formatting_and_parsing(action: Action) -> None:
-    if "<think>" in (action.text or ""):
-        return  # an unclosed thinking block removes the rest of the text
     assert strict(f"Thought: so be it.\n{format_tool_call(action)}") == (action, None)
 
 
@@ -179,6 +178,7 @@ def test_arguments_have_a_fixed_order() -> None:
         ("I would click.", "no_tool_call"),
         (f"<think>{call(action='go_back')}</think>", "no_tool_call"),
         (f"<think>{call(action='go_back')}", "no_tool_call"),
+        (f"<think>a</think>{call(action='go_back')} no</think>", "no_tool_call"),
         (f"{call(action='go_back')}</think>I would go back.", "no_tool_call"),
         (call(action="go_back") * 2, "several_tool_calls"),
         (wrapped(call(action="go_back")), "several_tool_calls"),

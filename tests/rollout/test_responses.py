@@ -9,11 +9,19 @@ from hypothesis import strategies as st
 from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.rollout.actions import format_tool_call, parse_tool_call
 from megatron_webrl.rollout.prompts import format_response, system_message
-from megatron_webrl.rollout.responses import FORMS, memory_characters, split_fields, split_thinking, strip_thinking
+from megatron_webrl.rollout.responses import (
+    FORMS,
+    memory_characters,
+    split_calls,
+    split_fields,
+    split_thinking,
+    strip_thinking,
+)
 from megatron_webrl.types import Action
 
 CLICK = Action("left_click", coordinate=(500, 320))
 CALL = format_tool_call(CLICK)
+QUOTING = format_tool_call(Action("answer", text="<think>, </think>, <tool_call> and </tool_call> are tags"))
 PUBLISHED = {
     "bare": (),
     "vanilla": ("Action",),
@@ -82,7 +90,13 @@ def test_a_missing_empty_or_cut_field_is_left_out(response: str, fields: dict[st
         ("<think>a</think>\n\nb", "a", "b"),
         ("a</think>\n\nb", "a", "b"),
         ("b <think>cut off", "cut off", "b "),
-        ("<think>\na</think>b<think>c</think>d", "a\nc", "bd"),
+        ("<think>\na</think>b<think>c</think>d", "a</think>b<think>c", "d"),
+        ("<think>a<think>b</think>c</think>d", "a<think>b</think>c", "d"),
+        ("b <think>c</think>d", "b <think>c", "d"),
+        (f"{QUOTING} <think>cut off", "cut off", f"{QUOTING} "),
+        (f"<think>a {QUOTING}</think>\nb {QUOTING}", f"a {QUOTING}", f"b {QUOTING}"),
+        (f"<think>a {QUOTING}", f"a {QUOTING}", ""),
+        ("<think>a <tool_call>{'b </think>c", "a <tool_call>{'b", "c"),
         ("a</think>b<think>cut off", "a\ncut off", "b"),
         ("</think>b", "", "b"),
         ("<think></think>b", "", "b"),
@@ -93,6 +107,17 @@ def test_thoughts_are_split_off_with_or_without_their_tags(response: str, though
     assert strip_thinking(response) == answer
 
 
+@pytest.mark.parametrize(
+    "response",
+    ["<think>a</think> b {call} c</think> {last}", "<think>a <think>b</think> {call}</think>{last}",
+     "{call} <think>c</think>{last}", "<think>a <tool_call>{{ b</think>{last}"],
+)  # fmt: skip
+def test_only_a_tool_call_after_the_last_thought_counts(response: str) -> None:
+    last = Action("wait")
+    assert parse_tool_call(response.format(call=CALL, last=format_tool_call(last))).action == last
+    assert parse_tool_call(response.format(call=CALL, last="")).format_error == "no_tool_call"
+
+
 @pytest.mark.parametrize("thought", [f"<think>{CALL}</think>", f"{CALL}</think>", f"I try {CALL}\nor so.</think>\n\n"])
 def test_a_tool_call_inside_a_thought_does_not_count(thought: str) -> None:
     wait = Action("wait")
@@ -101,15 +126,33 @@ def test_a_tool_call_inside_a_thought_does_not_count(thought: str) -> None:
     assert parse_tool_call(f"<think>cut off {CALL}").format_error == "no_tool_call"
 
 
-@given(
-    st.lists(st.sampled_from(["<think>", "</think>", "Memory: ", "Action: ", "\n", "<tool_call>", "x"])).map("".join)
-)
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+PIECES = st.sampled_from([*TAGS, "Memory: ", "Action: ", "\n", "x", "{", '"', '["', CALL, QUOTING])
+RESPONSES = st.lists(PIECES).map("".join)
+
+
+@given(RESPONSES)
 def test_no_response_breaks_the_splitting_and_no_thought_stays(response: str) -> None:
     answer = strip_thinking(response)
-    assert "<think>" not in answer
+    around = "".join(split_calls(answer.replace(QUOTING, CALL))[::2])
+    assert "think>" not in around
+    assert strip_thinking(answer).strip() == answer.strip()
     assert all(text and text in answer for text in split_fields(answer).values())
+    assert "".join(split_calls(answer)) == answer
     if "</think>" not in response and "<think>" not in response:
         assert answer == response
+
+
+@given(RESPONSES, st.lists(st.sampled_from([*TAGS, "\n", '"', "\\", "x"])).map("".join))
+def test_a_call_after_the_last_thought_is_parsed_whatever_its_arguments_quote(thought: str, text: str) -> None:
+    action = Action("answer", text=text)
+    call = format_tool_call(action)
+    assert parse_tool_call(call).action == action
+    one_line = call.replace("\n", "")
+    assert parse_tool_call(f"<think>{thought}</think>{one_line}").action == action
+    assert split_thinking(f"<think>\nx {call}</think>\n\n{call}") == (f"x {call}", call)
+    assert parse_tool_call(f"<think>{thought}</think>\n\n{call}</think>").format_error == "no_tool_call"
+    assert parse_tool_call(f"<think>x {call}").format_error == "no_tool_call"
 
 
 @pytest.mark.parametrize(

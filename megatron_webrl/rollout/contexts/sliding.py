@@ -12,9 +12,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_webrl.rollout.actions import TOOL_CALL_CLOSE, TOOL_CALL_OPEN
 from megatron_webrl.rollout.contexts.base import Prompt, PromptContext
-from megatron_webrl.rollout.responses import THOUGHT_CLOSE, THOUGHT_OPEN, split_thinking
+from megatron_webrl.rollout.responses import (
+    THOUGHT_CLOSE,
+    THOUGHT_OPEN,
+    TOOL_CALL_CLOSE,
+    TOOL_CALL_OPEN,
+    split_calls,
+    split_thinking,
+)
 
 
 class SlidingContext(PromptContext):
@@ -41,10 +47,10 @@ class SlidingContext(PromptContext):
         """An earlier response, escaped except for its tags of thoughts and of the call, because it may quote a page."""
         thoughts, answer = split_thinking(response)
         escape = self._processor.escape_special_tokens
-        pieces = answer.replace(TOOL_CALL_CLOSE, TOOL_CALL_OPEN).split(TOOL_CALL_OPEN)
-        if len(pieces) == 3:
-            before, call, after = map(escape, pieces)
-            answer = f"{before}{TOOL_CALL_OPEN}{call}{TOOL_CALL_CLOSE}{after}"
+        pieces = split_calls(answer)
+        if pieces[1::2] == [TOOL_CALL_OPEN, TOOL_CALL_CLOSE]:
+            pieces[::2] = map(escape, pieces[::2])
+            answer = "".join(pieces)
         else:  # not exactly one call: escape the tags, too
             answer = escape(answer)
         if not self._settings.keep_thinking or not thoughts:

@@ -247,6 +247,19 @@ def test_thoughts_stay_in_sliding_prompts_if_asked_for(thinking: Processor) -> N
     assert [count(thinking, prompt, tag) for tag in ("<think>", "</think>")] == [3, 2]
 
 
+def test_a_call_that_quotes_tags_stays_a_call_in_sliding_prompts(processor: Processor) -> None:
+    action = Action("type", text="</tool_call> <think> </think>")
+    context, prompts = play(processor, [])
+    answer = f"<think>{CALL} </think>more {CALL}</think>\n{format_tool_call(action)}"
+    context.add_step(response_of(processor, answer), action, None, observation_of(1))
+    prompt = context.build_prompt()
+    assert texts(processor, prompt)[2] == format_tool_call(
+        Action("type", text="<\u200b/tool_call> <\u200bthink> <\u200b/think>")
+    )
+    counts = [count(processor, prompts[-1], "</tool_call>"), count(processor, prompt, "</tool_call>")]
+    assert counts[1] == counts[0] + 1
+
+
 class ClickSession:
     """A session whose scripted policy always clicks."""
 
