@@ -141,10 +141,15 @@ def split_fields(response: str) -> dict[str, str]:
     return fields
 
 
+def is_empty_json(text: str) -> bool:
+    """Whether a field holds nothing: no text, or an empty JSON value."""
+    return "".join(text.split()) in _EMPTY_JSON
+
+
 def memory_characters(response: str) -> int:
     """Characters of the Memory that a response writes outside of thoughts: 0 if it is empty, -1 if it is missing."""
     answer = strip_thinking(response)
     if not any(match[1] == "Memory" for match in _FIELD.finditer(answer)):
         return -1
     text = split_fields(answer).get("Memory", "")
-    return 0 if "".join(text.split()) in _EMPTY_JSON else len(text)
+    return 0 if is_empty_json(text) else len(text)

@@ -14,7 +14,7 @@ from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout import prompts
 from megatron_webrl.rollout.actions import describe_action
 from megatron_webrl.rollout.generator import Generation
-from megatron_webrl.rollout.responses import split_fields, strip_thinking
+from megatron_webrl.rollout.responses import is_empty_json, split_fields, strip_thinking
 from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
 from megatron_webrl.system.text import shorten
 from megatron_webrl.types import Action, Observation
@@ -46,7 +46,7 @@ class PastStep:
     generation: Generation
     summary_line: str
     result_text: str  # precedes the next screenshot
-    carried_fields: Mapping[str, str]  # Memory or Progress, if the response has them and the form carries them
+    carried_fields: Mapping[str, str]  # Memory or Progress that are not empty, if the form carries them
 
 
 class PromptContext(ABC):
@@ -90,7 +90,11 @@ class PromptContext(ABC):
         )
         self._title = self._short(observation.title)
         result = prompts.step_result_text(effect, self._title, self._short(observation.url), compact)
-        carried = {name: self._carried_text(fields[name]) for name in self._form.carried if name in fields}
+        carried = {
+            name: self._carried_text(text)
+            for name, text in fields.items()
+            if name in self._form.carried and not is_empty_json(text)
+        }
         self._past.append(PastStep(self._image, generation, line, result, carried))
         if action is not None:
             self._add_observation(observation)

@@ -113,6 +113,17 @@ def test_a_memory_of_thoughts_or_of_a_response_cut_off_does_not_replace_the_late
         assert "cut" not in text
 
 
+@pytest.mark.parametrize(("policy", "rounds"), WINDOWS)
+@pytest.mark.parametrize(("form", "field"), CARRIED)
+def test_an_empty_field_does_not_replace_the_latest(
+    processor: Processor, form: str, field: str, policy: str, rounds: int
+) -> None:
+    empty = [response(**{field: text, "action": "Go on."}) for text in ("{}", "null", "{ }", "[]", '""')]
+    first = response(**{field: '{"code": "K-77"}', "action": "Read the code."})
+    _, prompts = play(processor, [first, *empty], response_format=form, policy=policy, rounds=rounds)
+    assert [text.count("K-77") for text in read(processor, prompts)] == [0] + [1] * 6
+
+
 @pytest.mark.parametrize("policy", ["sliding", "append"])
 def test_a_carried_memory_is_one_line_of_limited_length_without_special_tokens(
     processor: Processor, policy: str
