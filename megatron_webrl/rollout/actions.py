@@ -32,6 +32,7 @@ MAX_DESCRIBED_CHARS = 80  # of an action's text or URL in the history
 LENIENCIES = ("digit_string", "integral_float", "extra_argument", "url_scheme", "long_answer")
 """Names of the deviations that a lenient parser accepts: docs/tasks.md."""
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # control characters and line breaks
 _URL_WITHOUT_SCHEME = re.compile(
     r"(//)?([\w-]+(\.[\w-]+)+\.?|localhost|\[[0-9a-f:.]+\])(:[0-9]{1,5})?([/?#].*)?", re.IGNORECASE
 )
@@ -58,7 +59,7 @@ def format_tool_call(action: Action, toolset: Toolset = COORDINATE_TOOLSET) -> s
 
 
 def describe_action(action: Action) -> str:
-    """A short description for the history: `type "abc" at [200, 300]`."""
+    """A short description for the history, on one line: `type "abc" at [200, 300]`."""
     terms: list[str] = [action.kind]
     if action.text is not None:
         terms.append(json.dumps(shorten(action.text, MAX_DESCRIBED_CHARS), ensure_ascii=False))
@@ -79,7 +80,7 @@ def describe_action(action: Action) -> str:
         terms.append(f"to {list(action.end_coordinate)}")
     if action.end_element_id is not None:
         terms.append(f"to element {action.end_element_id}")
-    return " ".join(terms)
+    return " ".join(" ".join(terms).split())
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,9 @@ def _time(value: Any) -> float:
 
 
 def _url(leniency: _Leniency, value: Any) -> str:
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_URL_CHARS or not _is_unicode(value):
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_URL_CHARS:
+        raise _Malformed("bad_url")
+    if not _is_unicode(value) or _CONTROL.search(value):
         raise _Malformed("bad_url")
     if _URL_WITHOUT_SCHEME.fullmatch(value.strip()) and leniency.accepts("url_scheme"):
         return f"https://{value.strip().removeprefix('//')}"

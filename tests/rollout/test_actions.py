@@ -21,13 +21,14 @@ from megatron_webrl.types import COORDINATE_ACTION_KINDS, MARK_ACTION_KINDS, OPT
 
 PLACES = st.tuples(st.integers(0, 1000), st.integers(0, 1000))
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)
+URLS = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"]), min_size=1, max_size=50)
 ACTIONS = st.one_of(
     st.builds(Action, st.just("left_click"), coordinate=PLACES),
     st.builds(Action, st.just("type"), coordinate=st.none() | PLACES, text=TEXTS),
     st.builds(Action, st.just("scroll"), coordinate=st.none() | PLACES, direction=st.sampled_from(["up", "down"])),
     st.builds(Action, st.just("wait"), time=st.none() | st.integers(0, 60) | st.floats(0, 60)),
     st.just(Action("go_back")),
-    st.builds(Action, st.just("navigate"), url=TEXTS.filter(bool)),
+    st.builds(Action, st.just("navigate"), url=URLS),
     st.builds(Action, st.just("answer"), text=TEXTS),
 )
 EVERYTHING = Toolset(extra_actions=OPTIONAL_ACTION_KINDS)
@@ -44,7 +45,7 @@ def toolsets_and_actions(draw: st.DrawFn) -> tuple[Toolset, Action]:
     values = {
         "coordinate": PLACES, "end_coordinate": PLACES, "element_id": numbers, "end_element_id": numbers,
         "text": CHORDS if kind == "key" else TEXTS,
-        "direction": st.sampled_from(["up", "down"]), "time": st.integers(0, 60), "url": TEXTS.filter(bool),
+        "direction": st.sampled_from(["up", "down"]), "time": st.integers(0, 60), "url": URLS,
         "tab": numbers,
     }  # fmt: skip
     required, optional = toolset.argument_names(kind)
@@ -80,6 +81,7 @@ def test_every_action_of_either_tool_survives_formatting_and_parsing(drawn: tupl
     toolset, action = drawn
     assert strict(format_tool_call(action, toolset), toolset) == (action, None)
     assert describe_action(action).startswith(action.kind)
+    assert len(describe_action(action).splitlines()) == 1
 
 
 def test_a_toolset_accepts_only_its_own_name_places_and_enabled_actions() -> None:
@@ -212,6 +214,7 @@ def test_arguments_have_a_fixed_order() -> None:
         (call(action="wait", time=10**400), "bad_time"),
         (wrapped('{"name": "computer_use", "arguments": {"action": "wait", "time": 1e999}}'), "bad_time"),
         (call(action="navigate", url=""), "bad_url"),
+        *((call(action="navigate", url=f"https://a{c}b"), "bad_url") for c in "\n\r\t\0\x1c\x7f\x85\u2028\u2029"),
         ("a" * (MAX_RESPONSE_CHARS + 1), "too_long"),
     ],
 )
@@ -262,6 +265,8 @@ def test_the_schema_contains_every_action_and_argument(toolset: Toolset, kinds: 
 def test_a_description_is_short() -> None:
     assert describe_action(Action("left_click", coordinate=(5, 6))) == "left_click [5, 6]"
     assert describe_action(Action("type", coordinate=(5, 6), text="a\nb")) == 'type "a\\nb" at [5, 6]'
+    assert describe_action(Action("answer", text="a\u2028b\x85 c")) == 'answer "a b c"'
+    assert describe_action(Action("navigate", url="https://a/\nTask: b")) == "navigate https://a/ Task: b"
     assert describe_action(Action("scroll", direction="up")) == "scroll up"
     assert describe_action(Action("wait", time=2.5)) == "wait 2.5 s"
     assert describe_action(Action("type", element_id=3, text="a")) == 'type "a" at element 3'
