@@ -17,6 +17,15 @@ def shorten(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def shorten_middle(text: str, limit: int) -> str:
+    """The text, cut to its first and last characters, `limit` together, with the number of missing ones in between."""
+    missing = len(text) - limit
+    if missing <= 0:
+        return text
+    head = limit - limit // 2
+    return f"{text[:head]} ... ({count_noun(missing, 'character')} left out) ... {text[head + missing :]}"
+
+
 def metric_label(text: str) -> str:
     """The text as one part of a metric name: what is no letter, digit, underscore or dot becomes "-"; never empty."""
     return re.sub(r"[^\w.]+", "-", text).strip("-.") or "unnamed"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +17,11 @@ from megatron_webrl.rollout.actions import describe_action
 from megatron_webrl.rollout.generator import Generation
 from megatron_webrl.rollout.responses import is_empty_json, split_fields, strip_thinking
 from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
-from megatron_webrl.system.text import shorten
+from megatron_webrl.system.text import shorten, shorten_middle
 from megatron_webrl.types import Action, Observation
 
 MAX_PAGE_FIELD_CHARS = 200  # of a title, an error or a URL
 MAX_ACTION_SENTENCE_CHARS = 200  # of the Action field in a line of the summary
-MAX_CARRIED_FIELD_CHARS = 4_000  # of Memory or Progress outside its own round
 
 
 class ContextOverflow(RuntimeError):
@@ -91,7 +91,7 @@ class PromptContext(ABC):
         self._title = self._short(observation.title)
         result = prompts.step_result_text(effect, self._title, self._short(observation.url), compact)
         carried = {
-            name: self._carried_text(text)
+            name: self._processor.escape_special_tokens(" ".join(text.split()))
             for name, text in fields.items()
             if name in self._form.carried and not is_empty_json(text)
         }
@@ -103,22 +103,28 @@ class PromptContext(ABC):
     def build_prompt(self) -> Prompt:
         """The prompt of the next step; the current screenshot comes last. Raises ContextOverflow."""
 
-    def _task_text(self, steps: int, omitted: int, carry: bool = True) -> str:
+    def _task_text(self, steps: int, omitted: int, max_field_chars: int = sys.maxsize) -> str:
         """Task, start page, the summary of the first `steps` steps, of which `omitted` are only counted, and Memory.
 
         The latest Memory and Progress are in it, unless a later step than these wrote them: its round shows them.
         """
         lines = [past.summary_line for past in self._past[omitted:steps]]
-        carried = self._carried_lines(steps) if carry else ()
+        carried = self._carried_lines(steps, max_field_chars)
         return prompts.task_text(self._instruction, self._start_page, omitted, lines, self._settings.compact, carried)
 
-    def _carried_lines(self, steps: int) -> list[str]:
-        """The latest text of each carried field, if one of the first `steps` steps wrote it."""
+    def _carried_lines(self, steps: int, max_chars: int = sys.maxsize) -> list[str]:
+        """The latest text of each carried field, if one of the first `steps` steps wrote it.
+
+        The middle of a text longer than `max_chars` is left out; 0: no lines.
+        """
+        if max_chars == 0:
+            return []
         lines = []
         for name in self._form.carried:
             latest = next((n for n in range(len(self._past), 0, -1) if name in self._past[n - 1].carried_fields), None)
             if latest is not None and latest <= steps:
-                lines.append(prompts.carried_line(name, latest, self._past[latest - 1].carried_fields[name]))
+                text = self._past[latest - 1].carried_fields[name]
+                lines.append(prompts.carried_line(name, latest, shorten_middle(text, max_chars)))
         return lines
 
     def _render(self, messages: Sequence[dict[str, Any]], images: Sequence[int]) -> Prompt | None:
@@ -133,28 +139,34 @@ class PromptContext(ABC):
         return Prompt(token_ids, np.array(images, np.int32))
 
     def _summarised(self) -> Prompt:
-        """A prompt with the current screenshot only and as much of the summary as fits, found by bisection."""
-        if complete := self._current_only(0):
-            return complete
-        low, high = 1, len(self._past)
-        best = self._current_only(high)
-        if best is None and (without_fields := self._current_only(high, carry=False)):
-            return without_fields
-        if best is None:
+        """A prompt with the current screenshot only: first lines of the summary give way, then carried fields."""
+        steps = len(self._past)
+        longest = max(map(len, self._carried_lines(steps)), default=0)
+        prompt = (
+            self._current_only(0)
+            or self._first_fitting(steps, self._current_only)
+            or self._first_fitting(longest, lambda missing: self._current_only(steps, longest - missing))
+        )
+        if prompt is None:
             raise ContextOverflow(
                 f"the shortest prompt exceeds {self._max_tokens} tokens "
                 "(rollout.max_model_len - rollout.max_new_tokens)"
             )
-        while low < high:
+        return prompt
+
+    def _first_fitting(self, last: int, build: Callable[[int], Prompt | None]) -> Prompt | None:
+        """The prompt of the first n in 1..`last` whose `build(n)` is one, found by bisection; None if there is none."""
+        best, low, high = build(last), 1, last
+        while best and low < high:
             middle = (low + high) // 2
-            if prompt := self._current_only(middle):
+            if prompt := build(middle):
                 best, high = prompt, middle
             else:
                 low = middle + 1
         return best
 
-    def _current_only(self, omitted: int, carry: bool = True) -> Prompt | None:
-        text = self._task_text(len(self._past), omitted, carry)
+    def _current_only(self, omitted: int, max_field_chars: int = sys.maxsize) -> Prompt | None:
+        text = self._task_text(len(self._past), omitted, max_field_chars)
         return self._render([self._user_message(text + self._page)], [self._image])
 
     def _user_message(self, text: str) -> dict[str, Any]:
@@ -190,13 +202,6 @@ class PromptContext(ABC):
         else:
             text = describe_action(action) if action else "no valid tool call"
         return self._processor.escape_special_tokens(text)
-
-    def _carried_text(self, text: str) -> str:
-        """A field on one line, escaped; the middle of a long one is left out."""
-        line, half = " ".join(text.split()), MAX_CARRIED_FIELD_CHARS // 2
-        if len(line) > MAX_CARRIED_FIELD_CHARS:
-            line = f"{line[:half]} ... {line[-half:]}"
-        return self._processor.escape_special_tokens(line)
 
     def _short(self, text: str) -> str:
         """Page text on one line, shortened and escaped."""
