@@ -13,7 +13,7 @@ from megatron_webrl.system.text import shorten
 from megatron_webrl.types import Action, Element, OpenTab, Scroll
 
 MAX_ELEMENT_CHARS = 400  # of one element's line; long lists of options are cut
-MAX_ELEMENT_LIST_CHARS = 12_000  # so that a page cannot push the task out of the prompt; the rest is only counted
+MAX_ELEMENT_LIST_CHARS = 12_000  # the rest is only counted
 
 _ROLE = (
     "You are a web agent. You see a screenshot of a page and act on it with the tool until the task is done. "
@@ -92,8 +92,13 @@ def step_result_text(effect: str, title: str, url: str, compact: bool) -> str:
     return f"{effect}\n" if compact else f"Result: {effect}\nPage: [{title}] {url}\n"
 
 
-def page_state_text(elements: Sequence[Element], tabs: Sequence[OpenTab], scroll: Scroll | None) -> str:
-    """Tabs, scroll position and numbered elements of the current screenshot; the numbers are valid only for it."""
+def page_state_text(
+    elements: Sequence[Element], tabs: Sequence[OpenTab], scroll: Scroll | None, max_chars: int = MAX_ELEMENT_LIST_CHARS
+) -> str:
+    """Tabs, scroll position and numbered elements of the current screenshot; the numbers are valid only for it.
+
+    `max_chars`: of the list of elements.
+    """
     lines = []
     if tabs:
         lines.append("Tabs:")
@@ -102,7 +107,7 @@ def page_state_text(elements: Sequence[Element], tabs: Sequence[OpenTab], scroll
         lines.append(f"Scrolled to {scroll.y} of {scroll.page_height} pixels")
     if elements:
         lines.append("Elements:")
-        lines += _first_lines(MAX_ELEMENT_LIST_CHARS, list(map(element_line, elements)))
+        lines += _first_lines(max_chars, list(map(element_line, elements)))
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -6,6 +6,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,7 @@ class PromptContext(ABC):
         self._image = -1  # index of the current screenshot
         self._instruction = self._start_page = self._title = ""
         self._page = ""  # text about the current screenshot
+        self._page_text: Callable[[int], str] = lambda max_chars: ""  # by characters of the list of elements
 
     def start_episode(self, instruction: str, observation: Observation) -> None:
         self._instruction = self._processor.escape_special_tokens(instruction)
@@ -139,13 +141,14 @@ class PromptContext(ABC):
         return Prompt(token_ids, np.array(images, np.int32))
 
     def _summarised(self) -> Prompt:
-        """A prompt with the current screenshot only: first lines of the summary give way, then carried fields."""
+        """A prompt with the current screenshot only; lines of the summary, elements, carried fields may give way."""
+        if prompt := self._with_summary():
+            return prompt
+        self._cut_page()
         steps = len(self._past)
         longest = max(map(len, self._carried_lines(steps)), default=0)
-        prompt = (
-            self._current_only(0)
-            or self._first_fitting(steps, self._current_only)
-            or self._first_fitting(longest, lambda missing: self._current_only(steps, longest - missing))
+        prompt = self._with_summary() or self._first_fitting(
+            longest, lambda missing: self._current_only(steps, longest - missing)
         )
         if prompt is None:
             raise ContextOverflow(
@@ -153,6 +156,17 @@ class PromptContext(ABC):
                 "(rollout.max_model_len - rollout.max_new_tokens)"
             )
         return prompt
+
+    def _with_summary(self) -> Prompt | None:
+        """A prompt with the current screenshot, carried fields and the latest lines of the summary."""
+        return self._current_only(0) or self._first_fitting(len(self._past), self._current_only)
+
+    def _cut_page(self) -> None:
+        """Cut the list of elements so that all text about the page takes at most half of the token limit."""
+        limit, chars = self._max_tokens // 2, len(self._page)
+        while chars and (tokens := len(self._processor.tokenizer(self._page)["input_ids"])) > limit:
+            chars = chars * limit // tokens
+            self._page = self._page_text(chars)
 
     def _first_fitting(self, last: int, build: Callable[[int], Prompt | None]) -> Prompt | None:
         """The prompt of the first n in 1..`last` whose `build(n)` is one, found by bisection; None if there is none."""
@@ -188,7 +202,8 @@ class PromptContext(ABC):
         ]  # fmt: skip
         tabs = [replace(tab, title=short(tab.title), url=short(tab.url)) for tab in observation.tabs]
         scroll = observation.scroll if self._settings.scroll_position else None
-        self._page = prompts.page_state_text(elements, tabs, scroll)
+        self._page_text = partial(prompts.page_state_text, elements, tabs, scroll)
+        self._page = self._page_text(prompts.MAX_ELEMENT_LIST_CHARS)
 
     def _effect(self, observation: Observation) -> str:
         effect = "page changed" if observation.page_changed else "page unchanged"
