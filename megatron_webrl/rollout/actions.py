@@ -12,11 +12,12 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron_webrl.browser.page.keys import is_key_chord
 from megatron_webrl.rollout.responses import TOOL_CALL_CLOSE, TOOL_CALL_OPEN, split_calls, strip_thinking
 from megatron_webrl.rollout.toolset import ARGUMENT_ORDER, COORDINATE_TOOLSET, Toolset
+from megatron_webrl.system import strict_json
 from megatron_webrl.system.text import shorten
 from megatron_webrl.types import COORDINATE_RANGE, Action
 
@@ -141,20 +142,9 @@ def _parse(response: str, toolset: Toolset, leniency: _Leniency) -> Action:
 
 def _load(text: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse, object_pairs_hook=_without_duplicates)
+        return strict_json.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError: not JSON, or a number of thousands of digits
         raise _Malformed("bad_json") from error
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return result
 
 
 def _action(arguments: dict[str, Any], toolset: Toolset, leniency: _Leniency) -> Action:

@@ -212,7 +212,7 @@ def test_arguments_have_a_fixed_order() -> None:
         (call(action="wait", time=-1), "bad_time"),
         (call(action="wait", time=True), "bad_time"),
         (call(action="wait", time=10**400), "bad_time"),
-        (wrapped('{"name": "computer_use", "arguments": {"action": "wait", "time": 1e999}}'), "bad_time"),
+        (wrapped('{"name": "computer_use", "arguments": {"action": "wait", "time": 1e999}}'), "bad_json"),
         (call(action="navigate", url=""), "bad_url"),
         *((call(action="navigate", url=f"https://a{c}b"), "bad_url") for c in "\n\r\t\0\x1c\x7f\x85\u2028\u2029"),
         ("a" * (MAX_RESPONSE_CHARS + 1), "too_long"),

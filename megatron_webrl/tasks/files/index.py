@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron_webrl.tasks.files.cache import Fingerprint
 
-VERSION = 1  # of this format, and of what a row means: another one makes every index be written again
+VERSION = 2  # of this format, and of what a row means: another one makes every index be written again
 MAGIC = b"WEBRLIDX"
 DTYPES = {
     "offsets": "<i8",  # [rows] bytes

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from megatron_webrl.system import strict_json
 from megatron_webrl.system.text import shorten
 from megatron_webrl.tasks.files import website
 from megatron_webrl.tasks.files.field_map import FieldMap
@@ -59,12 +60,12 @@ def parse_line(data: bytes) -> dict[str, Any]:
     if len(data) > MAX_LINE_BYTES:
         raise RowError(f"expected a line of at most {MAX_LINE_BYTES} bytes, found a longer one")
     try:
-        row = json.loads(data.decode())
+        row = strict_json.loads(data.decode())
     except UnicodeDecodeError as error:
         raise RowError(f"expected UTF-8, found byte 0x{data[error.start]:02x} at column {error.start + 1}") from None
     except json.JSONDecodeError as error:
         raise RowError(f"expected a JSON object, found invalid JSON at column {error.colno}: {error.msg}") from None
-    except (ValueError, RecursionError) as error:  # a number or a nesting beyond Python's limits
+    except (ValueError, RecursionError) as error:  # not of the standard, or a nesting beyond Python's limit
         raise RowError(f"expected a JSON object, found invalid JSON: {error}") from None
     if not isinstance(row, dict):
         raise RowError(f"expected a JSON object, found {_describe(row)}")
@@ -135,11 +136,17 @@ class _Values:
             raise _unexpected(name, website.EXPECTED, value) from None
 
     def answer(self) -> str | None:
-        """Text, or a number as the file spells it; None without one."""
-        name, value = self._get("answer")
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return json.dumps(value)
-        return _checked_text(name, value, required=False) or None
+        """Text, or a number as Python writes it (12.50 is "12.5"); None without one. Fields that have one agree."""
+        self._get("answer")  # raises for a row without a field that tasks.fields names
+        found = ("", "")
+        for name in self._fields.names.get("answer", ()):
+            value = self._row.get(name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            text = json.dumps(value) if is_number else _checked_text(name, value, required=False)
+            if text and found[1] not in ("", text):
+                raise _unexpected(name, f"the answer of {found[0]}, {_describe(found[1])}", value)
+            found = (name, text) if text else found
+        return found[1] or None
 
     def difficulty(self, facts: int) -> tuple[str, int]:
         """Level, and number of facts (0: not given). By the facts of a row that names no difficulty."""
@@ -189,6 +196,10 @@ def _facts_of_group(name: str, number: int, group: Any) -> Iterator[RubricFact]:
         raise _unexpected(f"{place}.id", "text or an integer", identifier)
     key = str(number) if identifier is None or identifier == "" else str(identifier)
     facts = group.get("facts")
+    others = [key for key, other in group.items() if other is not None and key not in ("id", "description")]
+    if facts is None and others:
+        found = ", ".join(map(_describe, others))
+        raise RowError(f"field {place}: expected the key facts, or only id and description, found {found}")
     description = _checked_text(f"{place}.description", group.get("description", _MISSING), required=facts is None)
     if facts is None:
         yield RubricFact(key, "", description)

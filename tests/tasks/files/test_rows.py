@@ -73,6 +73,38 @@ def test_both_names_of_the_reference_answer_are_read() -> None:
     assert parse_task(row | {"definite_answer": "", "reference_answer": None}, WEBGYM).answer is None
 
 
+def test_a_blank_answer_gives_way_to_the_other_and_two_that_differ_are_refused() -> None:
+    for blank in ("", " ", None):
+        row = webgym_row(0, definite_answer=blank, reference_answer="42")
+        assert parse_task(row, WEBGYM).answer == "42"
+    assert parse_task(webgym_row(0, definite_answer=" 42", reference_answer="42 "), WEBGYM).answer == "42"
+    with pytest.raises(RowError) as caught:
+        parse_task(webgym_row(0, definite_answer="41", reference_answer="42"), WEBGYM)
+    assert str(caught.value) == 'field reference_answer: expected the answer of definite_answer, "41", found "42"'
+
+
+def test_an_answer_that_is_a_number_is_read_as_python_writes_it() -> None:
+    for text, answer in (("12.50", "12.5"), ("42", "42"), ("1e2", "100.0")):
+        line = json.dumps(webgym_row(0, definite_answer="NUMBER")).replace('"NUMBER"', text)
+        assert parse_task(parse_line(line.encode()), WEBGYM).answer == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('{"a": NaN}', "NaN is not JSON"),
+        ('{"a": [-Infinity]}', "-Infinity is not JSON"),
+        ('{"a": 1e400}', "1e400 is beyond the range of a number"),
+        ('{"a": 1, "b": 2, "a": 1}', 'the key "a" occurs twice'),
+        ('{"a": [{"id": 1, "id": 2}]}', 'the key "id" occurs twice'),
+    ],
+)
+def test_what_python_accepts_beyond_the_standard_of_json_is_refused(text: str, found: str) -> None:
+    with pytest.raises(RowError) as caught:
+        parse_line(text.encode())
+    assert str(caught.value) == f"expected a JSON object, found invalid JSON: {found}"
+
+
 @pytest.mark.parametrize(
     ("text", "url", "website"),
     [
@@ -170,6 +202,8 @@ def test_every_start_lists_the_first_ten_rows_that_do_not_fit_and_refuses_the_fi
          "field evaluator_reference[1].id: expected text or an integer, found [1]"),
         ({"evaluator_reference": [{"id": 1}]},
          "field evaluator_reference[0].description: expected text, found nothing"),
+        ({"evaluator_reference": [{"id": 1, "description": "d", "Facts": ["a", "b"]}]},
+         'field evaluator_reference[0]: expected the key facts, or only id and description, found "Facts"'),
         ({"domain": 5}, "field domain: expected text, found 5"),
         ({"definite_answer": ["a"]}, 'field definite_answer: expected text, found ["a"]'),
         ({"task_id": None}, "field task_id: expected text, found null"),
