@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.system.text import first_line
+from megatron_webrl.system import strict_json
+from megatron_webrl.system.text import first_line, shorten
 from megatron_webrl.tasks.files import cache
 from megatron_webrl.tasks.files.cache import Fingerprint
 from megatron_webrl.tasks.files.field_map import FieldMap
+from megatron_webrl.tasks.files.rows import BYTE_ORDER_MARK
 
 log = logging.getLogger(__name__)
 
-VERSION = 1  # of what conversion writes: another one makes every file be converted again
+VERSION = 2  # of what conversion writes: another one makes every file be converted again
 _BATCH_ROWS = 1000
+_FOUND_CHARACTERS = 60
 _HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # with or without an organisation
 _INSTALL = "pip install 'megatron_webrl[datasets]'"
 
@@ -46,7 +50,7 @@ def resolve_task_file(text: str, setting: str, fields: FieldMap) -> TaskFile:
             return _convert_dataset(text, folder, "" if folder == path else split, fields)
         if split and _HUB_NAME.fullmatch(name):
             return _convert(text, ("hub", name, split), fields, _hub_rows(name, split, fields.columns))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{setting}={text} cannot be read: {first_line(error)}") from error
@@ -90,16 +94,57 @@ def _convert(text: str, key: tuple[Any, ...], fields: FieldMap, rows: Iterable[A
         if not path.is_file():
             log.info("converting %s to %s", text, path)
             with cache.replaced_atomically(path) as file:
-                for row in rows:
-                    file.write(json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n")
+                for number, row in enumerate(rows, 1):
+                    file.write(_json_line(f"{text}:{number}", row))
     return TaskFile(text, path)
 
 
-def _array_rows(path: Path) -> Iterator[Any]:
+def _json_line(place: str, row: Any) -> bytes:
     try:
-        yield from json.loads(path.read_bytes())
+        return json.dumps(row, allow_nan=False).encode() + b"\n"
+    except (TypeError, ValueError):
+        name, value = next((name, value) for name, value in row.items() if not _is_json(value))
+        expected = "text, numbers, true, false, null, lists or structures of them"
+        kind, shown = type(value).__name__, shorten(repr(value), _FOUND_CHARACTERS)
+        raise ConfigError(f"{place}: field {name}: expected {expected}, found {kind} {shown}") from None
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _array_rows(path: Path) -> Iterator[Any]:
+    data = path.read_bytes().removeprefix(BYTE_ORDER_MARK)
+    try:
+        yield from strict_json.loads(data.decode())
+    except UnicodeDecodeError as error:
+        line, start = data.count(b"\n", 0, error.start) + 1, data.rfind(b"\n", 0, error.start)
+        found = f"byte 0x{data[error.start]:02x} at column {error.start - start}"
+        raise ConfigError(f"{path}:{line}: expected UTF-8, found {found}") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: expected a JSON array, found invalid JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:  # not of the standard, or a nesting beyond Python's limit
+        raise ConfigError(f"{path}: expected a JSON array, found invalid JSON: {error}") from None
+
+
+def _present(source: object, columns: tuple[str, ...], found: Collection[str]) -> list[str]:
+    """The columns that are read of those found. Raises ConfigError if it is none."""
+    present = [name for name in columns if name in found]
+    if not present:
+        raise ConfigError(
+            f"{source} has the columns {', '.join(found) or '(none)'}, but none of {', '.join(columns)}; set "
+            "tasks.source to its format, or name its columns in tasks.fields"
+        )
+    return present
+
+
+def _without_nan(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with None for NaN, by which pandas writes that a number is missing."""
+    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in row.items()}
 
 
 def _parquet_rows(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
@@ -108,9 +153,9 @@ def _parquet_rows(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, An
     except ImportError:
         raise ConfigError(f"{path} needs the package pyarrow; {_INSTALL}") from None
     with parquet.ParquetFile(path) as file:
-        present = [name for name in columns if name in file.schema_arrow.names]
+        present = _present(path, columns, file.schema_arrow.names)
         for batch in file.iter_batches(_BATCH_ROWS, columns=present):
-            yield from batch.to_pylist()
+            yield from map(_without_nan, batch.to_pylist())
 
 
 def _folder_rows(folder: Path, split: str, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
@@ -130,15 +175,16 @@ def _folder_rows(folder: Path, split: str, columns: tuple[str, ...]) -> Iterator
         dataset = dataset[split]
     elif split and split != str(dataset.split):
         raise ConfigError(f"{folder} has no splits; leave :{split} out")
-    present = [name for name in columns if name in dataset.column_names]
+    present = _present(folder, columns, dataset.column_names)
     for batch in dataset.select_columns(present).iter(_BATCH_ROWS):
-        yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
+        for values in zip(*batch.values(), strict=True):
+            yield _without_nan(dict(zip(batch, values, strict=True)))
 
 
 def _hub_rows(name: str, split: str, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     datasets = _import_datasets(name)
     for row in datasets.load_dataset(name, split=split, streaming=True):
-        yield {column: row[column] for column in columns if column in row}
+        yield _without_nan({column: row[column] for column in _present(name, columns, row)})
 
 
 def _import_datasets(name: object) -> Any:

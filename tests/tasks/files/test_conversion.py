@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import logging
+import math
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow
@@ -79,6 +82,16 @@ def test_a_json_array_is_read_as_rows(tmp_path: Path) -> None:
     path.write_text("[{}")
     with pytest.raises(ConfigError, match=r"tasks\.json:1: expected a JSON array, found invalid JSON: Expecting ','"):
         resolve(path)
+    for text, message in (
+        (b'[\n{"task_id": 1},\n{"a": "caf\xe9"}]', ":3: expected UTF-8, found byte 0xe9 at column 11"),
+        (b"[" * 100_000, ": expected a JSON array, found invalid JSON: maximum recursion depth exceeded"),
+        (b'[{"a": NaN}]', ": expected a JSON array, found invalid JSON: NaN is not JSON"),
+        (b'[{"a": 1, "a": 2}]', ': expected a JSON array, found invalid JSON: the key "a" occurs twice'),
+    ):
+        path.write_bytes(text)
+        with pytest.raises(ConfigError) as caught:
+            resolve(path)
+        assert str(caught.value).startswith(f"{path}{message}")
     assert not [each for each in (tmp_path / "cache").rglob("*") if "lock" in each.name or each.name.startswith(".")]
 
 
@@ -135,3 +148,50 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         resolve(path)
     with pytest.raises(ConfigError, match=r"^org/name needs the package datasets; pip install"):
         resolve("org/name:train")
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (b"caf\xe9", r"bytes b'caf\xe9'"),
+        (datetime.date(2026, 1, 2), "date datetime.date(2026, 1, 2)"),
+        (math.inf, "float inf"),
+        ([math.nan], "list [nan]"),
+    ],
+)
+def test_a_value_that_json_does_not_have_is_refused_by_file_row_and_field(
+    tmp_path: Path, value: Any, found: str
+) -> None:
+    path = tmp_path / "train.parquet"
+    rows = [{**ROWS[0], "task_name": None}, {**ROWS[1], "task_name": value}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    with pytest.raises(ConfigError) as caught:
+        resolve(path)
+    expected = "text, numbers, true, false, null, lists or structures of them"
+    assert str(caught.value) == f"{path}:2: field task_name: expected {expected}, found {found}"
+
+
+def test_nan_of_a_column_is_a_missing_value(tmp_path: Path) -> None:
+    rows = [{**ROWS[number], "definite_answer": answer} for number, answer in enumerate((1.5, math.nan))]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    for name in ("train.parquet", "saved"):
+        source = FileTaskSource(TasksConfig(source="webgym", train_file=str(tmp_path / name)))
+        assert source.training is not None
+        assert [source.training[row].answer for row in range(2)] == ["1.5", None]
+        source.close()
+    needed = pyarrow.Table.from_pylist([{**ROWS[0], "difficulty": math.nan}])
+    parquet.write_table(needed, tmp_path / "train.parquet")
+    with pytest.raises(InvalidRows, match=r"train\.parquet:1: field difficulty: expected an integer .* found null"):
+        open_index(resolve(tmp_path / "train.parquet"), WEBGYM)
+
+
+def test_a_dataset_without_any_wanted_column_names_what_it_has(tmp_path: Path) -> None:
+    rows = [{"goal": "Buy a lamp", "page": "lamps.example"}]
+    (tmp_path / "hub").mkdir()
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    write_rows(tmp_path / "hub" / "train.jsonl", rows)
+    for name in ("train.parquet", "saved", "hub:train"):
+        with pytest.raises(ConfigError, match=r"has the columns goal, page, but none of task_id, .*tasks\.fields$"):
+            resolve(tmp_path / name)
