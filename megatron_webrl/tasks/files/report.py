@@ -36,6 +36,7 @@ class FileReport:
     websites: set[str] = field(default_factory=set)
     facts: int = 0
     with_answer: int = 0
+    other_difficulty: int = 0  # tasks whose difficulty is a number, but not that of their facts: no fault
     duplicates: Faults = field(default_factory=lambda: Faults(SHOWN_FAULTS))  # same instruction on the same website
     invalid: Faults = field(default_factory=lambda: Faults(SHOWN_FAULTS))
 
@@ -53,6 +54,7 @@ class FileReport:
         self.websites.add(task.website)
         self.facts += len(task.facts)
         self.with_answer += task.answer is not None
+        self.other_difficulty += bool(task.fact_count and task.facts) and task.fact_count != len(task.facts)
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON values."""
@@ -65,6 +67,7 @@ class FileReport:
             "websites": len(self.websites),
             "facts": self.facts,
             "with_answer": self.with_answer,
+            "other_difficulty": self.other_difficulty,
             "duplicates": {"count": self.duplicates.count, "messages": list(self.duplicates.messages)},
             "invalid": {"count": self.invalid.count, "messages": list(self.invalid.messages)},
         }
@@ -104,6 +107,7 @@ def render(report: FileReport) -> RenderableType:
         _table("benchmark", report.benchmarks.most_common(), report.tasks),
         _messages("rows that do not fit", report.invalid),
         _messages("duplicates (same instruction and website)", report.duplicates),
+        Text(f"tasks whose difficulty is not their number of facts: {report.other_difficulty:,} (no fault)"),
     )
 
 

@@ -38,6 +38,8 @@ def test_a_file_without_faults_is_counted(file: Path, tmp_path: Path, capsys: py
     assert f"{file}: 40 tasks on 40 websites, 40 facts, 40 with a reference answer" in output.splitlines()
     assert "│ easy       │    15 │ 37.5% │" in output
     assert "rows that do not fit: 0" in output
+    assert found["other_difficulty"] == 35  # of 40, whose difficulties are 1 to 9 and which have one fact each
+    assert "tasks whose difficulty is not their number of facts: 35 (no fault)" in output
     assert [path.name for path in tmp_path.glob("*.index")] == []
 
 
