@@ -274,6 +274,11 @@ class Group:
     ticket: int
     trajectories: tuple[Trajectory, ...]
 
+    @property
+    def has_one_task(self) -> bool:
+        """Whether all episodes are of the same task, as they are unless workers have different task files."""
+        return len({trajectory.task.id for trajectory in self.trajectories}) == 1
+
 
 class TaskSite(Protocol):
     """What a browser session needs from a task source: open the page of a task, read its result."""

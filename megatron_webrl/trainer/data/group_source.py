@@ -154,6 +154,8 @@ class GroupSource:
             self._on_ready(group)
 
     def _reason_to_drop(self, group: Group, version: int) -> str | None:
+        if not group.has_one_task:
+            return "several_tasks"  # its episodes share no baseline
         if any(t.outcome == ABORTED for t in group.trajectories):
             return ABORTED  # the finished episodes may be fresh, but they are biased towards short ones
         if not any(t.trainable for t in group.trajectories):

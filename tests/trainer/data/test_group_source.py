@@ -116,6 +116,15 @@ def test_a_group_with_an_aborted_episode_is_dropped_though_the_rest_is_fresh(rin
     assert ring.usage().records == 0
 
 
+def test_a_group_of_different_tasks_is_dropped_by_name(ring: Ring, source: GroupSource):
+    for index, task_id in enumerate(("a", "a", "b")):
+        made = trajectory(0, index, reward=float(index == 0), group_size=3)
+        ring.write(encode_trajectory(replace(made, task=replace(made.task, id=task_id))), 1.0)
+    source.poll(0)
+    assert source.accounting.dropped == {"several_tasks": 3}
+    assert ring.usage().records == 0
+
+
 @pytest.mark.parametrize(("mode", "kept"), [("async", 4), ("one_step_off", 2), ("sync", 0)])
 def test_the_mode_limits_the_staleness_of_a_group(ring: Ring, mode: str, kept: int):
     config = Config()
