@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,26 @@ class BlockList:
 
     def record_group(self, group: Group) -> None:
         """Block the website of a complete group, trained or dropped, if it blocked any of its episodes."""
-        website = group.trajectories[0].task.website
-        if not website or not self._seconds or all(each.outcome != BLOCKED for each in group.trajectories):
+        website = next((each.task.website for each in group.trajectories if each.outcome == BLOCKED), "")
+        if not website or not self._seconds:
             return
         if self._log.blocks.get(website, self._log.end) is None:
             until = self._clock() + self._seconds
             self._log.append(BLOCK, website, until)
             self._added += 1
             self._write(website, "blocked", until=round(until, 3), ticket=group.ticket)
+
+    def restore(self) -> None:
+        """Block the websites that the file has as blocked: a run may resume from a checkpoint before these events."""
+        latest: dict[str, dict[str, Any]] = {}
+        for line in self._path.read_text().splitlines() if self._path.is_file() and self._seconds else ():
+            with suppress(ValueError):  # half a line, which a crash left
+                event = json.loads(line)
+                latest[event["website"]] = event
+        for website, event in latest.items():
+            lasts = event["event"] == "blocked" and event["until"] > self._clock()
+            if lasts and self._log.blocks.get(website, self._log.end) is None:
+                self._log.append(BLOCK, website, event["until"])
 
     def remove_expired(self) -> None:
         """Unblock the websites whose time is over."""

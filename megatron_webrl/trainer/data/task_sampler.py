@@ -78,12 +78,13 @@ class TaskSampler:
             kept += [each for each in states if each.first_ticket < self._fresh and each.learned >= self.log.base]
             self.states = kept + [state for state in self.states if state.first_ticket >= self._fresh] or self.states
             _continue_log(self.log, log)
+        self.block_list.restore()  # at the end of the log: for later states only
         self._publisher = SamplerPublisher(control)
         self._publisher.publish(self.log, self.states)
 
     def record_group(self, group: Group) -> None:
-        """Record the pass rate of a trained or dropped group."""
-        passed = [t.outcome == "success" for t in group.trajectories if t.trainable]
+        """Record the pass rate of a trained or dropped group; one of several tasks says nothing of any of them."""
+        passed = [t.outcome == "success" for t in group.trajectories if t.trainable and group.has_one_task]
         self._recorded[group.ticket] = group.trajectories[0].task, sum(passed) / len(passed) if passed else None
 
     def publish_adapted_state(self, limit: int, version: int) -> None:

@@ -87,6 +87,57 @@ def test_tasks_without_a_website_block_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / FILE).exists()
 
 
+def test_blocks_of_the_file_that_last_are_restored(tmp_path: Path) -> None:
+    clock = Clock()
+    block_list = BlockList(SamplerLog(), 12.0, tmp_path / FILE, clock)
+    for ticket, website in enumerate(("early.example", "a.example", "b.example")):
+        block_list.record_group(group(ticket, website, "blocked"))
+        clock.now += HOUR
+    with (tmp_path / FILE).open("a") as file:
+        file.write('{"time": 1, "webs')
+    clock.now = 1000.0 + 12 * HOUR
+    older = SamplerLog()
+    older.append("block", "b.example", 5e9)
+    restored = BlockList(older, 12.0, tmp_path / FILE, clock)
+    restored.restore()
+    restored.restore()
+    assert older.blocks.all(older.end) == {"a.example": 1000.0 + 13 * HOUR, "b.example": 5e9}
+    assert older.end == 2
+    assert len((tmp_path / FILE).read_text().splitlines()) == 4
+    unblocked = SamplerLog()
+    BlockList(unblocked, 0.0, tmp_path / FILE, clock).restore()
+    assert unblocked.end == 0
+
+
+def test_the_website_of_the_blocked_episode_is_blocked(tmp_path: Path) -> None:
+    log = SamplerLog()
+    [first], [second] = group(0, "a.example", "failure").trajectories, group(0, "b.example", "blocked").trajectories
+    BlockList(log, 1.0, tmp_path / FILE).record_group(Group(0, (first, second)))
+    assert blocked(log) == {"b.example"}
+
+
+async def test_a_job_that_resumes_from_an_older_checkpoint_keeps_the_blocks(tmp_path: Path) -> None:
+    tasks = TasksConfig(source="webgym", train_file="train.jsonl")
+    sampler = TaskSampler(tasks, 0, (), None, tmp_path)
+    checkpoint = json.loads(json.dumps(sampler.state_dict()))
+    sampler.block_list.record_group(group(0, "a.example", "blocked"))
+    with control_plane(tmp_path) as address:
+        resumed = TaskSampler(tasks, 4, range(4), checkpoint, tmp_path)
+        resumed.publish_initial_states(connect(address, "trainer-0"))
+        resumed.publish_adapted_state(6, 1)
+        worker = SamplerStateReader(connect(address, "rollout-0"), 60)
+        assert [(await worker.knowledge(ticket)).blocked for ticket in (5, 6)] == [frozenset(), {"a.example"}]
+
+
+def test_a_group_of_several_tasks_teaches_no_pass_rate(tmp_path: Path) -> None:
+    tasks = TasksConfig(source="webgym", sampler=SamplerConfig("curriculum", per="website"))
+    sampler = TaskSampler(tasks, 0, (), None, tmp_path)
+    [first], [second] = (group(0, "a", "success", task_id=name).trajectories for name in "xy")
+    sampler.record_group(Group(0, (first, second)))
+    sampler.record_group(group(1, "b", "success"))
+    assert [entry[1:3] for entry in sampler.state_dict()["log"]["entries"]] == [["pass", "b"]]
+
+
 async def test_admitted_tickets_keep_their_meaning_and_a_checkpoint_keeps_the_list(tmp_path: Path) -> None:
     tasks = TasksConfig(source="webgym", train_file="train.jsonl")
     with control_plane(tmp_path) as address:
