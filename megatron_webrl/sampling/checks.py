@@ -26,6 +26,11 @@ def check_tasks(tasks: TasksConfig) -> None:
                 raise ConfigError(f"tasks.{key}.{difficulty}={steps} must be at least 1")
     if not draws_environments(tasks):
         _check_row_sampler(tasks)
+    elif tasks.sampler.per != SamplerConfig().per:
+        raise ConfigError(
+            f"tasks.sampler.per={tasks.sampler.per} has no effect on tasks.source={tasks.source}, which has no task "
+            "file; leave it out"
+        )
     _check_sampler(tasks.sampler, tasks.environments)
 
 
@@ -36,9 +41,10 @@ def _check_row_sampler(tasks: TasksConfig) -> None:
             f"tasks.sampler.weights={sampler.weights} are weights of environments, which tasks.source={tasks.source} "
             "does not have; use tasks.sampler.difficulty_weights"
         )
-    if sampler.name == "ratio" and sampler.per == "website" and not own_source:
+    if sampler.name == "ratio" and sampler.per != SamplerConfig().per and not own_source:
         raise ConfigError(
-            "tasks.sampler.per=website has no effect on tasks.sampler.name=ratio, which draws difficulties; remove it"
+            f"tasks.sampler.per={sampler.per} has no effect on tasks.sampler.name=ratio, which draws difficulties; "
+            "leave it out"
         )
 
 
@@ -52,6 +58,11 @@ def _check_sampler(sampler: SamplerConfig, environments: Sequence[str]) -> None:
         for name, weight in weights.items():
             if not (weight >= 0 and math.isfinite(weight)):
                 raise ConfigError(f"tasks.sampler.{key}.{name}={weight} must be a number of at least 0")
+    if sampler.target != SamplerConfig().target and sampler.name != "near_target":
+        raise ConfigError(
+            f"tasks.sampler.target={sampler.target} has no effect on tasks.sampler.name={sampler.name}; leave it out, "
+            "or use near_target"
+        )
     _check_names("tasks.sampler.weights", sampler.weights, environments, "tasks.environments")
     _check_names("tasks.sampler.difficulty_weights", sampler.difficulty_weights, DIFFICULTIES, ", ".join(DIFFICULTIES))
     if sampler.name == "ratio" and bool(sampler.weights) == bool(sampler.difficulty_weights):

@@ -30,7 +30,12 @@ def check_source(tasks: TasksConfig) -> None:
                     f"tasks.{name} has no effect on tasks.source={tasks.source}; leave it out, or set tasks.source to "
                     f"{', '.join(FILE_SOURCES)}"
                 )
-    _check_growing_steps(tasks)
+    if tasks.source in PAGE_SOURCES and tasks.block_hours != usual.block_hours:
+        raise ConfigError(
+            f"tasks.block_hours={tasks.block_hours:g} has no effect on tasks.source={tasks.source}, whose tasks have "
+            "no website; leave it out"
+        )
+    _check_growing_steps(tasks, usual)
 
 
 def check_source_name(source: str) -> None:
@@ -43,13 +48,24 @@ def check_source_name(source: str) -> None:
         )
 
 
-def _check_growing_steps(tasks: TasksConfig) -> None:
+def _check_growing_steps(tasks: TasksConfig, usual: TasksConfig) -> None:
     growing = tasks.growing_steps
     if not growing.interval:
+        for name in ("initial", "max", "cap_step"):
+            if getattr(growing, name) != getattr(usual.growing_steps, name):
+                raise ConfigError(
+                    f"tasks.growing_steps.{name}={getattr(growing, name)} has no effect with "
+                    "tasks.growing_steps.interval=0; leave it out, or set interval"
+                )
         return
     if tasks.source in PAGE_SOURCES:
         raise ConfigError(
             f"tasks.growing_steps.interval={growing.interval} has no effect on tasks.source={tasks.source}; set it to 0"
+        )
+    if tasks.from_files and tasks.max_steps != usual.max_steps:
+        raise ConfigError(
+            f"tasks.max_steps={tasks.max_steps} has no effect with tasks.growing_steps.interval={growing.interval}, "
+            "whose limits replace it; leave it out"
         )
     if growing.cap_step < growing.interval:
         raise ConfigError(
