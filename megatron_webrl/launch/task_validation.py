@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
 
 if TYPE_CHECKING:
     from megatron_webrl.tasks.web_pages import WebPageSource
@@ -20,6 +22,8 @@ def check_tasks_and_browser(config: Config, *, require_browser: bool = True) -> 
     if isinstance(source, WebPageSource):
         _check_websites(config, source)
     source.close()
+    if config.run.resume:
+        _check_resumed_file(config)
     if config.trainer.warm_start.demonstrations:
         from megatron_webrl.rollout.demonstrations import check_scripted_policies
 
@@ -47,6 +51,19 @@ def check_evaluators(config: Config) -> None:
             pass
 
     asyncio.run(open_and_close())
+
+
+def _check_resumed_file(config: Config) -> None:
+    """Check that the training file has the rows that it had when the run wrote its newest checkpoint."""
+    from megatron_webrl.sampling.task_files import difference_from_checkpoint
+    from megatron_webrl.tasks.files.digests import task_file_digests
+
+    checkpoint = find_latest_checkpoint(config.run_folder)
+    if checkpoint is None or not (checkpoint / "state.json").is_file():
+        return  # the trainer names what is missing
+    saved = json.loads((checkpoint / "state.json").read_text()).get("task_sampler")
+    if difference := difference_from_checkpoint(saved, task_file_digests(config.tasks)):
+        raise ConfigError(difference)
 
 
 def _check_websites(config: Config, source: WebPageSource) -> None:

@@ -21,6 +21,7 @@ from megatron_webrl.rollout.judge_budget import JobUsageMeter
 from megatron_webrl.rollout.pool import RolloutPool
 from megatron_webrl.rollout.ring_lifetime import open_node_ring
 from megatron_webrl.sampling.states import SamplerStateReader
+from megatron_webrl.tasks.files.digests import task_file_digests
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ async def _run(
     try:
         engine = await _start_engine(config, control, worker, number, nodes)
         await demonstrations
-        states = SamplerStateReader.from_config(config, control)
+        states = SamplerStateReader.from_config(config, control, task_file_digests(config.tasks), nodes[0])
         meter = JobUsageMeter(control, config.judge.budget)
         async with EpisodeRunner.open(config, engine.processor, control.role, meter, states) as runner:
             weights = WeightClient(config, control, engine, worker, instance_id)

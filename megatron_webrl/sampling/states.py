@@ -3,7 +3,8 @@
 A state names the knowledge by which a range of tickets draws. It never changes; it applies from its first ticket to
 that of the next one, and is published before the ticket limit rises above it: every claimed ticket has a state.
 
-    sampler/index     JSON: the states; base and end of the log; its chunks [number, start, end], the base's first
+    sampler/index     JSON: the states; base and end of the log; its chunks [number, start, end], the base's first;
+                      the trainer's task files
     sampler/<number>  JSON: the entries of a chunk; a number is used once in a job
 """
 
@@ -11,13 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.control_plane import POLL_SECONDS, ControlClient, JobFailed
 from megatron_webrl.sampling.knowledge import Entry, SamplerKnowledge, SamplerLog
+from megatron_webrl.sampling.task_files import FileDigest, difference_between_nodes
 
 CHUNK_ENTRIES = 4096  # at most, of one key; 64 bytes each or so
 
@@ -39,6 +41,7 @@ class _Index:
     base: int
     end: int
     chunks: tuple[tuple[int, int, int], ...]  # number, start, end; both are `base` where the entries are of the base
+    files: Mapping[str, Any]  # task files of the trainer by setting
 
     @classmethod
     def read(cls, control: ControlClient) -> Self | None:
@@ -46,7 +49,7 @@ class _Index:
         if fields is None:
             return None
         states = tuple(SamplerState(*state) for state in fields["states"])
-        return cls(states, fields["base"], fields["end"], tuple(map(tuple, fields["chunks"])))
+        return cls(states, fields["base"], fields["end"], tuple(map(tuple, fields["chunks"])), fields["files"])
 
     def update(self, log: SamplerLog | None, control: ControlClient) -> SamplerLog | None:
         """The log as published: `log` with what it lacks, or another one. None if a chunk was replaced meanwhile."""
@@ -71,8 +74,9 @@ class _Index:
 class SamplerPublisher:
     """Trainer: publishes what a log gains, and the states. Replaces what an earlier trainer of the job published."""
 
-    def __init__(self, control: ControlClient) -> None:
-        self._control = control
+    def __init__(self, control: ControlClient, files: Mapping[str, FileDigest] | None = None) -> None:
+        """`files`: the task files of the trainer by setting, with which workers compare theirs."""
+        self._control, self._files = control, dict(files or {})
         index = _Index.read(control)
         self._chunks = list(index.chunks) if index else []
         self._next_number = 1 + max((number for number, _, _ in self._chunks), default=0)
@@ -97,6 +101,7 @@ class SamplerPublisher:
             "base": log.base,
             "end": log.end,
             "chunks": self._chunks,
+            "files": self._files,
         }
         self._control.put_json(_INDEX, fields)
         for number, _, _ in replaced:
@@ -121,21 +126,34 @@ def read_published(control: ControlClient) -> tuple[SamplerLog, tuple[SamplerSta
 class SamplerStateReader:
     """A worker's copy of the published log, which reads each entry once."""
 
-    def __init__(self, control: ControlClient, timeout_seconds: float, grace_seconds: float = 0.0) -> None:
-        """`timeout_seconds` limits the wait for a state, `grace_seconds` the silence of a trainer that restarts."""
+    def __init__(
+        self,
+        control: ControlClient,
+        timeout_seconds: float,
+        grace_seconds: float = 0.0,
+        files: Mapping[str, FileDigest] | None = None,
+        node: int = 0,
+    ) -> None:
+        """`timeout_seconds` limits the wait for a state, `grace_seconds` the silence of a trainer that restarts;
+        `files`: the task files of the worker, on `node`, by setting.
+        """
         self.control, self.timeout_seconds, self.grace_seconds = control, timeout_seconds, grace_seconds
+        self._files, self._node = files or {}, node
         self._log: SamplerLog | None = None
         self._known: dict[SamplerState, SamplerKnowledge] = {}
 
     @classmethod
-    def from_config(cls, config: Config, control: ControlClient) -> Self:
-        return cls(control, config.run.startup_timeout_seconds, config.trainer_grace_seconds)
+    def from_config(
+        cls, config: Config, control: ControlClient, files: Mapping[str, FileDigest] | None = None, node: int = 0
+    ) -> Self:
+        return cls(control, config.run.startup_timeout_seconds, config.trainer_grace_seconds, files, node)
 
     async def knowledge(self, ticket: int) -> SamplerKnowledge:
         """The knowledge by which a claimed ticket draws, the same object for all tickets of a state.
 
-        A ticket older than all states gets the oldest: it is closed, and the trainer drops its duplicates. Raises
-        JobFailed, JobEnded.
+        A ticket older than all states gets the oldest: it is closed, and the trainer drops its duplicates. Task files
+        other than the trainer's end the job, because a restarted worker would have them, too. Raises JobFailed,
+        JobEnded.
         """
         deadline = time.monotonic() + self.timeout_seconds
         while (knowledge := self._find(ticket)) is None:
@@ -152,6 +170,9 @@ class SamplerStateReader:
         index = _Index.read(self.control)
         if index is None or not index.states:
             return None
+        if difference := difference_between_nodes(index.files, self._files, self.control.role, self._node):
+            self.control.end_job(f"failed: {difference}")
+            raise JobFailed(difference)
         state = next((each for each in reversed(index.states) if each.first_ticket <= ticket), index.states[0])
         if state not in self._known:
             if self._log is not None and state.learned < self._log.base:

@@ -15,6 +15,7 @@ import torch
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.control_plane import ControlClient, JobFailed
 from megatron_webrl.system.text import metric_label
+from megatron_webrl.tasks.files.digests import task_file_digests
 from megatron_webrl.tracking import summary
 from megatron_webrl.tracking.episode_log import EpisodeLog
 from megatron_webrl.tracking.metrics import UpdateMetrics, UpdateSeconds, episode_metrics, mean, mean_response_tokens
@@ -87,6 +88,7 @@ class Coordinator:
             state.task_sampler,
             config.run_folder,
             self.ticket_epoch.version,
+            task_file_digests(config.tasks) if self.is_first_rank else None,
         )
         self.episode_log = None
         if self.is_first_rank:

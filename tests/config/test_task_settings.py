@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from megatron_webrl import cli
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint, evaluation_config
 from megatron_webrl.launch.validation import load_config
+from megatron_webrl.tasks.files.digests import task_file_digests
 from tests.tasks.files.webgym_rows import webgym_row, write_rows
 
 
@@ -115,6 +117,26 @@ def test_offline_websites_need_their_own_setting_and_not_open_web(
     write_rows(tmp_path / "test.jsonl", [webgym_row(7, website="other-7.localhost")])
     assert check() == 2
     assert "has tasks on other-7.localhost, which is no offline website\n" in capsys.readouterr().err
+
+
+def test_a_run_is_resumed_with_the_training_file_of_its_checkpoint(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check() -> int:
+        run = (f"run.directory={tmp_path / 'runs'}", "run.resume=true")
+        return cli.main(["train", str(config_file), *run, "--check"])
+
+    config = load_config(config_file)
+    folder = tmp_path / "runs" / "run" / "checkpoints"
+    (folder / "version-000001").mkdir(parents=True)
+    (folder / "latest").write_text("version-000001")
+    for saved in (None, {"files": task_file_digests(config.tasks)}):
+        (folder / "version-000001" / "state.json").write_text(json.dumps({"task_sampler": saved}))
+        assert check() == 0, capsys.readouterr().err
+    write_rows(tmp_path / "train.jsonl", [webgym_row(number) for number in range(19)])
+    assert check() == 2
+    assert "webrl: tasks.train_file=" in (error := capsys.readouterr().err)
+    assert error.endswith("start a new run with another run.name and the weights of this one (model.checkpoint)\n")
 
 
 def test_an_evaluation_reads_no_training_file(config_file: Path, tiny_model: Path, tmp_path: Path) -> None:

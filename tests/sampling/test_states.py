@@ -13,6 +13,7 @@ from megatron_webrl.control.control_plane import ControlClient, JobEnded, JobFai
 from megatron_webrl.sampling import states as states_module
 from megatron_webrl.sampling.knowledge import BLOCK, PASS, SamplerLog
 from megatron_webrl.sampling.states import SamplerPublisher, SamplerState, SamplerStateReader, read_published
+from megatron_webrl.sampling.task_files import TEST_FILE, TRAIN_FILE, FileDigest
 from tests.planes import connect, control_plane
 
 FIRST, SECOND, THIRD = SamplerState(0, 0, 0), SamplerState(8, 2, 0), SamplerState(13, 3, 1)
@@ -51,6 +52,22 @@ async def test_a_worker_knows_of_each_ticket_exactly_what_was_learned_before(add
         knowledge = await each.knowledge(14)
         assert (knowledge.groups("a"), knowledge.version, knowledge.blocked) == (2, 1, {"shop.example"})
         assert await each.knowledge(99) is knowledge
+
+
+async def test_a_worker_with_another_task_file_ends_the_job(address: tuple[str, int]) -> None:
+    trainer = connect(address, "trainer-0")
+    files = {TRAIN_FILE: FileDigest("/data/train.jsonl", "aa"), TEST_FILE: FileDigest("test.jsonl", "bb")}
+    SamplerPublisher(trainer, files).publish(SamplerLog(), [FIRST])
+    same = {TRAIN_FILE: FileDigest("/copy/train.jsonl", "aa")}
+    await SamplerStateReader(connect(address, "rollout-0"), 60, files=same).knowledge(0)
+    other = files | {TRAIN_FILE: FileDigest("/data/train.jsonl", "cc")}
+    with pytest.raises(JobFailed) as caught:
+        await SamplerStateReader(connect(address, "rollout-3"), 60, files=other, node=1).knowledge(0)
+    assert str(caught.value) == (
+        "tasks.train_file=/data/train.jsonl of rollout-3 on node 1 has the digest cc, but /data/train.jsonl of "
+        "trainer-0 on node 0 has aa; copy one file to all nodes"
+    )
+    assert trainer.job_end() == {"outcome": f"failed: {caught.value}", "role": "rollout-3"}
 
 
 async def test_a_small_chunk_grows_until_it_is_full(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:

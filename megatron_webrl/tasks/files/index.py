@@ -85,6 +85,7 @@ class TaskIndex:
     domains: tuple[str, ...]  # names of environments; empty if there are more than MAX_DOMAINS
     public_website: str  # the first that is in the network; empty: none is
     local_website: str  # the first that is not
+    digest: str  # of the rows, and of the fields that are read of them
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -141,6 +142,7 @@ def read_index(path: Path, fingerprint: Fingerprint, fields: str) -> TaskIndex |
         domains=tuple(header["domains"]),
         public_website=header["public_website"],
         local_website=header["local_website"],
+        digest=header["digest"],
     )
 
 

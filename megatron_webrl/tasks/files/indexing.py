@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import sys
@@ -23,6 +24,7 @@ from megatron_webrl.tasks.files.cache import Fingerprint
 from megatron_webrl.tasks.files.conversion import TaskFile
 from megatron_webrl.tasks.files.field_map import FieldMap
 from megatron_webrl.tasks.files.index import TaskIndex, read_index, website_key, write_index
+from megatron_webrl.tasks.files.rows import Line
 from megatron_webrl.tasks.files.scan import Faults, scan
 from megatron_webrl.tasks.files.website import is_public
 from megatron_webrl.types import DIFFICULTIES, Task
@@ -50,11 +52,13 @@ class _Content:
     task_keys: array[int] = field(default_factory=lambda: array("Q"))
     websites: dict[str, int] = field(default_factory=dict)
     domains: set[str] = field(default_factory=set)
+    rows: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=8))
 
-    def add(self, number: int, offset: int, length: int, task: Task) -> None:
-        self.offsets.append(offset)
-        self.lengths.append(length)
-        self.lines.append(number)
+    def add(self, line: Line, task: Task) -> None:
+        self.offsets.append(line.offset)
+        self.lengths.append(len(line.data))
+        self.lines.append(line.number)
+        self.rows.update(line.data + b"\n")
         self.levels.append(DIFFICULTIES.index(task.difficulty))
         self.website_ids.append(self.websites.setdefault(task.website, len(self.websites)))
         self.task_keys.append(task_key(task.id))
@@ -81,11 +85,13 @@ class _Content:
             "website_names": np.frombuffer(b"".join(encoded), np.uint8),
         }
 
-    def header(self) -> dict[str, Any]:
+    def header(self, fields: FieldMap) -> dict[str, Any]:
         public = next((name for name in self.websites if is_public(name)), "")
         domains = sorted(self.domains) if len(self.domains) <= MAX_DOMAINS else []
         local = next((name for name in self.websites if not is_public(name)), "")
-        return {"domains": domains, "public_website": public, "local_website": local}
+        websites = {"public_website": public, "local_website": local}
+        digest = f"{self.rows.hexdigest()}-{fields.digest}"
+        return {"fields": fields.digest, "digest": digest, "domains": domains, **websites}
 
 
 def open_index(file: TaskFile, fields: FieldMap) -> TaskIndex:
@@ -132,14 +138,14 @@ def _build(file: TaskFile, fields: FieldMap, target: Path) -> TaskIndex:
             if task is None:
                 faults.add(error)
             else:
-                content.add(line.number, line.offset, len(line.data), task)
+                content.add(line, task)
     if faults.count:
         raise InvalidRows(_refusal(file, faults, len(content.offsets)))
     if not content.offsets:
         raise ConfigError(f"{file.name} holds no tasks")
     if Fingerprint.of(file.path) != fingerprint:
         raise ConfigError(f"{file.name} changed while it was read; start again when it is complete")
-    header = {"file": asdict(fingerprint), "fields": fields.digest, **content.header()}
+    header = {"file": asdict(fingerprint), **content.header(fields)}
     with cache.replaced_atomically(target) as output:
         write_index(output, content.arrays(), header)
     index = read_index(target, fingerprint, fields.digest)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.config.tasks import TasksConfig
-from megatron_webrl.control.control_plane import ControlClient
+from megatron_webrl.control.control_plane import ControlClient, JobFailed
 from megatron_webrl.sampling.knowledge import BLOCK, PASS, PassRate, SamplerLog
 from megatron_webrl.sampling.row_sampler import INITIAL_PASS_RATE
 from megatron_webrl.sampling.samplers import (
@@ -18,6 +18,7 @@ from megatron_webrl.sampling.samplers import (
     updated_pass_rate,
 )
 from megatron_webrl.sampling.states import SamplerPublisher, SamplerState, read_published
+from megatron_webrl.sampling.task_files import FileDigest, difference_from_checkpoint
 from megatron_webrl.sampling.units import draws_environments, unit_kind, unit_of
 from megatron_webrl.trainer.data.block_list import FILE as BLOCK_LIST_FILE
 from megatron_webrl.trainer.data.block_list import BlockList
@@ -46,10 +47,14 @@ class TaskSampler:
         saved: Mapping[str, Any] | None,
         run_folder: Path,
         version: int = 0,
+        files: Mapping[str, FileDigest] | None = None,
     ) -> None:
         """`fresh`: first unclaimed ticket; `open_tickets`: unclosed ones below; `saved`: an earlier `state_dict`;
-        `version`: of the policy.
+        `version`: of the policy; `files`: task files by setting. Raises JobFailed if `saved` is of another file.
         """
+        if difference := difference_from_checkpoint(saved, files or {}):
+            raise JobFailed(difference)
+        self._files = dict(files or {})
         self.settings, self.environments = tasks.sampler, tuple(tasks.environments)
         self._by_environment, self._unit_kind = draws_environments(tasks), unit_kind(tasks)
         self._initial = initial_pass_rate(self.settings) if self._by_environment else INITIAL_PASS_RATE
@@ -79,7 +84,7 @@ class TaskSampler:
             self.states = kept + [state for state in self.states if state.first_ticket >= self._fresh] or self.states
             _continue_log(self.log, log)
         self.block_list.restore()  # at the end of the log: for later states only
-        self._publisher = SamplerPublisher(control)
+        self._publisher = SamplerPublisher(control, self._files)
         self._publisher.publish(self.log, self.states)
 
     def record_group(self, group: Group) -> None:
@@ -132,6 +137,7 @@ class TaskSampler:
         self._learn()
         return {
             "unit": self._unit_kind,
+            "files": self._files,
             "log": self.log.to_json(),
             "states": [[state.first_ticket, state.learned, state.version] for state in self.states],
             "closed_tickets": dict(self.closed_tickets),

@@ -70,6 +70,17 @@ def test_an_index_tells_where_rows_are_and_what_samplers_need(file: TaskFile) ->
     assert all(isinstance(array, np.memmap) for array in (index.offsets, index.levels, index.task_keys))
 
 
+def test_the_digest_of_an_index_is_that_of_the_rows_and_their_fields(file: TaskFile, tmp_path: Path) -> None:
+    digest = open_index(file, WEBGYM).digest
+    assert open_index(file, make_field_map("webgym", {"subdomain": "domain"})).digest != digest
+    data = file.path.read_bytes()
+    path = tmp_path / "data" / "copy.jsonl"
+    path.write_bytes(data.replace(b"\n", b"\n\n"))
+    assert open_index(TaskFile("copy.jsonl", path), WEBGYM).digest == digest
+    path.write_bytes(data.replace(b"item 25", b"item 52"))
+    assert open_index(TaskFile("copy.jsonl", path), WEBGYM).digest != digest
+
+
 def test_a_file_is_indexed_once_for_each_field_map(file: TaskFile, builds: list[str]) -> None:
     first = open_index(file, WEBGYM)
     again = open_index(file, WEBGYM)

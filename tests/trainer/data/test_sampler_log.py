@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from megatron_webrl.config.tasks import SamplerConfig, TasksConfig
-from megatron_webrl.control.control_plane import ControlClient
+from megatron_webrl.control.control_plane import ControlClient, JobFailed
 from megatron_webrl.sampling import states
 from megatron_webrl.sampling.knowledge import SamplerKnowledge
 from megatron_webrl.sampling.samplers import updated_pass_rate
 from megatron_webrl.sampling.states import SamplerStateReader
+from megatron_webrl.sampling.task_files import FileDigest
 from megatron_webrl.trainer.data import task_sampler
 from megatron_webrl.trainer.data.task_sampler import TaskSampler
 from megatron_webrl.types import Group
@@ -184,6 +185,16 @@ def test_neither_store_nor_checkpoint_grows_with_the_groups(
     assert max(sizes) <= 8 + 4 + 4  # names, entries before the next fold, groups in flight
     assert max(keys) <= 4
     assert sampler.log.end == 300
+
+
+def test_a_checkpoint_of_another_training_file_is_refused(tmp_path: Path) -> None:
+    files = {"tasks.train_file": FileDigest("train.jsonl", "aa"), "tasks.test_file": FileDigest("test.jsonl", "bb")}
+    saved = json.loads(json.dumps(TaskSampler(TASKS, 0, (), None, tmp_path, files=files).state_dict()))
+    moved = {"tasks.train_file": FileDigest("moved.jsonl", "aa"), "tasks.test_file": FileDigest("test.jsonl", "cc")}
+    TaskSampler(TASKS, 0, (), saved, tmp_path, files=moved)
+    other = {"tasks.train_file": FileDigest("train.jsonl", "cc")}
+    with pytest.raises(JobFailed, match=r"^tasks\.train_file=train\.jsonl has the digest cc, but .* aa, .* a new run"):
+        TaskSampler(TASKS, 0, (), saved, tmp_path, files=other)
 
 
 def test_pass_rates_of_other_units_are_forgotten_and_blocks_are_not(
