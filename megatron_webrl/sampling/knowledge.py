@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, Self, TypeVar
+
+import numpy as np
+
+from megatron_webrl.sampling.compact_map import CompactMap
 
 PASS, BLOCK = "pass", "block"
 
@@ -28,11 +32,14 @@ class Entry(NamedTuple):
     value: Any
 
 
+_PASS_RATE = np.dtype([("rate", np.float64), ("groups", np.int32)])
+
+
 class _Versions(Generic[Value]):
     """Values by name, as of every position of the log from its base on."""
 
-    def __init__(self) -> None:
-        self.folded: dict[str, Value] = {}
+    def __init__(self, folded: CompactMap[Value]) -> None:
+        self.folded = folded
         self.changes: dict[str, list[tuple[int, Value | None]]] = {}
 
     def get(self, name: str, learned: int) -> Value | None:
@@ -47,21 +54,23 @@ class _Versions(Generic[Value]):
 
     def all(self, learned: int) -> dict[str, Value]:
         """All values as of `learned`."""
-        changed = {name: self.get(name, learned) for name in self.changes}
-        values = {name: value for name, value in self.folded.items() if name not in changed}
-        return values | {name: value for name, value in changed.items() if value is not None}
+        return dict(self.compact(learned).items())
+
+    def compact(self, learned: int) -> CompactMap[Value]:
+        """All values as of `learned`, in arrays."""
+        return self.folded.updated({name: self.get(name, learned) for name in self.changes})
 
     def fold(self, base: int) -> None:
         """Forget all values but the latest as of `base`."""
         changes, self.changes = self.changes, {}
+        latest: dict[str, Value | None] = {}
         for name, versions in changes.items():
             for position, value in versions:
                 if position >= base:
                     self.set(position, name, value)
-                elif value is None:
-                    self.folded.pop(name, None)
                 else:
-                    self.folded[name] = value
+                    latest[name] = value
+        self.folded = self.folded.updated(latest)
 
 
 class SamplerLog:
@@ -74,8 +83,8 @@ class SamplerLog:
     def __init__(self, base: int = 0) -> None:
         self.base = self.end = base
         self.entries: list[Entry] = []  # positions from `base` on, in order
-        self.passes: _Versions[PassRate] = _Versions()
-        self.blocks: _Versions[float] = _Versions()
+        self.passes: _Versions[PassRate] = _Versions(CompactMap(_PASS_RATE, PassRate._make))
+        self.blocks: _Versions[float] = _Versions(CompactMap(np.dtype(np.float64), float))
 
     def append(self, kind: str, name: str, value: Any) -> None:
         """Add an entry at the end."""
@@ -111,12 +120,21 @@ class SamplerLog:
         passes = [Entry(self.base, PASS, name, list(value)) for name, value in self.passes.folded.items()]
         return passes + [Entry(self.base, BLOCK, name, until) for name, until in self.blocks.folded.items()]
 
-    def add_folded(self, entry: Entry) -> None:
-        """Add an entry of `folded_entries` to the base of an empty log."""
-        if entry.kind == PASS:
-            self.passes.folded[entry.name] = PassRate(*entry.value)
-        else:
-            self.blocks.folded[entry.name] = entry.value
+    def add_folded(self, entries: Iterable[Entry]) -> None:
+        """Add entries of `folded_entries` to the base of a log that has none above it."""
+        passes, blocks = {}, {}
+        for entry in entries:
+            if entry.kind == PASS:
+                passes[entry.name] = PassRate(*entry.value)
+            else:
+                blocks[entry.name] = entry.value
+        self.passes.folded = self.passes.folded.updated(passes)
+        self.blocks.folded = self.blocks.folded.updated(blocks)
+
+    def forget_passes(self) -> None:
+        """Fold everything and forget all pass rates."""
+        self.fold(self.end)
+        self.passes = _Versions(CompactMap(_PASS_RATE, PassRate._make))
 
     def to_json(self) -> dict[str, Any]:
         """The log as JSON values; `from_json` reads it."""
@@ -130,8 +148,7 @@ class SamplerLog:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
         log = cls(fields["base"])
-        for entry in fields["folded"]:
-            log.add_folded(Entry(*entry))
+        log.add_folded(Entry(*entry) for entry in fields["folded"])
         for entry in fields["entries"]:
             log.add(Entry(*entry))
         log.end = fields["end"]
@@ -161,10 +178,11 @@ class SamplerKnowledge:
         known = [self.log.passes.get(unit, self.learned) for unit in units]
         return [initial if each is None or each.groups < trusted_groups else each.rate for each in known]
 
-    def trusted_pass_rates(self, trusted_groups: int) -> dict[str, float]:
-        """The estimates of all units with at least that many groups."""
-        known = self.log.passes.all(self.learned)
-        return {unit: each.rate for unit, each in known.items() if each.groups >= trusted_groups}
+    def trusted_pass_rates(self, trusted_groups: int) -> tuple[np.ndarray, np.ndarray]:
+        """All units with at least that many groups, bytes [units], and their estimates, float64 [units]."""
+        known = self.log.passes.compact(self.learned)
+        trusted = known.values["groups"] >= trusted_groups
+        return known.names[trusted], known.values["rate"][trusted]
 
     @cached_property
     def blocked(self) -> frozenset[str]:

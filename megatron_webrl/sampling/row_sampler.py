@@ -6,7 +6,7 @@ replaced by that of the next attempt. No draw copies or scans the arrays of the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 
@@ -145,20 +145,20 @@ class RowSampler:
         none = np.zeros(0, np.uint64)
         if self._settings.per == "difficulty":
             return none, np.array(knowledge.pass_rates(DIFFICULTIES, INITIAL_PASS_RATE, TRUSTED_GROUPS), np.float32)
-        trusted = knowledge.trusted_pass_rates(TRUSTED_GROUPS)
+        units, trusted = knowledge.trusted_pass_rates(TRUSTED_GROUPS)
         if self._settings.per == "website":
-            return none, self._website_rates(trusted)
-        trusted = trusted or {task_unit(0): INITIAL_PASS_RATE}
-        keys = np.array([int(unit, 16) for unit in trusted], np.uint64)
-        order = np.argsort(keys)
-        return keys[order], np.array(list(trusted.values()), np.float32)[order]
+            return none, self._website_rates(units, trusted)
+        if not len(units):
+            return np.zeros(1, np.uint64), np.array([INITIAL_PASS_RATE], np.float32)
+        keys = np.frombuffer(bytes.fromhex(b"".join(units).decode()), ">u8")  # names of tasks in order: keys, too
+        return keys.astype(np.uint64), trusted.astype(np.float32)
 
-    def _website_rates(self, trusted: Mapping[str, float]) -> np.ndarray:
+    def _website_rates(self, names: np.ndarray, trusted: np.ndarray) -> np.ndarray:
         """float32 [websites]. Names are looked up, not listed: few of a large file's websites have been tried."""
         rates = np.full(len(self._websites), INITIAL_PASS_RATE, np.float32)
-        for name, rate in trusted.items():
+        for name, rate in zip(names, trusted, strict=True):
             with suppress(ValueError):  # a website that the file no longer has
-                rates[self._websites.index(name)] = rate
+                rates[self._websites.index(name.decode())] = rate
         return rates
 
     def _allowed_rows(self, blocked: frozenset[str]) -> np.ndarray:

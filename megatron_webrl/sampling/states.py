@@ -61,11 +61,11 @@ class _Index:
             entries: Any = control.get_json(_key(number))
             if entries is None:
                 return None
-            for fields in entries:
-                entry = Entry(*fields)
-                if start == end:
-                    log.add_folded(entry)
-                elif entry.position >= log.end:
+            if start == end:
+                log.add_folded(Entry(*fields) for fields in entries)
+                continue
+            for entry in (Entry(*fields) for fields in entries):
+                if entry.position >= log.end:
                     log.add(entry)
         log.end = max(log.end, self.end)
         return log

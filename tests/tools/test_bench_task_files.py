@@ -19,8 +19,9 @@ def test_a_quick_run_measures_index_memory_peers_and_draws(
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["rows"] == task_files.QUICK_ROWS
     assert figures["later"]["seconds"] < figures["first"]["seconds"]
-    assert figures["node"]["private_mib"] < 100
+    assert all(figures[key]["private_mib"] < 100 for key in ("node", "tried_10000", "tried_100000"))
     assert set(figures["draws_per_second"]) == set(task_files.SAMPLERS)
     output = capsys.readouterr().out
     assert output.startswith("3,000 rows, ")
     assert "| json.loads of all lines | 1 |" in output
+    assert "| index, 100,000 tasks tried | 2 |" in output

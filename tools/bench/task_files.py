@@ -3,8 +3,10 @@
 Rows are generated in WebGym's format, on a third as many websites as there are rows. Each contestant runs in processes
 of its own. Seconds are from the call to the first task, without imports; of later starts the median of STARTS. Memory
 is what a process has gained once it has read READS tasks: private memory (USS), and memory with its share of what
-processes have in common (PSS); of several processes at once it is the sum. The peers hold all rows: a list of
-json.loads of every line, and Dataset.from_json of `datasets`, which keeps an Arrow copy of the file for later starts.
+processes have in common (PSS); of several processes at once it is the sum. With tasks tried, each process has also
+read the sampler log of a run, as workers do: that many pass rates in its base, and FOLD_ENTRIES more above it. The
+peers hold all rows: a list of json.loads of every line, and Dataset.from_json of `datasets`, which keeps an Arrow copy
+of the file for later starts.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import Any
 import psutil
 
 from megatron_webrl.config.tasks import SamplerConfig, TasksConfig
-from megatron_webrl.sampling.knowledge import SamplerLog
+from megatron_webrl.sampling.knowledge import PASS, Entry, SamplerKnowledge, SamplerLog
 from megatron_webrl.sampling.row_sampler import RowSampler
 from megatron_webrl.sampling.units import task_unit
 from megatron_webrl.tasks.files.source import FileTaskSource
@@ -38,6 +40,8 @@ from tools.arguments import make_bench_parser, write_json
 ROWS, QUICK_ROWS = 300_000, 3_000
 PROCESSES = 8  # workers of a node
 STARTS = 3
+TRIED = (10_000, 100_000)  # tasks of a sampler log; fewer if the file has fewer rows
+CHUNK_ENTRIES, FOLD_ENTRIES = 4096, 1024  # of sampling/states.py, trainer/data/task_sampler.py, which import torch
 DRAWS = 3_000
 READS = 100  # tasks that a process reads before its memory is measured
 SAMPLERS = ("uniform", "ratio", "curriculum", "near_target")
@@ -99,6 +103,25 @@ def _draw_task(source: FileTaskSource, ticket: int) -> Task:
     return source.training_task(0, ticket)
 
 
+def _open_tried(tried: int, path: str) -> tuple[FileTaskSource, SamplerKnowledge]:
+    sampler = SamplerConfig("near_target", per="task")
+    source = FileTaskSource(TasksConfig(source="webgym", train_file=path, sampler=sampler))
+    assert source.training is not None
+    units = [task_unit(int(key)) for key in source.training.index.task_keys[:tried]]
+    log = SamplerLog(len(units))
+    for first in range(0, len(units), CHUNK_ENTRIES):
+        part = [(log.base, PASS, unit, [index % 9 / 8, 2]) for index, unit in enumerate(units[first:][:CHUNK_ENTRIES])]
+        log.add_folded(Entry(*fields) for fields in json.loads(json.dumps(part)))
+    for unit in units[:FOLD_ENTRIES]:
+        log.append(PASS, unit, [0.25, 3])
+    return source, log.at(log.end)
+
+
+def _draw_tried(opened: tuple[FileTaskSource, SamplerKnowledge], ticket: int) -> Task:
+    source, knowledge = opened
+    return source.training_task(0, ticket, knowledge)
+
+
 def _load_json(path: str) -> list[Any]:
     with open(path, "rb") as file:
         return [json.loads(line) for line in file]
@@ -117,6 +140,7 @@ def _read_row(rows: Any, ticket: int) -> Any:
 
 CONTESTANTS = {
     "index": Contestant(_open_index, _draw_task),
+    **{f"tried_{tried}": Contestant(partial(_open_tried, tried), _draw_tried) for tried in TRIED},
     "json.loads": Contestant(_load_json, _read_row),
     "datasets": Contestant(_load_dataset, _read_row, module="datasets"),
 }
@@ -167,7 +191,8 @@ def draws_per_second(path: Path, draws: int) -> dict[str, dict[str, float]]:
         assert source.training is not None
         index, log = source.training.index, SamplerLog()
         for number in range(1000):  # tasks that have been tried
-            log.append("pass", task_unit(int(index.task_keys[number])), [number % 9 / 8, 2])
+            log.append(PASS, task_unit(int(index.task_keys[number])), [number % 9 / 8, 2])
+        log.fold(log.end)
         knowledge = log.at(log.end)
         rows = RowSampler(sampler, index.levels, index.website_ids, index.websites, index.task_keys)
         rows.draw(0, 0, knowledge)  # sorts the rows by difficulty
@@ -202,6 +227,7 @@ def run(folder: Path, rows: int, draws: int) -> dict[str, Any]:
         "later": asdict(min(later, key=lambda each: each.seconds))
         | {"seconds": statistics.median(each.seconds for each in later)},
         "node": asdict(open_in_processes("index", path, PROCESSES)),
+        **{f"tried_{tried}": asdict(open_in_processes(f"tried_{tried}", path, PROCESSES)) for tried in TRIED},
         "json.loads": asdict(open_in_processes("json.loads", path)),
         "datasets_first": asdict(open_in_processes("datasets", path)),
         "datasets": asdict(open_in_processes("datasets", path)),
@@ -221,6 +247,7 @@ def show(figures: dict[str, Any]) -> None:
     print("|---|---|---|---|---|---|")
     lines = (
         ("index, first", "first", 1), ("index, later", "later", 1), ("index, later", "node", PROCESSES),
+        *((f"index, {tried:,} tasks tried", f"tried_{tried}", PROCESSES) for tried in TRIED),
         ("json.loads of all lines", "json.loads", 1), ("`datasets`, first", "datasets_first", 1),
         ("`datasets`, later", "datasets", 1),
     )  # fmt: skip
@@ -236,7 +263,7 @@ def show(figures: dict[str, Any]) -> None:
         print(f"| `{name}` | {rates['rows']:,.0f} | {rates['tasks']:,.0f} |")
     met = (
         figures["later"]["seconds"] < START_SECONDS,
-        figures["node"]["shared_mib"] < MEMORY_MIB,
+        max(figures[key]["shared_mib"] for key in ("node", *(f"tried_{tried}" for tried in TRIED))) < MEMORY_MIB,
         min(rates["rows"] for rates in figures["draws_per_second"].values()) >= DRAWS_PER_SECOND,
     )
     goals = (

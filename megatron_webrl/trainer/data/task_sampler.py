@@ -25,7 +25,7 @@ from megatron_webrl.trainer.data.block_list import BlockList
 from megatron_webrl.trainer.data.draw_statistics import DrawStatistics
 from megatron_webrl.types import DIFFICULTIES, Group, Task
 
-FOLD_ENTRIES = 1024  # the base takes in at least as many entries at a time, and a quarter of its own names
+FOLD_ENTRIES = 1024  # the base takes in at least as many entries at a time
 
 
 class TaskSampler:
@@ -106,7 +106,7 @@ class TaskSampler:
             del states[0]
         self.states = states
         base = min(state.learned for state in states)
-        if base - self.log.base >= max(FOLD_ENTRIES, len(self.log.passes.folded) // 4):
+        if base - self.log.base >= FOLD_ENTRIES:
             self.log.fold(base)
         self._publisher.publish(self.log, states)
 
@@ -168,8 +168,7 @@ def _restored(saved: Mapping[str, Any], kind: str, version: int) -> tuple[Sample
     log = SamplerLog.from_json(saved["log"])
     if saved["unit"] == kind:
         return log, [SamplerState(*state) for state in saved["states"]]
-    log.fold(log.end)
-    log.passes.folded.clear()
+    log.forget_passes()
     return log, [SamplerState(0, log.end, version)]
 
 
@@ -183,7 +182,7 @@ def _continue_log(log: SamplerLog, published: SamplerLog) -> None:
         return
     known = log.passes.all(log.end)
     if published.base > log.end:  # entries in between have been folded: their sum takes their place
-        passes, blocks = published.passes.folded, published.blocks.folded
+        passes, blocks = dict(published.passes.folded.items()), dict(published.blocks.folded.items())
         _append_differences(log, PASS, known, passes)
         _append_differences(log, BLOCK, log.blocks.all(log.end), blocks)
         log.end = max(log.end, published.base)
