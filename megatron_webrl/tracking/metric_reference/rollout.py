@@ -9,8 +9,10 @@ SECTIONS = (
         "Complete groups",
         "trainer/metrics/group_statistics.py",
         "Over all groups completed since the last update, dropped ones included: an estimate of the policy itself. "
-        "Finished episodes are all of these groups' episodes; trainable ones are those that are not masked. Rates of "
-        "groups leave out groups without a trainable episode.",
+        "Finished episodes are all of these groups' episodes. Trainable ones are those that are not masked, without "
+        "those of aborted groups, whose short episodes had finished when the others were cut: with many aborted groups "
+        "(`masked_rate/aborted`) the estimate favours tasks with short episodes. Rates of groups leave out groups "
+        "without a trainable episode.",
         ("finished_episodes", "episodes", "Finished episodes."),
         ("rollout_episodes", "episodes", "Trainable episodes."),
         ("rollout_success_rate", "share", "Successes among trainable episodes: the metric to watch."),

@@ -12,7 +12,7 @@ from megatron_webrl.evaluation.results import pass_at, success_within
 from megatron_webrl.system.text import metric_label
 from megatron_webrl.trainer.advantages import common_outcome, has_variance
 from megatron_webrl.trainer.metrics.verdict_statistics import VerdictStatistics
-from megatron_webrl.types import BLOCKED, FAULT_OUTCOMES, JUDGE_ERROR, Group, Trajectory
+from megatron_webrl.types import ABORTED, BLOCKED, FAULT_OUTCOMES, JUDGE_ERROR, Group, Trajectory
 
 GROUP_KINDS = ("all_succeeded", "all_failed", "zero_variance")
 ALWAYS_NAMED_MASKS = (BLOCKED, JUDGE_ERROR)  # have a rate even if it is 0
@@ -38,6 +38,7 @@ class GroupStatistics:
     """Counts complete groups and their episodes, masked ones included, and the verdicts on them.
 
     A training batch is a biased sample: it lacks groups without variance. These metrics estimate the policy itself.
+    Aborted groups count among finished episodes and verdicts only: their trainable episodes are biased to short ones.
     """
 
     def __init__(self, reward: Callable[[Trajectory], float]) -> None:
@@ -50,13 +51,15 @@ class GroupStatistics:
         for trajectory in group.trajectories:
             self._add_finished(trajectory)
         trainable = [trajectory for trajectory in group.trajectories if trajectory.trainable]
-        if not trainable:
+        if not trainable or any(trajectory.outcome == ABORTED for trajectory in group.trajectories):
             return
         totals, common, varied = self._totals, common_outcome(group), has_variance(group, self._reward)
         totals.groups.update(["all", *([common] if common else []), *([] if varied else ["zero_variance"])])
         totals.reward_variances.append(float(np.var([self._reward(trajectory) for trajectory in trainable])))
         for trajectory in trainable:
             environment, succeeded = metric_label(trajectory.task.environment), trajectory.outcome == "success"
+            difficulty = totals.difficulties[metric_label(trajectory.task.difficulty)]
+            difficulty.update(trainable=1, successes=succeeded)
             totals.episodes[environment] += 1
             totals.successes[environment] += succeeded
             totals.success_steps[len(trajectory.steps)] += succeeded
@@ -81,10 +84,7 @@ class GroupStatistics:
         totals.finished += 1
         difficulty["episodes"] += 1
         difficulty["crashes"] += trajectory.outcome in FAULT_OUTCOMES
-        if trajectory.trainable:
-            difficulty["trainable"] += 1
-            difficulty["successes"] += trajectory.outcome == "success"
-        else:
+        if not trajectory.trainable:
             totals.masks[metric_label(mask_name(trajectory))] += 1
         if trajectory.verdict is not None:
             self._verdicts.add(trajectory.verdict)
@@ -96,7 +96,7 @@ def mask_name(trajectory: Trajectory) -> str:
 
 
 def _group_metrics(totals: _Totals) -> dict[str, float]:
-    """Rates of kinds of groups, success over all and by environment: over groups with a trainable episode."""
+    """Rates of kinds of groups, success over all and by environment: over the groups that `add` counts in full."""
     groups, episodes, successes = totals.groups, totals.episodes, totals.successes
     if not groups:
         return {}

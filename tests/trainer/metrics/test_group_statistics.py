@@ -95,6 +95,18 @@ def test_pass_at_k_and_half_of_k_are_means_over_the_groups_with_enough_episodes(
     })  # fmt: skip
 
 
+def test_finished_episodes_of_an_aborted_group_are_no_estimate_of_the_policy():
+    aborted = group(5, ("success", 1), ("success", 2), ("success", 1), ("aborted", 9))
+    without, metrics = metrics_of(GROUPS), metrics_of([*GROUPS, aborted])
+    assert metrics["finished_episodes"] == without["finished_episodes"] + 4
+    assert metrics["masked_rate/aborted"] == 2 / 24
+    assert metrics["difficulty/easy/episodes"] == 12
+    estimates = ("rollout_", "success_within", "group_", "difficulty/easy/success_rate")
+    for prefix in estimates:
+        assert chosen(metrics, prefix) == chosen(without, prefix) != {}
+    assert not [name for name in metrics_of([aborted]) if name.startswith(estimates)]
+
+
 def test_a_group_of_one_has_only_pass_at_1():
     assert chosen(metrics_of([group(0, ("success", 1))]), "rollout_pass_at") == {"rollout_pass_at/1": 1.0}
 
