@@ -13,9 +13,11 @@ PASSIVE_ACTIONS = ("wait", "answer")  # are not expected to change the page
 
 
 def step_metrics(groups: Sequence[Group], uses_memory: bool) -> dict[str, float]:
-    """Metrics by MLflow name over the trainable episodes. `uses_memory`: the response form has a Memory."""
+    """Metrics by MLflow name over the trainable episodes; none without any. `uses_memory`: responses have a Memory."""
     trajectories = [t for group in groups for t in group.trajectories if t.trainable]
     steps = [step for trajectory in trajectories for step in trajectory.steps]
+    if not steps:
+        return {}
     metrics = _sizes(steps) | {"stuck_rate": mean([_is_stuck(step) for step in steps])} | _versions(trajectories)
     if uses_memory:
         metrics |= _memory(steps)
@@ -28,22 +30,18 @@ def step_metrics(groups: Sequence[Group], uses_memory: bool) -> dict[str, float]
 
 
 def _sizes(steps: Sequence[Step]) -> dict[str, float]:
-    characters = [step.response_characters for step in steps]
     return {
-        "response_characters_mean": mean(characters),
-        "response_characters_max": float(max(characters, default=0)),
-        "response_tokens_max": float(max((len(step.response_token_ids) for step in steps), default=0)),
+        **_mean_and_max("response_characters", [step.response_characters for step in steps]),
+        "response_tokens_max": float(max(len(step.response_token_ids) for step in steps)),
     }
 
 
 def _memory(steps: Sequence[Step]) -> dict[str, float]:
     characters = [step.memory_characters for step in steps]
-    present = [count for count in characters if count >= 0]
     return {
         "memory_missing_rate": mean([count < 0 for count in characters]),
         "memory_empty_rate": mean([count == 0 for count in characters]),
-        "memory_characters_mean": mean(present),
-        "memory_characters_max": float(max(present, default=0)),
+        **_mean_and_max("memory_characters", [count for count in characters if count >= 0]),
     }
 
 
@@ -56,16 +54,16 @@ def _versions(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Policy versions of the response tokens: their number, and the updates between the oldest and the newest."""
     by_trajectory = [[s.versions for s in t.steps if len(s.versions)] for t in trajectories]
     by_step = [versions for steps in by_trajectory for versions in steps]
-    distinct = np.unique(np.concatenate(by_step)) if by_step else ()
-    within = [_span(versions) for versions in by_step]
-    across = [_span(np.concatenate(steps)) for steps in by_trajectory if steps]
     return {
-        "versions_per_batch": float(len(distinct)),
-        "updates_within_step_mean": mean(within),
-        "updates_within_step_max": float(max(within, default=0)),
-        "updates_across_steps_mean": mean(across),
-        "updates_across_steps_max": float(max(across, default=0)),
+        "versions_per_batch": float(len(np.unique(np.concatenate(by_step)))),
+        **_mean_and_max("updates_within_step", [_span(versions) for versions in by_step]),
+        **_mean_and_max("updates_across_steps", [_span(np.concatenate(steps)) for steps in by_trajectory]),
     }
+
+
+def _mean_and_max(name: str, values: Sequence[int]) -> dict[str, float]:
+    """The metrics `<name>_mean` and `<name>_max`; none without values."""
+    return {f"{name}_mean": mean(values), f"{name}_max": float(max(values))} if values else {}
 
 
 def _span(versions: np.ndarray) -> int:

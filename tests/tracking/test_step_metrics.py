@@ -69,7 +69,7 @@ def test_forms_without_memory_have_no_metrics_of_it():
 def test_a_memory_that_is_missing_everywhere_is_reported():
     metrics = step_metrics([group(("failure", [step([1])]))], uses_memory=True)
     assert metrics["memory_missing_rate"] == 1.0
-    assert metrics["memory_characters_max"] == 0.0
+    assert not [name for name in metrics if name.startswith("memory_characters")]  # there is no length to measure
 
 
 def test_an_answer_that_leaves_the_page_unchanged_is_not_stuck():
@@ -77,7 +77,5 @@ def test_an_answer_that_leaves_the_page_unchanged_is_not_stuck():
     assert step_metrics(batch, uses_memory=False)["stuck_rate"] == 0.0
 
 
-def test_a_batch_without_trainable_episodes_has_finite_metrics():
-    metrics = step_metrics([group(("engine_error", []))], uses_memory=True)
-    assert np.isfinite([*metrics.values()]).all()
-    assert metrics["versions_per_batch"] == 0.0
+def test_a_batch_without_trainable_episodes_has_no_metrics_of_steps():
+    assert step_metrics([group(("engine_error", []))], uses_memory=True) == {}
