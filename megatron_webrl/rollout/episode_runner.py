@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 
@@ -25,7 +25,7 @@ from megatron_webrl.rollout.toolset import Toolset
 from megatron_webrl.sampling.states import SamplerStateReader
 from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.tasks.source import TaskSource
-from megatron_webrl.types import Task, Trajectory
+from megatron_webrl.types import FAULT_OUTCOMES, Task, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,21 @@ class EpisodeLabels:
     index: int
     group_size: int
     restart_epoch: int
+
+
+async def run_with_retries(run_try: Callable[[], Awaitable[Trajectory]], retries: int, name: str) -> Trajectory:
+    """Run tries at an episode until one ends without a fault, at most 1 + `retries`; returns the last one's trajectory.
+
+    It counts the replaced tries (Trajectory.tries, discarded_tokens). `name`: of the episode, for the log.
+    """
+    discarded_tokens = 0
+    for number in range(1, retries + 2):
+        trajectory = await run_try()
+        if trajectory.outcome not in FAULT_OUTCOMES or number > retries:
+            break
+        log.info("retrying %s after %s", name, trajectory.outcome)
+        discarded_tokens += trajectory.response_tokens
+    return replace(trajectory, tries=number, discarded_tokens=discarded_tokens)
 
 
 @dataclass

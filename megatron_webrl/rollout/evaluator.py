@@ -22,7 +22,7 @@ from megatron_webrl.judge.budget import BudgetSpent
 from megatron_webrl.model.processor import decode_image
 from megatron_webrl.rollout.deadline import Deadline
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
-from megatron_webrl.rollout.episode_runner import EpisodeLabels, EpisodeRunner
+from megatron_webrl.rollout.episode_runner import EpisodeLabels, EpisodeRunner, run_with_retries
 from megatron_webrl.rollout.generator import Generation, Generator
 from megatron_webrl.rollout.judge_budget import JobUsageMeter
 from megatron_webrl.rollout.stepping import FreeStepping
@@ -69,12 +69,16 @@ async def run_evaluation_episode(
     episode: int,
     instance_id: str,
 ) -> EvaluationResult:
-    """Run an episode of an evaluation. A fault becomes its outcome and does not raise."""
+    """Run an episode of an evaluation; a fault is retried as in training, and becomes its outcome if it persists."""
     index, sample = request.task_and_sample(episode)
     task, started = runner.task_source.held_out_task(index), time.monotonic()
     rollout = replace(config.rollout, temperature=request.temperature)
     labels, deadline = EpisodeLabels(index, sample, request.samples, 0), Deadline(rollout.episode_timeout_seconds)
-    trajectory = await runner.act(generator, task, labels, rollout, deadline, FreeStepping(), max_go_backs=0)
+    trajectory = await run_with_retries(
+        lambda: runner.act(generator, task, labels, rollout, deadline, FreeStepping(), max_go_backs=0),
+        rollout.retries,
+        f"sample {sample} of held-out task {index}",
+    )
     try:
         trajectory = await runner.evaluate(trajectory, deadline)
     except BudgetSpent as error:

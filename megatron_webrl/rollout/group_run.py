@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -16,10 +14,9 @@ from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.farm.client import RemoteSession
 from megatron_webrl.rollout.deadline import Deadline
 from megatron_webrl.rollout.engine.engine_load import EngineLoad, TimeWeightedGauge
+from megatron_webrl.rollout.episode_runner import run_with_retries
 from megatron_webrl.rollout.generator import Generation, Generator
-from megatron_webrl.types import ABORTED, FAULT_OUTCOMES, Trajectory
-
-log = logging.getLogger(__name__)
+from megatron_webrl.types import ABORTED, Trajectory
 
 
 class SupportsRunEpisode(Protocol):
@@ -105,29 +102,23 @@ class GroupRun:
         self._finished_acting.add(index)
 
     async def _episode(self, index: int) -> Trajectory:
-        discarded_tokens = 0
-        for number in range(1, self._settings.retries + 2):
-            run = _Try(self._generator, self._settings.episode_timeout_seconds, self._load.requests)
-            self._tries[index] = run
-            self._finished_acting.discard(index)
-            if self.aborted:
-                run.deadline.expire(ABORTED)
-            with ExitStack() as acting:  # left early while the episode waits for its verdict
-                acting.enter_context(self._load.episodes.track())
-                trajectory = await self._runner.run_episode(
-                    run,
-                    self.ticket,
-                    index,
-                    self._restart_epoch,
-                    run.deadline,
-                    partial(self._stop_acting, index, acting),
-                )
-            if trajectory.outcome not in FAULT_OUTCOMES or number > self._settings.retries:
-                break
-            log.info("retrying episode %d of ticket %d after %s", index, self.ticket, trajectory.outcome)
-            discarded_tokens += trajectory.response_tokens
+        trajectory = await run_with_retries(
+            partial(self._run_try, index), self._settings.retries, f"episode {index} of ticket {self.ticket}"
+        )
         if not trajectory.trainable:
             del self._tries[index]
         self._finished_acting.add(index)
         self.finished_episodes += 1
-        return replace(trajectory, tries=number, discarded_tokens=discarded_tokens)
+        return trajectory
+
+    async def _run_try(self, index: int) -> Trajectory:
+        run = _Try(self._generator, self._settings.episode_timeout_seconds, self._load.requests)
+        self._tries[index] = run
+        self._finished_acting.discard(index)
+        if self.aborted:
+            run.deadline.expire(ABORTED)
+        with ExitStack() as acting:  # left early while the episode waits for its verdict
+            acting.enter_context(self._load.episodes.track())
+            return await self._runner.run_episode(
+                run, self.ticket, index, self._restart_epoch, run.deadline, partial(self._stop_acting, index, acting)
+            )

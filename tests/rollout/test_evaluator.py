@@ -24,10 +24,11 @@ from megatron_webrl.judge.budget import LocalMeter
 from megatron_webrl.model.processor import Processor, decode_image
 from megatron_webrl.rollout.demonstrations import ScriptedGenerator
 from megatron_webrl.rollout.episode_runner import EpisodeRunner
-from megatron_webrl.rollout.evaluator import Evaluator
+from megatron_webrl.rollout.evaluator import Evaluator, FixedTemperature, run_evaluation_episode
 from megatron_webrl.rollout.generator import Generation
 from megatron_webrl.tasks.source import HELD_OUT_SEEDS
-from tests.farm.servers import config_for, until
+from megatron_webrl.types import FAULT_OUTCOMES
+from tests.farm.servers import browser_of, config_for, server_processes, until
 
 LIMIT = 120.0
 
@@ -137,3 +138,35 @@ async def test_a_worker_runs_held_out_tasks_and_cancels_those_of_a_withdrawn_req
         collector = await collect(EvaluationRequest(4, "during", tasks=2, samples=1, temperature=0.0, version=3))
         assert [r.outcome for r in collector.results.values()] == ["success"] * 2
         await evaluator.close()
+
+
+class CrashingEngine(ScriptedEngine):
+    """Kills Chromium before each of the first `crashes` responses."""
+
+    def __init__(self, config: Config, processor: Processor, crashes: int) -> None:
+        super().__init__(config, processor)
+        self.crashes = crashes
+
+    async def generate(
+        self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes], temperature: float
+    ) -> Generation:
+        if len(self.temperatures) < self.crashes:
+            [server] = server_processes()
+            browser_of(server).kill()
+        return await super().generate(session, token_ids, images, temperature)
+
+
+async def test_an_episode_that_a_crash_of_the_browser_ends_is_retried_as_in_training(
+    config: Config, control: ControlClient
+) -> None:
+    processor = Processor.load(config.model.path)
+    request = EvaluationRequest(1, "during", tasks=1, samples=1, temperature=0.5, version=1)
+    async with EpisodeRunner.open(config, processor, "rollout-0", LocalMeter(config.judge.budget)) as episodes:
+
+        async def outcome(crashes: int) -> str:
+            engine: Any = CrashingEngine(config, processor, crashes)
+            generator = FixedTemperature(engine, request.temperature)
+            return (await run_evaluation_episode(config, episodes, generator, request, 0, "rollout-0.1")).outcome
+
+        assert await outcome(crashes=1) == "success"
+        assert await outcome(crashes=config.rollout.retries + 1) in FAULT_OUTCOMES
