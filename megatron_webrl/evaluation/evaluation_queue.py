@@ -61,6 +61,7 @@ class EvaluationResult:
     worker: str  # instance id
     evaluator: str = ""  # what decided: the judge's protocol, or the name of another evaluator
     judge_dollars: float = 0.0
+    not_recorded_requests: int = 0  # requests of its pages that no recording answered (browser.replay)
 
     @property
     def has_verdict(self) -> bool:

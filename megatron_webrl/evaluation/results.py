@@ -70,6 +70,7 @@ def aggregate_results(
         "success_of_all": sum(result.outcome == "success" for result in results) / max(1, request.episodes),
         "evaluators": sorted({result.evaluator for result in results if result.evaluator}),
         "judge_dollars": sum(result.judge_dollars for result in results),
+        "not_recorded_requests": sum(result.not_recorded_requests for result in results),
         "pass_at": _pass_at(results, request.samples),
         "success_within": _success_within(results),
         "wall_seconds": seconds,
@@ -83,7 +84,7 @@ def mlflow_metrics(line: Mapping[str, Any]) -> dict[str, float]:
     """MLflow metrics from a line of evaluations.jsonl."""
     prefix = "evaluation/blank_images" if line["kind"] == "blank_images" else "evaluation"
     names = ("steps_mean", "response_tokens_mean", "seconds_mean", "success_of_all", "judge_dollars")
-    metrics = {name: line[name] for name in (*names, "missing", "wall_seconds")}
+    metrics = {name: line[name] for name in (*names, "missing", "not_recorded_requests", "wall_seconds")}
     metrics |= {"episodes": line["episodes"], "no_verdict": sum(line["no_verdict"].values())}
     if line["interval"] is not None:
         low, high = line["interval"]

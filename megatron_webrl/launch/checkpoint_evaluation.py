@@ -67,6 +67,8 @@ class CheckpointEvaluation:
         console.print(result_table.evaluation_table(self.summaries))
         console.print(result_table.LEGEND, style="dim")
         console.print(result_table.format_rates(self.summaries[0]), markup=False, highlight=False, soft_wrap=True)
+        if count := self.summaries[0]["not_recorded_requests"]:
+            console.print(f"requests that no recording answered (browser.replay): {count}", highlight=False)
         for entry in self.summaries[0]["pass_at"].items() if self.config.evaluation.samples > 1 else ():
             console.print("pass@{}: {:.1%}".format(*entry), highlight=False)
         if gain := self._image_gain():

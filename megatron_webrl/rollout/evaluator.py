@@ -105,6 +105,7 @@ def _result(trajectory: Trajectory, seconds: float, instance_id: str) -> Evaluat
         worker=instance_id,
         evaluator="" if verdict is None else verdict.protocol or verdict.evaluator,
         judge_dollars=0.0 if verdict is None else verdict.dollars,
+        not_recorded_requests=steps[-1].not_recorded_requests if steps else 0,
     )
 
 

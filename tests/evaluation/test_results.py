@@ -120,6 +120,12 @@ def test_both_rates_are_stated_of_episodes_with_a_verdict_and_of_all():
     )
 
 
+def test_requests_that_no_recording_answered_are_counted_over_all_episodes():
+    results = [replace(result(0), not_recorded_requests=2), replace(result(1, "blocked"), not_recorded_requests=3)]
+    line = aggregate_results(REQUEST, results, seconds=1.0)
+    assert line["not_recorded_requests"] == mlflow_metrics(line)["evaluation/not_recorded_requests"] == 5
+
+
 def test_without_verdicts_there_is_no_success_rate():
     line = aggregate_results(REQUEST, [result(0, "engine_error")], seconds=1.0)
     assert (line["success"], line["interval"], line["episodes"], line["pass_at"]) == (None, None, 0, {})

@@ -9,7 +9,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -29,6 +31,7 @@ from megatron_webrl.rollout.generator import Generation
 from megatron_webrl.tasks.source import HELD_OUT_SEEDS
 from megatron_webrl.types import FAULT_OUTCOMES
 from tests.farm.servers import browser_of, config_for, server_processes, until
+from tests.trajectories import trajectory
 
 LIMIT = 120.0
 
@@ -170,3 +173,14 @@ async def test_an_episode_that_a_crash_of_the_browser_ends_is_retried_as_in_trai
 
         assert await outcome(crashes=1) == "success"
         assert await outcome(crashes=config.rollout.retries + 1) in FAULT_OUTCOMES
+
+
+async def test_a_result_counts_the_requests_of_its_episode_that_no_recording_answered() -> None:
+    played = trajectory(steps=2)
+    last = replace(played.steps[-1], not_recorded_requests=3)  # each step has the count of the episode so far
+    runner: Any = SimpleNamespace(task_source=SimpleNamespace(held_out_task=lambda index: played.task))
+    runner.act = AsyncMock(return_value=replace(played, steps=(replace(last, not_recorded_requests=1), last)))
+    runner.evaluate = AsyncMock(side_effect=lambda acted, deadline: acted)
+    request = EvaluationRequest(1, "during", tasks=1, samples=1, temperature=0.5, version=1)
+    found = await run_evaluation_episode(Config(), runner, AsyncMock(), request, 0, "rollout-0.1")
+    assert found.not_recorded_requests == 3

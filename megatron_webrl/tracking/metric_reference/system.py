@@ -61,6 +61,7 @@ SECTIONS = (
             (f"{prefix}/no_verdict", "episodes", "Episodes without a verdict, such as crashed ones."),
             (f"{prefix}/missing", "episodes", "Episodes without a result."),
             (f"{prefix}/judge_dollars", "US dollars", "Cost of all verdicts, by the configured prices."),
+            (f"{prefix}/not_recorded_requests", "requests", "Requests that no recording answered (`browser.replay`)."),
             (f"{prefix}/steps_mean", "steps", "Steps of an episode, mean."),
             (f"{prefix}/response_tokens_mean", "tokens", "Response tokens of a step, mean."),
             (f"{prefix}/seconds_mean", "s", "Wall clock of an episode, mean."),
