@@ -69,6 +69,9 @@ class EvaluationConfig:
     )
     every: int = setting(0, "Updates between evaluations during training; 0: none.", low=0)
     concurrency: int = setting(4, "Evaluation episodes that one worker runs at a time during training.", low=1)
+    timeout_seconds: float = setting(
+        7200.0, "Limit of one evaluation; episodes without a result by then are missing.", above=0
+    )
     only: bool = setting(
         False,
         "Run no trainer: engines use every GPU of every node, and workers only evaluate model.path. `webrl eval`"

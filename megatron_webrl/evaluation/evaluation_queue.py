@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from megatron_webrl.control.control_plane import ControlClient
 from megatron_webrl.types import TRAINABLE_OUTCOMES
 
-TIMEOUT_SECONDS = 7200.0  # limit of one evaluation; episodes without a result by then count as missing
 REQUEST_KEY = "evaluation/request"
 _CHUNK = 1000  # results read in one call
 

@@ -38,13 +38,14 @@ class EvaluationProgress:
 
 @dataclass
 class CheckpointEvaluation:
-    """The evaluations of a checkpoint, one after the other. Call `run` once, then `print_results` if it finished."""
+    """The evaluations of a checkpoint, one after the other. Call `run` once, then `print_results` if `stored`."""
 
     config: Config
     checkpoint: EvaluatedCheckpoint
     output_file: Path | None = None
     summaries: list[dict[str, Any]] = field(default_factory=list)
     results: list[list[EvaluationResult]] = field(default_factory=list)  # by summary
+    stored: bool = False  # whether all evaluations have ended and their results are stored
 
     def run(
         self, control: ControlClient, poll: Callable[[], str | None], show: Callable[[EvaluationProgress], None]
@@ -100,7 +101,7 @@ class CheckpointEvaluation:
             if (outcome := poll()) is not None:
                 return outcome
             started_at = started_at or (time.monotonic() if collector.has_started else None)
-            if started_at is not None and time.monotonic() > started_at + evaluation_queue.TIMEOUT_SECONDS:
+            if started_at is not None and time.monotonic() > started_at + settings.timeout_seconds:
                 break
             status = "" if started_at or number > 1 else control.status_of(self.config.worker_names[0]) or "starting"
             show(EvaluationProgress(name, status, collector.results, request.episodes))
@@ -117,6 +118,14 @@ class CheckpointEvaluation:
 
     def _store_results(self) -> str:
         """Write the results to the output file and to MLflow; returns the outcome of the job."""
+        settings, missing = self.config.evaluation, sum(summary["missing"] for summary in self.summaries)
+        outcome = "finished"
+        if missing:
+            requested = sum(summary["tasks_requested"] * summary["samples"] for summary in self.summaries)
+            outcome = (
+                f"failed: {missing} of {requested} episodes are missing after {settings.timeout_seconds:g} s "
+                "(evaluation.timeout_seconds); raise it, or lower evaluation.episodes"
+            )
         if self.output_file is not None:
             try:
                 self.output_file.write_text(json.dumps(self._report(), indent=1) + "\n")
@@ -128,10 +137,11 @@ class CheckpointEvaluation:
             tracker.client.set_tag(tracker.run_id, "checkpoint", str(self.checkpoint.path))
             for summary in self.summaries:
                 tracker.log_metrics(mlflow_metrics(summary), summary["version"])
-            tracker.close("FINISHED")
+            tracker.close("FAILED" if missing else "FINISHED")
         except MlflowException as error:
             return f"failed: MLflow at {self.config.tracking_uri} stored no metrics: {first_line(error)}"
-        return "finished"
+        self.stored = True
+        return outcome
 
     def _report(self) -> dict[str, Any]:
         report: dict[str, Any] = {"checkpoint": str(self.checkpoint.path), "evaluation": self.summaries[0]}

@@ -21,7 +21,8 @@ from megatron_webrl.tracking.dashboard import progress_bar
 def run_evaluation(checkpoint: EvaluatedCheckpoint, config: Config, console: Console, file: Path | None) -> int:
     """Evaluate, print a table, write JSON to `file` and metrics to MLflow; returns the exit code.
 
-    0: done; 1: failed; 130: interrupted. Raises ConfigError for an unwritable file and for incomplete weights.
+    0: done; 1: failed, or episodes are missing; 130: interrupted. Raises ConfigError for an unwritable file and for
+    incomplete weights.
     """
     check_output_file(file)
     launcher = EvaluationLauncher(config, console, checkpoint=checkpoint, output_file=file)
@@ -65,11 +66,12 @@ class EvaluationLauncher(LocalLauncher):
         return self._end(control, outcome)
 
     def _print_result(self, outcome: str) -> int:
-        if outcome != "finished" or self.evaluation is None:
-            self.console.print(outcome, style="bold red", markup=False, soft_wrap=True)
-            return 130 if outcome == "interrupted" else 1
-        self.evaluation.print_results(self.console)
-        return 0
+        if self.evaluation is not None and self.evaluation.stored:
+            self.evaluation.print_results(self.console)
+        if outcome == "finished":
+            return 0
+        self.console.print(outcome, style="bold red", markup=False, soft_wrap=True)
+        return 130 if outcome == "interrupted" else 1
 
 
 def _update_bar(bar: Progress, shown: dict[str, TaskID], progress: EvaluationProgress) -> None:

@@ -64,11 +64,12 @@ class EvaluationHost(ControlHost):
             self._report(line)
 
     def _final_report(self, outcome: str) -> list[str]:
-        if outcome != "finished":
-            return [outcome]
+        reason = [] if outcome == "finished" else [outcome]
+        if not self.evaluation.stored:
+            return reason
         text = StringIO()
         self.evaluation.print_results(Console(file=text, width=WIDTH))
-        return [stripped for line in text.getvalue().splitlines() if (stripped := line.rstrip())]
+        return [stripped for line in text.getvalue().splitlines() if (stripped := line.rstrip())] + reason
 
 
 def _success(progress: EvaluationProgress) -> str:

@@ -141,17 +141,17 @@ class EvaluationScheduler:
         if self._collector is None:
             return
         seconds, complete = time.monotonic() - self._started, self._collector.poll()
-        if not complete and seconds < evaluation_queue.TIMEOUT_SECONDS:
+        if not complete and seconds < self.config.evaluation.timeout_seconds:
             return
         collector, self._collector = self._collector, None
         evaluation_queue.withdraw_request(self.control)
         if not complete:
             log.warning(
-                "evaluation %s: %d of %d episodes are missing after %.0f s",
+                "evaluation %s: %d of %d episodes are missing after %g s (evaluation.timeout_seconds)",
                 collector.request.kind,
                 collector.missing_count,
                 collector.request.episodes,
-                evaluation_queue.TIMEOUT_SECONDS,
+                self.config.evaluation.timeout_seconds,
             )
         self._record(collector, seconds)
 

@@ -206,13 +206,13 @@ def test_a_run_is_evaluated_before_during_and_after_training(address: tuple[str,
 
 
 def test_without_workers_an_evaluation_ends_at_its_time_limit_and_during_training_at_once(
-    address: tuple[str, int], config: Config, one_rank: None, monkeypatch: pytest.MonkeyPatch
+    address: tuple[str, int], config: Config, one_rank: None
 ):
     tracker = MLflowTracker(config, None, str)
     engines: Any = Engines()
     control = connect(address, "trainer-0")
     evaluation = EvaluationScheduler(config, control, tracker, restart_epoch=0, version=0)
-    monkeypatch.setattr(evaluation_queue, "TIMEOUT_SECONDS", 3600.0)
+    config.evaluation.timeout_seconds = 3600.0
     began = time.monotonic()
     evaluation.poll_during_training(1)
     evaluation.poll_during_training(2)  # skipped: the one of version 1 is running
@@ -220,7 +220,7 @@ def test_without_workers_an_evaluation_ends_at_its_time_limit_and_during_trainin
     assert time.monotonic() - began < 10
     assert result_files.read_evaluations(config.run_folder) == []
     assert evaluation_queue.current_request(control) is None
-    monkeypatch.setattr(evaluation_queue, "TIMEOUT_SECONDS", 0.5)
+    config.evaluation.timeout_seconds = 0.5
     config.evaluation.after, config.evaluation.blank_images = False, False
     evaluation.poll_during_training(4)
     evaluation.run_after_training(4, engines)

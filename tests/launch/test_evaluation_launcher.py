@@ -9,19 +9,25 @@ import subprocess
 import sys
 import tempfile
 import time
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from mlflow.tracking import MlflowClient
+from rich.console import Console
 
 from megatron_webrl.cli import main
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.evaluation import evaluation_queue
+from megatron_webrl.launch.checkpoint_evaluation import CheckpointEvaluation
 from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint, evaluation_config
+from megatron_webrl.launch.evaluation_launcher import EvaluationLauncher
 from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_megatron
 from megatron_webrl.model.layout import ParallelSizes
 from tests.launch.whole_jobs import owned
+from tests.planes import connect, control_plane
 
 SETTINGS: dict[str, Any] = {
     "rollout": {
@@ -104,6 +110,33 @@ def test_a_runs_checkpoint_is_evaluated_and_an_interrupt_leaves_no_process(run_f
     assert process.wait(30) == 130, output.read_text()
     assert "interrupted" in output.read_text()
     assert not left_by(process)
+
+
+class WithoutWorkers(EvaluationLauncher):
+    """The first episode is claimed, and never ends."""
+
+    def _supervise(self) -> str:
+        with control_plane(self.config.run_folder) as address:
+            control = connect(address, "launcher")
+
+            def claim_first() -> None:
+                request = evaluation_queue.current_request(control)
+                assert request is not None
+                evaluation_queue.claim_episode(control, request, "rollout-0.1")
+
+            self.evaluation = CheckpointEvaluation(self.config, self.checkpoint, self.output_file)
+            return self.evaluation.run(control, claim_first, lambda progress: None)
+
+
+def test_missing_episodes_are_an_error_after_the_results(run_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    checkpoint, text = EvaluatedCheckpoint.resolve(run_folder), StringIO()
+    config = evaluation_config(checkpoint, ["evaluation.timeout_seconds=0.5", "evaluation.blank_images=false"])
+    assert WithoutWorkers(config, Console(file=text), checkpoint=checkpoint).run() == 1
+    *_, results, last = text.getvalue().splitlines()
+    assert results == f"results: {config.run_folder / 'evaluations.jsonl'}"
+    assert last.startswith("failed: 4 of 4 episodes are missing after 0.5 s (evaluation.timeout_seconds); raise it")
+    assert json.loads((config.run_folder / "summary.json").read_text())["outcome"] == last
 
 
 def test_the_checkpoints_run_gives_the_configuration_and_overrides_replace_it(run_folder: Path, tiny_model: Path):

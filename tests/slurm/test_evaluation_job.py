@@ -59,7 +59,7 @@ def prepared(tmp_path: Path, tiny_model: Path) -> Config:
     return prepare(tmp_path, tiny_model)
 
 
-def prepare(folder: Path, model: Path) -> Config:
+def prepare(folder: Path, model: Path, *overrides: str) -> Config:
     version = folder / "trained" / "checkpoints" / "version-000007"
     version.parent.mkdir(parents=True)
     hf_to_megatron(model, version, ParallelSizes(), ConversionOptions())
@@ -68,8 +68,8 @@ def prepare(folder: Path, model: Path) -> Config:
     (folder / "trained" / "config.yaml").write_text(yaml.safe_dump(settings))
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = ["node", "prepare-eval", str(version), f"cluster.base_port={port}", "--episodes", "2", "--nodes", "2"]
-    assert main([*command, "--json", str(folder / "result.json")]) == 0
+    command = ["node", "prepare-eval", str(version), f"cluster.base_port={port}", *overrides]
+    assert main([*command, "--episodes", "2", "--nodes", "2", "--json", str(folder / "result.json")]) == 0
     return parse_config(folder / "trained-evaluation" / "config.yaml")
 
 
@@ -229,6 +229,30 @@ def test_the_first_node_collects_the_episodes_of_all_workers(host: Host, tmp_pat
     assert (host.config.run_folder / "evaluations.jsonl").is_file()
     assert not (host.config.run_folder / MODEL_FOLDER).exists()
     assert json.loads((host.config.run_folder / "summary.json").read_text())["outcome"] == "finished"
+
+
+def test_an_evaluation_with_missing_episodes_stores_its_results_and_fails(tmp_path: Path, tiny_model: Path) -> None:
+    host = Host(prepare(tmp_path, tiny_model, "evaluation.timeout_seconds=0.5"))
+    try:
+        until(lambda: evaluation_queue.current_request(host.control) is not None, host.output.read_text)
+        request = evaluation_queue.current_request(host.control)
+        assert request is not None
+        for number in range(2):
+            worker = f"rollout-{number}"
+            assert connect(host.address, worker).register_instance() == 1
+            claim = evaluation_queue.claim_episode(host.control, request, f"{worker}.1")
+            assert claim is not None
+        evaluation_queue.submit_result(host.control, request, claim[0], host.result(claim[1], worker))
+        assert host.process.wait(120) == 1, host.output.read_text()
+    finally:
+        child_process.terminate_tree(host.process, 30.0)
+    said = host.output.read_text()
+    outcome = f"failed: {2 * TASKS - 1} of {2 * TASKS} episodes are missing after 0.5 s (evaluation.timeout_seconds)"
+    assert "success of judged episodes" in said  # the table
+    assert f"job: {outcome}; raise it, or lower evaluation.episodes\n" in said
+    assert json.loads((host.config.run_folder / "summary.json").read_text())["outcome"].startswith(outcome)
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert (found["evaluation"]["missing"], len(found["episodes"])) == (2 * TASKS - 1, 1)
 
 
 @pytest.mark.parametrize(("end", "outcome"), [("signal", "interrupted by SIGTERM"), ("stop", "stopped")])
