@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.validation import check_config
 from megatron_webrl.model.convert.conversion import HF_FOLDER, ConversionOptions, find_checkpoint, megatron_to_hf
+from megatron_webrl.system.text import metric_label
 
 SHARD_BYTES = 5 * 10**9
 
@@ -75,7 +77,7 @@ def parse_evaluation_config(checkpoint: EvaluatedCheckpoint, arguments: Sequence
     if not chosen and (config.cluster.gpus_per_node or config.cluster.nodes > 1):
         config.rollout.engines = 0  # the file may hold the number of a training job
         resolve_cluster_sizes(config)
-    config.run = replace(config.run, name=f"{config.run.name}-evaluation", resume=False)
+    config.run = replace(config.run, name=_run_name(config.run.name, checkpoint), resume=False)
     folder = checkpoint.path / HF_FOLDER if checkpoint.is_megatron else checkpoint.path
     config.model = replace(config.model, path=str(folder), checkpoint="")
     warm_start = config.trainer.warm_start
@@ -84,6 +86,12 @@ def parse_evaluation_config(checkpoint: EvaluatedCheckpoint, arguments: Sequence
         config.tasks.train_file = ""  # not read; its machine may not have it
     config.evaluation = replace(config.evaluation, before=False, after=True, every=0)
     return config
+
+
+def _run_name(name: str, checkpoint: EvaluatedCheckpoint) -> str:
+    """A name that evaluations of other checkpoints and other Slurm jobs do not have; a requeued job has its own."""
+    parts = [name, "evaluation", metric_label(checkpoint.path.absolute().name), os.environ.get("SLURM_JOB_ID", "")]
+    return "-".join(filter(None, parts))
 
 
 def check_output_file(file: Path | None) -> None:

@@ -12,6 +12,7 @@ from rich.progress import Progress, TaskID
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.launch import role_process
 from megatron_webrl.launch.checkpoint_evaluation import CheckpointEvaluation, EvaluationProgress
 from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint, check_output_file
 from megatron_webrl.launch.local_launcher import LocalLauncher
@@ -21,10 +22,11 @@ from megatron_webrl.tracking.dashboard import progress_bar
 def run_evaluation(checkpoint: EvaluatedCheckpoint, config: Config, console: Console, file: Path | None) -> int:
     """Evaluate, print a table, write JSON to `file` and metrics to MLflow; returns the exit code.
 
-    0: done; 1: failed, or episodes are missing; 130: interrupted. Raises ConfigError for an unwritable file and for
-    incomplete weights.
+    0: done; 1: failed, or episodes are missing; 130: interrupted. Raises ConfigError for an unwritable file, a
+    folder in use and incomplete weights.
     """
     check_output_file(file)
+    role_process.check_ended(config)
     launcher = EvaluationLauncher(config, console, checkpoint=checkpoint, output_file=file)
     if not checkpoint.is_megatron:
         return launcher.run()

@@ -70,7 +70,10 @@ class LocalLauncher:
         self.journal = EventLog(self.config.run_folder)
 
     def run(self) -> int:
-        """Run the job; returns the exit code: 0 finished, 1 failed, 130 interrupted."""
+        """Run the job; returns the exit code: 0 finished, 1 failed, 130 interrupted.
+
+        Raises ConfigError if another job runs in the run's folder.
+        """
         # Before anything starts, so that an early interrupt ends the job cleanly, too.
         previous = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -85,7 +88,11 @@ class LocalLauncher:
             self.console.print(message, markup=False, soft_wrap=True)
         if config.cluster.gpus_per_node and config.model.platform == "auto" and not has_gpu():
             self._warn("no GPU on this machine: all roles compute on its cores (model.platform=auto)")
-        role_process.prepare_run_folder(config, lambda message: self.console.print(message, markup=False))
+        try:
+            role_process.prepare_run_folder(config, lambda message: self.console.print(message, markup=False))
+        except ConfigError:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            raise
         self.journal.add(events.JOB, events.STARTED)
         child_process.become_subreaper()
         outcome = "failed"

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING
 from megatron_webrl.cluster.placement import worker_name_of
 from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.gpu_environment import gpu_environment
 from megatron_webrl.ring.segment import sweep_segments
+from megatron_webrl.status.control_probe import ControlAddress, ControlProbe, ControlStatus
 from megatron_webrl.system import child_process
 
 if TYPE_CHECKING:
@@ -155,9 +157,13 @@ def wait_for_control_address(
 
 
 def prepare_run_folder(config: Config, report: Callable[[str], None]) -> None:
-    """Make the run's folder and store the configuration; an earlier run of this name is renamed, unless resumed."""
+    """Make the run's folder and store the configuration; an earlier run of this name is renamed, unless resumed.
+
+    Raises ConfigError instead of renaming the folder of a job that runs.
+    """
     folder = config.run_folder
     if not config.run.resume and folder.exists():
+        check_ended(config)
         number = next(n for n in range(1, 1_000_000) if not folder.with_name(f"{folder.name}.{n}").exists())
         backup = folder.with_name(f"{folder.name}.{number}")
         folder.rename(backup)
@@ -165,6 +171,23 @@ def prepare_run_folder(config: Config, report: Callable[[str], None]) -> None:
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     (folder / "summary.json").unlink(missing_ok=True)
     save_config(config, config_path(config))
+
+
+def check_ended(config: Config) -> None:
+    """Raise ConfigError if the job in the run's folder runs: its control plane answers.
+
+    That of a job on one machine answers on this machine only.
+    """
+    address = ControlAddress.read(control_address_path(config))
+    if address is None:
+        return
+    with ControlProbe() as probe:
+        status = probe.query(address, ())
+    if isinstance(status, ControlStatus) and status.outcome is None:
+        raise ConfigError(
+            f"run.name={config.run.name}: a job runs in {config.run_folder}, its control plane at "
+            f"{address.host}:{address.port} answers; wait for its end, or choose another run.name"
+        )
 
 
 def role_environment(

@@ -77,6 +77,7 @@ def prepare_evaluation(
         check_config(config)
         check_tasks_and_browser(config, require_browser=False)
         check_evaluators(config)
+    role_process.check_ended(config)
     shutil.rmtree(config.run_folder / MODEL_FOLDER, ignore_errors=True)  # left by a job that was killed
     path = make_job_folder(config, placement, report, environment)
     job.save(config.run_folder)

@@ -24,6 +24,7 @@ from megatron_webrl.evaluation import evaluation_queue
 from megatron_webrl.launch.checkpoint_evaluation import CheckpointEvaluation
 from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint, evaluation_config
 from megatron_webrl.launch.evaluation_launcher import EvaluationLauncher
+from megatron_webrl.launch.role_process import prepare_run_folder
 from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_megatron
 from megatron_webrl.model.layout import ParallelSizes
 from tests.launch.whole_jobs import owned
@@ -92,13 +93,13 @@ def test_a_runs_checkpoint_is_evaluated_and_an_interrupt_leaves_no_process(run_f
     assert "95 % interval" in output.read_text()
     client = MlflowClient(f"sqlite:///{run_folder.parent / 'mlflow.db'}")
     [run] = client.search_runs([client.get_experiment_by_name("megatron_webrl").experiment_id])
-    assert run.info.run_name == "trained-evaluation"
+    assert run.info.run_name == "trained-evaluation-version-000007"
     assert run.data.metrics["evaluation/success"] == found["evaluation"]["success"]
     assert run.data.tags["checkpoint"] == found["checkpoint"]
     assert sorted(path.name for path in run_folder.iterdir()) == ["checkpoints", "config.yaml"]
     assert not left_by(process)
 
-    log = run_folder.with_name("trained-evaluation") / "logs" / "rollout-0.log"
+    log = run_folder.with_name("trained-evaluation-version-000007") / "logs" / "rollout-0.log"
     old = log.stat().st_mtime_ns
     process = start(output, run_folder)
     deadline = time.monotonic() + 200
@@ -139,6 +140,23 @@ def test_missing_episodes_are_an_error_after_the_results(run_folder: Path, monke
     assert json.loads((config.run_folder / "summary.json").read_text())["outcome"] == last
 
 
+def test_the_folder_of_a_running_evaluation_is_left_alone(run_folder: Path, capsys: pytest.CaptureFixture[str]):
+    checkpoint = EvaluatedCheckpoint.resolve(run_folder)
+    config = evaluation_config(checkpoint, [])
+    folder, renamed = config.run_folder, config.run_folder.with_name(f"{config.run_folder.name}.1")
+    folder.mkdir()
+    with control_plane(folder):
+        assert main(["eval", str(run_folder)]) == 2
+        assert f"run.name={folder.name}: a job runs in {folder}, its control plane at" in capsys.readouterr().err
+        launcher = EvaluationLauncher(config, Console(file=StringIO()), checkpoint=checkpoint)
+        with pytest.raises(ConfigError, match=r"wait for its end, or choose another run\.name"):
+            launcher.run()
+        assert not launcher.scratch.exists()
+        assert not renamed.exists()
+    prepare_run_folder(config, lambda message: None)
+    assert renamed.is_dir()
+
+
 def test_the_checkpoints_run_gives_the_configuration_and_overrides_replace_it(run_folder: Path, tiny_model: Path):
     checkpoint = EvaluatedCheckpoint.resolve(run_folder)
     assert (checkpoint.path.name, checkpoint.is_megatron, checkpoint.version) == ("version-000007", True, 7)
@@ -149,7 +167,7 @@ def test_the_checkpoints_run_gives_the_configuration_and_overrides_replace_it(ru
     )
     config = evaluation_config(checkpoint, ["evaluation.episodes=5", "evaluation.blank_images=false"])
     assert (config.run.name, config.evaluation.episodes, config.evaluation.blank_images) == (
-        "trained-evaluation", 5, False,
+        "trained-evaluation-version-000007", 5, False,
     )  # fmt: skip
     assert config.model.path == str(checkpoint.path / "hf")
     folder = EvaluatedCheckpoint.resolve(tiny_model)
@@ -177,7 +195,7 @@ def test_bad_input_is_one_line_before_anything_starts(
     output = capsys.readouterr()
     assert error in output.err
     assert (output.err.count("\n"), output.out) == (1, "")
-    assert not run_folder.with_name("trained-evaluation").exists()
+    assert not run_folder.with_name("trained-evaluation-version-000007").exists()
 
 
 def test_a_damaged_checkpoint_is_one_line(run_folder: Path, capsys: pytest.CaptureFixture[str]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -31,9 +32,10 @@ from megatron_webrl.launch.validation import load_config
 from megatron_webrl.model import model_sizes
 from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_megatron
 from megatron_webrl.model.layout import ParallelSizes
-from megatron_webrl.slurm.evaluation_job import MODEL_FOLDER
+from megatron_webrl.slurm.evaluation_job import MODEL_FOLDER, EvaluationJob
 from megatron_webrl.slurm.prepare import plan_processes
 from megatron_webrl.slurm.process_specs import process_specs
+from megatron_webrl.slurm.requeue import read_launches
 from megatron_webrl.system import child_process
 from tests.planes import connect
 from tests.slurm.slurm_jobs import ROOT, SCRIPTS
@@ -61,7 +63,7 @@ def prepared(tmp_path: Path, tiny_model: Path) -> Config:
 
 def prepare(folder: Path, model: Path, *overrides: str) -> Config:
     version = folder / "trained" / "checkpoints" / "version-000007"
-    version.parent.mkdir(parents=True)
+    version.parent.mkdir(parents=True, exist_ok=True)
     hf_to_megatron(model, version, ParallelSizes(), ConversionOptions())
     (version / "state.json").write_text('{"version": 7}')
     settings = {**SETTINGS, "run": {"name": "trained", "directory": str(folder)}}
@@ -70,7 +72,7 @@ def prepare(folder: Path, model: Path, *overrides: str) -> Config:
         port = probe.getsockname()[1]
     command = ["node", "prepare-eval", str(version), f"cluster.base_port={port}", *overrides]
     assert main([*command, "--episodes", "2", "--nodes", "2", "--json", str(folder / "result.json")]) == 0
-    return parse_config(folder / "trained-evaluation" / "config.yaml")
+    return parse_config(folder / "trained-evaluation-version-000007" / "config.yaml")
 
 
 # -- what runs where ----------------------------------------------------------------------------------
@@ -147,7 +149,7 @@ def test_a_dry_run_shows_every_process_of_an_evaluation(model_8b: Path, tmp_path
         capture_output=True, text=True, timeout=120, check=True, cwd=ROOT,
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("node ")]
-    settings = tmp_path / "8b_4node-evaluation" / "config.yaml"
+    settings = tmp_path / "8b_4node-evaluation-model" / "config.yaml"
     assert len(lines) == 17
     for number, line in enumerate(lines[:16]):
         node, gpu = divmod(number, 8)
@@ -157,6 +159,31 @@ def test_a_dry_run_shows_every_process_of_an_evaluation(model_8b: Path, tmp_path
     assert lines[16].endswith(f" node eval {settings} --host FIRST_NODE")
     assert "2 nodes of 8 GPUs, all for engines" in done.stdout
     assert not settings.parent.exists()
+
+
+def test_evaluations_of_one_configuration_share_no_folder_and_a_requeued_one_finds_its_own(
+    prepared: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = tmp_path / "trained"
+    other = trained / "checkpoints" / "version-000009"
+    shutil.copytree(other.with_name("version-000007"), other)
+
+    def prepare_job(version: int, job: str, restart: int = 0) -> None:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart))
+        assert main(["node", "prepare-eval", str(other.with_name(f"version-{version:06d}")), "--nodes", "2"]) == 0
+
+    for version, job in ((7, "11"), (9, "12"), (7, "13")):
+        prepare_job(version, job)
+    prepare_job(7, "11", restart=1)
+    names = {path.name for path in tmp_path.glob("trained-evaluation-*-1*")}
+    kept = "trained-evaluation-version-000007-11"
+    assert names == {kept, f"{kept}.1", "trained-evaluation-version-000009-12", "trained-evaluation-version-000007-13"}
+    for name in names:
+        checkpoint = EvaluationJob.load(tmp_path / name).checkpoint.path
+        assert checkpoint.name in name
+        assert parse_config(tmp_path / name / "config.yaml").model.path == str(checkpoint / "hf")
+    assert [launch.restart_count for launch in read_launches(tmp_path / kept)] == [0, 1]
 
 
 # -- the first node -----------------------------------------------------------------------------------
@@ -229,6 +256,22 @@ def test_the_first_node_collects_the_episodes_of_all_workers(host: Host, tmp_pat
     assert (host.config.run_folder / "evaluations.jsonl").is_file()
     assert not (host.config.run_folder / MODEL_FOLDER).exists()
     assert json.loads((host.config.run_folder / "summary.json").read_text())["outcome"] == "finished"
+
+
+def test_the_folder_of_a_running_evaluation_is_refused_until_its_end(
+    host: Host, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, again = host.config.run_folder, ["node", "prepare-eval", str(tmp_path / "trained"), "--nodes", "2"]
+    (tmp_path / "trained" / "checkpoints" / "latest").write_text("version-000007")
+    settings = (folder / "config.yaml").read_text()
+    assert main(again) == 2
+    assert f"run.name={folder.name}: a job runs in {folder}, its control plane at " in capsys.readouterr().err
+    assert (folder / MODEL_FOLDER).is_dir()
+    assert (folder / "config.yaml").read_text() == settings
+    assert main(["node", "stop", str(folder / "config.yaml")]) == 0
+    assert host.process.wait(120) == 1, host.output.read_text()
+    assert main(again) == 0
+    assert (folder.with_name(f"{folder.name}.1") / "summary.json").is_file()
 
 
 def test_an_evaluation_with_missing_episodes_stores_its_results_and_fails(tmp_path: Path, tiny_model: Path) -> None:

@@ -60,6 +60,10 @@ def evaluate(cluster: Cluster, run: Path, *arguments: str, **environment: str) -
     )  # fmt: skip
 
 
+def folder_of(trained: Path, job: str) -> Path:
+    return trained.with_name(f"{trained.name}-evaluation-version-000007-{job}")
+
+
 def processes(folder: Path) -> list[psutil.Process]:
     """What runs with this folder in its command line."""
     found = []
@@ -92,8 +96,9 @@ def outcome(folder: Path) -> str:
 @pytest.mark.timeout(1800)
 def test_a_checkpoint_is_evaluated_on_two_nodes_although_a_worker_is_killed(two: Cluster, trained: Path) -> None:
     """Only real engines and browsers show that both nodes act with the converted weights."""
-    folder, result = trained.with_name(f"{trained.name}-evaluation"), trained.parent / "result.json"
+    result = trained.parent / "result.json"
     job = evaluate(two, trained, "evaluation.blank_images=true", "--episodes", "30", "--json", str(result))
+    folder = folder_of(trained, job)
     until(lambda: (folder / MODEL_FOLDER / "config.json").is_file(), lambda: f"weights: {log(trained.parent)}", 300)
     until(lambda: has_result_of("rollout-1.1", folder), lambda: f"an episode of node 1: {log(trained.parent)}", 900)
     (worker,) = [p for p in processes(folder) if "rollout" in p.cmdline() and p.cmdline()[-1] == "1"]
@@ -117,8 +122,8 @@ def test_a_checkpoint_is_evaluated_on_two_nodes_although_a_worker_is_killed(two:
 
 
 def test_a_worker_that_does_not_start_ends_the_evaluation_with_its_name(two: Cluster, trained: Path) -> None:
-    folder = trained.with_name(f"{trained.name}-evaluation")
     job = evaluate(two, trained, STUB_COMMAND=f"{WAITING} --fail-rollout-1")
+    folder = folder_of(trained, job)
     assert two.wait(job, 200) == "FAILED", log(trained.parent)
     assert outcome(folder).startswith("failed: rollout-1 exited with code 1; last log line: it fails on purpose")
     assert f"job: {outcome(folder)}" in log(trained.parent)
@@ -127,8 +132,8 @@ def test_a_worker_that_does_not_start_ends_the_evaluation_with_its_name(two: Clu
 
 
 def test_a_cancelled_evaluation_leaves_no_process_and_no_weights(two: Cluster, trained: Path) -> None:
-    folder = trained.with_name(f"{trained.name}-evaluation")
     job = evaluate(two, trained, STUB_COMMAND=WAITING)
+    folder = folder_of(trained, job)
     until(lambda: log(trained.parent).count("started rollout-") == 2, lambda: f"workers: {log(trained.parent)}", 200)
     assert (folder / MODEL_FOLDER / "config.json").is_file()
     two.run("scancel", job)
