@@ -54,10 +54,12 @@ def _versions(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Policy versions of the response tokens: their number, and the updates between the oldest and the newest."""
     by_trajectory = [[s.versions for s in t.steps if len(s.versions)] for t in trajectories]
     by_step = [versions for steps in by_trajectory for versions in steps]
+    if not by_step:
+        return {}
     return {
         "versions_per_batch": float(len(np.unique(np.concatenate(by_step)))),
         **_mean_and_max("updates_within_step", [_span(versions) for versions in by_step]),
-        **_mean_and_max("updates_across_steps", [_span(np.concatenate(steps)) for steps in by_trajectory]),
+        **_mean_and_max("updates_across_steps", [_span(np.concatenate(steps)) for steps in by_trajectory if steps]),
     }
 
 
