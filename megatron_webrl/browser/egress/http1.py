@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import html
 import re
 from collections.abc import AsyncIterator
@@ -85,7 +86,20 @@ async def read_head(reader: asyncio.StreamReader, strict: bool = True) -> HTTPHe
 
 def encode_head(start_line: str, headers: list[tuple[str, str]]) -> bytes:
     lines = [start_line, *(f"{name}: {value}" for name, value in headers), "", ""]
-    return "\r\n".join(lines).encode("latin-1")
+    return "\r\n".join(lines).encode("latin-1", "windows-1252-or-utf-8")
+
+
+def _encode_beyond_latin1(error: UnicodeError) -> tuple[bytes, int]:
+    """DevTools decode the bytes of a header as Windows-1252; text beyond it is sent as UTF-8."""
+    assert isinstance(error, UnicodeEncodeError)
+    text = error.object[error.start : error.end]
+    try:
+        return text.encode("windows-1252"), error.end
+    except UnicodeEncodeError:
+        return text.encode(errors="replace"), error.end
+
+
+codecs.register_error("windows-1252-or-utf-8", _encode_beyond_latin1)
 
 
 def encode_error_page(code: int, reason: str, sentence: str, headers: list[tuple[str, str]] | None = None) -> bytes:

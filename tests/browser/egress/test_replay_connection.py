@@ -89,6 +89,18 @@ async def test_pages_of_other_origins_get_the_permission_they_ask_for(tmp_path: 
         assert " 403 " in (await ask(network, get(PAGE).replace("GET", "OPTIONS"))).decode()
 
 
+async def test_headers_have_the_bytes_that_the_server_sent(tmp_path: Path) -> None:
+    sent = bytes(byte for byte in range(256) if byte >= 0x80)
+    shown = "".join(bytes([byte]).decode("windows-1252", "replace") for byte in sent)
+    shown = "".join(chr(byte) if text == "\ufffd" else text for byte, text in zip(sent, shown, strict=True))
+    headers = (("X-Name", shown), ("X-Other", "\u65e5\ud800"))
+    async with replaying(tmp_path, Recorded(PAGE, b"text", headers=headers)) as network:
+        response = await ask(network, get(PAGE))
+        assert b"x-name: " + sent + b"\r\n" in response
+        assert "x-other: \u65e5?\r\n".encode() in response
+        assert response.endswith(b"text")
+
+
 async def test_sockets_are_named_and_counted(tmp_path: Path) -> None:
     async with replaying(tmp_path, Recorded(PAGE)) as network:
         upgrade = "Upgrade: websocket", "Sec-WebSocket-Key: x"
