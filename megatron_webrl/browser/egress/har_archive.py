@@ -1,7 +1,7 @@
 """Files of recorded episodes: one ZIP for each visit of a task, `<har_name>.<visit>.zip`.
 
 A file holds the HAR of the visit (`visit.har`), the bodies that it names, and `visit.json` with what replay needs
-besides. It contains every response, with cookies and tokens.
+besides. It contains every response, with cookies and tokens; of requests it has only the headers that replay reads.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,7 +26,9 @@ from megatron_webrl.types import Task
 FORMAT = 1
 HAR_MEMBER, VISIT_MEMBER = "visit.har", "visit.json"
 MAX_NAME = 80  # characters of a task id in a file name
-FAILED_STATUS = 0
+FAILED_STATUS = 0  # there was no response
+READ_REQUEST_HEADERS = frozenset({"host", ":authority", "range", "content-length"})  # others are not needed
+UNKNOWN_BODY = "unknown"  # in place of a digest
 NOT_MODIFIED = 304
 _BODILESS = frozenset({204, 205})  # and redirects: their bodies are not shown
 _BOUNDARY = re.compile(r'boundary="?([^";]+)')
@@ -126,6 +129,7 @@ def check_har_settings(settings: BrowserConfig) -> None:
     if settings.record:
         try:
             Path(settings.record).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=settings.record).close()
         except OSError as error:
             raise ConfigError(f"browser.record={settings.record} cannot be written: {error.strerror}") from error
 

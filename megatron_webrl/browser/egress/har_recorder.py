@@ -14,7 +14,15 @@ from pathlib import Path
 
 from playwright.async_api import BrowserContext
 
-from megatron_webrl.browser.egress.har_archive import FORMAT, HAR_MEMBER, VISIT_MEMBER, Visit, visit_path
+from megatron_webrl.browser.egress.har_archive import (
+    FORMAT,
+    HAR_MEMBER,
+    READ_REQUEST_HEADERS,
+    VISIT_MEMBER,
+    Visit,
+    visit_path,
+)
+from megatron_webrl.system import child_process
 from megatron_webrl.types import Task
 
 log = logging.getLogger(__name__)
@@ -24,11 +32,10 @@ class HARRecorder:
     """Records the responses of one browser context: start -> save. `clock_ms` is the time of the visit."""
 
     def __init__(self, context: BrowserContext, folder: Path, task: Task) -> None:
-        """Raises OSError if the folder cannot be written."""
         self.clock_ms = int(time.time() * 1000)
         self.void = False  # the episode did not begin: nothing is to be kept
         self._context, self._folder, self._task = context, folder, task
-        self._draft = Path(tempfile.mkdtemp(prefix=".visit-", dir=folder))  # readable by its owner only
+        self._draft = child_process.make_scratch_folder()  # readable by its owner only
 
     async def start(self) -> None:
         """Start recording. Raises PlaywrightError."""
@@ -46,20 +53,29 @@ class HARRecorder:
             shutil.rmtree(self._draft, ignore_errors=True)
 
     def _publish(self) -> Path:
-        archive = self._draft / "visit.zip"
-        with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
-            visit = {"format": FORMAT, "task": self._task.id, "clock_ms": self.clock_ms}
-            file.writestr(VISIT_MEMBER, json.dumps(visit))
-            for member in sorted(self._draft.iterdir()):
-                if member != archive:
-                    file.write(member, member.name)
-        os.chmod(archive, 0o600)
-        Visit(archive, 0).close()  # a file that cannot be replayed is not published
-        number = 0
-        while True:
-            path = visit_path(self._folder, self._task, number)
-            try:
-                os.link(archive, path)  # fails if another visit has this name
-                return path
-            except FileExistsError:
-                number += 1
+        with tempfile.NamedTemporaryFile(prefix=".visit-", dir=self._folder) as archive:  # readable by its owner only
+            with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+                visit = {"format": FORMAT, "task": self._task.id, "clock_ms": self.clock_ms}
+                file.writestr(VISIT_MEMBER, json.dumps(visit))
+                file.writestr(HAR_MEMBER, self._har())
+                for member in sorted(self._draft.iterdir()):
+                    if member.name != HAR_MEMBER:
+                        file.write(member, member.name)
+            archive.flush()
+            Visit(Path(archive.name), 0).close()  # a file that cannot be replayed is not published
+            number = 0
+            while True:
+                path = visit_path(self._folder, self._task, number)
+                try:
+                    os.link(archive.name, path)  # fails if another visit has this name
+                    return path
+                except FileExistsError:
+                    number += 1
+
+    def _har(self) -> str:
+        """The HAR without request headers that replay does not read, such as Cookie and Authorization."""
+        har = json.loads((self._draft / HAR_MEMBER).read_text())
+        for entry in har["log"]["entries"]:
+            request = entry["request"]
+            request["headers"] = [each for each in request["headers"] if each["name"].lower() in READ_REQUEST_HEADERS]
+        return json.dumps(har)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 from playwright.async_api import Page
 
 from megatron_webrl.browser.browser_pool import BrowserPool
-from megatron_webrl.browser.egress.har_archive import har_name, request_key
+from megatron_webrl.browser.egress.har_archive import HAR_MEMBER, READ_REQUEST_HEADERS, har_name, request_key
 from megatron_webrl.browser.errors import NotRecorded
 from megatron_webrl.browser.session import Session
 from megatron_webrl.config.browser import BrowserConfig
@@ -129,6 +131,22 @@ async def test_visits_are_merged_and_the_first_one_with_a_url_answers(tmp_path: 
     assert replayed[1][0] == second[1][0]
 
 
+async def test_a_recording_has_no_credentials_of_requests_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    site = MoodySite()
+    async with pool_on(site, record=str(tmp_path)) as pool, pool.session() as session:
+        await session.reset(TASK)  # the site sets a cookie
+        await session.page.evaluate("fetch('/data', {method: 'POST', body: 'x', headers: {Authorization: 'Bearer 1'}})")
+        assert list(tmp_path.iterdir()) == []  # an episode that is killed leaves its files to the sweep of its pool
+    site.close()
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    with zipfile.ZipFile(file) as archive:
+        entries = json.loads(archive.read(HAR_MEMBER))["log"]["entries"]
+    sent = {header["name"].lower() for entry in entries for header in entry["request"]["headers"]}
+    assert {"host", "content-length"} <= sent <= READ_REQUEST_HEADERS
+    assert "visit=" in str([entry["response"]["headers"] for entry in entries])  # pages read their cookies
+
+
 async def test_requests_with_different_bodies_are_different(tmp_path: Path) -> None:
     form = "multipart/form-data; boundary={}"
     first = request_key("POST", "http://a.test/#x", form.format("b1"), b"--b1 word --b1")
@@ -143,6 +161,8 @@ async def test_contradictory_settings_and_missing_folders_are_refused_at_once(tm
         ConfigError, match=r"browser.record=a and browser.replay=b are both set; leave one of them empty"
     ):
         BrowserPool(BrowserConfig(record="a", replay="b"), {}, 1)
+    with pytest.raises(ConfigError, match=r"browser.record=/proc cannot be written: "):
+        BrowserPool(BrowserConfig(record="/proc"), {}, 1)
     with pytest.raises(ConfigError, match=r"is not a folder; record one with browser.record"):
         BrowserPool(BrowserConfig(replay=str(tmp_path / "none")), {}, 1)
 
