@@ -11,7 +11,7 @@ import json
 import re
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,18 +42,23 @@ class RequestKey:
     method: str
     url: str  # without fragment
     byte_range: str  # value of the Range header, or empty
-    body: str  # digest
+    body: str  # digest, or UNKNOWN_BODY
 
 
 @dataclass(frozen=True)
 class RecordedResponse:
-    """A response of a visit; `read_body` of its visit returns the body. Status FAILED_STATUS: there was no response."""
+    """A response of a visit; `read_body` of its visit returns the body."""
 
-    status: int
+    status: int  # or FAILED_STATUS
     reason: str
     headers: tuple[tuple[str, str], ...]
     body_file: str | None  # member of the ZIP; None: no body
     visit: int
+    given_up: bool = False  # the page did not wait for the end of the body, or, with FAILED_STATUS, for any response
+
+    @property
+    def complete(self) -> bool:
+        return self.status != FAILED_STATUS and not self.given_up
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class Exchange:
 
     key: RequestKey
     content_type: str  # of the request
-    body: bytes  # of the request
+    body: bytes | None  # of the request; None: unknown
     response: RecordedResponse
 
 
@@ -81,7 +86,7 @@ class Visit:
             if visit["format"] != FORMAT:
                 raise ValueError(f"format {visit['format']} is not {FORMAT}")
             self.clock_ms = int(visit["clock_ms"])  # unix time of the visit, milliseconds
-            self.exchanges = tuple(self._read_exchanges())
+            self.exchanges = self._read_exchanges()
         except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
             self._zip.close()
             raise self._unreadable(error) from error
@@ -98,22 +103,35 @@ class Visit:
     def close(self) -> None:
         self._zip.close()
 
-    def _read_exchanges(self) -> Iterator[Exchange]:
-        """The exchanges in the order of the requests."""
+    def _read_exchanges(self) -> tuple[Exchange, ...]:
+        """The exchanges in the order of the requests.
+
+        A replay's browser has a cache of its own: a response that came from the cache counts only if no complete
+        response of a server to the same request was recorded.
+        """
         latest: dict[RequestKey, RecordedResponse] = {}
+        served: set[RequestKey] = set()  # by a server
+        found: list[tuple[bool, Exchange]] = []  # with: not from the cache
         for entry in json.loads(self._zip.read(HAR_MEMBER))["log"]["entries"]:
             request = entry["request"]
             posted = request.get("postData") or {}
-            body = self._zip.read(posted["_file"]) if "_file" in posted else b""
             headers = {each["name"].lower(): each["value"] for each in request["headers"]}
+            sent = "host" in headers or ":authority" in headers
+            # DevTools omit a body that has a Blob or a file in it.
+            body = None if int(headers.get("content-length", 0)) and not posted else b""
+            body = self._zip.read(posted["_file"]) if "_file" in posted else body
             content_type = posted.get("mimeType", "")
             key = request_key(request["method"], request["url"], content_type, body, headers.get("range", ""))
             response = _recorded_response(entry["response"], self._number)
             if response is not None and response.status == NOT_MODIFIED:
                 response = latest.get(key)  # the browser showed its copy of the previous response
             if response is not None:
-                latest[key] = response
-                yield Exchange(key, content_type, body, response)
+                if response.complete:
+                    latest[key] = response
+                if response.complete and sent:
+                    served.add(key)
+                found.append((sent or response.status == FAILED_STATUS, Exchange(key, content_type, body, response)))
+        return tuple(exchange for counts, exchange in found if counts or exchange.key not in served)
 
     def _unreadable(self, error: Exception) -> NotRecorded:
         return NotRecorded(
@@ -161,26 +179,32 @@ def open_visits(folder: Path, task: Task) -> list[Visit]:
 
 
 def request_key(method: str, url: str, content_type: str, body: bytes | None, byte_range: str = "") -> RequestKey:
-    """Key of a request; the random boundary of multipart forms is ignored."""
-    content = body or b""
-    if match := _BOUNDARY.search(content_type):
-        content = content.replace(match[1].encode(), b"boundary")
+    """Key of a request; the random boundary of multipart forms is ignored. Body None: unknown."""
+    digest = UNKNOWN_BODY
+    if body is not None:
+        if match := _BOUNDARY.search(content_type):
+            body = body.replace(match[1].encode(), b"boundary")
+        digest = hashlib.blake2b(body, digest_size=16).hexdigest()
     plain = _UNSAFE.sub(lambda found: f"%{ord(found[0]):02X}", urldefrag(url).url)
-    return RequestKey(method, plain, byte_range, hashlib.blake2b(content, digest_size=16).hexdigest())
+    return RequestKey(method, plain, byte_range, digest)
 
 
 def _recorded_response(response: Mapping[str, Any], visit: int) -> RecordedResponse | None:
-    """None: it was not recorded, because its body was lost or the request was given up."""
+    """None: it was not recorded, because its body was lost."""
     status, content = response["status"], response.get("content", {})
-    if status <= 0:
-        failed = response.get("_failureText") and "ERR_ABORTED" not in response["_failureText"]
-        return RecordedResponse(FAILED_STATUS, "", (), None, visit) if failed else None
+    failure = response.get("_failureText", "")
+    if status <= 0:  # without a failure: the visit ended first
+        given_up = not failure or "ERR_ABORTED" in failure
+        return RecordedResponse(FAILED_STATUS, "", (), None, visit, given_up)
     headers = tuple((each["name"].lower(), each["value"]) for each in response["headers"])
-    if dict(headers).get("content-type", "").startswith("text/event-stream"):
+    fields = dict(headers)
+    if fields.get("content-type", "").startswith("text/event-stream"):
         return RecordedResponse(204, "No Content", (), None, visit)  # a stream never ends; 204 tells pages not to retry
     if status < 200:
         return None  # a WebSocket
-    bodiless = status in _BODILESS or 300 <= status < 400
-    if "_file" not in content and not bodiless:
+    # An empty body that the page does not read counts as given up in Chromium.
+    bodiless = status in _BODILESS or 300 <= status < 400 or fields.get("content-length") == "0"
+    given_up = "_file" not in content and not bodiless
+    if given_up and "ERR_ABORTED" not in failure:
         return None
-    return RecordedResponse(status, response.get("statusText", ""), headers, content.get("_file"), visit)
+    return RecordedResponse(status, response.get("statusText", ""), headers, content.get("_file"), visit, given_up)

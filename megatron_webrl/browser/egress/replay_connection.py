@@ -12,6 +12,7 @@ from megatron_webrl.browser.egress.egress_policy import EgressDenied, parse_endp
 from megatron_webrl.browser.egress.har_archive import FAILED_STATUS
 from megatron_webrl.browser.egress.har_replayer import ReplayedResponse, ReplayRequest
 from megatron_webrl.browser.egress.http1 import (
+    BUFFER_BYTES,
     CHUNKED,
     HTTPHead,
     MalformedHTTP,
@@ -33,7 +34,8 @@ PREFLIGHT_SECONDS = 600  # for which the browser need not ask again
 class ReplayConnection:
     """Serves one connection until the browser closes it. It never connects anywhere.
 
-    A request that was not recorded gets a page with one sentence, status 403; one that failed in the recording fails.
+    A request that was not recorded gets a page with one sentence, status 403; one that failed in the recording fails,
+    and one that its page gave up there waits for the browser to give it up.
     """
 
     def __init__(
@@ -102,6 +104,9 @@ class ReplayConnection:
             return await self._refuse(host, refused) and keep_alive
         except NotRecorded as error:
             return await self._refuse(host, EgressDenied(NOT_RECORDED, str(error))) and keep_alive
+        if response.given_up:
+            await self._hold(response)
+            return False
         if response.status == FAILED_STATUS:
             raise ConnectionError("the recorded request failed")
         await self._send(method, response)
@@ -135,9 +140,15 @@ class ReplayConnection:
     async def _send(self, method: str, response: ReplayedResponse) -> None:
         bodiless = method == "HEAD" or response.status in (204, 304)
         length = [] if bodiless else [("Content-Length", str(len(response.body)))]
-        start = f"HTTP/1.1 {response.status} {response.reason}".rstrip()
-        self._writer.write(encode_head(start, [*response.headers, *length]) + (b"" if bodiless else response.body))
+        self._writer.write(_encode_head(response, length) + (b"" if bodiless else response.body))
         await self._writer.drain()
+
+    async def _hold(self, response: ReplayedResponse) -> None:
+        """Send what came before the page gave up, and wait until it gives up again, REQUEST_SECONDS at most."""
+        if response.status != FAILED_STATUS:
+            self._writer.write(_encode_head(response, [("Transfer-Encoding", "chunked")]))
+        while await self._reader.read(BUFFER_BYTES):
+            pass
 
     async def _refuse(self, host: str, refused: EgressDenied) -> bool:
         self._network.record_refusal(host, refused)
@@ -146,6 +157,10 @@ class ReplayConnection:
         self._writer.write(encode_error_page(403, "Forbidden", str(refused)))
         await self._writer.drain()
         return refused.reason == NOT_RECORDED  # otherwise part of the request may be unread
+
+
+def _encode_head(response: ReplayedResponse, framing: list[tuple[str, str]]) -> bytes:
+    return encode_head(f"HTTP/1.1 {response.status} {response.reason}".rstrip(), [*response.headers, *framing])
 
 
 def _not_recorded(kind: str, url: str) -> EgressDenied:

@@ -28,6 +28,7 @@ class Recorded:
     posted_type: str = "application/octet-stream"
     request_headers: dict[str, str] = field(default_factory=dict)
     failure: str | None = None
+    from_cache: bool = False  # of the browser
 
 
 def write_visit(folder: Path, visit: int, *exchanges: Recorded, clock_ms: int = CLOCK_MS) -> Path:
@@ -41,9 +42,10 @@ def write_visit(folder: Path, visit: int, *exchanges: Recorded, clock_ms: int = 
 
 
 def _entry(file: zipfile.ZipFile, exchange: Recorded) -> dict[str, object]:
+    sent = {} if exchange.from_cache or exchange.status <= 0 else {"Host": "a.test"}
     request: dict[str, object] = {
         "method": exchange.method, "url": exchange.url,
-        "headers": [{"name": name, "value": value} for name, value in exchange.request_headers.items()],
+        "headers": [{"name": name, "value": value} for name, value in {**sent, **exchange.request_headers}.items()],
     }  # fmt: skip
     if exchange.posted is not None:
         request["postData"] = {"mimeType": exchange.posted_type, "_file": _store(file, exchange.posted)}

@@ -8,6 +8,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
+from megatron_webrl.browser.egress import replay_connection
 from megatron_webrl.browser.egress.har_replayer import FORM_TYPE, HARReplayer
 from megatron_webrl.browser.egress.network_access import NetworkAccess
 from tests.browser.egress.proxy_client import OK, Server, answering, ask, get, open_network, rest_of
@@ -77,6 +80,31 @@ async def test_a_request_that_failed_in_the_recording_fails_again(tmp_path: Path
     async with replaying(tmp_path, broken) as network:
         assert await ask(network, get(PAGE)) == b""
         assert not network.refused
+
+
+async def test_a_request_that_the_page_gave_up_waits_until_the_browser_gives_it_up(tmp_path: Path) -> None:
+    begun = Recorded("http://a.test/half", None, failure="net::ERR_ABORTED", headers=(("X-Own", "kept"),))
+    async with replaying(tmp_path, Recorded(PAGE, None, status=-1, failure="net::ERR_ABORTED"), begun) as network:
+        for url, head in ((PAGE, b""), (begun.url, b"x-own: kept\r\nTransfer-Encoding: chunked\r\n\r\n")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", network.port)
+            writer.write(get(url).encode())
+            while not network.connections:
+                await asyncio.sleep(0)
+            (connection,) = network.connections
+            if head:
+                assert (await reader.readuntil(b"\r\n\r\n")).endswith(head)
+            assert not connection.done()
+            writer.close()
+            await connection
+        assert (network.replayed, network.refused) == (2, {})
+
+
+async def test_a_request_that_is_not_given_up_again_fails_at_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay_connection, "REQUEST_SECONDS", 0.2)
+    async with replaying(tmp_path, Recorded(PAGE, None, status=-1, failure="net::ERR_ABORTED")) as network:
+        assert await ask(network, get(PAGE)) == b""
 
 
 async def test_pages_of_other_origins_get_the_permission_they_ask_for(tmp_path: Path) -> None:
