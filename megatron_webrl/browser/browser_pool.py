@@ -12,6 +12,7 @@ from megatron_webrl.browser.browser_instance import BrowserInstance
 from megatron_webrl.browser.browser_supervisor import BrowserSupervisor
 from megatron_webrl.browser.chromium import find_chromium, launch_arguments, proxy_settings
 from megatron_webrl.browser.chromium_process import Chromium
+from megatron_webrl.browser.egress import replay_certificate
 from megatron_webrl.browser.egress.egress_policy import DeclaredEndpoints, declared_endpoints, direct_endpoints
 from megatron_webrl.browser.egress.egress_proxy import EgressProxy
 from megatron_webrl.browser.egress.har_archive import check_har_settings
@@ -57,7 +58,8 @@ class BrowserPool:
         browsers = -(-sessions // SESSIONS_PER_BROWSER)
         warm_each = -(-sessions // (SESSIONS_PER_WARM_CONTEXT * browsers))
         still_images = bool(settings.record or settings.replay)
-        arguments = partial(launch_arguments, self._direct, still_images=still_images)
+        trusted_key = replay_certificate.KEY_DIGEST if settings.replay else ""
+        arguments = partial(launch_arguments, self._direct, still_images=still_images, trusted_key=trusted_key)
         self._browsers = BrowserSupervisor(
             executable, arguments, browsers, warm_each, self._prepare, self._release_cached, self.counters
         )

@@ -84,17 +84,20 @@ def _playwright_build(folder: Path) -> str | None:
     return None
 
 
-def launch_arguments(direct: Mapping[Endpoint, Endpoint], closed_port: int, still_images: bool = False) -> list[str]:
+def launch_arguments(
+    direct: Mapping[Endpoint, Endpoint], closed_port: int, still_images: bool = False, trusted_key: str = ""
+) -> list[str]:
     """Launch arguments for a small machine or a container, with the network blocked.
 
     Each context reaches the network through its `proxy_settings`; traffic outside any context goes to a proxy at the
     local port `closed_port`, where nothing listens. Chromium itself resolves only the hosts of `direct`. With
-    `still_images` animated images do not move.
+    `still_images` animated images do not move. Certificates with `trusted_key`, a digest, are valid for all hosts.
     """
     rules = [f"MAP {endpoint} {target}" for endpoint, target in sorted(direct.items())]
     return [
         *_ARGUMENTS,
         *([_STILL_IMAGES] if still_images else []),
+        *([f"--ignore-certificate-errors-spki-list={trusted_key}"] if trusted_key else []),
         f"--host-resolver-rules={', '.join([*rules, 'MAP * ~NOTFOUND', 'EXCLUDE 127.0.0.1'])}",
         f"--proxy-server=http://127.0.0.1:{closed_port}",
         "--proxy-bypass-list=<-loopback>",

@@ -99,7 +99,6 @@ class Session:
                     service_workers="block",
                     accept_downloads=False,
                     proxy=proxy,
-                    ignore_https_errors=bool(settings.replay),  # the proxy has one certificate for all hosts
                     reduced_motion="reduce" if settings.record or settings.replay else None,
                 )
                 await context.add_init_script(settle.DISABLE_CARET_BLINK)

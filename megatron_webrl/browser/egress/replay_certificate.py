@@ -1,4 +1,8 @@
-"""TLS towards the browser during replay."""
+"""TLS towards the browser during replay.
+
+The browser trusts the certificate by its key (Chromium's --ignore-certificate-errors-spki-list). A browser that ignores
+the errors of a certificate instead caches nothing that comes with it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import ssl
 import tempfile
 from pathlib import Path
 
-# The key is public and protects nothing: contexts that replay accept any certificate and reach no network.
+# The key is public and protects nothing: browsers that replay reach no network, and others do not trust it.
 _KEY = """
 MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgB2yRY242wYs3BZci5S6uAN6o3Y1++/ZkHvRZZjf8DVihRANCAAQy
 zyRgZoYzqSQRq7P7GRdVTipJlYVcA9c/A32FJmGH5gytrGWrT1HxUYOqp5MZeBTHXNEi0r26v/aJNIcw6Ymt
@@ -19,6 +23,7 @@ raNTMFEwHQYDVR0OBBYEFIpRxu6LEmfJl50WewYryUHh9GkEMB8GA1UdIwQYMBaAFIpRxu6LEmfJl50W
 EwEB/wQFMAMBAf8wCgYIKoZIzj0EAwIDSAAwRQIhAPjZk1HRaXFGGDC6lmjMaaW3dYDkcUQoVh2iZ+snuTG2AiBAKYg+5KHTkNXs
 EdR+Xm+gksFkq2trxplXbF6GIwWnOw==
 """
+KEY_DIGEST = "i2oH2xULBVQnNxTqxMFR883dI4ogkNAdCtHai8/u4RA="  # base64 of the SHA-256 of SubjectPublicKeyInfo
 
 
 def server_context() -> ssl.SSLContext:
