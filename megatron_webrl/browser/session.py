@@ -182,12 +182,12 @@ class Session:
         if settings.replay:
             replayer = await HARReplayer.open(Path(settings.replay), task, settings.replay_ignore)
             self.network.replayer = replayer
-            clock_ms = replayer.clock_ms
+            clock_ms, seconds_ago = replayer.clock_ms, replayer.seconds_ago
         else:
             self._recording = HARRecorder(self._context, Path(settings.record), task)
-            clock_ms = self._recording.clock_ms
+            clock_ms, seconds_ago = self._recording.clock_ms, 0
             await self._recording.start()
-        await self._context.add_init_script(repeatable_page_script(task.id, clock_ms))
+        await self._context.add_init_script(repeatable_page_script(task.id, clock_ms, seconds_ago))
         try:
             instruction = await site.open(self.page, task)
         except BaseException:

@@ -3,7 +3,7 @@
 Pages put both into what they show and into the URLs they request. Each document begins at the time of the visit, and
 its clock advances with its own timers and animation frames, not with the machine: a timer of 300 ms finds the clock
 300 ms later, whenever it runs. So that loops that wait for the clock end, it also advances with the number of times
-that it is read. Random numbers follow from a seed. `performance.now()`, CSS and workers keep the machine's clock.
+that it is read. Random numbers follow from a seed. `performance`, events, CSS and workers keep the machine's clock.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 import hashlib
 
 READS_PER_MS = 100
+RECENT_MS = 60_000  # a document modified since is taken for one without a date of modification
 
 # Random numbers: xorshift32 (G. Marsaglia, Xorshift RNGs, 2003); its state must not be 0.
-_SCRIPT = f"""(seed, start) => {{
+_SCRIPT = f"""(seed, start, moved) => {{
   let state = seed | 0;
   const bits = () => {{ state ^= state << 13; state ^= state >>> 17; state ^= state << 5; return state >>> 0; }};
   for (let i = 0; i < 8; i++) bits();
@@ -35,12 +36,39 @@ _SCRIPT = f"""(seed, start) => {{
 
   let now = start, reads = 0;
   const clock = () => {{ if (++reads % {READS_PER_MS} === 0) now += 1; return Math.floor(now); }};
-  const NativeDate = Date;
+  const NativeDate = Date, nativeNow = Date.now;
   NativeDate.now = clock;
   globalThis.Date = NativeDate.prototype.constructor = new Proxy(NativeDate, {{
     construct: (target, given, made) => Reflect.construct(target, given.length ? given : [clock()], made),
     apply: () => new NativeDate(clock()).toString(),
   }});
+  const formats = Intl.DateTimeFormat.prototype, format = Object.getOwnPropertyDescriptor(formats, "format");
+  Object.defineProperty(formats, "format", {{...format, get() {{
+    const bound = format.get.call(this);
+    return (date) => bound(date === undefined ? clock() : date);
+  }}}});
+  const nativeParts = formats.formatToParts;
+  formats.formatToParts = function formatToParts(date) {{
+    return nativeParts.call(this, date === undefined ? clock() : date);
+  }};
+  if (globalThis.Temporal) {{
+    const {{Now, Instant}} = Temporal;
+    const zoned = (zone = Now.timeZoneId()) => Now.instant().toZonedDateTimeISO(zone);
+    Now.instant = () => Instant.fromEpochMilliseconds(clock());
+    Now.zonedDateTimeISO = zoned;
+    Now.plainDateTimeISO = (zone) => zoned(zone).toPlainDateTime();
+    Now.plainDateISO = (zone) => zoned(zone).toPlainDate();
+    Now.plainTimeISO = (zone) => zoned(zone).toPlainTime();
+  }}
+  // The date that a header names, as it was before a replay moved it; without one, browsers return the time.
+  const modified = Object.getOwnPropertyDescriptor(Document.prototype, "lastModified");
+  Object.defineProperty(Document.prototype, "lastModified", {{...modified, get() {{
+    const named = NativeDate.parse(modified.get.call(this));
+    const date = new NativeDate(nativeNow() - named < {RECENT_MS} ? clock() : named - moved);
+    const pad = (...numbers) => numbers.map((number) => String(number).padStart(2, "0"));
+    return pad(date.getMonth() + 1, date.getDate(), date.getFullYear()).join("/") + " " +
+      pad(date.getHours(), date.getMinutes(), date.getSeconds()).join(":");
+  }}}});
   for (const [name, repeats] of [["setTimeout", false], ["setInterval", true]]) {{
     const native = globalThis[name];
     globalThis[name] = function (callback, delay, ...given) {{
@@ -74,10 +102,11 @@ _SCRIPT = f"""(seed, start) => {{
 }}"""
 
 
-def repeatable_page_script(task_id: str, clock_ms: int) -> str:
-    """The init script for the documents of an episode. `clock_ms`: unix time of the visit, milliseconds.
+def repeatable_page_script(task_id: str, clock_ms: int, seconds_ago: int) -> str:
+    """The init script for the documents of an episode.
 
+    `clock_ms`: unix time of the visit, milliseconds. `seconds_ago`: by which a replay moves dates in headers.
     The seed follows from the task: visits of one task make the same random choices.
     """
     seed = int.from_bytes(hashlib.blake2b(task_id.encode(), digest_size=4).digest(), "big") | 1
-    return f"({_SCRIPT})({seed}, {clock_ms})"
+    return f"({_SCRIPT})({seed}, {clock_ms}, {seconds_ago * 1000})"

@@ -124,7 +124,7 @@ def browser_settings(**settings: str) -> BrowserConfig:
 def leave_out(parts: Sequence[str], recording: bool) -> None:
     """Leave parts of what makes pages repeatable out, to show what they are for."""
     if "script" in parts or (recording and "recorded-script" in parts):
-        session.repeatable_page_script = lambda task_id, clock_ms: ""  # type: ignore[assignment]
+        session.repeatable_page_script = lambda *given: ""  # type: ignore[assignment]
     if "stillness" in parts:
         wait = settle.wait_until_idle
         settle.wait_until_idle = lambda tab, until=None, still=False: wait(tab, until)  # type: ignore[assignment]
