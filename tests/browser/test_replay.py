@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from email.utils import formatdate, parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_webrl.browser.browser_pool import BrowserPool
-from megatron_webrl.browser.egress.har_archive import visit_path
+from megatron_webrl.browser.egress.har_archive import HAR_MEMBER, VISIT_MEMBER, visit_path
 from megatron_webrl.browser.errors import BrowserError, NotRecorded
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.tasks.sites.site_task_source import SiteTaskSource
@@ -68,10 +71,17 @@ def rename_hosts(path: Path, names: Mapping[str, str]) -> None:
     """Replace text in every member of a recording."""
     with zipfile.ZipFile(path) as file:
         members = {name: file.read(name) for name in file.namelist()}
+    for old, new in names.items():
+        members = {name: content.replace(old.encode(), new.encode()) for name, content in members.items()}
+    replace_members(path, members)
+
+
+def replace_members(path: Path, replaced: Mapping[str, bytes]) -> None:
+    """Replace members of a recording."""
+    with zipfile.ZipFile(path) as file:
+        members = {name: file.read(name) for name in file.namelist()}
     with zipfile.ZipFile(path, "w") as file:
-        for name, content in members.items():
-            for old, new in names.items():
-                content = content.replace(old.encode(), new.encode())
+        for name, content in {**members, **replaced}.items():
             file.writestr(name, content)
 
 
@@ -87,6 +97,35 @@ async def test_a_changing_site_is_replayed_as_it_was(tmp_path: Path, changing_we
     totals = pool.egress_proxy.totals
     assert (totals.connections, dict(totals.refused), len(changing_web.requests)) == (0, {}, asked)
     assert totals.replayed > 40
+
+
+async def test_a_page_reloaded_after_a_copy_from_the_cache_is_the_recorded_one(
+    tmp_path: Path, changing_web: ChangingWeb
+) -> None:
+    section = Action("navigate", url=f"{PAPER}/section")
+    actions = [section, Action("navigate", url=f"{PAPER}/story/1"), Action("go_back"), section]
+    recorded, text = await record(changing_web, tmp_path, web_task(0), actions)
+    assert recorded[1].screenshot == recorded[3].screenshot != recorded[4].screenshot  # the copy, then another edition
+    async with pool_on("web", OpenWeb(9), replay=str(tmp_path), open_web=True) as pool:
+        assert await play(pool, web_task(0), actions) == (recorded, text)
+
+
+async def test_a_year_old_recording_is_cached_as_a_fresh_one(tmp_path: Path, changing_web: ChangingWeb) -> None:
+    _, text = await record(changing_web, tmp_path, web_task(0), [])
+    path, year = visit_path(tmp_path, web_task(0), 0), 365 * 86400
+    with zipfile.ZipFile(path) as file:
+        visit, har = json.loads(file.read(VISIT_MEMBER)), json.loads(file.read(HAR_MEMBER))
+    visit["clock_ms"] -= year * 1000
+    for header in [each for entry in har["log"]["entries"] for each in entry["response"]["headers"]]:
+        if header["name"].lower() == "date":
+            header["value"] = formatdate(parsedate_to_datetime(header["value"]).timestamp() - year, usegmt=True)
+    replace_members(path, {VISIT_MEMBER: json.dumps(visit).encode(), HAR_MEMBER: json.dumps(har).encode()})
+    async with pool_on("web", OpenWeb(9), replay=str(tmp_path), open_web=True) as pool:
+        _, again = await play(pool, web_task(0), [])
+    shown, shown_again = (re.findall("editions.*", each) for each in (text, again))
+    assert shown == shown_again
+    first, copy, second, last = shown[0].split()[1:5]
+    assert first == copy != second == last
 
 
 async def test_other_actions_than_the_recorded_ones_are_answered_or_counted(
@@ -109,7 +148,7 @@ async def test_other_actions_than_the_recorded_ones_are_answered_or_counted(
 
 async def test_a_recording_of_https_is_replayed_without_its_host(tmp_path: Path, changing_web: ChangingWeb) -> None:
     task, actions = web_task(2), web_actions(2)
-    _, text = await record(changing_web, tmp_path, task, actions)
+    recorded, text = await record(changing_web, tmp_path, task, actions)
     hosts = {"http://www.paper.test": "https://news.example", "http://media.paper.test": "https://m.example:8443"}
     rename_hosts(visit_path(tmp_path, task, 0), hosts)
     secure = replace(task, url="https://news.example/")
@@ -117,6 +156,7 @@ async def test_a_recording_of_https_is_replayed_without_its_host(tmp_path: Path,
     async with pool_on("web", OpenWeb(9), replay=str(tmp_path), open_web=True) as pool:
         seen, again = await play(pool, secure, actions)
     assert again == text
+    assert [each.screenshot for each in seen] == [each.screenshot for each in recorded]  # its cache serves as before
     assert {each.url.split("/")[2] for each in seen} == {"news.example"}
     assert dict(pool.egress_proxy.refused) == {}
 

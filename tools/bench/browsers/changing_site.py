@@ -1,8 +1,9 @@
 """A web site on this machine that behaves like a public one, for recording and replay.
 
 Every response differs from the last: stories, numbers and pictures come from a counter. Its pages redirect, set
-cookies, load styles, scripts, a font and pictures from a second host, compressed and revalidated, show the time and
-random numbers, put both into the URLs they request, post forms and JSON, and are never at rest.
+cookies, load styles, scripts, a font and pictures from a second host, compressed, cached and revalidated, show the time
+and random numbers, put both into the URLs they request, post forms, JSON and blobs, give a request up, and are never at
+rest.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import gzip
 import io
 import itertools
 import json
+from contextlib import suppress
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -30,6 +32,8 @@ START = f"{PAPER}/"
 WIDTH, HEIGHT = 640, 480  # of the viewport for which the pages are laid out, pixels
 # Middles of the controls, in the coordinates of actions.
 QUOTE, SEARCH, STORY, WIDGET = (94, 125), (344, 125), (94, 208), (594, 125)
+UTF8_HEADER = "\u65e5\u672c".encode().decode("latin-1")  # as http.server takes it
+PATIENCE_SECONDS = 10.0  # with a page that is about to give a request up
 
 HOME = """<!DOCTYPE html><html><head><title>Paper {number}</title>
 <link rel="stylesheet" href="{media}/latest/style.css"><script src="/app.js" defer></script></head>
@@ -40,7 +44,12 @@ HOME = """<!DOCTYPE html><html><head><title>Paper {number}</title>
 <iframe src="{media}/widget" style="left:320px;top:30px;width:120px;height:60px;border:0"></iframe>
 <p class="low"><img src="{media}/photo/{number}.png" width="200" height="120"> <img src="{media}/mark.png" width="40">
 <img src="{media}/turning.gif" width="40"><span class="spinner"></span> <b id="late"></b></p>
-<p id="time"></p><p id="luck"></p><p id="said"></p><p id="json"></p><p id="cookies"></p></body></html>"""
+<p id="time"></p><p id="luck"></p><p id="said"></p><p id="json"></p><p id="cookies"></p><p id="more"></p></html>"""
+
+SECTION = """<!DOCTYPE html><title>Section</title><h1>Section {number}</h1>
+<a href="/story/{number}" style="position:absolute;left:20px;top:85px">story</a>"""
+ARTICLE = """<!DOCTYPE html><title>Story</title><h1>Story {number}</h1><a href=/>back</a>
+<p><script>document.write(document.lastModified)</script></p>"""
 
 STYLE = """@font-face { font-family: press; src: url(fonts/press.ttf); }
 body { font-family: press; margin: 10px; background: url(tile.png); } h1 { font-size: 18px; margin: 0; }
@@ -50,7 +59,9 @@ b { opacity: 0; animation: come 0.6s 0.2s forwards; } @keyframes come { to { opa
            animation: turn 1.1s linear infinite; } @keyframes turn { to { transform: rotate(360deg); } }"""
 
 SCRIPT = """const show = (id, text) => { document.getElementById(id).textContent = text; };
-show("time", new Date().toISOString() + " " + Date.now() + " " + new Date("2020-01-01").getFullYear());
+const format = new Intl.DateTimeFormat("en", {timeStyle: "medium"});
+show("time", [new Date().toISOString(), Date.now(), new Date("2020-01-01").getFullYear(), document.lastModified,
+  format.format(), format.formatToParts()[0].value, globalThis.Temporal && Temporal.Now.plainTimeISO()].join(" "));
 show("luck", [Math.random(), Math.random(), crypto.getRandomValues(new Uint32Array(1))[0]].join(" "));
 show("late", "late");
 document.cookie = "seen=1; expires=" + new Date(Date.now() + 60000).toUTCString();
@@ -58,6 +69,22 @@ setTimeout(() => show("cookies", document.cookie.split("; ").sort().join("; ") +
 fetch("/api/mood", {method: "POST", headers: {"Content-Type": "application/json"},
                     body: JSON.stringify({luck: Math.floor(Math.random() * 1e9), at: Date.now()})})
   .then((answer) => answer.json()).then((mood) => show("json", mood.mood));
+const text = async (url, options) => (await fetch(url, options)).text();
+const impatient = async () => {
+  const patience = new AbortController(), heard = new AbortController();
+  setTimeout(() => patience.abort(), 30);
+  setTimeout(() => heard.abort(), 30);
+  const tried = [text("/api/never", {signal: patience.signal}), text("/api/half", {signal: heard.signal})];
+  return (await Promise.all(tried.map((each) => each.catch((error) => error.name)))).join(" ");
+};
+const more = async () => {
+  const editions = [];
+  for (const cache of ["default", "default", "reload", "default"]) editions.push(await text("/api/edition", {cache}));
+  const posted = await text("/api/upload", {method: "POST", body: new Blob(["picture"])});
+  const named = (await fetch("/api/named")).headers.get("x-name");
+  show("more", ["editions", ...editions, posted, named, await impatient()].join(" "));
+};
+more();
 const callback = "got" + Math.floor(Math.random() * 1e9);
 window[callback] = (text) => show("said", text);
 const quote = () => { const tag = document.createElement("script");
@@ -80,6 +107,12 @@ def web_actions(number: int) -> list[Action]:
         [Action("navigate", url=START), Action("left_click", coordinate=STORY), Action("go_back")],
         [Action("scroll", direction="down"), Action("navigate", url=f"{PAPER}/moved")],
         [Action("left_click", coordinate=WIDGET)],
+        [
+            Action("navigate", url=f"{PAPER}/section"),
+            Action("left_click", coordinate=STORY),
+            Action("go_back"),
+            Action("navigate", url=f"{PAPER}/section"),
+        ],
     ]
     turn = number % len(actions)
     return [action for group in [*actions[turn:], *actions[:turn]][:3] for action in group]
@@ -134,12 +167,21 @@ class _Handler(BaseHTTPRequestHandler):
         elif path.startswith("/home/"):
             self._send(200, body=HOME.format(number=number, media=MEDIA))
         elif path.startswith("/story/"):
-            self._send(200, body=f"<!DOCTYPE html><title>Story</title><h1>Story {number}</h1><a href=/>back</a>")
+            written = formatdate(time() - 3600, usegmt=True)
+            self._send(200, {"Last-Modified": written}, ARTICLE.format(number=number))
+        elif path == "/section":
+            self._send(200, body=SECTION.format(number=number))
         elif path == "/app.js":
             self._send(200, {"Content-Type": "text/javascript"}, SCRIPT, compress=True)
         elif path == "/api/quote":
             callback = parse_qs(urlsplit(self.path).query)["callback"][0]
             self._send(200, {"Content-Type": "text/javascript"}, f"{callback}('quote {number}')")
+        elif path == "/api/edition":
+            self._send(200, {"Content-Type": "text/plain", "Cache-Control": "max-age=600"}, str(number))
+        elif path == "/api/named":
+            self._send(200, {"Content-Type": "text/plain", "X-Name": UTF8_HEADER})
+        elif path in ("/api/never", "/api/half"):
+            self._send_never(path == "/api/half")
         elif path == "/results":
             words = parse_qs(urlsplit(self.path).query)["words"][0]
             self._send(200, body=f"<!DOCTYPE html><title>Results</title><p>{number} results for {words}")
@@ -151,8 +193,19 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.log.append(f"{self.command} {self.path}")
         if self.path == "/search":
             self._send(303, {"Location": f"/results?{text}&n={number}"})
+        elif self.path == "/api/upload":
+            self._send(200, {"Content-Type": "text/plain"}, f"{text} {number}")
         else:
             self._send(200, {"Content-Type": "application/json"}, json.dumps({"mood": f"{number} {text}"}))
+
+    def _send_never(self, begun: bool) -> None:
+        """Send no response, or only its beginning, and wait for the page to give the request up."""
+        if begun:
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: 1000\r\n\r\n")
+        self.connection.settimeout(PATIENCE_SECONDS)
+        self.close_connection = True
+        with suppress(OSError):
+            self.rfile.read(1)
 
     def _send_media(self, path: str, number: int) -> None:
         if path == "/latest/style.css":
