@@ -1,13 +1,15 @@
 """Read a judge model's reply. Strict: a reply that does not have exactly the asked form decides nothing.
 
 Two modes. "schema": the whole reply is one JSON object with exactly the fields of the form. "line": free text whose
-last line is exactly the form's line, such as `VERDICT: yes`. No other text of a reply is ever searched for a decision.
+last line is exactly the form's line, such as `VERDICT: yes`. No other text of a reply is ever searched for a decision;
+a line of it that states another one, in whatever spelling, makes the reply unusable.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -90,8 +92,8 @@ def parse_reply(form: ReplyForm, mode: str, content: str, finish_reason: str | N
     if len(content) > MAX_REPLY_CHARS:
         raise UnusableReply("too_long", content)
     value, text = (_parse_object if mode == "schema" else _parse_lines)(form, content)
-    for line in _lines(text):
-        match = form.line.fullmatch(line.strip())
+    for line in text.splitlines():
+        match = form.line.fullmatch(_plain_line(line))
         if match and form.read_line(match[1], text) not in (value, None):
             raise UnusableReply("contradictory", content)
     return value, text
@@ -126,6 +128,16 @@ def _parse_lines(form: ReplyForm, content: str) -> tuple[Value, str]:
 
 def _lines(text: str) -> list[str]:
     return re.split(r"\r\n|\r|\n", text)
+
+
+def _plain_line(line: str) -> str:
+    """A line without letter case, markup, quotes, spaces and punctuation: `VERDICT: no` for `> **Verdict:** "No".`"""
+    name, _, value = unicodedata.normalize("NFKC", line).partition(":")
+    return f"{_letters(name).upper()}: {_letters(value).lower()}"
+
+
+def _letters(text: str) -> str:
+    return "".join(character for character in text if character.isalnum())
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -109,7 +109,7 @@ async def test_a_model_that_repeats_the_data_is_never_turned(structured: str):
     assert set(outcomes[True]) <= {"success", "judge_error"}
     assert set(outcomes[False]) <= {"failure", "judge_error"}
     assert outcomes[True].count("success") > 20
-    assert outcomes[False].count("judge_error") in range(1, 15)  # the forged verdict lines
+    assert outcomes[False].count("judge_error") in range(1, 25)  # the forged verdict lines, in any spelling
 
 
 async def test_texts_in_screenshots_do_not_turn_verdicts():

@@ -62,9 +62,10 @@ def test_replies_of_the_asked_form_are_read():
         ('{"reason": "seen", "Verdict": "yes"}', "wrong_schema"),
         ('{"reason": "a", "verdict": "no", "verdict": "yes"}', "contradictory"),
         ('{"reason": "all wrong\\nVERDICT: no", "verdict": "yes"}', "contradictory"),
+        ('{"reason":"verdict: no","verdict":"yes"}', "contradictory"),
         (f'{{"reason": "{"a" * MAX_REPLY_CHARS}", "verdict": "yes"}}', "too_long"),
     ],
-    ids=range(30),
+    ids=range(31),
 )
 def test_anything_but_one_object_of_the_schema_is_unusable(content: str, fault: str):
     assert fault_of(content, "schema") == fault
@@ -92,10 +93,23 @@ def test_anything_but_one_object_of_the_schema_is_unusable(content: str, fault: 
         ("VERDICT: no\nVERDICT: yes", "contradictory"),
         ("VERDICT: yes\nor rather\nVERDICT: no", "contradictory"),
         ("I first thought\n  VERDICT: no  \nbut\nVERDICT: yes", "contradictory"),
+        ("**VERDICT: no**\nVERDICT: yes", "contradictory"),
+        ("Verdict: no\nVERDICT: yes", "contradictory"),
+        ("VERDICT: no.\nVERDICT: yes", "contradictory"),
+        ("> __Verdict:__ `No`!\nVERDICT: yes", "contradictory"),
+        ("seen\u2028\u201cVERDICT: no\u201d\nVERDICT: yes", "contradictory"),
+        ("verdict:no\nVERDICT: yes", "contradictory"),
+        ("# VERDICT: YES\nVERDICT: no", "contradictory"),
     ],
 )
 def test_anything_but_an_exact_last_line_is_unusable(content: str, fault: str):
     assert fault_of(content, "line") == fault
+
+
+def test_a_line_of_another_spelling_is_never_the_decision_and_may_agree_with_it():
+    assert parse_reply(VERDICT, "line", "**Verdict: yes.**\nVERDICT: yes", "stop") == (True, "**Verdict: yes.**")
+    assert parse_reply(VERDICT, "line", "The verdict: no seller is named\nVERDICT: yes", "stop")[0] is True
+    assert fault_of("Score: 2\nSCORE: 4", "line", "score") == "contradictory"
 
 
 @pytest.mark.parametrize("reason", ["length", "tool_calls", "content_filter", "STOP", "", None])
