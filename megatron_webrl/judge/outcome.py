@@ -14,7 +14,7 @@ DONE, ANSWER = "done", "answer"  # ends by the page, by the agent
 STEPS_EXHAUSTED, GO_BACKS = "steps_exhausted", "go_backs"  # by the last step, by going back from the start page
 REGULAR_ENDS = (DONE, ANSWER, STEPS_EXHAUSTED, GO_BACKS)
 
-_NUMBER = re.compile(r"[$€£]? ?(-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,30})(?:\.[0-9]{1,30})?)")
+_NUMBER = re.compile(r"([$€£]?) ?(-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,30})(?:\.[0-9]{1,30})?)")
 
 
 def outcome(reward: float | None, end_reason: str, reference: str | None = None, answer: str | None = None) -> str:
@@ -54,13 +54,17 @@ def with_verdict(trajectory: Trajectory, verdict: Verdict) -> Trajectory:
 
 
 def answers_match(answer: str, reference: str) -> bool:
-    """Whether two texts are equal as numbers, or as text up to case, spaces, quotes and a final full stop."""
+    """Whether two texts are equal as numbers, or as text up to case, spaces, quotes and a final full stop.
+
+    A number with a currency sign equals one without, but not one with another sign.
+    """
     actual, expected = _plain(answer), _plain(reference)
     if actual == expected:
         return bool(expected)
     numbers = [_NUMBER.fullmatch(text) for text in (actual, expected)]
-    values = [Decimal(number[1].replace(",", "")) for number in numbers if number]
-    return len(values) == 2 and values[0] == values[1]
+    values = [Decimal(number[2].replace(",", "")) for number in numbers if number]
+    signs = {number[1] for number in numbers if number} - {""}
+    return len(values) == 2 and values[0] == values[1] and len(signs) < 2
 
 
 def _plain(text: str) -> str:
