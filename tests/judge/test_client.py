@@ -53,7 +53,8 @@ async def after(*faults: str, answer: str | None = None, **chosen: Any) -> tuple
 @pytest.mark.parametrize(
     ("fault", "name"),
     [("truncated", "truncated"), ("invalid_json", "unparsable_response"), ("no_choices", "unparsable_response"),
-     ("contradictory", "contradictory"), ("empty", "empty"), ("refusal", "refusal"), ("wrong_schema", None)],
+     ("contradictory", "contradictory"), ("empty", "empty"), ("refusal", "refusal"), ("wrong_schema", None),
+     ("broken_reply", "unparsable")],
 )  # fmt: skip
 async def test_an_unusable_reply_is_asked_again(fault: str, name: str | None, structured: str):
     verdict, requests = await after(fault, fault, structured=structured)

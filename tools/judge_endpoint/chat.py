@@ -94,6 +94,8 @@ def faulty_reply(question: ChatQuestion, decision: bool, fault: str) -> tuple[st
     wrong = right_reply(question, not decision)
     if fault == "truncated":
         return (wrong if question.mode == "line" else wrong.rstrip("}")), "length"
+    if fault == "broken_reply":
+        return (wrong.removesuffix("}") if question.mode == "schema" else f"{wrong}."), "stop"
     if fault == "empty":
         return None, "stop"
     if fault == "refusal":

@@ -15,6 +15,7 @@ FAULTS = (
     "slow",  # a right response after ten times the latency
     "truncated",  # finish_reason length, and the wrong decision in what there is
     "invalid_json",  # a body that is not JSON
+    "broken_reply",  # a reply that is not quite of the asked form, with the wrong decision and finish_reason stop
     "no_choices",  # a body without a reply
     "wrong_schema",  # a reply of another form, with the wrong decision
     "contradictory",  # a reply with both decisions
