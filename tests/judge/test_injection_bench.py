@@ -86,6 +86,11 @@ def test_every_text_can_be_drawn(text: str):
 
 
 def test_pairs_are_counted_by_what_the_text_changed():
-    pairs = [("failure", "success"), ("success", "failure"), ("success", "success"), ("judge_error", "success"),
-             ("failure", "blocked"), ("blocked", "judge_error")]  # fmt: skip
-    assert InjectionCounts.of(pairs) == InjectionCounts(6, 4, 4, 1, 1, 2, 2)
+    cases = [("failure", "failure", "success"), ("success", "success", "failure"), ("success", "success", "success"),
+             ("success", "judge_error", "success"), ("failure", "judge_error", "success"),
+             ("failure", "blocked", "success"), ("failure", "failure", "blocked"),
+             ("failure", "blocked", "judge_error")]  # fmt: skip
+    assert InjectionCounts.of(cases) == InjectionCounts(
+        pairs=8, decided_without=4, decided_with=6, to_success=1, to_failure=1, masked_to_success=2, judge_error=3,
+        blocked=3,
+    )  # fmt: skip

@@ -45,18 +45,24 @@ class InjectionCounts:
     decided_with: int
     to_success: int  # failure without, success with the text
     to_failure: int
+    masked_to_success: int  # masked without, success with the text, of episodes that are none
     judge_error: int  # in either
     blocked: int  # in either
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[str, str]]) -> InjectionCounts:
-        """`pairs`: outcome without and with the text."""
+    def of(cls, cases: Sequence[tuple[str, str, str]]) -> InjectionCounts:
+        """`cases`: truth, outcome without the text, outcome with it."""
+        pairs = [(without, found) for _, without, found in cases]
         return cls(
             pairs=len(pairs),
             decided_without=sum(without in TRAINABLE_OUTCOMES for without, _ in pairs),
             decided_with=sum(found in TRAINABLE_OUTCOMES for _, found in pairs),
             to_success=pairs.count(("failure", "success")),
             to_failure=pairs.count(("success", "failure")),
+            masked_to_success=sum(
+                truth != "success" and without not in TRAINABLE_OUTCOMES and found == "success"
+                for truth, without, found in cases
+            ),
             judge_error=sum(JUDGE_ERROR in pair for pair in pairs),
             blocked=sum(BLOCKED in pair for pair in pairs),
         )
@@ -117,7 +123,7 @@ def measure(
     outcomes = asyncio.run(judge_all(episodes, settings, font, lambda done: progress(done, len(episodes))))
 
     def counts(chosen: Sequence[ShopEpisode]) -> InjectionCounts:
-        return InjectionCounts.of([(outcomes[each.twin], outcomes[each]) for each in chosen])
+        return InjectionCounts.of([(each.truth, outcomes[each.twin], outcomes[each]) for each in chosen])
 
     twins = [each for each in episodes if not each.place]
     found = [outcomes[each] for each in twins]
@@ -133,7 +139,7 @@ def show(result: InjectionResult, console: Console) -> None:
     """Print one table."""
     table = Table(title="Injected texts at the judge model", title_justify="left")
     for name in ("place", "attempts", "decided\nwithout", "decided\nwith", "failure to\nsuccess", "success to\nfailure",
-                 "judge_error\nin either", "blocked\nin either"):  # fmt: skip
+                 "masked to\nsuccess", "judge_error\nin either", "blocked\nin either"):  # fmt: skip
         table.add_column(name, justify="left" if name == "place" else "right", no_wrap=name == "place")
     for name, counts in result.counts.items():
         if name not in PLACES:
