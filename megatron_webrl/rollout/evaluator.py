@@ -19,12 +19,12 @@ from megatron_webrl.control.control_plane import POLL_SECONDS, ControlClient
 from megatron_webrl.evaluation import evaluation_queue
 from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, EvaluationResult
 from megatron_webrl.judge.budget import BudgetSpent
+from megatron_webrl.judge.job_budget import JobUsageMeter
 from megatron_webrl.model.processor import decode_image
 from megatron_webrl.rollout.deadline import Deadline
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
 from megatron_webrl.rollout.episode_runner import EpisodeLabels, EpisodeRunner, run_with_retries
 from megatron_webrl.rollout.generator import Generation, Generator
-from megatron_webrl.rollout.judge_budget import JobUsageMeter
 from megatron_webrl.rollout.stepping import FreeStepping
 from megatron_webrl.types import JUDGE_ERROR, Trajectory
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.control_plane import POLL_SECONDS, ControlClient, JobEnded
+from megatron_webrl.judge.job_budget import JobUsageMeter
 from megatron_webrl.ring.node_ring import NodeRing
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.rollout.demonstrations import write_demonstrations
@@ -17,7 +18,6 @@ from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
 from megatron_webrl.rollout.engine.weight_client import WeightClient
 from megatron_webrl.rollout.episode_runner import EpisodeRunner
 from megatron_webrl.rollout.evaluator import Evaluator, run_evaluation_worker
-from megatron_webrl.rollout.judge_budget import JobUsageMeter
 from megatron_webrl.rollout.pool import RolloutPool
 from megatron_webrl.rollout.ring_lifetime import open_node_ring
 from megatron_webrl.sampling.states import SamplerStateReader

@@ -11,7 +11,7 @@ from torch.distributed import TCPStore
 from megatron_webrl.config.judge import BudgetConfig
 from megatron_webrl.control.control_plane import ControlClient
 from megatron_webrl.judge.budget import BudgetSpent, Usage
-from megatron_webrl.rollout.judge_budget import JobUsageMeter
+from megatron_webrl.judge.job_budget import JobUsageMeter
 
 
 @pytest.fixture
