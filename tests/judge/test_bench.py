@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.judge.support import judging
 from tools.bench.judge import correctness
-from tools.bench.judge.__main__ import QUICK
+from tools.bench.judge.__main__ import QUICK, missed_a_goal
+from tools.bench.judge.correctness import CorrectnessResult
 from tools.bench.judge.episodes import KINDS, NumberOracle, make_episode, truth_of
 from tools.bench.judge.throughput import GroupTimes, measure_throughput, summarise
 
@@ -41,9 +43,21 @@ def test_the_short_form_judges_nothing_wrong_and_loses_nothing(
 
 
 def test_agents_do_not_wait_for_verdicts(tmp_path: Path):
-    found = measure_throughput(tmp_path, QUICK)
-    assert found.episodes >= QUICK.agents
-    assert found.lag_seconds > 4 * QUICK.latency  # of questions one after another
+    size = replace(QUICK, latency=1.0, seconds=3.0)
+    found = measure_throughput(tmp_path, size)
+    # A verdict takes five questions, one after another: agents that waited would have no time for a second group.
+    assert found.lag_seconds > size.seconds
+    assert found.episodes > size.agents
+
+
+def test_the_full_form_fails_if_judging_holds_training_up_or_a_verdict_is_wrong():
+    steady = summarise([GroupTimes(n, n + 10, n + 24, 10) for n in range(100)], QUICK, 0.0, 1000, 7)
+    right = CorrectnessResult(8, 8, 0, 0, {}, 40, 0.3, {}, {}, 1.0)
+    assert not missed_a_goal({"line": right}, steady, quick=False)
+    assert missed_a_goal({"line": replace(right, wrong=1)}, steady, quick=False)
+    assert missed_a_goal({"line": replace(right, lost=1)}, steady, quick=True)
+    assert missed_a_goal({"line": right}, replace(steady, held_up=0.01), quick=False)
+    assert not missed_a_goal({"line": right}, replace(steady, held_up=0.01), quick=True)
 
 
 def test_held_up_is_the_growth_of_the_lag_and_the_slowness_of_agents():

@@ -4,7 +4,8 @@
 
 First an endpoint answers 30 % of requests with faults, of every kind equally often; no verdict may be wrong or
 missing. Then agents work beside an endpoint with 2 s latency; the table says by which share of its time judging holds
-training up. Exit code 1: a verdict was wrong or missing.
+training up. Exit code 1: a verdict was wrong or missing, or training was held up by 1 % or more (not with --quick,
+which is too short for that figure).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -81,7 +83,13 @@ def main() -> int:
     show(found, throughput, console)
     figures = {"correctness": {name: asdict(result) for name, result in found.items()}}
     write_json(options.json, figures | {"throughput": asdict(throughput)})
-    return int(any(result.wrong or result.lost for result in found.values()))
+    return int(missed_a_goal(found, throughput, options.quick))
+
+
+def missed_a_goal(found: Mapping[str, CorrectnessResult], throughput: ThroughputResult, quick: bool) -> bool:
+    """Whether a verdict was wrong or missing, or judging held training up; the latter is not asked of a quick run."""
+    held_up = not quick and throughput.held_up >= GOAL
+    return held_up or any(result.wrong or result.lost for result in found.values())
 
 
 if __name__ == "__main__":

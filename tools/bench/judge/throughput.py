@@ -4,7 +4,8 @@ An episode of an agent is a wait. When all episodes of a group have been acted, 
 in rollout/pool.py; the group reaches the trainer with its last verdict. Without judging it would reach the trainer
 when it was acted. If judging keeps up, this lag stays constant, and training runs at the same speed, a constant
 behind; it is held up by the growth of the lag, and by what judging slows the agents in the same process, compared
-with the same agents without verdicts, in another process at the same time.
+with the same agents without verdicts, in another process at the same time. Requests are counted against a budget in
+a control plane of its own process, as those of a job.
 """
 
 from __future__ import annotations
@@ -12,18 +13,25 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
 from megatron_webrl.config.judge import BudgetConfig, JudgeConfig, JudgeModelConfig
-from megatron_webrl.judge.budget import LocalMeter
+from megatron_webrl.control.control_plane import ControlClient, serve
+from megatron_webrl.judge.budget import LocalMeter, UsageMeter
 from megatron_webrl.judge.evaluation import EpisodeEvaluator, open_evaluator
+from megatron_webrl.judge.job_budget import JobUsageMeter
+from megatron_webrl.launch.role_process import wait_for_control_address
 from tools.bench.judge.correctness import ORACLE
 from tools.bench.judge.episodes import make_episode
 from tools.judge_endpoint.process import endpoint_process, stats_of
+
+BUDGET = BudgetConfig(calls_per_hour=10**9, tokens_per_hour=10**12)  # counted, and never spent
+START_SECONDS = 120.0  # of the control plane
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,7 @@ class ThroughputResult:
     if_agents_waited: float  # share of time, had every agent waited for its verdict
 
 
-async def _run(size: ThroughputSize, url: str | None) -> list[GroupTimes]:
+async def _run(size: ThroughputSize, url: str | None, meter: UsageMeter) -> list[GroupTimes]:
     """Run agents, with verdicts of an endpoint, or with those of pages."""
     settings = JudgeConfig(
         evaluators=["judge" if url else "page"], verdict=JudgeModelConfig("oracle", url or ""), timeout_seconds=60,
@@ -99,7 +107,7 @@ async def _run(size: ThroughputSize, url: str | None) -> list[GroupTimes]:
             await acted.wait()
             ticket += step
 
-    async with open_evaluator(settings, LocalMeter(BudgetConfig())) as evaluator:
+    async with open_evaluator(settings, meter) as evaluator:
         await asyncio.gather(*(agents(first, evaluator) for first in range(size.agents // size.group_size)))
         await asyncio.gather(*groups)
     return sorted(times, key=lambda each: each.acted)
@@ -113,21 +121,35 @@ def _lengths(ticket: int, size: ThroughputSize) -> list[float]:
 def measure_throughput(
     folder: Path, size: ThroughputSize, progress: Callable[[str], None] = lambda line: None
 ) -> ThroughputResult:
-    """Raises RuntimeError."""
+    """Raises RuntimeError, RoleStartError."""
     with (
+        _control_plane(folder) as control,
         endpoint_process(folder, "--oracle", ORACLE, "--latency", f"{size.latency:g}") as url,
         ProcessPoolExecutor(1, get_context("spawn")) as other_process,
     ):
         progress(f"{size.agents} agents, and as many without judging, for {size.seconds:g} s ...")
         without = other_process.submit(_slowness_without, size)
-        times = asyncio.run(_run(size, url))
+        times = asyncio.run(_run(size, url, JobUsageMeter(control, BUDGET)))
         stats = stats_of(url)
         baseline = without.result()
     return summarise(times, size, baseline, stats["requests"], stats["most_in_flight"])
 
 
 def _slowness_without(size: ThroughputSize) -> float:
-    return slowness(asyncio.run(_run(size, None)))
+    return slowness(asyncio.run(_run(size, None, LocalMeter(BudgetConfig()))))
+
+
+@contextmanager
+def _control_plane(folder: Path) -> Iterator[ControlClient]:
+    """A client of a control plane in a process of its own, which ends with the block."""
+    address = folder / "control.json"
+    process = get_context("spawn").Process(target=serve, args=("127.0.0.1", 0, "bench", address), daemon=True)
+    process.start()
+    try:
+        yield ControlClient(*wait_for_control_address(address, START_SECONDS), "rollout-0", START_SECONDS)
+    finally:
+        process.kill()
+        process.join()
 
 
 def slowness(times: Sequence[GroupTimes]) -> float:
