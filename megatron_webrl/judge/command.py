@@ -50,9 +50,10 @@ def add_judge(commands: Any) -> None:
     judge.set_defaults(run=_run)
 
 
-def load_judge_config(path: Path | None, overrides: Sequence[str]) -> JudgeConfig:
+def load_judge_config(path: Path | None, overrides: Sequence[str], of_run: bool = False) -> JudgeConfig:
     """The settings of a file with a section judge, or with the keys of one; evaluators default to the judge.
 
+    `of_run`: the file is a run's, which holds every setting: the judge takes the place of the default, the page, too.
     Raises ConfigError.
     """
     import yaml
@@ -70,6 +71,8 @@ def load_judge_config(path: Path | None, overrides: Sequence[str]) -> JudgeConfi
         if not isinstance(found or {}, dict):
             raise ConfigError(f"{path} does not hold a mapping of settings")
         section = found.get("judge", {}) if "judge" in (found or {}) else found or {}
+        if of_run and section.get("evaluators") == JudgeConfig().evaluators:
+            section = {key: value for key, value in section.items() if key != "evaluators"}
         own = OmegaConf.from_dotlist([override.removeprefix("judge.") for override in overrides])
         base = OmegaConf.structured(JudgeConfig(evaluators=["judge"]))
         settings = OmegaConf.to_object(OmegaConf.merge(base, section, own))
@@ -94,7 +97,9 @@ def _run(options: argparse.Namespace) -> int:
     console = Console()
     stored = StoredEpisodes.find(options.of)
     file, *overrides = options.config or [str(stored.run / "config.yaml") if stored.run else ""]
-    settings = load_judge_config(Path(file) if file else None, [*options.overrides, *overrides])
+    settings = load_judge_config(
+        Path(file) if file else None, [*options.overrides, *overrides], of_run=not options.config
+    )
     labels = read_labels(options.labels) if options.labels else None
     digest = settings_digest(settings)
     folder = stored.run / "judged" if stored.run else stored.files[0].parent / "judged"
