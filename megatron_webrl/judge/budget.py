@@ -1,15 +1,22 @@
-"""What judging costs, and the budget of an hour."""
+"""What judging costs, the budget of an hour, and the file that keeps its use."""
 
 from __future__ import annotations
 
+import json
+import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Protocol
 
 from megatron_webrl.config.judge import BudgetConfig
+from megatron_webrl.config.setting import ConfigError
+
+log = logging.getLogger(__name__)
 
 HOUR_SECONDS = 3600
+USAGE_FILE = "judge_usage.json"
 
 
 class BudgetSpent(Exception):
@@ -49,11 +56,13 @@ class UsageMeter(Protocol):
 
 
 class LocalMeter:
-    """The budget of one process, by hours of the clock."""
+    """The budget of one process, by hours of the clock; with a file, of all processes that use it one after another."""
 
-    def __init__(self, budget: BudgetConfig, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, budget: BudgetConfig, clock: Callable[[], float] = time.time, file: Path | None = None) -> None:
+        """`file` keeps the usage of the hour; without limits it is neither read nor written."""
         self._budget, self._clock = budget, clock
-        self._hour, self._used = -1, Usage()
+        self._file = file if is_limited(budget) else None
+        self._hour, self._used = read_usage(self._file) if self._file else (-1, Usage())
 
     @property
     def used(self) -> Usage:
@@ -65,12 +74,62 @@ class LocalMeter:
         if hour != self._hour:
             self._hour, self._used = hour, Usage()
         check_budget(self._budget, self._used + estimate)
-        self._used += estimate
+        self._count(estimate)
         return hour
 
     async def settle(self, hour: int, estimate: Usage, actual: Usage) -> None:
         if hour == self._hour:
-            self._used += actual - estimate
+            self._count(actual - estimate)
+
+    def _count(self, usage: Usage) -> None:
+        self._used += usage
+        if self._file:
+            write_usage(self._file, self._hour, self._used)
+
+
+def is_limited(budget: BudgetConfig) -> bool:
+    """Whether the budget has a limit."""
+    return any((budget.calls_per_hour, budget.tokens_per_hour, budget.dollars_per_hour))
+
+
+def read_usage(file: Path) -> tuple[int, Usage]:
+    """The hour of a usage file and its usage; hour -1 without a file. A damaged file counts nothing and is logged."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        return int(found.pop("hour")), Usage(**found)
+    except FileNotFoundError:
+        return -1, Usage()
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        log.warning("%s cannot be read: %s; this hour's budget is counted from 0", file, error)
+        return -1, Usage()
+
+
+def write_usage(file: Path, hour: int, usage: Usage) -> None:
+    """Replace a usage file atomically."""
+    temporary = file.with_name(f".{file.name}")
+    temporary.write_text(json.dumps({"hour": hour, **asdict(usage)}) + "\n", encoding="utf-8")
+    temporary.replace(file)
+
+
+class Priced(Protocol):
+    """US dollars for a million tokens."""
+
+    @property
+    def input_price(self) -> float: ...
+
+    @property
+    def output_price(self) -> float: ...
+
+
+def check_prices(budget: BudgetConfig, models: Mapping[str, Priced]) -> None:
+    """Raise ConfigError if a limit in dollars does not count a model. `models`: by the slots that are used."""
+    for slot, model in models.items():
+        if budget.dollars_per_hour and not model.input_price and not model.output_price:
+            raise ConfigError(
+                f"judge.budget.dollars_per_hour={budget.dollars_per_hour:g} does not count the model of judge.{slot}, "
+                f"which has no price; set judge.{slot}.input_price and output_price (US dollars for a million tokens; "
+                "0.001 for a free model), or limit calls_per_hour or tokens_per_hour instead"
+            )
 
 
 def check_budget(budget: BudgetConfig, total: Usage) -> None:

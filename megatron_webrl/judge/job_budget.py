@@ -1,14 +1,33 @@
-"""The judge's budget of a whole job: counters of the control plane that all workers share."""
+"""The judge's budget of a whole job: counters of the control plane that all workers share.
+
+The trainer restores them from the run's folder at the start of a job and saves them there, so that a job that resumes
+within the hour continues with what is left.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from megatron_webrl.config.judge import BudgetConfig
 from megatron_webrl.control.control_plane import ControlClient
-from megatron_webrl.judge.budget import HOUR_SECONDS, Usage, check_budget
+from megatron_webrl.judge.budget import (
+    HOUR_SECONDS,
+    USAGE_FILE,
+    BudgetSpent,
+    Usage,
+    check_budget,
+    is_limited,
+    read_usage,
+    write_usage,
+)
+from megatron_webrl.types import BUDGET_SPENT
 
+log = logging.getLogger(__name__)
+
+_RESTORED = "judge_usage/restored"
 _MICRO = 1_000_000  # counters are integers: dollars are counted in millionths
 
 
@@ -17,28 +36,51 @@ class JobUsageMeter:
 
     def __init__(self, control: ControlClient, budget: BudgetConfig, clock: Callable[[], float] = time.time) -> None:
         self._control, self._budget, self._clock = control, budget, clock
-        self._limited = any((budget.calls_per_hour, budget.tokens_per_hour, budget.dollars_per_hour))
+        self._limited = is_limited(budget)
 
     async def reserve(self, estimate: Usage) -> int:
         """Count an estimate in the current hour and return the hour. Raises BudgetSpent beyond a limit."""
         hour = int(self._clock() // HOUR_SECONDS)
         if self._limited:
-            total = self._add(hour, estimate)
+            total = add_usage(self._control, hour, estimate)
             try:
                 check_budget(self._budget, total)
             except BaseException:
-                self._add(hour, Usage() - estimate)
+                add_usage(self._control, hour, Usage() - estimate)
                 raise
         return hour
 
     async def settle(self, hour: int, estimate: Usage, actual: Usage) -> None:
         """Replace an estimate by what the request cost."""
         if self._limited:
-            self._add(hour, actual - estimate)
+            add_usage(self._control, hour, actual - estimate)
 
-    def _add(self, hour: int, usage: Usage) -> Usage:
-        """Add to the counters of an hour; returns the job's totals."""
-        changes = {"calls": usage.calls, "tokens": usage.tokens, "dollars": round(usage.dollars * _MICRO)}
-        add = self._control.store.add
-        totals = {name: int(add(f"judge_usage/{hour}/{name}", change)) for name, change in changes.items()}
-        return Usage(totals["calls"], totals["tokens"], totals["dollars"] / _MICRO)
+
+def add_usage(control: ControlClient, hour: int, usage: Usage) -> Usage:
+    """Add to the counters of an hour; returns the job's totals."""
+    changes = {"calls": usage.calls, "tokens": usage.tokens, "dollars": round(usage.dollars * _MICRO)}
+    add = control.store.add
+    totals = {name: int(add(f"judge_usage/{hour}/{name}", change)) for name, change in changes.items()}
+    return Usage(totals["calls"], totals["tokens"], totals["dollars"] / _MICRO)
+
+
+def restore_usage(control: ControlClient, budget: BudgetConfig, folder: Path) -> None:
+    """Count what earlier jobs of the run used in their last hour; once in a job, before its first request."""
+    if is_limited(budget) and not control.get_json(_RESTORED):
+        control.put_json(_RESTORED, True)
+        add_usage(control, *read_usage(folder / USAGE_FILE))
+
+
+def save_usage(
+    control: ControlClient, budget: BudgetConfig, folder: Path, clock: Callable[[], float] = time.time
+) -> None:
+    """Keep the usage of the current hour in the run's folder."""
+    if is_limited(budget):
+        hour = int(clock() // HOUR_SECONDS)
+        write_usage(folder / USAGE_FILE, hour, add_usage(control, hour, Usage()))
+
+
+def request_stop_without_budget(control: ControlClient, error: BudgetSpent) -> None:
+    """Request the early end of the job after the budget was spent."""
+    log.warning("the job ends early: %s", error)
+    control.request_stop(BUDGET_SPENT)

@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from megatron_webrl.config.judge import JudgeConfig
-from megatron_webrl.judge.budget import UsageMeter
+from megatron_webrl.judge.budget import UsageMeter, check_prices
 from megatron_webrl.judge.cache import ReplyCache
 from megatron_webrl.judge.client import JudgeClient
 from megatron_webrl.judge.episode_view import EpisodeView
@@ -30,6 +30,8 @@ class Judge:
         self._prompts = PromptFiles.load(settings.prompts, kind.name, kind.stages)
         self._cache = ReplyCache(settings.cache)
         self._client = JudgeClient(settings, meter)
+        used = ("verdict", *kind.stages)  # other slots have the name of their stage
+        check_prices(settings.budget, {slot: each for slot, each in self._client.models.items() if slot in used})
 
     async def __aenter__(self) -> Judge:
         return self

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from megatron_webrl.config.judge import JudgeConfig
-from megatron_webrl.judge.budget import BudgetSpent, LocalMeter
+from megatron_webrl.judge.budget import USAGE_FILE, BudgetSpent, LocalMeter
 from megatron_webrl.judge.evaluation import EpisodeEvaluator, open_evaluator
 from megatron_webrl.judge.outcome import REGULAR_ENDS
 from megatron_webrl.judge.verdict_file import VerdictFile
@@ -49,7 +49,8 @@ async def judge_episodes(
             done += 1
             progress(done)
 
-    async with open_evaluator(settings, LocalMeter(settings.budget)) as evaluator:
+    meter = LocalMeter(settings.budget, file=verdicts.path.with_name(USAGE_FILE))
+    async with open_evaluator(settings, meter) as evaluator:
         tasks = [asyncio.create_task(work(evaluator)) for _ in range(workers)]
         try:
             await asyncio.gather(*tasks)

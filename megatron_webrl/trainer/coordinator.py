@@ -14,6 +14,7 @@ import torch
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.control_plane import ControlClient, JobFailed
+from megatron_webrl.judge.job_budget import restore_usage, save_usage
 from megatron_webrl.system.text import metric_label
 from megatron_webrl.tasks.files.digests import task_file_digests
 from megatron_webrl.tracking import summary
@@ -94,6 +95,7 @@ class Coordinator:
         if self.is_first_rank:
             self.episode_log = EpisodeLog(config.run_folder, self.accounting.closed_episodes)
             summary.write_updates(config.run_folder, self.updates)  # drops the updates after the checkpoint
+            restore_usage(control, config.judge.budget, config.run_folder)
         self.group_source = GroupSource(
             exchange.record_source,
             config,
@@ -165,6 +167,7 @@ class Coordinator:
         update = self._update_metrics(result)
         self.updates.append(update.to_json())
         summary.write_updates(self.config.run_folder, self.updates)
+        save_usage(self.control, self.config.judge.budget, self.config.run_folder)
         self.tracker.log_update(update, pages)
 
     def _update_metrics(self, result: UpdateResult) -> UpdateMetrics:
@@ -254,6 +257,7 @@ class Coordinator:
             with self.control.keep_alive():
                 self.control.end_job(outcome)
                 self._write_summary(outcome, version)
+                save_usage(self.control, self.config.judge.budget, self.config.run_folder)
             self.tracker.close("FINISHED" if outcome == "finished" else "KILLED")
         else:
             self.exchange.finish_collecting()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_webrl.config.judge import BudgetConfig
+from megatron_webrl.config.judge import BudgetConfig, JudgeConfig, JudgeModelConfig
+from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.budget import BudgetSpent, LocalMeter, Usage
 from megatron_webrl.judge.cache import CachedReply, ReplyCache
+from megatron_webrl.judge.evaluation import open_evaluator
 from tests.judge.support import ScriptedOracle, episode, judging
 
 USAGE = st.builds(Usage, st.integers(0, 3), st.integers(0, 500), st.floats(0, 2))
@@ -40,6 +43,53 @@ async def test_the_budget_starts_afresh_with_each_hour():
     await meter.reserve(Usage(1, 20))
     await meter.settle(hour, Usage(1, 10), Usage(1, 500))  # of the last hour
     assert meter.used == Usage(1, 20)
+
+
+async def test_processes_one_after_another_share_the_budget_through_a_file(tmp_path: Path):
+    now, file, budget = [7200.0], tmp_path / "usage.json", BudgetConfig(calls_per_hour=3)
+    for _ in range(2):
+        meter = LocalMeter(budget, lambda: now[0], file)
+        await meter.settle(await meter.reserve(Usage(1, 9, 0.5)), Usage(1, 9, 0.5), Usage(1, 5, 0.25))
+    third = LocalMeter(budget, lambda: now[0], file)
+    assert third.used == Usage(2, 10, 0.5)
+    await third.reserve(Usage(1, 9))  # a process that is killed here has counted its request
+    with pytest.raises(BudgetSpent, match="4 calls this hour, the limit is 3"):
+        await LocalMeter(budget, lambda: now[0], file).reserve(Usage(1, 9))
+    now[0] += 3600.0
+    await LocalMeter(budget, lambda: now[0], file).reserve(Usage(3, 9))
+    file.write_text("{")
+    await LocalMeter(budget, lambda: now[0], file).reserve(Usage(3, 9))
+
+
+async def test_without_limits_no_file_is_written(tmp_path: Path):
+    await LocalMeter(BudgetConfig(), file=tmp_path / "usage.json").reserve(Usage(1, 9))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("protocol", "slots", "missing"),
+    [
+        ("rubric", {"verdict": 0.0}, "verdict"),
+        ("rubric", {"verdict": 1.0, "blocked": 0.0}, "blocked"),
+        ("rubric", {"verdict": 1.0, "relevance": 0.0}, "relevance"),
+        ("webjudge", {"verdict": 1.0, "relevance": 0.0}, "relevance"),
+        ("webjudge", {"verdict": 1.0, "blocked": 0.0}, None),
+        ("webvoyager", {"verdict": 1.0, "relevance": 0.0, "blocked": 0.0}, None),
+        ("rubric", {"verdict": 1.0}, None),
+    ],
+)
+async def test_a_limit_in_dollars_needs_the_prices_of_all_models_in_use(
+    protocol: str, slots: dict[str, float], missing: str | None
+):
+    models = {slot: JudgeModelConfig(f"m-{slot}", "http://x/v1", "", 0.0, price) for slot, price in slots.items()}
+    budget = BudgetConfig(dollars_per_hour=5)
+    config = JudgeConfig(evaluators=["judge"], protocol=protocol, budget=budget, **models)
+    refused = pytest.raises(
+        ConfigError, match=rf"=5 does not count .* set judge\.{missing}\.input_price and output_price"
+    )
+    with refused if missing else nullcontext():
+        async with open_evaluator(config, LocalMeter(budget)):
+            pass
 
 
 @settings(deadline=None, max_examples=30)

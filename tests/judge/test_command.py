@@ -15,7 +15,11 @@ import pytest
 import yaml
 
 from megatron_webrl.cli import main
+from megatron_webrl.config.judge import JudgeConfig, JudgeModelConfig
+from megatron_webrl.config.load import save_config
+from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.judge import budget
 from megatron_webrl.judge.command import load_judge_config
 from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.record_file import RecordFileWriter
@@ -69,7 +73,7 @@ def test_a_run_is_judged_against_its_stored_outcomes(tmp_path: Path, url: str, c
     run = tmp_path / "run"
     write(run / "records" / "version-000000.records", episodes()[:4])
     write(run / "records" / "version-000001.records", episodes()[4:])
-    (run / "config.yaml").write_text(yaml.safe_dump({"judge": {"verdict": {"name": "oracle", "url": url}}}))
+    save_config(Config(judge=JudgeConfig(verdict=JudgeModelConfig("oracle", url))), run / "config.yaml")
     assert judge(run, "verdict.input_price=1.0", "--json", tmp_path / "out.json") == 0
     found = json.loads((tmp_path / "out.json").read_text())
     assert (found["episodes"], found["not_judged"]) == (6, {"browser_error": 1})
@@ -152,6 +156,17 @@ def test_a_spent_budget_stops_in_good_order(tmp_path: Path, url: str, capsys: py
     assert json.loads((tmp_path / "b.json").read_text())["episodes"] == 6
 
 
+def test_a_second_command_in_the_hour_has_the_rest_of_the_budget(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(budget, "HOUR_SECONDS", 10**12)  # no hour ends during the test
+    records = write(tmp_path / "some.records", episodes())
+    command = [records, "--config", config_file(tmp_path, url, concurrency=1), "budget.calls_per_hour=12"]
+    before = stats_of(url)["requests"]
+    assert [judge(*command) for _ in range(3)] == [1, 1, 1]
+    assert stats_of(url)["requests"] - before <= 12
+
+
 def test_ctrl_c_loses_no_verdict(tmp_path: Path):
     records = write(tmp_path / "some.records", [stored(n, RIGHT, "success") for n in range(40)])
     with endpoint_process(tmp_path, "--latency", "0.05") as slow:
@@ -208,6 +223,17 @@ def test_what_cannot_be_judged_is_refused(tmp_path: Path, capsys: pytest.Capture
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1
+
+
+def test_only_the_default_evaluators_of_a_run_are_replaced_by_the_judge(tmp_path: Path):
+    path = tmp_path / "config.yaml"
+    for evaluators, found in (
+        (["page"], ["judge"]), (["page", "judge"], ["page", "judge"]), (["exact_answer"], ["exact_answer"]),
+    ):  # fmt: skip
+        save_config(Config(judge=JudgeConfig(evaluators=evaluators)), path)
+        assert load_judge_config(path, [], of_run=True).evaluators == found
+        assert load_judge_config(path, []).evaluators == evaluators
+        assert load_judge_config(path, ["evaluators=[page]"], of_run=True).evaluators == ["page"]
 
 
 def test_a_section_and_a_whole_configuration_are_read_alike(tmp_path: Path):
