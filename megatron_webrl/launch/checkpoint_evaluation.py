@@ -22,6 +22,7 @@ from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint
 from megatron_webrl.system.text import first_line
 from megatron_webrl.tasks.evaluation_count import count_evaluation_tasks
 from megatron_webrl.tracking.mlflow_run import MLflowTracker
+from megatron_webrl.types import BUDGET_SPENT
 
 POLL_SECONDS = 0.25
 
@@ -52,8 +53,9 @@ class CheckpointEvaluation:
     ) -> str:
         """Run all evaluations and store their results; returns the outcome of the job.
 
-        `poll` watches the job and returns its outcome if it has ended early; `show` receives every POLL_SECONDS what
-        the current evaluation has. Raises JobFailed without a control plane.
+        `poll` watches the job and returns its outcome if it has ended early; a requested stop ends it, too: a part of
+        an evaluation is no result. `show` receives every POLL_SECONDS what the current evaluation has. Raises JobFailed
+        without a control plane.
         """
         try:
             for number, kind in enumerate(self._kinds(), 1):
@@ -78,6 +80,16 @@ class CheckpointEvaluation:
         path = self.output_file or self.config.run_folder / result_files.FILE
         console.print(f"results: {path}", markup=False, soft_wrap=True)
 
+    def describe_outcome(self, outcome: str) -> str:
+        """The outcome of a job without a result, in one line."""
+        if outcome != BUDGET_SPENT:
+            return outcome
+        limits = ", ".join(f"{name}={limit:g}" for name, limit in asdict(self.config.judge.budget).items() if limit)
+        return (
+            f"{outcome}: the evaluation has no result, because its verdicts need more than judge.budget ({limits}); "
+            "raise it, or evaluate fewer episodes (evaluation.episodes)"
+        )
+
     def _kinds(self) -> list[str]:
         return ["checkpoint", *(["blank_images"] if self.config.evaluation.blank_images else [])]
 
@@ -100,6 +112,8 @@ class CheckpointEvaluation:
         while not collector.poll():
             if (outcome := poll()) is not None:
                 return outcome
+            if control.stop_requested():
+                return control.requested_outcome()
             started_at = started_at or (time.monotonic() if collector.has_started else None)
             if started_at is not None and time.monotonic() > started_at + settings.timeout_seconds:
                 break

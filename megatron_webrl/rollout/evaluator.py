@@ -19,14 +19,14 @@ from megatron_webrl.control.control_plane import POLL_SECONDS, ControlClient
 from megatron_webrl.evaluation import evaluation_queue
 from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, EvaluationResult
 from megatron_webrl.judge.budget import BudgetSpent
-from megatron_webrl.judge.job_budget import JobUsageMeter
+from megatron_webrl.judge.job_budget import JobUsageMeter, request_stop_without_budget
 from megatron_webrl.model.processor import decode_image
 from megatron_webrl.rollout.deadline import Deadline
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
 from megatron_webrl.rollout.episode_runner import EpisodeLabels, EpisodeRunner, run_with_retries
 from megatron_webrl.rollout.generator import Generation, Generator
 from megatron_webrl.rollout.stepping import FreeStepping
-from megatron_webrl.types import JUDGE_ERROR, Trajectory
+from megatron_webrl.types import Trajectory
 
 if TYPE_CHECKING:
     from megatron_webrl.farm.client import RemoteSession
@@ -69,7 +69,10 @@ async def run_evaluation_episode(
     episode: int,
     instance_id: str,
 ) -> EvaluationResult:
-    """Run an episode of an evaluation; a fault is retried as in training, and becomes its outcome if it persists."""
+    """Run an episode of an evaluation; a fault is retried as in training, and becomes its outcome if it persists.
+
+    Raises BudgetSpent.
+    """
     index, sample = request.task_and_sample(episode)
     task, started = runner.task_source.held_out_task(index), time.monotonic()
     rollout = replace(config.rollout, temperature=request.temperature)
@@ -79,11 +82,7 @@ async def run_evaluation_episode(
         rollout.retries,
         f"sample {sample} of held-out task {index}",
     )
-    try:
-        trajectory = await runner.evaluate(trajectory, deadline)
-    except BudgetSpent as error:
-        log.warning("sample %d of held-out task %d has no verdict: %s", sample, index, error)
-        trajectory = replace(trajectory, outcome=JUDGE_ERROR)
+    trajectory = await runner.evaluate(trajectory, deadline)
     return _result(trajectory, time.monotonic() - started, instance_id)
 
 
@@ -110,7 +109,10 @@ def _result(trajectory: Trajectory, seconds: float, instance_id: str) -> Evaluat
 
 
 class Evaluator:
-    """Runs episodes of the requested evaluation while there are unclaimed ones. Belongs to one event loop."""
+    """Runs episodes of the requested evaluation while there are unclaimed ones. Belongs to one event loop.
+
+    When the judge's budget is spent it requests the end of the job and claims no more: the evaluation stays incomplete.
+    """
 
     def __init__(
         self, config: Config, control: ControlClient, engine: VLLMEngine, runner: EpisodeRunner, instance_id: str
@@ -119,6 +121,7 @@ class Evaluator:
         self.episode_runner, self.instance_id = runner, instance_id
         self._request: EvaluationRequest | None = None
         self._running: set[asyncio.Task[None]] = set()
+        self._budget_spent = False  # of the judge
 
     @property
     def exclusive(self) -> bool:
@@ -139,7 +142,7 @@ class Evaluator:
             for task in self._running:  # of a finished evaluation
                 task.cancel()
             self._request = request
-        if request is None or self.engine.partially_updated or self.engine.version < 0:
+        if request is None or self._budget_spent or self.engine.partially_updated or self.engine.version < 0:
             return
         if request.exclusive and request.version != self.engine.version:
             return
@@ -162,10 +165,16 @@ class Evaluator:
         generator: Generator = FixedTemperature(self.engine, request.temperature)
         if request.kind == "blank_images":
             generator = BlankImages(generator)
-        result = await run_evaluation_episode(
-            self.config, self.episode_runner, generator, request, episode, self.instance_id
-        )
-        evaluation_queue.submit_result(self.control, request, slot, result)
+        try:
+            result = await run_evaluation_episode(
+                self.config, self.episode_runner, generator, request, episode, self.instance_id
+            )
+        except BudgetSpent as error:  # its slot stays without a result
+            if not self._budget_spent:
+                request_stop_without_budget(self.control, error)
+            self._budget_spent = True
+        else:
+            evaluation_queue.submit_result(self.control, request, slot, result)
 
     def _raise_failed(self) -> None:
         for task in [task for task in self._running if task.done()]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.control_plane import POLL_SECONDS, ControlClient, JobEnded
 from megatron_webrl.judge.budget import BudgetSpent
+from megatron_webrl.judge.job_budget import request_stop_without_budget
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.rollout.engine.engine_load import EngineLoad
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
@@ -21,7 +22,6 @@ from megatron_webrl.rollout.evaluator import Evaluator
 from megatron_webrl.rollout.group_run import GroupRun
 from megatron_webrl.rollout.ticket_claims import TicketClaims
 from megatron_webrl.rollout.trajectory_writer import TrajectoryWriter
-from megatron_webrl.types import BUDGET_SPENT
 
 log = logging.getLogger(__name__)
 
@@ -101,8 +101,7 @@ class RolloutPool:
 
     def _end_job_without_budget(self, error: BudgetSpent) -> None:
         if not self._budget_spent:
-            log.warning("the job ends after the current update, with a checkpoint: %s", error)
-            self.control.request_stop(BUDGET_SPENT)
+            request_stop_without_budget(self.control, error)
         self._budget_spent = True
 
     async def _poll_weights(self) -> bool:

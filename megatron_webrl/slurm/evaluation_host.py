@@ -64,7 +64,7 @@ class EvaluationHost(ControlHost):
             self._report(line)
 
     def _final_report(self, outcome: str) -> list[str]:
-        reason = [] if outcome == "finished" else [outcome]
+        reason = [] if outcome == "finished" else [self.evaluation.describe_outcome(outcome)]
         if not self.evaluation.stored:
             return reason
         text = StringIO()

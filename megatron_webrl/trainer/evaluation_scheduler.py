@@ -127,7 +127,7 @@ class EvaluationScheduler:
             if self._collector is None:
                 return _WaitState.DONE
             if self.control.stop_requested():
-                self._cancel("an early end was requested")
+                self._cancel(f"an early end was requested ({self.control.requested_outcome()})")
                 return _WaitState.DONE
             if weight_syncer.has_new_engines():
                 return _WaitState.NEW_ENGINES

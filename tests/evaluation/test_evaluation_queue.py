@@ -19,8 +19,11 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.control.control_plane import ControlClient
 from megatron_webrl.evaluation import evaluation_queue, result_files
 from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, EvaluationResult, ResultCollector
+from megatron_webrl.launch.checkpoint_evaluation import CheckpointEvaluation
+from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint
 from megatron_webrl.tracking.mlflow_run import MLflowTracker
 from megatron_webrl.trainer.evaluation_scheduler import EvaluationScheduler
+from megatron_webrl.types import BUDGET_SPENT
 from tests.waiting import until
 
 LIMIT = 60.0
@@ -203,6 +206,40 @@ def test_a_run_is_evaluated_before_during_and_after_training(address: tuple[str,
     again = EvaluationScheduler(config, connect(address, "trainer-0"), tracker, restart_epoch=1, version=1)
     again.run_before_training(1, engines)
     assert [line["kind"] for line in result_files.read_evaluations(config.run_folder)] == ["before", "during"]
+
+
+@pytest.fixture
+def stopped(address: tuple[str, int]) -> Iterator[ControlClient]:
+    """A job that ends because the judge's budget is spent."""
+    control = connect(address, "trainer-0")
+    control.request_stop(BUDGET_SPENT)
+    yield control
+    control.store.delete_key("stop")
+
+
+def test_an_evaluation_that_a_spent_budget_ends_is_not_recorded_and_runs_again(
+    config: Config, one_rank: None, stopped: ControlClient
+):
+    engines: Any = Engines()
+    evaluation = EvaluationScheduler(config, stopped, MLflowTracker(config, None, str), restart_epoch=0, version=0)
+    evaluation.run_before_training(0, engines)
+    assert result_files.read_evaluations(config.run_folder) == []
+    assert evaluation_queue.current_request(stopped) is None
+    assert not evaluation._has_result_before()
+
+
+def test_the_evaluation_of_a_checkpoint_ends_without_a_result_when_the_budget_is_spent(
+    config: Config, stopped: ControlClient
+):
+    config.judge.budget.calls_per_hour = 12
+    evaluation = CheckpointEvaluation(config, EvaluatedCheckpoint(Path("model"), is_megatron=False, version=0))
+    outcome = evaluation.run(stopped, lambda: None, lambda progress: None)
+    assert outcome == BUDGET_SPENT
+    assert "has no result, because its verdicts need more than judge.budget (calls_per_hour=12); raise it" in (
+        evaluation.describe_outcome(outcome)
+    )
+    assert evaluation.describe_outcome("failed: rollout-0") == "failed: rollout-0"
+    assert result_files.read_evaluations(config.run_folder) == []
 
 
 def test_without_workers_an_evaluation_ends_at_its_time_limit_and_during_training_at_once(

@@ -22,15 +22,16 @@ from megatron_webrl.control.control_plane import ControlClient, serve
 from megatron_webrl.evaluation import evaluation_queue
 from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, ResultCollector
 from megatron_webrl.farm.client import RemoteSession
-from megatron_webrl.judge.budget import LocalMeter
+from megatron_webrl.judge.budget import BudgetSpent, LocalMeter
 from megatron_webrl.model.processor import Processor, decode_image
 from megatron_webrl.rollout.demonstrations import ScriptedGenerator
 from megatron_webrl.rollout.episode_runner import EpisodeRunner
 from megatron_webrl.rollout.evaluator import Evaluator, FixedTemperature, run_evaluation_episode
 from megatron_webrl.rollout.generator import Generation
 from megatron_webrl.tasks.source import HELD_OUT_SEEDS
-from megatron_webrl.types import FAULT_OUTCOMES
+from megatron_webrl.types import BUDGET_SPENT, FAULT_OUTCOMES
 from tests.farm.servers import browser_of, config_for, server_processes, until
+from tests.rollout.held_evaluator import HeldEvaluator
 from tests.trajectories import trajectory
 
 LIMIT = 120.0
@@ -184,3 +185,29 @@ async def test_a_result_counts_the_requests_of_its_episode_that_no_recording_ans
     request = EvaluationRequest(1, "during", tasks=1, samples=1, temperature=0.5, version=1)
     found = await run_evaluation_episode(Config(), runner, AsyncMock(), request, 0, "rollout-0.1")
     assert found.not_recorded_requests == 3
+
+
+async def test_a_spent_budget_ends_the_job_and_leaves_the_evaluation_incomplete(
+    config: Config, control: ControlClient
+) -> None:
+    processor, spent = Processor.load(config.model.path), HeldEvaluator(BudgetSpent("5 calls this hour"))
+    engine: Any = ScriptedEngine(config, processor)
+    verdicts: Any = spent
+    async with EpisodeRunner.open(config, processor, "rollout-0", LocalMeter(config.judge.budget)) as episodes:
+        evaluator = Evaluator(config, control, engine, replace(episodes, evaluator=verdicts), "rollout-0.1")
+        request = EvaluationRequest(1, "during", tasks=4, samples=1, temperature=0.5, version=1)
+        evaluation_queue.submit_request(control, request)
+        collector = ResultCollector(control, request)
+        spent.permitted.set()
+
+        def stopped() -> bool:
+            evaluator.poll()
+            return control.stop_requested()
+
+        await until(stopped, "the end of the job", LIMIT)
+        assert control.requested_outcome() == BUDGET_SPENT
+        for _ in range(3):
+            evaluator.poll()
+        assert not collector.poll()
+        assert (collector.missing_count, spent.waiting) == (4, 1)  # no episode was claimed after that
+        await evaluator.close()
