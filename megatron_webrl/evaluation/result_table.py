@@ -12,13 +12,13 @@ from megatron_webrl.types import BLOCKED
 
 COLUMN_NAMES = {"blank_images": "blank\nimages", "checkpoint": "success"}
 LEGEND = (
-    "success of judged episodes with its 95 % interval (Wilson), in percent; masked: episodes that a crash, an error "
-    "or a time limit ended, or that were never run; they count neither way"
+    "success of episodes with a verdict, with its 95 % interval (Wilson), in percent; masked: episodes without one, "
+    "that a blocked page, a crash, an error or a time limit ended, or that were never run; they count neither way"
 )
 
 
 def evaluation_table(lines: Sequence[Mapping[str, Any]]) -> Table:
-    """Success of several evaluations of the same tasks side by side: one row per environment, and the total."""
+    """Success of judged episodes in several evaluations of the same tasks: a row per environment, and the total."""
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_footer=True)
     table.add_column("task", footer="all", overflow="fold")
     for line in lines:
@@ -41,23 +41,25 @@ def evaluation_table(lines: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def format_rates(line: Mapping[str, Any]) -> str:
-    """Both success rates of an evaluation, and who judged, in one line."""
+    """The success rates of an evaluation, of all episodes first, and who judged, in one line."""
+    kind = line["kind"].replace("_", " ")
     requested = line["episodes"] + _no_verdict(line) + line["missing"]
     blocked = line["no_verdict"].get(BLOCKED, 0)
     cost = f", {line['judge_dollars']:.2f} dollars" if line["judge_dollars"] else ""
     return (
-        f"success: {line['success'] or 0:.1%} of {line['episodes']} episodes with a verdict, "
-        f"{line['success_of_all']:.1%} of all {requested}; {blocked} blocked by their website "
-        f"(evaluator: {', '.join(line['evaluators']) or 'none'}{cost})"
+        f"{kind}: success {line['success_of_all']:.1%} of all {requested} episodes, "
+        f"{_percent(line['success_of_reached'])} of {requested - blocked} reached, "
+        f"{_percent(line['success_of_judged'])} of {line['episodes']} with a verdict; "
+        f"{blocked} blocked by their website (evaluator: {', '.join(line['evaluators']) or 'none'}{cost})"
     )
 
 
 def format_success(entry: Mapping[str, Any] | None) -> str:
-    """Success rate with its interval, in percent."""
-    if entry is None or entry["success"] is None:
+    """Success rate of episodes with a verdict and its interval, in percent."""
+    if entry is None or entry["success_of_judged"] is None:
         return "-"
     low, high = entry["interval"]
-    return f"{entry['success']:.0%} ({100 * low:.0f}-{100 * high:.0f})"
+    return f"{entry['success_of_judged']:.0%} ({100 * low:.0f}-{100 * high:.0f})"
 
 
 def format_difference(name: str, gain: Mapping[str, Any]) -> str:
@@ -67,6 +69,10 @@ def format_difference(name: str, gain: Mapping[str, Any]) -> str:
         f"{name}: {100 * gain['mean']:+.1f} points, 95 % interval {low:+.1f} to {high:+.1f} "
         f"(paired bootstrap over {gain['tasks']} tasks)"
     )
+
+
+def _percent(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate:.1%}"
 
 
 def _no_verdict(entry: Mapping[str, Any]) -> int:

@@ -1,6 +1,7 @@
 """Statistics of evaluation results, with confidence intervals. Pure functions; docs/evaluation.md has the definitions.
 
-The success rate is that of episodes with a verdict; others (a crash, an error, a time limit) are counted by reason.
+Success is a share of all requested episodes, of those whose website was reached, and of those with a verdict; episodes
+without one (a blocked page, a crash, an error, a time limit) are counted by reason.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 
 from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, EvaluationResult
 from megatron_webrl.system.text import metric_label
+from megatron_webrl.types import BLOCKED
 
 Z_95 = 1.959963984540054  # half-width of a two-sided 95 % interval of the normal distribution, in standard deviations
 BOOTSTRAP_RESAMPLES = 10_000
@@ -52,10 +54,14 @@ def aggregate_results(
     request: EvaluationRequest, results: Iterable[EvaluationResult], seconds: float, restart_epoch: int = 0
 ) -> dict[str, Any]:
     """A line of evaluations.jsonl: success with its interval in total, by environment, difficulty and source. Episodes
-    without a result count as missing; `seconds` is the wall-clock time of the evaluation. `success` is of episodes with
-    a verdict; `success_of_all` of all requested ones: blocked, masked and missing episodes count as no success.
+    without a result count as missing; `seconds` is the wall-clock time of the evaluation.
+
+    Successes as a share: `success_of_all` of all requested episodes, `success_of_reached` of all but those that their
+    website blocked, `success_of_judged` of those with a verdict. A rate of no episode is None.
     """
     results = list(results)
+    outcomes = Counter(result.outcome for result in results)
+    reached = request.episodes - outcomes[BLOCKED]
     versions = [version for result in results if result.versions for version in result.versions]
     return {
         "kind": request.kind,
@@ -67,7 +73,8 @@ def aggregate_results(
         "temperature": request.temperature,
         **_statistics(results),
         "missing": request.episodes - len(results),
-        "success_of_all": sum(result.outcome == "success" for result in results) / max(1, request.episodes),
+        "success_of_all": outcomes["success"] / max(1, request.episodes),
+        "success_of_reached": outcomes["success"] / reached if reached else None,
         "evaluators": sorted({result.evaluator for result in results if result.evaluator}),
         "judge_dollars": sum(result.judge_dollars for result in results),
         "not_recorded_requests": sum(result.not_recorded_requests for result in results),
@@ -86,14 +93,17 @@ def mlflow_metrics(line: Mapping[str, Any]) -> dict[str, float]:
     names = ("steps_mean", "response_tokens_mean", "seconds_mean", "success_of_all", "judge_dollars")
     metrics = {name: line[name] for name in (*names, "missing", "not_recorded_requests", "wall_seconds")}
     metrics |= {"episodes": line["episodes"], "no_verdict": sum(line["no_verdict"].values())}
+    if line["success_of_reached"] is not None:
+        metrics["success_of_reached"] = line["success_of_reached"]
     if line["interval"] is not None:
         low, high = line["interval"]
-        metrics |= {"success": line["success"], "success_low": low, "success_high": high}
+        rates = {"": line["success_of_judged"], "_low": low, "_high": high}
+        metrics |= {f"success_of_judged{end}": rate for end, rate in rates.items()}
     for name in ("pass_at", "success_within"):
         metrics |= {f"{name}/{number}": value for number, value in line[name].items()}
     for part in (line["environments"], line["difficulties"]):
-        with_verdicts = {metric_label(name): entry for name, entry in part.items() if entry["success"] is not None}
-        metrics |= {f"success/{name}": entry["success"] for name, entry in with_verdicts.items()}
+        rates = {metric_label(name): entry["success_of_judged"] for name, entry in part.items()}
+        metrics |= {f"success_of_judged/{name}": rate for name, rate in rates.items() if rate is not None}
     return {f"{prefix}/{name}": float(value) for name, value in metrics.items()}
 
 
@@ -125,7 +135,7 @@ def _statistics(results: Sequence[EvaluationResult]) -> dict[str, Any]:
     interval = wilson_interval(success, len({result.index for result in judged})) if success is not None else None
     steps = sum(result.steps for result in judged)
     return {
-        "success": success,
+        "success_of_judged": success,
         "interval": list(interval) if interval else None,
         "episodes": len(judged),
         "no_verdict": dict(sorted(Counter(result.outcome for result in results if not result.has_verdict).items())),

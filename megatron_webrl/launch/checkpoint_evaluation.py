@@ -69,7 +69,8 @@ class CheckpointEvaluation:
         """Print the table of all evaluations, what they measure of the checkpoint, and where the results are."""
         console.print(result_table.evaluation_table(self.summaries))
         console.print(result_table.LEGEND, style="dim")
-        console.print(result_table.format_rates(self.summaries[0]), markup=False, highlight=False, soft_wrap=True)
+        for summary in self.summaries:
+            console.print(result_table.format_rates(summary), markup=False, highlight=False, soft_wrap=True)
         if count := self.summaries[0]["not_recorded_requests"]:
             console.print(f"requests that no recording answered (browser.replay): {count}", highlight=False)
         for entry in self.summaries[0]["pass_at"].items() if self.config.evaluation.samples > 1 else ():

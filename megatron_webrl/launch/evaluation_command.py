@@ -15,9 +15,8 @@ def add_eval(commands: Any) -> None:
         "eval",
         help="success rate of a checkpoint on held-out tasks",
         description="Run the agent with the weights of a checkpoint on held-out tasks, on this machine; "
-        "launch/slurm/eval.sh does so on several. Exit code 1: failed, episodes are missing, or judge.budget was spent; "
-        "2: bad input; "
-        "130: Ctrl-C. docs/evaluation.md",
+        "launch/slurm/eval.sh does so on several. Exit code 1: failed, episodes are missing, or judge.budget is spent; "
+        "2: bad input; 130: Ctrl-C. docs/evaluation.md",
         epilog="example: webrl eval runs/quickstart/checkpoints evaluation.episodes=50 --json result.json",
     )
     add_evaluation_arguments(evaluation)

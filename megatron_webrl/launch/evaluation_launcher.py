@@ -22,8 +22,8 @@ from megatron_webrl.tracking.dashboard import progress_bar
 def run_evaluation(checkpoint: EvaluatedCheckpoint, config: Config, console: Console, file: Path | None) -> int:
     """Evaluate, print a table, write JSON to `file` and metrics to MLflow; returns the exit code.
 
-    0: done; 1: failed, episodes are missing, or the judge's budget was spent; 130: interrupted. Raises ConfigError for an
-    unwritable file, a folder in use and incomplete weights.
+    0: done; 1: failed, episodes are missing, or the judge's budget is spent; 130: interrupted. Raises ConfigError for
+    an unwritable file, a folder in use and incomplete weights.
     """
     check_output_file(file)
     role_process.check_ended(config)

@@ -75,4 +75,4 @@ class EvaluationHost(ControlHost):
 def _success(progress: EvaluationProgress) -> str:
     """Success rate of the episodes so far, for the log; empty without a verdict."""
     outcomes = [result.outcome for result in progress.results.values() if result.has_verdict]
-    return f", success {outcomes.count('success') / len(outcomes):.1%} of {len(outcomes)}" if outcomes else ""
+    return f", success {outcomes.count('success') / len(outcomes):.1%} of {len(outcomes)} judged" if outcomes else ""

@@ -26,10 +26,12 @@ def print_final_report(folder: Path, console: Console, table: bool) -> None:
     if measured := [evaluation[kind] for kind in ("before", "after", "blank_images") if evaluation[kind]]:
         console.print(result_table.evaluation_table(measured))
         console.print(result_table.LEGEND, style="dim")
+        for line in measured:
+            console.print(result_table.format_rates(line), markup=False, highlight=False, soft_wrap=True)
     for name, label in (("gain", "gain of the run"), ("image_gain", "with screenshots over blank images")):
         if evaluation[name]:
-            line = result_table.format_difference(label, evaluation[name])
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            difference = result_table.format_difference(label, evaluation[name])
+            console.print(difference, markup=False, highlight=False, soft_wrap=True)
     if notable := page.notable_events(report):
         console.print(page.events_table(notable[-page.SHOWN_EVENTS :]))
     page.print_lines(report, console)

@@ -68,7 +68,7 @@ def _draw_success(axes: Axes, updates: Sequence[Update], evaluations: Sequence[M
     for kind, (colour, marker) in _EVALUATION_STYLES.items():
         shown = [line for line in evaluations if line["kind"] == kind and line["interval"] is not None]
         if shown:
-            versions, successes = [line["version"] for line in shown], [line["success"] for line in shown]
+            versions, successes = [line["version"] for line in shown], [line["success_of_judged"] for line in shown]
             low, high = zip(*(line["interval"] for line in shown), strict=True)
             axes.vlines(versions, low, high, colors=colour, linewidth=2, clip_on=False)
             axes.plot(

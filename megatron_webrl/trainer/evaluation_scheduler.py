@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.control_plane import ControlClient
-from megatron_webrl.evaluation import evaluation_queue, result_files
+from megatron_webrl.evaluation import evaluation_queue, result_files, result_table
 from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, ResultCollector
 from megatron_webrl.evaluation.results import aggregate_results, mlflow_metrics
 from megatron_webrl.tasks.evaluation_count import count_evaluation_tasks
@@ -159,14 +159,7 @@ class EvaluationScheduler:
         results = [collector.results[episode] for episode in sorted(collector.results)]
         line = aggregate_results(collector.request, results, seconds, self.restart_epoch)
         result_files.append_evaluation(self.config.run_folder, line, results)
-        log.info(
-            "evaluation %s of version %s: success %s of %d episodes in %.1f s",
-            line["kind"],
-            line["version"],
-            line["success"],
-            line["episodes"],
-            seconds,
-        )
+        log.info("evaluation of version %d in %.1f s: %s", line["version"], seconds, result_table.format_rates(line))
         if self.tracker is not None:
             self.tracker.log_metrics(mlflow_metrics(line), line["version"])
 

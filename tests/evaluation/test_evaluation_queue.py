@@ -195,11 +195,11 @@ def test_a_run_is_evaluated_before_during_and_after_training(address: tuple[str,
     worker.join(LIMIT)
     assert worker.kinds == ["before", "during", "after", "blank_images"]
     found = result_files.summarise(config.run_folder, 4)
-    assert [found[kind]["success"] for kind in ("before", "after", "blank_images")] == [0.0, 1.0, 0.0]
+    assert [found[kind]["success_of_judged"] for kind in ("before", "after", "blank_images")] == [0.0, 1.0, 0.0]
     assert (found["gain"]["mean"], found["image_gain"]["mean"]) == (1.0, 1.0)
     lines = result_files.read_evaluations(config.run_folder)
-    assert [(line["kind"], line["version"], line["success"]) for line in lines][1] == ("during", 1, 1 / 3)
-    history = tracker.client.get_metric_history(tracker.run_id, "evaluation/success/click-test")
+    assert [(line["kind"], line["version"], line["success_of_judged"]) for line in lines][1] == ("during", 1, 1 / 3)
+    history = tracker.client.get_metric_history(tracker.run_id, "evaluation/success_of_judged/click-test")
     assert {metric.step: metric.value for metric in history} == {0: 0.0, 1: 1 / 3, 4: 1.0}
 
     # A resume from version 1 keeps the evaluation before training, and drops those after version 1.
@@ -262,4 +262,4 @@ def test_without_workers_an_evaluation_ends_at_its_time_limit_and_during_trainin
     evaluation.poll_during_training(4)
     evaluation.run_after_training(4, engines)
     [line] = result_files.read_evaluations(config.run_folder)
-    assert (line["kind"], line["episodes"], line["missing"], line["success"]) == ("during", 0, 3, None)
+    assert (line["kind"], line["episodes"], line["missing"], line["success_of_judged"]) == ("during", 0, 3, None)

@@ -91,7 +91,7 @@ def test_episodes_without_a_verdict_and_missing_ones_count_neither_way():
     results = [result(0), result(1, "failure", environment="focus-text"), result(2, "browser_crashed")]
     line = aggregate_results(REQUEST, results, seconds=9.0, restart_epoch=2)
     assert json.loads(json.dumps(line)) == line
-    assert (line["success"], line["episodes"], line["no_verdict"], line["missing"]) == (
+    assert (line["success_of_judged"], line["episodes"], line["no_verdict"], line["missing"]) == (
         0.5,
         2,
         {"browser_crashed": 1},
@@ -101,7 +101,7 @@ def test_episodes_without_a_verdict_and_missing_ones_count_neither_way():
     assert interval is not None
     assert line["interval"] == list(interval)
     assert (line["steps_mean"], line["response_tokens_mean"], line["versions"]) == (2, 10, [3, 4])
-    assert {name: entry["success"] for name, entry in line["environments"].items()} == {
+    assert {name: entry["success_of_judged"] for name, entry in line["environments"].items()} == {
         "click-test": 1.0,
         "focus-text": 0.0,
     }
@@ -109,14 +109,17 @@ def test_episodes_without_a_verdict_and_missing_ones_count_neither_way():
     assert line["pass_at"] == {"1": 0.5}
 
 
-def test_both_rates_are_stated_of_episodes_with_a_verdict_and_of_all():
-    results = [replace(result(0), evaluator="rubric", judge_dollars=0.25), result(1, "failure"), result(2, "blocked")]
-    line = aggregate_results(REQUEST, results, seconds=1.0)
-    assert (line["success"], line["success_of_all"], line["evaluators"]) == (0.5, 0.25, ["rubric"])
-    assert mlflow_metrics(line)["evaluation/success_of_all"] == 0.25
+def test_success_is_stated_of_all_episodes_of_those_whose_website_was_reached_and_of_those_with_a_verdict():
+    outcomes = ["success", "failure", "blocked", "judge_error", "browser_crashed"]
+    results = [replace(result(i, each), evaluator="rubric", judge_dollars=0.25) for i, each in enumerate(outcomes)]
+    line = aggregate_results(replace(REQUEST, tasks=6), results, seconds=1.0)  # one is missing
+    rates = {"success_of_all": 1 / 6, "success_of_reached": 1 / 5, "success_of_judged": 1 / 2}
+    assert {name: line[name] for name in rates} == rates
+    assert {name: mlflow_metrics(line)[f"evaluation/{name}"] for name in rates} == rates
+    assert line["evaluators"] == ["rubric"]
     assert result_table.format_rates(line) == (
-        "success: 50.0% of 2 episodes with a verdict, 25.0% of all 4; 1 blocked by their website "
-        "(evaluator: rubric, 0.25 dollars)"
+        "before: success 16.7% of all 6 episodes, 20.0% of 5 reached, 50.0% of 2 with a verdict; "
+        "1 blocked by their website (evaluator: rubric, 1.25 dollars)"
     )
 
 
@@ -126,10 +129,17 @@ def test_requests_that_no_recording_answered_are_counted_over_all_episodes():
     assert line["not_recorded_requests"] == mlflow_metrics(line)["evaluation/not_recorded_requests"] == 5
 
 
+def test_an_evaluation_whose_websites_all_block_has_no_rate_of_those_reached():
+    line = aggregate_results(replace(REQUEST, tasks=1), [result(0, "blocked")], seconds=1.0)
+    assert (line["success_of_all"], line["success_of_reached"]) == (0.0, None)
+    assert "evaluation/success_of_reached" not in mlflow_metrics(line)
+    assert "0.0% of all 1 episodes, - of 0 reached, - of 0 with a verdict; 1 blocked" in result_table.format_rates(line)
+
+
 def test_without_verdicts_there_is_no_success_rate():
     line = aggregate_results(REQUEST, [result(0, "engine_error")], seconds=1.0)
-    assert (line["success"], line["interval"], line["episodes"], line["pass_at"]) == (None, None, 0, {})
-    assert "evaluation/success" not in mlflow_metrics(line)
+    assert (line["success_of_judged"], line["interval"], line["episodes"], line["pass_at"]) == (None, None, 0, {})
+    assert "evaluation/success_of_judged" not in mlflow_metrics(line)
     assert result_table.format_success(line) == "-"
     assert aggregate_results(REQUEST, [], seconds=1.0)["missing"] == 4
 
@@ -138,7 +148,7 @@ def test_samples_of_a_task_do_not_make_the_interval_narrower():
     request = replace(REQUEST, tasks=2, samples=3, temperature=1.0)
     results = [result(i, "success" if s <= i else "failure", sample=s) for i in range(2) for s in range(3)]
     line = aggregate_results(request, results, seconds=1.0)
-    assert line["success"] == 0.5
+    assert line["success_of_judged"] == 0.5
     interval = wilson_interval(0.5, 2)
     assert interval is not None
     assert line["interval"] == list(interval)
@@ -160,12 +170,12 @@ def test_success_within_a_number_of_steps_is_a_share_of_episodes_with_a_verdict(
 def test_mlflow_metrics_of_blank_images_have_a_prefix_of_their_own():
     line = aggregate_results(REQUEST, [result(0), result(1, "failure", environment="focus-text")], seconds=2.0)
     values = mlflow_metrics(line)
-    assert values["evaluation/success"] == 0.5
-    assert values["evaluation/success/focus-text"] == 0.0
-    assert values["evaluation/success_low"] == line["interval"][0]
+    assert values["evaluation/success_of_judged"] == 0.5
+    assert values["evaluation/success_of_judged/focus-text"] == 0.0
+    assert values["evaluation/success_of_judged_low"] == line["interval"][0]
     blank = mlflow_metrics(line | {"kind": "blank_images"})
-    assert blank["evaluation/blank_images/success"] == 0.5
-    assert "evaluation/success" not in blank
+    assert blank["evaluation/blank_images/success_of_judged"] == 0.5
+    assert "evaluation/success_of_judged" not in blank
 
 
 def test_the_summary_has_the_first_evaluation_before_and_those_of_the_last_version(tmp_path: Path):
@@ -185,7 +195,7 @@ def test_the_summary_has_the_first_evaluation_before_and_those_of_the_last_versi
     append("after", 1, "failure", "success")
     summary.write_summary(tmp_path, "finished", None)
     evaluation = summary.read_summary(tmp_path)["evaluation"]
-    assert (evaluation["before"]["version"], evaluation["after"]["success"]) == (0, 0.5)
+    assert (evaluation["before"]["version"], evaluation["after"]["success_of_judged"]) == (0, 0.5)
     assert evaluation["gain"]["mean"] == 0.5
     assert evaluation["image_gain"] is None
     # The run continues: version 1 is no longer the last one.
@@ -206,7 +216,7 @@ def test_a_run_without_updates_has_an_evaluation_after_training_of_version_0(tmp
         tmp_path, aggregate_results(replace(REQUEST, kind="after", version=0, tasks=1), results, 1.0), results
     )
     summary.write_summary(tmp_path, "finished", None)
-    assert summary.read_summary(tmp_path)["evaluation"]["after"]["success"] == 1.0
+    assert summary.read_summary(tmp_path)["evaluation"]["after"]["success_of_judged"] == 1.0
 
 
 def test_the_table_fits_a_terminal_of_80_columns():

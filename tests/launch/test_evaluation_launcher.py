@@ -94,7 +94,7 @@ def test_a_runs_checkpoint_is_evaluated_and_an_interrupt_leaves_no_process(run_f
     client = MlflowClient(f"sqlite:///{run_folder.parent / 'mlflow.db'}")
     [run] = client.search_runs([client.get_experiment_by_name("megatron_webrl").experiment_id])
     assert run.info.run_name == "trained-evaluation-version-000007"
-    assert run.data.metrics["evaluation/success"] == found["evaluation"]["success"]
+    assert run.data.metrics["evaluation/success_of_judged"] == found["evaluation"]["success_of_judged"]
     assert run.data.tags["checkpoint"] == found["checkpoint"]
     assert sorted(path.name for path in run_folder.iterdir()) == ["checkpoints", "config.yaml"]
     assert not left_by(process)

@@ -54,7 +54,7 @@ def test_a_job_trains_with_tensor_parallel_ranks_after_a_warm_start(job: Job):
     assert run.info.status == "FINISHED"
     assert run.data.metrics["reward_mean"] == summary["updates"][-1]["reward_mean"]
     assert run.data.params["trainer.tensor_parallel"] == "2"
-    assert run.data.metrics["evaluation/success"] == summary["evaluation"]["after"]["success"]
+    assert run.data.metrics["evaluation/success_of_judged"] == summary["evaluation"]["after"]["success_of_judged"]
     artifacts = {a.path for a in client.list_artifacts(run.info.run_id)}
     assert {"config.yaml", "summary.json", "trajectories"} <= artifacts
     pages = list((job.run_folder / "trajectories").glob("*.html"))

@@ -249,7 +249,7 @@ def test_the_first_node_collects_the_episodes_of_all_workers(host: Host, tmp_pat
     found: dict[str, Any] = json.loads((tmp_path / "result.json").read_text())
     assert found["checkpoint"] == str(tmp_path / "trained" / "checkpoints" / "version-000007")
     assert [each["index"] for each in found["episodes"]] == list(range(2 * TASKS))
-    assert (found["evaluation"]["success"], found["evaluation"]["missing"]) == (0.5, 0)
+    assert (found["evaluation"]["success_of_judged"], found["evaluation"]["missing"]) == (0.5, 0)
     assert f"job: checkpoint: {2 * TASKS} of {2 * TASKS} episodes, success 50.0% of {2 * TASKS}" in said
     assert f"job: results: {tmp_path / 'result.json'}" in said
     assert "click-test" in said

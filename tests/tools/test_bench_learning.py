@@ -25,8 +25,8 @@ def a_run(folder: Path, *, evaluated_before: bool = True) -> Path:
     ]  # fmt: skip
     gain = {"mean": 0.3, "interval": [0.2, 0.4], "tasks": 100}
     evaluation = {
-        "before": {"success": 0.4} if evaluated_before else None,
-        "after": {"success": 0.7},
+        "before": {"success_of_judged": 0.4} if evaluated_before else None,
+        "after": {"success_of_judged": 0.7},
         "gain": gain if evaluated_before else None,
         "image_gain": gain,
     }

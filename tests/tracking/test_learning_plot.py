@@ -23,7 +23,7 @@ def update(version: int, success: float | None) -> dict[str, Any]:
 
 def evaluation(kind: str, version: int, success: float | None) -> dict[str, Any]:
     interval = None if success is None else [success - 0.1, success + 0.1]
-    return {"kind": kind, "version": version, "success": success, "interval": interval}
+    return {"kind": kind, "version": version, "success_of_judged": success, "interval": interval}
 
 
 def test_each_kind_of_evaluation_has_a_dot_and_a_legend_entry():

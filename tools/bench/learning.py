@@ -107,8 +107,8 @@ def read_result(arm: str, seed: int, run: Path, before: float | None, seconds: f
     return ArmResult(
         arm=arm,
         seed=seed,
-        before=evaluation["before"]["success"] if evaluation["before"] else before,
-        after=evaluation["after"]["success"],
+        before=evaluation["before"]["success_of_judged"] if evaluation["before"] else before,
+        after=evaluation["after"]["success_of_judged"],
         gain=evaluation["gain"],
         pixels=evaluation["image_gain"],
         minutes=seconds / 60,
