@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 ROOT = Path(__file__).parents[2]
 PORT = "8017"  # of the judge, in the document and in the configuration
 FAULTS = "--faults 0.1 --retry-after 0.2"
-OUTAGE_SECONDS = 10.0
+OUTAGE_SECONDS = 30.0
 LIMIT = 1500.0
 
 
