@@ -1,4 +1,4 @@
-"""Values by name in sorted arrays: what a worker keeps of 100,000 tasks takes 3 MiB, in a dictionary 50 MiB."""
+"""Values by name in sorted arrays: pass rates of 100,000 tasks take 4 MiB, in a dictionary 20 MiB."""
 
 from __future__ import annotations
 

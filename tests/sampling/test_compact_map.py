@@ -33,7 +33,7 @@ def test_a_compact_map_holds_what_a_dictionary_would(changes: list[dict[str, flo
         assert sorted(found.names.tolist()) == found.names.tolist()
 
 
-def test_the_base_of_a_log_takes_a_tenth_of_what_a_dictionary_takes() -> None:
+def test_the_base_of_a_log_takes_a_quarter_of_what_a_dictionary_takes() -> None:
     tracemalloc.start()
     log = SamplerLog(100_000)
     log.add_folded(Entry(100_000, PASS, f"{number:016x}", [number / 100_000, 2]) for number in range(100_000))
