@@ -9,7 +9,6 @@ Combinations fail closed: an outcome that no evaluator decided masks the episode
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import importlib
 import inspect
 import logging
@@ -23,7 +22,7 @@ from megatron_webrl.config.judge import JudgeConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.budget import UsageMeter
 from megatron_webrl.judge.outcome import REGULAR_ENDS, answers_match, outcome, page_verdict
-from megatron_webrl.system.text import first_line, shorten
+from megatron_webrl.system.text import encodable, first_line, shorten
 from megatron_webrl.types import JUDGE_ERROR, TRAINABLE_OUTCOMES, Trajectory, Verdict
 
 log = logging.getLogger(__name__)
@@ -53,7 +52,6 @@ class EpisodeEvaluator:
 
     async def evaluate(self, trajectory: Trajectory) -> Verdict:
         """The verdict on an unjudged episode. An episode with another end than a regular one keeps its mask, unjudged.
-
         Raises BudgetSpent; a judge without a usable reply masks the episode instead.
         """
         started = time.monotonic()
@@ -160,7 +158,7 @@ def _by_answer(name: str, equal: Callable[[str, str], bool]) -> Evaluate:
 
 def _by_judge(judge: Callable[[Trajectory], Awaitable[Verdict]]) -> Evaluate:
     async def evaluate(trajectory: Trajectory) -> Opinion:
-        verdict = await judge(trajectory)
+        verdict = _encodable(await judge(trajectory))
         return Opinion(verdict, verdict.outcome != JUDGE_ERROR)
 
     return evaluate
@@ -187,9 +185,15 @@ def _by_function(path: str, function: Callable[[Trajectory], Any]) -> Evaluate:
     return evaluate
 
 
+def _encodable(verdict: Verdict) -> Verdict:
+    """The verdict with texts that pages and files can hold; models and functions of the user can write any."""
+    stages = tuple(replace(stage, text=encodable(stage.text)) for stage in verdict.stages)
+    return replace(verdict, reason=encodable(verdict.reason), stages=stages)
+
+
 def _opinion(path: str, found: Any) -> Opinion:
     if isinstance(found, Verdict):
-        return Opinion(dataclasses.replace(found, evaluator=path), found.outcome in TRAINABLE_OUTCOMES)
+        return Opinion(_encodable(replace(found, evaluator=path)), found.outcome in TRAINABLE_OUTCOMES)
     if found is None:
         return Opinion(Verdict(NO_DECISION, evaluator=path), False)
     if isinstance(found, bool):

@@ -26,6 +26,11 @@ def shorten_middle(text: str, limit: int) -> str:
     return f"{text[:head]} ... ({count_noun(missing, 'character')} left out) ... {text[head + missing :]}"
 
 
+def encodable(text: str) -> str:
+    """The text with "?" for each lone surrogate, which JSON can express but no encoding can."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def metric_label(text: str) -> str:
     """The text as one part of a metric name: what is no letter, digit, underscore or dot becomes "-"; never empty."""
     return re.sub(r"[^\w.]+", "-", text).strip("-.") or "unnamed"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,13 @@ from megatron_webrl.config.judge import BudgetConfig, JudgeConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.budget import LocalMeter
 from megatron_webrl.judge.evaluation import open_evaluator
+from megatron_webrl.ring.record import decode_trajectory, encode_trajectory
+from megatron_webrl.tracking.trajectory_page import write_trajectory_page
 from megatron_webrl.types import Trajectory, Verdict
 from tests.judge.support import ScriptedOracle, episode, judging
+from tools.judge_endpoint import server
+
+HALF = "broken \ud83d text"  # half of a surrogate pair
 
 
 async def verdict_of(trajectory: Trajectory, *evaluators: str, combine: str = "first") -> Verdict:
@@ -58,6 +65,10 @@ def says_verdict(trajectory: Trajectory) -> Verdict:
     return Verdict("failure", "mine", reason="because", dollars=0.5)
 
 
+def says_half_a_character(trajectory: Trajectory) -> Verdict:
+    return Verdict("failure", "mine", reason=HALF)
+
+
 @pytest.mark.parametrize("end", ["browser_error", "engine_error", "episode_timeout", "context_overflow", "aborted"])
 async def test_an_episode_with_a_fault_is_never_judged(end: str):
     verdict = await verdict_of(episode(end_reason=end, page_reward=1.0), "page", here("says_yes"), combine="any")
@@ -97,6 +108,22 @@ async def test_answers_are_compared_with_the_reference(
 async def test_a_function_by_import_path_decides(name: str, expected: str):
     verdict = await verdict_of(episode(), here(name))
     assert (verdict.outcome, verdict.evaluator) == (expected, here(name))
+
+
+@pytest.mark.parametrize("evaluator", ["judge", here("says_half_a_character")])
+async def test_half_a_character_in_a_verdict_reaches_page_and_record_as_a_question_mark(
+    evaluator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(server, "REASON", HALF)
+    async with judging(ScriptedOracle({"supported": False}), {"evaluators": [evaluator]}) as (evaluate, _):
+        verdict = await evaluate.evaluate(episode())
+    assert verdict.outcome == "failure"
+    texts = [verdict.reason, *(stage.text for stage in verdict.stages)]
+    assert ["broken ? text" in text for text in texts] == [True] * len(texts)
+    judged = replace(episode(), verdict=verdict)
+    write_trajectory_page(tmp_path / "page.html", judged, str)
+    assert "broken ? text" in (tmp_path / "page.html").read_text()
+    assert decode_trajectory(b"".join(encode_trajectory(judged))).verdict == verdict
 
 
 async def test_a_function_may_return_a_verdict():
