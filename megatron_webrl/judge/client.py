@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 SLOTS = ("verdict", "blocked", "relevance")
 FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS = 0.25, 15.0
+MAX_RETRY_AFTER_SECONDS = 300.0  # an endpoint that asks for more is tried again after this
 IMAGE_TOKENS = 1_500  # estimate, for reservations; an endpoint reports what it counted
 CHARS_PER_TOKEN = 3  # estimate, for reservations
 TRANSIENT_STATUS = frozenset({408, 409, 425, 429})  # and all of 500 and above
@@ -270,16 +271,15 @@ def _open_endpoint(model: JudgeModel, settings: JudgeConfig) -> _Endpoint:
 
 
 def _delay(state: RetryCallState) -> float:
-    """Retry-After and a random second, or an exponential delay of which half is random."""
+    """An exponential delay of which half is random; at least Retry-After and a random second."""
     fault = state.outcome.exception() if state.outcome else None
     asked = fault.retry_after if isinstance(fault, _Transient) else None
-    if asked is not None:
-        return asked + random.random() * min(1.0, max(0.1, asked))
-    return _BACKOFF(state) * (0.5 + random.random() / 2)
+    backoff = _BACKOFF(state) * (0.5 + random.random() / 2)
+    return backoff if asked is None else max(backoff, asked + random.random() * min(1.0, max(0.1, asked)))
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds of Retry-After, which is a number or a date; None without a valid one."""
+    """Seconds of Retry-After, a number or a date, at most MAX_RETRY_AFTER_SECONDS; None without a valid one."""
     text = headers.get("retry-after", "")
     try:
         seconds = float(text)
@@ -288,7 +288,7 @@ def _retry_after(headers: Mapping[str, str]) -> float | None:
             seconds = parsedate_to_datetime(text).timestamp() - time()
         except ValueError:
             return None
-    return max(0.0, seconds) if math.isfinite(seconds) else None
+    return min(max(0.0, seconds), MAX_RETRY_AFTER_SECONDS) if math.isfinite(seconds) else None
 
 
 def _text_chars(body: Mapping[str, Any]) -> int:

@@ -210,11 +210,23 @@ async def test_odd_responses_mask_the_episode(status: int, body: str, kind: str,
 
 @pytest.mark.parametrize(
     ("text", "low", "high"),
-    [("2", 2, 2), ("0.5", 0.5, 0.5), ("-3", 0, 0), ("Wed, 21 Oct 2065 07:28:00 GMT", 1e9, 2e9),
+    [("2", 2, 2), ("0.5", 0.5, 0.5), ("-3", 0, 0), ("Wed, 21 Oct 2065 07:28:00 GMT", 300, 300), ("86400", 300, 300),
      ("Wed, 21 Oct 2015 07:28:00 GMT", 0, 0)],
 )  # fmt: skip
 def test_retry_after_is_a_number_or_a_date(text: str, low: float, high: float):
     assert low <= (judge_client._retry_after({"retry-after": text}) or 0) <= high
+
+
+@pytest.mark.parametrize("asked", ["0", "Wed, 21 Oct 2015 07:28:00 GMT"])
+async def test_a_retry_after_that_is_over_leaves_the_back_off_as_it_is(asked: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(judge_client, "_BACKOFF", lambda state: 0.5)
+    async with (
+        answering(503, "", **{"Retry-After": asked}) as url,
+        open_evaluator(settings(url, deadline_seconds=3.0), LocalMeter(BudgetConfig())) as evaluator,
+    ):
+        verdict = await evaluator.evaluate(episode(None))
+    assert (verdict.outcome, verdict.reason) == ("judge_error", "blocked: server_error")
+    assert 1 < verdict.calls <= 13  # 0.25 s apart at least
 
 
 @pytest.mark.parametrize("text", ["", "soon", "nan", "inf"])
