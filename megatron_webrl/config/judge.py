@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from megatron_webrl.config.setting import setting
 
 
+def _check_url(url: str) -> str:
+    """Addresses are logged and saved with the configuration: one with a secret is refused, and not repeated."""
+    if "@" in url or "?" in url or "#" in url:
+        return (
+            " must hold no user, password, query or fragment, since it is logged; expected an address such as "
+            "http://host:8000/v1, and the key in the variable that key_variable names"
+        )
+    if url and not re.match(r"https?://[^/\s]", url):
+        return f"={url} is not an endpoint; expected an address such as http://host:8000/v1"
+    return ""
+
+
+def _check_key_variable(name: str) -> str:
+    """The value is not repeated: it may be the key itself."""
+    if name and not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+        return (
+            " is not the name of an environment variable (letters, digits, underscores); put the key into a variable, "
+            "and its name here"
+        )
+    return ""
+
+
 @dataclass
 class JudgeModelConfig:
     name: str = setting("", "Model name at the endpoint; empty: that of judge.verdict.")
-    url: str = setting("", "OpenAI-compatible endpoint, such as http://node7:8000/v1; empty: that of judge.verdict.")
+    url: str = setting(
+        "",
+        "OpenAI-compatible endpoint, such as http://node7:8000/v1; empty: that of judge.verdict.",
+        check=_check_url,
+    )
     key_variable: str = setting(
-        "", "Environment variable with the key of the endpoint; empty: that of judge.verdict if url is empty, too."
+        "",
+        "Environment variable with the key of the endpoint; empty: that of judge.verdict if url is empty, too.",
+        check=_check_key_variable,
     )
     input_price: float = setting(
         0.0, "US dollars for a million prompt tokens; without a name of its own, the prices of judge.verdict.", low=0

@@ -17,6 +17,8 @@ def check_limits(config: Any, prefix: str) -> None:
             continue
         if limit.get("choices") and value not in limit["choices"]:
             raise ConfigError(f"{key}={value!r} is not one of {', '.join(limit['choices'])}")
+        if limit.get("check") and (problem := limit["check"](value)):
+            raise ConfigError(f"{key}{problem}")
         for name, broken, words in (
             ("low", lambda v, b: not v >= b, "must be at least"),
             ("high", lambda v, b: not v <= b, "must be at most"),

@@ -6,9 +6,12 @@ from dataclasses import field
 from typing import Any
 
 
-def setting(default: Any, help: str, *, low=None, high=None, above=None, choices=None) -> Any:
-    """A configuration field: default, meaning, and inclusive limits (`above` is exclusive)."""
-    limits = {"help": help, "low": low, "high": high, "above": above, "choices": choices}
+def setting(default: Any, help: str, *, low=None, high=None, above=None, choices=None, check=None) -> Any:
+    """A configuration field: default, meaning, and inclusive limits (`above` is exclusive).
+
+    `check` returns what is wrong with a value, to follow the setting's name in a message; empty if nothing is.
+    """
+    limits = {"help": help, "low": low, "high": high, "above": above, "choices": choices, "check": check}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=limits)
     return field(default=default, metadata=limits)

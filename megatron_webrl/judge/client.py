@@ -10,7 +10,7 @@ import os
 import random
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
 from time import time
 from typing import Any
@@ -19,6 +19,7 @@ import openai
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
 
 from megatron_webrl.config.judge import JudgeConfig, JudgeModelConfig
+from megatron_webrl.config.limits import check_limits
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.budget import Usage, UsageMeter
 from megatron_webrl.judge.replies import UnusableReply
@@ -31,6 +32,8 @@ FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS = 0.25, 15.0
 MAX_RETRY_AFTER_SECONDS = 300.0  # an endpoint that asks for more is tried again after this
 IMAGE_TOKENS = 1_500  # estimate, for reservations; an endpoint reports what it counted
 CHARS_PER_TOKEN = 3  # estimate, for reservations
+MIN_SECRET_CHARS = 8  # a shorter key is a placeholder, such as that of a local server; replacing it would spoil texts
+MAX_TOKEN_COUNT = 10**9  # a reported count above it is taken for none
 TRANSIENT_STATUS = frozenset({408, 409, 425, 429})  # and all of 500 and above
 _QUIET_LOGGERS = ("openai", "httpx", "httpx2", "httpcore", "httpcore2")  # at DEBUG they name URLs, headers and bodies
 _BACKOFF = wait_exponential(FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS)
@@ -121,7 +124,8 @@ class JudgeClient:
     """Sends requests of all verdicts of a process. An async context manager."""
 
     def __init__(self, settings: JudgeConfig, meter: UsageMeter) -> None:
-        """Raises ConfigError for a missing model, endpoint or key."""
+        """Raises ConfigError for a missing model, endpoint or key, and for settings beyond their limits."""
+        check_limits(settings, "judge.")
         for name in _QUIET_LOGGERS:
             logger = logging.getLogger(name)
             logger.setLevel(max(logger.level, logging.WARNING))
@@ -132,6 +136,7 @@ class JudgeClient:
         for model in self.models.values():
             if (model.url, model.key_variable) not in self._endpoints:
                 self._endpoints[model.url, model.key_variable] = _open_endpoint(model, settings)
+        self._secrets = [_pattern(e.key) for e in self._endpoints.values() if len(e.key) >= MIN_SECRET_CHARS]
 
     async def __aenter__(self) -> JudgeClient:
         return self
@@ -143,6 +148,12 @@ class JudgeClient:
     def mode(self, slot: str) -> str:
         """How replies of a slot's endpoint are constrained: one of replies.MODES."""
         return self._endpoint(slot).mode
+
+    def redact(self, text: str) -> str:
+        """The text with "***" for each key. Every text of an endpoint passes through here before anything cuts it."""
+        for secret in self._secrets:
+            text = secret.sub("***", text)
+        return text
 
     async def complete(
         self, slot: str, body: Mapping[str, Any], images: int, deadline: float, spending: Spending, faults: list[str]
@@ -200,11 +211,11 @@ class JudgeClient:
             content = await self._post(endpoint, {**body, "model": model.name})
             completion, actual = _read(content, model, estimate)
             if completion is None:
-                raise UnusableReply("unparsable_response", content[:1000].decode("utf-8", "replace"))
+                raise UnusableReply("unparsable_response", self.redact(content.decode("utf-8", "replace")))
             spending.prompt_tokens += completion.prompt_tokens
             spending.response_tokens += completion.response_tokens
             spending.dollars += actual.dollars
-            return completion
+            return replace(completion, content=self.redact(completion.content))
         except (_Transient, RequestFailed, SchemaRefused) as fault:
             if getattr(fault, "name", "") != "timeout":
                 actual = Usage(calls=1)
@@ -234,8 +245,7 @@ class JudgeClient:
             if status == 429 and retry_after:
                 endpoint.not_before = max(endpoint.not_before, loop.time() + retry_after)
             return _Transient("rate_limited" if status == 429 else "server_error", retry_after)
-        text = shorten(" ".join(error.response.text.split()), 300)
-        text = text.replace(endpoint.key, "***") if endpoint.key else text
+        text = shorten(self.redact(" ".join(error.response.text.split())), 300)
         if status in (400, 422) and schema and self._settings.structured == "auto" and "response_format" in text:
             endpoint.mode = "line"
             log.warning("the judge's endpoint %s refuses response_format; replies end with an exact line instead",
@@ -252,14 +262,15 @@ class JudgeClient:
 
 
 def _open_endpoint(model: JudgeModel, settings: JudgeConfig) -> _Endpoint:
-    key = os.environ.get(model.key_variable, "") if model.key_variable else ""
-    if model.key_variable and not key:
+    key = os.environ.get(model.key_variable, "").strip() if model.key_variable else ""
+    if model.key_variable and not key:  # without the name: it may be a key
         raise ConfigError(
-            f"{model.key_variable} is not set; it must hold the key of {model.url} (judge.*.key_variable)"
+            f"judge.*.key_variable names an environment variable that is not set; it must hold the key of {model.url}"
         )
-    if not re.match(r"https?://[^/\s]", model.url):
+    if not (key.isascii() and key.isprintable()):
         raise ConfigError(
-            f"judge.*.url={model.url} is not an endpoint; expected an address such as http://host:8000/v1"
+            f"the key of {model.url} has characters that no header can hold (judge.*.key_variable names its "
+            "environment variable); copy it again"
         )
     try:
         client = openai.AsyncOpenAI(
@@ -268,6 +279,11 @@ def _open_endpoint(model: JudgeModel, settings: JudgeConfig) -> _Endpoint:
     except Exception as error:
         raise ConfigError(f"judge.*.url={model.url} is not an endpoint: {type(error).__name__}") from None
     return _Endpoint(client, key, "line" if settings.structured == "line" else "schema")
+
+
+def _pattern(key: str) -> re.Pattern[str]:
+    """Matches a key, also where JSON has escaped some of its characters by a backslash."""
+    return re.compile(r"\\*".join(map(re.escape, key)))
 
 
 def _delay(state: RetryCallState) -> float:
@@ -312,7 +328,7 @@ def _read(content: bytes, model: JudgeModel, estimate: Usage) -> tuple[Completio
         return None, estimate
     usage = found.get("usage")
     counts = [usage.get(key) for key in ("prompt_tokens", "completion_tokens")] if isinstance(usage, dict) else [None]
-    known = len(counts) == 2 and all(type(count) is int and count >= 0 for count in counts)
+    known = len(counts) == 2 and all(type(count) is int and 0 <= count <= MAX_TOKEN_COUNT for count in counts)
     prompt, response = (counts[0], counts[1]) if known else (0, 0)
     completion = Completion(text if isinstance(text, str) else "", reason if isinstance(reason, str) else None,
                             prompt or 0, response or 0)  # fmt: skip

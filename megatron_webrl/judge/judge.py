@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+import traceback
 
 from megatron_webrl.config.judge import JudgeConfig
-from megatron_webrl.judge.budget import UsageMeter, check_prices
+from megatron_webrl.judge.budget import BudgetSpent, UsageMeter, check_prices
 from megatron_webrl.judge.cache import ReplyCache
 from megatron_webrl.judge.client import JudgeClient
 from megatron_webrl.judge.episode_view import EpisodeView
@@ -16,6 +18,8 @@ from megatron_webrl.judge.protocols.catalog import PROTOCOLS
 from megatron_webrl.judge.questions import Asker, Undecided
 from megatron_webrl.system.text import shorten
 from megatron_webrl.types import JUDGE_ERROR, Trajectory, Verdict
+
+log = logging.getLogger(__name__)
 
 MAX_REASON_CHARS = 300
 
@@ -42,7 +46,7 @@ class Judge:
     async def judge(self, trajectory: Trajectory) -> Verdict:
         """The verdict on an episode with a regular end; masked as judge_error without usable answers.
 
-        Raises BudgetSpent.
+        Raises BudgetSpent, JobEnded, JobFailed. Any other exception masks the episode, too, and is logged.
         """
         started = time.monotonic()
         deadline = asyncio.get_running_loop().time() + self._settings.deadline_seconds
@@ -51,6 +55,10 @@ class Judge:
             finding = await self._protocol.judge(EpisodeView.of(trajectory), asker)
         except Undecided as error:
             finding = Finding(JUDGE_ERROR, str(error))
+        except BudgetSpent:
+            raise
+        except Exception as error:  # of an episode or a reply that nobody foresaw; the worker must not end
+            finding = self._masked(trajectory, error)
         spending = asker.spending
         return Verdict(
             outcome=finding.outcome, evaluator="judge", protocol=self._protocol.name, prompts=self._prompts.digest,
@@ -58,3 +66,13 @@ class Judge:
             calls=spending.calls, prompt_tokens=spending.prompt_tokens, response_tokens=spending.response_tokens,
             dollars=spending.dollars, seconds=time.monotonic() - started,
         )  # fmt: skip
+
+    def _masked(self, trajectory: Trajectory, error: Exception) -> Finding:
+        """The mask of an unexpected exception; raises one that says that the job is over."""
+        from megatron_webrl.control.control_plane import JobEnded, JobFailed  # imports torch, which takes seconds
+
+        if isinstance(error, JobEnded | JobFailed):
+            raise error
+        trace = self._client.redact("".join(traceback.format_exception(error)))
+        log.error("the judge failed on ticket %d, index %d:\n%s", trajectory.ticket, trajectory.index, trace)
+        return Finding(JUDGE_ERROR, f"{type(error).__name__} in the judge")

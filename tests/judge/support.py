@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from aiohttp import web
 
 from megatron_webrl.config.judge import BudgetConfig, JudgeConfig, JudgeModelConfig
 from megatron_webrl.judge.budget import LocalMeter
@@ -80,6 +81,20 @@ def settings(url: str, **chosen: Any) -> JudgeConfig:
 async def endpoint_of(oracle: Any, **options: Any) -> AsyncIterator[tuple[str, Endpoint]]:
     async with serve_endpoint(EndpointOptions(oracle, **options)) as served:
         yield served
+
+
+@asynccontextmanager
+async def serving(handle: Callable[[web.Request], Awaitable[web.Response]]) -> AsyncIterator[str]:
+    """The URL of an endpoint that answers requests by a function."""
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    finally:
+        await runner.cleanup()
 
 
 @asynccontextmanager

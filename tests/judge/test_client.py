@@ -18,7 +18,7 @@ from megatron_webrl.judge import client as judge_client
 from megatron_webrl.judge.budget import LocalMeter
 from megatron_webrl.judge.evaluation import open_evaluator
 from megatron_webrl.types import Verdict
-from tests.judge.support import KEY_VARIABLE, ScriptedOracle, endpoint_of, episode, judging, settings
+from tests.judge.support import KEY_VARIABLE, ScriptedOracle, endpoint_of, episode, judging, serving, settings
 from tools.judge_endpoint.faults import FAULTS, TRANSPORT, FaultPlan
 from tools.judge_endpoint.server import EndpointOptions, serve_endpoint
 
@@ -171,16 +171,8 @@ async def answering(status: int, body: str, kind: str = "application/json", **he
     async def handle(request: web.Request) -> web.Response:
         return web.Response(status=status, text=body, content_type=kind, headers=headers)
 
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    finally:
-        await runner.cleanup()
+    async with serving(handle) as url:
+        yield url
 
 
 @pytest.mark.parametrize(
@@ -193,6 +185,8 @@ async def answering(status: int, body: str, kind: str = "application/json", **he
         (200, '{"choices": [{"message": {"content": "a", "refusal": "no"}, "finish_reason": "stop"}]}',
          "application/json", "refusal"),
         (200, '{"error": {"message": "out of credits"}}', "application/json", "unparsable_response"),
+        (200, '{"choices": [{"message": {"content": ""}, "finish_reason": "stop"}], "usage": {"prompt_tokens": 1%s, '
+         '"completion_tokens": 1}}' % ("0" * 400), "application/json", "empty"),
         (401, '{"error": {"message": "Incorrect API key"}}', "application/json", "refused_request"),
         (404, "no such model", "text/plain", "refused_request"),
         (413, "too large", "text/plain", "refused_request"),
@@ -239,7 +233,7 @@ def test_an_invalid_retry_after_is_ignored(text: str):
     [
         (JudgeModelConfig("", "http://x/v1"), "judge.verdict.name is empty"),
         (JudgeModelConfig("m", ""), "judge.verdict.url is empty"),
-        (JudgeModelConfig("m", "http://x/v1", KEY_VARIABLE), f"{KEY_VARIABLE} is not set"),
+        (JudgeModelConfig("m", "http://x/v1", KEY_VARIABLE), "names an environment variable that is not set"),
     ],
 )
 async def test_an_incomplete_model_is_refused(model: JudgeModelConfig, message: str):
