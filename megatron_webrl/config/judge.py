@@ -94,8 +94,11 @@ class JudgeConfig:
     concurrency: int = setting(64, "Requests that one worker has in flight.", low=1)
     attempts: int = setting(3, "Replies to one question until one is usable; then the episode is masked.", low=1)
     timeout_seconds: float = setting(120.0, "Limit of one request.", above=0)
-    deadline_seconds: float = setting(900.0, "Limit of one verdict, retries included; then the episode is masked.",
-                                      above=0)  # fmt: skip
+    deadline_seconds: float = setting(
+        900.0,
+        "Limit of one verdict of a judge model, retries included, or of a function; then the episode is masked.",
+        above=0,
+    )
     cache: str = setting("", "Folder in which usable replies are kept, by the digest of their request; empty: none.")
     budget: BudgetConfig = field(default_factory=BudgetConfig)
 

@@ -12,9 +12,10 @@ import asyncio
 import importlib
 import inspect
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 NO_REFERENCE = "no_reference"  # masks an episode of a task without the reference answer that its evaluator needs
 NO_DECISION = "no_decision"  # masks an episode that the user's function did not decide
 MAX_REASON_CHARS = 300
+MAX_THREADS = 32  # for plain functions of the user
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ async def open_evaluator(settings: JudgeConfig, meter: UsageMeter) -> AsyncItera
         raise ConfigError("judge.evaluators is empty; name at least one, such as page")
     async with AsyncExitStack() as stack:
         parts: list[tuple[str, Evaluate]] = []
+        threads = _Threads()
         for name in settings.evaluators:
             if name == "judge":
                 from megatron_webrl.judge.judge import Judge  # imports openai, which takes a second
@@ -116,7 +119,7 @@ async def open_evaluator(settings: JudgeConfig, meter: UsageMeter) -> AsyncItera
             elif name in _LOCAL:
                 parts.append((name, _LOCAL[name]))
             else:
-                parts.append((name, _by_function(name, load_function(name))))
+                parts.append((name, _by_function(name, load_function(name), threads, settings.deadline_seconds)))
         yield EpisodeEvaluator(parts, settings.combine)
 
 
@@ -164,22 +167,59 @@ def _by_judge(judge: Callable[[Trajectory], Awaitable[Verdict]]) -> Evaluate:
     return evaluate
 
 
-def _by_function(path: str, function: Callable[[Trajectory], Any]) -> Evaluate:
+class _Threads:
+    """Runs functions in daemon threads, so that one that hangs delays neither name resolution, which has the event
+    loop's own threads, nor the end of the process."""
+
+    def __init__(self) -> None:
+        self._free = asyncio.Semaphore(MAX_THREADS)
+
+    async def run(self, function: Callable[[Trajectory], Any], trajectory: Trajectory) -> Any:
+        """What the function returns or raises. Waits for one of MAX_THREADS; a caller that gives up does not end it."""
+        loop = asyncio.get_running_loop()
+        await self._free.acquire()
+        found: asyncio.Future[Any] = loop.create_future()
+
+        def finish(result: Any, error: BaseException | None) -> None:
+            self._free.release()
+            if found.cancelled():
+                return
+            if error is None:
+                found.set_result(result)
+            else:
+                found.set_exception(error)
+
+        def work() -> None:
+            result, error = None, None
+            try:
+                result = function(trajectory)
+            except BaseException as raised:
+                error = raised
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(finish, result, error)
+
+        threading.Thread(target=work, name="evaluator", daemon=True).start()
+        return await found
+
+
+def _by_function(path: str, function: Callable[[Trajectory], Any], threads: _Threads, seconds: float) -> Evaluate:
     """A function of the user: it returns a bool, None (undecided), a reason that masks the episode, or a Verdict.
 
-    It may be a coroutine; a plain function runs in a thread. One that raises or returns anything else masks the
-    episode as judge_error.
+    It may be a coroutine; a plain function runs in a thread. One that raises, returns anything else or takes more than
+    `seconds` masks the episode as judge_error.
     """
 
     async def evaluate(trajectory: Trajectory) -> Opinion:
         try:
-            found = await asyncio.to_thread(function, trajectory)
-            if inspect.isawaitable(found):
-                found = await found
+            async with asyncio.timeout(seconds) as limit:
+                found = await threads.run(function, trajectory)
+                if inspect.isawaitable(found):
+                    found = await found
             return _opinion(path, found)
         except Exception as error:  # the user's function can raise anything; the episode must not be lost
             log.exception("evaluator %s failed on ticket %d, index %d", path, trajectory.ticket, trajectory.index)
-            reason = shorten(f"{type(error).__name__}: {first_line(error)}", MAX_REASON_CHARS)
+            late = f"no verdict within {seconds:g} s (judge.deadline_seconds)" if limit.expired() else ""
+            reason = shorten(late or f"{type(error).__name__}: {first_line(error)}", MAX_REASON_CHARS)
             return Opinion(Verdict(JUDGE_ERROR, evaluator=path, reason=reason), False)
 
     return evaluate

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 
 from megatron_webrl.config.judge import BudgetConfig, JudgeConfig
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.judge import evaluation
 from megatron_webrl.judge.budget import LocalMeter
 from megatron_webrl.judge.evaluation import open_evaluator
 from megatron_webrl.ring.record import decode_trajectory, encode_trajectory
@@ -19,6 +22,7 @@ from megatron_webrl.types import Trajectory, Verdict
 from tests.judge.support import ScriptedOracle, episode, judging
 from tools.judge_endpoint import server
 
+FREED = threading.Event()  # ends functions that hang
 HALF = "broken \ud83d text"  # half of a surrogate pair
 
 
@@ -124,6 +128,34 @@ async def test_half_a_character_in_a_verdict_reaches_page_and_record_as_a_questi
     write_trajectory_page(tmp_path / "page.html", judged, str)
     assert "broken ? text" in (tmp_path / "page.html").read_text()
     assert decode_trajectory(b"".join(encode_trajectory(judged))).verdict == verdict
+
+
+def hangs(trajectory: Trajectory) -> bool:
+    return FREED.wait(60)
+
+
+async def never_ends(trajectory: Trajectory) -> bool:
+    await asyncio.Event().wait()
+    return True
+
+
+@pytest.mark.parametrize("name", ["hangs", "never_ends"])
+async def test_a_function_that_hangs_masks_the_episode_and_leaves_the_loops_own_threads_free(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(evaluation, "MAX_THREADS", 2)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    settings = JudgeConfig(evaluators=[here(name), here("says_yes")], combine="all", deadline_seconds=0.5)
+    FREED.clear()
+    try:
+        async with open_evaluator(settings, LocalMeter(BudgetConfig())) as evaluator:
+            verdicts = await asyncio.gather(*(evaluator.evaluate(episode(ticket=n)) for n in range(3)))
+            assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 10) == "free"
+    finally:
+        FREED.set()
+    expected = ("judge_error", "no verdict within 0.5 s (judge.deadline_seconds)")
+    assert [(verdict.outcome, verdict.reason) for verdict in verdicts] == [expected] * 3
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "evaluator")
 
 
 async def test_a_function_may_return_a_verdict():
