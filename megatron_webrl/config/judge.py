@@ -78,7 +78,7 @@ class JudgeConfig:
     structured: str = setting(
         "auto",
         "How replies are constrained: a JSON schema, or an exact final line; auto: a schema until the endpoint "
-        "refuses it.",
+        "refuses or ignores it.",
         choices=("auto", "schema", "line"),
     )
     max_reason_chars: int = setting(

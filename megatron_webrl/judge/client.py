@@ -27,6 +27,7 @@ from megatron_webrl.system.text import shorten
 
 log = logging.getLogger(__name__)
 
+SCHEMA_TRIALS = 3  # unparsable replies, and no usable one, of an endpoint that seems to ignore response_format
 SLOTS = ("verdict", "blocked", "relevance")
 FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS = 0.25, 15.0
 MAX_RETRY_AFTER_SECONDS = 300.0  # an endpoint that asks for more is tried again after this
@@ -36,6 +37,7 @@ MIN_SECRET_CHARS = 8  # a shorter key is a placeholder, such as that of a local 
 MAX_TOKEN_COUNT = 10**9  # a reported count above it is taken for none
 TRANSIENT_STATUS = frozenset({408, 409, 425, 429})  # and all of 500 and above
 _QUIET_LOGGERS = ("openai", "httpx", "httpx2", "httpcore", "httpcore2")  # at DEBUG they name URLs, headers and bodies
+_QUOTATION = re.compile(r"""(?<!\w)(["'`])(?![\w.]+\1)(?:\\.|(?!\1).)*\1""", re.DOTALL)  # of more than a name
 _BACKOFF = wait_exponential(FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS)
 
 
@@ -48,7 +50,7 @@ class RequestFailed(Exception):
 
 
 class SchemaRefused(Exception):
-    """The endpoint does not know response_format."""
+    """The endpoint does not know response_format, or ignores it."""
 
 
 class _Transient(Exception):
@@ -118,6 +120,8 @@ class _Endpoint:
     mode: str  # one of replies.MODES
     not_before: float = 0.0  # loop time before which it asked for no requests
     reported: set[str] = field(default_factory=set)  # faults that have been logged
+    unparsable: int = 0  # replies in mode schema before the first usable one
+    knows_schemas: bool = False  # it has sent a usable reply in mode schema
 
 
 class JudgeClient:
@@ -148,6 +152,20 @@ class JudgeClient:
     def mode(self, slot: str) -> str:
         """How replies of a slot's endpoint are constrained: one of replies.MODES."""
         return self._endpoint(slot).mode
+
+    def note_schema_reply(self, slot: str, fault: str) -> None:
+        """Note whether a reply in mode schema was usable: its `fault` is "", or the name of an UnusableReply.
+
+        Raises SchemaRefused for an unparsable one if replies of the endpoint are to end with a line.
+        """
+        endpoint = self._endpoint(slot)
+        endpoint.knows_schemas |= not fault
+        if fault != "unparsable" or endpoint.knows_schemas or self._settings.structured != "auto":
+            return
+        endpoint.unparsable += 1
+        if endpoint.unparsable >= SCHEMA_TRIALS:
+            _leave_schemas(endpoint, f"ignores response_format in its first {SCHEMA_TRIALS} replies")
+            raise SchemaRefused
 
     def redact(self, text: str) -> str:
         """The text with "***" for each key. Every text of an endpoint passes through here before anything cuts it."""
@@ -234,23 +252,22 @@ class JudgeClient:
         except openai.APIConnectionError:
             raise _Transient("connection") from None
         except openai.APIStatusError as error:
-            raise self._refusal(endpoint, error, "response_format" in body) from None
+            may_leave_schemas = self._settings.structured == "auto" and "response_format" in body
+            raise self._refusal(endpoint, error, may_leave_schemas) from None
         except openai.OpenAIError as error:
             raise UnusableReply("unparsable_response", type(error).__name__) from None
 
-    def _refusal(self, endpoint: _Endpoint, error: openai.APIStatusError, schema: bool) -> Exception:
+    def _refusal(self, endpoint: _Endpoint, error: openai.APIStatusError, may_leave_schemas: bool) -> Exception:
         status, loop = error.status_code, asyncio.get_running_loop()
         if status in TRANSIENT_STATUS or status >= 500:
             retry_after = _retry_after(error.response.headers)
             if status == 429 and retry_after:
                 endpoint.not_before = max(endpoint.not_before, loop.time() + retry_after)
             return _Transient("rate_limited" if status == 429 else "server_error", retry_after)
-        text = shorten(self.redact(" ".join(error.response.text.split())), 300)
-        if status in (400, 422) and schema and self._settings.structured == "auto" and "response_format" in text:
-            endpoint.mode = "line"
-            log.warning("the judge's endpoint %s refuses response_format; replies end with an exact line instead",
-                        endpoint.client.base_url)  # fmt: skip
+        if status in (400, 422) and may_leave_schemas and names_response_format(error.body):
+            _leave_schemas(endpoint, "refuses response_format")
             return SchemaRefused()
+        text = shorten(self.redact(" ".join(error.response.text.split())), 300)
         self._report(endpoint, f"status {status}: {text}")
         return RequestFailed("refused_request", f"status {status}: {text}")
 
@@ -279,6 +296,27 @@ def _open_endpoint(model: JudgeModel, settings: JudgeConfig) -> _Endpoint:
     except Exception as error:
         raise ConfigError(f"judge.*.url={model.url} is not an endpoint: {type(error).__name__}") from None
     return _Endpoint(client, key, "line" if settings.structured == "line" else "schema")
+
+
+def _leave_schemas(endpoint: _Endpoint, reason: str) -> None:
+    if endpoint.mode == "schema":
+        endpoint.mode = "line"
+        log.warning("the judge's endpoint %s %s; replies end with an exact line instead", endpoint.client.base_url,
+                    reason)  # fmt: skip
+
+
+def names_response_format(body: object) -> bool:
+    """Whether an error is about response_format: by its parameter, else by its message without longer quotations.
+
+    Those may be of the prompt, in which pages and agents can write the word. `body`: of openai.APIStatusError.
+    """
+    if isinstance(body, list) and body and isinstance(body[0], Mapping):
+        body = body[0].get("error", body[0])
+    fields = body if isinstance(body, Mapping) else {"message": body}
+    message = fields.get("message") or fields.get("detail") or ""
+    if isinstance(message, list):  # of pydantic, with the request in "input"
+        message = " ".join(f"{each.get('loc')} {each.get('msg')}" for each in message if isinstance(each, Mapping))
+    return "response_format" in str(fields.get("param") or _QUOTATION.sub("", str(message)))
 
 
 def _pattern(key: str) -> re.Pattern[str]:

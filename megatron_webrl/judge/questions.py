@@ -124,7 +124,15 @@ class Asker:
         reply = await self._client.complete(
             question.slot, request.body(), len(question.screenshots), self._deadline, self.spending, faults
         )
-        found = parse_reply(question.form, mode, reply.content, reply.finish_reason)
+        fault = ""
+        try:
+            found = parse_reply(question.form, mode, reply.content, reply.finish_reason)
+        except UnusableReply as error:
+            fault = error.name
+            raise
+        finally:
+            if mode == "schema":
+                self._client.note_schema_reply(question.slot, fault)
         self._cache.put(request.digest, CachedReply(reply.content, reply.prompt_tokens, reply.response_tokens))
         return found
 

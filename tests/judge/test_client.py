@@ -19,6 +19,8 @@ from megatron_webrl.judge.budget import LocalMeter
 from megatron_webrl.judge.evaluation import open_evaluator
 from megatron_webrl.types import Verdict
 from tests.judge.support import KEY_VARIABLE, ScriptedOracle, endpoint_of, episode, judging, serving, settings
+from tools.judge_endpoint import chat, server
+from tools.judge_endpoint.chat import ChatQuestion
 from tools.judge_endpoint.faults import FAULTS, TRANSPORT, FaultPlan
 from tools.judge_endpoint.server import EndpointOptions, serve_endpoint
 
@@ -149,6 +151,52 @@ async def test_an_endpoint_without_schemas_gets_exact_lines_only_with_auto(struc
         assert endpoint.requests == 4  # the refusal is remembered
     else:
         assert {(v.outcome, v.reason) for v in verdicts} == {("judge_error", "blocked: refused_request")}
+
+
+def fenced(content: str) -> str:
+    return f"```json\n{content}\n```"
+
+
+@pytest.mark.parametrize("known", [False, True])
+async def test_an_endpoint_that_ignores_schemas_gets_exact_lines(
+    known: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def right_reply(question: ChatQuestion, *rest: Any) -> str:
+        content = chat.right_reply(question, *rest)
+        return fenced(content) if question.mode == "schema" else content
+
+    async with judging(ScriptedOracle(), {"concurrency": 1}) as (evaluator, endpoint):
+        if known:  # by a usable reply
+            await evaluator.evaluate(episode(None))
+        monkeypatch.setattr(server, "right_reply", right_reply)
+        verdicts = [await evaluator.evaluate(episode(None, ticket=n)) for n in range(3)]
+    if known:
+        assert [verdict.outcome for verdict in verdicts] == ["judge_error"] * 3
+        return
+    assert [verdict.outcome for verdict in verdicts] == ["failure"] * 3
+    assert [verdict.stages[0].errors for verdict in verdicts] == [("unparsable", "unparsable"), (), ()]
+    assert endpoint.requests == 6
+    assert caplog.text.count("ignores response_format in its first 3 replies; replies end with an exact line") == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"message": "Unknown parameter: 'response_format'."}, True),
+        ({"message": "This model doesn't support response_format, and can't."}, True),
+        ({"message": "Invalid value", "param": "response_format.json_schema"}, True),
+        ([{"error": {"message": "response_format is not supported"}}], True),
+        ({"detail": [{"loc": ["body", "response_format"], "msg": "Extra inputs are not permitted"}]}, True),
+        ("response_format: not supported", True),
+        ({"message": "The prompt 'they said response_format is refused' is too long"}, False),
+        ({"message": 'The prompt "say \\"response_format\\"" is too long'}, False),
+        ({"message": "response_format in a message", "param": "messages[1]"}, False),
+        ({"detail": [{"loc": ["body"], "msg": "too long", "input": {"response_format": {}}}]}, False),
+        (None, False),
+    ],
+)
+def test_only_an_error_about_response_format_ends_the_use_of_schemas(body: object, named: bool):
+    assert judge_client.names_response_format(body) is named
 
 
 async def test_each_slot_has_its_model_at_its_endpoint():
