@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_webrl.config.setting import setting
+
+TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
+"""Arguments of chat.completions that limit a reply; endpoints know one of them or both."""
+_OWN_ARGUMENTS = ("model", "messages", "response_format", "n", "stream", "stop")  # on which reading replies relies
+
+
+def _check_options(options: dict[str, Any]) -> str:
+    if own := [name for name in _OWN_ARGUMENTS if name in options]:
+        return f".{own[0]} is an argument that the judge itself sets or relies on; leave it out"
+    try:
+        json.dumps(options, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        return f" cannot be sent as JSON: {error}"
+    limits = {name: limit for name in TOKEN_LIMITS if (limit := {TOKEN_LIMITS[0]: 1, **options}.get(name)) is not None}
+    if len(limits) != 1 or any(type(limit) is not int or limit < 1 for limit in limits.values()):
+        return (
+            f" leaves the limits of a reply {limits}; one of {' and '.join(TOKEN_LIMITS)} must be a number of at least "
+            "1, and the other null"
+        )
+    return ""
 
 
 def _check_url(url: str) -> str:
@@ -47,6 +69,12 @@ class JudgeModelConfig:
         0.0, "US dollars for a million prompt tokens; without a name of its own, the prices of judge.verdict.", low=0
     )
     output_price: float = setting(0.0, "US dollars for a million response tokens.", low=0)
+    options: dict[str, Any] = setting(
+        {},
+        "Arguments of each request to this model that replace max_tokens, temperature and top_p or are sent, too, such "
+        "as {reasoning_effort: none}; null leaves one out. Without a name of its own, those of judge.verdict.",
+        check=_check_options,
+    )
 
 
 @dataclass

@@ -18,7 +18,7 @@ from typing import Any
 import openai
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
 
-from megatron_webrl.config.judge import JudgeConfig, JudgeModelConfig
+from megatron_webrl.config.judge import TOKEN_LIMITS, JudgeConfig, JudgeModelConfig
 from megatron_webrl.config.limits import check_limits
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.budget import Usage, UsageMeter
@@ -70,22 +70,25 @@ class JudgeModel:
     key_variable: str
     input_price: float  # US dollars for a million tokens
     output_price: float
+    options: Mapping[str, Any]  # arguments of requests; None leaves one out
 
     @classmethod
     def resolve(cls, settings: JudgeConfig, slot: str) -> JudgeModel:
         """The model of a slot. Raises ConfigError without a name or an endpoint.
 
-        Prices follow the name, and the key variable the endpoint: those of another one would be wrong.
+        Prices and options follow the name, and the key variable the endpoint: those of another one would be wrong.
         """
         own: JudgeModelConfig = getattr(settings, slot)
         base = settings.verdict
         for key in ("name", "url"):
             if not getattr(own, key) and not getattr(base, key):
                 raise ConfigError(f"judge.verdict.{key} is empty; the evaluator judge needs the model's {key}")
-        prices = own if own.name else base
+        if own.options and not own.name:
+            raise ConfigError(f"judge.{slot}.options are of no model; set judge.{slot}.name, too")
+        kind = own if own.name else base
         return cls(
             own.name or base.name, own.url or base.url, own.key_variable or ("" if own.url else base.key_variable),
-            prices.input_price, prices.output_price,
+            kind.input_price, kind.output_price, kind.options,
         )  # fmt: skip
 
     def usage(self, calls: int, prompt_tokens: int, response_tokens: int) -> Usage:
@@ -221,7 +224,7 @@ class JudgeClient:
         """Send once, within the budget; a request without a known cost keeps its estimate in the budget."""
         model = self.models[slot]
         prompt = _text_chars(body) // CHARS_PER_TOKEN + IMAGE_TOKENS * images
-        estimate = model.usage(1, prompt, int(body["max_tokens"]))
+        estimate = model.usage(1, prompt, next(body[name] for name in TOKEN_LIMITS if name in body))
         hour = await self._meter.reserve(estimate)
         actual = estimate
         spending.calls += 1

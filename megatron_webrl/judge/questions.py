@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from megatron_webrl.config.judge import JudgeConfig
 from megatron_webrl.judge.cache import CachedReply, ReplyCache
-from megatron_webrl.judge.client import JudgeClient, RequestFailed, SchemaRefused, Spending
+from megatron_webrl.judge.client import JudgeClient, JudgeModel, RequestFailed, SchemaRefused, Spending
 from megatron_webrl.judge.episode_view import Screenshot
 from megatron_webrl.judge.fences import fence_fields
 from megatron_webrl.judge.prompts import PromptFiles
@@ -74,8 +74,8 @@ class Asker:
     async def ask(self, question: Question) -> Answer:
         """Ask until a reply is usable, at most judge.attempts times. Raises BudgetSpent."""
         place = len(self._stages)
-        model = self._client.models[question.slot].name
-        self._stages.append(JudgeStage(question.stage, question.subject, "none", "", "", model, attempts=0))
+        model = self._client.models[question.slot]
+        self._stages.append(JudgeStage(question.stage, question.subject, "none", "", "", model.name, attempts=0))
         faults: list[str] = []
         text, attempts = "", 0
         while attempts < self._settings.attempts:
@@ -172,7 +172,7 @@ class _Request:
 
     @classmethod
     def build(
-        cls, question: Question, prompts: PromptFiles, settings: JudgeConfig, mode: str, model: str
+        cls, question: Question, prompts: PromptFiles, settings: JudgeConfig, mode: str, model: JudgeModel
     ) -> _Request:  # fmt: skip
         form = question.form
         parts: list[str | Screenshot] = [fence_fields(question.fields)]
@@ -180,13 +180,14 @@ class _Request:
             parts += [f"Screenshot {shot.number}:", shot]
         arguments: dict[str, Any] = {
             "max_tokens": question.max_tokens, "temperature": settings.temperature, "top_p": settings.top_p,
-        }  # fmt: skip
+        } | dict(model.options)  # fmt: skip
+        arguments = {name: value for name, value in arguments.items() if value is not None}
         if mode == "schema":
             schema = {"name": form.name, "strict": True, "schema": form.schema(settings.max_reason_chars)}
             arguments["response_format"] = {"type": "json_schema", "json_schema": schema}
         system = prompts.system_message(question.stage, form, mode)
         plain = [part if isinstance(part, str) else part.digest for part in parts]
-        content = json.dumps([model, system, plain, arguments], sort_keys=True)
+        content = json.dumps([model.name, system, plain, arguments], sort_keys=True)
         return cls(system, tuple(parts), arguments, hashlib.sha256(content.encode()).hexdigest())
 
     def body(self) -> dict[str, Any]:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from megatron_webrl.config.judge import BudgetConfig, JudgeConfig, JudgeModelConfig
+from megatron_webrl.config.limits import check_limits
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge import client as judge_client
 from megatron_webrl.judge.budget import LocalMeter
 from megatron_webrl.judge.evaluation import open_evaluator
+from megatron_webrl.judge.verdict_file import settings_digest
 from megatron_webrl.types import Verdict
 from tests.judge.support import KEY_VARIABLE, ScriptedOracle, endpoint_of, episode, judging, serving, settings
 from tools.judge_endpoint import chat, server
@@ -317,3 +321,57 @@ async def test_a_limit_of_the_reason_is_in_the_schema_of_every_request(limit: in
     reasons = [body["response_format"]["json_schema"]["schema"]["properties"]["reason"] for body in bodies]
     assert reasons == [{"type": "string"} | ({"maxLength": limit} if limit else {})] * len(bodies)
     assert len(reasons) == 7
+
+
+async def bodies_of(chosen: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], Verdict]:
+    """Requests of one verdict, as the endpoint received them."""
+    bodies: list[Any] = []
+    async with endpoint_of(ScriptedOracle()) as (url, endpoint):
+        read = endpoint._reader.read
+        monkeypatch.setattr(endpoint._reader, "read", lambda body: bodies.append(body) or read(body))
+        slots = {slot: replace(model, url=url) for slot, model in chosen.items()}
+        async with open_evaluator(settings(url, **slots), LocalMeter(BudgetConfig(tokens_per_hour=10**6))) as evaluator:
+            return bodies, await evaluator.evaluate(episode())
+
+
+async def test_options_of_a_model_replace_add_and_leave_out_arguments_and_change_the_digest(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    options = {"max_tokens": None, "max_completion_tokens": 4000, "temperature": None, "reasoning_effort": "low"}
+    plain, own = JudgeModelConfig("m", ""), JudgeModelConfig("m", "", options=options)
+    bodies, verdict = await bodies_of({"verdict": own, "relevance": JudgeModelConfig("small", "")}, monkeypatch)
+    assert verdict.outcome == "success"
+    for body in bodies:
+        if body["model"] == "small":  # options follow the name
+            assert (body["max_tokens"], body["temperature"], "reasoning_effort" in body) == (600, 0.7, False)
+        else:
+            assert (body["max_completion_tokens"], body["top_p"], body["reasoning_effort"]) == (4000, 0.95, "low")
+            assert not {"max_tokens", "temperature"} & set(body)
+    _, other = await bodies_of({"verdict": plain, "relevance": JudgeModelConfig("small", "")}, monkeypatch)
+    pairs = [(a.name, a.digest == b.digest) for a, b in zip(verdict.stages, other.stages, strict=True)]
+    assert all(same == (name == "relevance") for name, same in pairs)
+    digests = {settings_digest(settings("http://x/v1", verdict=model)) for model in (plain, own)}
+    assert len(digests) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *[({name: 1}, f"judge.verdict.options.{name} is an argument that the judge itself sets")
+          for name in ("model", "messages", "response_format", "n", "stream", "stop")],
+        ({"max_tokens": None}, "options leaves the limits of a reply {}; one of"),
+        ({"max_completion_tokens": 9}, "leaves the limits of a reply {'max_tokens': 1, 'max_completion_tokens': 9}"),
+        ({"max_tokens": 0}, "must be a number of at least 1"),
+        ({"max_tokens": "many"}, "must be a number of at least 1"),
+        ({"seed": float("nan")}, "options cannot be sent as JSON"),
+    ],
+)  # fmt: skip
+def test_options_that_the_judge_cannot_work_with_are_refused(options: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_limits(settings("http://x/v1", verdict=JudgeModelConfig("m", "http://x/v1", options=options)), "judge.")
+
+
+def test_options_of_a_slot_without_a_model_are_refused():
+    chosen = settings("http://x/v1", blocked=JudgeModelConfig(options={"seed": 1}))
+    with pytest.raises(ConfigError, match=r"judge\.blocked\.options are of no model; set judge\.blocked\.name"):
+        judge_client.JudgeModel.resolve(chosen, "blocked")
