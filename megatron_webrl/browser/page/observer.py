@@ -6,6 +6,7 @@ import asyncio
 import base64
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from playwright.async_api import Error as PlaywrightError
@@ -19,7 +20,8 @@ from megatron_webrl.browser.page.step_messages import StepMessages
 from megatron_webrl.browser.page.tab import Tab, is_document_replaced
 from megatron_webrl.browser.page.tabs import Tabs
 from megatron_webrl.config.browser import BrowserConfig
-from megatron_webrl.types import Observation, StepSeconds, Task, TaskSite
+from megatron_webrl.system.text import encodable
+from megatron_webrl.types import Element, Observation, StepSeconds, Task, TaskSite
 
 MARK_ATTEMPTS = 3  # a page replaced this often while its elements are listed is shown without numbers
 OBSERVE_ATTEMPTS = 10  # a page replaced this often while it is observed cannot be observed
@@ -67,10 +69,11 @@ class PageObserver:
             self._messages.add("the page is still loading")
         seconds = StepSeconds(seconds_acting, settled_at - started, time.monotonic() - settled_at)
         return Observation(
-            screenshot=image, url=settled.url, title=settled.title, page_changed=changed,
-            instruction=instruction, error=self._messages.pop_text(), reward=reward, done=done, elements=elements,
-            tabs=tabs, scroll=settled.scroll, not_recorded_requests=self._network.refused[NOT_RECORDED],
-            seconds=seconds,
+            screenshot=image, url=settled.url, title=encodable(settled.title), page_changed=changed,
+            instruction=_encodable(instruction), error=_encodable(self._messages.pop_text()), reward=reward, done=done,
+            elements=elements and tuple(map(_encodable_element, elements)),
+            tabs=tuple(replace(each, title=encodable(each.title)) for each in tabs), scroll=settled.scroll,
+            not_recorded_requests=self._network.refused[NOT_RECORDED], seconds=seconds,
         )  # fmt: skip
 
     async def _settle(self, until: float) -> settle.SettledPage:
@@ -114,6 +117,15 @@ class PageObserver:
         if encoding != "png":
             options["quality"] = self._settings.quality
         return base64.b64decode((await tab.cdp.send("Page.captureScreenshot", options))["data"])
+
+
+def _encodable(text: str | None) -> str | None:
+    return None if text is None else encodable(text)
+
+
+def _encodable_element(element: Element) -> Element:
+    options = tuple(map(encodable, element.options))
+    return replace(element, name=encodable(element.name), value=encodable(element.value), options=options)
 
 
 async def retry_if_replaced(call: Callable[[], Awaitable[T]]) -> T:

@@ -12,6 +12,7 @@ from PIL import Image
 
 from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.session import Session
+from megatron_webrl.farm.protocol import decode_observation, encode_observation
 from megatron_webrl.types import Action, Element, Observation
 from tests.browser.conftest import FolderSite, page_task, pool_on, write_pages
 
@@ -58,6 +59,8 @@ PAGES = {
       <div style="position:absolute;left:100px;top:90px;width:100px;height:50px;background:white"></div>""",
     "changing": """<title>Changing</title><body style="margin:0"><button id=b style="position:absolute">target</button>
       <script>window.hits = 0; b.onclick = () => { hits++; };</script>""",
+    "halves": """<title>Halves</title><button id=b>b</button><input id=i><select><option id=o>o</select>
+      <script>const half = "x\\ud83d"; document.title = b.textContent = i.value = o.textContent = half;</script>""",
     "many": "<title>Many</title>" + "".join(f"<button>b{number}</button> " for number in range(60)),
     "card": """<title>Card</title><div id=card style="width:150px;height:100px">card <a href=card.html>inner</a></div>
       <script>card.onclick = () => {};</script>""",
@@ -125,6 +128,17 @@ async def test_elements_have_role_name_value_and_states(session: Session) -> Non
         "Focusable": ("clickable", "", ()),
     }
     assert named(seen)["Size"].options == ("S", "M")
+
+
+async def test_halves_of_characters_in_texts_of_a_page_become_question_marks(session: Session) -> None:
+    """A lone surrogate cannot be encoded, so that the observation would not reach the agent."""
+    seen = await session.reset(page_task("halves"))
+    assert seen.title == "x?"
+    assert seen.elements is not None
+    assert [(each.name, each.value, each.options) for each in seen.elements] == [
+        ("x?", "", ()), ("", "x?", ()), ("x?", "x?", ("x?",))
+    ]  # fmt: skip
+    assert decode_observation(encode_observation(seen)) == seen
 
 
 async def test_frames_and_shadow_roots_are_seen_and_hit(session: Session) -> None:
