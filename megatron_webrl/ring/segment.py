@@ -91,7 +91,7 @@ def create_or_attach(name: str, size_bytes: int, job_id: str, seconds: float) ->
         raise RingError(f"job id {job_id!r} is longer than {JOB_ID_BYTES} bytes")
     path, layout = _path(name), SegmentLayout.for_size(size_bytes)
     for _ in poll_with_backoff(seconds):
-        with _opened(path, os.O_CREAT) as opened:
+        with _opened_private(path, os.O_CREAT) as opened:
             fd = opened.fd
             if try_lifetime_lock(fd, fcntl.LOCK_EX) and _is_at(fd, path) and not _is_complete(fd):
                 _initialise(fd, path, layout, job_id)
@@ -118,7 +118,7 @@ def attach(name: str, seconds: float, job_id: str | None = None) -> Segment:
     path, other = _path(name), ""
     for _ in poll_with_backoff(seconds, max_pause_seconds=0.02):
         try:
-            with _opened(path) as opened:
+            with _opened_private(path) as opened:
                 if job_id is not None and _is_complete(opened.fd) and (found := _job_id(opened.fd)) != job_id:
                     other = f"; the one at {path} is of another job, {found}"
                     continue
@@ -184,6 +184,23 @@ def _opened(path: Path, flags: int = 0) -> Iterator[_Opened]:
     finally:
         if not opened.keep:
             os.close(opened.fd)
+
+
+@contextmanager
+def _opened_private(path: Path, flags: int = 0) -> Iterator[_Opened]:
+    """As `_opened`. Raises RingError for a file that another user owns or may read or change: anyone can make one."""
+    try:
+        with _opened(path, flags) as opened:
+            status = os.fstat(opened.fd)
+            if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+                raise RingError(
+                    f"{path} belongs to user {status.st_uid} and has mode {stat.S_IMODE(status.st_mode):03o}; a ring "
+                    f"must belong to this user, {os.geteuid()}, and be closed to others (600): remove the file, or use "
+                    "another run.name"
+                )
+            yield opened
+    except PermissionError as error:
+        raise RingError(f"{path} belongs to another user; remove the file, or use another run.name") from error
 
 
 def _path(name: str) -> Path:

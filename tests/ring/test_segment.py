@@ -107,6 +107,7 @@ def test_a_segment_swept_between_opening_and_locking_is_not_used(name: str, crea
 def test_sweep_leaves_foreign_files_other_prefixes_and_links_alone(name: str) -> None:
     foreign, link = SHM_FOLDER / f"{name}-foreign", SHM_FOLDER / f"{name}-link"
     foreign.write_bytes(b"not a ring at all")
+    foreign.chmod(0o600)
     link.symlink_to(foreign)
     try:
         Ring.create_or_attach(name, SIZE, RUN).close()
@@ -147,6 +148,26 @@ def test_another_size_or_job_is_refused_with_both_values(name: str) -> None:
             Ring.create_or_attach(name, 2 * SIZE, RUN)
         with pytest.raises(RingError, match="not 'other' and 65536"):
             Ring.create_or_attach(name, SIZE, "other")
+
+
+@pytest.mark.parametrize(("owner", "mode"), [(0, 0o666), (0, 0o640), (65534, 0o600)])
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_segment_that_another_user_can_reach_is_not_used(name: str, owner: int, mode: int, prepared: bool) -> None:
+    """Anyone may make files in shared memory, and the names of rings over several nodes can be guessed."""
+    if owner and os.geteuid() != 0:
+        pytest.skip("only root may give files away")
+    path = SHM_FOLDER / name
+    if prepared:
+        Ring.create_or_attach(name, SIZE, RUN).close()
+    else:
+        path.touch()
+    if owner:
+        os.chown(path, owner, -1)
+    path.chmod(mode)
+    for use in (lambda: Ring.create_or_attach(name, SIZE, RUN), lambda: Ring.attach(name, 0.1)):
+        with pytest.raises(RingError, match=f"must belong to this user|{path} belongs to another user"):
+            use()
+    path.unlink()
 
 
 def test_attaching_waits_for_the_creator_up_to_the_limit(name: str) -> None:
