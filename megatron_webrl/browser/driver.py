@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,12 +24,18 @@ from megatron_webrl.system import child_process
 log = logging.getLogger(__name__)
 
 STOP_SECONDS = 15.0
+# What Node.js, Chromium and their libraries read. Others may hold keys and tokens, which no page may reach.
+PASSED_VARIABLES = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|LD_LIBRARY_PATH|LD_PRELOAD|DISPLAY|DBUS_SESSION_BUS_ADDRESS"
+    r"|XDG_\w+|FONTCONFIG_\w+|SSL_CERT_\w+|CHROME_\w+|PW_\w+|PLAYWRIGHT_\w+|NODE_OPTIONS"
+)
 
 _environment: ContextVar[dict[str, str]] = ContextVar("environment of the next driver")
 
 
 def _driver_environment() -> dict[str, str]:
-    return {**get_driver_env(), **_environment.get({})}
+    passed = {name: value for name, value in get_driver_env().items() if PASSED_VARIABLES.fullmatch(name)}
+    return {**passed, **_environment.get({})}
 
 
 transport.get_driver_env = _driver_environment  # Playwright has no setting; os.environ would affect other children

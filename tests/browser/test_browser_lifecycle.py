@@ -83,6 +83,20 @@ async def test_each_session_has_a_context_of_its_own(site: FolderSite) -> None:
         assert pool.counters.launches == 1
 
 
+async def test_no_process_of_a_browser_has_the_keys_and_tokens_of_its_parent(
+    site: FolderSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without Chromium's sandbox, as for root, a page that takes over its renderer reads the environment."""
+    for name in ("GEMINI_API_KEY", "WEBRL_BROWSERS_TOKEN", "https_proxy"):
+        monkeypatch.setenv(name, "canary-7f3a")
+    async with pool_on(site) as pool, pool.session():
+        found = [process.environ() for process in psutil.Process().children(recursive=True)]
+    browsers = [environment for environment in found if "PATH" in environment]  # renderers overwrite theirs
+    assert len(browsers) > 2
+    assert {environment["TZ"] for environment in browsers} == {"UTC"}
+    assert not [name for environment in found for name, value in environment.items() if "canary" in value]
+
+
 async def test_no_more_sessions_than_allowed_run_at_a_time(site: FolderSite) -> None:
     running = most = 0
 
