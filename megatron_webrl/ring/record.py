@@ -81,7 +81,7 @@ def decode_trajectory(buffer: bytes | bytearray | memoryview, copy: bool = False
     try:
         description, position = _description(view)
         return _build(view, description, position, copy)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         if isinstance(error, RecordError):
             raise
         raise RecordError(

@@ -10,6 +10,7 @@ from megatron_webrl.system.text import metric_label
 from megatron_webrl.types import Trajectory
 
 RETRIED = "retried"
+DAMAGED = "damaged_record"
 
 
 @dataclass
@@ -50,19 +51,20 @@ class Accounting:
         """The dropped episodes by reason, as text."""
         return ", ".join(f"{name} {count}" for name, count in sorted(self.dropped.items())) or "none"
 
-    def summary(self, finished: int, waiting: int, rolled_back: int = 0) -> dict[str, Any]:
+    def summary(self, finished: int, waiting: int, rolled_back: int = 0, damaged: int = 0) -> dict[str, Any]:
         """The accounting section of summary.json.
 
         `finished`: episodes that the workers counted; `waiting`: episodes not closed yet; `rolled_back`: episodes that
-        a failed trainer closed after its last checkpoint.
+        a failed trainer closed after its last checkpoint; `damaged`: records of the job that could not be read.
         """
+        dropped = self.dropped + Counter({DAMAGED: damaged})
         return {
             "finished": finished,
             "trained": self.trained,
-            "dropped": dict(sorted(self.dropped.items())),
+            "dropped": dict(sorted(dropped.items())),
             "waiting": waiting,
             "rolled_back": rolled_back,
-            "matches": finished == self.closed_episodes + waiting + rolled_back,
+            "matches": finished == self.closed_episodes + damaged + waiting + rolled_back,
             "tokens": {"trained": self.tokens_trained, "dropped": dict(sorted(self.tokens_dropped.items()))},
         }
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FINAL_REPORT_TIMEOUT_SECONDS = 60.0
+_DAMAGED_RECORDS = "accounting/damaged_records"  # counter in the control plane: of the job, over trainer restarts
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ class Coordinator:
             self.episode_log,
             on_ready,
             self.task_sampler.block_list.record_group,
+            lambda: control.store.add(_DAMAGED_RECORDS, 1),
         )
         self.checkpoints = Checkpointer(
             config.run_folder / "checkpoints",
@@ -277,7 +279,8 @@ class Coordinator:
         reported = sum(report["finished"] for report in reports.values())
         finished = self.resume_point.episodes_closed_before + unreported + reported
         waiting = self.group_source.waiting_episodes() + sum(report["unwritten"] for report in reports.values())
-        accounting = self.accounting.summary(finished, waiting, self.resume_point.episodes_rolled_back)
+        damaged = int(self.control.store.add(_DAMAGED_RECORDS, 0))
+        accounting = self.accounting.summary(finished, waiting, self.resume_point.episodes_rolled_back, damaged)
         if not accounting["matches"]:
             log.error("the accounting does not match: %s", accounting)
         summary.write_summary(self.config.run_folder, outcome, accounting)
@@ -318,7 +321,8 @@ class Coordinator:
             return max(self._ticket_limit, self.ticket_epoch.first_slot)  # no more groups are needed
         count = self.config.trainer.groups_per_update
         closed = (version - self.ticket_epoch.version) * count + self.group_source.dropped_tickets
-        return self.resume_point.ticket_limit(closed, updates_ahead, count)
+        replaced = closed + self.group_source.lost_tickets
+        return self.resume_point.ticket_limit(replaced, updates_ahead, count)
 
     def _final_report(self, worker: str, deadline: float) -> tuple[str, dict[str, int]] | None:
         """A worker's instance id and final counts; None if it sends no report before the deadline."""

@@ -16,12 +16,25 @@ import numpy as np
 
 import megatron_webrl
 from megatron_webrl.ring.locks import poll_with_backoff
+from megatron_webrl.ring.ring import Ring
+from megatron_webrl.ring.segment import SHM_FOLDER
 from megatron_webrl.system.child_process import die_with_parent
 
 RUN = "test run"
 PREFIX = f"webrl-test-{os.getpid()}-"
 T = TypeVar("T")
 SOURCES = str(Path(megatron_webrl.__file__).parent)
+
+
+def damage(ring: Ring, sequence: int, position: int = 0) -> None:
+    """Flip a bit of a record in shared memory."""
+    record = np.frombuffer(ring.read(sequence), np.uint8)
+    offset = record.ctypes.data - np.frombuffer(ring._data, np.uint8).ctypes.data
+    with (SHM_FOLDER / ring.name).open("r+b") as file:
+        file.seek(ring._layout.data_offset + offset + position % len(record))
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
 
 
 def fork(work: Callable[[], object]) -> int:

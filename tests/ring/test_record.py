@@ -6,6 +6,7 @@ import dataclasses
 import json
 import struct
 import zlib
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -191,6 +192,57 @@ def test_any_damage_is_refused_or_harmless_to_the_structure(data: st.DataObject)
     assert dataclasses.replace(decoded, steps=(), images=()) == dataclasses.replace(example(40), steps=(), images=())
 
 
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | texts,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def described(description: object) -> bytes:
+    """A record with this description, whose header and checksum are right."""
+    text = json.dumps(description).encode()
+    total = 32 + -(-len(text) // 8) * 8
+    header = struct.pack("<8sIIQQ", record.MAGIC, record.FORMAT_VERSION, zlib.crc32(text), total, len(text))
+    return (header + text).ljust(total, b"\0")
+
+
+@settings(max_examples=2000, deadline=None, derandomize=True)
+@given(st.data())
+def test_a_description_of_any_content_raises_only_the_errors_of_records(data: st.DataObject) -> None:
+    whole = joined(example())
+    description = json.loads(whole[32 : 32 + struct.unpack_from("<Q", whole, 24)[0]])
+    places: list[tuple[Any, Any]] = []
+
+    def visit(value: Any) -> None:
+        for key in range(len(value)) if isinstance(value, list) else value if isinstance(value, dict) else ():
+            places.append((value, key))
+            visit(value[key])
+
+    visit(description)
+    holder, key = data.draw(st.sampled_from(places))
+    if data.draw(st.booleans()):
+        holder[key] = data.draw(JSON_VALUES)
+    else:
+        del holder[key]
+    with suppress(RecordError):
+        record.decode_trajectory(described(description))
+
+
+@pytest.mark.parametrize("description", [None, 3, [], "x", {}, [[1]]])
+def test_a_description_that_is_no_object_is_refused(description: object) -> None:
+    with pytest.raises(RecordError, match="does not fit"):
+        record.decode_trajectory(described(description))
+
+
+def test_a_deeply_nested_description_is_refused() -> None:
+    text = b"[" * 200_000
+    total = 32 + len(text)
+    header = struct.pack("<8sIIQQ", record.MAGIC, record.FORMAT_VERSION, zlib.crc32(text), total, len(text))
+    with pytest.raises(RecordError, match="does not fit"):
+        record.decode_trajectory(header + text)
+
+
 def test_arrays_and_images_are_views_of_the_ring_and_copies_on_request(name: str) -> None:
     trajectory = example()
     with Ring.create_or_attach(name, 64 * 1024, RUN) as ring:
@@ -251,11 +303,8 @@ def test_foreign_bytes_and_other_formats_are_refused() -> None:
 def test_a_description_that_does_not_fit_is_refused(key: str, value: object, message: str) -> None:
     whole = joined(dataclasses.replace(example(), steps=(), images=()))
     description = json.loads(whole[32 : 32 + struct.unpack_from("<Q", whole, 24)[0]])
-    text = json.dumps(description | {key: value}).encode()
-    total = 32 + -(-len(text) // 8) * 8
-    header = struct.pack("<8sIIQQ", record.MAGIC, record.FORMAT_VERSION, zlib.crc32(text), total, len(text))
     with pytest.raises(RecordError, match=message):
-        record.decode_trajectory((header + text).ljust(total, b"\0"))
+        record.decode_trajectory(described(description | {key: value}))
 
 
 @pytest.mark.parametrize(

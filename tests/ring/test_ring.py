@@ -11,8 +11,8 @@ import pytest
 
 from megatron_webrl.ring.errors import RecordCorrupt, RecordTooLarge, RingError, RingFull
 from megatron_webrl.ring.ring import Ring, RingUsage
-from megatron_webrl.ring.segment import SHM_FOLDER, sweep_segments
-from tests.ring.support import PREFIX, RUN, check, exit_code, fork, payload
+from megatron_webrl.ring.segment import sweep_segments
+from tests.ring.support import PREFIX, RUN, check, damage, exit_code, fork, payload
 
 
 @pytest.fixture
@@ -112,14 +112,9 @@ def test_a_record_of_the_whole_capacity_fits_and_a_larger_one_is_refused(ring: R
 
 
 @pytest.mark.parametrize("position", [0, 4095, 4096, 9000, 9999])
-def test_one_corrupt_byte_is_detected_at_any_position(ring: Ring, name: str, position: int) -> None:
+def test_one_corrupt_byte_is_detected_at_any_position(ring: Ring, position: int) -> None:
     sequence = ring.write([np.random.default_rng(0).bytes(10_000)], 1)
-    offset = np.frombuffer(ring.read(sequence), np.uint8).ctypes.data - np.frombuffer(ring._data, np.uint8).ctypes.data
-    with (SHM_FOLDER / name).open("r+b") as file:
-        file.seek(ring._layout.data_offset + offset + position)
-        byte = file.read(1)[0]
-        file.seek(-1, 1)
-        file.write(bytes([byte ^ 1]))
+    damage(ring, sequence, position)
     with pytest.raises(RecordCorrupt, match=r"record 0 of 10000 bytes has checksum .*acknowledge it to drop it"):
         ring.read(sequence)
     assert len(ring.read(sequence, verify=False)) == 10_000

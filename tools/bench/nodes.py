@@ -116,7 +116,8 @@ class ExchangeBench:
         self.write_groups(homes or (0, 0))
         rings: SingleNodeExchange | MultiNodeExchange = SingleNodeExchange(self.rings[0])
         if homes is not None:
-            rings = MultiNodeExchange(self.rings[self.rank], self.wire, ImageCache(self.wire, ImageShard(self.rank, 0)))
+            cache, damaged = ImageCache(self.wire, ImageShard(self.rank, 0)), self.config.run_folder / "damaged_records"
+            rings = MultiNodeExchange(self.rings[self.rank], self.wire, cache, damaged)
         source = (
             GroupSource(rings.record_source, self.config, ResumePoint.for_new_job(), Accounting())
             if self.rank == 0

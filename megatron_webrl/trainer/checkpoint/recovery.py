@@ -20,7 +20,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_webrl.control.control_plane import TICKET_DONE, TICKET_FENCE, ControlClient, TicketEpoch
-from megatron_webrl.ring.record import decode_trajectory
+from megatron_webrl.ring.damaged_records import undamaged_trajectories
 from megatron_webrl.tracking import episode_log
 from megatron_webrl.tracking.episode_log import line_identity, trajectory_identity
 from megatron_webrl.trainer.accounting import Accounting
@@ -69,7 +69,7 @@ def _recover(control: ControlClient, records: RecordSource, state: TrainerState,
     counted = episode_log.read_lines(folder, closed_before, closed)
     counted_identities = {line_identity(line) for line in counted}
 
-    found = {number: decode_trajectory(records.read(number)) for number in records.committed(())}
+    found = undamaged_trajectories(records, records.committed(()))  # others are counted when groups are collected
     next_ticket = epochs[-1].next_ticket_at(fence)
     surviving, reissued = split_tickets(claims, state, next_ticket, complete_groups(found.values()))
     # The trainer may die between counting an episode and freeing its record.

@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.control_plane import JobFailed
+from megatron_webrl.ring.damaged_records import FOLDER as DAMAGED_FOLDER
+from megatron_webrl.ring.damaged_records import read_trajectory
 from megatron_webrl.ring.record import decode_trajectory
 from megatron_webrl.tracking.episode_log import EpisodeLog
 from megatron_webrl.trainer.accounting import Accounting
@@ -34,7 +36,9 @@ class GroupSource:
     A record is read when committed, kept by its sequence number until its group is complete, then dropped (acknowledged
     at once and counted by reason) or returned by `wait_for_groups`; `close_group` acknowledges it after the update. A
     record of another job is acknowledged and not counted: its ticket is issued again. A second record of an episode is
-    dropped as a duplicate: its worker died after writing the first one, and the ticket was issued again.
+    dropped as a duplicate: its worker died after writing the first one, and the ticket was issued again. A damaged
+    record is set aside and acknowledged; its group is never complete, so another ticket takes its place, and
+    its own stays open: the next restart issues it again.
     Invariant: every record read is in exactly one of partial, ready, in use, or closed.
     """
 
@@ -48,16 +52,18 @@ class GroupSource:
         episode_log: EpisodeLog | None = None,
         on_ready: Callable[[Group], None] = lambda group: None,
         on_complete: Callable[[Group], None] = lambda group: None,
+        on_damaged: Callable[[], object] = lambda: None,
     ) -> None:
         """`on_complete` gets all complete groups, `on_ready` those that may be trained, `on_close` trained and dropped
-        ones, `episode_log` closed episodes.
+        ones, `episode_log` closed episodes. `on_damaged` is called for each damaged record before it is freed.
         """
         self._on_close, self._episode_log, self._on_ready = on_close, episode_log, on_ready
-        self._on_complete = on_complete
+        self._on_complete, self._on_damaged = on_complete, on_damaged
         self._version = 0  # policy version at the last poll
         self.records, self.config, self.resume_point, self.accounting = records, config, resume_point, accounting
         self.closed_tickets: set[int] = set()  # tickets trained or dropped in this restart epoch
         self.dropped_tickets = 0
+        self.lost_tickets = 0  # open ones whose group cannot become complete
         self.episodes_by_worker: Counter[str] = Counter()  # episodes read, by worker instance
         self._reward = reward_function(config)
         self._statistics = GroupStatistics(self._reward)
@@ -117,7 +123,12 @@ class GroupSource:
         return sum(map(len, self._partial.values())) + sum(map(len, self._ready.values()))
 
     def _add_record(self, sequence: int, version: int) -> None:
-        trajectory = decode_trajectory(self.records.read(sequence))
+        trajectory = read_trajectory(self.records, sequence, self.config.run_folder / DAMAGED_FOLDER)
+        if trajectory is None:
+            self._on_damaged()
+            self.lost_tickets += 1
+            self._acknowledge([sequence])
+            return
         if not self.resume_point.belongs_to_job(trajectory):
             self._acknowledge([sequence])
             return

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_webrl.config.schema import Config
+from megatron_webrl.ring.damaged_records import FOLDER as DAMAGED_FOLDER
+from megatron_webrl.ring.damaged_records import read_trajectory
 from megatron_webrl.ring.record import decode_trajectory, encode_trajectory
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.trainer.data.sequence_packer import SequencePacker
@@ -43,7 +46,8 @@ def make_exchange(
     messenger = RankMessenger(topology, MESSAGE_TIMEOUT_SECONDS, collective_timeout_seconds(config))
     image_rank = sequence_packer.image_rank if sequence_packer.encodes_images else None
     image_cache = ImageCache(messenger, ImageShard(sequence_packer.data_parallel_rank, image_rank))
-    return MultiNodeExchange(ring, messenger, image_cache)
+    damaged = config.run_folder / DAMAGED_FOLDER / f"node-{topology.node}"
+    return MultiNodeExchange(ring, messenger, image_cache, damaged)
 
 
 class MultiNodeExchange(RecordExchange):
@@ -55,8 +59,10 @@ class MultiNodeExchange(RecordExchange):
     restart of the trainer, its leader finds it and sends it again.
     """
 
-    def __init__(self, ring: Ring, messenger: RankMessenger, image_cache: ImageCache) -> None:
+    def __init__(self, ring: Ring, messenger: RankMessenger, image_cache: ImageCache, damaged_folder: Path) -> None:
+        """`damaged_folder` receives the damaged records of this node's ring."""
         self._ring, self._messenger, self.image_cache = ring, messenger, image_cache
+        self._damaged_folder = damaged_folder
         self.topology: NodeTopology = messenger.topology
         self._sent: set[int] = set()  # on a leader: sequences sent to rank 0 and not freed
         self._records: dict[int, bytes | memoryview] = {}  # on rank 0: stripped records by number
@@ -117,10 +123,11 @@ class MultiNodeExchange(RecordExchange):
             self._messenger.send(0, sequences, records)
 
     def _new_records(self) -> tuple[list[int], list[bytes]]:
-        """Sequences and stripped records of this node's ring that were not sent yet."""
+        """Sequences and stripped records of this node's ring that were not sent yet; a damaged one is empty."""
         fresh = self._ring.committed(self._sent)
         self._sent.update(fresh)
-        return fresh, [b"".join(encode_trajectory(strip_images(decode_trajectory(self._ring.read(s))))) for s in fresh]
+        read = [read_trajectory(self._ring, sequence, self._damaged_folder) for sequence in fresh]
+        return fresh, [b"".join(encode_trajectory(strip_images(each))) if each else b"" for each in read]
 
     def _free(self, sequences: Sequence[int]) -> None:
         if sequences:

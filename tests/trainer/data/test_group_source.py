@@ -18,6 +18,7 @@ from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
 from megatron_webrl.trainer.data.group_source import GroupSource, GroupTimeout
 from megatron_webrl.trainer.metrics.group_statistics import GROUP_KINDS
+from tests.ring.support import damage
 from tests.trajectories import trajectory
 
 
@@ -60,6 +61,29 @@ def test_groups_come_oldest_first_and_are_freed_when_closed(ring: Ring, source: 
     assert source.accounting.trained == 4
     assert source.waiting_episodes() == 2
     assert source.closed_tickets == {1, 3}
+
+
+def test_a_damaged_record_costs_its_episode_and_neither_the_job_nor_the_room_of_its_group(
+    ring: Ring, tmp_path: Path
+) -> None:
+    config = Config()
+    config.run.directory = str(tmp_path)
+    damaged: list[int] = []
+    source = GroupSource(
+        ring, config, ResumePoint.for_new_job(), accounting=Accounting(), on_damaged=lambda: damaged.append(1)
+    )
+    put(ring, 0, [1.0, 0.0])
+    put(ring, 1, [1.0, 0.0])
+    for position in (0, 40, -1):  # header, description and last image of three records
+        damage(ring, ring.write(encode_trajectory(trajectory(2, 0, group_size=2)), 1.0), position)
+    damage(ring, 1, 50)
+    taken = source.wait_for_groups(0, 1, 5.0, go)
+    assert taken is not None
+    assert [group.ticket for group, _ in taken] == [1]
+    assert len(damaged) == 4
+    assert (source.lost_tickets, source.waiting_episodes(), ring.usage().records) == (4, 1, 3)
+    assert source.closed_tickets == set()  # open: a restart issues them again
+    assert len(list((config.run_folder / "damaged_records").iterdir())) == 4
 
 
 def test_a_group_waits_until_it_is_complete(ring: Ring, source: GroupSource):

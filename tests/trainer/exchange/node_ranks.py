@@ -212,7 +212,8 @@ class Member:
         self.ring = Ring.attach(names[rank * len(names) // ranks])
         nodes = NodeTopology.all_gather(rank * len(names) // ranks, len(names))
         wire = RankMessenger(nodes, exchange_seconds, 2 * exchange_seconds)
-        self.rings = MultiNodeExchange(self.ring, wire, ImageCache(wire, ImageShard(rank, 0)))
+        cache, damaged = ImageCache(wire, ImageShard(rank, 0)), Path(folder, "damaged_records", f"node-{nodes.node}")
+        self.rings = MultiNodeExchange(self.ring, wire, cache, damaged)
         self.source = (
             GroupSource(self.rings.record_source, self.config, ResumePoint.for_new_job(), Accounting())
             if rank == 0
@@ -261,6 +262,22 @@ def late(rank: int, folder: str, names: Sequence[str]) -> None:
     member.rings.finish_collecting()
     torch.distributed.barrier()
     torch.save({"seen": seen, "left": member.ring.usage().records}, f"{folder}/late-{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def damaged(rank: int, folder: str, names: Sequence[str]) -> None:
+    """Each node has a damaged record; the groups of others are trained."""
+    from tests.ring.support import damage
+
+    member = Member(rank, 2, folder, names)
+    put(member.ring, [group(2 * t + rank, rank) for t in range(2)])
+    damage(member.ring, member.ring.committed()[0], -1)  # of the first group
+    groups = member.share(2)
+    assert [g.ticket for g in groups] == [2, 3]
+    member.close(groups)
+    assert member.source is None or member.source.lost_tickets == 2
+    member.rings.finish_collecting()
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 

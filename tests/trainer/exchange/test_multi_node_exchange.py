@@ -114,6 +114,12 @@ def test_trained_records_are_freed_in_both_rings(found: Found, layout: str) -> N
     assert [rank["nodes"]["left"] for rank in found[layout]] == [0] * len(found[layout])
 
 
+def test_damaged_records_of_two_nodes_cost_their_episodes_only(names: list[str], tmp_path: Path) -> None:
+    spawn(node_ranks.damaged, str(tmp_path), names, seconds=300)
+    for node in (0, 1):
+        assert [path.suffix for path in (tmp_path / "damaged_records" / f"node-{node}").iterdir()] == [".record"]
+
+
 def test_a_node_without_groups_delays_no_other(names: list[str], tmp_path: Path) -> None:
     spawn(node_ranks.late, str(tmp_path), names, seconds=300)
     first, second = (torch.load(tmp_path / f"late-{rank}.pt") for rank in (0, 1))
