@@ -22,8 +22,7 @@ from megatron_webrl.browser.chromium import find_chromium
 from megatron_webrl.browser.errors import BrowserError
 from megatron_webrl.config.schema import Config
 from megatron_webrl.launch.validation import SHARED_MEMORY, missing_packages
-from megatron_webrl.preflight import cuda_driver
-from megatron_webrl.system import torchvision_shim
+from megatron_webrl.system import cuda_driver, torchvision_shim
 
 ROLES = ("trainer", "rollout")
 PYTHONS = ((3, 11), (3, 12))

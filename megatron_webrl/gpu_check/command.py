@@ -27,7 +27,10 @@ def add_gpu_check(commands: Any) -> None:
         "config", nargs="?", default=DEFAULT_CONFIG, help=f"YAML file of the job (default: {DEFAULT_CONFIG})"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
-    parser.add_argument("--platform", choices=("auto", "cpu", "cuda"), default="auto", help="device (default: auto)")
+    parser.add_argument(
+        "--platform", choices=("auto", "cpu", "cuda"), default="auto", help="device (default: auto: model.platform; "
+        "if that is auto, too, CUDA where the machine has a GPU)",
+    )  # fmt: skip
     parser.add_argument(
         "--section", action="append", choices=SECTIONS, metavar="NAME", dest="sections",
         help=f"check only this section; may be repeated: {', '.join(SECTIONS)}",
@@ -58,19 +61,32 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--json={options.json}: the folder {options.json.absolute().parent} does not exist")
     if not options.timeout_seconds > 0:
         raise ConfigError(f"--timeout-seconds={options.timeout_seconds:g} must be greater than 0")
-    platform = options.platform
-    if platform == "auto":
-        import torch
-
-        platform = "cuda" if torch.cuda.is_available() else "cpu"
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    asked = options.platform
+    if asked == "auto":
+        asked = parse_config(options.config, options.overrides).model.platform
+    platform, cuda_problem = _choose_platform(asked)
+    if asked == "auto" and platform == "cpu":
+        console.print("no GPU on this machine: all sections compute on its cores (--platform auto)", markup=False)
     config = parse_config(options.config, [*options.overrides, f"model.platform={platform}"])
     request = GpuCheckRequest(
         config=config,
         platform=platform,
+        cuda_problem=cuda_problem,
         sections=tuple(section for section in SECTIONS if section in (options.sections or SECTIONS)),
         timeout_seconds=options.timeout_seconds,
         min_link_gb_per_second=options.min_link_gb_per_second,
         node_reports=tuple(options.node_reports),
     )
-    console = Console(width=None if sys.stdout.isatty() else 160)
     return run_check(request, console, options.json, ["webrl", *sys.argv[1:]])
+
+
+def _choose_platform(asked: str) -> tuple[str, str]:
+    """The platform for "auto", "cpu" or "cuda", and why torch cannot use CUDA although it is chosen."""
+    from megatron_webrl.system import cuda_driver
+    from megatron_webrl.system.gpu import has_gpu
+
+    problem = "" if asked == "cpu" else cuda_driver.find_cuda_problem()
+    if asked == "cpu" or (asked == "auto" and problem and not has_gpu() and not cuda_driver.lists_gpus()):
+        return "cpu", ""
+    return "cuda", problem

@@ -17,9 +17,9 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.gpu_check.request import GpuCheckRequest
 from megatron_webrl.gpu_check.results import CheckResult, failed, measured, skipped
 from megatron_webrl.gpu_check.topology import read_topology, topology_problems
-from megatron_webrl.preflight import cuda_driver, local_checks
+from megatron_webrl.preflight import local_checks
 from megatron_webrl.preflight.local_checks import CheckFailed
-from megatron_webrl.system import torchvision_shim
+from megatron_webrl.system import cuda_driver, torchvision_shim
 
 SECTION = "environment"
 PACKAGE = "megatron_webrl"
@@ -36,7 +36,7 @@ REMOTE_FILE_SYSTEMS = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs"
 def check(request: GpuCheckRequest) -> Iterator[CheckResult]:
     """Look at this machine; nothing is computed."""
     torchvision_shim.install()
-    yield from _devices(request.platform)
+    yield from _devices(request)
     yield from _packages(request.platform)
     yield from _node_checks(request.config, request.platform)
     yield from _topology(request.config, request.platform)
@@ -45,16 +45,19 @@ def check(request: GpuCheckRequest) -> Iterator[CheckResult]:
         yield check_cache(variable, os.environ.get(variable) or os.path.expanduser(default), mounts)
 
 
-def _devices(platform: str) -> Iterator[CheckResult]:
+def _devices(request: GpuCheckRequest) -> Iterator[CheckResult]:
     import torch
 
     yield measured(SECTION, "Python", python_platform.python_version())
     yield measured(SECTION, "torch, built for CUDA", f"{torch.__version__}, {torch.version.cuda or 'none'}")
+    if request.cuda_problem:
+        yield failed(SECTION, "driver", request.cuda_problem)
+        return
     try:
-        yield check_driver(platform, torch.version.cuda, cuda_driver.find_driver())
+        yield check_driver(request.platform, torch.version.cuda, cuda_driver.find_driver())
     except cuda_driver.NvidiaSmiError as error:
-        yield (failed if platform == "cuda" else skipped)(SECTION, "driver", str(error))
-    if platform == "cuda":
+        yield (failed if request.platform == "cuda" else skipped)(SECTION, "driver", str(error))
+    if request.platform == "cuda":
         yield measured(SECTION, "NCCL", ".".join(map(str, torch.cuda.nccl.version())))
         names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
         yield measured(SECTION, "GPUs", ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)))

@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron_webrl.config.schema import Config
 
 SECTIONS = ("environment", "one GPU", "speed", "links", "engine", "nodes")
+GPU_SECTIONS = ("one GPU", "speed", "links", "engine")  # compute on GPUs, if the platform is CUDA
 REQUEST_FILE = "request.pickle"
 
 
@@ -18,6 +19,7 @@ class GpuCheckRequest:
 
     config: Config  # of the machine (cluster.*) and of the job of the section "engine"
     platform: str  # "cpu" or "cuda"
+    cuda_problem: str = ""  # why torch cannot use the GPUs of this machine; fails the driver, skips GPU_SECTIONS
     sections: tuple[str, ...] = SECTIONS
     timeout_seconds: float = 600.0  # of a section
     min_link_gb_per_second: float = 0.0  # least speed between two GPUs

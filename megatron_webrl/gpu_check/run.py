@@ -15,8 +15,8 @@ from rich.console import Console
 
 from megatron_webrl import __version__
 from megatron_webrl.gpu_check import section_process
-from megatron_webrl.gpu_check.request import GpuCheckRequest
-from megatron_webrl.gpu_check.results import CheckResult, failed, print_results, write_report
+from megatron_webrl.gpu_check.request import GPU_SECTIONS, GpuCheckRequest
+from megatron_webrl.gpu_check.results import CheckResult, failed, print_results, skipped, write_report
 from megatron_webrl.launch import role_process
 from megatron_webrl.system import child_process
 
@@ -28,8 +28,12 @@ def run_check(request: GpuCheckRequest, console: Console, report: Path | None, c
     """Run all sections, print the table, write the report; returns 1 if anything failed. Raises OSError."""
     started, results = time.monotonic(), []
     for section in request.sections:
-        with tempfile.TemporaryDirectory(prefix="webrl-gpu-check-") as folder:
-            found = _run_section(request, section, Path(folder), console)
+        if request.cuda_problem and section in GPU_SECTIONS:
+            not_run = skipped if "environment" in request.sections else failed  # one line fails with the reason
+            found = [not_run(section, "all", request.cuda_problem)]
+        else:
+            with tempfile.TemporaryDirectory(prefix="webrl-gpu-check-") as folder:
+                found = _run_section(request, section, Path(folder), console)
         console.print(f"{section}: {_outcome(found)}", highlight=False, markup=False)
         results += found
     print_results(console, results)

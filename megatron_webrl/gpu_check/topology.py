@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_webrl.cluster.cores import format_cores, parse_cores
 from megatron_webrl.config.cluster import ClusterConfig
-from megatron_webrl.preflight import cuda_driver
+from megatron_webrl.system import cuda_driver
 
 
 @dataclass(frozen=True)

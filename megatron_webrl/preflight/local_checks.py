@@ -19,7 +19,8 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch import role_process
 from megatron_webrl.launch.validation import SHARED_MEMORY, check_packages
 from megatron_webrl.model.hf_config import read_model_config
-from megatron_webrl.preflight import cuda_driver, resource_limits
+from megatron_webrl.preflight import resource_limits
+from megatron_webrl.system import cuda_driver
 
 DOCTOR_SECONDS = 180.0
 BROWSER_SECONDS = 60.0

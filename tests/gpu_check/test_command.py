@@ -28,6 +28,14 @@ def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     return code, json.loads(file.read_text())
 
 
+def machine_with_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put an nvidia-smi on PATH that lists a GPU of driver 550, which serves no CUDA 13."""
+    program = folder / "nvidia-smi"
+    program.write_text("#!/bin/sh\ncase $1 in *memory*) echo 81559;; *) echo 550.54.15;; esac\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_all_sections_pass_on_the_cpu_and_the_report_is_complete(tmp_path: Path) -> None:
@@ -81,6 +89,42 @@ def test_a_link_below_the_least_speed_is_named(tmp_path: Path) -> None:
     code, report = run(tmp_path, "--section", "links", "--min-link-gb-per-second", "100000")
     assert code == 1
     assert report["summary"].endswith("1 failed, 0 skipped: links: pair 0-1")
+
+
+def test_a_gpu_that_torch_cannot_use_fails_the_driver_and_skips_what_computes_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine_with_a_gpu(tmp_path, monkeypatch)
+    file = tmp_path / "report.json"
+    sections = [word for name in ("environment", "speed", "engine") for word in ("--section", name)]
+    assert main(["gpu-check", "configs/tiny_1gpu.yaml", "--json", str(file), *sections]) == 1
+    report = json.loads(file.read_text())
+    assert report["platform"] == "cuda"
+    found = {(each["section"], each["name"]): each for each in report["results"]}
+    driver = found["environment", "driver"]
+    assert (driver["status"], "driver 550.54.15" in driver["note"]) == ("failed", True)
+    assert {found[section, "all"]["status"] for section in ("speed", "engine")} == {"skipped"}
+    assert found["speed", "all"]["note"] == driver["note"]
+    assert "no GPU on this machine" not in capsys.readouterr().out
+
+
+def test_a_section_alone_fails_with_a_gpu_that_torch_cannot_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine_with_a_gpu(tmp_path, monkeypatch)
+    assert main(["gpu-check", "configs/tiny_1gpu.yaml", "--section", "speed"]) == 1
+    assert "driver 550.54.15" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_platform_is_the_configured_one_unless_the_command_names_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a machine without a GPU, as that of the tests."""
+    nodes = ("--section", "nodes")
+    assert main(["gpu-check", "configs/tiny_1gpu.yaml", *nodes]) == 0
+    assert "no GPU on this machine: all sections compute on its cores" in capsys.readouterr().out
+    assert main(["gpu-check", "configs/tiny_1gpu.yaml", "--section", "speed", "model.platform=cuda"]) == 1
+    assert "torch sees no GPU: nvidia-smi is not installed" in " ".join(capsys.readouterr().out.split())
+    assert main(["gpu-check", "configs/tiny_1gpu.yaml", *nodes, "--platform=cpu", "model.platform=cuda"]) == 0
+    assert "no GPU" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from megatron_webrl.config.cluster import ClusterConfig
 from megatron_webrl.gpu_check.environment_section import check_cache, check_driver
 from megatron_webrl.gpu_check.topology import read_topology, topology_problems
-from megatron_webrl.preflight.cuda_driver import CudaDriver
+from megatron_webrl.system.cuda_driver import CudaDriver
 
 MOUNTS = "/dev/sda / ext4 rw 0 0\nserver:/home /home nfs4 rw 0 0\ntmpfs /home/me/local tmpfs rw 0 0\n"
 

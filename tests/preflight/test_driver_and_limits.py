@@ -14,7 +14,10 @@ from megatron_webrl.cli import main
 from megatron_webrl.cluster.placement import place_processes
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.preflight import local_checks
-from megatron_webrl.preflight.cuda_driver import (
+from megatron_webrl.preflight.local_checks import CheckFailed
+from megatron_webrl.preflight.resource_limits import needed_open_files
+from megatron_webrl.system.child_process import MAX_OPEN_FILES, start_process
+from megatron_webrl.system.cuda_driver import (
     CudaDriver,
     NvidiaSmiError,
     describe_driver,
@@ -22,9 +25,6 @@ from megatron_webrl.preflight.cuda_driver import (
     find_driver,
     query_gpus,
 )
-from megatron_webrl.preflight.local_checks import CheckFailed
-from megatron_webrl.preflight.resource_limits import needed_open_files
-from megatron_webrl.system.child_process import MAX_OPEN_FILES, start_process
 
 ROOT = Path(__file__).parents[2]
 COMPAT = "/usr/local/cuda/compat/libcuda.so.580.65.06"

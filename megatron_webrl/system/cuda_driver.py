@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from pathlib import Path
 # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html, table 1
 MINIMUM_DRIVERS = {11: 450, 12: 525, 13: 580}
 NVIDIA_SMI_SECONDS = 60.0
+TORCH_SECONDS = 120.0
+ASK_TORCH = "import torch; print(torch.cuda.is_available(), torch.version.cuda or '')"
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,38 @@ def find_driver() -> CudaDriver:
     if not rows:
         raise NvidiaSmiError("nvidia-smi lists no GPU")
     return CudaDriver(rows[0][0], *_load_library())
+
+
+def lists_gpus() -> bool:
+    """Whether nvidia-smi lists a GPU."""
+    try:
+        return bool(query_gpus("driver_version"))
+    except NvidiaSmiError:
+        return False
+
+
+def find_cuda_problem() -> str:
+    """Why torch cannot use the GPUs of this machine; empty if it can. A process of its own imports torch."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", ASK_TORCH], capture_output=True, text=True, timeout=TORCH_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"torch did not find the GPUs within {TORCH_SECONDS:.0f} s; a GPU hangs"
+    if done.returncode:
+        return f"torch does not import: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}"
+    available, _, cuda = done.stdout.strip().partition(" ")
+    if available == "True":
+        return ""
+    try:
+        driver = find_driver()
+    except NvidiaSmiError as error:
+        return f"torch sees no GPU: {error}"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return driver_problem(cuda or None, driver) or (
+        f"torch sees no GPU, although driver {driver.version} serves its CUDA {cuda}; "
+        + ("look into `dmesg`" if visible is None else f"CUDA_VISIBLE_DEVICES={visible!r} may hide them")
+    )
 
 
 def torch_cuda_version() -> str | None:
