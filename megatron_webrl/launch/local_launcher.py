@@ -33,7 +33,7 @@ from megatron_webrl.launch.trainer_restart import TrainerRestarter, may_restart
 from megatron_webrl.launch.watchdog import Watchdog
 from megatron_webrl.ring.segment import segment_prefix, sweep_segments
 from megatron_webrl.status.final_report import print_final_report
-from megatron_webrl.system import child_process
+from megatron_webrl.system import child_process, cuda_driver
 from megatron_webrl.system.gpu import has_gpu
 from megatron_webrl.tracking import events, summary
 from megatron_webrl.tracking.dashboard import TerminalDashboard
@@ -59,13 +59,12 @@ class LocalLauncher:
     journal: EventLog = field(init=False)
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a configuration of several nodes."""
-        if self.config.cluster.nodes > 1:
+        """Raises ConfigError for a configuration of several nodes, and for GPUs that torch cannot use."""
+        try:
+            _check_machine(self.config)
+        except ConfigError:
             shutil.rmtree(self.scratch, ignore_errors=True)
-            raise ConfigError(
-                f"cluster.nodes={self.config.cluster.nodes}, but this command runs all roles on one machine; set "
-                "cluster.nodes=1 and parallel sizes to match"
-            )
+            raise
         self.visible_devices = visible_devices_by_process(self.config)
         self.journal = EventLog(self.config.run_folder)
 
@@ -235,6 +234,21 @@ class LocalLauncher:
     def _print_result(self, outcome: str) -> int:
         print_final_report(self.config.run_folder, self.console, table=True)
         return 0 if outcome in ("finished", BUDGET_SPENT) else 130 if outcome in ("stopped", "interrupted") else 1
+
+
+def _check_machine(config: Config) -> None:
+    """Raises ConfigError for a job that needs several nodes, or would compute on the cores of a machine with GPUs."""
+    if config.cluster.nodes > 1:
+        raise ConfigError(
+            f"cluster.nodes={config.cluster.nodes}, but this command runs all roles on one machine; set "
+            "cluster.nodes=1 and parallel sizes to match"
+        )
+    wants_gpus = config.cluster.gpus_per_node and config.model.platform != "cpu"
+    if wants_gpus and has_gpu() and (problem := cuda_driver.find_cuda_problem()):
+        raise ConfigError(
+            f"cluster.gpus_per_node={config.cluster.gpus_per_node}, but {problem}; or set model.platform=cpu to "
+            "compute on the cores"
+        )
 
 
 def launch(config: Config, console: Console) -> int:

@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megatron_webrl.cli import main
 from megatron_webrl.cluster.placement import RoleName
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.launch.gpu_environment import CACHE_VARIABLES, gpu_environment, make_cache_folder
 from megatron_webrl.launch.local_launcher import LocalLauncher
 from megatron_webrl.slurm.node_supervisor import NodeSupervisor
+from megatron_webrl.system import gpu
 
+ROOT = Path(__file__).parents[2]
 GPUS = ("cluster.gpus_per_node=2", "cluster.engine_gpus_per_node=1")
 
 
@@ -76,3 +79,22 @@ def test_both_launchers_start_roles_with_it(tmp_path: Path, monkeypatch: pytest.
         assert process.environment["VLLM_CACHE_ROOT"] == str(tmp_path / f"webrl-cache-{os.getuid()}" / "vllm")
         assert process.environment["TMPDIR"] != str(tmp_path)
         assert ("PYTORCH_CUDA_ALLOC_CONF" in process.environment) == (role == "trainer")
+
+
+@pytest.mark.parametrize("platform", ["auto", "cuda"])
+def test_a_job_on_a_machine_with_gpus_does_not_compute_on_its_cores_unasked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], platform: str
+) -> None:
+    """The device file of a driver and an nvidia-smi are stand-ins; torch asks the machine itself, which has no GPU."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 550.54.15\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(gpu, "DEVICE_FILES", (program,))
+    run = ("run.name=run", f"run.directory={tmp_path}/runs", f"model.platform={platform}")
+    assert main(["train", str(ROOT / "configs" / "tiny_1gpu.yaml"), *run, f"model.path={ROOT}/models/quickstart"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("webrl: cluster.gpus_per_node=1, but ")
+    assert "driver 550.54.15" in error
+    assert error.endswith("; or set model.platform=cpu to compute on the cores\n")
+    assert not (tmp_path / "runs").exists()
