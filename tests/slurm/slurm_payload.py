@@ -96,6 +96,7 @@ def collect_facts(role: str, options: dict[str, str]) -> dict[str, object]:
         "name": environment["WEBRL_ROLE"],
         "role": role,
         "index": int(environment["RANK"] if role == "trainer" else options["--worker"]),
+        "follower": int(options.get("--follower", 0)),
         "node": int(options["--node"]),
         "local_rank": int(environment["LOCAL_RANK"]) if role == "trainer" else None,
         "world": int(environment["WORLD_SIZE"]) if role == "trainer" else None,
@@ -111,9 +112,8 @@ def collect_facts(role: str, options: dict[str, str]) -> dict[str, object]:
 
 def check(facts: dict[str, object], placement: dict, control: str) -> None:
     """Compare with the placement. Raises AssertionError."""
-    expected = next(
-        each for each in placement["processes"] if (each["role"], each["index"]) == (facts["role"], facts["index"])
-    )
+    same = ("role", "index", "follower")
+    expected = next(each for each in placement["processes"] if all(each[name] == facts[name] for name in same))
     for name in ("name", "node", "devices", "cores"):
         assert facts[name] == expected[name], f"{name} is {facts[name]}, not {expected[name]}"
     assert facts["slurm"][0] == expected["node"], f"Slurm says node {facts['slurm']}, not {expected['node']}"
@@ -131,10 +131,12 @@ def check(facts: dict[str, object], placement: dict, control: str) -> None:
         assert facts["meeting"] == ["127.0.0.1", expected["port"]], facts["meeting"]
 
 
-def keep_to_ring(store: Store, facts: dict[str, object], ring: dict) -> str:
-    """The node's first worker makes a segment of the ring's name; the others of the node find it, and theirs it is."""
+def keep_to_ring(store: Store, facts: dict[str, object], placement: dict) -> str:
+    """A node's first rollout process makes a segment of the ring's name; the others of the node find it there."""
+    here = [each for each in placement["processes"] if each["node"] == facts["node"]]
+    ring = placement["rings"][facts["node"]]
     path, mark = Path("/dev/shm") / ring["name"], str(facts["node"])
-    if facts["name"] == f"rollout-{ring['workers'][0]}":
+    if facts["name"] == next(each["name"] for each in here if each["role"] == "rollout"):
         with path.open("x") as segment:
             segment.write(mark)
         store.add(f"stubs/ring/{facts['node']}", 1)
@@ -166,7 +168,7 @@ def main(arguments: list[str]) -> None:
     everyone = [each["name"] for each in placement["processes"]]
     if facts["name"] == everyone[0]:
         store.set("stubs/readers", str(len(everyone) - placement["nodes"]))  # all but the creator of each ring
-    facts["ring"] = keep_to_ring(store, facts, placement["rings"][facts["node"]])
+    facts["ring"] = keep_to_ring(store, facts, placement)
     store.set(f"stubs/of/{facts['name']}", json.dumps(facts))
     store.add("stubs/arrived", 1)
     if facts["name"] != "trainer-0":

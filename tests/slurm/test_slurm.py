@@ -43,13 +43,15 @@ def four() -> Iterator[Cluster]:
 
 
 @pytest.mark.slow
-def test_a_job_of_32_nodes_and_256_gpus_is_placed_as_planned(tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", ["8b_32node", "235b_a22b_32node"])  # the second has engines over two nodes
+def test_a_job_of_32_nodes_and_256_gpus_is_placed_as_planned(tmp_path: Path, config: str) -> None:
     name = f"stubs{os.getpid()}"
     with virtual_slurm(32, gpus=8, cores=112) as cluster:
         began = time.monotonic()
         job = submit(
-            cluster, tmp_path, "train_32node.sh", *overrides(tmp_path, name), STUB_COMMAND=PAYLOAD, PREFLIGHT="0"
-        )
+            cluster, tmp_path, "train_32node.sh", *overrides(tmp_path, name), STUB_COMMAND=PAYLOAD, PREFLIGHT="0",
+            CONFIG=f"configs/{config}.yaml",
+        )  # fmt: skip
         state = cluster.wait(job, REHEARSAL_SECONDS)
         seconds = time.monotonic() - began
     assert state == "COMPLETED", log(tmp_path)
@@ -64,9 +66,12 @@ def _check_all(found: list[dict[str, Any]], settings: Path) -> None:
     """Compare the facts that the processes of a job report with the machines of the configuration."""
     config = parse_config(settings)
     cluster = config.cluster
-    assert (cluster.nodes, cluster.gpus_per_node, len(found)) == (32, 8, 256)
-    for role, count in (("trainer", 128), ("rollout", 128)):
-        assert sorted(each["index"] for each in found if each["role"] == role) == list(range(count))
+    parts = config.rollout.engines * max(1, config.ranks_per_engine // cluster.engine_gpus_per_node)
+    assert (cluster.nodes, cluster.gpus_per_node, len(found)) == (32, 8, 128 + parts)
+    assert sorted(each["index"] for each in found if each["role"] == "trainer") == list(range(128))
+    serving = [each for each in found if each["role"] == "rollout"]
+    assert sorted(each["index"] for each in serving if not each["follower"]) == list(range(config.rollout.engines))
+    assert len({(each["index"], each["follower"]) for each in serving}) == parts
     everything = sorted(core for text in cluster.numa_cores for core in parse_cores(text))
     nodes: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for each in found:
@@ -82,7 +87,7 @@ def _check_all(found: list[dict[str, Any]], settings: Path) -> None:
     assert len({here[0]["ring"] for here in nodes.values()}) == 32
     assert {each["world"] for each in found if each["role"] == "trainer"} == {128}
     assert len({tuple(each["meeting"]) for each in found if each["role"] == "trainer"}) == 1
-    assert len({each["pid"] for each in found}) == 256
+    assert len({each["pid"] for each in found}) == len(found)
     assert {ring.name for ring in place_processes(config).rings} == {each["ring"] for each in found}
 
 
@@ -167,22 +172,36 @@ def test_a_model_is_evaluated_on_a_node(four: Cluster, tmp_path: Path, tiny_mode
     assert len(json.loads(result.read_text())["episodes"]) == 2  # of two environments
 
 
-@pytest.mark.parametrize("script", ["train_32node.sh", "train_nodes.sh", "train_1node.sh", "train_cpu.sh"])
-def test_a_dry_run_shows_every_process_without_a_cluster(script: str) -> None:
+DEFAULTS = {
+    "train_32node.sh": "8b_32node",
+    "train_nodes.sh": "8b_4node",
+    "train_1node.sh": "8b_1node",
+    "train_cpu.sh": "quickstart",
+}
+CLUSTERS = sorted(path.stem for path in (ROOT / "configs").glob("*node.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [*((script, "") for script in DEFAULTS), *(("train_nodes.sh", name) for name in CLUSTERS)],
+)
+def test_a_dry_run_shows_every_process_without_a_cluster(script: str, name: str) -> None:
+    """Of the script's default configuration, and of every configuration of a cluster."""
+    path = f"configs/{name or DEFAULTS[script]}.yaml"
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
     done = subprocess.run(
         ["bash", str(SCRIPTS / script)],
-        env={**environment, "DRY_RUN": "1", "PYTHON": sys.executable},
+        env={**environment, "DRY_RUN": "1", "PYTHON": sys.executable, **({"CONFIG": path} if name else {})},
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
-    defaults = {"train_32node.sh": "8b_32node", "train_nodes.sh": "8b_4node", "train_1node.sh": "8b_1node"}
-    config = parse_config(f"configs/{defaults.get(script, 'quickstart')}.yaml")
+    config = parse_config(path)
     lines = [line for line in done.stdout.splitlines() if line.startswith("node ")]
     assert len(lines) == len(place_processes(config).processes)
     for process in place_processes(config).processes:
         line = next(line for line in lines if line.startswith(f"node {process.node} {process.name}: "))
         assert f"-m megatron_webrl.cli {process.role} --config runs/{config.run.name}/config.yaml" in line
-        assert not process.devices or f"CUDA_VISIBLE_DEVICES={process.devices[0]} " in line
+        assert (f" --follower {process.follower} " in f"{line} ") == (process.follower > 0)
+        assert not process.devices or f"CUDA_VISIBLE_DEVICES={','.join(map(str, process.devices))} " in line
 
 
 def test_a_cluster_and_its_jobs_die_with_its_parent() -> None:
