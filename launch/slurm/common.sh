@@ -27,6 +27,17 @@ log() { echo "job: $*"; }
 # webrl ARGUMENTS: runs webrl on this node, in the container if apptainer runs it.
 webrl() { "${CONTAINER_COMMAND[@]}" "$PYTHON" -m megatron_webrl.cli "$@"; }
 
+# check_python: exits if PYTHON, which is the image's for a job with pyxis, does not import this package on this machine.
+check_python() {
+    local error
+    [ "${#CONTAINER_COMMAND[@]}" = 0 ] || return 0
+    if ! error=$("$PYTHON" -c 'import megatron_webrl.cli' 2>&1); then
+        log "DRY_RUN runs PYTHON=$PYTHON on this machine, which lacks what it needs: ${error##*$'\n'}; give the Python of" \
+            "an environment with this package (docs/slurm.md, \"From clone to sbatch\")" >&2
+        exit 1
+    fi
+}
+
 # run_on "NODES" ARGUMENTS: runs webrl once on each of these nodes, as one step of the job.
 run_on() {
     local nodes count
@@ -218,6 +229,7 @@ any_runs() {
 run_job() {
     STUB_ARGUMENTS=(${STUB_COMMAND:+--stub-command "$STUB_COMMAND"}) SAVES=1
     if [ -n "${DRY_RUN:-}" ]; then
+        check_python
         webrl node commands "$@" "${STUB_ARGUMENTS[@]}"
         return
     fi
@@ -232,6 +244,7 @@ run_evaluation() {
     local size=(--nodes "${SLURM_JOB_NUM_NODES:-1}")
     STUB_ARGUMENTS=(${STUB_COMMAND:+--stub-command "$STUB_COMMAND"})
     if [ -n "${DRY_RUN:-}" ]; then
+        check_python
         webrl node prepare-eval "$@" "${size[@]}" --dry-run "${STUB_ARGUMENTS[@]}"
         return
     fi

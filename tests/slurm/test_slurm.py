@@ -204,6 +204,22 @@ def test_a_dry_run_shows_every_process_without_a_cluster(script: str, name: str)
         assert not process.devices or f"CUDA_VISIBLE_DEVICES={','.join(map(str, process.devices))} " in line
 
 
+def test_a_dry_run_without_this_package_says_so_in_one_line(tmp_path: Path) -> None:
+    """With pyxis, PYTHON is usually the image's, which the machine of the dry run does not have."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S -I "$@"\n')
+    python.chmod(0o755)
+    for script in ("train_nodes.sh", "eval.sh"):
+        done = subprocess.run(
+            ["bash", str(SCRIPTS / script), "models/quickstart"],
+            env={**os.environ, "DRY_RUN": "1", "PYTHON": str(python), "CONTAINER": "my.sqsh"},
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+        assert f"DRY_RUN runs PYTHON={python} on this machine, which lacks what it needs" in done.stderr
+        assert "No module named 'megatron_webrl'; give the Python of an environment with this package" in done.stderr
+
+
 def test_a_cluster_and_its_jobs_die_with_its_parent() -> None:
     check_that_a_cluster_dies_with_its_starter("virtual_slurm(2)")
 
