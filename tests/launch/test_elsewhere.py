@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import yaml
 
 from megatron_webrl.cli import main
 from megatron_webrl.config.load import parse_config
-from megatron_webrl.model.model_sizes import size_from_path
+from megatron_webrl.model.model_sizes import config_sections, size_from_path
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTERS = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if size_from_path(parse_config(path).model.path)]
@@ -40,6 +41,13 @@ def test_a_login_node_without_packages_checks_a_configuration() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "the package playwright is not installed here; tasks are not checked" in done.stderr
+
+
+def test_of_another_model_the_config_file_alone_is_enough(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_sections("4B")))
+    config, model = str(ROOT / "configs" / "8b_4node.yaml"), f"model.path={tmp_path}"
+    assert main(["train", config, model, "--check", "--elsewhere"]) == 0
+    assert main(["placement", config, model, "--memory"]) == 0
 
 
 @pytest.mark.parametrize(
