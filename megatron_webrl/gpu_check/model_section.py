@@ -225,6 +225,8 @@ def _round_trip(
     version = 1 + len(list(checkpoints.glob("version-*")))
     learner = Learner(wrapped, small_models.VOCABULARY, optimizer)
     checkpointer.start_save(learner, TrainerState(version, 0, 0, (), {}, 0))
+    # Pinned memory that the save had freed would be overwritten before it is on disk.
+    _ = [torch.full_like(x, 77, device="cpu", pin_memory=x.is_cuda) for x in _state(learner).values()]
     checkpointer.wait_for_save()
     if checkpointer.last_completed is None:
         return failed(SECTION, name, checkpointer.last_error or "it was not completed")

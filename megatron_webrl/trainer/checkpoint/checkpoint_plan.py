@@ -42,7 +42,11 @@ class _Strategy(TorchDistSaveShardedStrategy):
 
 @dataclass
 class CheckpointPlan:
-    """One rank's share of a checkpoint."""
+    """One rank's share of a checkpoint. Keep it until the forked process has written the share.
+
+    On CUDA the tensors are in pinned memory, which a fork shares with this process instead of copying it on a write:
+    freed, torch would give it to the next pinned tensor, and the forked process would write that one's bytes.
+    """
 
     folder: Path
     common: dict[str, Any]  # state that is not tensors; the same on all ranks
@@ -55,10 +59,9 @@ class CheckpointPlan:
         """Size of this rank's tensors."""
         return sum(tensor.nbytes for _, _, (_, tensors) in self.buckets for _, tensor in tensors)
 
-    def take_write_task(self) -> Callable[[], list[Any]]:
-        """A function that writes this rank's shards and returns their locations; moves the tensors out of the plan."""
-        buckets, self.buckets, self.writer.write_buckets = self.buckets, [], None
-        return partial(_write_shards, buckets, self.writer.transforms)
+    def write_task(self) -> Callable[[], list[Any]]:
+        """A function that writes this rank's shards and returns their locations."""
+        return partial(_write_shards, self.buckets, self.writer.transforms)
 
     def write_index(self, results: list[list[Any]]) -> None:
         """First rank: write the index from the shard locations of all ranks. Raises OSError."""
@@ -77,6 +80,7 @@ def plan_checkpoint(state: dict[str, Any], folder: Path, *, validate: bool) -> C
     strategy = _Strategy(*SAVE_STRATEGY, thread_count=1)
     request = strategy.async_save(shards, str(folder / "megatron"), **_OWN_WRITER)
     buckets = request.preload_fn() if request.preload_fn else []
+    strategy.writer.write_buckets = None  # the tensors on the device
     return CheckpointPlan(folder, common, buckets, strategy.writer, strategy.index)
 
 

@@ -67,7 +67,7 @@ def read_trainer_state(checkpoint: Path) -> TrainerState:
 class _Save:
     version: int
     folder: Path
-    plan: CheckpointPlan
+    plan: CheckpointPlan  # holds the tensors that the task writes
     task: ForkedTask
     started: float
     blocking_seconds: float  # during which training waited for it
@@ -121,7 +121,7 @@ class Checkpointer:
         if self._run_on_first_rank(state.version, lambda: _check_space(folder, int(size))) is None:
             self._discard(folder)
             return
-        write_shards, is_first_rank = plan.take_write_task(), self._is_first_rank
+        write_shards, is_first_rank = plan.write_task(), self._is_first_rank
         write_rest = partial(write_metadata, folder, plan.common, asdict(state), self.model_folder)
 
         def write() -> Any:

@@ -50,7 +50,7 @@ def store_reference(path: Path, chunks: list[Any], model_folder: Path) -> None:
     plan = plan_checkpoint(sharded_weights(chunks), temporary, validate=True)
     outcome: tuple[list[Any], str | None]
     try:
-        outcome = (plan.take_write_task()(), None)
+        outcome = (plan.write_task()(), None)
     except OSError as error:
         outcome = ([], one_line_error(error))
     outcomes = all_gather_object(outcome)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
 import signal
 import subprocess
+import weakref
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -34,6 +37,7 @@ def saves(rank: int, folder: str) -> None:
         learner = make_learner(LAYOUTS[0])
         scramble(learner)
         found["snapshot"] = _snapshot(learner, Path(folder, "snapshot"))
+        found["held"] = _held_copies(learner, Path(folder, "held"))
         found["limit"] = _no_room(learner, Path(folder, "limit"))
         found["killed writer"] = _killed_writer(learner, Path(folder, "killed"))
         found["late writer"] = _late_writer(learner, Path(folder, "late"))
@@ -64,6 +68,39 @@ def _snapshot(learner: Any, folder: Path) -> dict[str, Any]:
         "files": sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()),
         "figures": checkpoints.pop_metrics(),
     }
+
+
+def _held_copies(learner: Any, folder: Path) -> list[int]:
+    """Copies in host memory that this process holds while the writer is stopped, and once it has written.
+
+    Copies are made as from a GPU; the originals of the CPU platform live as long as the learner.
+    """
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    copies: list[weakref.ref[torch.Tensor]] = []
+
+    def preload(buckets: list[Any], non_blocking: bool) -> list[Any]:
+        copied = [
+            (name, key, (data, [(item, tensor.clone()) for item, tensor in tensors]))
+            for name, key, (data, tensors) in buckets
+        ]
+        copies.extend(weakref.ref(tensor) for _, _, (_, tensors) in copied for _, tensor in tensors)
+        return copied
+
+    checkpoints = checkpoints_in(folder)
+    with mock.patch.object(FileSystemWriterAsync, "preload_tensors", staticmethod(preload)):
+        checkpoints.start_save(learner, state_of(1))
+    writer = checkpoints._current.task.pid
+    os.kill(writer, signal.SIGSTOP)
+    counts = [len(copies), _count_alive(copies)]
+    os.kill(writer, signal.SIGCONT)
+    checkpoints.close()
+    return [*counts, _count_alive(copies)]
+
+
+def _count_alive(references: list[weakref.ref[torch.Tensor]]) -> int:
+    gc.collect()
+    return sum(reference() is not None for reference in references)
 
 
 def _no_room(learner: Any, folder: Path) -> dict[str, Any]:

@@ -89,6 +89,12 @@ def test_a_checkpoint_has_the_state_at_its_start_although_training_continues(sav
         assert found["snapshot"]["tensors"] > 20
 
 
+def test_the_copies_that_a_forked_process_writes_are_held_until_it_has_written_them(saves: Found):
+    made, held, left = saves[0]["held"]  # rank 0 writes for both
+    assert made > 20
+    assert (held, left) == (made, 0)
+
+
 def test_a_checkpoint_can_be_converted_on_its_own(saves: Found):
     files = saves[0]["snapshot"]["files"]
     for name in ("hf/config.json", "megatron/metadata.json", "megatron/common.pt", "megatron/.metadata", "state.json"):
