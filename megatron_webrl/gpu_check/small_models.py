@@ -189,4 +189,4 @@ def reference_loss(model: Any, parts: list[Sample]) -> Tensor:
     logits = torch.cat([reference_logits(model, sample) for sample in parts]) / TEMPERATURE
     targets = torch.cat([sample.tokens[sample.prompt :] for sample in parts])
     logprobs = logits.log_softmax(dim=-1).gather(1, targets[:, None]).squeeze(1)
-    return (logprobs * token_weights(len(logprobs))).sum()
+    return (logprobs * token_weights(len(logprobs)).to(logprobs.device)).sum()

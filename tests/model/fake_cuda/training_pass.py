@@ -38,7 +38,7 @@ def main(folder: str) -> None:
 
         platform = platforms.activate("cuda")
         found["each kind"] = _every_kind(host)
-        _join()
+        join_groups()
         for name in SHAPES:
             learner, microbatches = _learner(Path(folder) / name, platform), [_on_cuda(real, host)]
             for kind, run in {"score": _score, "train": _train}.items():
@@ -48,7 +48,7 @@ def main(folder: str) -> None:
     sys.stdout.write(json.dumps(found))
 
 
-def _join() -> None:
+def join_groups() -> None:
     """Form Megatron's groups of one rank."""
     from megatron_webrl.model import process_groups
     from megatron_webrl.model.layout import ParallelSizes
