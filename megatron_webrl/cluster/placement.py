@@ -23,6 +23,7 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.ring.segment import segment_name
 
 RoleName = Literal["trainer", "rollout"]
+DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -138,11 +139,24 @@ def check_cluster(config: Config) -> None:
         check_gpu_sharing(config)
 
 
-def visible_devices_by_process(config: Config) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES by process name; empty without GPUs (cluster.gpus_per_node)."""
-    if not config.cluster.gpus_per_node:
+def visible_devices(devices: Sequence[int], allocated: str, gpus: int) -> str:
+    """CUDA_VISIBLE_DEVICES of `devices` among the `allocated` GPUs; empty: all `gpus`. Raises ConfigError for fewer."""
+    names = allocated.split(",") if allocated else [str(number) for number in range(gpus)]
+    if len(names) < gpus:
+        raise ConfigError(
+            f"cluster.gpus_per_node={gpus}, but {DEVICES_VARIABLE}={allocated} allows {len(names)}; allow more (in a "
+            "Slurm job with --gpus-per-node), or lower cluster.gpus_per_node"
+        )
+    return ",".join(names[device] for device in devices)
+
+
+def visible_devices_by_process(config: Config, allocated: str) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES by process name, among the `allocated` GPUs; empty without GPUs (cluster.gpus_per_node)."""
+    gpus = config.cluster.gpus_per_node
+    if not gpus:
         return {}
-    return {process.name: ",".join(map(str, process.devices)) for process in place_processes(config).processes}
+    processes = place_processes(config).processes
+    return {process.name: visible_devices(process.devices, allocated, gpus) for process in processes}
 
 
 def ring_name(config: Config, node: int) -> str:

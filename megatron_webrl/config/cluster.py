@@ -35,7 +35,9 @@ class ClusterConfig:
         [], "NUMA node of each GPU, an index into cluster.numa_cores; empty: GPUs in order, evenly."
     )
     nics: list[str] = setting(
-        [], "Network card nearest to each GPU, such as [mlx5_0, mlx5_1]; empty: the libraries choose."
+        [],
+        "Network card nearest to each GPU, such as [mlx5_0, mlx5_1]; the processes of a node use no others; empty: the "
+        "libraries choose.",
     )
     storage_gb_per_second: float = setting(
         2.0,

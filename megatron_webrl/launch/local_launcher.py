@@ -17,7 +17,7 @@ from types import FrameType
 
 from rich.console import Console
 
-from megatron_webrl.cluster.placement import visible_devices_by_process
+from megatron_webrl.cluster.placement import DEVICES_VARIABLE, visible_devices_by_process
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.control.control_plane import ControlClient, JobFailed
@@ -59,13 +59,15 @@ class LocalLauncher:
     journal: EventLog = field(init=False)
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a configuration of several nodes, and for GPUs that torch cannot use."""
+        """Raises ConfigError for a configuration of several nodes or of more GPUs than CUDA_VISIBLE_DEVICES allows, and
+        for GPUs that torch cannot use.
+        """
         try:
             _check_machine(self.config)
+            self.visible_devices = visible_devices_by_process(self.config, os.environ.get(DEVICES_VARIABLE, ""))
         except ConfigError:
             shutil.rmtree(self.scratch, ignore_errors=True)
             raise
-        self.visible_devices = visible_devices_by_process(self.config)
         self.journal = EventLog(self.config.run_folder)
 
     def run(self) -> int:
@@ -207,7 +209,7 @@ class LocalLauncher:
 
     def _start(self, name: str, arguments: list[str], environment: dict[str, str]) -> RoleProcess:
         path = self.config.run_folder / "logs" / f"{name}.log"
-        devices = {"CUDA_VISIBLE_DEVICES": self.visible_devices[name]} if name in self.visible_devices else {}
+        devices = {DEVICES_VARIABLE: self.visible_devices[name]} if name in self.visible_devices else {}
         inherited = role_process.role_environment(self.config, arguments[0], self.scratch)
         environment = {**inherited, **devices, **environment}
         self.role_processes.append(RoleProcess.start(name, role_process.webrl_command(arguments), environment, path))

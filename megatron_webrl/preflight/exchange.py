@@ -74,7 +74,7 @@ class ExchangeRank:
     seconds: float  # limit for forming the group and exchanging data
     message_bytes: int
     gpu: int | None = None  # index among the visible ones; None: CPU
-    nic: str = ""  # its network card; empty: NCCL chooses
+    nics: Sequence[str] = ()  # network cards that it may use; empty: NCCL chooses
 
 
 def preload() -> None:
@@ -154,8 +154,8 @@ def _prepare_device(rank: ExchangeRank) -> torch.device:
         return torch.device("cpu")
     # Read when CUDA and NCCL start, which a forked child has not done.
     os.environ.update(NCCL_ENVIRONMENT, TORCH_NCCL_NONBLOCKING_TIMEOUT=str(int(rank.seconds)))
-    if rank.nic and "NCCL_IB_HCA" not in os.environ:
-        os.environ["NCCL_IB_HCA"] = f"={rank.nic}"
+    if rank.nics and "NCCL_IB_HCA" not in os.environ:
+        os.environ["NCCL_IB_HCA"] = "=" + ",".join(rank.nics)
     torch.cuda.set_device(rank.gpu)
     return torch.device("cuda", rank.gpu)
 

@@ -167,7 +167,11 @@ class NodeDevices:
     def run(
         self, address: str, port: int, prefix: str, rank: int, size: int, seconds: float, *, pairs: bool = False
     ) -> list[ExchangeResult]:
-        """Exchange as ranks `rank` and following of a group; with `pairs` each device is `rank` of its own group."""
+        """Exchange as ranks `rank` and following of a group; with `pairs` each device is `rank` of its own group.
+
+        Each device of `pairs` uses its own network card. A group uses all cards of the node: NCCL needs equal lists.
+        """
+        cards = list(dict.fromkeys(self.nics))
         return run_ranks(
             [
                 ExchangeRank(
@@ -180,7 +184,7 @@ class NodeDevices:
                     seconds,
                     self.message_bytes,
                     index if self.cuda else None,
-                    self.nics[index] if self.nics else "",
+                    [self.nics[index]] if pairs and self.nics else cards,
                 )
                 for index in range(self.count)
             ]

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_webrl.cluster.cores import format_cores
-from megatron_webrl.cluster.placement import Placement, ProcessPlacement, RoleName
+from megatron_webrl.cluster.placement import DEVICES_VARIABLE, Placement, ProcessPlacement, RoleName, visible_devices
 from megatron_webrl.config.schema import Config
-from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch import role_process
 
 CORES_VARIABLE = "WEBRL_CORES"
-DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -82,22 +80,12 @@ def _environment(
     else:
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(process.port)}
     if process.devices:
-        environment[DEVICES_VARIABLE] = cuda_visible_devices(
+        environment[DEVICES_VARIABLE] = visible_devices(
             process.devices, inherited.get(DEVICES_VARIABLE, ""), config.cluster.gpus_per_node
         )
     if process.cores:
         environment[CORES_VARIABLE] = format_cores(process.cores)
-    if process.nics and "NCCL_IB_HCA" not in inherited:
-        environment["NCCL_IB_HCA"] = "=" + ",".join(process.nics)
+    if config.cluster.nics and "NCCL_IB_HCA" not in inherited:
+        # All cards of the node for every process: NCCL needs equal lists, and gives each GPU the nearest card.
+        environment["NCCL_IB_HCA"] = "=" + ",".join(dict.fromkeys(config.cluster.nics))
     return environment
-
-
-def cuda_visible_devices(devices: Sequence[int], allocated: str, gpus: int) -> str:
-    """CUDA_VISIBLE_DEVICES of `devices` among the `allocated` GPUs; empty: all `gpus`. Raises ConfigError for fewer."""
-    names = allocated.split(",") if allocated else [str(number) for number in range(gpus)]
-    if len(names) < gpus:
-        raise ConfigError(
-            f"cluster.gpus_per_node={gpus}, but Slurm gave this node {len(names)} ({DEVICES_VARIABLE}={allocated}); "
-            "ask for more with --gpus-per-node, or lower cluster.gpus_per_node"
-        )
-    return ",".join(names[device] for device in devices)

@@ -50,7 +50,7 @@ def refusal(*overrides: str) -> str:
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*_1gpu.yaml")), ids=lambda path: path.stem)
 def test_both_roles_of_a_job_on_one_gpu_see_that_gpu(path: Path):
     config = parse_config(path)
-    assert visible_devices_by_process(config) == {"trainer-0": "0", "rollout-0": "0"}
+    assert visible_devices_by_process(config, "") == {"trainer-0": "0", "rollout-0": "0"}
     found = place_processes(config)
     assert len({process.port for process in found.processes}) == 2
     assert (found.rings[0].workers, found.rings[0].ranks) == ((0,), (0,))
@@ -141,7 +141,7 @@ def test_roles_that_share_a_gpu_may_share_the_cpu_instead():
 
 def test_an_evaluation_has_the_shared_gpus_for_its_engines_alone():
     config = made("evaluation.only=true", "rollout.engines=0", "rollout.kv_cache_mib=0")
-    assert visible_devices_by_process(config) == {"rollout-0": "0"}
+    assert visible_devices_by_process(config, "") == {"rollout-0": "0"}
     assert gpu_memory_share(config, "engine") == 1.0
 
 

@@ -18,7 +18,13 @@ from rich.console import Console
 
 from megatron_webrl.cli import main
 from megatron_webrl.cluster.cores import format_cores, parse_cores
-from megatron_webrl.cluster.placement import Placement, place_processes, ring_name, visible_devices_by_process
+from megatron_webrl.cluster.placement import (
+    Placement,
+    place_processes,
+    ring_name,
+    visible_devices,
+    visible_devices_by_process,
+)
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
@@ -192,8 +198,16 @@ def test_a_configuration_that_describes_no_machines_has_one_node_without_gpus() 
     assert [process.name for process in place_processes(config).on_node(0)] == [
         "trainer-0", "trainer-1", "rollout-0", "rollout-1", "rollout-2"
     ]  # fmt: skip
-    assert visible_devices_by_process(config) == {}
-    assert visible_devices_by_process(made(*EIGHT, "rollout.tensor_parallel=2"))["rollout-1"] == "6,7"
+    assert visible_devices_by_process(config, "") == {}
+    assert visible_devices_by_process(made(*EIGHT, "rollout.tensor_parallel=2"), "")["rollout-1"] == "6,7"
+
+
+def test_devices_are_counted_among_those_that_are_visible() -> None:
+    assert visible_devices((1, 3), "", 4) == "1,3"
+    assert visible_devices((1, 3), "4,5,6,7", 4) == "5,7"
+    assert visible_devices((0,), "GPU-a,GPU-b", 2) == "GPU-a"
+    with pytest.raises(ConfigError, match=r"cluster.gpus_per_node=4, but CUDA_VISIBLE_DEVICES=0,1 allows 2; "):
+        visible_devices((0,), "0,1", 4)
 
 
 def test_a_launcher_of_one_machine_refuses_several_nodes() -> None:

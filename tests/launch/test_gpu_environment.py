@@ -68,6 +68,7 @@ def test_both_launchers_start_roles_with_it(tmp_path: Path, monkeypatch: pytest.
     for name in (*CACHE_VARIABLES, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     config = made(*GPUS, f"run.directory={tmp_path}", "run.name=run", "model.platform=cuda")
     launcher = LocalLauncher(config, Console())
     supervisor = NodeSupervisor(config, role, 0, "127.0.0.1:1", stub_command="true")
@@ -79,6 +80,7 @@ def test_both_launchers_start_roles_with_it(tmp_path: Path, monkeypatch: pytest.
         assert process.environment["VLLM_CACHE_ROOT"] == str(tmp_path / f"webrl-cache-{os.getuid()}" / "vllm")
         assert process.environment["TMPDIR"] != str(tmp_path)
         assert ("PYTORCH_CUDA_ALLOC_CONF" in process.environment) == (role == "trainer")
+        assert process.environment["CUDA_VISIBLE_DEVICES"] == ("3" if role == "trainer" else "5")
 
 
 @pytest.mark.parametrize("platform", ["auto", "cuda"])

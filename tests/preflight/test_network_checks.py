@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.preflight import local_checks, node_report
+from megatron_webrl.preflight import local_checks, network_checks, node_report
 from megatron_webrl.preflight.exchange import ExchangeRank, ExchangeStatus, run_ranks, warm_up
 from megatron_webrl.preflight.local_checks import CheckFailed
 from megatron_webrl.preflight.network_checks import (
@@ -100,6 +100,15 @@ def process_named(name: str) -> int:
 
     until(look, f"process {name}", 60)
     return found[0]
+
+
+def test_a_gpu_uses_its_own_card_in_a_pair_and_all_cards_in_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[ExchangeRank] = []
+    monkeypatch.setattr(network_checks, "run_ranks", lambda ranks: ran.extend(ranks) or [])
+    devices = NodeDevices("n1", 3, True, ["a", "a", "b"])
+    devices.run("n1", 1, "link", 0, 2, 1.0, pairs=True)
+    devices.run("n1", 1, "all-reduce", 0, 6, 1.0)
+    assert [list(rank.nics) for rank in ran] == [["a"], ["a"], ["b"], *[["a", "b"]] * 3]
 
 
 # -- clocks and rounds --------------------------------------------------------------------------------

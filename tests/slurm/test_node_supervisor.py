@@ -24,7 +24,7 @@ from megatron_webrl.rollout.engine.vllm_environment import engine_environment
 from megatron_webrl.slurm.browser_farm import local_address_towards, sessions_per_server
 from megatron_webrl.slurm.commands import node_number
 from megatron_webrl.slurm.prepare import farm_overrides, plan_job, prepare_job, resume_overrides
-from megatron_webrl.slurm.process_specs import ProcessSpec, cuda_visible_devices, process_specs
+from megatron_webrl.slurm.process_specs import ProcessSpec, process_specs
 from megatron_webrl.tracking import events
 from tests.planes import connect, control_plane
 
@@ -83,8 +83,9 @@ def test_one_node_needs_no_node_argument() -> None:
 
 
 def test_inherited_settings_of_threads_and_network_cards_are_kept() -> None:
-    cards = parse_config(FOUR, ["cluster.nics=[a,b,c,d,e,f,g,h]"])
-    assert of(cards, 0, "trainer")[1].environment["NCCL_IB_HCA"] == "=b"
+    cards = parse_config(FOUR, ["cluster.nics=[a,a,b,b,c,c,d,d]"])
+    processes = [*of(cards, 0, "trainer"), *of(cards, 0, "rollout")]
+    assert {process.environment["NCCL_IB_HCA"] for process in processes} == {"=a,b,c,d"}
     assert of(cards, 0, "trainer")[1].environment["OMP_NUM_THREADS"] == "1"
     assert of(cards, 0, "trainer")[1].environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
     own = {"NCCL_IB_HCA": "=all", "OMP_NUM_THREADS": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
@@ -96,16 +97,6 @@ def test_the_limit_of_a_link_holds_for_the_creation_of_its_communicator() -> Non
     config = parse_config(FOUR, ["weights.timeout_seconds=12.5"])
     assert of(config, 0, "trainer")[0].environment["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "13"
     assert engine_environment(config)["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "13"
-
-
-def test_devices_are_counted_among_those_that_slurm_allocated() -> None:
-    assert cuda_visible_devices((1, 3), "", 4) == "1,3"
-    assert cuda_visible_devices((1, 3), "4,5,6,7", 4) == "5,7"
-    assert cuda_visible_devices((0,), "GPU-a,GPU-b", 2) == "GPU-a"
-    with pytest.raises(
-        ConfigError, match=r"cluster.gpus_per_node=4, but Slurm gave this node 2 \(CUDA_VISIBLE_DEVICES=0,1\)"
-    ):
-        cuda_visible_devices((0,), "0,1", 4)
 
 
 def test_a_stub_command_replaces_the_program_and_nothing_else() -> None:
