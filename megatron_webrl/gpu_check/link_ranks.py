@@ -30,7 +30,8 @@ class LinkCase:
     receiver: str
     elements: int  # of a transfer, float32
     message_elements: int
-    timeout_seconds: float
+    timeout_seconds: float  # of each wait in a transfer
+    join_seconds: float = GROUP_SECONDS
     signal_sender: int = 0  # signal that the sender sends itself after half of the messages
     signal_receiver: int = 0
     observe_seconds: float = 0.0  # after a failed transfer, before the sender computes again
@@ -51,7 +52,7 @@ class LinkCase:
     def join(self, rank: int) -> transport.TransferLink:
         """Join the link. Raises TransferError."""
         store = dist.TCPStore("127.0.0.1", self.port, is_master=False, timeout=timedelta(seconds=GROUP_SECONDS))
-        return transport.join_link(store, self.name, rank, 2, self.timeout_seconds, self.backend)  # type: ignore[arg-type]
+        return transport.join_link(store, self.name, rank, 2, self.join_seconds, self.backend)  # type: ignore[arg-type]
 
 
 def _begin(case: LinkCase, device: str) -> torch.device:
@@ -59,13 +60,16 @@ def _begin(case: LinkCase, device: str) -> torch.device:
     torch.set_num_threads(1)
     if device.startswith("cuda"):
         # Read once, at the first collective: the limit of the creation of a link.
-        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, int(case.timeout_seconds))))
+        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, int(case.join_seconds))))
         torch.cuda.set_device(device)
     return torch.device(device)
 
 
 def send(connection: Connection, case: LinkCase) -> None:
-    """Body of the sender: sends (seconds of the fastest transfer, error, whether it computes afterwards)."""
+    """Body of the sender: sends (seconds, error, whether it computes afterwards).
+
+    Seconds of the fastest transfer; with an error those since the link was joined, or since the attempt to join it.
+    """
     device = _begin(case, case.sender)
     dist.init_process_group(
         case.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=GROUP_SECONDS)
@@ -84,6 +88,7 @@ def send(connection: Connection, case: LinkCase) -> None:
     started = time.monotonic()
     try:
         link = case.join(0)
+        started = time.monotonic()
         outgoing = [transport.OutgoingMessages(link, case.messages(), {0: 1})]
         for number in range(1, TRANSFERS + 1):
             began = time.perf_counter()
@@ -103,21 +108,23 @@ def send(connection: Connection, case: LinkCase) -> None:
 
 
 def receive(connection: Connection, case: LinkCase) -> None:
-    """Body of the receiver: sends (whether all values arrived, error)."""
+    """Body of the receiver: sends (seconds since the link was joined, error, whether all values arrived)."""
     device = _begin(case, case.receiver)
     target = _Target(case, device)
+    started = time.monotonic()
     try:
         link = case.join(1)
+        started = time.monotonic()
         for number in range(1, TRANSFERS + 1):
             target.tensors.fill_(-1.0)
             staging = 8 * 4 * case.message_elements
             transport.receive(link, case.messages(), target, torch.float32, staging, number, case.timeout_seconds)
         link.close()
     except transport.TransferError as failure:
-        connection.send((False, str(failure)))
+        connection.send((time.monotonic() - started, str(failure), False))
         return
     expected = torch.arange(case.elements, dtype=torch.float32, device=device)
-    connection.send((torch.equal(target.tensors, expected), None))
+    connection.send((time.monotonic() - started, None, torch.equal(target.tensors, expected)))
 
 
 class _Target:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -26,7 +27,8 @@ from megatron_webrl.gpu_check.results import CheckResult, at_least, at_most, fai
 
 SECTION = "links"
 ANSWER_SECONDS = 120.0  # limit of the start of a rank and its work
-FAULT_SECONDS = 4.0  # timeout of a link with a fault
+EXIT_SECONDS = 5.0  # for a killed process to disappear
+FAULT_SECONDS = 4.0  # limit of a wait for a peer with a fault
 SLACK_SECONDS = 20.0  # by which an error may exceed it: gloo's own timeout, and a busy machine
 SLOW_FRACTION = 0.5  # of the median of all pairs
 HEARTBEAT_SECONDS = 5  # of NCCL's monitor: what it would do to a trainer it does within twice this
@@ -49,10 +51,10 @@ def check(request: GpuCheckRequest) -> Iterator[CheckResult]:
     case = replace(case, sender=devices[0], receiver=devices[1], timeout_seconds=FAULT_SECONDS, observe_seconds=observe)
     for side, other in (("receiver", "sender"), ("sender", "receiver")):
         for verb, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
-            name = f"a {side} {verb}"
             signals = {f"signal_{side}": int(number), f"signal_{other}": 0}
-            yield _check_fault(replace(case, name=name, **signals), name)  # type: ignore[arg-type]
-    yield _check_death_in_creation(replace(case, name="a receiver killed during creation"), store)
+            yield check_fault(replace(case, name=f"a {side} {verb}", **signals))  # type: ignore[arg-type]
+    case = replace(case, name="a receiver killed during creation", join_seconds=FAULT_SECONDS)
+    yield _check_death_in_creation(case, store)
 
 
 def pair_rounds(count: int) -> list[list[tuple[int, int]]]:
@@ -91,7 +93,7 @@ def _check_speeds(case: LinkCase, devices: Sequence[str], minimum: float) -> Ite
             for label, one, sender, receiver in begun:
                 sent, received = _answer(sender), _answer(receiver)
                 error = _error(sent) or _error(received)
-                if error or not (received and received[0]):
+                if error or not (received and received[2]):
                     yield failed(SECTION, f"pair {label}", error or "wrong values arrived")
                     continue
                 assert sent is not None
@@ -113,17 +115,25 @@ def _copy_speed(case: LinkCase) -> float:
     return 4 * case.elements / best / 1e9
 
 
-def _check_fault(case: LinkCase, name: str) -> CheckResult:
+def check_fault(case: LinkCase) -> CheckResult:
     """The rank without the fault must report it within the limit; a sender must compute afterwards."""
     with _processes() as start:
-        sender, receiver = start(link_ranks.send, case), start(link_ranks.receive, case)
-        if not case.signal_sender:
-            return _judge_survivor(name, _answer(sender))
-        started = time.monotonic()
-        answer = _answer(receiver)
-        if answer is None or not answer[1]:
-            return failed(SECTION, name, "the receiver reported no error" if answer else "the receiver hangs or died")
-        return _in_time(name, time.monotonic() - started, answer[1])
+        ranks = {"sender": start(link_ranks.send, case), "receiver": start(link_ranks.receive, case)}
+        faulty, survivor = ("sender", "receiver") if case.signal_sender else ("receiver", "sender")
+        answer = _answer(ranks[survivor])
+        number = case.signal_sender or case.signal_receiver
+        if not _has_struck(number, ranks[faulty][1]):
+            verb = "stopped" if number == signal.SIGSTOP else "killed"
+            return failed(SECTION, case.name, f"the {faulty} was not {verb}; the {survivor} said: {_error(answer)}")
+        return _judge_survivor(case.name, survivor, answer)
+
+
+def _has_struck(number: int, process: Any) -> bool:
+    """Whether a process was killed or stopped by this signal."""
+    if number == signal.SIGSTOP:
+        return process.is_alive() and psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
+    process.join(EXIT_SECONDS)
+    return process.exitcode == -number
 
 
 def _check_death_in_creation(case: LinkCase, store: dist.TCPStore) -> CheckResult:
@@ -140,21 +150,18 @@ def _check_death_in_creation(case: LinkCase, store: dist.TCPStore) -> CheckResul
             time.sleep(0.001)
         time.sleep(0.5)
         os.kill(receiver[1].pid, signal.SIGKILL)
-        return _judge_survivor(case.name, _answer(sender))
+        return _judge_survivor(case.name, "sender", _answer(sender))
 
 
-def _judge_survivor(name: str, answer: Any) -> CheckResult:
+def _judge_survivor(name: str, survivor: str, answer: Any) -> CheckResult:
     if answer is None:
-        return failed(SECTION, name, "the sending trainer rank hangs or died")
+        return failed(SECTION, name, f"the {survivor} hangs or died")
     seconds, error, computes = answer
     if not error:
-        return failed(SECTION, name, "the sending trainer rank noticed nothing")
-    if not computes:
+        return failed(SECTION, name, f"the {survivor} noticed nothing")
+    if survivor == "sender" and not computes:
         return failed(SECTION, name, f"the sending trainer rank computes no more after: {error}")
-    return _in_time(name, seconds, f"the trainer lives on: {error}")
-
-
-def _in_time(name: str, seconds: float, note: str) -> CheckResult:
+    note = f"the trainer lives on: {error}" if survivor == "sender" else error
     return at_most(SECTION, f"{name}: seconds to the error", seconds, FAULT_SECONDS + SLACK_SECONDS, "s", note[:200])
 
 
@@ -178,7 +185,7 @@ def _processes() -> Iterator[Any]:
     finally:
         for process in running:
             process.kill()
-            process.join(5)
+            process.join(EXIT_SECONDS)
 
 
 def _answer(rank: tuple[Any, Any]) -> Any:
