@@ -7,6 +7,7 @@ CPU the peak is what the pass keeps for the backward pass.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import tempfile
 import time
@@ -112,7 +113,7 @@ def estimated_bytes(estimate: MemoryUse, cuda: bool) -> int:
     """The parts of the estimate that a pass uses: on the CPU those that it keeps for the backward pass."""
     if not cuda:
         return estimate.activations + estimate.images + estimate.logits - LOGIT_CHUNK_BYTES
-    return estimate.total - estimate.buffers
+    return estimate.total - estimate.optimizer - estimate.buffers  # no optimizer is made
 
 
 def _seconds(work: Any, device: torch.device) -> float:
@@ -190,6 +191,7 @@ def _measure(
 
     cuda = platform.name == "cuda"
     if cuda:
+        gc.collect()  # the previous model is part of cycles
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if cuda else 0

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megatron_webrl.cluster.memory_estimate import MemoryUse
 from megatron_webrl.gpu_check import results
 from megatron_webrl.gpu_check.link_section import judge_speeds, pair_rounds
 from megatron_webrl.gpu_check.results import CheckResult
-from megatron_webrl.gpu_check.speed_section import check_peak
+from megatron_webrl.gpu_check.speed_section import check_peak, estimated_bytes
 
 FOUND = [
     results.at_most("one GPU", "logits", 1e-6, 1e-3),
@@ -67,6 +68,11 @@ def test_a_pair_far_below_the_others_or_the_minimum_is_a_slow_link() -> None:
     assert (slow.status, slow.name) == ("failed", "pair 1-2")
     assert "slow: below 50 GB/s" in slow.note
     assert [each.status for each in judge_speeds(speeds, limits, 105.0)] == ["failed", "passed", "failed"]
+
+
+def test_the_estimate_of_a_pass_has_no_optimizer_and_no_buffers() -> None:
+    use = MemoryUse("trainer", parameters=1, gradients=2, optimizer=100, activations=4, images=8, buffers=100)
+    assert estimated_bytes(use, cuda=True) == 1 + 2 + 4 + 8
 
 
 def test_memory_more_than_a_tenth_above_the_estimate_fails() -> None:
