@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform as python_platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.gpu_check.request import GpuCheckRequest
 from megatron_webrl.gpu_check.results import CheckResult, failed, measured, skipped
 from megatron_webrl.gpu_check.topology import read_topology, topology_problems
+from megatron_webrl.launch.gpu_environment import gpu_environment
 from megatron_webrl.preflight import local_checks
 from megatron_webrl.preflight.local_checks import CheckFailed
 from megatron_webrl.system import cuda_driver, torchvision_shim
@@ -41,8 +42,8 @@ def check(request: GpuCheckRequest) -> Iterator[CheckResult]:
     yield from _node_checks(request.config, request.platform)
     yield from _topology(request.config, request.platform)
     mounts = Path("/proc/mounts").read_text()
-    for variable, default in CACHES.items():
-        yield check_cache(variable, os.environ.get(variable) or os.path.expanduser(default), mounts)
+    for variable, folder in cache_folders(request.config, os.environ).items():
+        yield check_cache(variable, folder, mounts)
 
 
 def _devices(request: GpuCheckRequest) -> Iterator[CheckResult]:
@@ -121,6 +122,13 @@ def _topology(config: Config, platform: str) -> Iterator[CheckResult]:
         yield from (failed(SECTION, "topology", problem) for problem in problems)
     else:
         yield measured(SECTION, "topology", "as in cluster.*")
+
+
+def cache_folders(config: Config, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The folder of each variable of CACHES, as an engine of this configuration gets it."""
+    inherited = {"TMPDIR": CACHES["TMPDIR"], **inherited}
+    environment = {**inherited, **gpu_environment(config, "rollout", inherited)}
+    return {variable: environment.get(variable) or os.path.expanduser(default) for variable, default in CACHES.items()}
 
 
 def check_cache(variable: str, folder: str, mounts: str) -> CheckResult:

@@ -16,7 +16,7 @@ class Topology:
     """What the kernel and the driver say."""
 
     numa_cores: tuple[frozenset[int], ...]  # of each NUMA node
-    gpu_numa: tuple[int | None, ...]  # of each GPU; None: the kernel does not say
+    gpu_numa: tuple[int | None, ...]  # of each visible GPU; None: the kernel does not say
     nics: frozenset[str]  # InfiniBand devices
 
 
@@ -25,7 +25,7 @@ def read_topology(root: Path = Path("/sys")) -> Topology:
     nodes = sorted((root / "devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
     cores = tuple(frozenset(parse_cores(text)) for path in nodes if (text := (path / "cpulist").read_text().strip()))
     try:
-        addresses = [row[0] for row in cuda_driver.query_gpus("pci.bus_id")]
+        addresses = [row[0] for row in cuda_driver.query_visible_gpus("pci.bus_id")]
     except cuda_driver.NvidiaSmiError:
         addresses = []
     infiniband = root / "class/infiniband"
@@ -58,8 +58,8 @@ def _core_problems(cluster: ClusterConfig, machine: Topology) -> Iterator[str]:
 
 def _gpu_problems(cluster: ClusterConfig, machine: Topology) -> Iterator[str]:
     found = len(machine.gpu_numa)
-    if cluster.gpus_per_node and found != cluster.gpus_per_node:
-        yield f"cluster.gpus_per_node={cluster.gpus_per_node}, but the machine has {found} GPUs"
+    if found < cluster.gpus_per_node:
+        yield f"cluster.gpus_per_node={cluster.gpus_per_node}, but {found} GPUs are visible (CUDA_VISIBLE_DEVICES)"
         return
     if not cluster.numa_cores:
         return

@@ -123,7 +123,7 @@ def check_gpus(config: Config, placement: Placement) -> None:
     if not cluster.gpus_per_node:
         return
     try:
-        check_gpu_memory(config, [row[0] for row in cuda_driver.query_gpus("memory.total")])
+        check_gpu_memory(config, [row[0] for row in cuda_driver.query_visible_gpus("memory.total")])
         problem = cuda_driver.driver_problem(cuda_driver.torch_cuda_version(), cuda_driver.find_driver())
     except cuda_driver.NvidiaSmiError as error:
         raise CheckFailed(f"cluster.gpus_per_node={cluster.gpus_per_node}, but {error}") from error

@@ -45,6 +45,15 @@ def query_gpus(fields: str) -> list[list[str]]:
     return [[value.strip() for value in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
 
 
+def query_visible_gpus(fields: str) -> list[list[str]]:
+    """As `query_gpus`, of the GPUs of CUDA_VISIBLE_DEVICES in its order, which nvidia-smi does not read. Unset: all."""
+    rows, names = query_gpus(f"index,uuid,{fields}"), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not names:
+        return [row[2:] for row in rows]
+    chosen = map(str.strip, names.split(","))
+    return [row[2:] for name in chosen for row in rows if name == row[0] or row[1].startswith(name)]
+
+
 def find_driver() -> CudaDriver:
     """The driver of this machine. Raises NvidiaSmiError without one."""
     rows = query_gpus("driver_version")

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_webrl.config.cluster import ClusterConfig
-from megatron_webrl.gpu_check.environment_section import check_cache, check_driver
+from megatron_webrl.config.load import parse_config
+from megatron_webrl.gpu_check.environment_section import cache_folders, check_cache, check_driver
 from megatron_webrl.gpu_check.topology import read_topology, topology_problems
 from megatron_webrl.system.cuda_driver import CudaDriver
 
@@ -29,9 +30,10 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
-    program.write_text("#!/bin/sh\nprintf '00000000:00:00.0\\n00000000:01:00.0\\n'\n")
+    program.write_text("#!/bin/sh\nprintf '0, GPU-a, 00000000:00:00.0\\n1, GPU-b, 00000000:01:00.0\\n'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return tmp_path / "sys"
 
 
@@ -40,6 +42,19 @@ def test_the_topology_is_read_from_kernel_and_driver(machine: Path) -> None:
     assert found.numa_cores == (frozenset(range(4)), frozenset(range(4, 8)))
     assert found.gpu_numa == (0, 1)
     assert found.nics == {"mlx5_0"}
+
+
+@pytest.mark.parametrize("visible", ["1", "GPU-b", " 1 "])
+def test_only_visible_gpus_count(machine: Path, monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = read_topology(machine)
+    assert found.gpu_numa == (1,)
+    assert topology_problems(ClusterConfig(gpus_per_node=1), found) == []
+    assert "1 GPUs are visible" in topology_problems(ClusterConfig(gpus_per_node=2), found)[0]
+
+
+def test_more_gpus_than_the_configuration_uses_are_no_problem(machine: Path) -> None:
+    assert topology_problems(ClusterConfig(gpus_per_node=1), read_topology(machine)) == []
 
 
 def test_a_configuration_that_describes_the_machine_has_no_problem(machine: Path) -> None:
@@ -52,7 +67,7 @@ def test_a_configuration_that_describes_the_machine_has_no_problem(machine: Path
     [
         (ClusterConfig(numa_cores=["0-55"]), r"numa_cores\[0\]=0-55: the machine has no core 8"),
         (ClusterConfig(numa_cores=["0-7"]), r"numa_cores\[0\]=0-7 spans NUMA nodes, which are 0-3; 4-7"),
-        (ClusterConfig(gpus_per_node=8), "cluster.gpus_per_node=8, but the machine has 2 GPUs"),
+        (ClusterConfig(gpus_per_node=8), "cluster.gpus_per_node=8, but 2 GPUs are visible"),
         (
             ClusterConfig(gpus_per_node=2, numa_cores=["4-7", "0-3"]),
             "GPU 0 is at NUMA node 0, but cluster.gpu_numa puts it at the cores 4-7",
@@ -73,6 +88,15 @@ def test_a_driver_that_is_too_old_for_torch_fails_on_cuda_only() -> None:
     assert "driver 570.86.15 is too old for CUDA 13.0" in result.note
     assert check_driver("cuda", "12.8", old).value == "570.86.15"
     assert check_driver("cpu", "13.0", old).status == "passed"
+
+
+def test_caches_are_those_that_roles_get(tmp_path: Path) -> None:
+    config = parse_config(None, ["model.platform=cuda"])
+    inherited = {"TMPDIR": str(tmp_path), "TRITON_CACHE_DIR": "/raid/triton"}
+    found = cache_folders(config, inherited)
+    assert found["TRITON_CACHE_DIR"] == "/raid/triton"
+    assert Path(found["VLLM_CACHE_ROOT"]).is_relative_to(tmp_path)
+    assert found["TMPDIR"] == str(tmp_path)
 
 
 def test_a_cache_on_a_shared_file_system_fails() -> None:

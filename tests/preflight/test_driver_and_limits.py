@@ -82,7 +82,8 @@ def test_a_forward_compatibility_library_is_described() -> None:
 
 
 def test_a_node_of_gpus_with_a_torch_for_cpus_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvidia_smi(tmp_path, "case $1 in *memory*) echo 81559; echo 81559;; *) echo 580.65.06; echo 580.65.06;; esac")
+    rows = "echo 0, GPU-a, 81559; echo 1, GPU-b, 81559"
+    nvidia_smi(tmp_path, f"case $1 in *memory*) {rows};; *) echo 580.65.06; echo 580.65.06;; esac")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     config = parse_config(None, ["cluster.gpus_per_node=2", "cluster.engine_gpus_per_node=1"])
     with pytest.raises(CheckFailed, match=r"torch is built for CPUs, but the machine has GPUs .driver 580.65.06"):
