@@ -34,6 +34,10 @@ class OptimizerConfig:
 @dataclass
 class CheckpointConfig:
     every: int = setting(0, "Updates between checkpoints; 0: only at the end.", low=0)
+    last: bool = setting(
+        True,
+        "Write a checkpoint at the end, also of a run that is stopped; false: of a trial whose weights go nowhere.",
+    )
     keep: int = setting(2, "Number of newest checkpoints to keep.", low=1)
     keep_every: int = setting(0, "Versions that are a multiple of this are kept as well; 0: none.", low=0)
     optimizer_shards: str = setting(
@@ -80,8 +84,9 @@ class TrainerConfig:
     )
     layers: str = setting(
         "local",
-        "Linear layers and norms: megatron-core's or Transformer Engine's.",
-        choices=("local", "transformer_engine"),
+        "Linear layers and norms: megatron-core's (local) or Transformer Engine's; auto: Transformer Engine's if every "
+        "rank is on CUDA and can import it, else local, for which memory is estimated.",
+        choices=("auto", "local", "transformer_engine"),
     )
     attention: str = setting(
         "auto",

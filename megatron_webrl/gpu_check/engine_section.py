@@ -52,6 +52,7 @@ def short_job(config: Config, folder: Path) -> Config:
     job.weights.verify = True
     job.evaluation.before = job.evaluation.after = job.evaluation.blank_images = False
     job.evaluation.every = job.trainer.checkpoint.every = 0
+    job.trainer.checkpoint.last = False  # of 8B it would take more than 100 GiB of the temporary folder
     job.trainer.updates, job.trainer.groups_per_update = UPDATES, max(2, job.trainer.data_parallel)
     job.trainer.minibatches = job.trainer.epochs = 1
     job.trainer.zero_variance_groups = "keep"  # a model without training may never succeed

@@ -229,10 +229,14 @@ class Coordinator:
             self.checkpoints.start_save(learner, self.trainer_state(version))
 
     def final_checkpoint(self, learner: Learner, version: int) -> None:
-        """Write a checkpoint of `version` unless there is one. `end_job` raises if the write failed. Collective."""
+        """Write a checkpoint of `version` unless there is one. `end_job` raises if the write failed. Collective.
+
+        With trainer.checkpoint.last=false it only completes the checkpoint in progress.
+        """
         self.control.report_status(f"writing checkpoint {version}{self._checkpoint_error()}")
         self.checkpoints.wait_for_save()
-        if self.checkpoints.last_completed is None or self.checkpoints.last_completed[0] != version:
+        last, completed = self.config.trainer.checkpoint.last, self.checkpoints.last_completed
+        if last and (completed is None or completed[0] != version):
             self.checkpoints.start_save(learner, self.trainer_state(version))
         self.checkpoints.close()
 
