@@ -58,7 +58,10 @@ def check_shared_memory(config: Config, placement: Placement) -> None:
     if config.evaluation.only:
         return
     ranks = sum(process.role == "trainer" for process in placement.on_node(0))
-    vision = read_model_config(config.model.path)["vision_config"]
+    try:
+        vision = read_model_config(config.model.path)["vision_config"]
+    except ConfigError as error:
+        raise CheckFailed(str(error)) from error
     images = ranks * image_buffer_mib(config, vision["patch_size"], vision["spatial_merge_size"])
     needed = config.ring.capacity_mib + images
     status = os.statvfs(SHARED_MEMORY)

@@ -159,6 +159,21 @@ def test_two_nodes_are_checked_with_each_other_and_reported(four: Cluster, tmp_p
     assert not [each for each in report["results"] if each["status"] != "passed"]
 
 
+@pytest.mark.slow
+def test_a_missing_model_is_a_line_of_the_report(four: Cluster, tmp_path: Path) -> None:
+    job = submit(
+        four, tmp_path, "gpu_check.sh", *overrides(tmp_path, "missing"), "model.path=/nowhere",
+        options=("--nodes=1", "--gpus-per-node=0"), CONFIG="configs/quickstart.yaml",
+        GPU_CHECK_OPTIONS="--section nodes --section engine",
+    )  # fmt: skip
+    assert four.wait(job, 400) == "FAILED", log(tmp_path)
+    report = json.loads((tmp_path / f"gpu-check-{job}" / "gpu-check.json").read_text())
+    found = {each["name"]: (each["status"], each["note"]) for each in report["results"]}
+    for name, status in (("n1: shared memory", "failed"), ("a whole job", "skipped")):
+        assert found[name][0] == status
+        assert "model.path=/nowhere is not a folder" in found[name][1]
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_model_is_evaluated_on_a_node(four: Cluster, tmp_path: Path, tiny_model: Path) -> None:
