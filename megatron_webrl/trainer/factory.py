@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import time
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from megatron_webrl.model.load import LoadError, load_hf
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.model.qwen3_vl import model as qwen3_vl
+from megatron_webrl.system.text import first_line
 from megatron_webrl.trainer.checkpoint.checkpoint_state import load_weights
 from megatron_webrl.trainer.data.flops import FlopsEstimator
 from megatron_webrl.trainer.data.sequence_packer import SequencePacker
@@ -43,7 +45,8 @@ def make_learner(config: Config, platform: Platform) -> Learner:
     """
     check_adam_implementation(config.trainer.optimizer.implementation)
     started, dtype = time.monotonic(), getattr(torch, config.model.dtype)
-    chunks = qwen3_vl.build_model(config.model.path, dtype=dtype, platform=platform, options=compute_options(config))
+    options = compute_options(config, platform)
+    chunks = qwen3_vl.build_model(config.model.path, dtype=dtype, platform=platform, options=options)
     if not config.model.checkpoint:
         _load_first_replicas(chunks, config.model.path)
     wrapped = wrap_ddp(chunks)  # broadcasts the parameters
@@ -68,15 +71,37 @@ def _load_first_replicas(chunks: Sequence[qwen3_vl.Qwen3VL], folder: str) -> Non
             raise LoadError(f"rank {rank}: {failure}")
 
 
-def compute_options(config: Config) -> ComputeOptions:
-    """The options of the model's computation that the configuration names."""
+def compute_options(config: Config, platform: Platform) -> ComputeOptions:
+    """The options of the model's computation that the configuration names. Collective."""
     trainer = config.trainer
     return ComputeOptions(
         recompute=cast(Recompute, trainer.recompute),
-        layers=cast(LayerImplementation, trainer.layers),
+        layers=choose_layers(platform) if trainer.layers == "auto" else cast(LayerImplementation, trainer.layers),
         attention=cast(AttentionKernel, trainer.attention),
         train_vision=trainer.train_vision,
     )
+
+
+def choose_layers(platform: Platform) -> LayerImplementation:
+    """The layers of trainer.layers=auto, equal on all ranks. Collective."""
+    problem = _transformer_engine_problem(platform)
+    problems = {rank: found for rank, found in enumerate(all_gather_object(problem)) if found}
+    layers: LayerImplementation = "local" if problems else "transformer_engine"
+    if torch.distributed.get_rank() == 0:
+        reasons = "".join(f"; rank {rank}: {found}" for rank, found in list(problems.items())[:1])
+        log.info("trainer.layers=auto takes %s layers%s", layers, reasons)
+    return layers
+
+
+def _transformer_engine_problem(platform: Platform) -> str:
+    """Why this rank cannot compute with Transformer Engine; empty if it can."""
+    if platform.name != "cuda":
+        return f"the platform is {platform.name}"
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # any: it fails in many ways without a library, and local layers need none
+        return f"{type(error).__name__}: {first_line(error)[:200]}"
+    return ""
 
 
 def make_sequence_packer(config: Config, platform: Platform) -> SequencePacker:
