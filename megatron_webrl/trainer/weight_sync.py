@@ -196,6 +196,7 @@ class WeightSyncer:
                 self.config.weights.timeout_seconds,
                 self._backend,
                 self._device,
+                len(senders),
             )
 
     def _close_link(self, worker: str) -> None:

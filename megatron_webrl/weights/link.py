@@ -93,12 +93,15 @@ def join_link(
     timeout_seconds: float,
     backend: Literal["gloo", "nccl"],
     parameter_device: torch.device = CPU,
+    senders: int = 1,
 ) -> TransferLink:
     """Form the link `name` of `size` ranks; blocks until all have joined. A restarted engine needs a new name.
 
     `store`: the control plane's. Messages of gloo are in host memory, wherever this rank's parameters are; with NCCL
-    both are on the current GPU. Raises TransferError naming ranks that did not join within `timeout_seconds`, at once
-    if an engine rejects the link or another rank fails, and GRACE_SECONDS later if a rank stops after it has joined.
+    both are on the current GPU, and each of the first `senders` ranks is connected to each of the others.
+
+    Raises TransferError naming ranks that did not join within `timeout_seconds`, at once if an engine rejects the link
+    or another rank fails, and GRACE_SECONDS later if a rank stops after it has joined.
     """
     if not 0 <= rank < size:
         raise ValueError(f"rank={rank} is outside 0..{size - 1} (link {name})")
@@ -116,7 +119,7 @@ def join_link(
     def form() -> tuple[Any, Any]:
         own = hosted or connect_group_store(store, address_key, seconds)
         if gpu is not None:
-            return own, make_nccl_group(own, rank, size, seconds, gpu)
+            return own, make_nccl_group(own, rank, size, senders, seconds, gpu)
         return own, dist.ProcessGroupGloo(own, rank, size, timedelta(seconds=seconds))
 
     try:

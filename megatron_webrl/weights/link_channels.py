@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import queue
 import re
@@ -15,6 +16,8 @@ import tenacity
 import torch
 
 from megatron_webrl.system.text import first_line
+
+log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 10.0  # a backend's own timeout exceeds the transfer's by this, so the transfer's always fires first
 _ABORT_TAG = 2**31 - 1
@@ -125,7 +128,10 @@ class NcclChannel:
         return self._complete, None
 
     def close(self) -> None:
-        self._group.abort()
+        try:
+            self._group.abort()
+        except RuntimeError as error:  # the communicator is lost anyway; the rank and its other links live on
+            log.warning("a link's NCCL communicator could not be aborted: %s", error_summary(error))
         self._works.clear()
         self._group = None
 

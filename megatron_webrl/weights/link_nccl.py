@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -24,13 +25,17 @@ CONSTRUCTOR_VARIABLES = {
 }
 
 
-def make_nccl_group(store: dist.Store, rank: int, size: int, timeout_seconds: float, device: torch.device) -> Any:
-    """Form the group and its communicator; returns once all ranks are connected. Raises RuntimeError.
+def make_nccl_group(
+    store: dist.Store, rank: int, size: int, senders: int, timeout_seconds: float, device: torch.device
+) -> Any:
+    """Form the group and its communicator; returns once each sender is connected to each receiver. Raises RuntimeError.
 
+    The first `senders` ranks send, the others receive.
     Waits at most `timeout_seconds` if TORCH_NCCL_NONBLOCKING_TIMEOUT does not exceed them: torch reads that variable
     once in a process, before the first collective, so that the launcher and the engine set it.
     """
     torch.cuda.set_device(device)  # of this thread
+    deadline = time.monotonic() + timeout_seconds
     options = dist.ProcessGroupNCCL.Options()
     set_link_options(options, timeout_seconds)
     with environment_variables(CONSTRUCTOR_VARIABLES):
@@ -39,14 +44,36 @@ def make_nccl_group(store: dist.Store, rank: int, size: int, timeout_seconds: fl
         # One communicator for the whole link: pairs would create theirs later, and a dead peer would block all links.
         group.eager_connect_single_device(device)
         # The communicator connects in the background; its first operation waits for that.
-        work = group.allreduce([torch.zeros(1, device=device)])
-        if not poll_until(work.is_completed, timeout_seconds):
-            raise RuntimeError(f"NCCL did not connect all {size} ranks within {timeout_seconds:g} s")
-        work.wait()  # raises the error of a failed operation
+        for start in (
+            lambda: group.allreduce([torch.zeros(1, device=device)]),
+            lambda: connect_pairs(group, dist.ProcessGroup(store, rank, size), senders, device),
+        ):
+            work = start()
+            if not poll_until(work.is_completed, max(deadline - time.monotonic(), 0.0)):
+                raise RuntimeError(f"NCCL did not connect all {size} ranks within {timeout_seconds:g} s")
+            work.wait()  # raises the error of a failed operation
     except BaseException:
         group.abort()
         raise
     return group
+
+
+def connect_pairs(group: Any, wrapper: Any, senders: int, device: torch.device) -> Any:
+    """Start to exchange one element between each sender and receiver; returns the work.
+
+    NCCL connects two ranks at their first message, and torch's send then blocks until the other rank takes part: in a
+    transfer a stopped engine would delay all others. `wrapper`: a new ProcessGroup of this rank; only that class has
+    torch's coalescing, which lets all pairs connect at once.
+    """
+    wrapper._register_backend(device, dist.ProcessGroup.BackendType.NCCL, group)
+    wrapper._start_coalescing(device)
+    if wrapper.rank() < senders:
+        for receiver in range(senders, wrapper.size()):
+            group.send([torch.zeros(1, device=device)], receiver, 0)
+    else:
+        for sender in range(senders):
+            group.recv([torch.zeros(1, device=device)], sender, 0)
+    return wrapper._end_coalescing(device)
 
 
 def set_link_options(options: Any, timeout_seconds: float) -> None:

@@ -112,7 +112,9 @@ class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
         rank = agreed.senders + self.parallel_config.rank
         size = agreed.senders + self.parallel_config.world_size
         seconds, backend = init_info.join_timeout_seconds, init_info.backend
-        self._link = transport.join_link(store, init_info.name, rank, size, seconds, backend, self.device)
+        self._link = transport.join_link(
+            store, init_info.name, rank, size, seconds, backend, self.device, agreed.senders
+        )
         self._agreed, self._seconds = agreed, init_info.timeout_seconds
 
     def start_weight_update(self) -> None:

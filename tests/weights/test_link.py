@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron_webrl.control.group_store import host_group_store
 from megatron_webrl.weights import link as links
 from megatron_webrl.weights import link_nccl, transport
+from megatron_webrl.weights.link_channels import NcclChannel
 from tests import forks
 
 SECONDS = 2.0
@@ -152,12 +153,60 @@ def test_nccl_connects_in_the_background_and_fires_after_the_transfers_timeout()
     assert (options.config.blocking, options.config.max_ctas) == (0, 4)
 
 
+class Recorder:
+    """A rank's NCCL group and its wrapper, which torch has on CUDA only; records the calls."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.calls = lambda: rank, lambda: size, list[Any]()
+
+    def _register_backend(self, device: Any, kind: Any, group: Any) -> None:
+        self.calls.append("register")
+
+    def _start_coalescing(self, device: Any) -> None:
+        self.calls.append("start")
+
+    def _end_coalescing(self, device: Any) -> str:
+        self.calls.append("end")
+        return "work"
+
+    def send(self, tensors: list[Any], peer: int, tag: int) -> None:
+        self.calls.append(("send", peer))
+
+    def recv(self, tensors: list[Any], peer: int, tag: int) -> None:
+        self.calls.append(("receive", peer))
+
+
+def test_each_sender_is_connected_to_each_receiver_at_once() -> None:
+    for rank, messages in (
+        (0, [("send", 2), ("send", 3), ("send", 4)]), (3, [("receive", 0), ("receive", 1)])
+    ):  # fmt: skip
+        recorder = Recorder(rank, 5)
+        assert link_nccl.connect_pairs(recorder, recorder, 2, torch.device("cpu")) == "work"
+        assert recorder.calls == ["register", "start", *messages, "end"]
+
+
+def test_an_error_of_the_abort_ends_the_link_and_not_its_rank(caplog: pytest.LogCaptureFixture) -> None:
+    class Group:
+        def abort(self) -> None:
+            raise RuntimeError("NCCL error: operation in progress")
+
+    link = links.TransferLink(
+        "x", 0, 2, 1.0, links.CPU, links.CPU, dist.HashStore(), None, Group(), NcclChannel(Group())
+    )
+    link.close("the peer died")
+    assert (link.process_group, link.close_reason) == (None, "the peer died")
+    assert "could not be aborted: NCCL error: operation in progress" in caplog.text
+
+
 def test_torch_declares_the_options_of_a_link() -> None:
     stub = TORCH_STUB.read_text()
     config = stub[stub.index("class NCCLConfig:") :]
     assert {"blocking", "max_ctas"} <= set(
         re.findall(r"^        (\w+): int$", config[: config.index("class ") + 800], re.M)
     )
+    wrapper = stub[stub.index("class ProcessGroup:") :]
+    for name in ("_register_backend", "_start_coalescing", "_end_coalescing"):
+        assert f"def {name}(" in wrapper[: wrapper.index("\nclass ")]
     options = stub[stub.index("class Options:", stub.index("class Backend")) :]
     assert "def _timeout(self, val: timedelta)" in options[:600]
 
