@@ -55,6 +55,9 @@ def engine_environment(config: Config, span: NodeSpan | None = None) -> dict[str
     }
     if span is not None:
         variables["VLLM_HOST_IP"] = span.host_ip  # vLLM's default is the address of the route to the internet
+    if on_cuda(config) and config.engine_dtype == "float32":
+        # vLLM's attention in float32 is Triton's, whose products are in TF32 by default: 10 bits of mantissa.
+        variables["TRITON_F32_DEFAULT"] = os.environ.get("TRITON_F32_DEFAULT", "ieee")
     if not on_cuda(config):
         # Compiling costs more time than it saves; vLLM's own binding would put every engine on the same cores.
         variables |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -33,6 +33,19 @@ def test_batch_limits_can_be_set(config: Config) -> None:
     assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs) == (1024, 48)
 
 
+def test_an_engine_in_float32_on_a_gpu_multiplies_in_float32(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    for platform, dtype, wanted in (
+        ("cuda", "float32", "ieee"), ("cuda", "bfloat16", None), ("cpu", "float32", None)
+    ):  # fmt: skip
+        model = replace(config.model, platform=platform)
+        on = replace(config, model=model, rollout=replace(config.rollout, dtype=dtype))
+        assert engine_environment(on).get("TRITON_F32_DEFAULT") == wanted
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32x3")
+    on = replace(config, model=replace(config.model, platform="cuda"), rollout=replace(config.rollout, dtype="float32"))
+    assert engine_environment(on)["TRITON_F32_DEFAULT"] == "tf32x3"
+
+
 def test_only_an_engine_without_a_trainer_reads_weights(config: Config) -> None:
     alone = replace(config, evaluation=replace(config.evaluation, only=True))
     assert engine_config(config, 0).load_config.load_format == NO_WEIGHTS
