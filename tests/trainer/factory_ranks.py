@@ -14,7 +14,7 @@ PACKAGE = "transformer_engine.pytorch"
 
 
 def choose(rank: int, folder: str) -> None:
-    """Write the layers that this rank takes on CUDA, with Transformer Engine on no, one and all ranks, and on the CPU."""
+    """Write the layers that this rank takes: on CUDA with the package on no, one and all ranks, and on the CPU."""
     from megatron_webrl.model.platform import Platform
     from megatron_webrl.trainer.factory import choose_layers
 
