@@ -267,7 +267,7 @@ run_gpu_check() {
     for node in "${ALLOCATED[@]}"; do reports+=(--node-report "$(dirname "$SETTINGS")/nodes/$node.json"); done
     # shellcheck disable=SC2086  # several options
     run_on "${ALLOCATED[0]}" gpu-check "$SETTINGS" "${reports[@]}" --json "$(dirname "$SETTINGS")/gpu-check.json" \
-        ${GPU_CHECK_OPTIONS:-}
+        --timeout-seconds 1800 ${GPU_CHECK_OPTIONS:-}
 }
 
 case ${CONTAINER:-} in

@@ -17,9 +17,9 @@ def add_gpu_check(commands: Any) -> None:
     parser = commands.add_parser(
         "gpu-check",
         help="prove that a machine computes, sends weights and trains as it should",
-        description="Check this machine section by section, at most ten minutes each: environment, the model on one "
-        "GPU against transformers, speed and memory, links between its GPUs with peers that die, a short whole job, "
-        "and the reports of the nodes of a Slurm job. docs/gpu.md says what each line means. Exit code 1: something "
+        description="Check this machine section by section, in ten minutes at most: environment, the reports of the "
+        "nodes of a Slurm job, the model on one GPU against transformers, speed and memory, links between its GPUs "
+        "with peers that die, and a short whole job. docs/gpu.md says what each line means. Exit code 1: something "
         "failed; 2: invalid input.",
         epilog="example: webrl gpu-check configs/8b_1node.yaml --json gpu.json",
     )
@@ -37,7 +37,7 @@ def add_gpu_check(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to FILE, to attach to an issue")
     parser.add_argument(
-        "--timeout-seconds", type=float, default=600.0, metavar="S", help="limit of a section (default: 600)"
+        "--timeout-seconds", type=float, default=600.0, metavar="S", help="limit of all sections (default: 600)"
     )
     parser.add_argument(
         "--min-link-gb-per-second", type=float, default=0.0, metavar="X",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_webrl.config.schema import Config
 
-SECTIONS = ("environment", "one GPU", "speed", "links", "engine", "nodes")
+SECTIONS = ("environment", "nodes", "one GPU", "speed", "links", "engine")  # those that take long last
 GPU_SECTIONS = ("one GPU", "speed", "links", "engine")  # compute on GPUs, if the platform is CUDA
 REQUEST_FILE = "request.pickle"
 
@@ -21,7 +21,7 @@ class GpuCheckRequest:
     platform: str  # "cpu" or "cuda"
     cuda_problem: str = ""  # why torch cannot use the GPUs of this machine; fails the driver, skips GPU_SECTIONS
     sections: tuple[str, ...] = SECTIONS
-    timeout_seconds: float = 600.0  # of a section
+    timeout_seconds: float = 600.0  # of all sections
     min_link_gb_per_second: float = 0.0  # least speed between two GPUs
     node_reports: tuple[Path, ...] = field(default_factory=tuple)  # of `webrl node check`
 

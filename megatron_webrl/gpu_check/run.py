@@ -1,4 +1,4 @@
-"""Runs the sections one after the other, each in a process of its own with a limit of time, and reports."""
+"""Runs the sections one after the other, each in a process of its own, within one limit of time, and reports."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def run_check(request: GpuCheckRequest, console: Console, report: Path | None, c
             not_run = skipped if "environment" in request.sections else failed  # one line fails with the reason
             found = [not_run(section, "all", request.cuda_problem)]
         else:
+            left = request.timeout_seconds - (time.monotonic() - started)
             with tempfile.TemporaryDirectory(prefix="webrl-gpu-check-") as folder:
-                found = _run_section(request, section, Path(folder), console)
+                found = _run_section(request, section, Path(folder), console, left)
         console.print(f"{section}: {_outcome(found)}", highlight=False, markup=False)
         results += found
     print_results(console, results)
@@ -44,8 +45,13 @@ def run_check(request: GpuCheckRequest, console: Console, report: Path | None, c
     return int(any(each.status == "failed" for each in results))
 
 
-def _run_section(request: GpuCheckRequest, section: str, folder: Path, console: Console) -> list[CheckResult]:
-    """The results of a section; a failure if its process dies or exceeds its limit."""
+def _run_section(
+    request: GpuCheckRequest, section: str, folder: Path, console: Console, seconds: float
+) -> list[CheckResult]:
+    """The results of a section; a failure if its process dies, or takes longer than the `seconds` that are left."""
+    budget = f"of {request.timeout_seconds:g} s for all sections (--timeout-seconds)"
+    if seconds <= 0:
+        return [failed(section, "time", f"it did not run: nothing is left {budget}; run it with --section")]
     request.save(folder)
     log, path = folder / "section.log", folder / section_process.RESULTS_FILE
     command = [sys.executable, "-m", section_process.__name__, str(folder), section]
@@ -54,7 +60,7 @@ def _run_section(request: GpuCheckRequest, section: str, folder: Path, console: 
     started = time.monotonic()
     try:
         with console.status(f"{section} ...") as status:
-            while process.poll() is None and time.monotonic() - started < request.timeout_seconds:
+            while process.poll() is None and time.monotonic() - started < seconds:
                 results = _read(path)
                 status.update(
                     f"{section}, {time.monotonic() - started:.0f} s: {results[-1].name if results else '...'}"
@@ -67,7 +73,7 @@ def _run_section(request: GpuCheckRequest, section: str, folder: Path, console: 
     results = _read(path)
     if code is None:
         role_process.sweep_leftovers()  # of the job of a section that was killed
-        results.append(failed(section, "time", f"it took more than {request.timeout_seconds:g} s (--timeout-seconds)"))
+        results.append(failed(section, "time", f"it took more than the {seconds:.3g} s that were left {budget}"))
     elif code:
         last = child_process.last_log_line(log)
         results.append(failed(section, "its process", f"{child_process.describe_exit(code)}; last log line: {last}"))

@@ -61,6 +61,9 @@ def test_all_sections_pass_on_the_cpu_and_the_report_is_complete(tmp_path: Path)
     assert found["one GPU", "checkpoint of ranks' parts: experts, bfloat16"]["status"] == "passed"
     assert found["engine", "updates of a whole job"]["value"] == 3
     assert 0 < found["engine", "log-probability gap to the trainer"]["value"] < 1e-3
+    assert found["engine", "updates during an episode, at most"]["value"] >= 1
+    assert found["engine", "engines with CUDA graphs"]["value"] == 0
+    assert found["engine", "parameters written in place"]["value"] > 0
     assert found["nodes", "n1: link n2"]["value"] == 1.25
     reasons = [each["note"] for each in report["results"] if each["status"] == "skipped"]
     assert reasons
@@ -69,10 +72,12 @@ def test_all_sections_pass_on_the_cpu_and_the_report_is_complete(tmp_path: Path)
     assert report["seconds"] > 1
 
 
-def test_a_section_over_its_limit_fails_and_leaves_no_process(tmp_path: Path) -> None:
-    code, report = run(tmp_path, "--section", "speed", "--timeout-seconds", "0.5")
+def test_sections_share_one_limit_and_leave_no_process(tmp_path: Path) -> None:
+    code, report = run(tmp_path, "--section", "speed", "--section", "links", "--timeout-seconds", "0.5")
     assert code == 1
-    assert [each["note"] for each in report["results"]] == ["it took more than 0.5 s (--timeout-seconds)"]
+    late, absent = [each["note"] for each in report["results"]]
+    assert late == "it took more than the 0.5 s that were left of 0.5 s for all sections (--timeout-seconds)"
+    assert absent.startswith("it did not run: nothing is left of 0.5 s for all sections (--timeout-seconds)")
 
 
 def test_a_failed_node_and_an_unreadable_report_fail(tmp_path: Path) -> None:
