@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_webrl.preflight.exchange import ExchangeResult, ExchangeStatus
 
+SOCKET_GIB_PER_SECOND = 3.0  # TCP with a connection for each GPU; a card of 100 Gbit/s reaches more than 10
 SLOW_FRACTION = 0.5  # a GPU below this share of the median of its node is named
 LinkResults = Mapping[int, Mapping[int, Sequence[ExchangeResult]]]
 """By node, by neighbour, by GPU."""
@@ -52,6 +53,17 @@ def slow_gpus(results: Mapping[int, Sequence[ExchangeResult]]) -> dict[int, tupl
         return {}
     median = statistics.median(best)
     return {gpu: (speed, median) for gpu, speed in enumerate(best) if speed < SLOW_FRACTION * median}
+
+
+def socket_warning(results: Mapping[int, Sequence[ExchangeResult]], cards: Sequence[str]) -> str:
+    """A warning if no link of a node is faster than sockets, although it has InfiniBand `cards`; empty otherwise."""
+    best = max((result.gib_per_second for row in results.values() for result in row), default=0.0)
+    if not cards or not 0 < best < SOCKET_GIB_PER_SECOND:
+        return ""
+    return (
+        f"no link is faster than {best:.2f} GiB/s, although the node has {', '.join(cards)}: NCCL may use sockets "
+        "(NCCL_DEBUG=INFO shows NET/Socket); look at NCCL_IB_DISABLE, NCCL_IB_HCA (cluster.nics) and the container"
+    )
 
 
 def _edges(results: LinkResults, gpu: int) -> Iterator[tuple[tuple[int, int], tuple[ExchangeStatus, ExchangeStatus]]]:

@@ -19,6 +19,7 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.preflight import node_report
 from megatron_webrl.preflight.local_checks import CHECKS, GROUP_SECONDS, MESSAGE_BYTES, CheckFailed
 from megatron_webrl.preflight.node_report import NodeReport
+from megatron_webrl.preflight.resource_limits import INFINIBAND_DEVICES
 from megatron_webrl.system import torchvision_shim
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class NodeCheck:
             group.gather(network_checks.ALL_STAGE, "")
 
     def _report_links(self, failure: str, results: Mapping[int, Sequence[ExchangeResult]]) -> None:
-        from megatron_webrl.preflight.blame import slow_gpus
+        from megatron_webrl.preflight.blame import slow_gpus, socket_warning
 
         devices = self._devices()
         for other, row in results.items():
@@ -117,6 +118,9 @@ class NodeCheck:
                 f"{devices.names([index])}{card} is slow: {speed:.2f} GiB/s with its neighbours, but the median of the "
                 f"node is {median:.2f}"
             )
+        cards = sorted(path.name for path in INFINIBAND_DEVICES.glob("*")) if devices.cuda else []
+        if warning := socket_warning(results, cards):
+            self.report.warnings.append(warning)
         if failure:
             self.report.failed_checks["link"] = failure
 

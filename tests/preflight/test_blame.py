@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_webrl.preflight.blame import blame_group, blame_links, slow_gpus
+from megatron_webrl.preflight.blame import blame_group, blame_links, slow_gpus, socket_warning
 from megatron_webrl.preflight.exchange import ExchangeResult, ExchangeStatus
 from megatron_webrl.preflight.network_checks import pair_rounds
 
@@ -101,3 +101,15 @@ def test_a_gpu_far_below_the_median_of_its_node_is_slow() -> None:
 
     assert slow_gpus({1: row(24, 23, 11, 22), 2: row(20, 4, 10, 25)}) == {2: (11, 23.5)}  # gpu 1 is good with node 1
     assert slow_gpus({}) == {}
+
+
+def test_infiniband_without_a_fast_link_is_a_warning() -> None:
+    def row(*speeds: float) -> list[ExchangeResult]:
+        return [ExchangeResult(OK, speed) for speed in speeds]
+
+    slow = {1: row(1.5, 2.25), 2: row(0.5, 2.0)}
+    assert "no link is faster than 2.25 GiB/s, although the node has mlx5_0, mlx5_1" in socket_warning(
+        slow, ["mlx5_0", "mlx5_1"]
+    )
+    for results, cards in ((slow, []), ({1: row(1.5, 20.0)}, ["mlx5_0"]), ({1: row(0.0)}, ["mlx5_0"]), ({}, ["a"])):
+        assert socket_warning(results, cards) == ""
