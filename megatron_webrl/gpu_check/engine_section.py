@@ -79,8 +79,12 @@ def _results(config: Config) -> Iterator[CheckResult]:
     lost = sum(each["weights/failed_transfers"] for each in extra)
     yield at_most(SECTION, "transfers that failed or whose checksums differed", lost, 0)
     crossed = max(each["updates_within_step_max"] + each["updates_across_steps_max"] for each in extra)
-    yield measured(SECTION, "updates during an episode, at most", crossed)
+    yield at_least(SECTION, "updates during an episode, at most", crossed, 1)
+    graphs, engines = extra[-1]["weights/engines_with_cuda_graphs"], extra[-1]["weights/engines"]
+    yield at_least(SECTION, "engines with CUDA graphs", graphs, engines if config.model.platform == "cuda" else 0)
     for name, key, unit in (
+        ("parameters written in place", "weights/in_place_parameters", ""),
+        ("parameters reloaded", "weights/reloaded_parameters", ""),
         ("weight transfer, verified", "weights/gib_per_second", "GiB/s"),
         ("pause of generation for an update", "weights/pause_seconds", "s"),
     ):

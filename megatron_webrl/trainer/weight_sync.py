@@ -287,7 +287,10 @@ class WeightSyncer:
             "weights/gib": gib,
             "weights/gib_per_second": gib / seconds,
             "weights/pause_seconds": pause,
+            "weights/in_place_parameters": float(sum(value["parameters"]["in_place"] for value in applied)),
+            "weights/reloaded_parameters": float(sum(value["parameters"]["reload"] for value in applied)),
             "weights/engines": float(len(updated)),
+            "weights/engines_with_cuda_graphs": float(sum(value["cuda_graphs"] for value in applied)),
             "weights/failed_transfers": float(self.failed_transfers),
         }
         log.info(

@@ -74,6 +74,11 @@ class DelayedEngine:
 
     async def join_weight_link(self, *arguments: object) -> None: ...
 
+    uses_cuda_graphs = False
+
+    async def weight_load_paths(self) -> list[dict[str, dict[str, int]]]:
+        return [{path: {"parameters": 0, "bytes": 0} for path in ("in_place", "reload")}]
+
     async def update_weights(self, version: int, transfer: int) -> float:
         self.seen.append((version, self.asking))
         self.version = version

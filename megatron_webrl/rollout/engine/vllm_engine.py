@@ -191,6 +191,11 @@ class VLLMEngine:
             self._paused_seconds, self._paused_since = self._paused_seconds + seconds, None
         return seconds
 
+    @property
+    def uses_cuda_graphs(self) -> bool:
+        """Whether vLLM replays captured graphs; an eager engine launches every kernel from the host."""
+        return bool(self._llm.vllm_config.compilation_config.cudagraph_mode.name != "NONE")
+
     async def weight_load_paths(self) -> list[dict[str, Any]]:
         """For each rank: number and bytes of parameters by load path. Valid after joining a link."""
         self.check_alive()

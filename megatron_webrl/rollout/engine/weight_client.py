@@ -36,6 +36,7 @@ class WeightClient:
         self._announced_to: object = None  # the trainer that knows this engine; None: no trainer
         self._linked = False
         self._transfer = 0  # the last one over this link
+        self._parameters: dict[str, int] = {}  # of all ranks, by load path
         self._weights_of: object = None  # the trainer of the engine's weights
         self._waiting_since = time.monotonic()
 
@@ -100,6 +101,8 @@ class WeightClient:
         description = self.control.get_json("weights/description")
         assert isinstance(description, dict)  # published before the first link
         await self.engine.join_weight_link(self.control.host, self.control.port, f"weights/{self.link_id}", description)
+        ranks = await self.engine.weight_load_paths()
+        self._parameters = {path: sum(rank[path]["parameters"] for rank in ranks) for path in ("in_place", "reload")}
         self._linked, self._transfer = True, 0
 
     @property
@@ -118,7 +121,13 @@ class WeightClient:
         pause_seconds = await self.engine.update_weights(version, offer["transfer"])
         self._transfer, self._weights_of = offer["transfer"], self._announced_to
         log.info("version %d in place, engine paused for %.3f s", version, pause_seconds)
-        applied = {"link_id": self.link_id, "version": version, "pause_seconds": pause_seconds}
+        applied = {
+            "link_id": self.link_id,
+            "version": version,
+            "pause_seconds": pause_seconds,
+            "parameters": self._parameters,
+            "cuda_graphs": self.engine.uses_cuda_graphs,
+        }
         self.control.put_json(f"weights/applied/rollout-{self._worker}", applied)
 
     def _offer(self) -> Any:

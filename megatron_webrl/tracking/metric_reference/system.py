@@ -20,7 +20,14 @@ SECTIONS = (
         ("weights/gib", "GiB", "Size of the transfer to all engines."),
         ("weights/gib_per_second", "GiB/s", "Size by the duration of the transfer."),
         ("weights/pause_seconds", "s", "Longest pause of an engine."),
+        (
+            "weights/in_place_parameters",
+            "parameters",
+            "Parameters of all engine ranks that are written where they lie.",
+        ),
+        ("weights/reloaded_parameters", "parameters", "Parameters that the engine's own loader converts."),
         ("weights/engines", "engines", "Engines that were updated."),
+        ("weights/engines_with_cuda_graphs", "engines", "Those of them that replay CUDA graphs."),
         ("weights/failed_transfers", "transfers", "Failed transfers since the trainer started."),
     ),
     section(
