@@ -283,10 +283,10 @@ class JudgeClient:
 
 def _open_endpoint(model: JudgeModel, settings: JudgeConfig) -> _Endpoint:
     key = os.environ.get(model.key_variable, "").strip() if model.key_variable else ""
-    if model.key_variable and not key:  # without the name: it may be a key
-        raise ConfigError(
-            f"judge.*.key_variable names an environment variable that is not set; it must hold the key of {model.url}"
-        )
+    if model.key_variable and not key:
+        # A name that is not in capitals may be a key that was put there by mistake.
+        name = model.key_variable if model.key_variable.isupper() else "an environment variable that"
+        raise ConfigError(f"{name} is not set (judge.*.key_variable); it must hold the key of {model.url}")
     if not (key.isascii() and key.isprintable()):
         raise ConfigError(
             f"the key of {model.url} has characters that no header can hold (judge.*.key_variable names its "

@@ -285,7 +285,7 @@ def test_an_invalid_retry_after_is_ignored(text: str):
     [
         (JudgeModelConfig("", "http://x/v1"), "judge.verdict.name is empty"),
         (JudgeModelConfig("m", ""), "judge.verdict.url is empty"),
-        (JudgeModelConfig("m", "http://x/v1", KEY_VARIABLE), "names an environment variable that is not set"),
+        (JudgeModelConfig("m", "http://x/v1", KEY_VARIABLE), rf"{KEY_VARIABLE} is not set \(judge"),
     ],
 )
 async def test_an_incomplete_model_is_refused(model: JudgeModelConfig, message: str):

@@ -116,7 +116,7 @@ async def test_a_key_that_no_header_can_hold_is_refused_without_repeating_it(key
     ("url", "variable", "message"),
     [
         ("http://x/v1", "sk-proj-secret", "judge.verdict.key_variable is not the name of an environment variable"),
-        ("http://x/v1", "AIzasecret", "key_variable names an environment variable that is not set"),
+        ("http://x/v1", "AIzasecret", "an environment variable that is not set (judge.*.key_variable)"),
         ("http://user:secret@x/v1", "", "judge.verdict.url must hold no user, password, query or fragment"),
         ("user:secret@x/v1", "", "judge.verdict.url must hold no user, password, query or fragment"),
         ("http://x/v1?key=secret", "", "judge.verdict.url must hold no user, password, query or fragment"),
