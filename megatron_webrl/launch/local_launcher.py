@@ -103,6 +103,7 @@ class LocalLauncher:
             outcome = f"failed: {error}"
         finally:
             left = child_process.kill_descendants(KILL_SECONDS, [role.process for role in self.role_processes])
+            child_process.become_subreaper(False)  # a program that calls this goes on
             sweep_segments(segment_prefix(config.run.name))
             shutil.rmtree(self.scratch, ignore_errors=True)
             if left:

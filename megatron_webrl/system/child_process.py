@@ -89,9 +89,9 @@ def die_with_parent(signal_number: int = signal.SIGKILL, parent: int | None = No
         os.kill(os.getpid(), signal_number)
 
 
-def become_subreaper() -> None:
-    """Make this process, instead of init, the new parent of descendants whose parent ends."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+def become_subreaper(active: bool = True) -> None:
+    """Make this process, instead of init, the new parent of descendants whose parent ends; or let it be so no more."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, int(active))
 
 
 def owner_environment() -> dict[str, str]:

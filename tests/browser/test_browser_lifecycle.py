@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -90,7 +91,10 @@ async def test_no_process_of_a_browser_has_the_keys_and_tokens_of_its_parent(
     for name in ("GEMINI_API_KEY", "WEBRL_BROWSERS_TOKEN", "https_proxy"):
         monkeypatch.setenv(name, "canary-7f3a")
     async with pool_on(site) as pool, pool.session():
-        found = [process.environ() for process in psutil.Process().children(recursive=True)]
+        found = []
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):  # it has ended
+                found.append(process.environ())
     browsers = [environment for environment in found if "PATH" in environment]  # renderers overwrite theirs
     assert len(browsers) > 2
     assert {environment["TZ"] for environment in browsers} == {"UTC"}

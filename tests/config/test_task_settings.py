@@ -67,7 +67,7 @@ def test_settings_may_follow_an_option(config_file: Path, capsys: pytest.Capture
         (["judge={evaluators: [judge], verdict: {name: m}}"], "judge.verdict.url is empty; the evaluator judge needs"),
         (["judge={evaluators: [judge], verdict: {name: m, url: host/v1}}"], "judge.verdict.url=host/v1 is no"),
         (["judge={evaluators: [judge], verdict: {name: m, url: 'http://h/v1', key_variable: NO_SUCH_KEY}}"],
-         "judge.*.key_variable names an environment variable that is not set; it must hold the key of http://h/v1"),
+         "NO_SUCH_KEY is not set (judge.*.key_variable); it must hold the key of http://h/v1"),
         (["judge.evaluators=[own:function]"], "judge.evaluators: own:function: ModuleNotFoundError: No module named"),
         (["tasks.growing_steps={interval: 10, initial: 40}"], "tasks.growing_steps.max=30 is below "),
     ],

@@ -16,6 +16,7 @@ from megatron_webrl.config.load import parse_config
 from megatron_webrl.preflight import local_checks
 from megatron_webrl.preflight.local_checks import CheckFailed
 from megatron_webrl.preflight.resource_limits import needed_open_files
+from megatron_webrl.system import cuda_driver
 from megatron_webrl.system.child_process import MAX_OPEN_FILES, start_process
 from megatron_webrl.system.cuda_driver import (
     CudaDriver,
@@ -85,6 +86,7 @@ def test_a_node_of_gpus_with_a_torch_for_cpus_fails(tmp_path: Path, monkeypatch:
     rows = "echo 0, GPU-a, 81559; echo 1, GPU-b, 81559"
     nvidia_smi(tmp_path, f"case $1 in *memory*) {rows};; *) echo 580.65.06; echo 580.65.06;; esac")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(cuda_driver, "torch_cuda_version", lambda: None)  # the tests' own torch may be for CUDA
     config = parse_config(None, ["cluster.gpus_per_node=2", "cluster.engine_gpus_per_node=1"])
     with pytest.raises(CheckFailed, match=r"torch is built for CPUs, but the machine has GPUs .driver 580.65.06"):
         local_checks.check_gpus(config, place_processes(config))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.system import torchvision_shim
@@ -91,8 +92,18 @@ def _refusals(rank: int, folder: Path, model: str, platform: Any) -> str:
     return "loaded"
 
 
+def erase_tensors(checkpoint: Path) -> None:
+    """Overwrite all tensors of a distributed checkpoint with zeros; other objects stay."""
+    metadata = FileSystemReader(checkpoint).read_metadata()
+    for index, place in metadata.storage_data.items():
+        if isinstance(metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
+            with (checkpoint / place.relative_path).open("r+b") as file:
+                file.seek(place.offset)
+                file.write(bytes(place.length))
+
+
 def megatron(rank: int, folder: str) -> None:
-    """Load weights of a Megatron checkpoint of which rank 1 has files of zeros, in a layout without other shards."""
+    """Load weights of a Megatron checkpoint of which rank 1 has tensors of zeros, in a layout without other shards."""
     from megatron.core import dist_checkpointing
 
     from megatron_webrl.trainer.checkpoint.checkpoint_state import load_weights, sharded_weights
@@ -107,10 +118,8 @@ def megatron(rank: int, folder: str) -> None:
         dist_checkpointing.save(sharded_weights(learner.chunks), str(target))
         own = Path(folder, f"seen-by-{rank}")
         shutil.copytree(target.parent, own)
-        for file in own.rglob("*.distcp") if rank else ():
-            size = file.stat().st_size
-            os.truncate(file, 0)
-            os.truncate(file, size)
+        if rank:
+            erase_tensors(own / "megatron")
         torch.distributed.barrier()
         before = [parameter.detach().clone() for parameter in other.chunks[0].parameters()]
         load_weights(own, other.chunks)
