@@ -22,7 +22,7 @@ from megatron_webrl.tracking.episode_log import EpisodeLog
 from megatron_webrl.tracking.metrics import UpdateMetrics, UpdateSeconds, episode_metrics, mean, mean_response_tokens
 from megatron_webrl.tracking.step_metrics import step_metrics
 from megatron_webrl.tracking.trajectory_page import sample_across_outcomes
-from megatron_webrl.trainer.accounting import Accounting
+from megatron_webrl.trainer.accounting import DAMAGED_COUNTER, Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
 from megatron_webrl.trainer.data import group_files
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FINAL_REPORT_TIMEOUT_SECONDS = 60.0
-_DAMAGED_RECORDS = "accounting/damaged_records"  # counter in the control plane: of the job, over trainer restarts
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class Coordinator:
             self.episode_log,
             on_ready,
             self.task_sampler.block_list.record_group,
-            lambda: control.store.add(_DAMAGED_RECORDS, 1),
+            lambda: control.store.add(DAMAGED_COUNTER, 1),
         )
         self.checkpoints = Checkpointer(
             config.run_folder / "checkpoints",
@@ -283,7 +282,7 @@ class Coordinator:
         reported = sum(report["finished"] for report in reports.values())
         finished = self.resume_point.episodes_closed_before + unreported + reported
         waiting = self.group_source.waiting_episodes() + sum(report["unwritten"] for report in reports.values())
-        damaged = int(self.control.store.add(_DAMAGED_RECORDS, 0))
+        damaged = int(self.control.store.add(DAMAGED_COUNTER, 0))
         accounting = self.accounting.summary(finished, waiting, self.resume_point.episodes_rolled_back, damaged)
         if not accounting["matches"]:
             log.error("the accounting does not match: %s", accounting)

@@ -23,7 +23,7 @@ from megatron_webrl.control.control_plane import TICKET_DONE, TICKET_FENCE, Cont
 from megatron_webrl.ring.damaged_records import undamaged_trajectories
 from megatron_webrl.tracking import episode_log
 from megatron_webrl.tracking.episode_log import line_identity, trajectory_identity
-from megatron_webrl.trainer.accounting import Accounting
+from megatron_webrl.trainer.accounting import DAMAGED_COUNTER, Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
 from megatron_webrl.trainer.exchange.multi_node_exchange import MultiNodeExchange
@@ -81,6 +81,9 @@ def _recover(control: ControlClient, records: RecordSource, state: TrainerState,
     present = {trajectory_identity(trajectory) for number, trajectory in found.items() if number not in obsolete}
     rolled_back = episode_log.roll_back(folder, closed, present)
     records.acknowledge(obsolete)
+    # A group with a damaged record is incomplete although its worker is done with it: its other episodes end here.
+    logged = counted_identities | {line_identity(line) for line in rolled_back}
+    control.store.add(DAMAGED_COUNTER, sum(trajectory_identity(found[number]) not in logged for number in obsolete))
 
     restart_epoch = max(state.restart_epoch, epochs[-1].restart_epoch + 1)
     adopted = sum(claims[ticket] == TICKET_DONE for ticket in surviving)
