@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_webrl.system.strict_json import RepeatedKey, refuse_constant, unique_keys
+
 MODES = ("schema", "line")
 MAX_REPLY_CHARS = 50_000
 MAX_KEY_POINTS = 20
@@ -101,9 +103,9 @@ def parse_reply(form: ReplyForm, mode: str, content: str, finish_reason: str | N
 
 def _parse_object(form: ReplyForm, content: str) -> tuple[Value, str]:
     try:
-        found = json.loads(content, object_pairs_hook=_unique, parse_constant=_no_constant)
-    except UnusableReply as error:
-        raise UnusableReply(error.name, content) from None
+        found = json.loads(content, object_pairs_hook=unique_keys, parse_constant=refuse_constant)
+    except RepeatedKey:
+        raise UnusableReply("contradictory", content) from None
     except (ValueError, RecursionError):
         raise UnusableReply("unparsable", content) from None
     names = [name for name in (form.text_field, form.value_field) if name]
@@ -138,14 +140,3 @@ def _plain_line(line: str) -> str:
 
 def _letters(text: str) -> str:
     return "".join(character for character in text if character.isalnum())
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise UnusableReply("contradictory")
-    return found
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")

@@ -7,12 +7,17 @@ import math
 from typing import Any, NoReturn
 
 
+class RepeatedKey(ValueError):
+    """An object has a key twice."""
+
+
 def loads(text: str) -> Any:
     """Parse JSON. Raises ValueError, also for NaN, numbers beyond float64 and repeated keys, and RecursionError."""
-    return json.loads(text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_without_duplicates)
+    return json.loads(text, parse_constant=refuse_constant, parse_float=_finite, object_pairs_hook=unique_keys)
 
 
-def _refuse(constant: str) -> NoReturn:
+def refuse_constant(constant: str) -> NoReturn:
+    """For `parse_constant` of json.loads: raises ValueError."""
     raise ValueError(f"{constant} is not JSON")
 
 
@@ -23,10 +28,11 @@ def _finite(text: str) -> float:
     return number
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `object_pairs_hook` of json.loads: the object. Raises RepeatedKey."""
     result = dict(pairs)
     if len(result) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in result if names.count(name) > 1)
-        raise ValueError(f"the key {json.dumps(twice)} occurs twice")
+        raise RepeatedKey(f"the key {json.dumps(twice)} occurs twice")
     return result
