@@ -51,7 +51,7 @@ class LocalLauncher:
     console: Console
     role_processes: list[RoleProcess] = field(default_factory=list)
     interrupts: int = 0
-    scratch: Path = field(default_factory=child_process.make_scratch_folder)  # TMPDIR of the roles
+    scratch: Path = field(init=False)  # TMPDIR of the roles
     trainer_restarter: TrainerRestarter | None = None  # set with the trainer ranks
     weights_only: bool = False  # transfer weights to the engines without training (`webrl doctor --weights`)
     watchdog: Watchdog | None = None  # set with the control plane
@@ -62,12 +62,9 @@ class LocalLauncher:
         """Raises ConfigError for a configuration of several nodes or of more GPUs than CUDA_VISIBLE_DEVICES allows, and
         for GPUs that torch cannot use.
         """
-        try:
-            _check_machine(self.config)
-            self.visible_devices = visible_devices_by_process(self.config, os.environ.get(DEVICES_VARIABLE, ""))
-        except ConfigError:
-            shutil.rmtree(self.scratch, ignore_errors=True)
-            raise
+        _check_machine(self.config)
+        self.visible_devices = visible_devices_by_process(self.config, os.environ.get(DEVICES_VARIABLE, ""))
+        self.scratch = child_process.make_scratch_folder()
         self.journal = EventLog(self.config.run_folder)
 
     def run(self) -> int:
@@ -103,7 +100,7 @@ class LocalLauncher:
             outcome = f"failed: {error}"
         finally:
             left = child_process.kill_descendants(KILL_SECONDS, [role.process for role in self.role_processes])
-            child_process.become_subreaper(False)  # a program that calls this goes on
+            child_process.become_subreaper(False)  # of a program that calls this and continues
             sweep_segments(segment_prefix(config.run.name))
             shutil.rmtree(self.scratch, ignore_errors=True)
             if left:
