@@ -36,7 +36,7 @@ class ProcessPlacement:
     local_rank: int  # index among the processes of its role on the node
     devices: tuple[int, ...]  # GPUs of the node
     cores: tuple[int, ...]  # of the node; empty: any
-    nics: tuple[str, ...]  # of its devices; empty: any
+    nics: tuple[str, ...]  # nearest to its devices; empty: NCCL chooses
     port: int  # unique on the node
     follower: int = 0  # of an engine over several nodes: index of the node in the engine; 0: the worker
 

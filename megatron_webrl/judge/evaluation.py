@@ -54,6 +54,7 @@ class EpisodeEvaluator:
 
     async def evaluate(self, trajectory: Trajectory) -> Verdict:
         """The verdict on an unjudged episode. An episode with another end than a regular one keeps its mask, unjudged.
+
         Raises BudgetSpent; a judge without a usable reply masks the episode instead.
         """
         started = time.monotonic()

@@ -129,7 +129,7 @@ def test_a_secret_in_a_setting_is_refused_without_repeating_it(url: str, variabl
         Judge(settings("http://x/v1", verdict=model), LocalMeter(BudgetConfig()))
     assert "secret" not in str(error.value)
     if "not set" not in message:
-        with pytest.raises(ConfigError, match=re.escape(message)):  # by every command, whoever evaluates
+        with pytest.raises(ConfigError, match=re.escape(message)):  # by every command, with any evaluator
             check_limits(JudgeConfig(verdict=model), "judge.")
 
 
