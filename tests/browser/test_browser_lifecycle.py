@@ -90,9 +90,10 @@ async def test_no_process_of_a_browser_has_the_keys_and_tokens_of_its_parent(
     """Without Chromium's sandbox, as for root, a page that takes over its renderer reads the environment."""
     for name in ("GEMINI_API_KEY", "WEBRL_BROWSERS_TOKEN", "https_proxy"):
         monkeypatch.setenv(name, "canary-7f3a")
+    others = set(psutil.Process().children(recursive=True))  # a server that earlier tests left, for example
     async with pool_on(site) as pool, pool.session():
         found = []
-        for process in psutil.Process().children(recursive=True):
+        for process in set(psutil.Process().children(recursive=True)) - others:
             with suppress(psutil.Error):  # it has ended
                 found.append(process.environ())
     browsers = [environment for environment in found if "PATH" in environment]  # renderers overwrite theirs
