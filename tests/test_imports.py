@@ -137,6 +137,30 @@ def test_the_root_of_the_package_holds_three_modules():
     assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "cli.py", "types.py"}
 
 
+def renaming_modules() -> set[str]:
+    """Modules of the package that rename a file or folder: PATH.rename(X), PATH.replace(X), os.rename(X, Y)."""
+    found = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.keywords:
+                continue
+            module = node.func.value.id if isinstance(node.func.value, ast.Name) else ""
+            name, count = node.func.attr, 2 if module == "os" else 1
+            if name in ("rename", "replace") and len(node.args) == count:
+                found.add(str(path.relative_to(PACKAGE)))
+    return found
+
+
+def test_state_files_are_written_by_one_module():
+    assert renaming_modules() == {
+        "system/atomic_file.py",
+        "model/convert/atomic_folder.py",  # keeps the old folder until the new one is in place
+        "launch/role_process.py",  # an earlier run's folder
+        "trainer/checkpoint/checkpoint_files.py",  # a checkpoint that is deleted
+        "control/control_plane.py",
+    }
+
+
 def sources() -> list[Path]:
     return [path for folder in ("megatron_webrl", "tests", "tools") for path in sorted((ROOT / folder).rglob("*.py"))]
 

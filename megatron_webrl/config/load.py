@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.system import atomic_file
 from megatron_webrl.system.text import first_line
 
 
@@ -79,7 +80,7 @@ def _gpu_settings(config: Config) -> str:
 
 def save_config(config: Config, path: Path) -> None:
     """Write the resolved configuration as YAML that `load` reads back."""
-    path.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+    atomic_file.write_text(path, yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
 
 
 def flatten_config(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_webrl.evaluation.evaluation_queue import EvaluationResult
 from megatron_webrl.evaluation.results import paired_difference
+from megatron_webrl.system import atomic_file
 
 FILE = "evaluations.jsonl"
 
@@ -18,7 +19,7 @@ def append_evaluation(folder: Path, line: dict[str, Any], results: Sequence[Eval
     """Add an evaluation; its episodes are written before its line, so that a reader of the line finds them."""
     path = _episodes_path(folder, line)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(asdict(result)) + "\n" for result in results))
+    atomic_file.write_text(path, "".join(json.dumps(asdict(result)) + "\n" for result in results))
     _write(folder, [*read_evaluations(folder), line])
 
 
@@ -62,6 +63,4 @@ def _episodes_path(folder: Path, line: dict[str, Any]) -> Path:
 
 
 def _write(folder: Path, lines: Sequence[dict[str, Any]]) -> None:
-    temporary = folder / f".{FILE}"
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    temporary.rename(folder / FILE)
+    atomic_file.write_text(folder / FILE, "".join(json.dumps(line) + "\n" for line in lines))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
-import json
 import logging
 import os
 import resource
@@ -22,7 +21,7 @@ from fastapi import FastAPI
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.farm.auth_middleware import is_loopback
-from megatron_webrl.system import child_process
+from megatron_webrl.system import atomic_file, child_process
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +62,7 @@ class Listener:
     def write_address_file(self) -> None:
         """Write the address file atomically."""
         if self._file is not None:
-            temporary = self._file.with_name(f"{self._file.name}.{os.getpid()}")
-            temporary.write_text(json.dumps({"url": self.url, "pid": os.getpid()}))
-            temporary.rename(self._file)
+            atomic_file.write_json(self._file, {"url": self.url, "pid": os.getpid()})
 
 
 def run_process(role: str, work: Coroutine[Any, Any, int], die_with_parent: bool) -> int:

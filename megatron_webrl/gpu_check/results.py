@@ -12,6 +12,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from megatron_webrl.system import atomic_file
+
 Status = Literal["passed", "failed", "skipped"]
 _STYLES: dict[str, str | None] = {"passed": None, "failed": "bold red", "skipped": "dim"}
 
@@ -103,9 +105,7 @@ def summary_line(results: Iterable[CheckResult]) -> str:
 def write_report(path: Path, header: dict[str, Any], results: Sequence[CheckResult]) -> None:
     """Write a JSON file: `header` and all results. Raises OSError."""
     report = {**header, "summary": summary_line(results), "results": [each.to_json() for each in results]}
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(report, indent=1) + "\n")
-    temporary.rename(path)
+    atomic_file.write_json(path, report, indent=1)
 
 
 def _text(value: float | str | None) -> str:

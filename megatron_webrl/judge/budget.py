@@ -12,6 +12,7 @@ from typing import Protocol
 
 from megatron_webrl.config.judge import BudgetConfig
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.system import atomic_file
 
 log = logging.getLogger(__name__)
 
@@ -106,9 +107,7 @@ def read_usage(file: Path) -> tuple[int, Usage]:
 
 def write_usage(file: Path, hour: int, usage: Usage) -> None:
     """Replace a usage file atomically."""
-    temporary = file.with_name(f".{file.name}")
-    temporary.write_text(json.dumps({"hour": hour, **asdict(usage)}) + "\n", encoding="utf-8")
-    temporary.replace(file)
+    atomic_file.write_json(file, {"hour": hour, **asdict(usage)})
 
 
 class Priced(Protocol):

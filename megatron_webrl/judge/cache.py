@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from megatron_webrl.system import atomic_file
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +45,9 @@ class ReplyCache:
         if self.folder is None:
             return
         path = self._path(self.folder, digest)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(asdict(reply)), encoding="utf-8")
-            temporary.replace(path)
+            atomic_file.write_json(path, asdict(reply))
         except OSError as error:
             if not self._warned:
                 log.warning("judge.cache=%s cannot be written: %s; replies are not kept", self.folder, error.strerror)

@@ -21,7 +21,7 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.gpu_environment import gpu_environment
 from megatron_webrl.ring.segment import sweep_segments
 from megatron_webrl.status.control_probe import ControlAddress, ControlProbe, ControlStatus
-from megatron_webrl.system import child_process
+from megatron_webrl.system import atomic_file, child_process
 
 if TYPE_CHECKING:
     from megatron_webrl.control.control_plane import ControlClient
@@ -169,6 +169,7 @@ def prepare_run_folder(config: Config, report: Callable[[str], None]) -> None:
         folder.rename(backup)
         report(f"renamed the earlier run of this name to {backup}")
     (folder / "logs").mkdir(parents=True, exist_ok=True)
+    atomic_file.remove_leftovers(folder)
     (folder / "summary.json").unlink(missing_ok=True)
     save_config(config, config_path(config))
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from megatron_webrl.cluster.placement import rollout_process_names
 from megatron_webrl.config.schema import Config
-from megatron_webrl.system import child_process, stack_dump
+from megatron_webrl.system import atomic_file, child_process, stack_dump
 from megatron_webrl.tracking import events
 from megatron_webrl.tracking.events import EventLog
 
@@ -45,9 +45,7 @@ class KillRequest:
 def request_stack_dump(folder: Path, reason: str, targets: Mapping[str, LivenessSign] | None = None) -> KillRequest:
     """Write a request for every supervisor of the run in `folder`; without targets only stacks are dumped."""
     request = KillRequest(time.time_ns(), reason, targets or {})
-    temporary = folder / f".{REQUEST_FILE}"
-    temporary.write_text(json.dumps(asdict(request)) + "\n")
-    temporary.rename(folder / REQUEST_FILE)
+    atomic_file.write_json(folder / REQUEST_FILE, asdict(request))
     return request
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from megatron_webrl.model.compute_options import ComputeOptions
 from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.parity.samples import ParitySample
+from megatron_webrl.system import atomic_file
 
 JOB_FILE = "job.pickle"
 EXIT_BAD_INPUT = 2  # exit code of a process that refuses its input
@@ -96,6 +97,4 @@ def run_scoring_process(score: Callable[[ScoringJob, Path], ProcessScores]) -> N
         # Not sys.exit: it would wait for the other ranks, or for vLLM's threads.
         sys.stderr.flush()
         os._exit(EXIT_BAD_INPUT)
-    temporary = scores_file(folder, process_rank()).with_suffix(".part")
-    temporary.write_bytes(pickle.dumps(scores))
-    temporary.rename(scores_file(folder, process_rank()))
+    atomic_file.write_bytes(scores_file(folder, process_rank()), pickle.dumps(scores))

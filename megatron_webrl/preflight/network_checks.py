@@ -25,6 +25,7 @@ from megatron_webrl.cluster.cores import format_cores
 from megatron_webrl.preflight.blame import LinkResults, blame_group, blame_links
 from megatron_webrl.preflight.exchange import ExchangeRank, ExchangeResult, ExchangeStatus, run_ranks
 from megatron_webrl.preflight.local_checks import GROUP_SECONDS, MESSAGE_BYTES, CheckFailed
+from megatron_webrl.system import atomic_file
 from megatron_webrl.system.text import first_line
 
 CLOCK_SECONDS = 1.0  # largest difference between two clocks
@@ -50,9 +51,7 @@ class NetworkCheckGroup:
         try:
             if number == 0:
                 store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=limit)
-                temporary = file.with_suffix(".tmp")
-                temporary.write_text(str(store.port))
-                temporary.rename(file)
+                atomic_file.write_text(file, str(store.port))
                 return cls(number, names, address, store)
             deadline = time.monotonic() + seconds
             while not file.is_file():

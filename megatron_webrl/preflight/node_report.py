@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megatron_webrl.config.schema import Config
+from megatron_webrl.system import atomic_file
 
 
 @dataclass
@@ -29,10 +30,7 @@ def report_folder(config: Config) -> Path:
 
 def write_report(config: Config, report: NodeReport) -> None:
     """Write the report of one node atomically."""
-    path = report_folder(config) / f"{report.node}.json"
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(asdict(report), indent=1) + "\n")
-    temporary.rename(path)
+    atomic_file.write_json(report_folder(config) / f"{report.node}.json", asdict(report), indent=1)
 
 
 def slow_nodes(config: Config, nodes: Sequence[str]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 from megatron_webrl.ring.checksum import checksum
 from megatron_webrl.ring.errors import RecordError
+from megatron_webrl.system import atomic_file
 
 MAGIC = b"WEBRLFIL"
 FORMAT_VERSION = 1
@@ -24,7 +25,7 @@ class RecordFileWriter:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.part")
+        self._temporary = atomic_file.temporary_path(self.path)
         self._file: BinaryIO | None = self._temporary.open("wb")
         self._file.write(_HEAD.pack(MAGIC, FORMAT_VERSION))
         self.records = 0
@@ -47,7 +48,7 @@ class RecordFileWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         self._file = None
-        self._temporary.replace(self.path)
+        atomic_file.publish(self._temporary, self.path)
 
     def discard(self) -> None:
         if self._file is not None:

@@ -22,6 +22,7 @@ from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint, chec
 from megatron_webrl.launch.task_validation import check_evaluators, check_tasks_and_browser
 from megatron_webrl.launch.validation import check_config
 from megatron_webrl.slurm.prepare import describe_processes, make_job_folder, plan_processes
+from megatron_webrl.system import atomic_file
 
 JOB_FILE = "evaluation_job.json"
 MODEL_FOLDER = "converted_model"  # in the run's folder, until the end of the job
@@ -37,7 +38,7 @@ class EvaluationJob:
     def save(self, folder: Path) -> None:
         """Write it to the run's folder."""
         fields = {"checkpoint": asdict(self.checkpoint), "output_file": self.output_file}
-        (folder / JOB_FILE).write_text(json.dumps(fields, indent=1, default=str) + "\n")
+        atomic_file.write_text(folder / JOB_FILE, json.dumps(fields, indent=1, default=str) + "\n")
 
     @classmethod
     def load(cls, folder: Path) -> EvaluationJob:

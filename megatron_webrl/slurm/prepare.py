@@ -21,6 +21,7 @@ from megatron_webrl.launch.validation import load_config
 from megatron_webrl.preflight import node_report
 from megatron_webrl.slurm import requeue
 from megatron_webrl.slurm.process_specs import log_folder, process_specs
+from megatron_webrl.system import atomic_file
 
 
 def plan_job(path: str, overrides: list[str]) -> tuple[Config, Placement]:
@@ -68,7 +69,7 @@ def make_job_folder(
     requeue.write_launches(config.run_folder, launches)
     for node in range(placement.nodes):
         log_folder(config, node).mkdir(exist_ok=True)
-    (config.run_folder / "placement.json").write_text(json.dumps(placement.to_json(), indent=1) + "\n")
+    atomic_file.write_json(config.run_folder / "placement.json", placement.to_json(), indent=1)
     node_report.report_folder(config).mkdir(exist_ok=True)
     for old in node_report.report_folder(config).iterdir():
         old.unlink()

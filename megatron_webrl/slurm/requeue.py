@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.system import atomic_file
 from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
 
 LAUNCHES_FILE = "launches.jsonl"
@@ -49,7 +50,7 @@ def read_launches(folder: Path) -> list[JobLaunch]:
 
 
 def write_launches(folder: Path, launches: Sequence[JobLaunch]) -> None:
-    (folder / LAUNCHES_FILE).write_text("".join(json.dumps(asdict(launch)) + "\n" for launch in launches))
+    atomic_file.write_text(folder / LAUNCHES_FILE, "".join(json.dumps(asdict(launch)) + "\n" for launch in launches))
 
 
 def record_launch(config: Config, environment: Mapping[str, str]) -> list[JobLaunch]:

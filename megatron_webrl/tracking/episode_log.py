@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from megatron_webrl.system import atomic_file
 from megatron_webrl.types import Trajectory
 
 log = logging.getLogger(__name__)
@@ -34,9 +35,7 @@ class EpisodeLog:
                     lines = list(islice(file, closed))
             if len(lines) < closed:
                 log.warning("%s has %d lines of the %d episodes before the resume", path, len(lines), closed)
-        temporary = path.with_name(f".{FILE}")
-        temporary.write_text("".join(lines))
-        temporary.rename(path)
+        atomic_file.write_text(path, "".join(lines))
         self._file = path.open("a", buffering=1)  # line buffered: readers see whole lines
 
     def add(self, trajectory: Trajectory, reason: str | None, version: int) -> None:
@@ -118,9 +117,7 @@ def roll_back(folder: Path, closed: int, present: Container[EpisodeIdentity]) ->
         for line in read_lines(folder, closed)
         if line_identity(line) not in known and line_identity(line) not in present
     ]
-    temporary = folder / f".{ROLLED_BACK_FILE}"
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in rolled_back))
-    temporary.rename(folder / ROLLED_BACK_FILE)
+    atomic_file.write_text(folder / ROLLED_BACK_FILE, "".join(json.dumps(line) + "\n" for line in rolled_back))
     return rolled_back
 
 

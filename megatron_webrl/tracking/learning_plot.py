@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_webrl.system import atomic_file
 from megatron_webrl.tracking.plot import BLACK, BLUE, GREEN, GREY, ORANGE, add_legend, add_titles, render_svg
 
 if TYPE_CHECKING:
@@ -29,9 +30,7 @@ Update = Mapping[str, Any]
 def write(folder: Path, updates: Sequence[Update], evaluations: Sequence[Mapping[str, Any]]) -> None:
     """Draw the lines of updates.jsonl and evaluations.jsonl to `folder`; without updates nothing is drawn."""
     if updates:
-        temporary = folder / f".{FILE}"
-        temporary.write_text(draw_svg(updates, evaluations))
-        temporary.rename(folder / FILE)
+        atomic_file.write_text(folder / FILE, draw_svg(updates, evaluations))
 
 
 def draw_svg(updates: Sequence[Update], evaluations: Sequence[Mapping[str, Any]]) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.evaluation import result_files
+from megatron_webrl.system import atomic_file
 from megatron_webrl.tracking import events, learning_plot
 from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES
@@ -88,6 +89,4 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(text)
-    temporary.rename(path)
+    atomic_file.write_text(path, text)

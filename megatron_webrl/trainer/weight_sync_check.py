@@ -9,7 +9,7 @@ from megatron_webrl.cluster.rank_info import RankInfo
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.control_plane import ControlClient, JobFailed
 from megatron_webrl.ring.node_ring import NodeRing
-from megatron_webrl.system import torchvision_shim
+from megatron_webrl.system import atomic_file, torchvision_shim
 from megatron_webrl.trainer import parallel
 from megatron_webrl.trainer.factory import make_learner
 from megatron_webrl.trainer.parallel import all_gather_object
@@ -39,7 +39,7 @@ def run(config: Config, control: ControlClient, rank: RankInfo, node_ring: NodeR
     engines = _compare_engines(config, control, weight_syncer)
     if rank.rank == 0:
         report = {"transfers": transfers, "engines": engines, "bytes_by_sender": weight_syncer.bytes_by_sender()}
-        (config.run_folder / "weights.json").write_text(json.dumps(report, indent=1))
+        atomic_file.write_json(config.run_folder / "weights.json", report, indent=1)
         wrong = [worker for worker, comparison in engines.items() if comparison["different"]]
         control.end_job(f"failed: {', '.join(wrong)} hold other weights than the trainer" if wrong else "finished")
     control.close()

@@ -131,7 +131,7 @@ def test_a_signal_ends_the_command_and_leaves_no_partial_file(
     command = [*start, sys.executable, "-m", "megatron_webrl.cli", "demonstrate", str(tmp_path / "config.yaml")]
     with started([*command, "--out", str(folder / "made.records")], stderr=subprocess.STDOUT) as process:
         deadline = time.monotonic() + 120
-        while not any(path.stat().st_size > 16 for path in folder.glob(".*.part")):  # more than its head: episodes
+        while not any(path.stat().st_size > 16 for path in folder.glob(".*.writing")):  # more than its head: episodes
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < deadline
             time.sleep(0.1)

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_webrl.system import atomic_file
+
 
 class TargetFolderError(ValueError):
     """A target folder cannot be written. The message names it."""
@@ -35,7 +37,7 @@ def atomic_folder(target: Path, source: Path, *, overwrite: bool) -> Iterator[Pa
     temporary.mkdir()
     try:
         yield temporary
-        _sync(temporary)
+        atomic_file.fsync(temporary)
         if occupied:
             old = target.parent / f"{_prefix(target)}{os.getpid()}-old"
             target.rename(old)
@@ -43,7 +45,7 @@ def atomic_folder(target: Path, source: Path, *, overwrite: bool) -> Iterator[Pa
             shutil.rmtree(old) if old.is_dir() else old.unlink()
         else:
             temporary.rename(target)
-        _sync(target.parent)
+        atomic_file.fsync(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -71,12 +73,3 @@ def _remove_leftovers(target: Path) -> None:
             path.rename(target)  # the process was killed between the two renames
         else:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _sync(folder: Path) -> None:
-    """Sync a folder's entries to disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.system import atomic_file
 
 log = logging.getLogger(__name__)
 
@@ -70,24 +70,11 @@ def exclusive(path: Path) -> Iterator[None]:
     lock = path.with_name(f"{path.name}.lock")
     descriptor = _locked(lock)
     try:
+        atomic_file.remove_leftovers(path.parent)
         yield
     finally:
         lock.unlink(missing_ok=True)  # before the lock is released: the next holder makes a file of its own
         os.close(descriptor)
-
-
-@contextmanager
-def replaced_atomically(path: Path) -> Iterator[Any]:
-    """A binary file for new content of `path`, which appears complete or not at all. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _locked(lock: Path) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.system import strict_json
+from megatron_webrl.system import atomic_file, strict_json
 from megatron_webrl.system.text import first_line, shorten
 from megatron_webrl.tasks.files import cache
 from megatron_webrl.tasks.files.cache import Fingerprint
@@ -93,7 +93,7 @@ def _convert(text: str, key: tuple[Any, ...], fields: FieldMap, rows: Iterable[A
     with cache.exclusive(path):
         if not path.is_file():
             log.info("converting %s to %s", text, path)
-            with cache.replaced_atomically(path) as file:
+            with atomic_file.replacing(path) as file:
                 for number, row in enumerate(rows, 1):
                     file.write(_json_line(f"{text}:{number}", row))
     return TaskFile(text, path)

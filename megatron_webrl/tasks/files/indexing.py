@@ -18,6 +18,7 @@ import numpy as np
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.sampling.units import task_key
+from megatron_webrl.system import atomic_file
 from megatron_webrl.system.text import count_noun
 from megatron_webrl.tasks.files import cache
 from megatron_webrl.tasks.files.cache import Fingerprint
@@ -146,7 +147,7 @@ def _build(file: TaskFile, fields: FieldMap, target: Path) -> TaskIndex:
     if Fingerprint.of(file.path) != fingerprint:
         raise ConfigError(f"{file.name} changed while it was read; start again when it is complete")
     header = {"file": asdict(fingerprint), **content.header(fields)}
-    with cache.replaced_atomically(target) as output:
+    with atomic_file.replacing(target) as output:
         write_index(output, content.arrays(), header)
     index = read_index(target, fingerprint, fields.digest)
     if index is None:

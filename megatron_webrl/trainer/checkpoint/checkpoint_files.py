@@ -17,6 +17,7 @@ import re
 import shutil
 from pathlib import Path
 
+from megatron_webrl.system import atomic_file
 from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
 
 _VERSION = re.compile(r"version-(\d{6,})(?:\.(\d+))?")
@@ -62,13 +63,8 @@ def commit(temporary: Path, version: int) -> Path:
     while target.exists():  # replacing the folder that `latest` names would take two steps
         copy += 1
         target = version_folder(folder, version, copy)
-    temporary.rename(target)
-    fsync(folder)
-    pointer = folder / ".latest"
-    pointer.write_text(target.name)
-    fsync(pointer)
-    pointer.replace(folder / "latest")
-    fsync(folder)
+    atomic_file.publish(temporary, target)
+    atomic_file.write_text(folder / "latest", target.name)
     return target
 
 
@@ -105,24 +101,15 @@ def delete_leftovers(folder: Path) -> list[str]:
     left = sorted(path for pattern in _LEFTOVERS for path in folder.glob(pattern))
     for path in left:
         shutil.rmtree(path)
-    return [path.name for path in left]
-
-
-def fsync(path: Path) -> None:
-    """Flush a file's bytes, or a folder's entries, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return [path.name for path in left] + (atomic_file.remove_leftovers(folder) if folder.is_dir() else [])
 
 
 def fsync_tree(folder: Path) -> None:
     """Flush a folder and everything below it to disk."""
     for path, _, names in os.walk(folder):
         for name in names:
-            fsync(Path(path, name))
-        fsync(Path(path))
+            atomic_file.fsync(Path(path, name))
+        atomic_file.fsync(Path(path))
 
 
 def _version_and_copy(path: Path) -> tuple[int, int] | None:

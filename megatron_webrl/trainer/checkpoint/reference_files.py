@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron_webrl.config.schema import Config
+from megatron_webrl.system import atomic_file
 from megatron_webrl.trainer.checkpoint import checkpoint_files as files
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
 from megatron_webrl.trainer.checkpoint.checkpoint_plan import plan_checkpoint, write_metadata
@@ -62,8 +63,7 @@ def store_reference(path: Path, chunks: list[Any], model_folder: Path) -> None:
         write_metadata(temporary, plan.common, {}, model_folder)
         plan.write_index([locations for locations, _ in outcomes])
         shutil.rmtree(path, ignore_errors=True)  # left by a trainer that died before its first checkpoint
-        temporary.rename(path)
-        files.fsync(path.parent)
+        atomic_file.publish(temporary, path)
 
     _run_on_first_rank(path, complete)
     if torch.distributed.get_rank() == 0:

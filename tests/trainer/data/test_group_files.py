@@ -29,7 +29,7 @@ def test_groups_are_read_back_complete_and_in_order(tmp_path: Path) -> None:
 
 def test_versions_are_read_from_file_names_and_other_files_are_ignored(tmp_path: Path) -> None:
     path = group_files.group_file_path(tmp_path, 1234567)
-    for each in (path, tmp_path / ".version-000003.records.17.part"):
+    for each in (path, tmp_path / ".version-000003.records.here.17.0123abcd.writing"):
         each.touch()
     assert group_files.list_group_files(tmp_path) == [(1234567, path)]
 
