@@ -10,7 +10,8 @@ from typing import Any
 
 from megatron_webrl.evaluation.evaluation_queue import EvaluationResult
 from megatron_webrl.evaluation.results import paired_difference
-from megatron_webrl.system import atomic_file
+from megatron_webrl.system import atomic_file, history
+from megatron_webrl.system.history import History
 
 FILE = "evaluations.jsonl"
 
@@ -20,13 +21,17 @@ def append_evaluation(folder: Path, line: dict[str, Any], results: Sequence[Eval
     path = _episodes_path(folder, line)
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_file.write_text(path, "".join(json.dumps(asdict(result)) + "\n" for result in results))
-    _write(folder, [*read_evaluations(folder), line])
+    evaluations = History(folder / FILE)
+    try:
+        evaluations.append(line)
+        evaluations.sync()
+    finally:
+        evaluations.close()
 
 
 def read_evaluations(folder: Path) -> list[dict[str, Any]]:
     """All evaluations of a run, oldest first."""
-    path = folder / FILE
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return list(history.read(folder / FILE))
 
 
 def read_results(folder: Path, line: dict[str, Any]) -> list[EvaluationResult]:
@@ -36,10 +41,7 @@ def read_results(folder: Path, line: dict[str, Any]) -> list[EvaluationResult]:
 
 def truncate_after(folder: Path, version: int) -> None:
     """Delete the lines of versions after the one from which a run resumes: those versions are trained again."""
-    lines = read_evaluations(folder)
-    kept = [line for line in lines if line["version"] <= version]
-    if len(kept) < len(lines):
-        _write(folder, kept)
+    history.cut_back(folder / FILE, lambda line: line["version"] <= version)
 
 
 def summarise(folder: Path, version: int) -> dict[str, Any]:
@@ -60,7 +62,3 @@ def summarise(folder: Path, version: int) -> dict[str, Any]:
 
 def _episodes_path(folder: Path, line: dict[str, Any]) -> Path:
     return folder / "evaluations" / f"version-{line['version']:06d}-{line['kind']}.jsonl"
-
-
-def _write(folder: Path, lines: Sequence[dict[str, Any]]) -> None:
-    atomic_file.write_text(folder / FILE, "".join(json.dumps(line) + "\n" for line in lines))

@@ -113,12 +113,13 @@ class LocalLauncher:
         """Start the roles and watch them until the job ends; returns its outcome."""
         control, reaper = self._start_roles(), child_process.Reaper()
         with TerminalDashboard(self.console, f"run {self.config.run.name}") as board:
+            updates = summary.tail_updates(self.config.run_folder)
             while (outcome := self._outcome(control)) is None:
                 statuses = {role.name: control.status_of(role.name) or "starting" for role in self.role_processes[1:]}
-                board.show(statuses, summary.read_updates(self.config.run_folder))
+                board.show(statuses, updates.poll())
                 reaper.reap([role.process for role in self.role_processes])
                 time.sleep(POLL_SECONDS)
-            board.show({}, summary.read_updates(self.config.run_folder))
+            board.show({}, updates.poll())
         return self._end(control, outcome)
 
     def _end(self, control: ControlClient, outcome: str) -> str:

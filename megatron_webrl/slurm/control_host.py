@@ -41,7 +41,8 @@ class ControlHost:
         self.signals = SignalListener()
         self.watchdog: Watchdog | None = None  # set with the control plane
         self.announced_outcome = ""  # the requested outcome that the log has mentioned
-        self.reported_until = time.time()  # updates that finished before are in the log, or belong to an earlier launch
+        self.updates = summary.tail_updates(config.run_folder)
+        self.updates.poll()  # those of an earlier launch
         self.journal = EventLog(config.run_folder)
 
     def run(self) -> int:
@@ -137,10 +138,8 @@ class ControlHost:
         return role
 
     def _report_updates(self) -> None:
-        for update in summary.read_updates(self.config.run_folder):
-            if update["finished_at"] > self.reported_until:
-                self._report(f"update {update['version']} of {self.config.trainer.updates}{_figures(update)}")
-                self.reported_until = update["finished_at"]
+        for update in self.updates.poll():
+            self._report(f"update {update['version']} of {self.config.trainer.updates}{_figures(update)}")
 
     def _report(self, message: str) -> None:
         sys.stdout.write(f"job: {message}\n")

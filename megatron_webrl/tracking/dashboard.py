@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -40,6 +41,8 @@ LEGEND = (
     "mean (max); clip: share of clipped tokens; gap: largest |log p(engine) - log p(trainer)| of tokens sampled under "
     "the same weights; tok/s: trained tokens by wall clock; rollout overlaps with train, sync and wait"
 )
+
+MAX_ROWS = 50  # of the live table
 
 
 def updates_table(updates: Sequence[Mapping[str, Any]]) -> Table:
@@ -83,7 +86,7 @@ class TerminalDashboard:
     def __init__(self, console: Console, title: str, log_seconds: float = 60.0) -> None:
         self.console, self.title, self.log_seconds = console, title, log_seconds
         self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
-        self._shown_updates = 0
+        self._last_updates: deque[Mapping[str, Any]] = deque(maxlen=MAX_ROWS)
         self._shown_statuses: dict[str, tuple[str, float]] = {}  # of a role, with the monotonic time of its line
 
     def __enter__(self) -> TerminalDashboard:
@@ -96,17 +99,18 @@ class TerminalDashboard:
             self._live.stop()
 
     def show(self, statuses: Mapping[str, str], updates: Sequence[Mapping[str, Any]]) -> None:
+        """`updates`: those since the last call."""
         if self._live is not None:
-            self._live.update(self._render(statuses, updates))
+            self._last_updates.extend(updates)
+            self._live.update(self._render(statuses, list(self._last_updates)))
             return
         for role, status in statuses.items():
             if self._is_due(role, status):
                 self._shown_statuses[role] = status, time.monotonic()
                 self.console.print(f"[{role}] {status}", markup=False, highlight=False, soft_wrap=True)
-        for update in updates[self._shown_updates :]:
+        for update in updates:
             cells = "  ".join(f"{name.replace(chr(10), ' ')} {render(update)}" for name, render in UPDATE_COLUMNS)
             self.console.print(f"update {cells}", markup=False, highlight=False, soft_wrap=True)
-        self._shown_updates = max(self._shown_updates, len(updates))
 
     def _is_due(self, role: str, status: str) -> bool:
         """Whether a log gets a line for a status."""

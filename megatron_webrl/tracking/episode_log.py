@@ -5,14 +5,13 @@ rolled_back.jsonl: the lines after the checkpoint that a trainer resumed from in
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Container, Mapping
-from itertools import islice
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.system import atomic_file
+from megatron_webrl.system import history
+from megatron_webrl.system.history import History
 from megatron_webrl.types import Trajectory
 
 log = logging.getLogger(__name__)
@@ -25,26 +24,40 @@ TRAINED = "trained"
 class EpisodeLog:
     """Writes one line per counted episode. The file has as many lines as the accounting has closed episodes."""
 
-    def __init__(self, folder: Path, closed: int) -> None:
-        """`closed`: number of lines to keep, those before the checkpoint of a resumed run; later lines are deleted."""
-        path = folder / FILE
-        lines: list[str] = []
-        if closed:
-            if path.is_file():
-                with path.open() as file:
-                    lines = list(islice(file, closed))
-            if len(lines) < closed:
-                log.warning("%s has %d lines of the %d episodes before the resume", path, len(lines), closed)
-        atomic_file.write_text(path, "".join(lines))
-        self._file = path.open("a", buffering=1)  # line buffered: readers see whole lines
+    def __init__(self, folder: Path, closed: int, size: int | None = None) -> None:
+        """`closed`: number of lines to keep, those before the checkpoint of a resumed run; later lines are cut off.
+
+        `size`: that of these lines in bytes, as `size` was at the checkpoint; without it the lines are counted.
+        """
+        self._history = History(folder / FILE, size_of_lines(folder, closed, size))
+
+    @property
+    def size(self) -> int:
+        """Bytes of all lines."""
+        return self._history.size
 
     def add(self, trajectory: Trajectory, reason: str | None, version: int) -> None:
         """Log an episode as trained, or as dropped for `reason`, at the trainer's `version`."""
-        self._file.write(json.dumps(episode_line(trajectory, reason, version)) + "\n")
+        self._history.append(episode_line(trajectory, reason, version))
+
+    def sync(self) -> None:
+        """Flush the lines to disk. Raises OSError."""
+        self._history.sync()
 
     def close(self) -> None:
         """Close the file. A second call does nothing."""
-        self._file.close()
+        self._history.close()
+
+
+def size_of_lines(folder: Path, count: int, size: int | None = None) -> int:
+    """Bytes of the first `count` lines: `size` if it fits the file, else the lines are counted."""
+    path = folder / FILE
+    if size is not None and history.is_line_end(path, size):
+        return size
+    found = history.offset_of_line(path, count)
+    if count and (lines := sum(1 for _ in history.read(path, count))) < count:
+        log.warning("%s has %d lines of the %d episodes before the resume", path, lines, count)
+    return found
 
 
 def episode_line(trajectory: Trajectory, reason: str | None, version: int) -> dict[str, Any]:
@@ -96,29 +109,41 @@ def trajectory_identity(trajectory: Trajectory) -> EpisodeIdentity:
     return trajectory.ticket, trajectory.index, trajectory.worker, _finished_at(trajectory)
 
 
-def read_lines(folder: Path, first: int = 0, end: int | None = None) -> list[dict[str, Any]]:
-    """Lines `first` to `end`, exclusive, of a run's log; none without a file."""
-    return _read_lines(folder / FILE, first, end)
+def read_lines(folder: Path) -> list[dict[str, Any]]:
+    """All lines of a run's log; none without a file."""
+    return list(history.read(folder / FILE))
+
+
+def iterate_lines(folder: Path, start: int, count: int | None = None) -> Iterator[dict[str, Any]]:
+    """`count` lines from byte `start` of a run's log, or all from there."""
+    return history.read(folder / FILE, count, start)
 
 
 def read_rolled_back(folder: Path) -> list[dict[str, Any]]:
-    return _read_lines(folder / ROLLED_BACK_FILE)
+    return list(history.read(folder / ROLLED_BACK_FILE))
 
 
-def roll_back(folder: Path, closed: int, present: Container[EpisodeIdentity]) -> list[dict[str, Any]]:
+def roll_back(
+    folder: Path, closed: int, present: Container[EpisodeIdentity], size: int | None = None
+) -> list[dict[str, Any]]:
     """Copy lines after the first `closed` ones to rolled_back.jsonl, unless their episodes are `present` in a ring.
 
-    Returns all lines rolled back in the job. A repeated call, after a crash, changes nothing.
+    `size`: as of EpisodeLog. Returns all lines rolled back in the job. A repeated call, after a crash, changes nothing.
     """
     rolled_back = read_rolled_back(folder)
     known = {line_identity(line) for line in rolled_back}
-    rolled_back += [
+    added = [
         line
-        for line in read_lines(folder, closed)
+        for line in iterate_lines(folder, size_of_lines(folder, closed, size))
         if line_identity(line) not in known and line_identity(line) not in present
     ]
-    atomic_file.write_text(folder / ROLLED_BACK_FILE, "".join(json.dumps(line) + "\n" for line in rolled_back))
-    return rolled_back
+    written = History(folder / ROLLED_BACK_FILE)
+    try:
+        written.append(*added)
+        written.sync()
+    finally:
+        written.close()
+    return rolled_back + added
 
 
 def clear_rolled_back(folder: Path) -> None:
@@ -128,10 +153,3 @@ def clear_rolled_back(folder: Path) -> None:
 
 def _finished_at(trajectory: Trajectory) -> float:
     return round(trajectory.finished_at, 3)
-
-
-def _read_lines(path: Path, first: int = 0, end: int | None = None) -> list[dict[str, Any]]:
-    if not path.is_file():
-        return []
-    with path.open() as file:
-        return [json.loads(text) for text in islice(file, first, end)]

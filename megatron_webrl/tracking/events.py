@@ -1,15 +1,10 @@
 """events.jsonl of a run: events of its processes, written by their supervisors.
 
-One JSON line per event, appended and never changed, so that restarts and their reasons outlive the job. A line is
-shorter than 4 KiB and written by one write call to a file opened with O_APPEND: on a local file system the lines of
-several writers never mix. NFS has no atomic append: therefore a writer locks the file (a POSIX lock, which NFS passes
-to its server, and after which a client reads the file's size again). Without locks, two nodes that write at once can
-lose or break a line; readers skip broken lines.
+One JSON line per event, appended and never changed, so that restarts and their reasons outlive the job.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -18,6 +13,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
+
+from megatron_webrl.system import history
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +26,6 @@ STARTED, RESTARTED, FAILED, KILLED, ENDED = "started", "restarted", "failed", "k
 """The kinds from which `webrl status` derives states; it lists other kinds as they are."""
 
 MAX_LINE_BYTES = 4096
-LOCK_TIMEOUT_SECONDS = 2.0
-_POLL_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,7 @@ class EventLog:
             for role, path in roles
         ]
         try:
-            _append(self.folder / FILE, lines)
+            history.append_shared(self.folder / FILE, lines)
         except OSError as error:
             log.warning("could not write to %s (%s %s): %s", self.folder / FILE, roles[0][0], event, error)
 
@@ -85,10 +81,7 @@ class EventLog:
 
 def read_events(folder: Path) -> list[ProcessEvent]:
     """The events so far, ordered by time; broken lines are skipped, unknown fields ignored."""
-    path = folder / FILE
-    if not path.is_file():
-        return []
-    events = [event for line in path.read_bytes().splitlines() if (event := _parse(line)) is not None]
+    events = [event for content in history.read(folder / FILE) if (event := _event(content)) is not None]
     return sorted(events, key=lambda event: event.time)
 
 
@@ -98,38 +91,10 @@ def events_of_last_job(events: Sequence[ProcessEvent]) -> list[ProcessEvent]:
     return list(events[first:])
 
 
-def _parse(line: bytes) -> ProcessEvent | None:
+def _event(content: Any) -> ProcessEvent | None:
     try:
-        content = json.loads(line)
         known = {field.name for field in fields(ProcessEvent)}
         event = ProcessEvent(**{name: value for name, value in content.items() if name in known})
-    except (ValueError, TypeError, AttributeError):  # half a line, or not an event
+    except (TypeError, AttributeError):  # not an event
         return None
     return event if isinstance(event.time, int | float) else None
-
-
-def _append(path: Path, lines: Sequence[bytes]) -> None:
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        _lock(descriptor)
-        size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            os.write(descriptor, b"\n")  # terminate half a line that a full disk left
-        for line in lines:
-            os.write(descriptor, line)
-    finally:
-        os.close(descriptor)  # also releases the lock
-
-
-def _lock(descriptor: int) -> None:
-    """Take the lock, or continue without it after a timeout: a lost line is better than a supervisor that hangs."""
-    deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
-    while time.monotonic() < deadline:
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(_POLL_SECONDS)
-        except OSError:  # this file system has no locks
-            return
-        else:
-            return

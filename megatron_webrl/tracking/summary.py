@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.evaluation import result_files
-from megatron_webrl.system import atomic_file
+from megatron_webrl.system import atomic_file, history
+from megatron_webrl.system.history import History, Tail
 from megatron_webrl.tracking import events, learning_plot
 from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES
@@ -20,6 +21,7 @@ PACKAGES = (
     "mlflow-skinny", "mlflow", "transformer-engine", "omegaconf", "numpy",
 )  # fmt: skip
 
+UPDATES_FILE = "updates.jsonl"
 NODE_TRAFFIC_METRICS = ("images_mib", "remote_images_mib", "other_mib")
 
 
@@ -33,15 +35,20 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
-def write_updates(folder: Path, updates: Sequence[dict[str, Any]]) -> None:
-    """Replace updates.jsonl atomically."""
-    _replace(folder / "updates.jsonl", "".join(json.dumps(u) + "\n" for u in updates))
+def open_updates(folder: Path, version: int = 0) -> History:
+    """Open updates.jsonl to append to it, after cutting off the updates after policy `version`. Raises OSError."""
+    path = folder / UPDATES_FILE
+    return History(path, history.cut_back(path, lambda update: update["version"] <= version))
+
+
+def tail_updates(folder: Path) -> Tail:
+    """For repeated calls: the updates since the last call."""
+    return Tail(folder / UPDATES_FILE)
 
 
 def read_updates(folder: Path) -> list[dict[str, Any]]:
     """The updates written so far; none without a file."""
-    path = folder / "updates.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return list(history.read(folder / UPDATES_FILE))
 
 
 def write_summary(folder: Path, outcome: str, accounting: dict[str, Any] | None) -> None:
@@ -58,7 +65,7 @@ def write_summary(folder: Path, outcome: str, accounting: dict[str, Any] | None)
         "config": str(folder / "config.yaml"),
         "package_versions": package_versions(),
     }
-    _replace(folder / "summary.json", json.dumps(content, indent=1) + "\n")
+    atomic_file.write_json(folder / "summary.json", content, indent=1)
     learning_plot.write(folder, updates, result_files.read_evaluations(folder))
 
 
@@ -86,7 +93,3 @@ def _node_traffic(updates: Sequence[dict[str, Any]]) -> dict[str, float] | None:
 
 def read_summary(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "summary.json").read_text())
-
-
-def _replace(path: Path, text: str) -> None:
-    atomic_file.write_text(path, text)

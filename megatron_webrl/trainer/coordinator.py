@@ -15,6 +15,7 @@ import torch
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.control_plane import ControlClient, JobFailed
 from megatron_webrl.judge.job_budget import restore_usage, save_usage
+from megatron_webrl.system.history import History
 from megatron_webrl.system.text import metric_label
 from megatron_webrl.tasks.files.digests import task_file_digests
 from megatron_webrl.tracking import summary
@@ -81,7 +82,6 @@ class Coordinator:
         self.accounting = Accounting.from_state_dict(state.accounting)
         self.resume_point, self.ticket_epoch = resume_point, resume_point.ticket_epoch
         self.tickets_dropped_before = state.dropped_tickets
-        self.updates = list(state.updates)
         self.task_sampler = TaskSampler(
             config.tasks,
             self.ticket_epoch.next_ticket,
@@ -91,10 +91,13 @@ class Coordinator:
             self.ticket_epoch.version,
             task_file_digests(config.tasks) if self.is_first_rank else None,
         )
-        self.episode_log = None
+        self.episode_log: EpisodeLog | None = None
+        self.updates: History | None = None
+        self._histories: tuple[EpisodeLog | History, ...] = ()  # on the first rank
         if self.is_first_rank:
-            self.episode_log = EpisodeLog(config.run_folder, self.accounting.closed_episodes)
-            summary.write_updates(config.run_folder, self.updates)  # drops the updates after the checkpoint
+            self.episode_log = EpisodeLog(config.run_folder, self.accounting.closed_episodes, state.episode_log_bytes)
+            self.updates = summary.open_updates(config.run_folder, state.version)
+            self._histories = (self.episode_log, self.updates)
             restore_usage(control, config.judge.budget, config.run_folder)
         self.group_source = GroupSource(
             exchange.record_source,
@@ -112,6 +115,7 @@ class Coordinator:
             Path(config.model.path),
             config.trainer.checkpoint,
             control.report_progress,
+            sync_histories=self._sync_histories,
         )
         self.utilization = EngineUtilization(control, config.worker_names)
         self._sequences: dict[int, list[int]] = {}
@@ -166,8 +170,8 @@ class Coordinator:
         if self.tracker is None:
             return
         update = self._update_metrics(result)
+        assert self.updates is not None
         self.updates.append(update.to_json())
-        summary.write_updates(self.config.run_folder, self.updates)
         save_usage(self.control, self.config.judge.budget, self.config.run_folder)
         self.tracker.log_update(update, pages)
 
@@ -251,8 +255,8 @@ class Coordinator:
             accounting=self.accounting.state_dict(),
             dropped_tickets=self.tickets_dropped_before + self.group_source.dropped_tickets,
             mlflow_run_id=self.tracker.run_id if self.tracker else None,
-            updates=self.updates,
             task_sampler=self.task_sampler.state_dict(),
+            episode_log_bytes=self.episode_log.size if self.episode_log else None,
         )
 
     def end_job(self, version: int) -> None:
@@ -287,8 +291,13 @@ class Coordinator:
         if not accounting["matches"]:
             log.error("the accounting does not match: %s", accounting)
         summary.write_summary(self.config.run_folder, outcome, accounting)
-        if self.episode_log is not None:
-            self.episode_log.close()
+        for history in self._histories:
+            history.close()
+
+    def _sync_histories(self) -> None:
+        """Flush to disk the lines before a checkpoint. Raises OSError."""
+        for history in self._histories:
+            history.sync()
 
     def _should_continue(self, version: int, ready: int, has_new_engines: Callable[[], bool]) -> bool:
         self.control.check_job()

@@ -185,7 +185,7 @@ def test_the_summary_has_the_first_evaluation_before_and_those_of_the_last_versi
         result_files.append_evaluation(tmp_path, aggregate_results(request, results, 1.0), results)
 
     update = {"version": 1, "steps_mean": 1.0, "staleness_mean": 0.0, "staleness_max": 0, "extra": {}}
-    summary.write_updates(tmp_path, [update])
+    summary.open_updates(tmp_path).append(update)
     summary.write_summary(tmp_path, "finished", None)
     assert summary.read_summary(tmp_path)["evaluation"] == dict.fromkeys(
         ("before", "after", "blank_images", "gain", "image_gain")
@@ -201,7 +201,7 @@ def test_the_summary_has_the_first_evaluation_before_and_those_of_the_last_versi
     # The run continues: version 1 is no longer the last one.
     append("after", 2, "success", "success")
     append("blank_images", 2, "failure", "success")
-    summary.write_updates(tmp_path, [update, update | {"version": 2}])
+    summary.open_updates(tmp_path).append(update, update | {"version": 2})
     summary.write_summary(tmp_path, "finished", None)
     evaluation = summary.read_summary(tmp_path)["evaluation"]
     assert [evaluation[name]["mean"] for name in ("gain", "image_gain")] == [1.0, 0.5]

@@ -46,4 +46,4 @@ def updates(count: int, ended: float, seconds: float = 36.0, wait: float = 9.0, 
 
 def train(config: Config, count: int, **extra: float) -> None:
     """Write `count` updates, the last one finished now."""
-    summary.write_updates(config.run_folder, updates(count, time.time(), **extra))
+    summary.open_updates(config.run_folder).append(*updates(count, time.time(), **extra))

@@ -76,7 +76,7 @@ def _train(config: Config, platform: Any) -> dict[str, Any]:
         if version == UPDATES - 2:  # the version that has all groups before it
             checkpoints.start_save(learner, TrainerState(version + 1, 0, 0, (), Accounting().state_dict(), 0))
     checkpoints.close()
-    summary.write_updates(config.run_folder, updates)
+    summary.open_updates(config.run_folder).append(*updates)
     return found
 
 

@@ -35,7 +35,7 @@ def a_run(folder: Path, matches: bool = True) -> Path:
         {"version": n + 1, "seconds": seconds, "finished_at": 1000.0 + 10 * n, "staleness_mean": n, "extra": extra}
         for n in range(3)
     ]
-    summary.write_updates(folder, updates)
+    summary.open_updates(folder).append(*updates)
     accounting = {"finished": 10, "trained": 9, "dropped": {"stale": 1}, "waiting": 0, "matches": matches}
     (folder / "summary.json").write_text(json.dumps({"accounting": accounting}))
     return folder

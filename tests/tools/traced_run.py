@@ -113,7 +113,7 @@ def traced(
         simulation = TracedSimulation(folder, settings, workload, cycles, seed)
         result = simulation.run()
     simulation.log.close()
-    summary.write_updates(folder, simulation.updates)
+    summary.open_updates(folder).append(*simulation.updates)
     config = {
         "rollout": {
             "mode": settings.mode, "stepping": settings.stepping, "engines": settings.engines,

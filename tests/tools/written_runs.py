@@ -53,7 +53,7 @@ def write_run(folder: Path, updates: list[dict[str, Any]], config: dict[str, Any
     for section, values in (config or {}).items():
         content.setdefault(section, {}).update(values)
     (folder / "config.yaml").write_text(yaml.safe_dump(content))
-    summary.write_updates(folder, updates)
+    summary.open_updates(folder).append(*updates)
 
 
 def update(version: int, at: float, *, wait: float, train: float, sync: float, pause: float) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_webrl.system import history
 from megatron_webrl.tracking import events
 from megatron_webrl.tracking.events import EventLog, ProcessEvent, events_of_last_job, read_events
 
@@ -74,7 +75,7 @@ def test_without_a_file_there_are_no_events(tmp_path: Path) -> None:
 def test_a_lock_that_is_never_released_delays_a_supervisor_only_briefly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "LOCK_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(history, "LOCK_TIMEOUT_SECONDS", 0.2)
     holder = (
         "import fcntl, sys; file = open(sys.argv[1], 'ab'); fcntl.lockf(file, fcntl.LOCK_EX);"
         "print('held', flush=True); sys.stdin.read()"

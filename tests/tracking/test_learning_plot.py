@@ -46,7 +46,7 @@ def test_a_thick_line_is_a_moving_average():
 def test_the_plot_is_written_with_the_summary_after_the_first_update(tmp_path: Path):
     summary.write_summary(tmp_path, "interrupted", None)
     assert not (tmp_path / learning_plot.FILE).exists()
-    summary.write_updates(tmp_path, [update(1, 0.25)])
+    summary.open_updates(tmp_path).append(update(1, 0.25))
     summary.write_summary(tmp_path, "finished", None)
     assert (tmp_path / learning_plot.FILE).read_text().startswith("<svg")
     assert not (tmp_path / f".{learning_plot.FILE}").exists()

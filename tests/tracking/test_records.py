@@ -57,7 +57,7 @@ def test_a_log_gets_one_line_per_update_and_per_phase():
     with TerminalDashboard(Console(file=out, width=80), "run x") as board:
         board.show({"trainer-0": "update 1: waiting for groups, 0 of 8"}, [])
         board.show({"trainer-0": "update 1: waiting for groups, 3 of 8"}, [make_update(1).to_json()])
-        board.show({"trainer-0": "update 2: waiting for groups, 0 of 8"}, [make_update(1).to_json()])
+        board.show({"trainer-0": "update 2: waiting for groups, 0 of 8"}, [])
     lines = out.getvalue().splitlines()
     assert [line.split()[0] for line in lines] == ["[trainer-0]", "update", "[trainer-0]"]
 
@@ -80,7 +80,7 @@ def test_mlflow_metrics_include_every_number_of_the_table():
 
 
 def test_the_summary_has_all_its_fields(tmp_path: Path):
-    summary.write_updates(tmp_path, [make_update(1).to_json(), make_update(2, gap=None).to_json()])
+    summary.open_updates(tmp_path).append(make_update(1).to_json(), make_update(2, gap=None).to_json())
     accounting = Accounting(trained=6)
     accounting.dropped["stale"] = 2
     EventLog(tmp_path, 3).add("trainer-0", events.RESTARTED, "it was killed")

@@ -109,7 +109,7 @@ def _examine(config: Config, folder: Path, size: int, platform: Any) -> dict[str
     config.trainer.tensor_parallel, config.trainer.data_parallel = size, 2 // size
     learner, groups = make_learner(config, platform), make_groups(config)
     found: dict[str, Any] = {"first": _update(learner, config, platform, groups)}
-    state = TrainerState(VERSION + 1, 0, 4, (5,), Accounting(trained=8).state_dict(), 1, updates=[{"version": 3}])
+    state = TrainerState(VERSION + 1, 0, 4, (5,), Accounting(trained=8).state_dict(), 1, episode_log_bytes=77)
     run_folder = folder / f"run-{size}"
     checkpoints = Checkpointer(run_folder / "checkpoints", Path(config.model.path), config.trainer.checkpoint)
     checkpoints.start_save(learner, state)

@@ -7,13 +7,14 @@ checkpoints/version-000005/state.json  TrainerState
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,8 @@ class TrainerState:
     accounting: dict[str, Any]
     dropped_tickets: int
     mlflow_run_id: str | None = None
-    updates: list[dict[str, Any]] = field(default_factory=list)
     task_sampler: dict[str, Any] | None = None  # TaskSampler.state_dict
+    episode_log_bytes: int | None = None  # size of episodes.jsonl at the checkpoint
 
 
 def read_trainer_state(checkpoint: Path) -> TrainerState:
@@ -58,7 +59,8 @@ def read_trainer_state(checkpoint: Path) -> TrainerState:
     path = checkpoint / "state.json"
     try:
         fields = json.loads(path.read_text())
-        return TrainerState(**{**fields, "open_tickets": tuple(fields["open_tickets"])})
+        known = {spec.name: fields[spec.name] for spec in dataclasses.fields(TrainerState) if spec.name in fields}
+        return TrainerState(**{**known, "open_tickets": tuple(fields["open_tickets"])})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path}: {one_line_error(error)}") from error
 
@@ -88,13 +90,16 @@ class Checkpointer:
         settings: CheckpointConfig,
         report_progress: Callable[[], None] = lambda: None,
         timeout_seconds: float = WRITE_TIMEOUT_SECONDS,
+        sync_histories: Callable[[], None] = lambda: None,
     ) -> None:
         """`folder`: the run's checkpoints. `model_folder`: the Hugging Face folder whose configuration is copied along.
 
-        `report_progress` is called while a save is waited for; `timeout_seconds` limits the writing of one checkpoint.
+        `report_progress` is called while a save is waited for; `timeout_seconds` limits the writing of one checkpoint;
+        `sync_histories` flushes the files that a state refers to, on the first rank. It may raise OSError.
         """
         self.folder, self.model_folder, self.settings = folder, model_folder, settings
         self.timeout_seconds, self._report_progress = timeout_seconds, report_progress
+        self._sync_histories = sync_histories
         self.last_completed: tuple[int, Path] | None = None  # version and folder of this process's newest checkpoint
         self.failures = 0
         self.last_error: str | None = None  # of the last save; None if it succeeded
@@ -111,7 +116,7 @@ class Checkpointer:
         self.wait_for_save()
         started = time.monotonic()
         folder = files.temporary_folder(self.folder, state.version)
-        if self._run_on_first_rank(state.version, lambda: files.make_empty_folder(folder)) is None:
+        if self._run_on_first_rank(state.version, lambda: self._prepare(folder)) is None:
             return
         sharded_state = sharded_learner_state(learner, self.settings.optimizer_shards, is_loading=False)
         plan = plan_checkpoint(sharded_state, folder, validate=not self._validated)
@@ -132,6 +137,10 @@ class Checkpointer:
         task = ForkedTask(write, self.timeout_seconds)
         blocking_seconds = time.monotonic() - started
         self._current = _Save(state.version, folder, plan, task, started, blocking_seconds, int(size))
+
+    def _prepare(self, folder: Path) -> Path:
+        self._sync_histories()
+        return files.make_empty_folder(folder)
 
     def poll(self) -> None:
         """Commit the checkpoint in progress if all ranks have written it; does not wait for them."""

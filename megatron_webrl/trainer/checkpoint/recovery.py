@@ -33,7 +33,7 @@ from megatron_webrl.types import Trajectory
 
 log = logging.getLogger(__name__)
 
-_CLOSED_BEFORE = "accounting/closed_before"  # number of episodes closed when the job started
+_CLOSED_BEFORE = "accounting/closed_before"  # episodes closed when the job started, and their bytes in episodes.jsonl
 
 
 def make_resume_point(
@@ -52,7 +52,7 @@ def make_resume_point(
         resume_point = ResumePoint.for_new_job(
             state.restart_epoch, state.version, state.closed_tickets, state.open_tickets, closed
         )
-        control.put_json(_CLOSED_BEFORE, closed)
+        control.put_json(_CLOSED_BEFORE, {"episodes": closed, "bytes": state.episode_log_bytes})
         episode_log.clear_rolled_back(folder)
     exchange.finish_collecting()
     shared = broadcast_object(resume_point)
@@ -64,13 +64,17 @@ def _recover(control: ControlClient, records: RecordSource, state: TrainerState,
     fence, epochs = control.fence_tickets(), control.ticket_epochs()
     claims = ticket_claims(epochs, control.claims(epochs[0].first_slot, fence), fence)  # before reading the rings
     closed = Accounting.from_state_dict(state.accounting).closed_episodes
-    closed_before = control.get_json(_CLOSED_BEFORE)
-    assert isinstance(closed_before, int)
-    counted = episode_log.read_lines(folder, closed_before, closed)
-    counted_identities = {line_identity(line) for line in counted}
-
+    before = control.get_json(_CLOSED_BEFORE)
+    assert isinstance(before, dict)
     found = undamaged_trajectories(records, records.committed(()))  # others are counted when groups are collected
     next_ticket = epochs[-1].next_ticket_at(fence)
+    arrived = {trajectory_identity(trajectory) for trajectory in found.values()}
+    counted_identities, by_instance = set(), Counter[str]()
+    start = episode_log.size_of_lines(folder, before["episodes"], before["bytes"])
+    for line in episode_log.iterate_lines(folder, start, closed - before["episodes"]):
+        by_instance[line["worker"]] += 1
+        if line_identity(line) in arrived:
+            counted_identities.add(line_identity(line))
     surviving, reissued = split_tickets(claims, state, next_ticket, complete_groups(found.values()))
     # The trainer may die between counting an episode and freeing its record.
     obsolete = [
@@ -79,7 +83,7 @@ def _recover(control: ControlClient, records: RecordSource, state: TrainerState,
         if trajectory.ticket in reissued or trajectory_identity(trajectory) in counted_identities
     ]
     present = {trajectory_identity(trajectory) for number, trajectory in found.items() if number not in obsolete}
-    rolled_back = episode_log.roll_back(folder, closed, present)
+    rolled_back = episode_log.roll_back(folder, closed, present, state.episode_log_bytes)
     records.acknowledge(obsolete)
     # A group with a damaged record is incomplete although its worker is done with it: its other episodes end here.
     logged = counted_identities | {line_identity(line) for line in rolled_back}
@@ -93,8 +97,8 @@ def _recover(control: ControlClient, records: RecordSource, state: TrainerState,
         restart_epoch, state.version, len(surviving) - adopted, adopted, len(reissued), len(rolled_back),
     )  # fmt: skip
     ticket_epoch = TicketEpoch(restart_epoch, state.version, fence + 1, reissued, next_ticket)
-    by_instance = Counter(line["worker"] for line in [*counted, *rolled_back])
-    return ResumePoint(ticket_epoch, epochs, surviving, closed_before, by_instance, len(rolled_back))
+    by_instance.update(line["worker"] for line in rolled_back)
+    return ResumePoint(ticket_epoch, epochs, surviving, before["episodes"], by_instance, len(rolled_back))
 
 
 def ticket_claims(epochs: Sequence[TicketEpoch], claims: Sequence[str], end_slot: int) -> dict[int, str]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megatron_webrl.sampling.knowledge import BLOCK, SamplerLog
+from megatron_webrl.system import history
 from megatron_webrl.types import BLOCKED, Group
 
 FILE = "blocklist.jsonl"
@@ -43,10 +43,8 @@ class BlockList:
     def restore(self) -> None:
         """Block the websites that the file has as blocked: a run may resume from a checkpoint before these events."""
         latest: dict[str, dict[str, Any]] = {}
-        for line in self._path.read_text().splitlines() if self._path.is_file() and self._seconds else ():
-            with suppress(ValueError):  # half a line, which a crash left
-                event = json.loads(line)
-                latest[event["website"]] = event
+        for event in history.read(self._path) if self._seconds else ():
+            latest[event["website"]] = event
         for website, event in latest.items():
             lasts = event["event"] == "blocked" and event["until"] > self._clock()
             if lasts and self._log.blocks.get(website, self._log.end) is None:
@@ -67,5 +65,4 @@ class BlockList:
 
     def _write(self, website: str, event: str, **fields: Any) -> None:
         line = {"time": round(self._clock(), 3), "website": website, "event": event, **fields}
-        with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        history.append_shared(self._path, [json.dumps(line).encode() + b"\n"])

@@ -162,7 +162,7 @@ def scramble(learner: Any) -> None:
 def state_of(version: int) -> Any:
     from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState
 
-    return TrainerState(version, 0, 4, (5,), {"trained": 8}, 1, updates=[{"version": version}])
+    return TrainerState(version, 0, 4, (5,), {"trained": 8}, 1)
 
 
 def checkpoints_in(folder: Path, timeout_seconds: float = WRITE_TIMEOUT_SECONDS, **settings: Any) -> Any:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from megatron_webrl.control.control_plane import TICKET_DONE, TICKET_FENCE, Cont
 from megatron_webrl.tracking import episode_log
 from megatron_webrl.tracking.episode_log import EpisodeLog, trajectory_identity
 from megatron_webrl.trainer.accounting import Accounting
-from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState
+from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState, read_trainer_state
 from megatron_webrl.trainer.checkpoint.recovery import complete_groups, split_tickets, ticket_claims
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
 from megatron_webrl.trainer.data.batching import NO_VERSION, clear_versions_before_restart
@@ -234,3 +235,12 @@ def test_episodes_counted_after_the_checkpoint_are_rolled_back_unless_their_reco
     assert [line["ticket"] for line in episode_log.read_lines(tmp_path)] == [0, 1, 4, 5]
     episode_log.clear_rolled_back(tmp_path)
     assert episode_log.read_rolled_back(tmp_path) == []
+
+
+def test_a_state_with_fields_of_another_version_can_be_read(tmp_path: Path) -> None:
+    state = asdict(TrainerState(3, 1, 4, (5,), {"trained": 8}, 1, episode_log_bytes=9))
+    (tmp_path / "state.json").write_text(json.dumps(state | {"updates": [{"version": 3}]}))
+    assert read_trainer_state(tmp_path) == TrainerState(3, 1, 4, (5,), {"trained": 8}, 1, episode_log_bytes=9)
+    del state["episode_log_bytes"]
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    assert read_trainer_state(tmp_path).episode_log_bytes is None
