@@ -67,6 +67,8 @@ setup(
             "mypy",
             "types-PyYAML",
             "types-psutil",
+            "flask",  # an MLflow server, with mlflow-skinny
+            "flask-cors",
         ],
     },
     entry_points={"console_scripts": ["webrl = megatron_webrl.cli:entry"]},

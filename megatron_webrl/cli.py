@@ -23,6 +23,7 @@ from megatron_webrl.judge.command import add_judge
 from megatron_webrl.launch.elsewhere import load_config_elsewhere
 from megatron_webrl.launch.evaluation_command import add_eval
 from megatron_webrl.launch.task_validation import check_evaluators, check_tasks_and_browser
+from megatron_webrl.launch.upload_command import add_upload
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.parity.command import add_parity
 from megatron_webrl.slurm.commands import add_node
@@ -86,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     add_browsers(commands)
     add_placement(commands)
     add_status(commands)
+    add_upload(commands)
     add_tasks(commands)
     add_node(commands)
     _add_control(commands)

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlflow.exceptions import MlflowException
 from rich.console import Console
 from torch.distributed import DistNetworkError, DistStoreError
 
@@ -19,7 +18,6 @@ from megatron_webrl.evaluation import evaluation_queue, result_files, result_tab
 from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, EvaluationResult, ResultCollector
 from megatron_webrl.evaluation.results import aggregate_results, mlflow_metrics, paired_difference
 from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint
-from megatron_webrl.system.text import first_line
 from megatron_webrl.tasks.evaluation_count import count_evaluation_tasks
 from megatron_webrl.tracking.mlflow_run import MLflowTracker
 from megatron_webrl.types import BUDGET_SPENT
@@ -47,6 +45,7 @@ class CheckpointEvaluation:
     summaries: list[dict[str, Any]] = field(default_factory=list)
     results: list[list[EvaluationResult]] = field(default_factory=list)  # by summary
     stored: bool = False  # whether all evaluations have ended and their results are stored
+    not_sent: str | None = None  # what MLflow has not received
 
     def run(
         self, control: ControlClient, poll: Callable[[], str | None], show: Callable[[EvaluationProgress], None]
@@ -80,6 +79,8 @@ class CheckpointEvaluation:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         path = self.output_file or self.config.run_folder / result_files.FILE
         console.print(f"results: {path}", markup=False, soft_wrap=True)
+        if self.not_sent is not None:
+            console.print(self.not_sent, style="yellow", markup=False, soft_wrap=True)
 
     def describe_outcome(self, outcome: str) -> str:
         """The outcome of a job without a result, in one line."""
@@ -132,7 +133,7 @@ class CheckpointEvaluation:
         return None
 
     def _store_results(self) -> str:
-        """Write the results to the output file and to MLflow; returns the outcome of the job."""
+        """Write the results to the output file, and log them to MLflow; returns the outcome of the job."""
         settings, missing = self.config.evaluation, sum(summary["missing"] for summary in self.summaries)
         outcome = "finished"
         if missing:
@@ -147,14 +148,12 @@ class CheckpointEvaluation:
             except OSError as error:
                 stored = self.config.run_folder / result_files.FILE
                 return f"failed: --json={self.output_file}: {error.strerror}; the results are in {stored}"
-        try:
-            tracker = MLflowTracker(self.config, None, str)  # shows no trajectories
-            tracker.client.set_tag(tracker.run_id, "checkpoint", str(self.checkpoint.path))
-            for summary in self.summaries:
-                tracker.log_metrics(mlflow_metrics(summary), summary["version"])
-            tracker.close("FAILED" if missing else "FINISHED")
-        except MlflowException as error:
-            return f"failed: MLflow at {self.config.tracking_uri} stored no metrics: {first_line(error)}"
+        tracker = MLflowTracker(self.config, None, str)  # shows no trajectories
+        tracker.set_tag("checkpoint", str(self.checkpoint.path))
+        for summary in self.summaries:
+            tracker.log_metrics(mlflow_metrics(summary), summary["version"])
+        tracker.close("FAILED" if missing else "FINISHED")
+        self.not_sent = tracker.pending_message()
         self.stored = True
         return outcome
 

@@ -21,6 +21,8 @@ from megatron_webrl.tracking import events as journal
 from megatron_webrl.tracking import summary
 from megatron_webrl.tracking.events import ProcessEvent
 from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
+from megatron_webrl.tracking.mlflow_journal import FILE
+from megatron_webrl.tracking.mlflow_upload import count_unsent
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES
 
 ACTIVITY_FILES = ("updates.jsonl", "episodes.jsonl", journal.FILE, "control.json", "config.yaml")  # and the logs
@@ -136,7 +138,7 @@ def build_report(folder: Path, probe: ControlProbe | None) -> RunReport:
         rings=_rings(config, live, address) if ended is None else [],
         roles=role_states(folder, names, job, live, (state, reason), config.run.heartbeat_timeout_seconds),
         events=events,
-        paths=_paths(config, folder),
+        paths=_paths(config, folder, ended is not None),
     )
 
 
@@ -260,10 +262,12 @@ def _rings(config: Config, live: ControlStatus | None, address: ControlAddress |
     return [RingState(node, u.bytes_used / 2**20, u.bytes_capacity / 2**20, u.records) for node, u in usages]
 
 
-def _paths(config: Config, folder: Path) -> dict[str, str]:
+def _paths(config: Config, folder: Path, ended: bool) -> dict[str, str]:
     by_node = (folder / "logs" / "node-0").is_dir()
     paths = {
         "logs": str(folder / "logs" / ("node-<number>/<process>.log" if by_node else "<process>.log")),
         "metrics": f"mlflow ui --backend-store-uri {config.tracking_uri}",
     }
+    if ended and (count := count_unsent(folder)):
+        paths["not in MLflow"] = f"{count} lines of {FILE}; send them with: webrl upload {folder}"
     return paths | ({"summary": str(path)} if (path := folder / "summary.json").is_file() else {})

@@ -1,71 +1,145 @@
-"""The MLflow run of a training run: parameters, metrics, the configuration, a few trajectories."""
+"""The MLflow run of a training run: parameters, metrics, the configuration, a few trajectories.
+
+The trainer only appends to mlflow.jsonl; a thread sends the entries, so an MLflow that is slow or does not answer costs
+no time. What it has not received at the end, `webrl upload` sends.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
-from mlflow.entities import Metric, Param
-from mlflow.tracking import MlflowClient
 
 from megatron_webrl.config.load import flatten_config
 from megatron_webrl.config.schema import Config
+from megatron_webrl.system.text import first_line, shorten
 from megatron_webrl.tracking.metrics import UpdateMetrics
+from megatron_webrl.tracking.mlflow_journal import Entry, JournalWriter
+from megatron_webrl.tracking.mlflow_upload import Uploader
 from megatron_webrl.tracking.trajectory_page import write_trajectory_page
 from megatron_webrl.types import Trajectory
 
 log = logging.getLogger(__name__)
 
+RETRY_SECONDS = 1.0  # before the first repetition; doubles up to MAX_RETRY_SECONDS
+MAX_RETRY_SECONDS = 60.0
+END_SECONDS = 20.0  # limit of waiting for MLflow at the end of a job
+FAILED_END_SECONDS = 2.0
+
 
 class MLflowTracker:
-    """Writes one MLflow run. All metrics of an update are sent in one call: each call is a transaction."""
+    """Logs one MLflow run. No method waits for MLflow but `close`, which has a limit, and none raises what it raises.
+
+    Invariant: entries are in mlflow.jsonl before they are sent, in order, and mlflow.json says which MLflow has.
+    """
 
     def __init__(self, config: Config, resume: str | None, decode: Callable[[np.ndarray], str]) -> None:
-        """Create a run, or reopen the run with id `resume`. `decode` turns token ids into text for trajectory pages."""
+        """Continue the run that the folder names, else the one with id `resume`, else create one.
+
+        `decode` turns token ids into text for trajectory pages.
+        """
         self.config, self.decode = config, decode
         self.pages_folder = config.run_folder / "trajectories"
-        self.pages_folder.mkdir(parents=True, exist_ok=True)
-        uri = config.tracking_uri
-        logging.getLogger("alembic").setLevel(logging.WARNING)
-        self.client = MlflowClient(uri)
-        if resume is not None:
-            self.run_id = resume
-            self.client.set_terminated(resume, "RUNNING")
-            return
-        self.run_id = self.client.create_run(self._experiment_id(uri), run_name=config.run.name).info.run_id
-        parameters = [Param(key, str(value)[:500]) for key, value in flatten_config(config).items()]
-        self.client.log_batch(self.run_id, params=parameters)
-        self.client.log_artifact(self.run_id, str(config.run_folder / "config.yaml"))
+        self.journal, self.uploader = JournalWriter(config.run_folder), Uploader(config, resume)
+        self.error: str | None = None  # of the last request, while MLflow does not answer
+        self._wake, self._closing = threading.Event(), threading.Event()
+        if self.journal.is_empty() and resume is None:
+            parameters = {key: str(value)[:500] for key, value in flatten_config(config).items()}
+            self._append({"params": parameters}, {"artifact": "config.yaml", "folder": ""})
+        else:
+            self._append(_status("RUNNING"))
+        self._thread = threading.Thread(target=self._send_all, name="mlflow", daemon=True)
+        self._thread.start()
+
+    @property
+    def run_id(self) -> str | None:
+        """MLflow's id of the run; None until MLflow has answered."""
+        return self.uploader.state.run_id
 
     def log_update(self, update: UpdateMetrics, trajectories: Sequence[Trajectory]) -> None:
         self.log_metrics(update.mlflow_metrics(), update.version)
         for trajectory in trajectories:
             name = f"version-{update.version:06d}-ticket-{trajectory.ticket}-{trajectory.index}.html"
-            path = self.pages_folder / name
-            write_trajectory_page(path, trajectory, self.decode)
-            self.client.log_artifact(self.run_id, str(path), "trajectories")
+            try:
+                self.pages_folder.mkdir(parents=True, exist_ok=True)
+                write_trajectory_page(self.pages_folder / name, trajectory, self.decode)
+            except OSError as error:
+                log.error("%s cannot be written: %s", self.pages_folder / name, first_line(error))
+            else:
+                self._append({"artifact": f"{self.pages_folder.name}/{name}", "folder": "trajectories"})
 
     def log_metrics(self, values: Mapping[str, float], version: int) -> None:
         """Log metrics with the policy version as the MLflow step."""
-        now = int(time.time() * 1000)
-        metrics = [Metric(name, value, now, version) for name, value in values.items()]
-        self.client.log_batch(self.run_id, metrics=metrics)
+        self._append({"metrics": dict(values), "step": version, "time": _now()})
+
+    def set_tag(self, name: str, value: str) -> None:
+        self._append({"tags": {name: value}})
 
     def close(self, status: str) -> None:
-        """Store the summary and end the run with an MLflow status: FINISHED, KILLED or FAILED."""
-        summary = self.config.run_folder / "summary.json"
-        if summary.is_file():
-            self.client.log_artifact(self.run_id, str(summary))
-        self.client.set_terminated(self.run_id, status)
+        """Log the summary and end the run with an MLflow status: FINISHED, KILLED or FAILED.
 
-    def _experiment_id(self, uri: str) -> str:
-        name = self.config.tracking.experiment
-        experiment = self.client.get_experiment_by_name(name)
-        if experiment is not None:
-            return experiment.experiment_id
-        local = uri.startswith("sqlite:")
-        artifacts = (Path(self.config.run.directory).absolute() / "mlartifacts").as_uri() if local else None
-        return self.client.create_experiment(name, artifact_location=artifacts)
+        Waits for MLflow for at most END_SECONDS, then logs what it has not received and how to send it.
+        """
+        if (self.config.run_folder / "summary.json").is_file():
+            self._append({"artifact": "summary.json", "folder": ""})
+        self._append(_status(status))
+        self._closing.set()
+        self._wake.set()
+        self._thread.join(FAILED_END_SECONDS if status == "FAILED" else END_SECONDS)
+        if message := self.pending_message():
+            log.warning("%s", message)
+
+    def pending_message(self) -> str | None:
+        """What MLflow has not received, and how to send it; None if it has everything."""
+        if not (count := self.uploader.pending()):
+            return None
+        return (
+            f"MLflow at {self.config.tracking_uri} has not received {count} entries of {self.journal.path}"
+            f"{f' ({self.error})' if self.error else ''}; send them with: webrl upload {self.config.run_folder}"
+        )
+
+    def _append(self, *entries: Entry) -> None:
+        self.journal.append(*entries)
+        self._wake.set()
+
+    def _send_all(self) -> None:
+        """Send entries as they come. After a failure wait, longer each time, and try again."""
+        delay = RETRY_SECONDS
+        while True:
+            self._wake.clear()
+            closing = self._closing.is_set()
+            try:
+                while self.uploader.send_some():
+                    delay = RETRY_SECONDS
+                    self._note(None)
+            except Exception as error:  # of MLflow, its database or the network: none may end training
+                self._note(error)
+                if closing:
+                    return
+                self._closing.wait(delay)
+                delay = min(2 * delay, MAX_RETRY_SECONDS)
+                continue
+            if closing:
+                return
+            self._wake.wait()
+
+    def _note(self, error: Exception | None) -> None:
+        """Log the first failure in a row, and its end."""
+        text = None if error is None else shorten(f"{type(error).__name__}: {first_line(error)}", 300)
+        if text is not None and self.error is None:
+            uri, path = self.config.tracking_uri, self.journal.path
+            log.warning("MLflow at %s does not answer; entries wait in %s: %s", uri, path, text)
+        elif text is None and self.error is not None:
+            log.info("MLflow at %s answers again", self.config.tracking_uri)
+        self.error = text
+
+
+def _status(status: str) -> Entry:
+    return {"status": status, "time": _now()}
+
+
+def _now() -> int:
+    return int(time.time() * 1000)

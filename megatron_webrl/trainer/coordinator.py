@@ -155,7 +155,7 @@ class Coordinator:
         groups = self.exchange.broadcast_groups(chosen)
         if isinstance(groups, CollectInterrupt):
             return groups
-        self.control.report_status(f"update {version + 1}: training on {len(groups)} groups{self._checkpoint_error()}")
+        self.control.report_status(f"update {version + 1}: training on {len(groups)} groups{self._problems()}")
         return groups
 
     def log_update(self, result: UpdateResult) -> None:
@@ -228,7 +228,7 @@ class Coordinator:
         every = self.config.trainer.checkpoint.every
         self.checkpoints.poll()
         if every and version % every == 0:
-            self.control.report_status(f"starting checkpoint {version}{self._checkpoint_error()}")
+            self.control.report_status(f"starting checkpoint {version}{self._problems()}")
             self.checkpoints.start_save(learner, self.trainer_state(version))
 
     def final_checkpoint(self, learner: Learner, version: int) -> None:
@@ -236,7 +236,7 @@ class Coordinator:
 
         With trainer.checkpoint.last=false it only completes the checkpoint in progress.
         """
-        self.control.report_status(f"writing checkpoint {version}{self._checkpoint_error()}")
+        self.control.report_status(f"writing checkpoint {version}{self._problems()}")
         self.checkpoints.wait_for_save()
         last, completed = self.config.trainer.checkpoint.last, self.checkpoints.last_completed
         if last and (completed is None or completed[0] != version):
@@ -305,15 +305,17 @@ class Coordinator:
         count = self.config.trainer.groups_per_update
         dropped = self.accounting.format_dropped()
         self.control.report_status(
-            f"update {version + 1}: waiting for groups, {ready} of {count}; dropped so far: {dropped}"
-            f"{self._checkpoint_error()}"
+            f"update {version + 1}: waiting for groups, {ready} of {count}; dropped so far: {dropped}{self._problems()}"
         )
         return not self.control.stop_requested() and not has_new_engines()
 
-    def _checkpoint_error(self) -> str:
-        """Suffix of the status line while the last checkpoint failed; otherwise empty."""
+    def _problems(self) -> str:
+        """Suffix of the status line while the last checkpoint failed or MLflow does not answer; otherwise empty."""
         failures, error = self.checkpoints.failures, self.checkpoints.last_error
-        return f"; {failures} checkpoints failed, last error: {error}" if error else ""
+        text = f"; {failures} checkpoints failed, last error: {error}" if error else ""
+        if self.tracker is not None and self.tracker.error is not None:
+            text += f"; MLflow does not answer: {self.tracker.error}"
+        return text
 
     @property
     def _updates_ahead(self) -> int:

@@ -35,8 +35,6 @@ from megatron_webrl.trainer.weight_sync import WeightSyncer
 if TYPE_CHECKING:
     from megatron_webrl.tracking.mlflow_run import MLflowTracker
 
-_MLFLOW_RUN = "tracking/mlflow_run"
-
 
 def run(config: Config, control: ControlClient, rank: RankInfo, node_ring: NodeRing, attempt: int = 0) -> None:
     """Run one trainer rank until the job ends. Attempt 0 starts as run.resume says, others from a checkpoint if any."""
@@ -59,7 +57,7 @@ def run(config: Config, control: ControlClient, rank: RankInfo, node_ring: NodeR
     exchange = make_exchange(node_ring.attach(config.run.startup_timeout_seconds), nodes, config, packer)
     if isinstance(exchange, MultiNodeExchange):
         packer = replace(packer, image_cache=exchange.image_cache)
-    tracker = _make_tracker(config, control, state, packer) if is_first else None
+    tracker = _make_tracker(config, state, packer) if is_first else None
     resume_point = make_resume_point(control, exchange, state, config.run_folder, is_first)
     control.report_status("waiting for the engines")
     syncer = WeightSyncer(learner.models, config, control, platform)
@@ -99,13 +97,8 @@ def _initial_state(checkpoint: Path | None) -> TrainerState:
     return replace(state, restart_epoch=state.restart_epoch + 1)
 
 
-def _make_tracker(
-    config: Config, control: ControlClient, state: TrainerState, sequence_packer: SequencePacker
-) -> MLflowTracker:
-    """The tracker of the run. All attempts of a job write to one MLflow run, also before its first checkpoint."""
-    from megatron_webrl.tracking.mlflow_run import MLflowTracker  # takes seconds, which other ranks save
+def _make_tracker(config: Config, state: TrainerState, sequence_packer: SequencePacker) -> MLflowTracker:
+    """The tracker of the run, on the first rank only. All attempts of a job write to one MLflow run."""
+    from megatron_webrl.tracking.mlflow_run import MLflowTracker
 
-    run_id = control.get_json(_MLFLOW_RUN) or state.mlflow_run_id
-    tracker = MLflowTracker(config, run_id if isinstance(run_id, str) else None, sequence_packer.processor.decode)
-    control.put_json(_MLFLOW_RUN, tracker.run_id)
-    return tracker
+    return MLflowTracker(config, state.mlflow_run_id, sequence_packer.processor.decode)

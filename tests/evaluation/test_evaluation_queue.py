@@ -199,7 +199,8 @@ def test_a_run_is_evaluated_before_during_and_after_training(address: tuple[str,
     assert (found["gain"]["mean"], found["image_gain"]["mean"]) == (1.0, 1.0)
     lines = result_files.read_evaluations(config.run_folder)
     assert [(line["kind"], line["version"], line["success_of_judged"]) for line in lines][1] == ("during", 1, 1 / 3)
-    history = tracker.client.get_metric_history(tracker.run_id, "evaluation/success_of_judged/click-test")
+    until(lambda: not tracker.uploader.pending(), "metrics in MLflow")
+    history = tracker.uploader.client.get_metric_history(tracker.run_id, "evaluation/success_of_judged/click-test")
     assert {metric.step: metric.value for metric in history} == {0: 0.0, 1: 1 / 3, 4: 1.0}
 
     # A resume from version 1 keeps the evaluation before training, and drops those after version 1.

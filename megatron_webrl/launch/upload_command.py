@@ -1,0 +1,47 @@
+"""The command line of `webrl upload`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from megatron_webrl.config.load import parse_config
+from megatron_webrl.launch.role_process import check_ended
+from megatron_webrl.status.report import find_run
+from megatron_webrl.system.text import first_line
+from megatron_webrl.tracking.mlflow_upload import Uploader
+
+
+def add_upload(commands: Any) -> None:
+    """Add `webrl upload` to the parser."""
+    upload = commands.add_parser(
+        "upload",
+        help="send to MLflow what a run could not send",
+        description="Send the entries of a run's mlflow.jsonl that MLflow has not received, after its job has ended. "
+        "It may be repeated. MLFLOW_TRACKING_URI names MLflow if the run's tracking.uri is empty. Exit code 0: MLflow "
+        "has everything; 1: it does not answer; 2: there is no such run, or its job runs.",
+        epilog="example: webrl upload runs/quickstart",
+    )
+    upload.add_argument("of", metavar="RUN", help="folder of a run, or the name of a run in runs/")
+    upload.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    folder = find_run(options.of)
+    config = parse_config(folder / "config.yaml")
+    config.run.directory, config.run.name = str(folder.parent), folder.name  # a run may have been moved
+    check_ended(config)
+    uploader = Uploader(config)
+    count = uploader.pending()
+    try:
+        while uploader.send_some():
+            pass
+    except Exception as error:
+        sys.stderr.write(
+            f"webrl: MLflow at {config.tracking_uri}: {type(error).__name__}: {first_line(error)}; "
+            f"{uploader.pending()} of {count} entries wait for the next webrl upload\n"
+        )
+        return 1
+    sys.stdout.write(f"MLflow at {config.tracking_uri} has run {uploader.state.run_id}: {count} entries sent\n")
+    return 0

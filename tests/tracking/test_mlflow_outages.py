@@ -1,0 +1,174 @@
+import logging
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from megatron_webrl.cli import main
+from megatron_webrl.config.load import save_config
+from megatron_webrl.config.schema import Config
+from megatron_webrl.tracking import mlflow_run
+from megatron_webrl.tracking.mlflow_journal import FILE, JournalWriter, read_entries
+from megatron_webrl.tracking.mlflow_run import MLflowTracker
+from megatron_webrl.tracking.mlflow_upload import Uploader, UploadState
+from tests.tracking.mlflow_server import MLflowServer, black_hole, mlflow_server
+from tests.waiting import until
+
+UPDATES = 40
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MLflowServer]:
+    with mlflow_server(tmp_path_factory.mktemp("mlflow") / "server") as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setattr(mlflow_run, "MAX_RETRY_SECONDS", 1.0)
+
+
+def make_config(folder: Path, uri: str) -> Config:
+    config = Config()
+    config.run.directory, config.tracking.uri = str(folder), uri
+    config.run_folder.mkdir()
+    save_config(config, config.run_folder / "config.yaml")
+    return config
+
+
+def log_updates(tracker: MLflowTracker, versions: range) -> float:
+    """Log metrics of updates; returns the seconds that the caller waited."""
+    started = time.monotonic()
+    for version in versions:
+        tracker.log_metrics({"reward": version / 10, "loss": -version}, version)
+    return time.monotonic() - started
+
+
+def history(uri: str, run_id: str | None, name: str = "reward") -> list[int]:
+    """The steps of a metric as MLflow has them."""
+    assert run_id is not None
+    return sorted(metric.step for metric in MlflowClient(uri).get_metric_history(run_id, name))
+
+
+@pytest.mark.parametrize("outage", ["stopped", "paused"])
+def test_a_server_that_fails_costs_no_time_and_gets_everything_once_it_answers(
+    tmp_path: Path, server: MLflowServer, outage: str, caplog: pytest.LogCaptureFixture
+):
+    config = make_config(tmp_path, server.uri)
+    with caplog.at_level(logging.INFO, "megatron_webrl"):
+        tracker = MLflowTracker(config, None, str)
+        log_updates(tracker, range(1, UPDATES))
+        until(lambda: not tracker.uploader.pending(), "the first updates in MLflow")
+        (server.stop if outage == "stopped" else server.pause)()
+        assert log_updates(tracker, range(UPDATES, 2 * UPDATES)) < 1.0
+        until(lambda: tracker.error is not None, "a failure", 30)
+        (server.start if outage == "stopped" else server.resume)()
+        until(lambda: not tracker.uploader.pending(), lambda: f"the rest in MLflow: {tracker.error}")
+        tracker.close("FINISHED")
+    assert history(server.uri, tracker.run_id) == list(range(1, 2 * UPDATES))  # each once
+    run = MlflowClient(server.uri).get_run(str(tracker.run_id))
+    assert (run.info.status, run.data.params["run.seed"]) == ("FINISHED", "0")
+    assert [each.path for each in MlflowClient(server.uri).list_artifacts(run.info.run_id)] == ["config.yaml"]
+    assert caplog.text.count("does not answer; entries wait in") == 1
+    assert "answers again" in caplog.text
+
+
+def test_the_end_waits_up_to_a_limit_for_a_black_hole_and_says_how_to_send_the_rest_later(
+    tmp_path: Path, server: MLflowServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    monkeypatch.setattr(mlflow_run, "END_SECONDS", 1.0)
+    with black_hole() as uri:
+        config = make_config(tmp_path, uri)
+        started = time.monotonic()
+        tracker = MLflowTracker(config, None, str)
+        log_updates(tracker, range(1, UPDATES))
+        assert time.monotonic() - started < 1.0
+        tracker.close("FINISHED")
+        assert time.monotonic() - started < 4.0
+        # Parameters, configuration, updates and the end.
+        assert f"MLflow at {uri} has not received {UPDATES + 2} entries of {config.run_folder / FILE}" in caplog.text
+        assert f"send them with: webrl upload {config.run_folder}" in caplog.text
+        assert main(["upload", str(config.run_folder)]) == 1
+        assert f"{UPDATES + 2} of {UPDATES + 2} entries wait for the next webrl upload" in capsys.readouterr().err
+    config.tracking.uri = server.uri
+    save_config(config, config.run_folder / "config.yaml")
+    assert main(["upload", str(config.run_folder)]) == 0
+    assert f"{UPDATES + 2} entries sent" in capsys.readouterr().out
+    state = UploadState.load(config.run_folder)
+    assert state is not None
+    assert history(server.uri, state.run_id) == list(range(1, UPDATES))
+
+
+def test_a_restarted_trainer_continues_the_run_and_an_upload_that_is_repeated_changes_nothing(
+    tmp_path: Path, server: MLflowServer
+):
+    config = make_config(tmp_path, server.uri)
+    first = MLflowTracker(config, None, str)
+    log_updates(first, range(1, 4))
+    first.close("FAILED")
+    until(lambda: not first.uploader.pending(), "the first attempt in MLflow")
+    second = MLflowTracker(config, None, str)
+    log_updates(second, range(4, 6))
+    second.close("KILLED")
+    assert second.run_id == first.run_id
+    again = Uploader(config)
+    again.state = UploadState(again.state.key)  # as if MLflow's answers had been lost, the run's id among them
+    while again.send_some():
+        pass
+    assert again.state.run_id == first.run_id
+    assert history(server.uri, first.run_id) == [1, 2, 3, 4, 5]
+
+
+def test_entries_that_mlflow_can_never_store_are_reported_and_do_not_hold_up_the_rest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    config = make_config(tmp_path, "")
+    journal = JournalWriter(config.run_folder)
+    good: dict[str, Any] = {"metrics": {"reward": 1.0}, "step": 1, "time": 1}
+    journal.append(good, {**good, "metrics": {"a metric?": 1.0}}, {**good, "step": 2})
+    with (config.run_folder / FILE).open("a") as file:
+        file.write('{"metrics": {"rew')  # a writer was killed
+    journal.append({"artifact": "missing.html", "folder": ""}, {"strange": 1}, {**good, "step": 3})
+    uploader = Uploader(config)
+    while uploader.send_some():
+        pass
+    assert history(config.tracking_uri, uploader.state.run_id) == [1, 2, 3]
+    assert uploader.rejected == 4
+    for reason in ("a metric?", "the line is damaged", "missing.html is not a file", "KeyError"):
+        assert reason in caplog.text
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs may be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_a_full_disk_keeps_entries_in_memory_and_whole_lines_in_the_file(small_disk: Path):
+    journal, filler = JournalWriter(small_disk), small_disk / "filler"
+    journal.append({"tags": {"name": "before"}})
+    with pytest.raises(OSError, match="No space"):
+        filler.write_bytes(bytes(2**20))
+    for number in range(300):
+        journal.append({"tags": {"name": f"{number}" + "y" * 100}})
+    found = read_entries(small_disk, 0)
+    assert len(found) < 300
+    assert all(entry is not None for _, entry in found)
+    filler.unlink()
+    journal.append({"tags": {"name": "after"}})
+    names = [entry["tags"]["name"] for _, entry in read_entries(small_disk, 0) if entry]
+    assert [name.strip("y") for name in names] == ["before", *map(str, range(300)), "after"]
