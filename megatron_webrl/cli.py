@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import logging
+import os
 import secrets
 import signal
 import sys
@@ -29,6 +30,7 @@ from megatron_webrl.parity.command import add_parity
 from megatron_webrl.slurm.commands import add_node
 from megatron_webrl.status.command import add_status
 from megatron_webrl.system import stack_dump
+from megatron_webrl.system.redaction import configure_logging, redact
 from megatron_webrl.system.text import first_line
 from megatron_webrl.tasks.command import add_tasks
 
@@ -47,10 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     options = _parse(arguments)
     stack_dump.register_dump_signal()
+    os.umask(os.umask(0o077) | 0o077)  # runs and results are their owner's: pages, logs and episodes may be private
     try:
         return options.run(options)
     except ConfigError as error:
-        sys.stderr.write(f"webrl: {error}\n")
+        sys.stderr.write(f"webrl: {redact(str(error))}\n")
         return 2
 
 
@@ -207,7 +210,7 @@ def _train(options: argparse.Namespace) -> int:
 
         import yaml
 
-        sys.stdout.write(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+        sys.stdout.write(redact(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)))
         return 0
     from rich.console import Console
 
@@ -326,7 +329,7 @@ def _rollout(options: argparse.Namespace) -> int:
 def _role(options: argparse.Namespace, name: str) -> Config:
     """Set up logging and the fault handler of a role, and read its configuration."""
     faulthandler.enable()
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT.format(role=name), force=True)
+    configure_logging(LOG_FORMAT.format(role=name))
     return parse_config(options.config, options.overrides)
 
 

@@ -18,6 +18,7 @@ if [ -n "${MODULES:-}" ] && ! type module >/dev/null 2>&1; then
 fi
 for module in ${MODULES:-}; do module load "$module" || exit; done
 set -euo pipefail
+umask 077 # what a job writes is its owner's
 
 PYTHON=${PYTHON:-$PWD/.venv/bin/python}
 STEP_EXIT_SECONDS=${STEP_EXIT_SECONDS:-120}

@@ -18,9 +18,11 @@ def _check_options(options: dict[str, Any]) -> str:
     if own := [name for name in _OWN_ARGUMENTS if name in options]:
         return f".{own[0]} is an argument that the judge itself sets or relies on; leave it out"
     try:
-        json.dumps(options, allow_nan=False)
+        text = json.dumps(options, allow_nan=False)
     except (TypeError, ValueError) as error:
         return f" cannot be sent as JSON: {error}"
+    if secret := re.search(r'"([^"]*(?:api[-_]?key|authorization|password|secret)[^"]*)":', text, re.IGNORECASE):
+        return f" hold {secret[1]}, and are stored and logged; put a key into the variable that key_variable names"
     limits = {name: limit for name in TOKEN_LIMITS if (limit := {TOKEN_LIMITS[0]: 1, **options}.get(name)) is not None}
     if len(limits) != 1 or any(type(limit) is not int or limit < 1 for limit in limits.values()):
         return (

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.system.redaction import has_address_with_user
 
 
 def check_limits(config: Any, prefix: str) -> None:
@@ -19,6 +20,11 @@ def check_limits(config: Any, prefix: str) -> None:
             raise ConfigError(f"{key}={value!r} is not one of {', '.join(limit['choices'])}")
         if limit.get("check") and (problem := limit["check"](value)):
             raise ConfigError(f"{key}{problem}")
+        if has_address_with_user(str(value)):
+            raise ConfigError(
+                f"{key} holds an address with a user or a password, which would be stored with the configuration; "
+                "leave them out, and name them where docs/security.md says (MLflow: MLFLOW_TRACKING_URI or _PASSWORD)"
+            )
         for name, broken, words in (
             ("low", lambda v, b: not v >= b, "must be at least"),
             ("high", lambda v, b: not v <= b, "must be at most"),

@@ -22,6 +22,7 @@ from fastapi import FastAPI
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.farm.auth_middleware import is_loopback
 from megatron_webrl.system import atomic_file, child_process
+from megatron_webrl.system.redaction import configure_logging
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def run_process(role: str, work: Coroutine[Any, Any, int], die_with_parent: bool
     if die_with_parent:
         child_process.die_with_parent(signal.SIGTERM)
     faulthandler.enable()
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT.format(role=role), force=True)
+    configure_logging(LOG_FORMAT.format(role=role))
     for orphan in child_process.sweep_orphans():
         log.warning("killed orphan %s", orphan)
     os.environ.update(child_process.owner_environment())

@@ -23,6 +23,7 @@ from megatron_webrl.config.limits import check_limits
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.budget import Usage, UsageMeter
 from megatron_webrl.judge.replies import UnusableReply
+from megatron_webrl.system.redaction import declare_secret, redact
 from megatron_webrl.system.text import shorten
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,6 @@ FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS = 0.25, 15.0
 MAX_RETRY_AFTER_SECONDS = 300.0  # an endpoint that asks for more is tried again after this
 IMAGE_TOKENS = 1_500  # estimate, for reservations; an endpoint reports what it counted
 CHARS_PER_TOKEN = 3  # estimate, for reservations
-MIN_SECRET_CHARS = 8  # a shorter key is a placeholder, such as that of a local server; replacing it would spoil texts
 MAX_TOKEN_COUNT = 10**9  # a reported count above it is taken for none
 TRANSIENT_STATUS = frozenset({408, 409, 425, 429})  # and all of 500 and above
 _QUIET_LOGGERS = ("openai", "httpx", "httpx2", "httpcore", "httpcore2")  # at DEBUG they name URLs, headers and bodies
@@ -119,7 +119,6 @@ class Spending:
 @dataclass
 class _Endpoint:
     client: openai.AsyncOpenAI
-    key: str
     mode: str  # one of replies.MODES
     not_before: float = 0.0  # loop time before which it asked for no requests
     reported: set[str] = field(default_factory=set)  # faults that have been logged
@@ -143,7 +142,6 @@ class JudgeClient:
         for model in self.models.values():
             if (model.url, model.key_variable) not in self._endpoints:
                 self._endpoints[model.url, model.key_variable] = _open_endpoint(model, settings)
-        self._secrets = [_pattern(e.key) for e in self._endpoints.values() if len(e.key) >= MIN_SECRET_CHARS]
 
     async def __aenter__(self) -> JudgeClient:
         return self
@@ -169,12 +167,6 @@ class JudgeClient:
         if endpoint.unparsable >= SCHEMA_TRIALS:
             _leave_schemas(endpoint, f"ignores response_format in its first {SCHEMA_TRIALS} replies")
             raise SchemaRefused
-
-    def redact(self, text: str) -> str:
-        """The text with "***" for each key. Every text of an endpoint passes through here before anything cuts it."""
-        for secret in self._secrets:
-            text = secret.sub("***", text)
-        return text
 
     async def complete(
         self, slot: str, body: Mapping[str, Any], images: int, deadline: float, spending: Spending, faults: list[str]
@@ -232,11 +224,11 @@ class JudgeClient:
             content = await self._post(endpoint, {**body, "model": model.name})
             completion, actual = _read(content, model, estimate)
             if completion is None:
-                raise UnusableReply("unparsable_response", self.redact(content.decode("utf-8", "replace")))
+                raise UnusableReply("unparsable_response", redact(content.decode("utf-8", "replace")))
             spending.prompt_tokens += completion.prompt_tokens
             spending.response_tokens += completion.response_tokens
             spending.dollars += actual.dollars
-            return replace(completion, content=self.redact(completion.content))
+            return replace(completion, content=redact(completion.content))
         except (_Transient, RequestFailed, SchemaRefused) as fault:
             if getattr(fault, "name", "") != "timeout":
                 actual = Usage(calls=1)
@@ -270,7 +262,7 @@ class JudgeClient:
         if status in (400, 422) and may_leave_schemas and names_response_format(error.body):
             _leave_schemas(endpoint, "refuses response_format")
             return SchemaRefused()
-        text = shorten(self.redact(" ".join(error.response.text.split())), 300)
+        text = shorten(redact(" ".join(error.response.text.split())), 300)
         self._report(endpoint, f"status {status}: {text}")
         return RequestFailed("refused_request", f"status {status}: {text}")
 
@@ -298,7 +290,8 @@ def _open_endpoint(model: JudgeModel, settings: JudgeConfig) -> _Endpoint:
         )
     except Exception as error:
         raise ConfigError(f"judge.*.url={model.url} is not an endpoint: {type(error).__name__}") from None
-    return _Endpoint(client, key, "line" if settings.structured == "line" else "schema")
+    declare_secret(key)
+    return _Endpoint(client, "line" if settings.structured == "line" else "schema")
 
 
 def _leave_schemas(endpoint: _Endpoint, reason: str) -> None:
@@ -320,11 +313,6 @@ def names_response_format(body: object) -> bool:
     if isinstance(message, list):  # of pydantic, with the request in "input"
         message = " ".join(f"{each.get('loc')} {each.get('msg')}" for each in message if isinstance(each, Mapping))
     return "response_format" in str(fields.get("param") or _QUOTATION.sub("", str(message)))
-
-
-def _pattern(key: str) -> re.Pattern[str]:
-    """Matches a key, also where JSON has escaped some of its characters by a backslash."""
-    return re.compile(r"\\*".join(map(re.escape, key)))
 
 
 def _delay(state: RetryCallState) -> float:

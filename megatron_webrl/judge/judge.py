@@ -16,6 +16,7 @@ from megatron_webrl.judge.prompts import PromptFiles
 from megatron_webrl.judge.protocols.base import Finding
 from megatron_webrl.judge.protocols.catalog import PROTOCOLS
 from megatron_webrl.judge.questions import Asker, Undecided
+from megatron_webrl.system.redaction import redact
 from megatron_webrl.system.text import shorten
 from megatron_webrl.types import JUDGE_ERROR, Trajectory, Verdict
 
@@ -73,6 +74,6 @@ class Judge:
 
         if isinstance(error, JobEnded | JobFailed):
             raise error
-        trace = self._client.redact("".join(traceback.format_exception(error)))
+        trace = redact("".join(traceback.format_exception(error)))
         log.error("the judge failed on ticket %d, index %d:\n%s", trajectory.ticket, trajectory.index, trace)
         return Finding(JUDGE_ERROR, f"{type(error).__name__} in the judge")

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.launch.role_process import check_ended
 from megatron_webrl.status.report import find_run
+from megatron_webrl.system.redaction import redact
 from megatron_webrl.system.text import first_line
 from megatron_webrl.tracking.mlflow_upload import Uploader
 
@@ -32,16 +33,16 @@ def _run(options: argparse.Namespace) -> int:
     config = parse_config(folder / "config.yaml")
     config.run.directory, config.run.name = str(folder.parent), folder.name  # a run may have been moved
     check_ended(config)
-    uploader = Uploader(config)
+    uploader, uri = Uploader(config), redact(config.tracking_uri)
     count = uploader.pending()
     try:
         while uploader.send_some():
             pass
     except Exception as error:
         sys.stderr.write(
-            f"webrl: MLflow at {config.tracking_uri}: {type(error).__name__}: {first_line(error)}; "
+            f"webrl: MLflow at {uri}: {type(error).__name__}: {first_line(error)}; "
             f"{uploader.pending()} of {count} entries wait for the next webrl upload\n"
         )
         return 1
-    sys.stdout.write(f"MLflow at {config.tracking_uri} has run {uploader.state.run_id}: {count} entries sent\n")
+    sys.stdout.write(f"MLflow at {uri} has run {uploader.state.run_id}: {count} entries sent\n")
     return 0

@@ -18,6 +18,7 @@ from megatron_webrl.model.compute_options import ComputeOptions
 from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.parity.samples import ParitySample
 from megatron_webrl.system import atomic_file
+from megatron_webrl.system.redaction import configure_logging
 
 JOB_FILE = "job.pickle"
 EXIT_BAD_INPUT = 2  # exit code of a process that refuses its input
@@ -87,7 +88,7 @@ def error_file(folder: Path, rank: int) -> Path:
 
 def run_scoring_process(score: Callable[[ScoringJob, Path], ProcessScores]) -> None:
     """Main of `python -m MODULE FOLDER`; a ValueError or ImportError means bad input: exits with EXIT_BAD_INPUT."""
-    logging.basicConfig(level=logging.WARNING)
+    configure_logging(logging.BASIC_FORMAT, logging.WARNING)
     folder = Path(sys.argv[1])
     try:
         scores = score(pickle.loads((folder / JOB_FILE).read_bytes()), folder)

@@ -17,6 +17,7 @@ from megatron_webrl.ring.ring_usage import read_ring_usage
 from megatron_webrl.status.control_probe import ControlAddress, ControlProbe, ControlStatus, TicketCounts
 from megatron_webrl.status.progress import EpisodeCounts, Progress, count_episodes, recent_progress
 from megatron_webrl.status.role_status import RoleState, role_states
+from megatron_webrl.system.redaction import redact
 from megatron_webrl.tracking import events as journal
 from megatron_webrl.tracking import summary
 from megatron_webrl.tracking.events import ProcessEvent
@@ -266,7 +267,7 @@ def _paths(config: Config, folder: Path, ended: bool) -> dict[str, str]:
     by_node = (folder / "logs" / "node-0").is_dir()
     paths = {
         "logs": str(folder / "logs" / ("node-<number>/<process>.log" if by_node else "<process>.log")),
-        "metrics": f"mlflow ui --backend-store-uri {config.tracking_uri}",
+        "metrics": f"mlflow ui --backend-store-uri {redact(config.tracking_uri)}",
     }
     if ended and (count := count_unsent(folder)):
         paths["not in MLflow"] = f"{count} lines of {FILE}; send them with: webrl upload {folder}"

@@ -6,10 +6,12 @@ import difflib
 import re
 from collections.abc import Sequence
 
+from megatron_webrl.system.redaction import redact
+
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or the name of its class if it has none."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """The first line of an exception's message without secrets, or the name of its class if it has none."""
+    return redact((str(error).splitlines() or [type(error).__name__])[0])
 
 
 def shorten(text: str, limit: int) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron_webrl.config.load import flatten_config
 from megatron_webrl.config.schema import Config
+from megatron_webrl.system.redaction import redact
 from megatron_webrl.system.text import first_line, shorten
 from megatron_webrl.tracking.metrics import UpdateMetrics
 from megatron_webrl.tracking.mlflow_journal import Entry, JournalWriter
@@ -47,7 +48,7 @@ class MLflowTracker:
         self.error: str | None = None  # of the last request, while MLflow does not answer
         self._wake, self._closing = threading.Event(), threading.Event()
         if self.journal.is_empty() and resume is None:
-            parameters = {key: str(value)[:500] for key, value in flatten_config(config).items()}
+            parameters = {key: redact(str(value))[:500] for key, value in flatten_config(config).items()}
             self._append({"params": parameters}, {"artifact": "config.yaml", "folder": ""})
         else:
             self._append(_status("RUNNING"))
@@ -97,7 +98,7 @@ class MLflowTracker:
         if not (count := self.uploader.pending()):
             return None
         return (
-            f"MLflow at {self.config.tracking_uri} has not received {count} entries of {self.journal.path}"
+            f"MLflow at {redact(self.config.tracking_uri)} has not received {count} entries of {self.journal.path}"
             f"{f' ({self.error})' if self.error else ''}; send them with: webrl upload {self.config.run_folder}"
         )
 

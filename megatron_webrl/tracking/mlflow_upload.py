@@ -75,6 +75,8 @@ class Uploader:
             # Its own retries would hide an outage for minutes: the caller retries.
             os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(REQUEST_SECONDS))
             os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+            # It would print the address, password included, at the end of a run.
+            os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
             from mlflow.tracking import MlflowClient  # takes seconds
 
             logging.getLogger("alembic").setLevel(logging.WARNING)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,18 +65,30 @@ class Job:
         return self.folder / "runs" / self.name
 
     def start(
-        self, *overrides: str, program: Sequence[str] = ("-m", "megatron_webrl.cli"), config: Path | None = None
+        self,
+        *overrides: str,
+        program: Sequence[str] = ("-m", "megatron_webrl.cli"),
+        config: Path | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start `webrl train`; `program`: arguments of Python that take its place; `config`: another configuration."""
+        """Start `webrl train`; `program`: arguments of Python that take its place; `config`: another configuration.
+
+        `environment`: variables to add.
+        """
         path = config or self.folder / "config.yaml"
         if config is None:
             path.write_text(yaml.safe_dump({**SETTINGS, "model": {"path": str(self.model)}}))
         run = (f"run.name={self.name}", f"run.directory={self.folder / 'runs'}")
         command = self._command(*program, "train", str(path), *run, *overrides)
-        environment = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
+        variables = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
+        variables |= environment or {}
         with (self.folder / "out.log").open("wb") as output:
             self.process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=variables,
+                start_new_session=True,
             )
 
     def wait(self, seconds: float) -> int:

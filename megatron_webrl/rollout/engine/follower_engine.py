@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import logging
 import sys
 
 from megatron_webrl.cluster.placement import rollout_process_name
@@ -12,6 +11,7 @@ from megatron_webrl.config.load import parse_config
 from megatron_webrl.rollout.engine import vllm_environment
 from megatron_webrl.rollout.engine.engine_leader import NodeSpan
 from megatron_webrl.system import stack_dump
+from megatron_webrl.system.redaction import configure_logging
 
 
 def main(settings: str, arguments: str) -> int:
@@ -20,7 +20,7 @@ def main(settings: str, arguments: str) -> int:
     stack_dump.register_dump_signal()
     start = json.loads(arguments)
     name = rollout_process_name(start["worker"], start["span"]["node_rank"])
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s")
+    configure_logging(f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s")
     vllm_environment.run_follower(
         parse_config(settings), start["worker"], start["instance_number"], NodeSpan(**start["span"])
     )
