@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Protocol
 from megatron_webrl.config.judge import BudgetConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.system import atomic_file
+from megatron_webrl.system.clock import steady_time
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,9 @@ class UsageMeter(Protocol):
 class LocalMeter:
     """The budget of one process, by hours of the clock; with a file, of all processes that use it one after another."""
 
-    def __init__(self, budget: BudgetConfig, clock: Callable[[], float] = time.time, file: Path | None = None) -> None:
+    def __init__(
+        self, budget: BudgetConfig, clock: Callable[[], float] = steady_time, file: Path | None = None
+    ) -> None:
         """`file` keeps the usage of the hour; without limits it is neither read nor written."""
         self._budget, self._clock = budget, clock
         self._file = file if is_limited(budget) else None
@@ -72,11 +74,11 @@ class LocalMeter:
 
     async def reserve(self, estimate: Usage) -> int:
         hour = int(self._clock() // HOUR_SECONDS)
-        if hour != self._hour:
+        if not self._hour - 1 <= hour <= self._hour:  # a clock set back by less than an hour begins no new budget
             self._hour, self._used = hour, Usage()
         check_budget(self._budget, self._used + estimate)
         self._count(estimate)
-        return hour
+        return self._hour
 
     async def settle(self, hour: int, estimate: Usage, actual: Usage) -> None:
         if hour == self._hour:

@@ -7,7 +7,6 @@ within the hour continues with what is left.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from megatron_webrl.judge.budget import (
     read_usage,
     write_usage,
 )
+from megatron_webrl.system.clock import steady_time
 from megatron_webrl.types import BUDGET_SPENT
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ _MICRO = 1_000_000  # counters are integers: dollars are counted in millionths
 class JobUsageMeter:
     """Counts usage by hours of the clock. Implements UsageMeter; without limits it counts nothing."""
 
-    def __init__(self, control: ControlClient, budget: BudgetConfig, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, control: ControlClient, budget: BudgetConfig, clock: Callable[[], float] = steady_time) -> None:
         self._control, self._budget, self._clock = control, budget, clock
         self._limited = is_limited(budget)
 
@@ -72,7 +72,7 @@ def restore_usage(control: ControlClient, budget: BudgetConfig, folder: Path) ->
 
 
 def save_usage(
-    control: ControlClient, budget: BudgetConfig, folder: Path, clock: Callable[[], float] = time.time
+    control: ControlClient, budget: BudgetConfig, folder: Path, clock: Callable[[], float] = steady_time
 ) -> None:
     """Keep the usage of the current hour in the run's folder."""
     if is_limited(budget):

@@ -20,6 +20,7 @@ from megatron_webrl.rollout.generator import Generation, GenerationError, Genera
 from megatron_webrl.rollout.responses import memory_characters
 from megatron_webrl.rollout.stepping import EpisodeStepper, FreeStepping
 from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
+from megatron_webrl.system.clock import steady_time
 from megatron_webrl.types import Observation, Step, Task, Trajectory
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ async def run_episode(
         task=task, instruction=episode.instruction, steps=tuple(episode.steps),
         images=tuple(episode.context.screenshots), reward=0.0, outcome=end_reason,
         end_reason=end_reason, page_reward=episode.reward, temperature=settings.temperature,
-        seconds=time.monotonic() - started, finished_at=time.time(),
+        seconds=time.monotonic() - started, finished_at=steady_time(),
     )  # fmt: skip
 
 

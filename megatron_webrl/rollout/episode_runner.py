@@ -23,6 +23,7 @@ from megatron_webrl.rollout.generator import Generator
 from megatron_webrl.rollout.stepping import FreeStepping, Lockstep, SteppingMode
 from megatron_webrl.rollout.toolset import Toolset
 from megatron_webrl.sampling.states import SamplerStateReader
+from megatron_webrl.system.clock import steady_time
 from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.tasks.source import TaskSource
 from megatron_webrl.types import FAULT_OUTCOMES, Task, Trajectory
@@ -133,7 +134,7 @@ class EpisodeRunner:
         return Trajectory(
             **asdict(labels), task=task, instruction=task.instruction or "", steps=(), images=(), reward=0.0,
             outcome=end_reason, end_reason=end_reason, temperature=rollout.temperature,
-            seconds=time.monotonic() - started, finished_at=time.time(),
+            seconds=time.monotonic() - started, finished_at=steady_time(),
         )  # fmt: skip
 
     async def evaluate(self, trajectory: Trajectory, deadline: Deadline) -> Trajectory:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from megatron_webrl.config.load import flatten_config
 from megatron_webrl.config.schema import Config
+from megatron_webrl.system.clock import steady_time
 from megatron_webrl.system.redaction import redact
 from megatron_webrl.system.text import first_line, shorten
 from megatron_webrl.tracking.metrics import UpdateMetrics
@@ -143,4 +143,4 @@ def _status(status: str) -> Entry:
 
 
 def _now() -> int:
-    return int(time.time() * 1000)
+    return int(steady_time() * 1000)

@@ -16,6 +16,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.control.control_plane import ControlClient, JobFailed
 from megatron_webrl.judge.job_budget import restore_usage, save_usage
 from megatron_webrl.system.history import History
+from megatron_webrl.system.clock import steady_time
 from megatron_webrl.system.text import metric_label
 from megatron_webrl.tasks.files.digests import task_file_digests
 from megatron_webrl.tracking import summary
@@ -193,7 +194,7 @@ class Coordinator:
             logprob_mismatch_tokens=result.mismatch.tokens,
             tokens_per_second=metrics["tokens"] / (seconds.wait + seconds.train + seconds.sync),
             seconds=seconds,
-            finished_at=time.time(),
+            finished_at=steady_time(),
             extra=self._learner_metrics(metrics, trajectories)
             | {"staleness_min": float(min(staleness, default=0))}
             | episode_metrics(groups)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_webrl.config.judge import BudgetConfig, JudgeConfig, JudgeModelConfig
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.judge.budget import BudgetSpent, LocalMeter, Usage
+from megatron_webrl.judge.budget import HOUR_SECONDS, BudgetSpent, LocalMeter, Usage
 from megatron_webrl.judge.cache import CachedReply, ReplyCache
 from megatron_webrl.judge.evaluation import open_evaluator
 from tests.judge.support import ScriptedOracle, episode, judging
@@ -178,3 +178,17 @@ def test_a_cache_that_cannot_be_written_keeps_nothing(tmp_path: Path):
     cache = ReplyCache(tmp_path / "file")
     cache.put("a" * 64, CachedReply("x", 1, 1))
     assert cache.get("a" * 64) is None
+
+
+async def test_a_clock_that_is_set_back_and_forth_begins_no_second_budget(tmp_path: Path):
+    now, budget, file = [10 * HOUR_SECONDS + 5.0], BudgetConfig(calls_per_hour=2), tmp_path / "usage.json"
+    meter = LocalMeter(budget, lambda: now[0], file)
+    await meter.reserve(Usage(2))
+    for step in (-6.0, 6.0, -3599.0):
+        now[0] += step
+        with pytest.raises(BudgetSpent):
+            await meter.reserve(Usage(1))
+        with pytest.raises(BudgetSpent):
+            await LocalMeter(budget, lambda: now[0], file).reserve(Usage(1))  # a command that continues
+    now[0] = 11 * HOUR_SECONDS
+    await meter.reserve(Usage(2))
