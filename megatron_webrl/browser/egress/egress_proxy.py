@@ -15,8 +15,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
+import h11
+
 from megatron_webrl.browser.egress.egress_policy import EgressPolicy, Endpoint
-from megatron_webrl.browser.egress.http1 import MAX_HEAD_BYTES
+from megatron_webrl.browser.egress.http1 import BUFFER_BYTES, HTTPStream
 from megatron_webrl.browser.egress.network_access import EgressTotals, NetworkAccess
 from megatron_webrl.browser.egress.proxy_connection import ProxyConnection, UpstreamConnection
 from megatron_webrl.browser.egress.replay_certificate import server_context
@@ -65,7 +67,7 @@ class EgressProxy:
             else:
                 await ProxyConnection(network, self.connect, reader, writer).run()
 
-        server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=MAX_HEAD_BYTES, backlog=BACKLOG)
+        server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=BUFFER_BYTES, backlog=BACKLOG)
         network.server, network.port = server, server.sockets[0].getsockname()[1]
         return network
 
@@ -84,7 +86,8 @@ class EgressProxy:
                 # One forbidden address denies the name: no legitimate name mixes public and private addresses.
                 for address in addresses:
                     network.egress_policy.check_address(address, endpoint, network.declared)
-                return await _first_connection(endpoint, target.port, addresses[:CONNECT_ATTEMPTS])
+                reader, writer = await _first_connection(endpoint, target.port, addresses[:CONNECT_ATTEMPTS])
+                return UpstreamConnection(endpoint, HTTPStream(h11.CLIENT, reader, writer, network.count_bytes))
         except TimeoutError:
             raise HostUnreachable(f"{endpoint} did not answer within {CONNECT_SECONDS} s") from None
 
@@ -111,14 +114,13 @@ class EgressProxy:
 
 async def _first_connection(
     endpoint: Endpoint, port: int, addresses: list[IPv4Address | IPv6Address]
-) -> UpstreamConnection:
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     reason = "no address is known"
     for address in addresses:
         try:
             async with asyncio.timeout(CONNECT_ATTEMPT_SECONDS):
                 # By address, not by name: no second look-up.
-                reader, writer = await asyncio.open_connection(str(address), port, limit=MAX_HEAD_BYTES)
-                return UpstreamConnection(endpoint, reader, writer)
+                return await asyncio.open_connection(str(address), port, limit=BUFFER_BYTES)
         except TimeoutError:
             reason = f"no answer within {CONNECT_ATTEMPT_SECONDS} s"
         except OSError as error:

@@ -8,20 +8,12 @@ from __future__ import annotations
 import asyncio
 import ssl
 
+import h11
+
 from megatron_webrl.browser.egress.egress_policy import EgressDenied, parse_endpoint, split_url
 from megatron_webrl.browser.egress.har_archive import FAILED_STATUS
 from megatron_webrl.browser.egress.har_replayer import ReplayedResponse, ReplayRequest
-from megatron_webrl.browser.egress.http1 import (
-    BUFFER_BYTES,
-    CHUNKED,
-    HTTPHead,
-    MalformedHTTP,
-    encode_error_page,
-    encode_head,
-    iter_body,
-    read_head,
-    request_body_length,
-)
+from megatron_webrl.browser.egress.http1 import BUFFER_BYTES, HTTPStream, encode_headers, error_page, header_values
 from megatron_webrl.browser.egress.network_access import NOT_RECORDED, NetworkAccess
 from megatron_webrl.browser.egress.proxy_connection import IDLE_SECONDS, REQUEST_SECONDS, THROTTLE_SECONDS
 from megatron_webrl.browser.errors import NotRecorded
@@ -43,7 +35,7 @@ class ReplayConnection:
     ) -> None:
         """`tls`: the server's side, towards the browser."""
         self._network, self._tls = network, tls
-        self._reader, self._writer = reader, writer
+        self._browser = HTTPStream(h11.SERVER, reader, writer, network.count_bytes)
 
     async def run(self) -> None:
         """Serve requests until the connection closes."""
@@ -54,29 +46,34 @@ class ReplayConnection:
             await self._serve("")
         except (
             ConnectionError,
-            MalformedHTTP,
+            h11.ProtocolError,
             TimeoutError,
             asyncio.CancelledError,
         ):  # only cancelled to end this task
-            self._writer.transport.abort()
+            self._browser.writer.transport.abort()
         finally:
             self._network.connections.discard(task)
-            self._writer.close()
+            self._browser.writer.close()
 
     async def _serve(self, origin: str) -> None:
         """`origin`: scheme and authority of the requests within a tunnel; without one, requests name theirs."""
         while True:
-            async with asyncio.timeout(IDLE_SECONDS):
-                head = await read_head(self._reader)
-            if head is None:
+            try:
+                async with asyncio.timeout(IDLE_SECONDS):
+                    request = await self._browser.receive()
+            except EgressDenied as refused:  # the episode has used its bytes
+                await self._refuse("", refused)
                 return
-            method, target = head.parse_request_line()
-            if method == "CONNECT" and not origin:
+            if not isinstance(request, h11.Request):
+                return
+            target = request.target.decode()
+            if request.method == b"CONNECT" and not origin:
                 await self._open_tunnel(target)
                 return
             async with asyncio.timeout(REQUEST_SECONDS):
-                if not await self._answer(method, origin + target, head):
-                    return
+                await self._answer(request, origin + target)
+            if not self._browser.next_message():
+                return
 
     async def _open_tunnel(self, target: str) -> None:
         try:
@@ -84,92 +81,81 @@ class ReplayConnection:
         except EgressDenied as refused:
             await self._refuse("", refused)
             return
-        self._writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
+        if not isinstance(await self._browser.receive(), h11.EndOfMessage):
+            raise ConnectionError("a request for a tunnel with a body")
+        await self._browser.send(h11.Response(status_code=200, reason="Connection established", headers=[]))
+        reader, writer = self._browser.reader, self._browser.writer
         try:
-            await self._writer.start_tls(self._tls)
+            await writer.start_tls(self._tls)
         except ssl.SSLError as error:
             if error.reason in ("HTTP_REQUEST", "WRONG_VERSION_NUMBER"):  # a WebSocket without TLS
                 self._network.record_refusal(endpoint.host, _not_recorded("WebSocket", f"ws://{endpoint}"))
             raise ConnectionError(str(error)) from error
+        self._browser = HTTPStream(h11.SERVER, reader, writer, self._network.count_bytes)
         await self._serve(f"https://{str(endpoint).removesuffix(':443')}")
 
-    async def _answer(self, method: str, url: str, head: HTTPHead) -> bool:
-        """Answer a request; returns whether another may follow."""
-        host, keep_alive = "", "close" not in head.header_values("connection")
+    async def _answer(self, request: h11.Request, url: str) -> None:
+        """Answer a request."""
+        host = ""
         try:
             host = split_url(url)[1].host
-            response = await self._response(method, url, head)
+            response = await self._response(request, url)
             self._network.count_bytes(len(response.body))
         except EgressDenied as refused:
-            return await self._refuse(host, refused) and keep_alive
+            await self._refuse(host, refused)
         except NotRecorded as error:
-            return await self._refuse(host, EgressDenied(NOT_RECORDED, str(error))) and keep_alive
-        if response.given_up:
-            await self._hold(response)
-            return False
-        if response.status == FAILED_STATUS:
-            raise ConnectionError("the recorded request failed")
-        await self._send(method, response)
-        return keep_alive
+            await self._refuse(host, EgressDenied(NOT_RECORDED, str(error)))
+        else:
+            if response.given_up:
+                await self._hold(response)
+            elif response.status == FAILED_STATUS:
+                raise ConnectionError("the recorded request failed")
+            else:
+                length = [] if response.status in (204, 304) else [("Content-Length", str(len(response.body)))]
+                headers = encode_headers([*response.headers, *length])
+                await self._browser.respond(response.status, response.reason, headers, response.body)
 
-    async def _response(self, method: str, url: str, head: HTTPHead) -> ReplayedResponse:
+    async def _response(self, request: h11.Request, url: str) -> ReplayedResponse:
         """The response to a request. Raises EgressDenied, NotRecorded."""
         network = self._network
         network.count_connection()
         network.count_request()
-        network.count_bytes(head.size)
-        request = await self._read_request(method, url, head)
-        response = None if network.replayer is None else await network.replayer.find(request)
+        fields = {name.decode(): value.decode("latin-1") for name, value in request.headers}
+        method = request.method.decode()
+        body = b"".join([piece async for piece in self._browser.receive_body()])
+        recorded = ReplayRequest(method, url, fields.get("content-type", ""), body, fields.get("range", ""))
+        response = None if network.replayer is None else await network.replayer.find(recorded)
         if response is not None:
             network.count_replayed()
-        elif (response := _preflight_response(method, head)) is None:
+        elif (response := _preflight_response(method, fields)) is None:
             network.unrecorded_urls.add(url)
-            raise _not_recorded("WebSocket" if "websocket" in head.header_values("upgrade") else method, url)
+            raise _not_recorded(
+                "WebSocket" if "websocket" in header_values(request.headers, "upgrade") else method, url
+            )
         return response
-
-    async def _read_request(self, method: str, url: str, head: HTTPHead) -> ReplayRequest:
-        length, pieces = request_body_length(head), []
-        if length == CHUNKED:  # browsers stream bodies over HTTP/2 only
-            raise MalformedHTTP("a request body of unknown length")
-        async for piece in iter_body(self._reader, length):
-            self._network.count_bytes(len(piece))
-            pieces.append(piece)
-        fields = {name.lower(): value for name, value in head.headers}
-        return ReplayRequest(method, url, fields.get("content-type", ""), b"".join(pieces), fields.get("range", ""))
-
-    async def _send(self, method: str, response: ReplayedResponse) -> None:
-        bodiless = method == "HEAD" or response.status in (204, 304)
-        length = [] if bodiless else [("Content-Length", str(len(response.body)))]
-        self._writer.write(_encode_head(response, length) + (b"" if bodiless else response.body))
-        await self._writer.drain()
 
     async def _hold(self, response: ReplayedResponse) -> None:
         """Send what came before the page gave up, and wait until it gives up again, REQUEST_SECONDS at most."""
         if response.status != FAILED_STATUS:
-            self._writer.write(_encode_head(response, [("Transfer-Encoding", "chunked")]))
-        while await self._reader.read(BUFFER_BYTES):
+            headers = encode_headers(response.headers)
+            await self._browser.send(h11.Response(status_code=response.status, reason=response.reason, headers=headers))
+        while await self._browser.reader.read(BUFFER_BYTES):
             pass
 
-    async def _refuse(self, host: str, refused: EgressDenied) -> bool:
+    async def _refuse(self, host: str, refused: EgressDenied) -> None:
         self._network.record_refusal(host, refused)
         if refused.reason in ("requests", "bytes"):
             await asyncio.sleep(THROTTLE_SECONDS)
-        self._writer.write(encode_error_page(403, "Forbidden", str(refused)))
-        await self._writer.drain()
-        return refused.reason == NOT_RECORDED  # otherwise part of the request may be unread
-
-
-def _encode_head(response: ReplayedResponse, framing: list[tuple[str, str]]) -> bytes:
-    return encode_head(f"HTTP/1.1 {response.status} {response.reason}".rstrip(), [*response.headers, *framing])
+        headers, text = error_page(str(refused))
+        await self._browser.respond(403, "Forbidden", headers, text)
 
 
 def _not_recorded(kind: str, url: str) -> EgressDenied:
     return EgressDenied(NOT_RECORDED, f"{kind} {shorten(url, MAX_URL)} was not recorded (browser.replay)")
 
 
-def _preflight_response(method: str, head: HTTPHead) -> ReplayedResponse | None:
+def _preflight_response(method: str, fields: dict[str, str]) -> ReplayedResponse | None:
     """The permission that a page of another origin asks for; browsers ask on their own, and HAR omits it."""
-    fields = {name.lower(): value for name, value in head.headers}
     if method != "OPTIONS" or "access-control-request-method" not in fields:
         return None
     headers = (

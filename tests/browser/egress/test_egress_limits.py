@@ -60,7 +60,7 @@ async def test_an_episode_has_a_limit_of_bytes(direction: str) -> None:
             first = {"down": "GET", "up": "POST", "tunnel": "CONNECT"}[direction]
             target = "a.test:443" if direction == "tunnel" else "http://a.test/"
             length = "Content-Length: 9000000\r\n" if direction == "up" else ""
-            writer.write(f"{first} {target} HTTP/1.1\r\n{length}\r\n".encode())
+            writer.write(f"{first} {target} HTTP/1.1\r\nHost: a.test\r\n{length}\r\n".encode())
             if direction != "down":
                 writer.write(b"x" * 9_000_000)
             assert len(await rest_of(reader)) + received < 3 << 20
@@ -99,7 +99,7 @@ async def test_a_slow_response_ends_at_the_time_limit_of_a_request(monkeypatch: 
 async def test_an_idle_tunnel_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy_connection, "IDLE_SECONDS", 0.2)
     async with Server(echo) as server, open_network({"https://a.test": f"127.0.0.1:{server.port}"}) as network:
-        answer = await ask(network, "CONNECT a.test:443 HTTP/1.1\r\n\r\n")
+        answer = await ask(network, "CONNECT a.test:443 HTTP/1.1\r\nHost: a.test\r\n\r\n")
         assert answer == b"HTTP/1.1 200 Connection established\r\n\r\n"
 
 
@@ -109,7 +109,7 @@ async def test_an_episode_has_a_limit_of_connections(monkeypatch: pytest.MonkeyP
         writers = []
         for _ in range(2):
             reader, writer = await asyncio.open_connection("127.0.0.1", network.port)
-            writer.write(b"CONNECT a.test:443 HTTP/1.1\r\n\r\n")
+            writer.write(b"CONNECT a.test:443 HTTP/1.1\r\nHost: a.test\r\n\r\n")
             await head_of(reader)
             writers.append(writer)
         assert b"the episode has 2 connections open" in await ask(network, get("http://a.test/"))
@@ -129,7 +129,7 @@ async def test_an_unreachable_server_gets_no_response_and_is_reported(monkeypatc
             assert await ask(network, get(f"http://{host}.test/")) == b""
             [error] = network.take_errors(f"http://{host}.test/x")
             assert error.startswith(message)
-        answer = await ask(network, "CONNECT a.test:80 HTTP/1.1\r\n\r\n")
+        answer = await ask(network, "CONNECT a.test:80 HTTP/1.1\r\nHost: a.test\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 502 Bad Gateway\r\n")
         assert network.refused == {}
 
@@ -144,7 +144,7 @@ async def test_a_look_up_without_an_answer_times_out(monkeypatch: pytest.MonkeyP
     proxy = EgressProxy(BrowserConfig(open_web=True), never)
     network = await proxy.open_port({})
     async with asyncio.timeout(SECONDS):
-        answer = await ask(network, "CONNECT a.example:443 HTTP/1.1\r\n\r\n")
+        answer = await ask(network, "CONNECT a.example:443 HTTP/1.1\r\nHost: a.test\r\n\r\n")
     assert b"a.example:443 did not answer within 0.1 s" in answer
     await network.close()
     proxy.close()
@@ -153,7 +153,7 @@ async def test_a_look_up_without_an_answer_times_out(monkeypatch: pytest.MonkeyP
 async def test_closing_an_episode_closes_its_connections_and_its_port() -> None:
     async with Server(echo) as server, open_network({"https://a.test": f"127.0.0.1:{server.port}"}) as network:
         reader, writer = await asyncio.open_connection("127.0.0.1", network.port)
-        writer.write(b"CONNECT a.test:443 HTTP/1.1\r\n\r\n")
+        writer.write(b"CONNECT a.test:443 HTTP/1.1\r\nHost: a.test\r\n\r\n")
         await head_of(reader)
         await network.close()
         assert await rest_of(reader) == b""
