@@ -26,6 +26,7 @@ LAYERS = (
     {"model", "evaluation"},
     {"ring", "sampling"},
     {"control"},
+    {"service"},
     {"config"},
     {"system", "types"},
 )

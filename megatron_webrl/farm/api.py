@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,9 +12,11 @@ from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from megatron_webrl.farm.auth_middleware import AuthMiddleware
+from megatron_webrl.farm.access import role_of
 from megatron_webrl.farm.metrics import CONTENT_TYPE
-from megatron_webrl.farm.protocol import API_PREFIX, STATUS_BUSY, TOKEN_VARIABLE, ErrorResponse, dump
+from megatron_webrl.farm.protocol import API_PREFIX, STATUS_BUSY, ErrorResponse, dump
+from megatron_webrl.service.auth_middleware import AuthMiddleware
+from megatron_webrl.service.tokens import Token
 
 log = logging.getLogger(__name__)
 
@@ -39,17 +41,22 @@ BUSY_RESPONSE = {
 }  # fmt: skip
 
 
-def make_app(title: str, description: str, token: str | None, body_limits: Mapping[str, int] | None = None) -> FastAPI:
-    """Application behind the token; errors are `ErrorResponse`. `body_limits`: bytes by path, if not the default."""
+def make_app(
+    title: str, description: str, tokens: Sequence[Token], body_limits: Mapping[str, int] | None = None
+) -> FastAPI:
+    """Application behind tokens; errors are `ErrorResponse`. `body_limits`: bytes by path, if not the default."""
     # FastAPI's documentation pages load scripts from other hosts.
     app = FastAPI(
         title=title, description=description, version=API_PREFIX.removeprefix("/v"), docs_url=None, redoc_url=None
     )
-    app.add_middleware(AuthMiddleware, token=token, body_limits=body_limits or {})
+    app.add_middleware(
+        AuthMiddleware, tokens=tokens, role_of=role_of, body_limits=body_limits or {},
+        error_body=lambda message: dump(ErrorResponse(message)),
+    )  # fmt: skip
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected)
-    app.openapi = lambda: _openapi(app, token is not None)  # type: ignore[method-assign]
+    app.openapi = lambda: _openapi(app, tokens)  # type: ignore[method-assign]
     return app
 
 
@@ -127,19 +134,20 @@ async def _unexpected(request: Request, error: Exception) -> Response:
     return error_response(500, f"{type(error).__name__} on the server; see its log")
 
 
-def _openapi(app: FastAPI, needs_token: bool) -> dict[str, Any]:
+def _openapi(app: FastAPI, tokens: Sequence[Token]) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         for path, operations in schema["paths"].items():
             for operation in operations.values():
                 operation["responses"].pop("422", None)  # answered as 400
-                if needs_token and path.startswith(API_PREFIX):
-                    operation["security"] = [{"token": []}]
+                if tokens and (role := role_of(path)):
+                    operation["security"] = [{role: []}]
         schemas = schema["components"]["schemas"]
         for name in ("HTTPValidationError", "ValidationError"):
             schemas.pop(name, None)
         schema["components"]["securitySchemes"] = {
-            "token": {"type": "http", "scheme": "bearer", "description": f"The value of {TOKEN_VARIABLE} on the server"}
+            token.role: {"type": "http", "scheme": "bearer", "description": f"The value of {token.variable}"}
+            for token in tokens
         }
         app.openapi_schema = schema
     return app.openapi_schema

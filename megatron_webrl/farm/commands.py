@@ -63,8 +63,8 @@ def _add_address(parser: argparse.ArgumentParser, port: int) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from megatron_webrl.farm.http_service import ListenAddress
     from megatron_webrl.farm.server.server_main import BrowserServerOptions, run_server
+    from megatron_webrl.service.http_service import ListenAddress
 
     settings = list(options.settings)
     config = settings.pop(0) if settings and "=" not in settings[0] else None
@@ -84,8 +84,8 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _route(options: argparse.Namespace) -> int:
-    from megatron_webrl.farm.http_service import ListenAddress
     from megatron_webrl.farm.router.router_main import RouterOptions, run_router
+    from megatron_webrl.service.http_service import ListenAddress
 
     address = ListenAddress(options.host, options.port, address_file=options.address_file)
     return run_router(RouterOptions(address, options.token_file, options.die_with_parent))

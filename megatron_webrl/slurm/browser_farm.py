@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.farm.http_service import ListenAddress
 from megatron_webrl.farm.server.server_main import BrowserServerOptions, run_server
 from megatron_webrl.rollout.browsers import sessions_per_worker
+from megatron_webrl.service.http_service import ListenAddress
 from megatron_webrl.system.network import own_address
 
 

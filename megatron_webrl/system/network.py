@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 
@@ -11,3 +12,13 @@ def own_address(host: str, port: int, family: int = socket.AF_UNSPEC) -> str:
     with socket.socket(family, kind) as probe:
         probe.connect(peer)
         return str(probe.getsockname()[0])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is loopback, without resolving it."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return False

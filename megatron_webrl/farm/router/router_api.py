@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Body, FastAPI, Request
@@ -21,6 +22,7 @@ from megatron_webrl.farm.leases import LeaseExpired, NoCapacity
 from megatron_webrl.farm.protocol import API_PREFIX, ErrorResponse, InvalidRequest
 from megatron_webrl.farm.router.router import Router, RouterStarting
 from megatron_webrl.farm.status_page import router_page
+from megatron_webrl.service.tokens import Token
 
 DESCRIPTION = (
     "Leases of browser sessions on many servers. The router redirects requests about a lease (status 307) to the "
@@ -39,9 +41,9 @@ _REDIRECTED: Responses = {
 }
 
 
-def router_app(router: Router, token: str | None) -> FastAPI:
+def router_app(router: Router, tokens: Sequence[Token]) -> FastAPI:
     """The ASGI application of a router."""
-    app = make_app("webrl browsers, router", DESCRIPTION, token, {f"{API_PREFIX}/servers": MAX_REGISTRATION_BYTES})
+    app = make_app("webrl browsers, router", DESCRIPTION, tokens, {f"{API_PREFIX}/servers": MAX_REGISTRATION_BYTES})
     add_error_statuses(
         app,
         {

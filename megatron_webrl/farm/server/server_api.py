@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, FastAPI, Request
@@ -30,6 +31,7 @@ from megatron_webrl.farm.server.browser_server import (
 )
 from megatron_webrl.farm.server.lease_session import NoEpisode
 from megatron_webrl.farm.status_page import server_page
+from megatron_webrl.service.tokens import Token
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.types import Action, Observation
 
@@ -54,9 +56,9 @@ _OBSERVATION: Responses = {
 _IMAGES = {b"\x89PNG": "image/png", b"\xff\xd8": "image/jpeg", b"RIFF": "image/webp"}  # by first bytes
 
 
-def server_app(server: BrowserServer, token: str | None) -> FastAPI:
+def server_app(server: BrowserServer, tokens: Sequence[Token]) -> FastAPI:
     """The ASGI application of a browser server."""
-    app = make_app("webrl browsers", DESCRIPTION, token)
+    app = make_app("webrl browsers", DESCRIPTION, tokens)
     add_error_statuses(
         app,
         {

@@ -12,12 +12,13 @@ from megatron_webrl.config.browser_checks import check_browser_server_config
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.farm.auth_middleware import read_token
-from megatron_webrl.farm.http_service import ListenAddress, Listener, run_http_server, run_process
+from megatron_webrl.farm.access import read_client_token
 from megatron_webrl.farm.request_validation import TaskCatalog
 from megatron_webrl.farm.server.browser_server import BrowserServer
 from megatron_webrl.farm.server.registration import register_with_router
 from megatron_webrl.farm.server.server_api import server_app
+from megatron_webrl.service.http_service import ListenAddress, Listener, run_http_server, run_process
+from megatron_webrl.service.tokens import Token
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class BrowserServerOptions:
 
 def run_server(options: BrowserServerOptions) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code. Raises ConfigError."""
-    token = read_token(options.address.host, options.token_file)
+    token = read_client_token(options.address.host, options.token_file)
     config = parse_config(options.config, list(options.overrides))
     check_browser_server_config(config)
     _check(options)
@@ -47,7 +48,7 @@ def run_server(options: BrowserServerOptions) -> int:
     return run_process("browser-server", _run(options, config, token, listener), options.die_with_parent)
 
 
-async def _run(options: BrowserServerOptions, config: Config, token: str | None, listener: Listener) -> int:
+async def _run(options: BrowserServerOptions, config: Config, token: Token | None, listener: Listener) -> int:
     catalog, timeout = TaskCatalog.from_config(config), config.rollout.operation_timeout_seconds
     try:
         async with (
@@ -55,8 +56,8 @@ async def _run(options: BrowserServerOptions, config: Config, token: str | None,
             BrowserServer(
                 config, catalog, pool, options.sessions, listener.url, options.lease_seconds, options.max_lease_seconds
             ) as server,
-            run_http_server(server_app(server, token), listener) as ended,
-            register_with_router(server, options.router, token),
+            run_http_server(server_app(server, [token] if token else []), listener) as ended,
+            register_with_router(server, options.router, token.value if token else None),
         ):
             await ended.wait()
     except BrowserError as error:

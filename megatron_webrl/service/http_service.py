@@ -1,4 +1,4 @@
-"""Process of a browser server or router: socket, signals, resource limits, shutdown."""
+"""Process of an HTTP service: socket, signals, resource limits, shutdown."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.farm.auth_middleware import is_loopback
 from megatron_webrl.system import atomic_file, child_process
 from megatron_webrl.system.redaction import configure_logging
+from megatron_webrl.system.network import is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ async def _until_signal(work: Coroutine[Any, Any, int]) -> int:
 
 
 @asynccontextmanager
-async def run_http_server(app: FastAPI, listener: Listener) -> AsyncIterator[asyncio.Event]:
+async def run_http_server(app: ASGIApp, listener: Listener) -> AsyncIterator[asyncio.Event]:
     """Serve requests; yields an event that is set if the server stops by itself. Shutdown takes up to GRACE_SECONDS."""
     server = _UvicornServer(
         uvicorn.Config(
@@ -123,7 +123,7 @@ async def run_http_server(app: FastAPI, listener: Listener) -> AsyncIterator[asy
 class _UvicornServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals to the caller, which has browsers to close."""
+        """Leave signals to the caller, which has resources to close."""
         yield
 
 

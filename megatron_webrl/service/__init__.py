@@ -1,0 +1,1 @@
+"""HTTP services of this package: process, socket, access."""
