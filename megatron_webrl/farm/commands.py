@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_webrl.service.http_service import ListenAddress
 
 
 def add_browsers(commands: Any) -> None:
@@ -59,12 +62,18 @@ def _add_address(parser: argparse.ArgumentParser, port: int) -> None:
     parser.add_argument(
         "--token-file", type=Path, metavar="FILE", help="file with the token (default: WEBRL_BROWSERS_TOKEN)"
     )
+    parser.add_argument(
+        "--max-connections", type=int, default=8192, metavar="N", help="open connections in all (default: 8192)"
+    )
+    parser.add_argument(
+        "--max-connections-per-address", type=int, default=2048, metavar="N",
+        help="open connections of one client address (default: 2048)",
+    )  # fmt: skip
     parser.add_argument("--die-with-parent", action="store_true", help="end when the parent process ends")
 
 
 def _serve(options: argparse.Namespace) -> int:
     from megatron_webrl.farm.server.server_main import BrowserServerOptions, run_server
-    from megatron_webrl.service.http_service import ListenAddress
 
     settings = list(options.settings)
     config = settings.pop(0) if settings and "=" not in settings[0] else None
@@ -72,7 +81,7 @@ def _serve(options: argparse.Namespace) -> int:
         BrowserServerOptions(
             config=config,
             overrides=tuple(settings),
-            address=ListenAddress(options.host, options.port, options.address, options.address_file),
+            address=_listen_address(options, options.address),
             token_file=options.token_file,
             sessions=options.sessions,
             router=options.router,
@@ -85,7 +94,13 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _route(options: argparse.Namespace) -> int:
     from megatron_webrl.farm.router.router_main import RouterOptions, run_router
+
+    return run_router(RouterOptions(_listen_address(options, None), options.token_file, options.die_with_parent))
+
+
+def _listen_address(options: argparse.Namespace, public_url: str | None) -> ListenAddress:
+    from megatron_webrl.service.connections import ConnectionLimits
     from megatron_webrl.service.http_service import ListenAddress
 
-    address = ListenAddress(options.host, options.port, address_file=options.address_file)
-    return run_router(RouterOptions(address, options.token_file, options.die_with_parent))
+    limits = ConnectionLimits(options.max_connections, options.max_connections_per_address)
+    return ListenAddress(options.host, options.port, public_url, options.address_file, limits)

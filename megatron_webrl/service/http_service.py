@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import functools
 import logging
 import os
 import resource
@@ -20,9 +21,10 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.service.connections import ConnectionLimits, LimitedSocket, TimedProtocol
 from megatron_webrl.system import atomic_file, child_process
-from megatron_webrl.system.redaction import configure_logging
 from megatron_webrl.system.network import is_loopback
+from megatron_webrl.system.redaction import configure_logging
 
 log = logging.getLogger(__name__)
 
@@ -30,32 +32,31 @@ LOG_FORMAT = "%(asctime)s {role} %(levelname)s %(name)s: %(message)s"
 KILL_TIMEOUT_SECONDS = 10.0
 START_POLL_SECONDS = 0.01
 BACKLOG = 4096  # connections waiting to be accepted; also limited by the kernel (net.core.somaxconn)
-KEEPALIVE_SECONDS = 75  # longer than clients keep idle connections, so that none is used while it is closed
 GRACE_SECONDS = 5  # for running requests at shutdown
 
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """Where to listen, and the URL to announce."""
+    """Where to listen, with which limits, and the URL to announce."""
 
     host: str
     port: int  # 0: any free port
     public_url: str | None = None  # URL for clients; None: from host and port
     address_file: Path | None = None  # receives {"url", "pid"} once the server is ready
+    limits: ConnectionLimits = ConnectionLimits()
 
 
 class Listener:
-    """A listening socket. `url` is its public URL."""
+    """A listening socket with limits of its connections. `url` is its public URL."""
 
     def __init__(self, address: ListenAddress) -> None:
         """Raises ConfigError."""
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         try:
-            self.socket = socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
+            listening = socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
         except OSError as error:
             raise ConfigError(f"cannot listen on --host={address.host} --port={address.port}: {error}") from None
-        # Inherited by accepted sockets. Else a response's body waits 40 ms until the client acknowledges the headers.
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket, self.limits = LimitedSocket(listening, address.limits), address.limits
         self._file = address.address_file
         port = self.socket.getsockname()[1]
         self.url = (address.public_url or f"http://{_public_name(address.host)}:{port}").rstrip("/")
@@ -100,10 +101,13 @@ async def _until_signal(work: Coroutine[Any, Any, int]) -> int:
 @asynccontextmanager
 async def run_http_server(app: ASGIApp, listener: Listener) -> AsyncIterator[asyncio.Event]:
     """Serve requests; yields an event that is set if the server stops by itself. Shutdown takes up to GRACE_SECONDS."""
+    protocol: Any = functools.partial(TimedProtocol, listener.limits.request_seconds)
+    idle: Any = listener.limits.idle_seconds  # uvicorn takes any number
     server = _UvicornServer(
         uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False, backlog=BACKLOG,
-            timeout_keep_alive=KEEPALIVE_SECONDS, timeout_graceful_shutdown=GRACE_SECONDS,
+            app, http=protocol, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False,
+            backlog=BACKLOG, timeout_graceful_shutdown=GRACE_SECONDS,
+            timeout_keep_alive=idle,
         )
     )  # fmt: skip
     ended = asyncio.Event()

@@ -15,8 +15,8 @@ import torch
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.control_plane import ControlClient, JobFailed
 from megatron_webrl.judge.job_budget import restore_usage, save_usage
-from megatron_webrl.system.history import History
 from megatron_webrl.system.clock import steady_time
+from megatron_webrl.system.history import History
 from megatron_webrl.system.text import metric_label
 from megatron_webrl.tasks.files.digests import task_file_digests
 from megatron_webrl.tracking import summary

@@ -64,6 +64,8 @@ def test_off_loopback_a_token_is_required(part: str, refusal: Callable[..., str]
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
+        (["--max-connections", "0"], "--max-connections=0 must be at least 1"),
+        (["--max-connections-per-address", "0"], "--max-connections-per-address=0 must be at least 1"),
         (["--sessions", "0"], "--sessions=0 must be at least 1"),
         (["--lease-seconds", "5000"], "--lease-seconds=5000 must be greater than 0 and at most"),
         (["--router", "node7:8701"], "--router=node7:8701 is not an address such as"),
