@@ -84,7 +84,8 @@ address_of() {
 
 # start_browser_farm CONFIG OVERRIDES: starts router and browser servers on the second component of a heterogeneous job.
 start_browser_farm() {
-    local nodes port=${FARM_PORT:-8700}
+    local nodes port=${FARM_PORT:-8700} secret=${WEBRL_BROWSERS_SERVER_TOKEN:-$(head -c 24 /dev/urandom | base64)}
+    unset WEBRL_BROWSERS_SERVER_TOKEN # workers and trainer ranks have the token of clients only
     [ -z "${DRY_RUN:-}" ] || return 0
     mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1")
     export WEBRL_BROWSERS_TOKEN=${WEBRL_BROWSERS_TOKEN:-$(head -c 24 /dev/urandom | base64)}
@@ -93,8 +94,9 @@ start_browser_farm() {
     FARM=http://$address:$port
     log "browsers on ${#nodes[@]} nodes: $SLURM_JOB_NODELIST_HET_GROUP_1, router $FARM"
     GROUP=1 create_containers "${nodes[*]}"
-    GROUP=1 run_on "${nodes[0]}" browsers route --die-with-parent --host "$address" --port "$port" &
-    GROUP=1 run_on "${nodes[*]}" node browsers "$@" --router "$FARM" --port $((port + 1)) --nodes "${#nodes[@]}" &
+    WEBRL_BROWSERS_SERVER_TOKEN=$secret GROUP=1 run_on "${nodes[0]}" browsers route --die-with-parent --host "$address" --port "$port" &
+    WEBRL_BROWSERS_SERVER_TOKEN=$secret GROUP=1 run_on "${nodes[*]}" node browsers "$@" --router "$FARM" \
+        --port $((port + 1)) --nodes "${#nodes[@]}" &
 }
 
 # job_field FIELD: prints a field of this job from scontrol.

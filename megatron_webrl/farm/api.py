@@ -30,7 +30,7 @@ COMMON_RESPONSES: Responses = {  # of every path under API_PREFIX
     401: {"model": ErrorResponse, "description": "The token is missing or wrong"},
     403: {
         "model": ErrorResponse,
-        "description": "Without a token: the Host is not a loopback name, or the Origin is another one",
+        "description": "The token is that of the other role; without tokens: Host or Origin is not this machine's",
     },
     413: {"model": ErrorResponse, "description": "The body is too large"},
 }

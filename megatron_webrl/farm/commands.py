@@ -59,9 +59,11 @@ def _add_address(parser: argparse.ArgumentParser, port: int) -> None:
     parser.add_argument(
         "--address-file", type=Path, metavar="FILE", help="file that receives {url, pid} once the server is ready"
     )
-    parser.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="file with the token (default: WEBRL_BROWSERS_TOKEN)"
-    )
+    for option, variable, text in (
+        ("--token-file", "WEBRL_BROWSERS_TOKEN", "the clients' token"),
+        ("--server-token-file", "WEBRL_BROWSERS_SERVER_TOKEN", "the token with which servers register with a router"),
+    ):
+        parser.add_argument(option, type=Path, metavar="FILE", help=f"file with {text} (default: {variable})")
     parser.add_argument(
         "--max-connections", type=int, default=8192, metavar="N", help="open connections in all (default: 8192)"
     )
@@ -73,6 +75,7 @@ def _add_address(parser: argparse.ArgumentParser, port: int) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
+    from megatron_webrl.farm.access import TokenFiles
     from megatron_webrl.farm.server.server_main import BrowserServerOptions, run_server
 
     settings = list(options.settings)
@@ -82,7 +85,7 @@ def _serve(options: argparse.Namespace) -> int:
             config=config,
             overrides=tuple(settings),
             address=_listen_address(options, options.address),
-            token_file=options.token_file,
+            token_files=TokenFiles(options.token_file, options.server_token_file),
             sessions=options.sessions,
             router=options.router,
             lease_seconds=options.lease_seconds,
@@ -93,9 +96,16 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _route(options: argparse.Namespace) -> int:
+    from megatron_webrl.farm.access import TokenFiles
     from megatron_webrl.farm.router.router_main import RouterOptions, run_router
 
-    return run_router(RouterOptions(_listen_address(options, None), options.token_file, options.die_with_parent))
+    return run_router(
+        RouterOptions(
+            _listen_address(options, None),
+            TokenFiles(options.token_file, options.server_token_file),
+            options.die_with_parent,
+        )
+    )
 
 
 def _listen_address(options: argparse.Namespace, public_url: str | None) -> ListenAddress:

@@ -15,8 +15,8 @@ from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.types import COORDINATE_RANGE, Action, Observation, Task
 
 API_PREFIX = "/v1"
-TOKEN_VARIABLE = "WEBRL_BROWSERS_TOKEN"  # environment variable that holds the token; see `bearer_header`
-CLIENT_ROLE = "client"  # leases and uses sessions
+TOKEN_VARIABLE = "WEBRL_BROWSERS_TOKEN"  # environment variable that holds the clients' token; see `bearer_header`
+SERVER_TOKEN_VARIABLE = "WEBRL_BROWSERS_SERVER_TOKEN"  # the same, for browser servers that register with a router
 OBSERVATION_MEDIA_TYPE = "application/vnd.webrl.observation"
 """Length of the JSON (uint32, little endian), JSON, image; other clients request the image separately."""
 _LENGTH = struct.Struct("<I")

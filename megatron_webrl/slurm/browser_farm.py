@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.farm.access import TokenFiles
 from megatron_webrl.farm.server.server_main import BrowserServerOptions, run_server
 from megatron_webrl.rollout.browsers import sessions_per_worker
 from megatron_webrl.service.http_service import ListenAddress
@@ -16,13 +17,13 @@ from megatron_webrl.system.network import own_address
 
 
 def serve_browsers(path: str, overrides: list[str], router: str, port: int, nodes: int) -> int:
-    """Serve until SIGTERM; returns the exit code. The token comes from WEBRL_BROWSERS_TOKEN. Raises ConfigError."""
+    """Serve until SIGTERM; returns the exit code. Tokens come from the environment. Raises ConfigError."""
     return run_server(
         BrowserServerOptions(
             config=path,
             overrides=tuple(overrides),
             address=ListenAddress(local_address_towards(router), port),
-            token_file=None,
+            token_files=TokenFiles(),
             sessions=sessions_per_server(parse_config(path, overrides), nodes),
             router=router,
             lease_seconds=60.0,

@@ -88,7 +88,7 @@ async def test_no_process_of_a_browser_has_the_keys_and_tokens_of_its_parent(
     site: FolderSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without Chromium's sandbox, as for root, a page that takes over its renderer reads the environment."""
-    for name in ("GEMINI_API_KEY", "WEBRL_BROWSERS_TOKEN", "https_proxy"):
+    for name in ("GEMINI_API_KEY", "WEBRL_BROWSERS_TOKEN", "WEBRL_BROWSERS_SERVER_TOKEN", "https_proxy"):
         monkeypatch.setenv(name, "canary-7f3a")
     others = set(psutil.Process().children(recursive=True))  # a server that earlier tests left, for example
     async with pool_on(site) as pool, pool.session():

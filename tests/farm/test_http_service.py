@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import secrets
 import signal
 import subprocess
@@ -15,11 +16,13 @@ import psutil
 import pytest
 
 from megatron_webrl.cli import main
-from tests.farm.conftest import LIMIT, ROOT, SMALL, Http, Server, browser_server, serving
+from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.farm.protocol import SessionSpec
+from tests.farm.conftest import LIMIT, ROOT, SMALL, Http, Server, browser_server, serving, until_async
 from tests.waiting import until
 
-TOKEN = secrets.token_urlsafe(24)
-BEARER = {"Authorization": f"Bearer {TOKEN}"}
+TOKEN, SERVER_TOKEN = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
+BEARER, SERVER_BEARER = ({"Authorization": f"Bearer {token}"} for token in (TOKEN, SERVER_TOKEN))
 
 
 @pytest.fixture
@@ -84,9 +87,11 @@ def test_invalid_options_are_refused_before_anything_starts(
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A router on a public address."""
-    file = tmp_path_factory.mktemp("token") / "token"
+    file, servers_file = (tmp_path_factory.mktemp("token") / name for name in ("clients", "servers"))
     file.write_text(TOKEN + "\n")
-    with serving("route", "--host", "0.0.0.0", "--token-file", str(file)) as server:
+    servers_file.write_text(SERVER_TOKEN + "\n")
+    files = ("--token-file", str(file), "--server-token-file", str(servers_file))
+    with serving("route", "--host", "0.0.0.0", *files) as server:
         port = server.url.rpartition(":")[2]
         yield Server(f"http://127.0.0.1:{port}", server.process)
 
@@ -105,11 +110,65 @@ async def test_every_path_of_the_api_needs_the_token(guarded: Server, client: ai
             assert answer.headers["WWW-Authenticate"] == "Bearer"
             assert set(answer.json) == {"error", "outcome"}
             assert TOKEN not in answer.body.decode()
-        assert (await http(method, path, headers=BEARER)).status != 401
+        right = SERVER_BEARER if path == "/v1/servers" else BEARER
+        assert (await http(method, path, headers=right)).status not in (401, 403)
     for path in ("/healthz", "/metrics", "/", "/openapi.json"):
         assert (await http("GET", path)).status in (200, 503)
     assert (await http("GET", "/openapi.json")).json["paths"]["/v1/state"]["get"]["security"] == [{"client": []}]
+    assert (await http("GET", "/openapi.json")).json["paths"]["/v1/servers"]["post"]["security"] == [{"server": []}]
     assert (await http("GET", "/v1/state", headers={**BEARER, "Host": "farm.example"})).status == 200
+
+
+async def test_a_client_registers_no_server_and_a_server_leases_nothing(
+    guarded: Server, client: aiohttp.ClientSession
+) -> None:
+    http = Http(client, guarded.url)
+    state = {
+        "url": "http://192.0.2.1:8700", "instance_id": "f00d", "sessions": 8, "free": 8,
+        "spec": dataclasses.asdict(SessionSpec.from_config(BrowserConfig())),
+    }  # fmt: skip
+    for headers, status in ((BEARER, 403), (SERVER_BEARER, 204)):
+        answer = await http("POST", "/v1/servers", json=state, headers=headers)
+        assert answer.status == status
+        known = (await http("GET", "/v1/state", headers=BEARER)).json["servers"]
+        assert [server["url"] for server in known] == ([state["url"]] if status == 204 else [])
+    for method, path in (("POST", "/v1/leases"), ("DELETE", "/v1/leases/f00d-x"), ("GET", "/v1/state")):
+        answer = await http(method, path, json={}, headers=SERVER_BEARER)
+        assert (answer.status, answer.json["error"]) == (
+            403, "this is the token of a server; the path needs the token of a client",
+        )  # fmt: skip
+
+
+async def test_servers_register_and_clients_lease_with_tokens_of_their_own(client: aiohttp.ClientSession) -> None:
+    tokens = {"WEBRL_BROWSERS_TOKEN": TOKEN, "WEBRL_BROWSERS_SERVER_TOKEN": SERVER_TOKEN}
+    with serving("route", **tokens) as router, browser_server("--router", router.url, sessions=1, **tokens) as server:
+        http = Http(client, router.url)
+        placed = {"json": {}, "headers": BEARER}
+        await until_async(lambda: registered(http), "a registered server")
+        assert (await http("POST", "/v1/leases", **placed)).json["server"] == server.url
+        for process in (router.process, server.process):
+            assert TOKEN not in " ".join(psutil.Process(process.pid).cmdline())
+        assert (await Http(client, server.url)("POST", "/v1/leases", json={}, headers=SERVER_BEARER)).status == 401
+
+
+async def registered(http: Http) -> bool:
+    return bool((await http("GET", "/v1/state", headers=BEARER)).json["servers"])
+
+
+def test_the_two_tokens_are_two_secrets(
+    refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for part in (["route"], ["serve", "--router", "http://head:8701"]):
+        monkeypatch.delenv("WEBRL_BROWSERS_SERVER_TOKEN", raising=False)
+        said = refusal(*part, "--port", "0", token=TOKEN)
+        assert "WEBRL_BROWSERS_SERVER_TOKEN is not set, and browser servers register with a token other than" in said
+        monkeypatch.setenv("WEBRL_BROWSERS_SERVER_TOKEN", TOKEN)
+        said = refusal(*part, "--port", "0", token=TOKEN)
+        assert "are the same" in said
+        assert TOKEN not in said
+        assert "set both" in refusal(*part, "--port", "0", token="")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    assert "not a text" in refusal("route", "--server-token-file", str(tmp_path / "binary"), token=TOKEN)
 
 
 async def test_without_a_token_only_loopback_hosts_and_own_pages_are_accepted(

@@ -30,6 +30,7 @@ from megatron_webrl.farm.protocol import (
     dump,
     load,
 )
+from megatron_webrl.service.tokens import Token
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +63,8 @@ class _Server:
 class Router:
     """Life cycle: `async with Router(token)`. Servers register by heartbeat; leases are placed on the least loaded."""
 
-    def __init__(self, token: str | None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`token` is also that of the servers."""
+    def __init__(self, token: Token | None, clock: Callable[[], float] = time.monotonic) -> None:
+        """`token`: that of the clients, which the servers know too."""
         self._token, self._clock = token, clock
         self._started = clock()
         self._servers: dict[str, _Server] = {}  # by instance_id, the first part of a lease id
@@ -76,7 +77,7 @@ class Router:
 
     async def __aenter__(self) -> Router:
         self._client = aiohttp.ClientSession(
-            headers={"Content-Type": "application/json"} | bearer_header(self._token),
+            headers={"Content-Type": "application/json"} | bearer_header(self._token.value if self._token else None),
             connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS, limit_per_host=MAX_CONNECTIONS_PER_SERVER),
             timeout=aiohttp.ClientTimeout(total=LEASE_REQUEST_TIMEOUT_SECONDS, sock_connect=CONNECT_TIMEOUT_SECONDS),
         )

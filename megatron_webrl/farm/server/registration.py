@@ -12,6 +12,7 @@ import aiohttp
 
 from megatron_webrl.farm.protocol import API_PREFIX, bearer_header, dump
 from megatron_webrl.farm.server.browser_server import BrowserServer
+from megatron_webrl.service.tokens import Token
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ RESPONSE_TIMEOUT_SECONDS = 5.0
 
 
 @asynccontextmanager
-async def register_with_router(server: BrowserServer, router: str | None, token: str | None) -> AsyncIterator[None]:
+async def register_with_router(server: BrowserServer, router: str | None, token: Token | None) -> AsyncIterator[None]:
     """Send the server's state to `router`, if any, every REGISTRATION_INTERVAL_SECONDS and when a full server has room.
     Failures are retried without limit: the router may be starting.
     """
@@ -36,8 +37,8 @@ async def register_with_router(server: BrowserServer, router: str | None, token:
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def _send_heartbeats(server: BrowserServer, router: str, token: str | None) -> None:
-    headers = {"Content-Type": "application/json"} | bearer_header(token)
+async def _send_heartbeats(server: BrowserServer, router: str, token: Token | None) -> None:
+    headers = {"Content-Type": "application/json"} | bearer_header(token.value if token else None)
     why: str | None = None
     timeout = aiohttp.ClientTimeout(total=RESPONSE_TIMEOUT_SECONDS)
     async with aiohttp.ClientSession(timeout=timeout, headers=headers) as client:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 
 from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.errors import BrowserError
@@ -12,13 +11,12 @@ from megatron_webrl.config.browser_checks import check_browser_server_config
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.farm.access import read_client_token
+from megatron_webrl.farm.access import TokenFiles, Tokens, read_tokens
 from megatron_webrl.farm.request_validation import TaskCatalog
 from megatron_webrl.farm.server.browser_server import BrowserServer
 from megatron_webrl.farm.server.registration import register_with_router
 from megatron_webrl.farm.server.server_api import server_app
 from megatron_webrl.service.http_service import ListenAddress, Listener, run_http_server, run_process
-from megatron_webrl.service.tokens import Token
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +28,7 @@ class BrowserServerOptions:
     config: str | None
     overrides: tuple[str, ...]
     address: ListenAddress
-    token_file: Path | None
+    token_files: TokenFiles
     sessions: int
     router: str | None
     lease_seconds: float
@@ -40,15 +38,15 @@ class BrowserServerOptions:
 
 def run_server(options: BrowserServerOptions) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code. Raises ConfigError."""
-    token = read_client_token(options.address.host, options.token_file)
+    _check(options)
+    tokens = read_tokens(options.address.host, options.token_files, with_router=options.router is not None)
     config = parse_config(options.config, list(options.overrides))
     check_browser_server_config(config)
-    _check(options)
     listener = Listener(options.address)
-    return run_process("browser-server", _run(options, config, token, listener), options.die_with_parent)
+    return run_process("browser-server", _run(options, config, tokens, listener), options.die_with_parent)
 
 
-async def _run(options: BrowserServerOptions, config: Config, token: Token | None, listener: Listener) -> int:
+async def _run(options: BrowserServerOptions, config: Config, tokens: Tokens, listener: Listener) -> int:
     catalog, timeout = TaskCatalog.from_config(config), config.rollout.operation_timeout_seconds
     try:
         async with (
@@ -56,8 +54,8 @@ async def _run(options: BrowserServerOptions, config: Config, token: Token | Non
             BrowserServer(
                 config, catalog, pool, options.sessions, listener.url, options.lease_seconds, options.max_lease_seconds
             ) as server,
-            run_http_server(server_app(server, [token] if token else []), listener) as ended,
-            register_with_router(server, options.router, token.value if token else None),
+            run_http_server(server_app(server, [tokens.client] if tokens.client else []), listener) as ended,
+            register_with_router(server, options.router, tokens.server),
         ):
             await ended.wait()
     except BrowserError as error:
