@@ -63,6 +63,8 @@ setup(
             "pytest-timeout",
             "pytest-xdist",
             "hypothesis",
+            "schemathesis>=4.32,<5",
+            "trustme",
             "ruff",
             "mypy",
             "types-PyYAML",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import ssl
 from typing import Any, TypeVar
 
 import aiohttp
@@ -13,6 +15,7 @@ from tenacity import wait_exponential, wait_random_exponential
 from megatron_webrl.browser.errors import BrowserCrashed, BrowserError, BrowserMissing, BrowserTimeout, PageCrashed
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.farm import protocol
+from megatron_webrl.service.tls import client_context
 from megatron_webrl.system.text import first_line
 
 CONNECT_TIMEOUT_SECONDS = 5.0
@@ -78,13 +81,22 @@ def to_browser_error(error: protocol.ErrorResponse) -> BrowserError:
     return failure
 
 
+def tls_context() -> ssl.SSLContext:
+    """The TLS settings for farm addresses that begin with https://. Raises ConfigError."""
+    return client_context(os.environ.get(protocol.CA_VARIABLE, ""), protocol.CA_VARIABLE)
+
+
 class HttpClient:
     """Requests over persistent connections."""
 
     def __init__(self, token: str | None) -> None:
-        """`token` is sent with every request, unless None."""
+        """`token` is sent with every request, unless None. Raises ConfigError."""
         connector = aiohttp.TCPConnector(
-            limit=0, keepalive_timeout=KEEPALIVE_SECONDS, socket_factory=_make_socket, ttl_dns_cache=60
+            limit=0,
+            keepalive_timeout=KEEPALIVE_SECONDS,
+            socket_factory=_make_socket,
+            ttl_dns_cache=60,
+            ssl=tls_context(),
         )
         # Servers set no cookies, and the proxies of the environment are for the web, not for the farm.
         self._http = aiohttp.ClientSession(

@@ -17,6 +17,7 @@ from megatron_webrl.types import COORDINATE_RANGE, Action, Observation, Task
 API_PREFIX = "/v1"
 TOKEN_VARIABLE = "WEBRL_BROWSERS_TOKEN"  # environment variable that holds the clients' token; see `bearer_header`
 SERVER_TOKEN_VARIABLE = "WEBRL_BROWSERS_SERVER_TOKEN"  # the same, for browser servers that register with a router
+CA_VARIABLE = "WEBRL_BROWSERS_CA"  # PEM file of the issuers that clients of https:// addresses trust
 OBSERVATION_MEDIA_TYPE = "application/vnd.webrl.observation"
 """Length of the JSON (uint32, little endian), JSON, image; other clients request the image separately."""
 _LENGTH = struct.Struct("<I")

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.service.connections import ConnectionLimits, LimitedSocket, TimedProtocol
+from megatron_webrl.service.tls import TlsFiles, server_context
 from megatron_webrl.system import atomic_file, child_process
 from megatron_webrl.system.network import is_loopback
 from megatron_webrl.system.redaction import configure_logging
@@ -44,6 +45,7 @@ class ListenAddress:
     public_url: str | None = None  # URL for clients; None: from host and port
     address_file: Path | None = None  # receives {"url", "pid"} once the server is ready
     limits: ConnectionLimits = ConnectionLimits()
+    tls: TlsFiles | None = None
 
 
 class Listener:
@@ -51,6 +53,7 @@ class Listener:
 
     def __init__(self, address: ListenAddress) -> None:
         """Raises ConfigError."""
+        self.tls = None if address.tls is None else server_context(address.tls)
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         try:
             listening = socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
@@ -58,8 +61,8 @@ class Listener:
             raise ConfigError(f"cannot listen on --host={address.host} --port={address.port}: {error}") from None
         self.socket, self.limits = LimitedSocket(listening, address.limits), address.limits
         self._file = address.address_file
-        port = self.socket.getsockname()[1]
-        self.url = (address.public_url or f"http://{_public_name(address.host)}:{port}").rstrip("/")
+        scheme, port = "http" if self.tls is None else "https", self.socket.getsockname()[1]
+        self.url = (address.public_url or f"{scheme}://{_public_name(address.host)}:{port}").rstrip("/")
 
     def write_address_file(self) -> None:
         """Write the address file atomically."""
@@ -102,12 +105,13 @@ async def _until_signal(work: Coroutine[Any, Any, int]) -> int:
 async def run_http_server(app: ASGIApp, listener: Listener) -> AsyncIterator[asyncio.Event]:
     """Serve requests; yields an event that is set if the server stops by itself. Shutdown takes up to GRACE_SECONDS."""
     protocol: Any = functools.partial(TimedProtocol, listener.limits.request_seconds)
+    tls: Any = None if listener.tls is None else lambda *_: listener.tls
     idle: Any = listener.limits.idle_seconds  # uvicorn takes any number
     server = _UvicornServer(
         uvicorn.Config(
             app, http=protocol, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False,
             backlog=BACKLOG, timeout_graceful_shutdown=GRACE_SECONDS,
-            timeout_keep_alive=idle,
+            timeout_keep_alive=idle, ssl_context_factory=tls,
         )
     )  # fmt: skip
     ended = asyncio.Event()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import aiohttp
 from pydantic import TypeAdapter
 
+from megatron_webrl.farm.http_client import tls_context
 from megatron_webrl.farm.leases import LeaseExpired, NoCapacity
 from megatron_webrl.farm.metrics import RouterMetrics
 from megatron_webrl.farm.protocol import (
@@ -78,7 +79,9 @@ class Router:
     async def __aenter__(self) -> Router:
         self._client = aiohttp.ClientSession(
             headers={"Content-Type": "application/json"} | bearer_header(self._token.value if self._token else None),
-            connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS, limit_per_host=MAX_CONNECTIONS_PER_SERVER),
+            connector=aiohttp.TCPConnector(
+                limit=MAX_CONNECTIONS, limit_per_host=MAX_CONNECTIONS_PER_SERVER, ssl=tls_context()
+            ),
             timeout=aiohttp.ClientTimeout(total=LEASE_REQUEST_TIMEOUT_SECONDS, sock_connect=CONNECT_TIMEOUT_SECONDS),
         )
         self._ticker = asyncio.get_running_loop().create_task(self._tick())

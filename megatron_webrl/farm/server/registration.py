@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import aiohttp
 
+from megatron_webrl.farm.http_client import tls_context
 from megatron_webrl.farm.protocol import API_PREFIX, bearer_header, dump
 from megatron_webrl.farm.server.browser_server import BrowserServer
 from megatron_webrl.service.tokens import Token
@@ -24,12 +26,12 @@ RESPONSE_TIMEOUT_SECONDS = 5.0
 @asynccontextmanager
 async def register_with_router(server: BrowserServer, router: str | None, token: Token | None) -> AsyncIterator[None]:
     """Send the server's state to `router`, if any, every REGISTRATION_INTERVAL_SECONDS and when a full server has room.
-    Failures are retried without limit: the router may be starting.
+    Failures are retried without limit: the router may be starting. Raises ConfigError.
     """
     if router is None:
         yield
         return
-    running = asyncio.get_running_loop().create_task(_send_heartbeats(server, router.rstrip("/"), token))
+    running = asyncio.get_running_loop().create_task(_send_heartbeats(server, router.rstrip("/"), token, tls_context()))
     try:
         yield
     finally:
@@ -37,11 +39,12 @@ async def register_with_router(server: BrowserServer, router: str | None, token:
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def _send_heartbeats(server: BrowserServer, router: str, token: Token | None) -> None:
+async def _send_heartbeats(server: BrowserServer, router: str, token: Token | None, tls: ssl.SSLContext) -> None:
     headers = {"Content-Type": "application/json"} | bearer_header(token.value if token else None)
     why: str | None = None
     timeout = aiohttp.ClientTimeout(total=RESPONSE_TIMEOUT_SECONDS)
-    async with aiohttp.ClientSession(timeout=timeout, headers=headers) as client:
+    connector = aiohttp.TCPConnector(ssl=tls)
+    async with aiohttp.ClientSession(timeout=timeout, headers=headers, connector=connector) as client:
         while True:
             server.capacity_freed.clear()
             previous, why = why, await _send(client, f"{router}{API_PREFIX}/servers", dump(server.state()))
