@@ -81,8 +81,9 @@ def run_process(role: str, work: Coroutine[Any, Any, int], die_with_parent: bool
     for orphan in child_process.sweep_orphans():
         log.warning("killed orphan %s", orphan)
     os.environ.update(child_process.owner_environment())
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # every connection is a file
+    for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC):  # every connection is a file
+        _, hard = resource.getrlimit(limit)
+        resource.setrlimit(limit, (hard, hard))
     try:
         return asyncio.run(_until_signal(work))
     finally:

@@ -16,6 +16,7 @@ from megatron_webrl.farm.request_validation import TaskCatalog
 from megatron_webrl.farm.server.browser_server import BrowserServer
 from megatron_webrl.farm.server.registration import register_with_router
 from megatron_webrl.farm.server.server_api import server_app
+from megatron_webrl.farm.server.session_limits import check_session_limits
 from megatron_webrl.service.http_service import ListenAddress, Listener, run_http_server, run_process
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ def run_server(options: BrowserServerOptions) -> int:
     tokens = read_tokens(options.address.host, options.token_files, with_router=options.router is not None)
     config = parse_config(options.config, list(options.overrides))
     check_browser_server_config(config)
+    check_session_limits(options.sessions, options.address.limits.max_connections)
     listener = Listener(options.address)
     return run_process("browser-server", _run(options, config, tokens, listener), options.die_with_parent)
 
