@@ -23,6 +23,7 @@ from megatron_webrl.gpu_check.command import add_gpu_check
 from megatron_webrl.judge.command import add_judge
 from megatron_webrl.launch.elsewhere import load_config_elsewhere
 from megatron_webrl.launch.evaluation_command import add_eval
+from megatron_webrl.launch.role_process import INFRASTRUCTURE_EXIT_CODE, is_file_system_failure
 from megatron_webrl.launch.task_validation import check_evaluators, check_tasks_and_browser
 from megatron_webrl.launch.upload_command import add_upload
 from megatron_webrl.launch.validation import load_config
@@ -33,6 +34,7 @@ from megatron_webrl.system import stack_dump
 from megatron_webrl.system.redaction import configure_logging, redact
 from megatron_webrl.system.text import first_line
 from megatron_webrl.tasks.command import add_tasks
+from megatron_webrl.types import failed_outcome
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -362,11 +364,11 @@ def _run_role(
         return 1
     except Exception as error:
         log.exception("failed")
-        message = f"{type(error).__name__}: {first_line(error)}"
+        message, infrastructure = f"{type(error).__name__}: {first_line(error)}", is_file_system_failure(error)
         if not restartable:
-            control.end_job(f"failed: {name}: {message}")
+            control.end_job(failed_outcome(f"{name}: {message}", infrastructure))
         log.error("%s", message)  # the last line of the log, which the launcher shows
-        return 1
+        return INFRASTRUCTURE_EXIT_CODE if infrastructure else 1
     return 0
 
 

@@ -46,6 +46,17 @@ STOPPED, PREEMPTED, BUDGET_SPENT = "stopped", "preempted", "judge_budget_spent"
 CLEAN_JOB_OUTCOMES = ("finished", STOPPED, PREEMPTED, BUDGET_SPENT)
 """Outcomes of a job without a failure: all updates made, or ended early with a checkpoint: by its user, by Slurm, or
 because the judge's budget was spent."""
+_INFRASTRUCTURE_FAILURE = "failed: infrastructure: "
+
+
+def failed_outcome(reason: str, infrastructure: bool = False) -> str:
+    """The outcome of a job that failed; `infrastructure`: another launch, perhaps on other nodes, may succeed."""
+    return f"{_INFRASTRUCTURE_FAILURE if infrastructure else 'failed: '}{reason}"
+
+
+def is_infrastructure_failure(outcome: str) -> bool:
+    return outcome.startswith(_INFRASTRUCTURE_FAILURE)
+
 
 TRAINABLE_OUTCOMES = frozenset({"success", "failure"})
 """Outcomes that measure the policy. Every other outcome masks the episode and names the reason."""

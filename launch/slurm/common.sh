@@ -65,9 +65,10 @@ create_containers() {
 
 # start_step ROLE: runs a step of the job; if it fails, the job ends with that reason, unless it has ended before.
 start_step() {
-    local role=$1 code=0
+    local role=$1 code=0 reason=--failed
     run_on "$NODES" node "$role" "$SETTINGS" "${STUB_ARGUMENTS[@]}" || code=$?
-    [ "$code" = 0 ] || run_on "$FIRST" node stop "$SETTINGS" --failed "the $role step ended with code $code"
+    [ "$code" != 137 ] || reason=--lost # a supervisor was killed by SIGKILL: no role's failure does that
+    [ "$code" = 0 ] || run_on "$FIRST" node stop "$SETTINGS" $reason "the $role step ended with code $code"
 }
 
 # address_of NODE: prints the address at which other nodes reach it.
@@ -213,6 +214,7 @@ run_processes() {
     done
     case $outcome in
         0) ;;
+        74) requeue "the infrastructure failed" ;;
         75) requeue "pre-empted${SAVES:+, with a checkpoint}" ;;
         *) if [ -n "$NOTICE" ] || preempted; then requeue "the job failed after a notice of its end"; fi ;;
     esac

@@ -43,6 +43,11 @@ class RolloutConfig:
     engines: int = setting(
         1, "Rollout workers, each with one vLLM engine; 0: as many as cluster.* has GPUs for.", low=0
     )
+    min_engines: int = setting(
+        1,
+        "The job continues without workers that keep failing (run.worker_restarts_per_hour) down to this many.",
+        low=1,
+    )
     tensor_parallel: int = setting(1, "GPUs (or CPU processes) of one engine that share each layer.", low=1)
     pipeline_parallel: int = setting(1, "Stages of layers of one engine, each on its own GPUs.", low=1)
     expert_parallel: bool = setting(

@@ -31,7 +31,11 @@ class RunConfig:
         "counts as hung: all processes write their stacks to their logs, and it is killed. 0: never.",
         low=0,
     )
-    max_worker_restarts: int = setting(3, "Restarts of each rollout worker after a failure.", low=0)
+    worker_restarts_per_hour: int = setting(
+        6,
+        "Restarts of each rollout worker within an hour; one that fails more often is given up (rollout.min_engines).",
+        low=0,
+    )
     max_requeues: int = setting(
         3, "Times that Slurm may requeue a job without a newer checkpoint before the job fails.", low=0
     )

@@ -168,6 +168,8 @@ class ControlClient:
             if end["outcome"] in CLEAN_JOB_OUTCOMES:
                 raise JobEnded
             raise JobFailed(end["outcome"])
+        if self.role.startswith("rollout-") and self.role.partition(".")[0] in self.given_up_workers():
+            raise JobEnded  # its engine was given up because of a part on another node
         for role in watched_roles:
             if self.is_lost(role, grace_seconds):
                 raise JobFailed(
@@ -203,9 +205,17 @@ class ControlClient:
         return int(self._get(f"instances/{role}") or 0)
 
     def instance_has_ended(self, instance_id: str) -> bool:
-        """Whether an instance <role>.<number> has ended: its role has registered another one, or is lost (is_lost)."""
+        """Whether an instance <role>.<number> has ended: its role has registered another, was given up, or is lost."""
         role, _, number = instance_id.rpartition(".")
-        return self.instance_count(role) != int(number) or self.is_lost(role)
+        return role in self.given_up_workers() or self.instance_count(role) != int(number) or self.is_lost(role)
+
+    def give_up_worker(self, worker: str, reason: str) -> None:
+        """Supervisor: let the job continue without a worker; other workers adopt its claims, and it ends itself."""
+        self.store.append("workers/given_up", json.dumps([worker, reason]) + "\n")  # type: ignore[attr-defined]
+
+    def given_up_workers(self) -> dict[str, str]:
+        """The reason by worker given up, in order."""
+        return dict(json.loads(line) for line in (self._get("workers/given_up") or "").splitlines())
 
     def request_stop(self, outcome: str = STOPPED) -> None:
         """Request the end after the current update, with a checkpoint. STOPPED replaces others, not vice versa."""
@@ -244,7 +254,8 @@ class ControlClient:
 
     def shutdown(self) -> None:
         """Let the control plane exit without lingering."""
-        self.store.set("shutdown", "1")
+        with suppress(DistNetworkError, DistStoreError):
+            self.store.set("shutdown", "1")
 
     def close(self) -> None:
         """Stop the heartbeat."""
@@ -317,10 +328,14 @@ class ControlClient:
         """Worker: close a slot, whose group is completely in the ring."""
         self.store.set(f"tickets/{slot}", TICKET_DONE)
 
-    def unfinished_claims(self, first: int) -> list[int]:
-        """Worker: slots from `first` on that earlier instances of this role claimed and did not close, in order."""
-        owners = self.claims(first, self.claimed_slots())
-        return [slot for slot, owner in enumerate(owners, first) if owner == self.role]
+    def unfinished_claims(self, first: int, worker: str = "") -> list[int]:
+        """Slots from `first` on that ended instances of a worker, this role by default, claimed and did not close."""
+        owners, worker = self.claims(first, self.claimed_slots()), worker or self.role
+        return [slot for slot, owner in enumerate(owners, first) if owner == worker]
+
+    def adopt_slot(self, slot: int, worker: str) -> bool:
+        """Worker: take over a slot that a worker given up did not close; False if another one was faster."""
+        return self.store.compare_set(f"tickets/{slot}", worker, self.role).decode() == self.role
 
     def claims(self, first: int, end: int) -> list[str]:
         """The owner of each claimed slot in [first, end), or TICKET_DONE, or TICKET_FENCE."""

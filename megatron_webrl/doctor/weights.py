@@ -18,7 +18,8 @@ from megatron_webrl.launch.local_launcher import LocalLauncher
 def check_weight_sync(config: Config, console: Console, *, as_json: bool = False) -> int:
     """Send weights without training and compare every slice, in a run "<run.name>-weights"; returns the exit code."""
     run = replace(config.run, name=f"{config.run.name}-weights", resume=False)
-    config = replace(config, run=run, weights=replace(config.weights, verify=True))
+    rollout = replace(config.rollout, min_engines=config.rollout.engines)
+    config = replace(config, run=run, rollout=rollout, weights=replace(config.weights, verify=True))
     progress = Console(stderr=True) if as_json else console
     code = LocalLauncher(config, progress, weights_only=True).run()
     if code:

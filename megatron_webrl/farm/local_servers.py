@@ -8,7 +8,6 @@ import logging
 import os
 import secrets
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -21,28 +20,24 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.farm.protocol import TOKEN_VARIABLE
 from megatron_webrl.system import child_process
 from megatron_webrl.system.child_process import ProcessError
+from megatron_webrl.system.restart_policy import RestartPolicy
+from megatron_webrl.system.supervised_process import SupervisedProcess
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_SECONDS = 120.0
 SHUTDOWN_TIMEOUT_SECONDS = 30.0  # a server closes Chromium, which has timeouts of its own
-STABLE_SECONDS = 60.0  # uptime that resets the count of failures in a row
-MAX_RESTARTS = 3  # in a row
+MAX_RESTARTS = 10  # of one server within an hour
 POLL_SECONDS = 0.05
 
 
 @dataclass
 class _Server:
-    """One server process and its history."""
-
-    name: str
-    log: Path
+    process: SupervisedProcess
     address_file: Path
-    process: subprocess.Popen[bytes]
-    started: float
+    started: float  # monotonic time
     url: str | None = None  # once it is ready
     was_ready: bool = False  # at any time, before restarts too
-    failures: int = 0  # in a row
 
 
 class LocalServers:
@@ -63,10 +58,16 @@ class LocalServers:
         save_config(self._config, self._scratch / "config.yaml")
         for number, sessions in enumerate(self._sessions):
             name = f"{self._name}-{number}"
-            log_file = (self._log_folder or self._scratch) / f"{name}.log"
             address_file = self._scratch / f"{name}.json"
-            process = self._run(name, sessions, log_file, address_file)
-            self._servers.append(_Server(name, log_file, address_file, process, time.monotonic()))
+            process = SupervisedProcess(
+                name,
+                self._command(sessions, address_file),
+                {**os.environ, TOKEN_VARIABLE: self.token, "TMPDIR": str(self._scratch)},
+                (self._log_folder or self._scratch) / f"{name}.log",
+                policy=RestartPolicy(MAX_RESTARTS),
+                may_exit=False,
+            )
+            self._servers.append(_Server(process.start(), address_file, time.monotonic()))
 
     def addresses(self) -> list[str]:
         """URLs of the servers that are ready."""
@@ -79,15 +80,15 @@ class LocalServers:
 
     def poll(self) -> None:
         """Detect servers that are ready and restart those that have ended. Call from the main thread. Raises
-        ProcessError for a server that never became ready or failed more than MAX_RESTARTS times in a row.
+        ProcessError for a server that never became ready or failed more than MAX_RESTARTS times within an hour.
         """
-        for number, server in enumerate(self._servers):
-            if (code := server.process.poll()) is not None:
-                self._restart(server, self._sessions[number], child_process.describe_exit(code))
-            elif server.url is None:
+        for server in self._servers:
+            if failure := server.process.poll_failure():
+                self._schedule_restart(server, failure)
+            elif server.process.restart_if_due():
+                server.started = time.monotonic()
+            elif server.url is None and server.process.restart_at is None:
                 self._check_ready(server)
-            elif server.failures and time.monotonic() > server.started + STABLE_SECONDS:
-                server.failures = 0
 
     async def wait_until_ready(self) -> None:
         """Wait until every server is ready. Raises ProcessError."""
@@ -96,11 +97,12 @@ class LocalServers:
 
     def close(self) -> None:
         """End the processes, within a timeout, and remove their files. A second call does nothing."""
-        for server in self._servers:
-            server.process.terminate()
+        processes = [server.process.process for server in self._servers]
+        for process in processes:
+            process.terminate()
         deadline = time.monotonic() + SHUTDOWN_TIMEOUT_SECONDS
-        for server in self._servers:
-            child_process.terminate_tree(server.process, max(0.1, deadline - time.monotonic()))
+        for process in processes:
+            child_process.terminate_tree(process, max(0.1, deadline - time.monotonic()))
         self._servers = []
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
@@ -109,38 +111,32 @@ class LocalServers:
     def _check_ready(self, server: _Server) -> None:
         if server.address_file.is_file():
             server.url, server.was_ready = str(json.loads(server.address_file.read_text())["url"]), True
-            log.info("%s is ready at %s", server.name, server.url)
+            log.info("%s is ready at %s", server.process.name, server.url)
         elif time.monotonic() > server.started + START_TIMEOUT_SECONDS:
             raise ProcessError(
-                f"{server.name} was not ready within {START_TIMEOUT_SECONDS:.0f} s; last log line: "
-                f"{child_process.last_log_line(server.log)} (log: {server.log})"
+                f"{server.process.name} was not ready within {START_TIMEOUT_SECONDS:.0f} s; last log line: "
+                f"{server.process.process.output.last_line()} (log: {server.process.log})"
             )
 
-    def _restart(self, server: _Server, sessions: int, how: str) -> None:
+    def _schedule_restart(self, server: _Server, failure: str) -> None:
         """Replace a process that has ended; its sessions are lost."""
-        failure = f"{server.name} {how}; last log line: {child_process.last_log_line(server.log)} (log: {server.log})"
         server.url = None
-        server.failures += 1
-        if not server.was_ready or server.failures > MAX_RESTARTS:
-            count = f", {server.failures} times in a row" if server.was_ready else ""
-            raise ProcessError(f"{failure}{count}")
-        log.warning("%s; restarting it", failure)
-        child_process.kill_process_group(server.process.pid)  # its remaining children
-        server.address_file.unlink(missing_ok=True)
-        server.process, server.started = (
-            self._run(server.name, sessions, server.log, server.address_file),
-            time.monotonic(),
+        if not server.was_ready:
+            raise ProcessError(failure)
+        if not server.process.schedule_restart(failure):
+            raise ProcessError(f"{failure}, after {MAX_RESTARTS} restarts within an hour")
+        log.warning(
+            "%s; restarting it (restart %d of %d within an hour)", failure, server.process.policy.used, MAX_RESTARTS
         )
+        server.address_file.unlink(missing_ok=True)
 
-    def _run(self, name: str, sessions: int, log_file: Path, address_file: Path) -> subprocess.Popen[bytes]:
-        assert self._scratch is not None
-        command = [
+    @staticmethod
+    def _command(sessions: int, address_file: Path) -> list[str]:
+        return [
             sys.executable, "-m", "megatron_webrl.cli", "browsers", "serve",
-            str(self._scratch / "config.yaml"), "--host", "127.0.0.1", "--port", "0", "--sessions", str(sessions),
-            "--address-file", str(address_file), "--die-with-parent",
+            str(address_file.with_name("config.yaml")), "--host", "127.0.0.1", "--port", "0",
+            "--sessions", str(sessions), "--address-file", str(address_file), "--die-with-parent",
         ]  # fmt: skip
-        environment = {**os.environ, TOKEN_VARIABLE: self.token, "TMPDIR": str(self._scratch)}
-        return child_process.start_process(command, log_file, environment, name)
 
 
 @asynccontextmanager

@@ -75,7 +75,7 @@ def _run_section(
         role_process.sweep_leftovers()  # of the job of a section that was killed
         results.append(failed(section, "time", f"it took more than the {seconds:.3g} s that were left {budget}"))
     elif code:
-        last = child_process.last_log_line(log)
+        last = process.output.last_line()
         results.append(failed(section, "its process", f"{child_process.describe_exit(code)}; last log line: {last}"))
         console.print("\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL:]), markup=False, style="dim")
     return results

@@ -1,8 +1,7 @@
 """Runs a job on one machine: the control plane, the rollout workers and the trainer ranks.
 
-It restarts a rollout worker that fails or hangs, at most run.max_worker_restarts times, and all trainer ranks together
-(launch/trainer_restart.py). The failure of another role ends the job with an error that names it. No process outlives
-the job: roles die with the launcher, it kills their orphans, and the next launch removes what survived its SIGKILL.
+It restarts roles that fail or hang (launch/role_supervisor.py). No process outlives the job: roles die with the
+launcher, it kills their orphans, and the next launch removes what survived its SIGKILL.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from megatron_webrl.launch.role_process import (
     EXIT_GRACE_SECONDS,
     FAILED_EXIT_GRACE_SECONDS,
     KILL_SECONDS,
-    RoleProcess,
     RoleStartError,
 )
-from megatron_webrl.launch.trainer_restart import TrainerRestarter, may_restart
+from megatron_webrl.launch.role_supervisor import RoleSupervisor
 from megatron_webrl.launch.watchdog import Watchdog
 from megatron_webrl.ring.segment import segment_prefix, sweep_segments
 from megatron_webrl.status.final_report import print_final_report
 from megatron_webrl.system import child_process, cuda_driver
 from megatron_webrl.system.gpu import has_gpu
+from megatron_webrl.system.supervised_process import SupervisedProcess
 from megatron_webrl.tracking import events, summary
 from megatron_webrl.tracking.dashboard import TerminalDashboard
 from megatron_webrl.tracking.events import EventLog
-from megatron_webrl.types import BUDGET_SPENT, CLEAN_JOB_OUTCOMES
+from megatron_webrl.types import BUDGET_SPENT, CLEAN_JOB_OUTCOMES, failed_outcome
 
 POLL_SECONDS = 0.25
 CONTROL_HOST = "127.0.0.1"
@@ -49,14 +48,14 @@ CONTROL_PORT = 0  # any free one
 class LocalLauncher:
     config: Config
     console: Console
-    role_processes: list[RoleProcess] = field(default_factory=list)
     interrupts: int = 0
     scratch: Path = field(init=False)  # TMPDIR of the roles
-    trainer_restarter: TrainerRestarter | None = None  # set with the trainer ranks
     weights_only: bool = False  # transfer weights to the engines without training (`webrl doctor --weights`)
     watchdog: Watchdog | None = None  # set with the control plane
     visible_devices: dict[str, str] = field(init=False)  # CUDA_VISIBLE_DEVICES by role; empty without GPUs
     journal: EventLog = field(init=False)
+    supervisor: RoleSupervisor = field(init=False)
+    _control: ControlClient | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a configuration of several nodes or of more GPUs than CUDA_VISIBLE_DEVICES allows, and
@@ -66,6 +65,9 @@ class LocalLauncher:
         self.visible_devices = visible_devices_by_process(self.config, os.environ.get(DEVICES_VARIABLE, ""))
         self.scratch = child_process.make_scratch_folder()
         self.journal = EventLog(self.config.run_folder)
+        self.supervisor = RoleSupervisor(
+            self.config, self.journal, self._warn, self._connect, restarts_trainer=not self.weights_only
+        )
 
     def run(self) -> int:
         """Run the job; returns the exit code: 0 finished, 1 failed, 130 interrupted.
@@ -97,9 +99,9 @@ class LocalLauncher:
         try:
             outcome = self._supervise()
         except (JobFailed, RoleStartError) as error:
-            outcome = f"failed: {error}"
+            outcome = failed_outcome(str(error))
         finally:
-            left = child_process.kill_descendants(KILL_SECONDS, [role.process for role in self.role_processes])
+            left = child_process.kill_descendants(KILL_SECONDS, self.supervisor.processes)
             child_process.become_subreaper(False)  # of a program that calls this and continues
             sweep_segments(segment_prefix(config.run.name))
             shutil.rmtree(self.scratch, ignore_errors=True)
@@ -115,9 +117,8 @@ class LocalLauncher:
         with TerminalDashboard(self.console, f"run {self.config.run.name}") as board:
             updates = summary.tail_updates(self.config.run_folder)
             while (outcome := self._outcome(control)) is None:
-                statuses = {role.name: control.status_of(role.name) or "starting" for role in self.role_processes[1:]}
-                board.show(statuses, updates.poll())
-                reaper.reap([role.process for role in self.role_processes])
+                board.show(self._statuses(control), updates.poll())
+                reaper.reap(self.supervisor.processes)
                 time.sleep(POLL_SECONDS)
             board.show({}, updates.poll())
         return self._end(control, outcome)
@@ -129,22 +130,16 @@ class LocalLauncher:
         control.end_job(outcome)  # without effect if a role has ended the job already
         failure = self._wait_for_exits(outcome)
         control.shutdown()
-        return f"failed: {failure}" if failure and outcome in CLEAN_JOB_OUTCOMES else outcome
+        return failed_outcome(failure) if failure and outcome in CLEAN_JOB_OUTCOMES else outcome
 
     def _outcome(self, control: ControlClient) -> str | None:
         """The outcome of the job, or None while it runs; restarts failed roles and handles the user's interrupts."""
+        if (outcome := self.supervisor.poll()) is not None:
+            return outcome
         if end := control.job_end():
             return end["outcome"]
-        for role in self.role_processes:
-            if not (failure := role.failure_message()):
-                continue
-            if self.trainer_restarter is not None and may_restart(role, self.config):
-                return self._restart_trainer(self.trainer_restarter, role, failure)
-            if not self._restart_worker(role, control, failure):
-                self.journal.add(role.name, events.FAILED, failure, role.log)
-                return f"failed: {failure}"
         if self.watchdog is not None:
-            self.watchdog.poll(self.role_processes)
+            self.watchdog.poll(self.supervisor.roles)
         if self.interrupts > 1:
             return "interrupted"
         if self.interrupts == 1 and not control.stop_requested():
@@ -154,24 +149,9 @@ class LocalLauncher:
             self.console.print("stopping after this update, with a checkpoint; interrupt again to stop at once")
         return None
 
-    def _restart_worker(self, role: RoleProcess, control: ControlClient, failure: str) -> bool:
-        """Restart a rollout worker; returns False if it may not be restarted."""
-        message = role_process.restart_worker(role, self.config, control, failure)
-        if message is None:
-            return False
-        self.journal.add(role.name, events.RESTARTED, failure, role.log)
-        self._warn(message)
-        return True
-
-    def _restart_trainer(self, restarter: TrainerRestarter, role: RoleProcess, failure: str) -> str | None:
-        """Restart all ranks after one failed; returns the outcome of the job if no restart is left."""
-        if end := restarter.control.job_end():  # the rank failed because the job had ended
-            return end["outcome"]
-        recorded = restarter.record_failure(role, failure)
-        if outcome := recorded.job_outcome(self.config):
-            return outcome
-        self._warn(restarter.restart_ranks(recorded))
-        return None
+    def _statuses(self, control: ControlClient) -> dict[str, str]:
+        names = [role.name for role in self.supervisor.roles[1:]]
+        return {name: self.supervisor.status_line(name) or control.status_of(name) or "starting" for name in names}
 
     def _start_roles(self) -> ControlClient:
         config = self.config
@@ -182,18 +162,19 @@ class LocalLauncher:
                 rank, config.trainer_world_size, rank, config.weights.timeout_seconds, os.environ
             )
             self._start(f"trainer-{rank}", ["trainer", *self._role_arguments(control), *only], variables)
-        self.trainer_restarter = (
-            None if self.weights_only else TrainerRestarter(config, control, self.journal, self.role_processes)
-        )
         return control
 
     def _start_control(self) -> ControlClient:
         host, port = role_process.start_control_process(
             self.config, lambda name, arguments: self._start(name, arguments, {}), CONTROL_HOST, CONTROL_PORT
         )
-        control = ControlClient(host, port, "launcher", self.config.run.heartbeat_timeout_seconds)
+        control = self._control = ControlClient(host, port, "launcher", self.config.run.heartbeat_timeout_seconds)
         self.watchdog = Watchdog(self.config, control, self.journal, self._warn)
         return control
+
+    def _connect(self) -> ControlClient:
+        assert self._control is not None  # no role is polled before
+        return self._control
 
     def _warn(self, message: str) -> None:
         self.console.print(message, style="yellow", markup=False, soft_wrap=True)
@@ -206,20 +187,20 @@ class LocalLauncher:
     def _role_arguments(self, control: ControlClient) -> list[str]:
         return role_process.role_arguments(self.config, f"{control.host}:{control.port}")
 
-    def _start(self, name: str, arguments: list[str], environment: dict[str, str]) -> RoleProcess:
+    def _start(self, name: str, arguments: list[str], environment: dict[str, str]) -> SupervisedProcess:
         path = self.config.run_folder / "logs" / f"{name}.log"
         devices = {DEVICES_VARIABLE: self.visible_devices[name]} if name in self.visible_devices else {}
         inherited = role_process.role_environment(self.config, arguments[0], self.scratch)
         environment = {**inherited, **devices, **environment}
-        self.role_processes.append(RoleProcess.start(name, role_process.webrl_command(arguments), environment, path))
+        role = self.supervisor.start(name, role_process.webrl_command(arguments), environment, path)
         self.journal.add(name, events.STARTED, log=path)
-        return self.role_processes[-1]
+        return role
 
     def _wait_for_exits(self, outcome: str) -> str | None:
         """Wait for every role but the control plane to exit; returns a message if one does not, or fails."""
         seconds = EXIT_GRACE_SECONDS if outcome in CLEAN_JOB_OUTCOMES else FAILED_EXIT_GRACE_SECONDS
         deadline = time.monotonic() + seconds
-        others = self.role_processes[1:]
+        others = self.supervisor.roles[1:]
         while any(role.process.poll() is None for role in others) and self.interrupts < 3:
             if time.monotonic() > deadline:
                 running = ", ".join(role.name for role in others if role.process.poll() is None)
@@ -227,7 +208,7 @@ class LocalLauncher:
             time.sleep(0.05)
         if outcome in CLEAN_JOB_OUTCOMES:  # a worker that fails after the end changes nothing: its groups are counted
             others = [role for role in others if role.name not in self.config.worker_names]
-        return next((failure for role in others if (failure := role.failure_message())), None)
+        return next((failure for role in others if (failure := role.poll_failure())), None)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self.interrupts += 1 if number == signal.SIGINT else 2

@@ -1,20 +1,16 @@
-"""How the local launcher and the node supervisor start, check and restart the processes of a job."""
+"""Commands and environments of the processes of a job, its run folder, and the start of its control plane."""
 
 from __future__ import annotations
 
+import errno
 import json
-import logging
 import math
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from megatron_webrl.cluster.placement import worker_name_of
 from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
@@ -22,71 +18,26 @@ from megatron_webrl.launch.gpu_environment import gpu_environment
 from megatron_webrl.ring.segment import sweep_segments
 from megatron_webrl.status.control_probe import ControlAddress, ControlProbe, ControlStatus
 from megatron_webrl.system import atomic_file, child_process
-
-if TYPE_CHECKING:
-    from megatron_webrl.control.control_plane import ControlClient
-
-log = logging.getLogger(__name__)
+from megatron_webrl.system.supervised_process import SupervisedProcess
 
 EXIT_GRACE_SECONDS = 60.0  # for roles to exit after a clean outcome: last records, artifacts of the checkpoint
 FAILED_EXIT_GRACE_SECONDS = 5.0  # after a failure: a role that waits for a dead one does not exit by itself
 KILL_SECONDS = 8.0
+INFRASTRUCTURE_EXIT_CODE = 74  # of a role or a job that lost its file system, or a job that lost its control plane
+_FILE_SYSTEM_ERRORS = {errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.EROFS}
 
 
 class RoleStartError(RuntimeError):
     """A role did not start. The message names it."""
 
 
-@dataclass
-class RoleProcess:
-    name: str
-    command: list[str]
-    environment: dict[str, str]
-    log: Path
-    process: subprocess.Popen[bytes]
-    cores: tuple[int, ...] = ()
-    restart_count: int = 0
-
-    @classmethod
-    def start(
-        cls, name: str, command: list[str], environment: dict[str, str], log: Path, cores: tuple[int, ...] = ()
-    ) -> RoleProcess:
-        """Start the process, bound to `cores` if any are given."""
-        process = child_process.start_process(command, log, environment, name, (), cores)
-        return cls(name, command, environment, log, process, cores)
-
-    def restart(self) -> None:
-        """Kill what is left of the process group and start the process again."""
-        child_process.kill_process_group(self.process.pid)
-        self.process = child_process.start_process(self.command, self.log, self.environment, self.name, (), self.cores)
-        self.restart_count += 1
-
-    def failure_message(self) -> str | None:
-        """How the process failed; None while it runs and after exit code 0."""
-        code = self.process.poll()
-        if code is None or code == 0:
-            return None
-        line = child_process.last_log_line(self.log)
-        return f"{self.name} {child_process.describe_exit(code)}; last log line: {line} (log: {self.log})"
-
-
-def restart_worker(role: RoleProcess, config: Config, control: ControlClient, failure: str) -> str | None:
-    """Restart a rollout worker or an engine follower; returns a message for the user.
-
-    None: another role, no restarts left, or a worker that exited by itself before it had served: it would again.
-    """
-    worker = worker_name_of(role.name)
-    if worker not in config.worker_names or role.restart_count >= config.run.max_worker_restarts:
-        return None
-    killed = (role.process.poll() or 0) < 0
-    if not killed and control.get_json(f"weights/applied/{worker}") is None:
-        return None
-    control.clear_heartbeat(role.name)
-    role.restart()
-    count = f"attempt {role.restart_count} of {config.run.max_worker_restarts}"
-    message = f"{failure}; restarting {role.name} ({count})"
-    log.warning("%s", message)
-    return message
+def is_file_system_failure(error: BaseException | None) -> bool:
+    """Whether an error, or one that caused it, says that a file system failed; a full disk is no such failure."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FILE_SYSTEM_ERRORS:
+            return True
+        error = error.__cause__
+    return False
 
 
 def webrl_command(arguments: Sequence[str]) -> list[str]:
@@ -128,7 +79,7 @@ def rank_environment(
 
 
 def start_control_process(
-    config: Config, start: Callable[[str, list[str]], RoleProcess], host: str, port: int
+    config: Config, start: Callable[[str, list[str]], SupervisedProcess], host: str, port: int
 ) -> tuple[str, int]:
     """Start the control plane with `start(name, arguments)` and wait until it listens; returns host and port.
 

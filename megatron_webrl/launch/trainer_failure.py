@@ -2,21 +2,25 @@
 
 When one rank fails, all ranks on every machine are killed and start again from the newest checkpoint as the next
 attempt, counted from 0. The machine that sees a rank fail stores a TrainerFailure as JSON in trainer/failure/<attempt>;
-the first record wins. A checkpoint completed by an attempt resets the number of consecutive failures.
+the first record wins. A checkpoint completed by an attempt resets the number of consecutive failures: restarts are
+limited by progress rather than by time, because without a checkpoint each begins at the same one.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.control_plane import ControlClient
+from megatron_webrl.system.restart_policy import restart_delay
 from megatron_webrl.tracking import events
 from megatron_webrl.tracking.events import EventLog
 from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
+from megatron_webrl.types import failed_outcome
 
 
 @dataclass(frozen=True)
@@ -28,15 +32,18 @@ class TrainerFailure:
     time: float  # unix time, seconds
     checkpoint: str  # name of the newest complete checkpoint at that time; empty: none
     consecutive_failures: int  # without a new checkpoint, this one included
+    delay_seconds: float  # before the restart
+    infrastructure: bool  # whether the rank lost its file system or the control plane
 
     def job_outcome(self, config: Config) -> str | None:
         """The outcome of the job if the restarts are used up; None if the trainer is to start again."""
         limit = config.run.max_trainer_restarts
         if self.consecutive_failures <= limit:
             return None
-        return (
-            f"failed: the trainer failed {self.consecutive_failures} times in a row without a new checkpoint "
-            f"(run.max_trainer_restarts={limit}); the last time: {self.reason}"
+        return failed_outcome(
+            f"the trainer failed {self.consecutive_failures} times in a row without a new checkpoint "
+            f"(run.max_trainer_restarts={limit}); the last time: {self.reason}",
+            self.infrastructure,
         )
 
 
@@ -54,6 +61,7 @@ def record_failure(
     role: str,
     reason: str,
     log: Path | None = None,
+    infrastructure: bool = False,
 ) -> TrainerFailure:
     """Record the failure of an attempt and add it to `journal`, unless one is recorded; returns the recorded one."""
     newest = find_latest_checkpoint(config.run_folder)
@@ -61,7 +69,8 @@ def record_failure(
     previous = failure_of_attempt(control, attempt - 1)
     same = previous is not None and previous.checkpoint == checkpoint
     count = previous.consecutive_failures + 1 if previous is not None and same else 1
-    own = TrainerFailure(role, reason, time.time(), checkpoint, count)
+    delay = restart_delay(count, random.random())
+    own = TrainerFailure(role, reason, time.time(), checkpoint, count, delay, infrastructure)
     recorded = TrainerFailure(**json.loads(control.store.compare_set(_key(attempt), "", json.dumps(asdict(own)))))
     if recorded == own:
         journal.add(role, events.RESTARTED if own.job_outcome(config) is None else events.FAILED, reason, log)

@@ -55,6 +55,11 @@ def check_settings(config: Config, description: dict[str, Any]) -> None:
     check_limits(config, "")
     if not config.run.name or "/" in config.run.name or config.run.name.startswith("."):
         raise ConfigError(f"run.name={config.run.name!r} is not a plain folder name")
+    if not config.evaluation.only and config.rollout.min_engines > config.rollout.engines:
+        raise ConfigError(
+            f"rollout.min_engines={config.rollout.min_engines} is above rollout.engines={config.rollout.engines}; "
+            "lower it"
+        )
     check_parallel_layout(config, description)
     _check_attention(config)
     check_cluster(config)

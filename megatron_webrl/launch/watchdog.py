@@ -26,7 +26,7 @@ from megatron_webrl.tracking.events import EventLog
 
 if TYPE_CHECKING:
     from megatron_webrl.control.control_plane import ControlClient
-    from megatron_webrl.launch.role_process import RoleProcess
+    from megatron_webrl.system.supervised_process import SupervisedProcess
 
 REQUEST_FILE = "kill_request.json"
 LivenessSign = tuple[str, str]  # (kind, value), as in ControlClient.liveness_value
@@ -131,7 +131,7 @@ class StackDumper:
         self._done = self._file_version()
         self._next = 0.0
 
-    def poll(self, roles: Sequence[RoleProcess], connect: Callable[[], ControlClient]) -> None:
+    def poll(self, roles: Sequence[SupervisedProcess], connect: Callable[[], ControlClient]) -> None:
         """Carry out a new request, every POLL_SECONDS; `connect` connects to the control plane before a kill."""
         if time.monotonic() < self._next:
             return
@@ -149,7 +149,9 @@ class StackDumper:
         if targets:
             self._kill(targets, request, connect)
 
-    def _kill(self, targets: Sequence[RoleProcess], request: KillRequest, connect: Callable[[], ControlClient]) -> None:
+    def _kill(
+        self, targets: Sequence[SupervisedProcess], request: KillRequest, connect: Callable[[], ControlClient]
+    ) -> None:
         # Imports torch, which a node supervisor otherwise does not need.
         from megatron_webrl.control.control_plane import JobFailed
 
@@ -158,15 +160,14 @@ class StackDumper:
         except JobFailed as error:
             self.report(f"no role was killed: {error}")
 
-    def _kill_hung(self, targets: Sequence[RoleProcess], request: KillRequest, control: ControlClient) -> None:
+    def _kill_hung(self, targets: Sequence[SupervisedProcess], request: KillRequest, control: ControlClient) -> None:
         for role in targets:
             kind, value = request.targets[role.name]
             if control.liveness_value(role.name, kind) != value:
                 self.report(f"{role.name} has recovered and is not killed")
                 continue
             message = f"killing {role.name}: {request.reason}"
-            with role.log.open("a") as log:
-                log.write(f"ERROR {message}\n")  # the last log line, which its supervisor reports
+            role.process.output.add(f"ERROR {message}")  # the last log line, which its supervisor reports
             self.report(message)
             self.journal.add(role.name, events.KILLED, request.reason, role.log)
             role.process.kill()
@@ -190,7 +191,7 @@ class Watchdog:
         self._control, self._detector, self._report = control, HangDetector(config, control), report
         self._dumper = StackDumper(journal, report)
 
-    def poll(self, roles: Sequence[RoleProcess]) -> None:
+    def poll(self, roles: Sequence[SupervisedProcess]) -> None:
         """Look for hung roles in the whole job, and carry out requests for `roles`."""
         if request := self._detector.poll():
             self._report(f"{request.reason}: dumping the stacks of all roles to their logs")

@@ -1,4 +1,4 @@
-"""Claim tickets for a worker: first those that an earlier instance of it left unfinished."""
+"""Claim tickets for a worker: first those that an earlier instance of it, or a worker given up, left unfinished."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ class TicketClaims:
         self._control, self._engines = control, engines  # that share the free tickets
         self._epochs: Sequence[TicketEpoch] = ()  # of the job, ascending
         self._unfinished: list[int] = []  # slots that an earlier instance claimed and did not close
+        self._orphaned: list[tuple[int, str]] = []  # slots that workers given up did not close, and their worker
+        self._given_up: set[str] = set()  # workers whose claims have been read
 
     @property
     def restart_epoch(self) -> int:
@@ -27,11 +29,14 @@ class TicketClaims:
         """Claim up to `count` tickets, at most a share of the free ones; yields slot of the counter and ticket."""
         if not self._epochs and not self._load_epochs():
             return
+        self._find_orphaned_slots()
         share = -(-self._control.free_slots() // self._engines)  # a fast worker has room again sooner, and claims more
         for _ in range(count):
             slot: int | None
             if self._unfinished:
                 slot = self._unfinished.pop(0)
+            elif (orphaned := self._adopt()) is not None:
+                slot = orphaned
             elif share > 0:
                 slot, share = self._control.claim_slot(), share - 1
             else:
@@ -50,6 +55,21 @@ class TicketClaims:
                 "resuming %d groups that an earlier instance of this worker left unfinished", len(self._unfinished)
             )
         return True
+
+    def _find_orphaned_slots(self) -> None:
+        for worker in self._control.given_up_workers().keys() - self._given_up:
+            slots = self._control.unfinished_claims(self._epochs[0].first_slot, worker)
+            log.info("%s was given up and left %d groups unfinished, for the other workers", worker, len(slots))
+            self._orphaned += [(slot, worker) for slot in slots]
+            self._given_up.add(worker)
+
+    def _adopt(self) -> int | None:
+        """The next slot of a worker given up that no other worker has adopted."""
+        while self._orphaned:
+            slot, worker = self._orphaned.pop(0)
+            if self._control.adopt_slot(slot, worker):
+                return slot
+        return None
 
     def _ticket_at(self, slot: int) -> int:
         if self._control.ticket_epoch_count() > len(self._epochs):  # the epoch of a slot is published before the slot

@@ -79,6 +79,7 @@ def add_node(commands: Any) -> None:
     stop = _add_part(parts, "stop", "end a job after its current update, with a checkpoint", _stop)
     mode = stop.add_mutually_exclusive_group()
     mode.add_argument("--failed", metavar="REASON", help="end it at once with the outcome failed")
+    mode.add_argument("--lost", metavar="REASON", help="the same, and requeue it: another launch may succeed")
     mode.add_argument("--preempted", action="store_true", help="end it with the outcome preempted, to be requeued")
 
 
@@ -223,7 +224,7 @@ def _step(options: argparse.Namespace) -> int:
 def _stop(options: argparse.Namespace) -> int:
     from megatron_webrl.control.control_plane import ControlClient, JobFailed
     from megatron_webrl.launch.role_process import RoleStartError, control_address_path, wait_for_control_address
-    from megatron_webrl.types import PREEMPTED, STOPPED
+    from megatron_webrl.types import PREEMPTED, STOPPED, failed_outcome
 
     config = parse_config(options.config)
     seconds = config.run.startup_timeout_seconds if options.preempted else 1.0  # may be pre-empted while starting
@@ -233,8 +234,8 @@ def _stop(options: argparse.Namespace) -> int:
     except (RoleStartError, JobFailed) as error:
         sys.stderr.write(f"webrl node stop: {error}\n")
         return 1
-    if options.failed:
-        control.end_job(f"failed: {options.failed}")
+    if reason := options.failed or options.lost:
+        control.end_job(failed_outcome(reason, infrastructure=bool(options.lost)))
     else:
         control.request_stop(PREEMPTED if options.preempted else STOPPED)
     return 0

@@ -13,18 +13,19 @@ from megatron_webrl.cluster.placement import place_processes
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.control_plane import KEEP_ALIVE_SECONDS, LINGER_SECONDS, ControlClient, JobFailed
 from megatron_webrl.launch import role_process
-from megatron_webrl.launch.role_process import KILL_SECONDS, RoleProcess, RoleStartError
+from megatron_webrl.launch.role_process import INFRASTRUCTURE_EXIT_CODE, KILL_SECONDS, RoleStartError
 from megatron_webrl.launch.watchdog import Watchdog
 from megatron_webrl.slurm.process_specs import log_folder
 from megatron_webrl.slurm.signals import SignalListener
 from megatron_webrl.status.final_report import final_report_lines
 from megatron_webrl.system import child_process
+from megatron_webrl.system.supervised_process import SupervisedProcess
 from megatron_webrl.tracking import events, summary
 from megatron_webrl.tracking.events import EventLog
-from megatron_webrl.types import CLEAN_JOB_OUTCOMES, PREEMPTED
+from megatron_webrl.types import CLEAN_JOB_OUTCOMES, PREEMPTED, failed_outcome, is_infrastructure_failure
 
 POLL_SECONDS = 0.5
-PREEMPTED_EXIT_CODE = 75  # asks launch/slurm/common.sh to requeue the job
+PREEMPTED_EXIT_CODE = 75  # asks launch/slurm/common.sh to requeue the job, as does INFRASTRUCTURE_EXIT_CODE
 
 
 class ControlHost:
@@ -37,7 +38,7 @@ class ControlHost:
         """`host`: address of this node, as the other nodes reach it."""
         self.config, self.host = config, host
         self.scratch = child_process.make_scratch_folder()
-        self.role_processes: list[RoleProcess] = []
+        self.role_processes: list[SupervisedProcess] = []
         self.signals = SignalListener()
         self.watchdog: Watchdog | None = None  # set with the control plane
         self.announced_outcome = ""  # the requested outcome that the log has mentioned
@@ -46,7 +47,7 @@ class ControlHost:
         self.journal = EventLog(config.run_folder)
 
     def run(self) -> int:
-        """Run until the job has ended; returns the exit code: 0 clean, 1 failed, PREEMPTED_EXIT_CODE pre-empted."""
+        """Run until the job has ended; returns the exit code: 0 clean, 1 failed, another to be requeued."""
         self.signals.listen()
         child_process.die_with_parent(signal.SIGTERM)
         child_process.become_subreaper()
@@ -54,10 +55,10 @@ class ControlHost:
         self.journal.add(events.JOB, events.STARTED)
         try:
             outcome = self._host()
-        except (JobFailed, RoleStartError) as error:
+        except (JobFailed, RoleStartError) as error:  # JobFailed: the control plane was lost
             self.signals.poll()
             # scancel ends all processes of the step, the control plane perhaps before this one polls its signals.
-            outcome = self._interruption() or f"failed: {error}"
+            outcome = self._interruption() or failed_outcome(str(error), isinstance(error, JobFailed))
         finally:
             child_process.kill_descendants(KILL_SECONDS, [role.process for role in self.role_processes])
             shutil.rmtree(self.scratch, ignore_errors=True)
@@ -67,6 +68,8 @@ class ControlHost:
             self._report(line)
         if outcome == PREEMPTED:
             return PREEMPTED_EXIT_CODE
+        if is_infrastructure_failure(outcome):
+            return INFRASTRUCTURE_EXIT_CODE
         return 0 if outcome in self.successful_outcomes else 1
 
     def _host(self) -> str:
@@ -125,15 +128,15 @@ class ControlHost:
         number = self.signals.end_signal
         return f"interrupted by {signal.Signals(number).name}" if number else ""
 
-    def _start(self, name: str, arguments: list[str]) -> RoleProcess:
+    def _start(self, name: str, arguments: list[str]) -> SupervisedProcess:
         path: Path = log_folder(self.config, 0) / f"{name}.log"
-        role = RoleProcess.start(
+        role = SupervisedProcess(
             name,
             role_process.webrl_command(arguments),
             role_process.role_environment(self.config, arguments[0], self.scratch),
             path,
         )
-        self.role_processes.append(role)
+        self.role_processes.append(role.start())
         self.journal.add(name, events.STARTED, log=path)
         return role
 

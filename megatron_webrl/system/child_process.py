@@ -23,6 +23,8 @@ from pathlib import Path
 
 import psutil
 
+from megatron_webrl.system.child_log import ChildLog
+
 OWNER_VARIABLE = "WEBRL_OWNER"
 ROLE_VARIABLE = "WEBRL_ROLE"
 SCRATCH_PREFIX = "webrl-"
@@ -57,6 +59,23 @@ except OSError as error:
 
 class ProcessError(RuntimeError):
     """A process could not be started or bound to its parent."""
+
+
+class ChildProcess(subprocess.Popen[bytes]):
+    """A process whose output is copied to its log: all of it, once `poll` or `wait` has returned its exit code."""
+
+    output: ChildLog  # set by start_process
+
+    def poll(self) -> int | None:
+        code = super().poll()
+        if code is not None:
+            self.output.drain()
+        return code
+
+    def wait(self, timeout: float | None = None) -> int:
+        code = super().wait(timeout)
+        self.output.drain()
+        return code
 
 
 def start_time(pid: int) -> int:
@@ -106,31 +125,35 @@ def start_process(
     name: str,
     pass_fds: Sequence[int] = (),
     cores: Sequence[int] = (),
-) -> subprocess.Popen[bytes]:
+) -> ChildProcess:
     """Start a role in a session of its own; the kernel kills it when this process ends.
 
-    Output is appended to `log`. `env`: its environment; owner and role name are added. `pass_fds` stay open. `cores`:
-    cores to bind it to (empty: any); it ends at once if the machine has none of them. Its soft limit of open files is
-    raised to MAX_OPEN_FILES, or to the hard limit. Raises ProcessError outside the
-    main thread (the kernel would kill the role when the calling thread ends) and if the program does not exist.
+    Output is appended to `log` (see ChildLog). `env`: its environment; owner and role name are added. `pass_fds` stay
+    open. `cores`: cores to bind it to (empty: any); it ends at once if the machine has none of them. Its soft limit of
+    open files is raised to MAX_OPEN_FILES, or to the hard limit. Raises ProcessError outside the main thread (the
+    kernel would kill the role when the calling thread ends) and if the program does not exist.
     """
     if threading.current_thread() is not threading.main_thread():
         raise ProcessError(f"{name} must be started from the main thread: it dies with the thread that starts it")
     if not shutil.which(command[0], path=env.get("PATH", os.defpath)):
         raise ProcessError(f"{name}: {command[0]!r} is not a program in PATH={env.get('PATH', os.defpath)}")
-    log.parent.mkdir(parents=True, exist_ok=True)
     bootstrap = [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, str(os.getpid()), ",".join(map(str, cores))]
     bootstrap.append(str(MAX_OPEN_FILES))
-    with log.open("ab") as output:
-        return subprocess.Popen(
+    output = ChildLog(log)
+    try:
+        process = ChildProcess(
             [*bootstrap, *command],
             stdin=subprocess.DEVNULL,
-            stdout=output,
+            stdout=output.write_fd,
             stderr=subprocess.STDOUT,
             env={**env, **owner_environment(), ROLE_VARIABLE: name},
             start_new_session=True,
             pass_fds=pass_fds,
         )
+    finally:
+        output.start(name)
+    process.output = output
+    return process
 
 
 def kill_descendants(seconds: float, roles: Sequence[subprocess.Popen[bytes]] = ()) -> list[str]:
@@ -226,15 +249,6 @@ def terminate_tree(process: subprocess.Popen[bytes], seconds: float) -> None:
     kill_process_group(process.pid)
     _kill(lambda: family, KILL_SECONDS)
     process.wait(KILL_SECONDS)
-
-
-def last_log_line(log: Path) -> str:
-    """The last line with ERROR in a log, else the last line that is not empty."""
-    if not log.is_file():
-        return "none"
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()[-200:] if line.strip()]
-    errors = [line for line in lines if "ERROR" in line]
-    return (errors or lines or ["none"])[-1][:500]
 
 
 def describe_exit(code: int) -> str:

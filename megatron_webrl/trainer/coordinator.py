@@ -342,7 +342,7 @@ class Coordinator:
     def _final_report(self, worker: str, deadline: float) -> tuple[str, dict[str, int]] | None:
         """A worker's instance id and final counts; None if it sends no report before the deadline."""
         while (report := self.control.get_json(f"final_counts/{worker}")) is None:
-            if self.control.is_lost(worker) or time.monotonic() > deadline:
+            if worker in self.control.given_up_workers() or self.control.is_lost(worker) or time.monotonic() > deadline:
                 log.warning("%s sent no final report; counting the episodes that arrived from it", worker)
                 return None
             time.sleep(0.05)

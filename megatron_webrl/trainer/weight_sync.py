@@ -65,6 +65,8 @@ class WeightSyncer:
         if self._rank == 0:
             control.put_json("weights/trainer", self._trainer_id)
         self._plan: TransferPlan | None = None
+        self._workers: tuple[str, ...] = ()  # of the engines in the plan, in its order
+        self._given_up: tuple[str, ...] = ()  # workers without which the job continues
         self._linked: dict[str, EngineAnnouncement] = {}  # engines with a link, by worker
         self._closed_links: set[str] = set()  # link ids that are never served again
         self._consecutive_failures: Counter[str] = Counter()  # by worker
@@ -86,6 +88,7 @@ class WeightSyncer:
         if self._plan is None:
             self._make_plan(broadcast_object(self._await_engines() if self._rank == 0 else {}))
         pending = broadcast_object(self._engines_to_serve(new_engines_only) if self._rank == 0 else {})
+        self._given_up = broadcast_object(self._given_up)
         failures = _all_failures(self._join_all(pending))
         served = {worker: a.link_id for worker, a in pending.items() if worker not in failures}
         if served:
@@ -112,7 +115,7 @@ class WeightSyncer:
 
     def compare_checksums(self, worker: str, checksums: Sequence[Sequence[int | None]]) -> tuple[int, int]:
         """Numbers of equal and different slices. `checksums`: by engine rank in the plan's order; None: unknown."""
-        engine, dtype = self.config.worker_names.index(worker), getattr(torch, self.config.engine_dtype)
+        engine, dtype = self._workers.index(worker), getattr(torch, self.config.engine_dtype)
         equal = different = 0
         for receiver, rank_checksums in enumerate(checksums):
             messages = self._transfer_plan.messages(engine, receiver=receiver)
@@ -129,7 +132,8 @@ class WeightSyncer:
     def _announced(self) -> dict[str, EngineAnnouncement]:
         """Engines that request weights from this trainer and send heartbeats."""
         announced = {}
-        for worker in self.config.worker_names:
+        self._given_up = tuple(self.control.given_up_workers())
+        for worker in self._active(self.config.worker_names):
             value = self.control.get_json(f"engine/{worker}")
             if not isinstance(value, dict) or value["trainer"] != self._trainer_id:
                 continue
@@ -143,13 +147,19 @@ class WeightSyncer:
     def _await_engines(self) -> dict[str, EngineAnnouncement]:
         seconds = self.config.run.startup_timeout_seconds
         deadline = time.monotonic() + seconds
-        while len(announced := self._announced()) < len(self.config.worker_names):
+        while True:
+            announced = self._announced()
+            missing = [worker for worker in self._active(self.config.worker_names) if worker not in announced]
+            if announced and not missing:
+                return announced
             self.control.check_job()
             if time.monotonic() > deadline:
-                missing = ", ".join(worker for worker in self.config.worker_names if worker not in announced)
-                raise JobFailed(f"{missing} started no engine within {seconds:.0f} s (run.startup_timeout_seconds)")
+                names = ", ".join(missing)
+                raise JobFailed(f"{names} started no engine within {seconds:.0f} s (run.startup_timeout_seconds)")
             time.sleep(_POLL_SECONDS)
-        return announced
+
+    def _active(self, workers: Sequence[str]) -> list[str]:
+        return [worker for worker in workers if worker not in self._given_up]
 
     def _engines_to_serve(self, new_only: bool) -> dict[str, EngineAnnouncement]:
         return {w: a for w, a in self._announced().items() if not new_only or self._linked.get(w) != a}
@@ -158,7 +168,8 @@ class WeightSyncer:
         """Make the plan of all transfers: a restarted engine receives the same slices as before."""
         nodes = all_gather_object(socket.gethostname())
         trainer = TrainerTopology(parallel_sizes_of(self._chunks[0].pg_collection), len(nodes), tuple(nodes))
-        announced = [engines[worker] for worker in self.config.worker_names]
+        self._workers = tuple(worker for worker in self.config.worker_names if worker in engines)
+        announced = [engines[worker] for worker in self._workers]
         receivers = EngineTopology(tuple(a.sizes for a in announced), tuple(a.nodes for a in announced))
         dtype, staging = self.config.engine_dtype, self.config.weights.bucket_mib * 2**20
         item_bytes = getattr(torch, dtype).itemsize
@@ -183,7 +194,7 @@ class WeightSyncer:
         return failures
 
     def _join(self, worker: str, link_id: str) -> None:
-        plan, engine = self._transfer_plan, self.config.worker_names.index(worker)
+        plan, engine = self._transfer_plan, self._workers.index(worker)
         senders = plan.senders(engine)
         if self._rank == 0:
             self.control.put_json(f"weights/link/{link_id}", True)
@@ -232,7 +243,7 @@ class WeightSyncer:
         return _all_failures(failures)
 
     def _outgoing(self, worker: str) -> transport.OutgoingMessages:
-        engine, plan = self.config.worker_names.index(worker), self._transfer_plan
+        engine, plan = self._workers.index(worker), self._transfer_plan
         first = len(plan.senders(engine))
         ranks = {receiver: first + receiver for receiver in range(plan.engines.sizes[engine].ranks)}
         return transport.OutgoingMessages(self._links[worker], plan.messages(engine, sender=self._rank), ranks)
@@ -272,7 +283,7 @@ class WeightSyncer:
         self._consecutive_failures.update(failures.keys())
         for worker in updated:
             del self._consecutive_failures[worker]
-        if all(self._consecutive_failures[worker] >= MAX_FAILURES for worker in self.config.worker_names):
+        if all(self._consecutive_failures[worker] >= MAX_FAILURES for worker in self._active(self._workers)):
             reasons = "; ".join(f"{worker}: {reason}" for worker, reason in failures.items())
             raise JobFailed(f"every engine failed {MAX_FAILURES} weight transfers in a row; {reasons}")
 
@@ -280,7 +291,7 @@ class WeightSyncer:
         if self._rank != 0 or not updated:
             return
         plan = self._transfer_plan
-        gib = sum(plan.received_bytes(self.config.worker_names.index(worker)) for worker in updated) / 2**30
+        gib = sum(plan.received_bytes(self._workers.index(worker)) for worker in updated) / 2**30
         applied = [cast(dict[str, Any], self.control.get_json(f"weights/applied/{worker}")) for worker in updated]
         pause = max(value["pause_seconds"] for value in applied)
         self._metrics = {

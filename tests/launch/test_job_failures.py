@@ -7,8 +7,10 @@ import re
 import signal
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from mlflow.tracking import MlflowClient
 
@@ -30,7 +32,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 @pytest.mark.parametrize(
     ("role", "overrides", "outcome"),
     [
-        ("rollout-0", ["run.max_worker_restarts=0"], "failed: "),
+        ("rollout-0", ["run.worker_restarts_per_hour=0"], "failed: "),
         (
             "trainer-0",
             ["run.max_trainer_restarts=1"],
@@ -64,7 +66,7 @@ def test_a_killed_worker_is_restarted_and_runs_its_unfinished_tickets(job: Job):
     job.until(job.updates, "a first update")
     job.until(lambda: job.role("rollout-0"), "a worker").kill()
     assert job.wait(400) == 0, job.output()
-    assert "restarting rollout-0 (attempt 1 of 3)" in job.output()
+    assert "restarting rollout-0 (restart 1 of 6 within an hour)" in job.output()
     summary = job.summary()
     assert [u["version"] for u in summary["updates"]] == [1, 2, 3]
     assert summary["accounting"]["matches"], summary["accounting"]
@@ -76,6 +78,50 @@ def test_a_killed_worker_is_restarted_and_runs_its_unfinished_tickets(job: Job):
     assert not any(restarts.values())
     assert "restarts:   rollout-0 1" in job.output()
     assert_nothing_left(job)
+
+
+def test_an_engine_that_keeps_dying_is_given_up_and_the_job_continues_with_the_other_one(job: Job):
+    job.start("trainer.updates=1000", "rollout.engines=2", "run.worker_restarts_per_hour=1", "rollout.max_staleness=2")
+    log = job.run_folder / "logs" / "rollout-1.log"
+    for life in (1, 2):
+        job.until(lambda life=life: log.is_file() and f"instance {life} of this worker" in log.read_text(), "a start")
+        if life == 1:
+            job.until(lambda: "rollout-1.1" in counted_by_worker(job), "an episode of the engine")
+        job.until(lambda: engine_of(job, "rollout-1"), "its engine").kill()
+        job.until(lambda life=life: job.output().count("rollout-1 exited with code 1") == life, "its end")
+    job.until(lambda: "rollout-1 is given up, the job continues with 1 of 2 engines" in job.output(), "a decision", 60)
+    made = len(job.updates())
+    job.until(lambda: len(job.updates()) >= made + 4, "four more updates")
+    report = job.status()[1]
+    assert (report["state"], report["healthy"]) == ("running", True)
+    assert {role["name"]: role["state"] for role in report["roles"]}["rollout-1"] == "failed"
+    assert job.process is not None
+    job.process.send_signal(signal.SIGINT)
+    assert job.wait(120) == 130, job.output()
+    updates = len(job.updates())
+    assert run_problems(job.run_folder, updates, open_at_end=6) == ["the outcome is stopped"]
+    lines = episode_log.read_lines(job.run_folder)
+    adopted = {line["ticket"] for line in lines if line["worker"] == "rollout-0.1"}
+    assert set(range(2 * updates - 6)) <= {line["ticket"] for line in lines}  # no ticket is left behind
+    assert adopted
+    assert job.output().count("rollout-1 is given up") == 1
+    assert_nothing_left(job)
+
+
+def counted_by_worker(job: Job) -> set[str]:
+    """Worker instances with a counted episode."""
+    path = job.run_folder / "episodes.jsonl"
+    return {line["worker"] for line in episode_log.read_lines(job.run_folder)} if path.is_file() else set()
+
+
+def engine_of(job: Job, worker: str) -> psutil.Process | None:
+    """The vLLM process of a worker."""
+    with suppress(psutil.NoSuchProcess):
+        role = job.role(worker)
+        for child in role.children() if role is not None else ():
+            if "EngineCore" in " ".join([child.name(), *child.cmdline()]):
+                return child
+    return None
 
 
 def test_a_killed_trainer_is_restarted_in_its_job_and_adopts_finished_groups(job: Job):

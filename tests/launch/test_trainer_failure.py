@@ -10,7 +10,7 @@ import pytest
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.control_plane import ControlClient
 from megatron_webrl.launch import trainer_failure
-from megatron_webrl.launch.trainer_restart import with_attempt
+from megatron_webrl.launch.role_supervisor import with_attempt
 from megatron_webrl.tracking import events, summary
 from megatron_webrl.tracking.events import EventLog
 from tests.planes import connect, control_plane

@@ -19,10 +19,11 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.control.control_plane import ControlClient, TicketEpoch
 from megatron_webrl.launch import role_process, watchdog
-from megatron_webrl.launch.role_process import RoleProcess
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.launch.watchdog import HangDetector, Watchdog
 from megatron_webrl.system import child_process, stack_dump
+from megatron_webrl.system.restart_policy import RestartPolicy
+from megatron_webrl.system.supervised_process import SupervisedProcess
 from megatron_webrl.tracking.events import EventLog
 from tests.planes import connect, control_plane
 
@@ -56,11 +57,13 @@ class Machine:
         self.config, self.messages, self.port = config, [], port  # type: ignore[var-annotated]
         self.control = ControlClient("127.0.0.1", port, "launcher", config.run.heartbeat_timeout_seconds)
         self.watchdog = Watchdog(config, self.control, EventLog(config.run_folder), self.messages.append)
-        self.roles: list[RoleProcess] = []
+        self.roles: list[SupervisedProcess] = []
 
-    def start(self, name: str, marks: str) -> RoleProcess:
+    def start(self, name: str, marks: str) -> SupervisedProcess:
         command = [sys.executable, "-c", ROLE, str(self.port), name, marks]
-        self.roles.append(RoleProcess.start(name, command, dict(os.environ), self.config.run_folder / f"{name}.log"))
+        log = self.config.run_folder / f"{name}.log"
+        policy = RestartPolicy(self.config.run.worker_restarts_per_hour)
+        self.roles.append(SupervisedProcess(name, command, dict(os.environ), log, policy=policy).start())
         self.until(lambda: self.control.liveness_value(name, "progress"), f"a mark of {name}")
         return self.roles[-1]
 
@@ -124,7 +127,9 @@ def test_a_stopped_worker_or_follower_is_found_by_missing_heartbeats_and_restart
         failure = role.failure_message()
         assert failure is not None
         assert "sent no heartbeat for 3 s" in failure
-        assert role_process.restart_worker(role, here.config, here.control, failure) is not None
+        assert role.schedule_restart(failure)
+        here.control.clear_heartbeat(name)
+        assert role.restart_if_due()
         here.until(lambda: here.control.liveness_value(name, "progress").startswith(f"{role.process.pid}:"), "it")
         time.sleep(4)  # longer than the limit: the new instance is judged by itself
         here.until(lambda: True, "a look")

@@ -290,7 +290,7 @@ def test_a_rank_that_fails_too_often_ends_the_job_with_its_name(tmp_path: Path, 
 
 def test_a_killed_worker_is_restarted(tmp_path: Path) -> None:
     with control_plane(tmp_path) as address:
-        step = start_step(tmp_path, address, "rollout", "run.max_worker_restarts=1")
+        step = start_step(tmp_path, address, "rollout", "run.worker_restarts_per_hour=1")
         await_logs(tmp_path, ["rollout-0"])
         (child,) = psutil.Process(step.pid).children()
         child.kill()
@@ -303,7 +303,7 @@ def test_a_killed_worker_is_restarted(tmp_path: Path) -> None:
         output, _ = step.communicate(timeout=60)
         end = connect(address, "test").job_end()
     assert "rollout-0 killed by SIGKILL" in output
-    assert "restarting rollout-0 (attempt 1 of 1)" in output
+    assert "restarting rollout-0 (restart 1 of 1 within an hour)" in output
     assert end is not None
     assert end["outcome"].startswith("failed: rollout-0 killed by SIGKILL")
     happened = events.read_events(tmp_path / "here")
@@ -316,7 +316,7 @@ def test_a_killed_worker_is_restarted(tmp_path: Path) -> None:
 
 def test_a_notice_ends_no_node_and_a_kill_request_kills_its_target(tmp_path: Path) -> None:
     with control_plane(tmp_path) as address:
-        step = start_step(tmp_path, address, "rollout", "run.max_worker_restarts=1")
+        step = start_step(tmp_path, address, "rollout", "run.worker_restarts_per_hour=1")
         await_logs(tmp_path, ["rollout-0"])
         step.send_signal(signal.SIGUSR1)
         watchdog.request_stack_dump(tmp_path / "here", "it is a test", {"rollout-0": ("heartbeat", "")})
@@ -329,7 +329,7 @@ def test_a_notice_ends_no_node_and_a_kill_request_kills_its_target(tmp_path: Pat
         output, _ = step.communicate(timeout=60)
     assert "does not show its stacks yet" in output  # the program has no handler, and lived on
     assert "rollout-0 killed by SIGKILL; last log line: ERROR killing rollout-0: it is a test" in output
-    assert "restarting rollout-0 (attempt 1 of 1)" in output
+    assert "restarting rollout-0 (restart 1 of 1 within an hour)" in output
     assert step.returncode == 128 + signal.SIGTERM
 
 

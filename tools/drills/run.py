@@ -16,6 +16,7 @@ import psutil
 import yaml
 
 from megatron_webrl.system import child_process
+from megatron_webrl.system.child_log import last_line
 from megatron_webrl.tracking import summary
 from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
 from tests.slurm.virtual_slurm import END_STATES, Cluster
@@ -148,7 +149,7 @@ class DrillJob:
 
     def last_log_line(self) -> str:
         """The last error or the last line of the job's log."""
-        return child_process.last_log_line(self.folder / "job.log")
+        return last_line((self.folder / "job.log").read_text(errors="replace"))
 
     def role_process(self, node: str, name: str) -> psutil.Process | None:
         """The process of a role by its name, such as trainer-1."""

@@ -12,7 +12,6 @@ import logging
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from contextlib import nullcontext
@@ -62,7 +61,7 @@ class _FollowerSupervisor:
     follower: int
     node_count: int
     worker_number: int = 0  # instance of the worker that the child serves
-    process: subprocess.Popen[bytes] | None = None
+    process: child_process.ChildProcess | None = None
     scratch: Path = field(default_factory=child_process.make_scratch_folder)
     log: Path = Path(f"/proc/{os.getpid()}/fd/1")  # standard output of this process
 
@@ -77,10 +76,9 @@ class _FollowerSupervisor:
             self.worker_number = start["instance_number"]
             self._follow(start)
         elif self.process is not None and (code := self.process.poll()) is not None:
+            line = self.process.output.last_line()
             self._kill()
-            self._report_failure(
-                f"{child_process.describe_exit(code)}; last log line: {child_process.last_log_line(self.log)}"
-            )
+            self._report_failure(f"{child_process.describe_exit(code)}; last log line: {line}")
         elif not self.worker_number:
             self.control.report_status(f"waiting for rollout-{self.worker}")
 

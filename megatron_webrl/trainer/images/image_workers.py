@@ -11,7 +11,6 @@ import logging
 import mmap
 import os
 import select
-import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -49,7 +48,7 @@ class ImageJob:
 
 @dataclass
 class _Worker:
-    process: subprocess.Popen[bytes]
+    process: child_process.ChildProcess
     jobs_fd: int
     results_fd: int
     capacity: int  # jobs that surely fit into its pipe
@@ -142,7 +141,7 @@ class ImageWorkerPool:
         crashed, how = self._workers[number], child_process.describe_exit(exit_code)
         os.close(crashed.jobs_fd)
         os.close(crashed.results_fd)
-        reason = f"{how}; last log line: {child_process.last_log_line(self._log_file)} (log: {self._log_file})"
+        reason = f"{how}; last log line: {crashed.process.output.last_line()} (log: {self._log_file})"
         if crashed.crashes + 1 >= MAX_CONSECUTIVE_CRASHES:
             raise ImageWorkerError(
                 f"image worker {number} crashed {MAX_CONSECUTIVE_CRASHES} times in a row; the last one {reason}"

@@ -22,12 +22,12 @@ import pytest
 from megatron_webrl.cluster.placement import ring_name, rollout_process_name
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.control_plane import ControlClient, JobFailed
-from megatron_webrl.launch.role_process import RoleProcess
 from megatron_webrl.ring.segment import segment_prefix, sweep_segments
 from megatron_webrl.rollout.engine.engine_leader import EngineFollowers, failure_key, reply_key, start_key
 from megatron_webrl.rollout.engine.errors import EngineDeadError
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
 from megatron_webrl.rollout.engine.weight_client import WeightClient
+from megatron_webrl.system.supervised_process import SupervisedProcess
 from tests.planes import connect, control_plane
 from tests.rollout.engine.engines import TOLERANCE, expected, picture, prompt, respond
 from tests.weights.serving import Stage, changed_folders, configuration, load
@@ -45,11 +45,11 @@ def spanning(folder: Path, model: Path) -> Config:
 
 
 @asynccontextmanager
-async def follower_process(stage: Stage) -> AsyncIterator[RoleProcess]:
+async def follower_process(stage: Stage) -> AsyncIterator[SupervisedProcess]:
     """`webrl rollout --follower`, which must exit with 0 at the end of the job."""
     arguments = ["--config", str(stage.path), "--control", f"{stage.host}:{stage.port}", "--node", "1", "--worker", "0"]
     command = [sys.executable, "-m", "megatron_webrl.cli", "rollout", *arguments, "--follower", "1"]
-    role = RoleProcess.start(FOLLOWER, command, dict(os.environ), stage.folder / "follower.log")
+    role = SupervisedProcess(FOLLOWER, command, dict(os.environ), stage.folder / "follower.log").start()
     try:
         yield role
         stage.control.end_job("finished")
@@ -61,7 +61,7 @@ async def follower_process(stage: Stage) -> AsyncIterator[RoleProcess]:
         sweep_segments(segment_prefix(stage.config.run.name))
 
 
-def rank_of(follower: RoleProcess) -> psutil.Process:
+def rank_of(follower: SupervisedProcess) -> psutil.Process:
     """The follower's vLLM rank: a grandchild of its process."""
     (engine,) = psutil.Process(follower.process.pid).children()
     return next(each for each in engine.children() if "resource_tracker" not in " ".join(each.cmdline()))

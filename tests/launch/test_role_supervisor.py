@@ -1,0 +1,192 @@
+"""Workers that keep failing are restarted, then given up, and the job continues: real processes and control plane."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megatron_webrl.config.load import parse_config
+from megatron_webrl.control.control_plane import ControlClient, JobEnded, TicketEpoch
+from megatron_webrl.launch import role_process
+from megatron_webrl.launch.role_supervisor import RoleSupervisor
+from megatron_webrl.rollout.ticket_claims import TicketClaims
+from megatron_webrl.system import child_process, restart_policy
+from megatron_webrl.system.supervised_process import SupervisedProcess
+from megatron_webrl.tracking import events
+from megatron_webrl.tracking.events import EventLog
+from megatron_webrl.types import is_infrastructure_failure
+from tests.planes import connect, control_plane
+from tests.waiting import until
+
+SLEEPS = [sys.executable, "-c", "import time; print('served', flush=True); time.sleep(600)"]
+
+
+class Machine:
+    """Roles of one machine and their supervisor."""
+
+    def __init__(self, folder: Path, address: tuple[str, int], *settings: str) -> None:
+        self.config = parse_config(None, [f"run.directory={folder}", "run.name=here", *settings])
+        self.control = connect(address, "launcher")
+        self.messages: list[str] = []
+        self.supervisor = RoleSupervisor(
+            self.config, EventLog(self.config.run_folder), self.messages.append, lambda: self.control
+        )
+
+    def start(self, name: str, command: list[str] = SLEEPS) -> SupervisedProcess:
+        log = self.config.run_folder / f"{name}.log"
+        return self.supervisor.start(name, command, dict(os.environ), log)
+
+    def poll_until(self, condition: str, role: SupervisedProcess) -> None:
+        """Poll until a role "runs" or "ended"."""
+
+        def holds() -> bool:
+            assert self.supervisor.poll() is None
+            if condition == "runs":
+                return role.restart_at is None and role.process.output.last_line() == "served"
+            return not role.is_active
+
+        until(holds, f"{role.name} {condition}")
+
+
+@contextmanager
+def machine(folder: Path, *settings: str) -> Iterator[Machine]:
+    (folder / "here").mkdir(exist_ok=True)
+    with control_plane(folder) as address:
+        made = Machine(folder, address, *settings)
+        try:
+            yield made
+        finally:
+            for role in made.supervisor.roles:
+                child_process.kill_process_group(role.process.pid)
+
+
+def test_a_worker_beyond_its_budget_is_given_up_and_the_job_continues_down_to_the_least_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restart_policy, "FIRST_DELAY_SECONDS", 0.2)
+    with machine(tmp_path, "rollout.engines=2", "run.worker_restarts_per_hour=2") as here:
+        first, second = here.start("rollout-0"), here.start("rollout-1")
+        for number in (1, 2):
+            here.poll_until("runs", first)
+            first.process.kill()
+            first.process.wait()
+            assert here.supervisor.poll() is None
+            assert len(here.messages) == number
+            failure = f"rollout-0 killed by SIGKILL; last log line: served (log: {first.log})"
+            assert here.messages[-1].startswith(f"{failure}; restarting rollout-0 ")
+            assert here.messages[-1].endswith(f"(restart {number} of 2 within an hour)")
+        here.poll_until("runs", first)
+        first.process.kill()
+        here.poll_until("ended", first)
+        assert here.messages[2:] == [
+            f"{failure}; run.worker_restarts_per_hour=2 is used up: rollout-0 is given up, the job continues with "
+            "1 of 2 engines"
+        ]
+        assert list(here.control.given_up_workers()) == ["rollout-0"]
+        assert here.supervisor.status_line("rollout-0") == f"given up: {failure}"
+        assert not here.supervisor.status_line("rollout-1")
+        assert here.control.instance_has_ended("rollout-0.3")
+        second.policy.max_restarts = 0
+        second.process.kill()
+        until(lambda: second.process.poll() is not None, "its end")
+        outcome = here.supervisor.poll()
+        assert outcome == (
+            f"failed: rollout-1 killed by SIGKILL; last log line: served (log: {second.log}); "
+            "run.worker_restarts_per_hour=2 is used up, and 0 of 2 engines are left, and rollout.min_engines=1"
+        )
+        assert here.supervisor.poll() is None  # reported once
+        found = [(each.role, each.event) for each in events.read_events(here.config.run_folder)]
+        assert found == [
+            ("rollout-0", events.RESTARTED), ("rollout-0", events.RESTARTED), ("rollout-0", events.FAILED),
+            ("rollout-1", events.FAILED),
+        ]  # fmt: skip
+
+
+def test_a_worker_that_never_served_is_not_restarted(tmp_path: Path) -> None:
+    with machine(tmp_path, "rollout.engines=2") as here:
+        role = here.start("rollout-1", [sys.executable, "-c", "import sys; sys.exit('ERROR a bad setting')"])
+        here.poll_until("ended", role)
+        assert here.messages == [
+            f"rollout-1 exited with code 1; last log line: ERROR a bad setting (log: {role.log}); it failed before it "
+            "had served: rollout-1 is given up, the job continues with 1 of 2 engines"
+        ]
+
+
+def test_the_worker_of_a_follower_that_is_given_up_ends_itself(tmp_path: Path) -> None:
+    spanning = ("cluster.nodes=2", "trainer.data_parallel=2", "rollout.pipeline_parallel=2", "rollout.engines=2")
+    with machine(tmp_path, *spanning, "run.worker_restarts_per_hour=0") as here:
+        worker = ControlClient(here.control.host, here.control.port, "rollout-1", 60.0)
+        other = ControlClient(here.control.host, here.control.port, "rollout-0", 60.0)
+        role = here.start("rollout-1.follower-1")
+        here.poll_until("runs", role)
+        worker.check_job()
+        role.process.kill()
+        here.poll_until("ended", role)
+        with pytest.raises(JobEnded):
+            worker.check_job()
+        other.check_job()
+        part = here.start("rollout-1", [sys.executable, "-c", "import sys; sys.exit(1)"])
+        here.poll_until("ended", part)
+        assert len(here.messages) == 1  # its failure is no other one
+        assert here.supervisor.status_line("rollout-1") == "given up: with rollout-1"
+
+
+def test_a_role_that_lost_its_file_system_ends_the_job_as_a_failure_of_the_infrastructure(tmp_path: Path) -> None:
+    lost = [sys.executable, "-c", f"import sys; sys.exit({role_process.INFRASTRUCTURE_EXIT_CODE})"]
+    with machine(tmp_path, "rollout.engines=1", "run.max_trainer_restarts=0") as here:
+        for name in ("rollout-0", "trainer-0"):
+            role = here.start(name, lost)
+            until(lambda role=role: role.process.poll() is not None, "its end")
+            outcome = here.supervisor.poll()
+            assert outcome is not None
+            assert is_infrastructure_failure(outcome)
+            assert outcome.startswith(f"failed: infrastructure: {name} exited with code 74")
+        refused = here.start("trainer-0", [sys.executable, "-c", "import sys; sys.exit(2)"])
+        until(lambda: refused.process.poll() is not None, "its end")
+        outcome = here.supervisor.poll()
+        assert outcome is not None
+        assert not is_infrastructure_failure(outcome)
+
+
+def test_the_unfinished_tickets_of_a_worker_given_up_are_run_once_by_the_others(tmp_path: Path) -> None:
+    with control_plane(tmp_path) as address:
+        trainer = connect(address, "trainer-0")
+        lost, *others = (connect(address, f"rollout-{number}") for number in range(3))
+        trainer.start_ticket_epoch(TicketEpoch(0, 0, 0, (), 0), 6)
+        slots = [lost.claim_slot() for _ in range(6)]
+        assert slots == [0, 1, 2, 3, 4, 5]
+        lost.close_slot(1)
+        claims = [TicketClaims(each, 3) for each in others]
+        assert [list(each.claim(4)) for each in claims] == [[], []]  # the limit is reached
+        trainer.give_up_worker("rollout-0", "it failed")
+        first, second = (list(each.claim(3)) for each in claims)
+        assert first == [(0, 0), (2, 2), (3, 3)]
+        assert second == [(4, 4), (5, 5)]
+        assert trainer.claims(0, 6) == ["rollout-1", "done", "rollout-1", "rollout-1", "rollout-2", "rollout-2"]
+        again = TicketClaims(others[1], 3)  # another instance of rollout-2 finds what it had adopted
+        assert list(again.claim(4)) == second
+        trainer.set_ticket_limit(8)
+        assert [each[0] for each in claims[0].claim(1)] == [6]
+
+
+def test_a_delay_holds_no_other_role_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restart_policy, "FIRST_DELAY_SECONDS", 600.0)
+    monkeypatch.setattr(restart_policy, "MAX_DELAY_SECONDS", 600.0)
+    with machine(tmp_path, "rollout.engines=2") as here:
+        first, second = here.start("rollout-0"), here.start("rollout-1")
+        for role in (first, first, second):
+            here.poll_until("runs", role)
+            role.process.kill()
+            role.process.wait()
+            begun = time.monotonic()
+            assert here.supervisor.poll() is None
+            assert time.monotonic() - begun < 30
+        assert first.restart_at is not None
+        assert here.supervisor.is_active
+        here.poll_until("runs", second)
