@@ -9,10 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from tests import guard
 from tools.make_tiny_model import make_tiny_model
 
 # Shells start commands in the background with SIGINT ignored, and what tests interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # the processes of a parallel run are descendants of the first
+        guard.start()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
